@@ -26,7 +26,7 @@ ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs" / "reference" / "licences.md"
 EXTRAS: Final = ("hub", "plot")
 """What users may choose; the packages of the extra ``dev`` reach nobody."""
-SAID_ELSEWHERE: Final[dict[str, str]] = {}
+STATED_ELSEWHERE: Final[dict[str, str]] = {}
 """Licences of packages whose metadata has none, as their licence file says."""
 _CLASSIFIER: Final = "License :: OSI Approved :: "
 _ROW: Final = re.compile(r"^\| \[([\w.-]+)\]", re.MULTILINE)
@@ -91,24 +91,24 @@ def _closure(wanted: Iterator[Requirement]) -> set[str]:
 
 
 def _package(name: str, extra: str) -> Package:
-    said: Any = metadata.metadata(name)
-    links = dict(line.split(", ", 1) for line in said.get_all("Project-URL") or () if ", " in line)
+    stated: Any = metadata.metadata(name)
+    links = dict(line.split(", ", 1) for line in stated.get_all("Project-URL") or () if ", " in line)
     by_kind = {kind.lower(): url for kind, url in links.items()}
     kinds = ("homepage", "repository", "source", "source code", "code", "github", "documentation")
-    page = said.get("Home-page") or next((by_kind[kind] for kind in kinds if kind in by_kind), "")
+    page = stated.get("Home-page") or next((by_kind[kind] for kind in kinds if kind in by_kind), "")
     if not page:
         raise SystemExit(f"licences: error: {name} names no page; take one more of the kinds of links that it has")
-    return Package(name=said["Name"], licence=_licence(name, said), page=page, extra=extra)
+    return Package(name=stated["Name"], licence=_licence(name, stated), page=page, extra=extra)
 
 
-def _licence(name: str, said: Any) -> str:
+def _licence(name: str, stated: Any) -> str:
     """The licence's SPDX expression, or what stands in place of one."""
     classified = [
-        each.removeprefix(_CLASSIFIER) for each in said.get_all("Classifier") or () if each.startswith(_CLASSIFIER)
+        each.removeprefix(_CLASSIFIER) for each in stated.get_all("Classifier") or () if each.startswith(_CLASSIFIER)
     ]
-    text = (said.get("License") or "").strip()
+    text = (stated.get("License") or "").strip()
     short = text if 0 < len(text) <= 60 and "\n" not in text else ""
-    licence = said.get("License-Expression") or SAID_ELSEWHERE.get(name) or short or ", ".join(classified)
+    licence = stated.get("License-Expression") or STATED_ELSEWHERE.get(name) or short or ", ".join(classified)
     if not licence:
         raise SystemExit(
             f"licences: error: {name} names no licence; look into its licence file and put it into SAID_ELSEWHERE"
@@ -127,12 +127,12 @@ def table(found: list[Package]) -> str:
 
 def stale(page: str, found: list[Package]) -> list[str]:
     """Lines about what the page lacks, and what it has that nothing needs on any system."""
-    told = {canonicalize_name(name) for name in _ROW.findall(page)}
+    listed = {canonicalize_name(name) for name in _ROW.findall(page)}
     here = {canonicalize_name(each.name) for each in found}
     elsewhere = {canonicalize_name(Requirement(text).name) for name in here for text in metadata.requires(name) or ()}
     carried = {path.stem for path in (ROOT / "primad").rglob("vendor/*.js")}
-    return [f"{name} is missing" for name in sorted((here - told) | (carried - VENDORED.keys()))] + [
-        f"{name} is not needed any more" for name in sorted((told - here - elsewhere) | (VENDORED.keys() - carried))
+    return [f"{name} is missing" for name in sorted((here - listed) | (carried - VENDORED.keys()))] + [
+        f"{name} is not needed any more" for name in sorted((listed - here - elsewhere) | (VENDORED.keys() - carried))
     ]
 
 

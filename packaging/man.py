@@ -87,19 +87,19 @@ def _options(command: Any, context: Any) -> Iterator[str]:
     for param in command.params:
         record = param.get_help_record(context)
         if record is not None:
-            names, told = record
-            yield f".TP\n.B {_text(names, literal=True)}\n{_text(told)}"
+            names, described = record
+            yield f".TP\n.B {_text(names, literal=True)}\n{_text(described)}"
 
 
 def _environment() -> Iterator[str]:
     keys = ", ".join(f"PRIMAD_{key.upper()}" for key in config.KEYS)
-    told = {
+    described = {
         keys: "The keys of config.toml: flags win over these, these over the file.",
         "PRIMAD_HOME": "The home folder.",
         "PRIMAD_LOG": "The log level: DEBUG, INFO, WARNING or ERROR.",
         "PRIMAD_API_KEY": "The key that serve demands, and that chat and status send.",
     }
-    for names, meaning in told.items():
+    for names, meaning in described.items():
         yield f".TP\n.B {_text(names, literal=True)}\n{_text(meaning)}"
 
 

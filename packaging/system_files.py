@@ -28,7 +28,7 @@ COMPLETIONS: Final = {
 
 def completion(shell: str) -> str:
     """The script that completes ``primad`` in a shell: it asks the program itself, so it is never behind."""
-    said = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", "import sys; sys.argv[0] = 'primad'; from primad.cli.main import main; main()"],
         env=os.environ | {"_PRIMAD_COMPLETE": f"source_{shell}", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
@@ -36,7 +36,7 @@ def completion(shell: str) -> str:
         check=True,
     )
     # zsh loads the file at the first Tab, and that Tab wants its answer too.
-    return said.stdout.strip() + ('\n\n_primad_completion "$@"\n' if shell == "zsh" else "\n")
+    return done.stdout.strip() + ('\n\n_primad_completion "$@"\n' if shell == "zsh" else "\n")
 
 
 def service() -> str:

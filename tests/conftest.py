@@ -37,7 +37,7 @@ LONGEST = (
     "homelab/test_short_of_memory.py",
     "e2e/test_recovery.py",
     "e2e/test_kept_cells.py",
-    "e2e/test_guessed_answers.py",
+    "e2e/test_drafted_requests.py",
     "solver/test_solve.py",
     "homelab/test_faults.py",
     "e2e/test_ctrl_c.py",

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import sys
 
-from tools.lab.promises import PROMISES
+from tools.lab.forecasts import PROMISES
 
 _noted: list[tuple[str, float]] = []
 
 
 def note(promise: str, seconds: float, what: str = "") -> None:
-    """Keep a figure of the test that runs. ``promise`` is one of ``tools/lab/promises.py``."""
+    """Keep a figure of the test that runs. ``promise`` is one of ``tools/lab/forecasts.py``."""
     assert promise in PROMISES, promise
     sys.stdout.write(f"{promise}: {seconds:.2f} s {what}\n")  # for who runs the tests with -s or -rP
     _noted.append((promise, seconds))

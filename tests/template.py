@@ -56,19 +56,19 @@ def _wait(connection: socket.socket) -> None:
         if not size:
             return
         start = msgspec.msgpack.decode(exactly(connection, *SIZE.unpack(size)), type=Start)
-        told, tell = os.pipe()
+        reported, tell = os.pipe()
         middle = os.fork()
         if not middle:
             pid = os.fork()
             if pid:
                 os.write(tell, SIZE.pack(pid))
                 os._exit(0)
-            for each in (told, connection.fileno()):
+            for each in (reported, connection.fileno()):
                 os.close(each)
             _begin(start, descriptors, tell)
         os.waitpid(middle, 0)
         os.close(tell)
-        with os.fdopen(told, "rb") as number:
+        with os.fdopen(reported, "rb") as number:
             connection.sendall(number.read())  # to the end: by then the new process shows what it is
         for each in descriptors:
             os.close(each)

@@ -96,8 +96,8 @@ def _run(options: argparse.Namespace, stack: ExitStack) -> int:
     url = f"http://127.0.0.1:{port}"
     with httpx.Client(base_url=url, timeout=httpx.Timeout(60.0, read=600.0)) as client:
         if not _wait_ready(client, head):
-            for said in sorted(homes.glob("*.log")):
-                print(f"{said.stem}: {said.read_text(errors='replace').strip()}", file=sys.stderr)
+            for printed in sorted(homes.glob("*.log")):
+                print(f"{printed.stem}: {printed.read_text(errors='replace').strip()}", file=sys.stderr)
             return 2
         out.print(f"\n[bold]{options.prompt}[/bold]")
         answer = _ask(client, options.prompt)

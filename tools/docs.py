@@ -67,7 +67,7 @@ def _published() -> str:
 # ---- structs --------------------------------------------------------------------------------------------------------
 
 
-def _told(kind: type[msgspec.Struct]) -> str:
+def _reported(kind: type[msgspec.Struct]) -> str:
     """A docstring as one line of a page."""
     return " ".join((kind.__doc__ or "").split()).replace("``", "`").replace("|", "\\|")
 
@@ -149,12 +149,12 @@ def _all_messages() -> dict[str, str]:
 
 def _heard(*groups: tuple[str, Any]) -> str:
     """Tables of the messages of each union, and of the structs that lie in them."""
-    parts, told = [], set()
+    parts, reported = [], set()
     for title, union in groups:
         kinds = list(dict.fromkeys(_inner(msgspec.inspect.type_info(union))))
-        told |= set(kinds)
-        inside = [one for one in dict.fromkeys(one for kind in kinds for one in _structs(kind)) if one not in told]
-        told |= set(inside)
+        reported |= set(kinds)
+        inside = [one for one in dict.fromkeys(one for kind in kinds for one in _structs(kind)) if one not in reported]
+        reported |= set(inside)
         parts += [title] * bool(title) + [_messages(kinds)]
         parts += ["In them:", _messages(inside)] if inside else []
     return "\n\n".join(parts) + "\n"
@@ -166,7 +166,7 @@ def _messages(kinds: list[type[msgspec.Struct]]) -> str:
         info: Any = msgspec.inspect.type_info(kind)
         name = kind.__name__ + (f" `{info.tag}`" if info.tag is not None else "")
         fields = ", ".join(f"`{field.encode_name}`" for field in info.fields) or "none"
-        lines.append(f"| {name} | {fields} | {_told(kind)} |")
+        lines.append(f"| {name} | {fields} | {_reported(kind)} |")
     return "\n".join(lines)
 
 

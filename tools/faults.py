@@ -1,7 +1,7 @@
 """Everything that is judged by the clock, on a machine that has nothing else to do.
 
     tools/faults [pytest arguments]          every cell of the fault matrix, and the table of ``docs/faults.md``
-    tools/faults times [pytest arguments]    what primad promises in seconds (``tools/lab/promises.py``)
+    tools/faults times [pytest arguments]    what primad promises in seconds (``tools/lab/forecasts.py``)
     tools/faults crowd [pytest arguments]    1,000 requests of clients who leave, give up, read slowly: what is left of them
     tools/faults long [pytest arguments]     a device dies at 100 to 8,000 tokens of an answer: how long the pause is
 
@@ -22,8 +22,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tools.lab import missing  # noqa: E402
+from tools.lab.forecasts import judged  # noqa: E402
 from tools.lab.matrix import CELLS, PAGE, Outcome, pages_seconds, with_table  # noqa: E402
-from tools.lab.promises import judged  # noqa: E402
 
 TESTS = "tests/homelab/test_faults.py"
 CROWD = "tests/e2e/test_crowd.py"
@@ -91,8 +91,8 @@ def run(arguments: list[str]) -> tuple[int, list[tuple[str, str, float]]]:
     """Run pytest: its exit code, and the seconds that tests which passed noted, as (test, name, seconds)."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        told = [f"--junitxml={report}", "-o", "junit_family=xunit1"]
-        code = subprocess.run([sys.executable, "-m", "pytest", *told, *arguments], cwd=ROOT, check=False).returncode
+        reported = [f"--junitxml={report}", "-o", "junit_family=xunit1"]
+        code = subprocess.run([sys.executable, "-m", "pytest", *reported, *arguments], cwd=ROOT, check=False).returncode
         return code, list(noted(report)) if report.exists() else []
 
 

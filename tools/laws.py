@@ -2,7 +2,8 @@
 
 No public type name is defined twice in what runs, which imports no tools; tools import nothing of the tests; tests import no
 tools but the lab, research and the model maker; nothing imports ``packaging/``, whose scripts know each other alone;
-what runs prints in one place alone, and logs from there. No name is made of a word that the field has another one for.
+what runs prints in one place alone, and logs from there. No name is made of a word that the field has another one for,
+and no text of a phrase of our own.
 
     tools/laws.py [ROOT]
 """
@@ -55,10 +56,23 @@ OLD_WORDS: Final = {
     **dict.fromkeys(("foresee", "foreseen"), "precompute"),
     **dict.fromkeys(("knock", "knocked"), "probe"),
     **dict.fromkeys(("brace", "void", "bridge", "bridges"), "prepare, discarded, padding"),
+    **dict.fromkeys(("told", "untold"), "reported"),
+    **dict.fromkeys(("said", "says"), "a noun: output, message, line"),
     "least": "min",
     "most": "max",
 }
 """Words that a name may not be made of, and what the field says."""
+OLD_PROSE: Final = {
+    r"\bgo(?:es|ing)? on with\b": "continue, resume",
+    r"\bwhat of\b": "the part of",
+    r"\bof its own accord\b": "by itself",
+    r"\btried anew\b": "tried again",
+    r"\bkept twice\b": "replicated",
+    r"\banswers at once\b": "concurrent requests",
+    r"\bfirst token of an answer\b": "TTFT",
+    r"\btaken in when\b": "added when",
+}
+"""Phrases that the text of the product and the documents do not have, and what they say."""
 KEPT_NAMES: Final = frozenset(
     {"at_least", "at_most", "_at_least", "_at_most", "AT_LEAST", "most_likely", "c_void_p", "_BRIDGE"}
 )
@@ -184,6 +198,21 @@ def old_words(root: Path) -> Iterator[str]:
             for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name):
                 if word.lower() in OLD_WORDS and name not in KEPT_NAMES:
                     yield f"{path}:{line}: {name}: say {OLD_WORDS[word.lower()]}, not {word.lower()}"
+    for file in (each for folder in (*PRODUCT, "tests", "tools") for each in sorted((root / folder).rglob("*.py"))):
+        for word in file.stem.split("_"):
+            if word in OLD_WORDS:
+                yield f"{file.relative_to(root)}: say {OLD_WORDS[word]}, not {word}"
+
+
+def old_prose(root: Path) -> Iterator[str]:
+    """Lines about phrases of our own, in the product's source and in documents."""
+    pages = [*root.glob("*.md"), *root.glob("docs/*.md")]
+    sources = [path for folder in ("primad/api", "primad/cli") for path in sorted((root / folder).rglob("*.py"))]
+    for path in (page for page in (*pages, *sources) if page.name != "CHANGELOG.md"):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            for phrase, better in OLD_PROSE.items():
+                if found := re.search(phrase, line, re.IGNORECASE):
+                    yield f"{path.relative_to(root)}:{number}: say {better}, not {found[0]}"
 
 
 def named(tree: ast.Module) -> Iterator[tuple[str, int]]:
@@ -210,6 +239,7 @@ def main() -> int:
         *imports_of_packaging(root),
         *prints_elsewhere(root),
         *old_words(root),
+        *old_prose(root),
     ]
     for line in broken:
         print(line, file=sys.stderr)

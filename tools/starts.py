@@ -109,23 +109,23 @@ def _device(place: Path, profile: Path, name: str, *words: str) -> Iterator[subp
 def _asked(head: subprocess.Popen[bytes], url: str, devices: int) -> str:
     """What goes wrong until a question is answered by all ``devices``; empty when nothing does."""
     wanted = f"serving with {devices} devices"
-    said = "nothing"
+    printed = "nothing"
     with httpx.Client(base_url=url, timeout=START_S) as client:
         deadline = time.monotonic() + START_S
-        while said != wanted:
+        while printed != wanted:
             if time.monotonic() > deadline:
-                return f"it does not serve within {START_S:g} s, and says {said!r}"
+                return f"it does not serve within {START_S:g} s, and says {printed!r}"
             try:
                 head.wait(0.2)
                 return f"the head ended with code {head.returncode}"
             except subprocess.TimeoutExpired:
-                said = _said(client)
+                printed = _printed(client)
         message = {"role": "user", "content": "Why is the sky blue?"}
         answer = client.post("/v1/chat/completions", json={"messages": [message], "max_tokens": 4, "temperature": 0})
         return "" if answer.is_success else f"the question got {answer.status_code}: {answer.text}"
 
 
-def _said(client: httpx.Client) -> str:
+def _printed(client: httpx.Client) -> str:
     try:
         return str(client.get("/health").json()["detail"])
     except httpx.TransportError:

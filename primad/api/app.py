@@ -40,7 +40,7 @@ from primad.api.http.metrics import MEDIA_TYPE, Counted, Metrics
 from primad.api.http.paths import TidyPaths
 from primad.api.http.status import StatusBody, status_body
 from primad.api.page import files
-from primad.api.page.desk import AdminApi
+from primad.api.page.admin_api import AdminApi
 from primad.api.page.owner import Owner
 from primad.api.page.routes import Page
 from primad.errors import PrimadError, RequestError
@@ -235,11 +235,11 @@ def _asks(route: Route) -> dict[str, Any]:
     """The parameters and body of a path, as in the OpenAPI document."""
     names = re.findall(r"{(\w+)", route.path)
     parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
-    said: dict[str, Any] = {"parameters": parameters} if parameters else {}
+    documented: dict[str, Any] = {"parameters": parameters} if parameters else {}
     if route.asks is not None:
         content = {"application/json": {"schema": {"$ref": COMPONENT.format(route.asks)}}}
-        said["requestBody"] = {"required": True, "content": content}
-    return said
+        documented["requestBody"] = {"required": True, "content": content}
+    return documented
 
 
 def _answers(route: Route) -> dict[int | str, dict[str, Any]] | None:

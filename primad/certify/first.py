@@ -68,10 +68,10 @@ class _Progress:
 
     def __init__(self, report_line: Callable[[str], None]) -> None:
         self._report_line = report_line
-        self._said = time.monotonic()
+        self._reported = time.monotonic()
 
     def __call__(self, what: str) -> None:
         now = time.monotonic()
-        if now - self._said >= _BETWEEN_LINES_S:
-            self._said = now
+        if now - self._reported >= _BETWEEN_LINES_S:
+            self._reported = now
             self._report_line(f"still trying: {printable(what)}")

@@ -87,8 +87,8 @@ def _lines(verdict: CheckVerdict) -> Iterator[str]:
         where = "only at the first layer: it runs on one device"
     yield f"windows may begin {where}; compared in {verdict.seconds:g} s on a tiny model of the same layers"
     for kv_type, outcome, why, routes in _together(verdict.routes):
-        said = {"equal": "exact", "not opened": "not opened"}.get(outcome, f"NOT EXACT ({outcome})")
-        yield f"  {kv_type:<5} {said:<12} {_places(routes)}" + (f": {why}" if why else "")
+        outcome_text = {"equal": "exact", "not opened": "not opened"}.get(outcome, f"NOT EXACT ({outcome})")
+        yield f"  {kv_type:<5} {outcome_text:<12} {_places(routes)}" + (f": {why}" if why else "")
     for key in verdict.keys:
         yield f"  {key.key}: {key.outcome}" + (f" ({key.how})" if key.how else "")
     for each in verdict.forbidden:

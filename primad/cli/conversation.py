@@ -35,10 +35,10 @@ class Conversation:
 
     def messages(self) -> list[dict[str, str]]:
         """The turns as the API's messages."""
-        said = [{"role": "system", "content": self.system}] if self.system else []
+        entry = [{"role": "system", "content": self.system}] if self.system else []
         for question, answer in self.turns:
-            said += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        return said
+            entry += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return entry
 
     def answered(self, answer: str) -> None:
         """Record the answer, perhaps a partial one; an empty text is no answer."""
@@ -61,7 +61,7 @@ class Conversation:
         """The conversation as the content of the file ``name``."""
         if name.lower().endswith(".json"):
             return json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=2) + "\n"
-        return "\n".join(f"{said['role']}:\n{said['content']}\n" for said in self.messages())
+        return "\n".join(f"{entry['role']}:\n{entry['content']}\n" for entry in self.messages())
 
 
 def split_command(line: str) -> tuple[str, str] | None:

@@ -113,13 +113,13 @@ def _trust(home: Path) -> tuple[str, KnownTrust]:
     if facts is not None and judge_identity(facts)[0].level == "ok":
         try:
             identity = load_identity(home)
-            store, said = TrustStore(home, identity), report(home)
+            store, reported = TrustStore(home, identity), report(home)
             return identity.public, KnownTrust(
                 trusts=store.trusts,
                 revoked=store.revoked(),
-                introduced=said.introduced,
-                revoked_by=said.revoked_by,
-                refused=said.refused,
+                introduced=reported.introduced,
+                revoked_by=reported.revoked_by,
+                refused=reported.refused,
             )
         except PrimadError as exc:
             err.print(f"warning: {exc}")

@@ -72,8 +72,8 @@ def show(file: File = None, home: Home = None) -> None:
         out.print(f"no keys in {path}; make one with 'primad key add NAME'")
     for key in keys or ():
         limits = ((key.requests_per_min, "requests"), (key.tokens_per_min, "tokens"))
-        told = ", ".join(f"{maximum} {what} per minute" for maximum, what in limits if maximum is not None)
-        out.print(f"{key.name}: {told or 'no limits'}")
+        limits_text = ", ".join(f"{maximum} {what} per minute" for maximum, what in limits if maximum is not None)
+        out.print(f"{key.name}: {limits_text or 'no limits'}")
 
 
 @key_app.command("remove")

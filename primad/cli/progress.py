@@ -45,7 +45,7 @@ class RichReporter:
         self._console = console
         self._progress: Progress | None = None
         self._tasks: dict[tuple[str, str], TaskID] = {}
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._waited: TaskID | None = None
 
     def report_line(self, line: str) -> None:
@@ -57,8 +57,8 @@ class RichReporter:
         words = _WORDS.get(phase, phase)
         key = (device, phase)
         if not self._console.is_terminal:
-            if done == total and key not in self._told and not phase.startswith("profile "):
-                self._told.add(key)
+            if done == total and key not in self._reported and not phase.startswith("profile "):
+                self._reported.add(key)
                 amount = f" ({show_bytes(total)})" if phase in ("fetch", "copy", "compare") else ""
                 self._console.print(f"{device}: {words}: done{amount}", markup=False)
             return
@@ -105,4 +105,4 @@ class RichReporter:
             self._progress.stop()
         self._progress = self._waited = None
         self._tasks.clear()
-        self._told.clear()
+        self._reported.clear()

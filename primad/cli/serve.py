@@ -243,9 +243,9 @@ def _check_together(others: OtherDevicesOptions, run: RunOptions) -> None:
 
 
 def _warn(endpoint: EndpointOptions, asking: AskingOptions, config: Config) -> None:
-    said = warning(asking, endpoint.host)
-    if said is not None:
-        err.print(f"warning: {said}")
+    line = warning(asking, endpoint.host)
+    if line is not None:
+        err.print(f"warning: {line}")
     if config.pause_on_battery:
         err.print("pause_on_battery: has no effect on the head, without which nothing is served")
 

@@ -53,12 +53,12 @@ def report(home: Path) -> DaemonReport:
     )
 
 
-def _keys(said: object) -> frozenset[str]:
-    return frozenset(map(str, said)) if isinstance(said, list) else frozenset()
+def _keys(raw: object) -> frozenset[str]:
+    return frozenset(map(str, raw)) if isinstance(raw, list) else frozenset()
 
 
-def _texts(said: object) -> dict[str, str]:
-    return {str(name): str(text) for name, text in said.items()} if isinstance(said, dict) else {}
+def _texts(raw: object) -> dict[str, str]:
+    return {str(name): str(text) for name, text in raw.items()} if isinstance(raw, dict) else {}
 
 
 def newest_of(peers: Sequence[Peer]) -> dict[str, Peer]:

@@ -71,8 +71,8 @@ def status(
             _print_json(client, there.url, watch=watch)
         else:
             with RichReporter(err).waiting("asking the devices"):
-                said = _ask(client, there.url)[1]
-            tables.print(render(said))
+                raw = _ask(client, there.url)[1]
+            tables.print(render(raw))
 
 
 def _print_json(client: httpx.Client, url: str, *, watch: bool) -> None:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 
 import zmq.asyncio
 
-from primad.daemon.station import Node
+from primad.daemon.node import Node
 from primad.errors import ClusterError, DiskError
 from primad.gguf.layers import LayerRef
 from primad.gguf.origins import LayerOrigin
 from primad.layers.cache import LayerCache
-from primad.layers.draw import download_layers
+from primad.layers.download import download_layers
 from primad.layers.fetch import fetch_layers, hash_in_thread, held_by_any, in_thread, missing_layers
-from primad.layers.givers import HubRoutes, WantedLayer
+from primad.layers.sources import HubRoutes, WantedLayer
 from primad.network.contacts import Contact
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Final
 
 import zmq.asyncio
 
-from primad.daemon.station import Node
+from primad.daemon.node import Node
 from primad.errors import DiskError
 from primad.kv.keys import KvBlock
 from primad.layers.cells import CellsFetcher, LayerRuns

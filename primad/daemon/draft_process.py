@@ -13,7 +13,7 @@ import msgspec
 
 from primad.errors import ProtocolError, RingError
 from primad.ring.speculation.draft_link import begin_drafting
-from primad.ring.speculation.messages import MAX_UNTOLD_BYTES, Drafted, DraftTask
+from primad.ring.speculation.messages import MAX_UNREPORTED_BYTES, Drafted, DraftTask
 from primad.system.children.channel import frame
 from primad.system.children.spawn import GRACE_S, connected, how_it_ended, read_frame
 
@@ -47,7 +47,7 @@ class DraftingProcess:
         """Tell it, without waiting. Raises ``RingError`` where it has not taken what it was told before."""
         with contextlib.suppress(OSError):
             self._writer.write(frame(task))
-        if self._writer.transport.get_write_buffer_size() > MAX_UNTOLD_BYTES:
+        if self._writer.transport.get_write_buffer_size() > MAX_UNREPORTED_BYTES:
             raise RingError("the draft process takes nothing more")
 
     async def drafts(self) -> AsyncIterator[Drafted]:

@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from halda import DeviceProfile
 from primad.daemon.layer_files import lease_layers, place_windows, release_files
 from primad.daemon.loaded_process import LoadedProcess, LoadKey
+from primad.daemon.node import Node
 from primad.daemon.ring_process import RingProcess
-from primad.daemon.station import Node
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.gguf.header import read_header
 from primad.gguf.layers import LayerRef

@@ -129,10 +129,10 @@ class OwnProfile:
                     child.stdin.write(msgspec.json.encode(request))
                     child.stdin.close()
                 for line in child.stdout:
-                    said = msgspec.json.decode(line, type=Measuring | Unmeasured)
-                    if isinstance(said, Unmeasured):
-                        raise NotNowError(said.reason)
-                    loop.call_soon_threadsafe(advance, said.what)
+                    message = msgspec.json.decode(line, type=Measuring | Unmeasured)
+                    if isinstance(message, Unmeasured):
+                        raise NotNowError(message.reason)
+                    loop.call_soon_threadsafe(advance, message.what)
             if child.returncode:
                 raise NotNowError(f"measuring this device {how_it_ended(child.returncode)}; run 'primad doctor'")
 

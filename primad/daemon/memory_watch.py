@@ -35,9 +35,9 @@ class MemoryWatch:
         self._state: recovery.Recovery | None = None
         self._memory_low = asyncio.Event()
 
-    def begin(self, told_bytes: int) -> None:
+    def begin(self, reported_bytes: int) -> None:
         """Plans have so much of this device, as measured just now."""
-        self._state = recovery.begin(told_bytes, self._state)
+        self._state = recovery.begin(reported_bytes, self._state)
         if not self._state.watches:
             self._memory_low.clear()
 
@@ -45,7 +45,7 @@ class MemoryWatch:
         """What plans may have of what is available: no more than was told since the device was short of memory."""
         if self._state is None or not self._state.watches:
             return available_bytes
-        return min(available_bytes, self._state.told_bytes)
+        return min(available_bytes, self._state.reported_bytes)
 
     async def report_memory_low(self, needed_bytes: int) -> int:
         """The device lacks so much; what there is room for beside what serves now, within what the owner allows."""
@@ -67,11 +67,13 @@ class MemoryWatch:
             room, total_bytes = await asyncio.to_thread(self._measure)
             if self._state is None or not self._state.watches:  # somebody began anew meanwhile
                 continue
-            self._state, told_bytes = recovery.look(self._state, room, total_bytes=total_bytes, now=time.monotonic())
+            self._state, reported_bytes = recovery.look(
+                self._state, room, total_bytes=total_bytes, now=time.monotonic()
+            )
             if not self._state.watches:
                 self._memory_low.clear()
-            if told_bytes is not None:
-                await self._memory_recovered(told_bytes)
+            if reported_bytes is not None:
+                await self._memory_recovered(reported_bytes)
 
 
 def ram_room(limits: OwnerLimits) -> tuple[recovery.Room, int]:

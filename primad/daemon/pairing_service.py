@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from primad import __version__
+from primad.daemon.node import Node
 from primad.daemon.reporter import ReportLine
-from primad.daemon.station import Node
 from primad.errors import ClusterError
 from primad.network.admin import PairingCode
 from primad.network.discovery import Discovery, look

@@ -14,8 +14,8 @@ from typing import Any
 from halda import DeviceProfile
 from primad.daemon.layer_files import Workspace
 from primad.daemon.measuring import OwnProfile, warn_if_disturbed, warn_of_unused_gpus
+from primad.daemon.node import Node
 from primad.daemon.reporter import Reporter
-from primad.daemon.station import Node
 from primad.engine.build import build_id
 from primad.errors import NotNowError, PrimadError, Stopped
 from primad.kv.store import KvStore

@@ -23,7 +23,7 @@ from primad.settings.config import DEFAULT_CONTROL_PORT, any_host, is_loopback
 
 LIMIT_S: Final = 8.0
 LOOK_S: Final = 2.5
-_TELL_MORE: Final = "primad --verbose doctor"
+_REPORT_MORE: Final = "primad --verbose doctor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +65,10 @@ async def _run(name: str, check: Check, subject: Subject, limit_s: float) -> lis
         async with asyncio.timeout(limit_s):
             return await check(subject)
     except TimeoutError:
-        return [finding(name, "warning", f"could not be checked within {limit_s:g} s", _TELL_MORE)]
+        return [finding(name, "warning", f"could not be checked within {limit_s:g} s", _REPORT_MORE)]
     except (OSError, PrimadError, psutil.Error, ValueError, RuntimeError) as exc:
         return [
-            finding(name, "warning", f"could not be checked: {printable(str(exc) or type(exc).__name__)}", _TELL_MORE)
+            finding(name, "warning", f"could not be checked: {printable(str(exc) or type(exc).__name__)}", _REPORT_MORE)
         ]
 
 

@@ -136,8 +136,8 @@ def judge_files(limit: int | None) -> list[Finding]:
 
 def gather_clock() -> ClockFacts:
     """What the system says of its clock, and whether it lies before the day that primad was installed."""
-    said = output_of("timedatectl", "show", "--property=NTPSynchronized", "--value")
-    answer = {"yes": True, "no": False}.get((said or "").strip())
+    output = output_of("timedatectl", "show", "--property=NTPSynchronized", "--value")
+    answer = {"yes": True, "no": False}.get((output or "").strip())
     return ClockFacts(synchronized=answer, behind_s=Path(__file__).stat().st_mtime - time.time())
 
 

@@ -46,9 +46,9 @@ def hear_llama() -> None:
 
 def why(fallback: str) -> str:
     """What llama.cpp complained of last, once."""
-    said = _recent_log[-1] if _recent_log else fallback
+    reason = _recent_log[-1] if _recent_log else fallback
     forget()
-    return said
+    return reason
 
 
 def forget() -> None:

@@ -26,7 +26,7 @@ from primad.engine.embedding_messages import (
     TextsChecked,
 )
 from primad.errors import EngineError
-from primad.system.children.answer_stream import STACK_BYTES, answer_stream
+from primad.system.children.reply_stream import STACK_BYTES, answer_stream
 
 if TYPE_CHECKING:
     from primad.engine.embedder import Embedder

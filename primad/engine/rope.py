@@ -34,7 +34,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_changed(self) -> bool:
         """Whether anything is otherwise than the model says."""
-        return self != AS_THE_MODEL_SAYS
+        return self != AS_IN_THE_MODEL
 
     def reach(self, trained_tokens: int, original_tokens: int) -> int:
         """The longest context; 0 where that is not known, as with another base.
@@ -48,4 +48,4 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
         return max(trained_tokens, int((self.yarn_orig_ctx or original_tokens) / self.freq_scale))
 
 
-AS_THE_MODEL_SAYS: Final = Rope()
+AS_IN_THE_MODEL: Final = Rope()

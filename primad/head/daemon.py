@@ -21,11 +21,11 @@ import zmq.asyncio
 from primad.daemon.cells import HeldCells
 from primad.daemon.measuring import OwnProfile
 from primad.daemon.memory_watch import MemoryWatch, ram_room
+from primad.daemon.node import Node
 from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import Reporter
-from primad.daemon.station import Node
 from primad.errors import ClusterError
-from primad.head.desk import HeadAdminApi
+from primad.head.admin_api import HeadAdminApi
 from primad.head.members.devices import Devices
 from primad.head.members.worker_link import Caller
 from primad.head.model.learning import Learning

@@ -32,8 +32,8 @@ from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
+from primad.head.admin_api import HeadAdminApi
 from primad.head.daemon import HeadDaemon
-from primad.head.desk import HeadAdminApi
 from primad.head.model.options import ServeOptions, bind_http, is_for_several, model_id
 from primad.head.model.service import service_of
 from primad.head.model.text_service import TextService

@@ -227,7 +227,7 @@ class _Fetch:
             async with reach(context, identity, source, list(self.parts), self.timings.reach_timeout_s) as (link, held):
                 self.queue.holds(source.key, held)
                 self._wake()
-                await _Draw(self, source.key, link).run()
+                await _Fetching(self, source.key, link).run()
         except (SourceError, ProtocolError) as exc:
             self.queue.drop(source.key)
             self._reasons[source.key] = str(exc)
@@ -276,7 +276,7 @@ class _Fetch:
         return ClusterError(f"layer {names} cannot be fetched: {why}")
 
 
-class _Draw:
+class _Fetching:
     """What is asked of one source."""
 
     def __init__(self, fetch: _Fetch, key: str, link: SourceLink) -> None:

@@ -28,11 +28,11 @@ WORTH_SHARE: Final = 0.03
 class Recovery:
     """The policy's state. Times are on the scale of ``now``; None for what has not happened.
 
-    Plans use ``told_bytes`` of this device. Before a shortage they used ``goal_bytes`` (None without one), and may use
+    Plans use ``reported_bytes`` of this device. Before a shortage they used ``goal_bytes`` (None without one), and may use
     more once ``enough_bytes`` are available. That has been so since ``since_s``, with at least ``lowest_bytes``.
     """
 
-    told_bytes: int
+    reported_bytes: int
     goal_bytes: int | None = None
     enough_bytes: int = 0
     since_s: float | None = None
@@ -46,18 +46,18 @@ class Recovery:
         return self.goal_bytes is not None
 
 
-def begin(told_bytes: int, before: Recovery | None = None) -> Recovery:
-    """Plans use ``told_bytes``, as measured just now. A shortage from ``before`` may still last."""
+def begin(reported_bytes: int, before: Recovery | None = None) -> Recovery:
+    """Plans use ``reported_bytes``, as measured just now. A shortage from ``before`` may still last."""
     if before is None:
-        return Recovery(told_bytes=told_bytes)
-    if before.goal_bytes is not None and told_bytes < before.goal_bytes:
-        return replace(before, told_bytes=told_bytes)
-    return Recovery(told_bytes=told_bytes, wait_s=before.wait_s, recovered_s=before.recovered_s)
+        return Recovery(reported_bytes=reported_bytes)
+    if before.goal_bytes is not None and reported_bytes < before.goal_bytes:
+        return replace(before, reported_bytes=reported_bytes)
+    return Recovery(reported_bytes=reported_bytes, wait_s=before.wait_s, recovered_s=before.recovered_s)
 
 
-def lowered(told_bytes: int, *, available_bytes: int, needed_bytes: int) -> int:
-    """What plans may use of a device that lacks ``needed_bytes`` of ``told_bytes`` while this much is available."""
-    return min(max(0, told_bytes - needed_bytes), available_bytes)
+def lowered(reported_bytes: int, *, available_bytes: int, needed_bytes: int) -> int:
+    """What plans may use of a device that lacks ``needed_bytes`` of ``reported_bytes`` while this much is available."""
+    return min(max(0, reported_bytes - needed_bytes), available_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ def report_memory_low(recovery: Recovery, room: Room, *, needed_bytes: int, now:
         relapsed = now - recovered_s < RELAPSE_WAITS * wait_s
         wait_s = min(2 * wait_s, MAX_WAIT_S) if relapsed else WAIT_S
     return Recovery(
-        told_bytes=lowered(recovery.told_bytes, available_bytes=room.beside_bytes, needed_bytes=needed_bytes),
-        goal_bytes=recovery.told_bytes if recovery.goal_bytes is None else recovery.goal_bytes,
+        reported_bytes=lowered(recovery.reported_bytes, available_bytes=room.beside_bytes, needed_bytes=needed_bytes),
+        goal_bytes=recovery.reported_bytes if recovery.goal_bytes is None else recovery.goal_bytes,
         enough_bytes=room.available_bytes + needed_bytes,
         wait_s=wait_s,
     )
@@ -92,7 +92,7 @@ def look(recovery: Recovery, room: Room, *, total_bytes: int, now: float) -> tup
     if recovery.goal_bytes is None:
         return recovery, None
     worth = int(WORTH_SHARE * total_bytes)
-    if room.available_bytes < recovery.enough_bytes or room.allowed_bytes < recovery.told_bytes + worth:
+    if room.available_bytes < recovery.enough_bytes or room.allowed_bytes < recovery.reported_bytes + worth:
         return replace(recovery, since_s=None), None
     if recovery.since_s is None:
         return replace(recovery, since_s=now, lowest_bytes=room.allowed_bytes), None
@@ -100,4 +100,4 @@ def look(recovery: Recovery, room: Room, *, total_bytes: int, now: float) -> tup
     if now - recovery.since_s < recovery.wait_s:
         return replace(recovery, lowest_bytes=lowest), None
     goal = recovery.goal_bytes if lowest + worth < recovery.goal_bytes else None
-    return Recovery(told_bytes=lowest, goal_bytes=goal, wait_s=recovery.wait_s, recovered_s=now), lowest
+    return Recovery(reported_bytes=lowest, goal_bytes=goal, wait_s=recovery.wait_s, recovered_s=now), lowest

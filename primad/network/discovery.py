@@ -228,7 +228,7 @@ class Discovery:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for farewell in (self._stop_asking, self._say_goodbye, self._zeroconf.async_close):
+        for farewell in (self._stop_asking, self._send_goodbye, self._zeroconf.async_close):
             try:
                 await farewell()
             except FAILURES as exc:
@@ -249,15 +249,15 @@ class Discovery:
         if self._browser is not None:
             await self._browser.async_cancel()
 
-    async def _say_goodbye(self) -> None:
+    async def _send_goodbye(self) -> None:
         if self._info is not None:
             await (await self._zeroconf.async_unregister_service(self._info))  # the second one waits until it is sent
 
     def _report_soon(self, announcement: Awaitable[None]) -> asyncio.Future[None]:
         """Send an announcement; a failed one is like a lost one."""
-        said = self._announcing = asyncio.ensure_future(announcement)
-        said.add_done_callback(_heard_out)
-        return said
+        sending = self._announcing = asyncio.ensure_future(announcement)
+        sending.add_done_callback(_heard_out)
+        return sending
 
     def _to_announce(self) -> AsyncServiceInfo:
         """The current records, with a new revision.
@@ -420,8 +420,8 @@ def _places(own: Sequence[Interface], host: str, interface: str | None) -> list[
     return usable
 
 
-def _heard_out(said: asyncio.Future[None]) -> None:
-    error = None if said.cancelled() else said.exception()
+def _heard_out(sending: asyncio.Future[None]) -> None:
+    error = None if sending.cancelled() else sending.exception()
     if error is not None:
         logger.debug("mDNS announcement: %s", _why(error))
 

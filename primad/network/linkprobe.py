@@ -279,14 +279,14 @@ async def _meet(socket: zmq.asyncio.Socket, host: str, port: int, exchange: Exch
             raise _NotReachedError(UNTRUSTED)
         await answered
     except _NotReachedError as exc:
-        raise _NotReachedError(exc.why if exc.why == UNTRUSTED else await _port_says(host, port)) from exc
+        raise _NotReachedError(exc.why if exc.why == UNTRUSTED else await _probe_port(host, port)) from exc
     finally:
         for task in (refused, answered):
             task.cancel()
         await asyncio.gather(refused, answered, return_exceptions=True)
 
 
-async def _port_says(host: str, port: int) -> str:
+async def _probe_port(host: str, port: int) -> str:
     """Why a port did not respond: no host, no listener, or a silent listener."""
     try:
         async with asyncio.timeout(CONNECT_S):

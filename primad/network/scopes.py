@@ -84,18 +84,20 @@ class Scopes:
         scopes = dict.fromkeys([*known, *self._own()])
         return [f"{alone}%{scope}" for scope in scopes][:MAX_WAYS] or [alone]
 
-    def endpoints(self, told: str) -> list[str]:
-        """The ZeroMQ endpoint ``told`` by another device, with every variant of its address."""
-        host, _, port = told.removeprefix(_TCP).rpartition(":")
+    def endpoints(self, received: str) -> list[str]:
+        """The ZeroMQ endpoint ``received`` by another device, with every variant of its address."""
+        host, _, port = received.removeprefix(_TCP).rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
-        if not told.startswith(_TCP) or not needs_scope(host):
-            return [told]
+        if not received.startswith(_TCP) or not needs_scope(host):
+            return [received]
         return [endpoint(way, port) for way in self.ways(host)]
 
     def of_contacts(self, contacts: Sequence[Contact]) -> list[Contact]:
         """``contacts`` with all variants of each address."""
         return [
-            msgspec.structs.replace(contact, addresses=[way for told in contact.addresses for way in self.ways(told)])
+            msgspec.structs.replace(
+                contact, addresses=[way for received in contact.addresses for way in self.ways(received)]
+            )
             for contact in contacts
         ]
 

@@ -172,14 +172,14 @@ def verdict_of(
         decode = found[device.device]
         factors = used.devices[device.device]
         min_s = _MIN_SHARE * head.token_s
-        says = device.compute_s > 0 and max(decode.compute_s, device.compute_s) >= min_s
+        is_significant = device.compute_s > 0 and max(decode.compute_s, device.compute_s) >= min_s
         terms.append(
             Term(
                 kind="compute",
                 device=device.device,
                 predicted_s=device.compute_s,
                 measured_s=decode.compute_s,
-                factor=factors.compute * decode.compute_s / device.compute_s if says else None,
+                factor=factors.compute * decode.compute_s / device.compute_s if is_significant else None,
             )
         )
         factor = None
@@ -199,15 +199,15 @@ def verdict_of(
         )
     if len(plan.devices) > 1:
         between_s = head.token_s - sum(decode.compute_s + decode.stall_s for decode in found.values())
-        says = max(between_s, prediction.hop_s) >= _MIN_SHARE * head.token_s
-        terms.append(_hops(plan, prediction, used, max(0.0, between_s), says=says))
+        is_significant = max(between_s, prediction.hop_s) >= _MIN_SHARE * head.token_s
+        terms.append(_hops(plan, prediction, used, max(0.0, between_s), is_significant=is_significant))
     return Verdict(predicted_s=prediction.tpot_s, measured_s=head.token_s, terms=tuple(terms))
 
 
-def _hops(plan: Plan, prediction: Prediction, used: Corrections, between_s: float, *, says: bool) -> Term:
+def _hops(plan: Plan, prediction: Prediction, used: Corrections, between_s: float, *, is_significant: bool) -> Term:
     """What is left of a token goes into its hops: all links of the ring get one factor, as nobody times them apart."""
     known = [used.links.get(pair, 1.0) for pair in hops_of(plan)]
-    ratio = between_s / prediction.hop_s if says and prediction.hop_s > 0 and between_s > 0 else None
+    ratio = between_s / prediction.hop_s if is_significant and prediction.hop_s > 0 and between_s > 0 else None
     return Term(
         kind="hops",
         device=None,

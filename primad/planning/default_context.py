@@ -141,13 +141,13 @@ def too_small_for(context_tokens: int, model: ModelProfile) -> str:
     trained = model.context_tokens or max(needs.values())
     never = [name for name in out if needs[name] > trained]
     prefill_offload = [name for name in out if name not in never]
-    said = []
+    reasons = []
     if prefill_offload:
         enough = 1 << (max(needs[name] for name in prefill_offload) - 1).bit_length()
-        said.append(f"{_do_not_fit(prefill_offload)}: type --context {min(enough, trained)}")
+        reasons.append(f"{_do_not_fit(prefill_offload)}: type --context {min(enough, trained)}")
     if never:
-        said.append(f"{_do_not_fit(never)}: the model was trained with {trained} tokens")
-    return "; ".join(said)
+        reasons.append(f"{_do_not_fit(never)}: the model was trained with {trained} tokens")
+    return "; ".join(reasons)
 
 
 def _do_not_fit(names: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ import msgspec
 from halda import CutOff, Infeasible
 from primad.errors import PlanError
 from primad.planning.plan import FoundPlan, PlanRequest, search
-from primad.system.children.answer_stream import answer_stream
+from primad.system.children.reply_stream import answer_stream
 from primad.system.children.spawn import how_it_ended
 from primad.system.children.stop_flag import StopFlag
 from primad.system.niceness import apply_nice
@@ -67,8 +67,8 @@ def _ask(request: PlanRequest, stop: StopFlag, background: bool, grace_s: float)
             child.kill()
             raise PlanError(f"no plan within {timeout_s:g} s; set one with --windows") from None
     if child.returncode != 0:
-        said = errors.decode("utf-8", errors="replace").strip().splitlines()
-        how = how_it_ended(child.returncode) + (f": {said[-1]}" if said else "")
+        lines = errors.decode("utf-8", errors="replace").strip().splitlines()
+        how = how_it_ended(child.returncode) + (f": {lines[-1]}" if lines else "")
         raise PlanError(f"the solver {how}; set the plan with --windows")
     outcome = msgspec.msgpack.decode(answer, type=_Found | _Unsolvable)
     if isinstance(outcome, _Unsolvable):

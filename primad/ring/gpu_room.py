@@ -34,13 +34,13 @@ LOOKS: Final = 2
 def load_what_fits(
     opening: Open,
     load: Callable[[Open], _Loaded],
-    told: Callable[[GpuLoaded], None],
+    notify: Callable[[GpuLoaded], None],
     free_bytes: Callable[[str], int],
 ) -> _Loaded:
     """What ``load`` makes of ``opening``, or of one with less on the GPU where llama.cpp cannot load it: first it helps with
     no prompts, then it has fewer layers.
 
-    ``told`` hears how many there are, if the GPU was to do anything, and what it (as llama.cpp calls it) has less of
+    ``notify`` hears how many there are, if the GPU was to do anything, and what it (as llama.cpp calls it) has less of
     ``free_bytes`` since. Raises the ``EngineError`` of a load without a GPU.
     """
     planned, asked, why = _on_gpu(opening), opening, ""
@@ -59,7 +59,7 @@ def load_what_fits(
             continue
         held = {gpu: max(0, before - free_bytes(gpu)) for gpu, before in free.items()}
         first = held.pop(opening.options.gpu, 0)
-        told(GpuLoaded(layers=_on_gpu(asked), planned=planned, held_bytes=first, why=why, others_held=held))
+        notify(GpuLoaded(layers=_on_gpu(asked), planned=planned, held_bytes=first, why=why, others_held=held))
         return loaded
 
 
@@ -148,7 +148,7 @@ class GpuWatch:
     def __init__(self, free_bytes: Callable[[], int], total_bytes: int, other: str = "") -> None:
         self._free_bytes, self._other = free_bytes, other
         self._keep_bytes = min(reserve_bytes(total_bytes), free_bytes())
-        self._looked_s, self._short, self._is_told = -math.inf, 0, False
+        self._looked_s, self._short, self._is_reported = -math.inf, 0, False
 
     def look(self, now: float) -> GpuLow | None:
         """What to tell at ``now`` (seconds on any scale that goes on); nothing within ``LOOK_S`` of the last look.
@@ -160,12 +160,12 @@ class GpuWatch:
         self._looked_s = now
         free = self._free_bytes()
         if 2 * free >= self._keep_bytes:
-            self._short, self._is_told = 0, False
+            self._short, self._is_reported = 0, False
             return None
         self._short += 1
-        if self._is_told or self._short < LOOKS:
+        if self._is_reported or self._short < LOOKS:
             return None
-        self._is_told = True
+        self._is_reported = True
         return GpuLow(free_bytes=free, needed_bytes=self._keep_bytes - free, other=self._other)
 
 

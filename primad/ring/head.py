@@ -212,8 +212,8 @@ class Head:
     def news(self) -> Sequence[HeadEvent]:
         """What the daemon is to be told before anything else is computed."""
         overdue = self._ring_passes.overdue(self._clock())
-        told, self._news = self._news, []
-        return told if overdue is None else [*told, overdue]
+        reported, self._news = self._news, []
+        return reported if overdue is None else [*reported, overdue]
 
     def turn(self) -> TurnOutcome | None:
         """Tell the news, or compute one window's worth of work, what came furthest first; None when there is neither.
@@ -333,10 +333,10 @@ class Head:
 
     def _announce(self, events: list[GenerationEvent]) -> list[HeadEvent]:
         """The warm-up's own events become one ``Serving``."""
-        told: list[HeadEvent] = [event for event in events if event.request >= 0]
+        reported: list[HeadEvent] = [event for event in events if event.request >= 0]
         if self._failure is None and any(isinstance(event, Finished) and event.request < 0 for event in events):
-            told.append(Serving())
-        return told
+            reported.append(Serving())
+        return reported
 
     def _notify_drained(self) -> None:
         if self._scheduler.is_drained and not self._is_drained:

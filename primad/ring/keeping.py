@@ -70,13 +70,13 @@ def usable(chunking: Chunking, generate: Generate) -> Usable:
 class Chain:
     """The blocks of one KV sequence from its first cell on, kept or about to be; ``root`` is empty where none are.
 
-    ``told`` of them were told as those of ``request``, the latest generation that had the sequence.
+    ``reported`` of them were told as those of ``request``, the latest generation that had the sequence.
     """
 
     request: int = 0
     root: str = ""
     blocks: list[KvBlock] = field(default_factory=list)
-    told: int = 0
+    reported: int = 0
 
     @property
     def end(self) -> int:
@@ -115,10 +115,10 @@ class Keeping:
         """``generate`` is over."""
         self._drop(generate.blocks)
 
-    def begin(self, chain: Chain, generate: Generate, blocks: Sequence[KvBlock], *, told: bool) -> None:
-        """``chain`` is that of ``generate`` now and has ``blocks`` already, which need not be ``told``, or must."""
+    def begin(self, chain: Chain, generate: Generate, blocks: Sequence[KvBlock], *, reported: bool) -> None:
+        """``chain`` is that of ``generate`` now and has ``blocks`` already, which need not be ``reported``, or must."""
         before, chain.request, chain.root = chain.blocks, generate.request, generate.root
-        chain.blocks, chain.told = list(blocks), len(blocks) if told else 0
+        chain.blocks, chain.reported = list(blocks), len(blocks) if reported else 0
         for each in blocks:
             self._need(each)
         self._drop(before)
@@ -127,7 +127,7 @@ class Keeping:
         """``chain`` goes on to have its blocks up to the first that ends at none of ``ends``."""
         blocks = list(takewhile(lambda each: each.end in ends, chain.blocks))
         dropped, chain.blocks = chain.blocks[len(blocks) :], blocks
-        chain.told = min(chain.told, len(blocks))
+        chain.reported = min(chain.reported, len(blocks))
         self._drop(dropped)
 
     def add(self, chain: Chain, sequence: int, tokens: Sequence[int], ends: Sequence[int]) -> None:
@@ -175,13 +175,13 @@ class Keeping:
 
     def news(self, chains: Iterable[Chain]) -> list[KvKept | KvForgotten]:
         """What was not told yet of ``chains``, and of those that had blocks before."""
-        told: list[KvKept | KvForgotten] = []
+        reported: list[KvKept | KvForgotten] = []
         for chain in chains:
-            blocks = list(takewhile(lambda each: each.key in self._held, chain.blocks[chain.told :]))
+            blocks = list(takewhile(lambda each: each.key in self._held, chain.blocks[chain.reported :]))
             if blocks:
-                chain.told += len(blocks)
-                told.append(KvKept(request=chain.request, blocks=blocks))
+                chain.reported += len(blocks)
+                reported.append(KvKept(request=chain.request, blocks=blocks))
         if self._forgotten:
-            told.append(KvForgotten(keys=list(self._forgotten)))
+            reported.append(KvForgotten(keys=list(self._forgotten)))
             self._forgotten = {}
-        return told
+        return reported

@@ -21,7 +21,7 @@ from primad.gguf.architectures.layers import block_count, layer_count
 from primad.gguf.header import Header, read_header
 from primad.gguf.model import open_model
 from primad.gguf.windows import control_tokens
-from primad.kv.shelf import KvWriter
+from primad.kv.kv_writer import KvWriter
 from primad.kv.store import KvStore
 from primad.ring.chunks import Chunking
 from primad.ring.gpu_room import load_what_fits

@@ -216,7 +216,7 @@ class Slots:
         """The blocks of its cells that every device holds."""
         chain, generate = running.sequence.chain, running.generate
         is_its_own = running.behind is None and chain.root and chain.request == generate.request
-        return chain.blocks[: chain.told] if is_its_own else list(generate.blocks)
+        return chain.blocks[: chain.reported] if is_its_own else list(generate.blocks)
 
     def keep(self, running: Running) -> None:
         """Have kept what is complete of its blocks. Its cells are all in the log."""
@@ -304,7 +304,7 @@ class Slots:
         """Fill its sequence with what is kept. With the next step, since who waits for this prompt may copy it then."""
         generate, sequence = running.generate, running.sequence
         running.reused = 0 if generate.sampled else loaded.end
-        self._keeping.begin(sequence.chain, generate, loaded.blocks, told=True)
+        self._keeping.begin(sequence.chain, generate, loaded.blocks, reported=True)
         ends = [each.end for each in loaded.blocks]
         running.is_foreign = any(end <= len(generate.prompt) for end in ends[loaded.chunks :])
         sequence.computed = Computed(generate.prompt, ends[: loaded.chunks])
@@ -320,7 +320,7 @@ class Slots:
             generate = running.generate
             if self._checkpoints.are_needed and cells != (blocks[-1].end if blocks else 0):
                 generate, blocks = msgspec.structs.replace(generate, root=""), []  # those of before are gone
-            self._keeping.begin(running.sequence.chain, generate, blocks, told=False)
+            self._keeping.begin(running.sequence.chain, generate, blocks, reported=False)
 
     def _leader(self, running: Running, others: Collection[Running]) -> tuple[Running | None, int]:
         """The one of the ``others`` whose prompt has most in common with that of ``running``, and how much."""

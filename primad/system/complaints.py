@@ -20,13 +20,13 @@ class Complaints:
         self._log = log
         self._every_s = every_s
         self._clock = clock
-        self._said_s = -math.inf
+        self._reported_s = -math.inf
         self._count = 0
 
     def add(self, what: str, why: object) -> None:
         """``what`` happened because of ``why``, said unless something was said a moment ago."""
         self._count += 1
         now = self._clock()
-        if now - self._said_s >= self._every_s:
-            self._said_s = now
+        if now - self._reported_s >= self._every_s:
+            self._reported_s = now
             self._log.warning("%s (%d so far): %s", what, self._count, why)

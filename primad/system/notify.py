@@ -64,17 +64,17 @@ async def report(status: Callable[[], str], environ: Mapping[str, str] = os.envi
         return
     timeout_s = watchdog_s(environ)
     every_s = STATUS_EVERY_S if timeout_s is None else min(STATUS_EVERY_S, timeout_s / 2)
-    told = _line(status())
-    notify("READY=1", told, environ=environ)
+    sent = _line(status())
+    notify("READY=1", sent, environ=environ)
     try:
         while True:
             await asyncio.sleep(every_s)
-            said = _line(status())
-            lines = [] if said == told else [said]
+            status_line = _line(status())
+            lines = [] if status_line == sent else [status_line]
             if timeout_s is not None:
                 lines.append("WATCHDOG=1")
             if lines and notify(*lines, environ=environ):
-                told = said
+                sent = status_line
     finally:
         notify("STOPPING=1", environ=environ)
 

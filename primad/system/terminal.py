@@ -38,16 +38,16 @@ class LineFormatter(logging.Formatter):
         return safe(super().formatException(ei))
 
 
-def _tell_uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+def _log_uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     if sys.stderr is not None:
         sys.stderr.write(safe("".join(traceback.format_exception(kind, error, trace))))
 
 
 def escape_uncaught() -> None:
     """Have errors that nobody caught written harmlessly, too."""
-    sys.excepthook = _tell_uncaught
-    threading.excepthook = lambda found: _tell_uncaught(found.exc_type, found.exc_value, found.exc_traceback)
-    sys.unraisablehook = lambda found: _tell_uncaught(found.exc_type, found.exc_value, found.exc_traceback)
+    sys.excepthook = _log_uncaught
+    threading.excepthook = lambda found: _log_uncaught(found.exc_type, found.exc_value, found.exc_traceback)
+    sys.unraisablehook = lambda found: _log_uncaught(found.exc_type, found.exc_value, found.exc_traceback)
 
 
 def start_logging(level: str, form: str) -> None:

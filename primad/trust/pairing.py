@@ -129,8 +129,8 @@ class _Run:
 
     def proof(self, side: bytes, *words: bytes) -> bytes:
         """The MAC that ``side`` knows the key and exchanged ``words`` in this run."""
-        said = b"".join(hashlib.sha256(word).digest() for word in words)
-        return hmac.digest(self.key, hashlib.sha256(side).digest() + self.transcript + said, "sha256")
+        digests = b"".join(hashlib.sha256(word).digest() for word in words)
+        return hmac.digest(self.key, hashlib.sha256(side).digest() + self.transcript + digests, "sha256")
 
 
 class Inviter:

@@ -22,10 +22,10 @@ from halda import DeviceProfile
 from primad.daemon.cells import HeldCells
 from primad.daemon.measuring import OwnProfile
 from primad.daemon.memory_watch import MemoryWatch, ram_room
+from primad.daemon.node import Node
 from primad.daemon.owner import OwnerPause
 from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import ReportLine
-from primad.daemon.station import Node
 from primad.errors import ClusterError, printable
 from primad.layers.server import LayerServer
 from primad.network.admin import (
@@ -84,7 +84,7 @@ from primad.system.notify import report
 from primad.system.tasks import Tasks
 from primad.trust.trust import HEAD
 from primad.worker.drafting import DraftService
-from primad.worker.participations import Stages
+from primad.worker.stages import Stages
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from halda import WindowAssignment
 from primad.daemon.bring import fetch_from
 from primad.daemon.draft_process import DraftingProcess
 from primad.daemon.layer_files import lease_layers, place_windows, release_files
+from primad.daemon.node import Node
 from primad.daemon.reporter import ReportLine
-from primad.daemon.station import Node
 from primad.errors import ClusterError, PrimadError, RingError
 from primad.gguf.header import read_header
 from primad.layers.fetch import in_thread, missing_layers
@@ -29,7 +29,7 @@ from primad.ring.speculation.messages import DraftModel, TextTask
 from primad.settings.quantities import show_bytes
 from primad.system.memory import memory
 from primad.system.niceness import apply_nice
-from primad.worker.participations import NotifyHead
+from primad.worker.stages import NotifyHead
 
 logger = logging.getLogger(__name__)
 

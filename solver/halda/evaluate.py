@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple
 
 from halda.instance import Instance, Member, Phase, disk_of, grouped, sharing_cores
-from halda.laps import Hop, Stop, all_chunks
 from halda.plan import Plan, Streaming, Window
 from halda.profile import Workload
+from halda.ring_passes import Hop, Stop, all_chunks
 from halda.streaming import held_read_ahead, is_held
 
 Objective = Literal["latency", "ttft", "throughput", "balanced"]

@@ -13,9 +13,9 @@ from typing import Any
 import pulp
 
 from halda.instance import Instance
-from halda.laps import Hop, Stop, all_chunks
 from halda.orders import RingOrder
 from halda.plan import Plan, Window
+from halda.ring_passes import Hop, Stop, all_chunks
 from halda.variables import MS, Expression, positive
 
 

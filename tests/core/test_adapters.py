@@ -52,7 +52,7 @@ def test_a_window_takes_its_own_layers_of_an_adapter(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "printed"),
     [
         ({"numbers": (1, 0)}, "not in order"),
         ({"numbers": (0,)}, "not in order"),
@@ -62,14 +62,14 @@ def test_a_window_takes_its_own_layers_of_an_adapter(model, tmp_path):
     ],
     ids=["order", "count", "beyond", "negative", "infinite"],
 )
-def test_an_impossible_spec_from_a_peer_is_refused(changed, said, model, tmp_path):
+def test_an_impossible_spec_from_a_peer_is_refused(changed, printed, model, tmp_path):
     adapter = open_adapter(write_adapter(tmp_path / "lora.gguf", queries(model, 1, 2)), 1.0, model)
-    with pytest.raises(ProtocolError, match=said):
+    with pytest.raises(ProtocolError, match=printed):
         check_adapter(msgspec.structs.replace(adapter.spec(1, 4), **changed), 3)
 
 
 @pytest.mark.parametrize(
-    ("written", "said"),
+    ("written", "printed"),
     [
         ({"architecture": "qwen3"}, "is for 'qwen3', and model.gguf is 'llama'"),
         ({"kind": "model"}, "is no adapter but a model"),
@@ -79,10 +79,10 @@ def test_an_impossible_spec_from_a_peer_is_refused(changed, said, model, tmp_pat
     ],
     ids=["architecture", "kind", "name", "shape", "empty"],
 )
-def test_what_is_no_adapter_of_the_model_is_refused_by_name(written, said, model, tmp_path):
+def test_what_is_no_adapter_of_the_model_is_refused_by_name(written, printed, model, tmp_path):
     arguments = {"tensors": queries(model, 0), **written}
     file = write_adapter(tmp_path / "lora.gguf", **arguments)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=printed):
         open_adapter(file, 1.0, model)
 
 

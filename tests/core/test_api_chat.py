@@ -107,9 +107,9 @@ def test_a_broken_template_is_the_model_files_fault(template):
 
 def test_half_a_character_becomes_no_part_of_a_prompt():
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": r'{"a": "x\ud800y"}'}}
-    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    printed = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     template = "{% for each in messages[1].tool_calls %}{{ each.function.arguments.a }}{% endfor %}{{ '\\udfff' }}Hi"
-    assert render(ByteVocabulary(chat_template=template), said, now=NOW) == "x?y?Hi"
+    assert render(ByteVocabulary(chat_template=template), printed, now=NOW) == "x?y?Hi"
 
 
 @pytest.mark.parametrize("words", [r"\ud800", r"\x1b[2J", "x" * 100_000])

@@ -311,6 +311,6 @@ def test_what_is_echoed_is_bounded_with_all_its_repetitions(monkeypatch):
         (["aa", "aaa"], 64, False),
     ):
         if not fits:
-            said = refusal(completion, prompt=prompt, n=n, echo=True)
-            assert (said.param, "more than 256; lower n" in str(said)) == ("echo", True)
+            printed = refusal(completion, prompt=prompt, n=n, echo=True)
+            assert (printed.param, "more than 256; lower n" in str(printed)) == ("echo", True)
         assert len(completion(prompt=prompt, n=n, echo=fits).choices) == 128

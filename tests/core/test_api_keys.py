@@ -25,8 +25,8 @@ def limited(requests: int | None = None, tokens: int | None = None) -> ApiKey:
 
 def test_only_the_key_itself_is_found():
     assert key_like(KEY, [limited(), LAPTOP]) == LAPTOP
-    for said in ("", KEY[:-1], KEY + " ", KEY.upper(), LAPTOP.digest, "\udcff"):
-        assert key_like(said, [limited(), LAPTOP]) is None
+    for printed in ("", KEY[:-1], KEY + " ", KEY.upper(), LAPTOP.digest, "\udcff"):
+        assert key_like(printed, [limited(), LAPTOP]) is None
 
 
 def test_no_key_is_made_twice_and_none_is_kept():

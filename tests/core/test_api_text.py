@@ -127,8 +127,8 @@ def test_special_tokens_have_entries_and_no_text():
 def test_tokens_without_text_do_not_wait_for_some_without_end(begun):
     transcript: Transcript[int] = Transcript(["ab"])
     transcript.feed(begun, 0)
-    told = [entry.entry for token in range(3 * MAX_WAITING) for entry in transcript.feed(b"", token).entries]
-    assert told[-1] >= 2 * MAX_WAITING - 2
+    reported = [entry.entry for token in range(3 * MAX_WAITING) for entry in transcript.feed(b"", token).entries]
+    assert reported[-1] >= 2 * MAX_WAITING - 2
     assert len(transcript.finish().entries) <= MAX_WAITING
 
 

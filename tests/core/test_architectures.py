@@ -306,9 +306,9 @@ def test_counts_that_change_llama_cpps_graph_are_refused():
 def test_laguna_slides_but_for_every_fourth_layer_from_the_first_on():
     """Its graph rotates layers that do not slide as a window's first layer, which then must not slide either."""
     slides = [False, True, True, True] * 2
-    default, told = model("laguna", 8, attention__sliding_window=24), {"attention.sliding_window_pattern": slides}
+    default, reported = model("laguna", 8, attention__sliding_window=24), {"attention.sliding_window_pattern": slides}
     assert list(sliding_layers(default)) == slides
-    assert cut_multiple(model("laguna", 8, attention__sliding_window=24, **told)) == 4
+    assert cut_multiple(model("laguna", 8, attention__sliding_window=24, **reported)) == 4
     assert not any(sliding_layers(model("laguna", 8)))
     other = {"attention.sliding_window_pattern": slides[::-1]}
     refuses(model("laguna", 8, attention__sliding_window=24, **other), "sliding_window_pattern")
@@ -339,8 +339,8 @@ def test_every_window_of_deci_has_attention_and_heads_of_the_models_width():
     assert values["attention.head_count_kv"] == [0, 1]
     first = {"attention.head_count": [4, 4, 0, 4] * 2, "attention.head_count_kv": [1, 0, 0, 1] * 2}
     assert cut_multiple(model("deci", 8, **first)) == 4, "no window begins with a layer without heads"
-    told = window(model("deci", 4, embedding_length=64, attention__key_length=8, **heads), 2, 4)
-    assert (told["attention.key_length"], told["rope.dimension_count"]) == (8, 8)
+    reported = window(model("deci", 4, embedding_length=64, attention__key_length=8, **heads), 2, 4)
+    assert (reported["attention.key_length"], reported["rope.dimension_count"]) == (8, 8)
     none = {"feed_forward_length": [8, 8, 0, 8]}
     refuses(model("deci", 4, **heads, **none), "feed_forward_length", "left out of the graph")
 

@@ -134,9 +134,9 @@ def test_plan_and_status_say_the_same(seed):
     for device, line in zip(ring.devices, plan_lines(plan, kept), strict=False):
         own = kept[device.name]
         planned = device_status(plan, prediction, own, device.name, None, Costs(), daemon_rss_bytes=0).predicted
-        told = (device.resident_layers, device.streamed_layers, device.read_ahead_bytes)
-        assert told == (planned.resident, planned.streamed, planned.read_ahead_bytes)
-        assert told == (own.resident_layers, own.streamed_layers, plan.streaming_of(device.name).read_ahead_bytes)
+        reported = (device.resident_layers, device.streamed_layers, device.read_ahead_bytes)
+        assert reported == (planned.resident, planned.streamed, planned.read_ahead_bytes)
+        assert reported == (own.resident_layers, own.streamed_layers, plan.streaming_of(device.name).read_ahead_bytes)
         assert sum(window.streamed_bytes for window in device.windows) == device.streamed_bytes == own.streamed_bytes
         assert (f"{own.streamed_layers} of them" in line) == (own.streamed_layers > 0)
 
@@ -146,15 +146,15 @@ def test_a_device_alone_reads_what_is_said(share):
     """While tokens are drawn, in the room of the compute buffer as well."""
     whole = 20 * LAYER + 60 * MB + RUNTIME_BYTES + 120 * MB
     asked = question(int(share * whole))
-    plan, told = solved(asked)
+    plan, reported = solved(asked)
     kept = assignments(plan, asked.model)["d0"]
     sizes, _ = units(plan, asked.model, "d0")
     held = carried_out(kept, sizes).held_bytes + asked.buffer_bytes
     reads = spread_of(kept, sizes).within(held).read_bytes
-    assert told.devices[0].disk_bytes_per_token == pytest.approx(reads, rel=0.05, abs=2 * CUT)
+    assert reported.devices[0].disk_bytes_per_token == pytest.approx(reads, rel=0.05, abs=2 * CUT)
     assert reads <= kept.streamed_bytes
-    assert told.disk_s == pytest.approx(told.devices[0].disk_bytes_per_token / 0.2e9)
-    assert told.tpot_s >= told.disk_s
+    assert reported.disk_s == pytest.approx(reported.devices[0].disk_bytes_per_token / 0.2e9)
+    assert reported.tpot_s >= reported.disk_s
 
 
 def test_of_layers_with_experts_nothing_is_held_ahead():

@@ -37,17 +37,17 @@ class FakeRing:
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
-        self.told: list[RingCommand] = []
+        self.reported: list[RingCommand] = []
 
     async def send(self, *commands: RingCommand) -> None:
-        self.told += commands
+        self.reported += commands
 
     async def status(self) -> dict[str, Any]:
         return {"epoch": self.epoch}
 
     @property
     def generates(self) -> list[Generate]:
-        return [command for command in self.told if isinstance(command, Generate)]
+        return [command for command in self.reported if isinstance(command, Generate)]
 
 
 async def attach(backend: RingBackend, epoch: int) -> FakeRing:
@@ -236,7 +236,7 @@ def test_a_generation_that_is_over_is_not_sent_again_though_nobody_read_its_end(
         await reading
         second = await attach(backend, 2)
         backend.fail("no ring")
-        assert second.told == []
+        assert second.reported == []
         assert await anext(answer) == finished(request)
         with pytest.raises(StopAsyncIteration):
             await anext(answer)
@@ -278,7 +278,7 @@ def test_while_a_ring_is_on_its_way_requests_are_taken_and_wait():
         assert await backend.status() == {"epoch": 4}
         assert [each.prompt for each in ring.generates] == [[9]]
         await reader.cancel()
-        assert ring.told[-1] == Cancel(ring.generates[0].request)
+        assert ring.reported[-1] == Cancel(ring.generates[0].request)
 
     asyncio.run(once())
 
@@ -392,8 +392,8 @@ def test_who_goes_away_cancels_in_the_ring_that_serves_then():
         second = await attach(backend, 2)
         await reader.cancel()
         request = first.generates[0].request
-        assert [command for command in first.told if isinstance(command, Cancel)] == []
-        assert second.told[-1] == Cancel(request)
+        assert [command for command in first.reported if isinstance(command, Cancel)] == []
+        assert second.reported[-1] == Cancel(request)
         backend.deliver(2, sampled(request, 5))  # what was on its way
         assert backend.generations == 0
 
@@ -552,7 +552,7 @@ def test_who_is_too_far_behind_with_reading_hears_so_and_holds_no_more(logprobs,
             backend.deliver(1, sampled(1, token))
         with pytest.raises(RequestError, match="read too slowly"):
             await anext(answer)
-        assert ring.told[-1] == Cancel(1)
+        assert ring.reported[-1] == Cancel(1)
         assert backend.generations == 0
 
     asyncio.run(once())
@@ -583,7 +583,7 @@ def test_one_that_has_not_begun_in_time_is_refused_and_cancelled():
         assert (refused.value.status, refused.value.code) == (429, "waited_too_long")
         (generate,) = ring.generates
         assert generate.reports_begin
-        assert ring.told[-1] == Cancel(generate.request)
+        assert ring.reported[-1] == Cancel(generate.request)
         assert backend.generations == 0
 
     asyncio.run(once())
@@ -699,7 +699,7 @@ def test_every_generation_ends_exactly_once_whatever_happens(operations):
                 case "cancel" if which < len(readers) and not readers[which].task.done():
                     await readers[which].cancel()
                     if ring is not None and not readers[which].ends:
-                        assert ring.told[-1] == Cancel(which + 1)
+                        assert ring.reported[-1] == Cancel(which + 1)
             await settled()
         backend.fail("the end")
         await settled()

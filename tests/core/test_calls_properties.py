@@ -14,7 +14,7 @@ from primad.api.answering.calls.choose import Thinking
 from primad.api.answering.calls.forms import FORMS
 from primad.api.answering.calls.reader import MAX_FAILED, MAX_PREFIX_CHARS
 from primad.api.answering.reading import CompletionReading
-from tests.fakes.told import CUT, calls_in
+from tests.fakes.reported import CUT, calls_in
 
 THINK = Thinking(begin="<think>", end="</think>")
 MANY = 30
@@ -40,8 +40,8 @@ def read(
         several=True,
         shows_control=True,
     ).reader()
-    told = [*map(reader.feed, pieces), reader.finish()]
-    return "".join(each.thought for each in told), "".join(each.text for each in told), calls_in(told)
+    reported = [*map(reader.feed, pieces), reader.finish()]
+    return "".join(each.thought for each in reported), "".join(each.text for each in reported), calls_in(reported)
 
 
 def schema_of(value: Any) -> dict[str, Any]:
@@ -254,10 +254,10 @@ def test_calls_cut_in_two_anywhere_are_read_as_the_whole(name):
         assert read(name, list(text), thinking=THINK, like=arguments) == whole
 
 
-@pytest.mark.parametrize("said", ["</tool_call>", "\x1f</tool_call>", 'a "</tool_call>', "\\</tool_call>"])
-def test_an_argument_may_contain_the_end_of_a_call(said):
-    text = hermes("f", {"a": said})
-    assert read("hermes", [text]) == read("hermes", list(text)) == ("", "", [("f", {"a": said})])
+@pytest.mark.parametrize("printed", ["</tool_call>", "\x1f</tool_call>", 'a "</tool_call>', "\\</tool_call>"])
+def test_an_argument_may_contain_the_end_of_a_call(printed):
+    text = hermes("f", {"a": printed})
+    assert read("hermes", [text]) == read("hermes", list(text)) == ("", "", [("f", {"a": printed})])
 
 
 def test_a_bad_escape_ends_a_call_and_calls_behind_it_are_read():
@@ -306,9 +306,9 @@ def bare(text: str, name: str) -> str:
 @given(text=WORDS)
 def test_nothing_is_lost_where_nothing_is_called(name, text):
     for pieces in ([text], list(text)):
-        thought, said, calls = read(name, pieces)
+        thought, printed, calls = read(name, pieces)
         assert thought == ""
-        assert calls or bare(said, name) == bare(text, name)
+        assert calls or bare(printed, name) == bare(text, name)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -345,6 +345,6 @@ def test_what_never_becomes_a_call_is_given_up():
         assert read(name, [text, " more"])[1] == f"{text} more"
     text = "<tool_call></tool_call>" * (MAX_FAILED + 1)
     assert read("hermes", [text]) == read("hermes", list(text)) == ("", text, [])
-    thought, said, calls = read("gpt-oss", ["<|channel|>analysis", " x" * 300, "<|end|>Hi"])
+    thought, printed, calls = read("gpt-oss", ["<|channel|>analysis", " x" * 300, "<|end|>Hi"])
     assert (thought, calls) == ("", [])
-    assert said.count("x") == 300
+    assert printed.count("x") == 300

@@ -16,7 +16,7 @@ from primad.api.answering.calls.forms import FORMS
 from primad.api.answering.calls.reader import Reader
 from primad.api.answering.reading import AUTO, CompletionReading, manner_of
 from primad.api.answering.tool_prompt import written_call
-from tests.fakes.told import CUT, calls_in
+from tests.fakes.reported import CUT, calls_in
 
 FUNCTIONS: dict[str, dict[str, Any] | None] = {
     "weather": {
@@ -144,8 +144,8 @@ def read(name: str | None, pieces: list[str], *, thinking: Thinking | None = Non
         form=name, thinking=thinking, opened=opened, functions=FUNCTIONS, several=True, shows_control=True
     )
     reader = asked.reader()
-    told = [*map(reader.feed, pieces), reader.finish()]
-    return "".join(each.thought for each in told), "".join(each.text for each in told), calls_in(told)
+    reported = [*map(reader.feed, pieces), reader.finish()]
+    return "".join(each.thought for each in reported), "".join(each.text for each in reported), calls_in(reported)
 
 
 def test_a_form_goes_by_its_name_and_stands_for_it():
@@ -163,8 +163,8 @@ def test_what_a_grammar_has_a_model_write_is_read(name):
     form = FORMS[name].call_form
     assert form is not None
     calls = [written_call("weather", json.dumps(ROME), form), written_call("now", "{}", form)]
-    for text, told in ((calls[0], 1), (form.between.join(calls), 2)):
-        assert read(name, list(text)) == ("", "", [("weather", ROME), ("now", {})][:told])
+    for text, reported in ((calls[0], 1), (form.between.join(calls), 2)):
+        assert read(name, list(text)) == ("", "", [("weather", ROME), ("now", {})][:reported])
 
 
 def test_there_is_an_example_of_every_form():
@@ -295,11 +295,11 @@ def test_text_behind_a_call_keeps_its_distance():
 
 
 def test_channels():
-    said = (
+    printed = (
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Wait.<|end|>"
         f"<|start|>assistant{SAID['gpt-oss']}"
     )
-    assert read("gpt-oss", list(said)) == ("Hm.", "Wait.", [("weather", ROME)])
+    assert read("gpt-oss", list(printed)) == ("Hm.", "Wait.", [("weather", ROME)])
     final = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi "
     assert read("gpt-oss", list(final)) == ("Hm.", "Hi ", [])
     assert read("gpt-oss", ['{"a": 1}']) == ("", '{"a": 1}', [])
@@ -346,7 +346,7 @@ def test_a_marker_inside_of_thoughts_is_no_call():
 
 
 @pytest.mark.parametrize(
-    "said",
+    "printed",
     [
         "I could <tool_call> a function, weather, and ",
         f"Not {SAID['hermes'].replace('weather', 'other')} but ",
@@ -355,17 +355,17 @@ def test_a_marker_inside_of_thoughts_is_no_call():
         '{"name": "weather"} ',
     ],
 )
-def test_thoughts_behind_a_marker_that_begins_no_call_are_told_at_once(said):
+def test_thoughts_behind_a_marker_that_begins_no_call_are_told_at_once(printed):
     reader = CompletionReading(
         form="hermes", thinking=THINK, opened=True, functions=FUNCTIONS, several=True, shows_control=True
     ).reader()
-    assert "".join(reader.feed(char).thought for char in f"{said}Hm!") == f"{said}Hm!"
+    assert "".join(reader.feed(char).thought for char in f"{printed}Hm!") == f"{printed}Hm!"
     assert reader.feed("</think>Hi").text + reader.finish().text == "Hi"
 
 
 def test_a_call_that_thoughts_do_not_end_before_is_one():
-    said = f"I could <tool_call> it: {SAID['hermes']}"
-    for pieces in ([said], list(said)):
+    printed = f"I could <tool_call> it: {SAID['hermes']}"
+    for pieces in ([printed], list(printed)):
         assert read("hermes", pieces, thinking=THINK, opened=True) == (
             "I could <tool_call> it:",
             "",
@@ -435,7 +435,7 @@ def test_the_form_is_read_off_the_template(template, name):
 
 
 @pytest.mark.parametrize(
-    ("template", "answer", "thought", "said"),
+    ("template", "answer", "thought", "printed"),
     [
         ("<mm:think></mm:think>", "<mm:think>hm</mm:think>Hi", "hm", "Hi"),
         ("<mm:think></mm:think>", "</mm:think>Hi", "", "Hi"),
@@ -463,11 +463,11 @@ def test_the_form_is_read_off_the_template(template, name):
         ("<|function_call|>", "Hi<|message_sep|>", "", "Hi"),
     ],
 )
-def test_what_families_write_around_their_answers_is_no_text(template, answer, thought, said):
+def test_what_families_write_around_their_answers_is_no_text(template, answer, thought, printed):
     manner = manner_of(template, AUTO)
     for name in {manner.form.name if manner.form.reads_text else None, manner.form.name}:
         for pieces in ([answer], list(answer)):
-            assert read(name, pieces, thinking=manner.thinking) == (thought, said, [])
+            assert read(name, pieces, thinking=manner.thinking) == (thought, printed, [])
 
 
 def test_objects_behind_each_other_are_several_calls():
@@ -482,11 +482,11 @@ def test_objects_behind_each_other_are_several_calls():
 def test_messages_to_functions_are_calls():
     functionary = f"all\nLet me see.>>>weather\n{json.dumps(ROME)}\n>>>weather\n{json.dumps(ROME)}"
     muse = f"to=self<|message|>Hm.<|eom|>{SAID['muse']}{SAID['muse']}"
-    for name, text, thought, said in (
+    for name, text, thought, printed in (
         ("functionary-v3-2", functionary, "", "Let me see."),
         ("muse", muse, "Hm.", ""),
     ):
-        assert read(name, [text]) == read(name, list(text)) == (thought, said, [("weather", ROME)] * 2)
+        assert read(name, [text]) == read(name, list(text)) == (thought, printed, [("weather", ROME)] * 2)
     for name in ("functionary-v3-2", "muse"):
         wrong = SAID[name].replace("weather", "other")
         assert read(name, [wrong])[2] == []

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from primad.api.answering.calls.choose import Thinking, thinks
 from primad.api.answering.reading import CompletionReading
-from tests.fakes.told import calls_in
+from tests.fakes.reported import calls_in
 
 NAMES = {
     "deepseek": "deepseek",
@@ -81,8 +81,12 @@ def reading(number: int) -> CompletionReading:
 
 def read(number: int, pieces: list[str]) -> Found:
     reader = reading(number).reader()
-    told = [*map(reader.feed, pieces), reader.finish()]
-    return "".join(each.thought for each in told).strip(), "".join(each.text for each in told).strip(), calls_in(told)
+    reported = [*map(reader.feed, pieces), reader.finish()]
+    return (
+        "".join(each.thought for each in reported).strip(),
+        "".join(each.text for each in reported).strip(),
+        calls_in(reported),
+    )
 
 
 def test_there_are_many_of_many_families():
@@ -114,13 +118,13 @@ def test_every_splitting_is_read_alike(number, data):
 
 @pytest.mark.parametrize("name", ["deepseek", "gpt-oss", "hermes", "kimi", "llama3-json", "mistral"])
 def test_arguments_are_told_as_they_form(name):
-    told = 0
+    reported = 0
     for number in range(len(OURS)):
         if reading(number).form != name:
             continue
-        reader, said = reading(number).reader(), ""
+        reader, printed = reading(number).reader(), ""
         for part in (part for char in OURS[number].raw_output for part in reader.feed(char).calls):
-            said = part.arguments if part.name is not None else said + part.arguments
-            told += not part.is_whole
-            assert not said or isinstance(pydantic_core.from_json(said, allow_partial=not part.is_whole), dict)
-    assert told > 200
+            printed = part.arguments if part.name is not None else printed + part.arguments
+            reported += not part.is_whole
+            assert not printed or isinstance(pydantic_core.from_json(printed, allow_partial=not part.is_whole), dict)
+    assert reported > 200

@@ -10,7 +10,7 @@ import pytest
 from primad.api.answering.calls.forms import FORMS
 from primad.api.answering.calls.values import ArgumentPlace
 from primad.api.answering.reading import CompletionReading
-from tests.fakes.told import calls_in
+from tests.fakes.reported import calls_in
 
 TEXT, NULL, INTEGER = {"type": "string"}, {"type": "null"}, {"type": "integer"}
 DEFS = {
@@ -149,8 +149,8 @@ def test_every_form_keeps_optional_texts(name):
         reader = CompletionReading(
             form=name, thinking=None, opened=False, functions={"f": OPTIONAL}, several=True, shows_control=True
         ).reader()
-        told = [reader.feed(WRITTEN[name].replace("{}", text)), reader.finish()]
-        assert calls_in(told) == [("f", {"v": text})]
+        reported = [reader.feed(WRITTEN[name].replace("{}", text)), reader.finish()]
+        assert calls_in(reported) == [("f", {"v": text})]
 
 
 @pytest.mark.parametrize(

@@ -116,15 +116,15 @@ def test_a_window_that_is_not_exact_is_told_by_both_its_ends(child):
 
 
 @pytest.mark.parametrize(
-    ("end", "says"),
+    ("end", "replies"),
     [(ABORTED, ABORTED), ("the child was ended by SIGPROF", "did not end within 60 s of the processor")],
     ids=["aborts", "hangs"],
 )
-def test_a_child_that_aborts_or_hangs_over_windows_forbids_them(child, end, says):
+def test_a_child_that_aborts_or_hangs_over_windows_forbids_them(child, end, replies):
     child.dies = end
     verdict = checked(child, model("llama", 2))
     assert (verdict.result, [each.layers for each in verdict.forbidden]) == ("not certified", [(1,)])
-    assert says in verdict.forbidden[0].why
+    assert replies in verdict.forbidden[0].why
 
 
 def test_a_child_that_was_killed_from_outside_is_no_verdict(child):

@@ -41,9 +41,9 @@ class Writing:
 def test_all_of_each_is_given_in_its_order_and_so_many_are_open_at_once(count, at_once, maximum):
     async def scenario():
         writing = Writing()
-        told = [each async for each in together(writing.begins(count), at_once)]
+        reported = [each async for each in together(writing.begins(count), at_once)]
         for place in range(count):
-            assert [part for where, part in told if where == place] == [0, 1, 2]
+            assert [part for where, part in reported if where == place] == [0, 1, 2]
         assert (writing.max_open, writing.open) == (maximum, set())
 
     asyncio.run(scenario())
@@ -51,8 +51,8 @@ def test_all_of_each_is_given_in_its_order_and_so_many_are_open_at_once(count, a
 
 def test_one_at_a_time_each_ends_before_the_next_begins():
     async def scenario():
-        told = [place async for place, _ in together(Writing().begins(3), 1)]
-        assert told == sorted(told)
+        reported = [place async for place, _ in together(Writing().begins(3), 1)]
+        assert reported == sorted(reported)
 
     asyncio.run(scenario())
 

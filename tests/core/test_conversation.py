@@ -16,7 +16,7 @@ def chunk(**delta: str) -> str:
     return "data: " + json.dumps({"choices": [{"delta": delta}]})
 
 
-def said(question: str, answer: str) -> Conversation:
+def printed(question: str, answer: str) -> Conversation:
     talk = Conversation("Be brief.")
     talk.asking(question)
     talk.answered(answer)
@@ -24,7 +24,7 @@ def said(question: str, answer: str) -> Conversation:
 
 
 def test_a_question_comes_after_all_that_was_answered():
-    assert said("one?", "1").asking("two?") == [
+    assert printed("one?", "1").asking("two?") == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "one?"},
         {"role": "assistant", "content": "1"},
@@ -33,7 +33,7 @@ def test_a_question_comes_after_all_that_was_answered():
 
 
 def test_a_question_without_an_answer_is_none_of_what_was_said_but_can_be_asked_again():
-    talk = said("one?", "1")
+    talk = printed("one?", "1")
     talk.asking("two?")
     talk.answered("")
     assert [each["content"] for each in talk.asking("three?")] == ["Be brief.", "one?", "1", "three?"]
@@ -45,14 +45,14 @@ def test_a_question_without_an_answer_is_none_of_what_was_said_but_can_be_asked_
 
 
 def test_cleared_it_keeps_the_system_message():
-    talk = said("one?", "1")
+    talk = printed("one?", "1")
     talk.clear()
     assert talk.messages() == [{"role": "system", "content": "Be brief."}]
     assert talk.again() is None
 
 
 def test_it_is_written_as_text_or_as_json():
-    talk = said("wie schön?", "sehr")
+    talk = printed("wie schön?", "sehr")
     assert talk.written("a.md") == "system:\nBe brief.\n\nuser:\nwie schön?\n\nassistant:\nsehr\n"
     assert json.loads(talk.written("a.json")) == {"messages": talk.messages()}
 

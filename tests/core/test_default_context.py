@@ -107,7 +107,7 @@ def test_a_context_that_was_small_grows_when_devices_come_that_have_room(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("context", "trained", "said"),
+    ("context", "trained", "printed"),
     [
         (32768, 32768, ""),
         (16384, 32768, "Claude Code (20,000 tokens) does not fit: type --context 32768"),
@@ -127,8 +127,8 @@ def test_a_context_that_was_small_grows_when_devices_come_that_have_room(monkeyp
         ),
     ],
 )
-def test_clients_that_do_not_fit_are_named_with_what_they_need_and_what_to_type(context, trained, said):
-    assert too_small_for(context, model(context_tokens=trained)) == said
+def test_clients_that_do_not_fit_are_named_with_what_they_need_and_what_to_type(context, trained, printed):
+    assert too_small_for(context, model(context_tokens=trained)) == printed
 
 
 def test_plan_names_them_where_nobody_said_how_much_context():

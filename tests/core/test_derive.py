@@ -150,12 +150,12 @@ def checks(monkeypatch):
 
 
 def test_an_unknown_architecture_is_certified_once_when_it_is_first_loaded(checks, tmp_path):
-    said = []
-    found, why = certified(model("new"), tmp_path, said.append)
+    printed = []
+    found, why = certified(model("new"), tmp_path, printed.append)
     assert (cuttable(found).entries, why) == (NAMES.entries, "")
     assert checks[0].time_limit_s == FIRST_LOAD_S
-    assert "'new' is not known" in said[0]
-    assert said[-1].startswith("architecture 'new': certified")
+    assert "'new' is not known" in printed[0]
+    assert printed[-1].startswith("architecture 'new': certified")
     again = []
     assert certified(model("new"), tmp_path, again.append) == (found, "")
     assert (again, len(checks)) == ([], 1)

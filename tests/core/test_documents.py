@@ -56,5 +56,5 @@ def test_the_readme_is_short_and_names_the_two_commands_of_a_fresh_checkout():
 
 
 def test_every_key_of_the_configuration_is_told():
-    told = set(spans(ROOT / "docs" / "install.md"))
-    assert set(config.KEYS) <= told
+    reported = set(spans(ROOT / "docs" / "install.md"))
+    assert set(config.KEYS) <= reported

@@ -34,8 +34,8 @@ def seconds(devices: int, drafter: Any = None, *, hop_s: float = 0.0, answers: i
     for request in range(answers):
         ring.head.submit(generate(request, PROMPT, tokens=tokens))
         took_s = ring.finish()
-        told = [event.token for event in ring.events if isinstance(event, Sampled) and event.request == request]
-        assert told == ANSWER[:tokens]
+        reported = [event.token for event in ring.events if isinstance(event, Sampled) and event.request == request]
+        assert reported == ANSWER[:tokens]
     return took_s
 
 
@@ -103,7 +103,7 @@ def test_the_first_token_comes_when_it_does_without_drafts_and_nothing_is_guesse
         ring = TimedRing(devices, hop_s=0.01, context=1024, depth=devices, drafting=drafting, drafter=NotBefore)
         ring.head.submit(generate(1, PROMPT, tokens=20))
         ring.finish()
-        return ring.told_s[0]
+        return ring.reported_s[0]
 
     assert first_s(drafting) == first_s(None)
 

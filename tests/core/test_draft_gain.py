@@ -133,15 +133,17 @@ def test_the_plan_leaves_the_head_room_for_the_model_that_guesses():
 
 def test_a_plan_whose_head_has_no_room_places_the_model_elsewhere_or_says_what_it_takes():
     both, third = [device("desk", ram=4 * GB), device("laptop", ram=4 * GB)], device("box", ram=8 * GB, rate=0.2e9)
-    said = []
+    printed = []
     for devices in (both, [*both, third]):
         question = ask(Wishes(links=("1Gbit/s,1ms",), head="desk"), devices, (), model())
         answer = explain(replace(question, draft=PlannedDraft(path="small.gguf", model=SMALL, memory_bytes=5 * GB)))
         shown = io.StringIO()
         show(answer, Console(width=300, file=shown))
-        said.append(shown.getvalue())
-    assert "toy drafts nothing: no device has 5.00 GB of memory for it beside its layers; choose a smaller" in said[0]
-    assert "toy takes 5.00 GB of box and" in said[1]
+        printed.append(shown.getvalue())
+    assert (
+        "toy drafts nothing: no device has 5.00 GB of memory for it beside its layers; choose a smaller" in printed[0]
+    )
+    assert "toy takes 5.00 GB of box and" in printed[1]
 
 
 def test_without_a_named_head_it_is_the_best_one_that_has_the_draft():

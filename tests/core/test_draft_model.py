@@ -34,20 +34,20 @@ def right(text: list[int], count: int) -> list[int]:
     return MODEL.answer(text, count, GREEDY)
 
 
-def nodes_of(said: Drafted) -> list[TreeNode]:
-    pairs = zip(said.tokens, said.sures, said.parents, strict=True)
+def nodes_of(printed: Drafted) -> list[TreeNode]:
+    pairs = zip(printed.tokens, printed.sures, printed.parents, strict=True)
     return [TreeNode(DraftToken(token=token, sure=sure), parent) for token, sure, parent in pairs]
 
 
-def main_of(said: Drafted) -> list[int]:
+def main_of(printed: Drafted) -> list[int]:
     """The first draft behind the text, the first behind that, and so on."""
-    nodes = nodes_of(said)
+    nodes = nodes_of(printed)
     return [nodes[node].draft_token.token for node in first_path(nodes)]
 
 
-def check_said(said: Drafted, text: list[int]) -> None:
+def check_said(printed: Drafted, text: list[int]) -> None:
     """Each draft is what the model would say there, and how likely it would be."""
-    nodes = nodes_of(said)
+    nodes = nodes_of(printed)
     for place, node in enumerate(nodes):
         path, at = list[int](), node.parent
         while at >= 0:
@@ -69,15 +69,15 @@ def test_its_guesses_are_what_it_would_say_behind_the_text_however_that_goes_on(
         text = data.draw(st.lists(tokens, min_size=1, max_size=90))
         chain.begin(number, text)
         for _ in range(data.draw(st.integers(0, 12))):
-            said = None
+            printed = None
             for _ in range(data.draw(st.integers(0, 6))):
-                said = (chain.work() if chain.has_work else None) or said
-            if said is not None:
-                assert (said.number, said.known) == (number, len(text))
-                assert main_of(said) == right(text, len(main_of(said)))
-                check_said(said, text)
+                printed = (chain.work() if chain.has_work else None) or printed
+            if printed is not None:
+                assert (printed.number, printed.known) == (number, len(text))
+                assert main_of(printed) == right(text, len(main_of(printed)))
+                check_said(printed, text)
             expected = right(text, 1)[0]
-            others = [] if said is None else [each.token for each in behind(nodes_of(said), -1)]
+            others = [] if printed is None else [each.token for each in behind(nodes_of(printed), -1)]
             text.append(data.draw(st.sampled_from([expected, expected, *others, (expected + 1) % VOCABULARY])))
             chain.took(text[-1])
 
@@ -98,14 +98,14 @@ def test_it_stops_at_its_room_and_at_its_context():
     chain = DraftBranches(MODEL.whole(), context=100)
     chain.begin(1, [1, 2])
     while chain.has_work:
-        said = chain.work()
-    assert said is not None
-    assert len(main_of(said)) == MAX_ROOM
+        printed = chain.work()
+    assert printed is not None
+    assert len(main_of(printed)) == MAX_ROOM
     small = DraftBranches(MODEL.whole(), context=5)
     small.begin(1, [1, 2, 3])
     while small.has_work:
-        said = small.work()
-    assert len(main_of(said)) == 2
+        printed = small.work()
+    assert len(main_of(printed)) == 2
     small.begin(2, [1] * 9)
     assert not small.has_work
 
@@ -117,10 +117,10 @@ class Process:
     """Notes what it is told."""
 
     def __init__(self) -> None:
-        self.told: list[DraftTask] = []
-        self.drafters = ModelDrafters(self.told.append)
+        self.reported: list[DraftTask] = []
+        self.drafters = ModelDrafters(self.reported.append)
 
-    def says(self, number: int, known: int, *draft_tokens: int, sure: float = 0.95) -> None:
+    def emits(self, number: int, known: int, *draft_tokens: int, sure: float = 0.95) -> None:
         self.drafters.heard(
             Drafted(number=number, known=known, tokens=list(draft_tokens), sures=[sure] * len(draft_tokens))
         )
@@ -137,14 +137,14 @@ def test_nothing_is_told_until_a_guess_is_asked_for_and_then_what_came_since():
     process = Process()
     drafter = process.drafters([1, 2])
     drafter.took(3)
-    assert process.told == []
+    assert process.reported == []
     assert drafter.propose([]) is None
-    assert process.told == [DraftText(number=1, tokens=[1, 2, 3])]
+    assert process.reported == [DraftText(number=1, tokens=[1, 2, 3])]
     drafter.took(4)
     drafter.took(5)
     drafter.propose([])
     drafter.propose([])
-    assert process.told[1:] == [DraftTokens([4, 5], 3)]
+    assert process.reported[1:] == [DraftTokens([4, 5], 3)]
 
 
 def test_what_it_said_counts_as_far_as_the_text_went_like_that():
@@ -152,27 +152,27 @@ def test_what_it_said_counts_as_far_as_the_text_went_like_that():
     drafter = process.drafters([1, 2])
     drafter.propose([])
     drafter.took(10)
-    process.says(1, 2, 10, 11, 12)
+    process.emits(1, 2, 10, 11, 12)
     assert chain_of(drafter) == [11, 12]
     drafter.took(11)
     assert chain_of(drafter) == [12]
     drafter.took(50)
     assert chain_of(drafter) == [], "the text went another way"
-    process.says(1, 3, 11, 12, 13)
+    process.emits(1, 3, 11, 12, 13)
     assert chain_of(drafter) == [], "that was said before it did"
-    process.says(1, 5, 51)
+    process.emits(1, 5, 51)
     assert chain_of(drafter) == [51]
 
 
 def test_it_follows_the_latest_answer_and_the_others_are_looked_through():
     process = Process()
     first = process.drafters([7, 8, 9, 1, 7, 8])
-    process.says(1, 6, 30)
+    process.emits(1, 6, 30)
     second = process.drafters([1, 2])
     assert chain_of(first, 1) == [9]
-    process.says(1, 6, 40)
+    process.emits(1, 6, 40)
     assert chain_of(second) == []
-    process.says(2, 2, 50)
+    process.emits(2, 2, 50)
     assert chain_of(second) == [50]
 
 
@@ -190,9 +190,9 @@ def test_how_sure_a_guess_is_follows_from_how_often_those_held():
     drafter = process.drafters([1, 2])
     drafter.propose([])
     for known in range(2, 40):
-        process.says(1, known, 5)
+        process.emits(1, known, 5)
         drafter.took(6 + known % 40)
-    process.says(1, 40, 5)
+    process.emits(1, 40, 5)
     draft_token = drafter.propose([])
     assert draft_token is not None
     assert draft_token.sure < 0.2, "it was said to be 0.95"
@@ -205,21 +205,21 @@ def test_whatever_crosses_on_the_way_its_guesses_are_those_of_the_model_behind_t
     text = [3, 4]
     drafter = process.drafters(text)
     chain = DraftBranches(MODEL.whole(), context=200)
-    said: list[Drafted] = []
+    printed: list[Drafted] = []
     done = 0
     for move, flag in moves:
         if move == "say":
-            for task in process.told[done:]:
+            for task in process.reported[done:]:
                 if isinstance(task, DraftText):
                     chain.begin(task.number, task.tokens)
                 elif isinstance(task, DraftTokens):
                     for token in task.tokens:
                         chain.took(token)
-            done = len(process.told)
+            done = len(process.reported)
             if chain.has_work and (one := chain.work()) is not None:
-                said.append(one)
-            if flag and said:
-                process.drafters.heard(said[-1])
+                printed.append(one)
+            if flag and printed:
+                process.drafters.heard(printed[-1])
         elif move == "take":
             expected = right(text, 1)[0]
             text.append(expected if flag else (expected + 1) % VOCABULARY)
@@ -235,13 +235,13 @@ def test_guesses_are_awaited_once_the_text_is_read_until_there_are_enough_or_the
     drafter = process.drafters([1, 2])
     assert not drafter.awaits(4, 0.01), "it may have a long prompt to read"
     drafter.propose([])
-    process.says(1, 2, 5, 6, sure=0.95)
+    process.emits(1, 2, 5, 6, sure=0.95)
     assert drafter.awaits(3, 0.01)
     assert not drafter.awaits(2, 0.01), "so many are there"
     assert not drafter.awaits(3, 0.99), "a third one would hardly hold"
     drafter.took(9)
     assert drafter.awaits(3, 0.01)
-    assert process.told[-1] == DraftTokens([9], 2), "who waits has said how the text goes on"
+    assert process.reported[-1] == DraftTokens([9], 2), "who waits has said how the text goes on"
     process.drafters.end()
     assert not drafter.awaits(3, 0.01)
 
@@ -250,14 +250,14 @@ def test_another_process_takes_over_in_the_middle_and_is_told_all():
     process = Process()
     drafter = process.drafters([1, 2])
     drafter.propose([])
-    process.says(1, 2, 5)
+    process.emits(1, 2, 5)
     process.drafters.end()
     assert drafter.propose([]) is None
     drafter.took(7)
-    process.drafters.move(process.told.append)
+    process.drafters.move(process.reported.append)
     assert drafter.propose([]) is None, "what the one before drafted is forgotten"
-    assert process.told[1:] == [DraftText(number=1, tokens=[1, 2, 7])]
-    process.says(1, 3, 8)
+    assert process.reported[1:] == [DraftText(number=1, tokens=[1, 2, 7])]
+    process.emits(1, 3, 8)
     assert chain_of(drafter) == [8]
 
 
@@ -295,43 +295,43 @@ def test_guesses_of_another_device_are_judged(wrong):
 
 def test_a_process_that_does_not_overlap_is_told_of_a_text_only_by_who_waits():
     process = Process()
-    process.drafters = ModelDrafters(process.told.append, overlaps=False)
+    process.drafters = ModelDrafters(process.reported.append, overlaps=False)
     drafter = process.drafters([1, 2])
     drafter.propose([])
-    assert process.told == [DraftText(number=1, tokens=[1, 2])], "it has a prompt to read"
-    process.says(1, 2, 5)
+    assert process.reported == [DraftText(number=1, tokens=[1, 2])], "it has a prompt to read"
+    process.emits(1, 2, 5)
     drafter.took(9)
     drafter.propose([])
-    assert len(process.told) == 1
+    assert len(process.reported) == 1
     assert drafter.awaits(2, 0.01)
-    assert process.told[1:] == [DraftTokens([9], 2)]
+    assert process.reported[1:] == [DraftTokens([9], 2)]
 
 
 def test_it_guesses_no_more_than_it_is_asked_for():
     chain = DraftBranches(MODEL.whole(), context=100, maximum=2)
     chain.begin(1, [1, 2])
     while chain.has_work:
-        said = chain.work()
-    assert said is not None
-    assert len(main_of(said)) == 2
+        printed = chain.work()
+    assert printed is not None
+    assert len(main_of(printed)) == 2
 
 
 def told_all(chain: DraftBranches) -> Drafted:
     """What is said once there is nothing to do any more."""
-    said = None
+    printed = None
     while chain.has_work:
-        said = chain.work() or said
-    assert said is not None
-    return said
+        printed = chain.work() or printed
+    assert printed is not None
+    return printed
 
 
 def test_the_next_row_goes_to_the_guess_that_holds_most_likely_and_the_first_path_has_its_room():
     window = BRANCHED.whole()
     chain = DraftBranches(window, context=300, branches=POOL)
     chain.begin(1, [1, 2, 3])
-    said = told_all(chain)
-    check_said(said, [1, 2, 3])
-    nodes = nodes_of(said)
+    printed = told_all(chain)
+    check_said(printed, [1, 2, 3])
+    nodes = nodes_of(printed)
     assert len(first_path(nodes)) == MAX_ROOM
     assert len(window.steps) <= 1 + MAX_ROOM + MAX_ROOM // 2
     computed = {node.parent for node in nodes} - {-1}
@@ -345,11 +345,11 @@ def test_where_it_is_asked_for_the_first_path_comes_before_other_guesses():
     chain = DraftBranches(window, context=300, branches=POOL, first=6)
     chain.begin(1, [1, 2, 3])
     for count in range(1, 7):
-        said = chain.work()
-        assert said is not None
-        assert len(main_of(said)) == count
-    said = told_all(chain)
-    check_said(said, [1, 2, 3])
+        printed = chain.work()
+        assert printed is not None
+        assert len(main_of(printed)) == count
+    printed = told_all(chain)
+    check_said(printed, [1, 2, 3])
     assert len(window.steps) > MAX_ROOM
 
 
@@ -365,8 +365,8 @@ def test_behind_another_guess_that_turns_out_right_all_that_was_guessed_is_there
     token = nodes[behind_others[0]].draft_token.token
     rows = len(window.steps)
     chain.took(token)
-    said = told_all(chain)
-    check_said(said, [1, 2, 3, token])
+    printed = told_all(chain)
+    check_said(printed, [1, 2, 3, token])
     assert all(min(step) > 3 for step in window.steps[rows:]), "the text itself is computed"
     chain.took((right([1, 2, 3, token], 1)[0] + 1) % VOCABULARY)
     assert window.held(chain._root.sequence or 0) == 4

@@ -74,7 +74,7 @@ def test_each_path_has_one_sequence_and_none_but_the_main_one_is_the_texts(nodes
     assert NO_TREE.sequences(-1, 0) == [0]
 
 
-class Told:
+class Reported:
     """Says what stands in a table: behind which drafts which drafts may come, the first one first."""
 
     def __init__(self, table: dict[tuple[int, ...], list[tuple[int, float]]]) -> None:
@@ -90,10 +90,10 @@ class Told:
         return self._at(drafts)[1:]
 
 
-UNSURE = Told(
+UNSURE = Reported(
     {(): [(1, 0.4), (2, 0.35)], (1,): [(3, 0.4), (4, 0.3)], (2,): [(5, 0.9)], (1, 3): [(6, 0.3)], (2, 5): [(7, 0.5)]}
 )
-SURE = Told({(1,) * deep: [(1, 0.95), (2, 0.02)] for deep in range(9)})
+SURE = Reported({(1,) * deep: [(1, 0.95), (2, 0.02)] for deep in range(9)})
 
 
 def tokens_of(nodes: Sequence[TreeNode]) -> list[tuple[int, int]]:
@@ -126,7 +126,7 @@ def test_a_tree_makes_no_fewer_tokens_than_the_best_chain(nodes, data):
             sure = data.draw(st.floats(0.05, 1)) * left
             left -= sure
             table.setdefault(tuple(path), []).append((token, sure))
-    drafter = Told(table)
+    drafter = Reported(table)
 
     def rate(found: list[TreeNode]) -> float:
         shares: list[float] = []
@@ -273,10 +273,10 @@ def test_an_answer_goes_on_in_another_ring_wherever_drafts_or_a_tree_were_on_the
     first.head.submit(generate(1, text, tokens=TOKENS, sampling=sampling))
     for _ in range(data.draw(st.integers(0, 250))):
         move(first)
-    told = sampled(first, 1)
-    second.head.submit(generate(1, text, sampled=told, tokens=TOKENS, sampling=sampling))
+    reported = sampled(first, 1)
+    second.head.submit(generate(1, text, sampled=reported, tokens=TOKENS, sampling=sampling))
     run(second)
-    assert told + sampled(second, 1) == first.model.answer(text, TOKENS, sampling)
+    assert reported + sampled(second, 1) == first.model.answer(text, TOKENS, sampling)
 
 
 @rings

@@ -50,8 +50,8 @@ class Memory:
     def _check(self, needed: frozenset) -> None:
         pool = self.pool
         assert needed <= self.held, "what was picked is there"
-        told = {(layer, int(e)) for layer in range(len(pool.layers)) for e in np.flatnonzero(pool.held(layer))}
-        assert told == self.held
+        reported = {(layer, int(e)) for layer in range(len(pool.layers)) for e in np.flatnonzero(pool.held(layer))}
+        assert reported == self.held
         assert pool.held_bytes == self.bytes_of(self.held) <= max(pool.capacity, self.bytes_of(needed))
 
 

@@ -88,7 +88,7 @@ def test_a_device_beside_the_fleet_comes_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "replies"),
     [
         ({"version": 9}, "version 9"),
         ({"devices": ["nobody"]}, "'nobody'"),
@@ -101,11 +101,11 @@ def test_a_device_beside_the_fleet_comes_first(tmp_path: Path) -> None:
         ({"extra": 1}, "extra"),
     ],
 )
-def test_a_file_that_is_wrong_is_one_clear_error(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+def test_a_file_that_is_wrong_is_one_clear_error(tmp_path: Path, change: dict[str, Any], replies: str) -> None:
     path = write(tmp_path, **change)
     with pytest.raises(ConfigError, match=r"mine\.json") as caught:
         read_fleet(path)
-    assert says in str(caught.value)
+    assert replies in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -358,12 +358,12 @@ def test_what_clients_send_back_is_understood():
 
 
 def test_a_result_of_the_old_api_belongs_to_its_call():
-    called, told = chat(
+    called, reported = chat(
         *ASKED, assistant(None, function_call=NAMED), {"role": "function", "name": "f", "content": "7"}
     ).messages[1:]
     assert called.tool_calls is not None
-    assert called.tool_calls[0].id == told.tool_call_id
-    assert told.role == "tool"
+    assert called.tool_calls[0].id == reported.tool_call_id
+    assert reported.role == "tool"
 
 
 def test_other_dialects_are_understood_as_well():
@@ -384,9 +384,9 @@ def test_other_dialects_are_understood_as_well():
         {"type": "custom_tool_call", "call_id": "d", "name": "patch", "input": "t"},
         {"type": "custom_tool_call_output", "call_id": "d", "output": None},
     ]
-    said = [each.for_template() for each in of_responses(parse(ResponsesRequest, body(input=items))).messages]
-    assert [each["content"] for each in said] == ["no", '{"b": 2}', "", ""]
-    assert said[2]["tool_calls"][0]["function"]["arguments"] == '{"input": "t"}'
+    printed = [each.for_template() for each in of_responses(parse(ResponsesRequest, body(input=items))).messages]
+    assert [each["content"] for each in printed] == ["no", '{"b": 2}', "", ""]
+    assert printed[2]["tool_calls"][0]["function"]["arguments"] == '{"input": "t"}'
 
 
 def test_half_a_surrogate_pair_is_a_replacement_character():
@@ -409,14 +409,14 @@ def test_the_owner_may_give_another_template(tmp_path):
     file = tmp_path / "own.jinja"
     file.write_text("{{ messages[0].content }}", "utf-8")
     assert chat_template_in(file) == "{{ messages[0].content }}"
-    for content, told in (
+    for content, reported in (
         (b"{% if %}", "Expected"),
         (b" ", "is empty"),
         (b"\xff", "not text"),
         (b"x" * (1 << 20 | 1), "larger"),
     ):
         file.write_bytes(content)
-        with pytest.raises(Exception, match=told) as caught:
+        with pytest.raises(Exception, match=reported) as caught:
             chat_template_in(file)
         assert str(caught.value).startswith(f"--chat-template {file}: ")
         assert not isinstance(caught.value, ModelError)

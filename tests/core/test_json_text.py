@@ -89,10 +89,10 @@ def test_whatever_comes_what_is_taken_is_the_beginning_of_an_object(text, data):
     for pieces in (list(text), split(text, data)):
         taken, rest, again = take(pieces)
         assert ("".join(taken), rest, again.is_whole) == ("".join(whole), left, reader.is_whole)
-        said = ""
+        printed = ""
         for piece in taken[:-1]:
-            said += piece
-            assert not said or isinstance(pydantic_core.from_json(said, allow_partial=True), dict)
+            printed += piece
+            assert not printed or isinstance(pydantic_core.from_json(printed, allow_partial=True), dict)
     if reader.is_whole:
         assert isinstance(json.loads("".join(whole)), dict)
     assert reader.is_whole or reader.is_wrong or not left

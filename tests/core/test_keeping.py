@@ -160,14 +160,14 @@ def test_a_ring_that_drains_keeps_all_that_it_computed_and_the_next_one_computes
     while ring.move():
         pass
     assert ring.events[-1] == Drained()
-    told = sampled(ring)
-    assert kept(ring)[-1].end == len(PROMPT) + len(told) - 1
+    reported = sampled(ring)
+    assert kept(ring)[-1].end == len(PROMPT) + len(reported) - 1
     assert kept(ring) == blocks_of(ring, tokens, [3, kept(ring)[-1].end - 13])
     assert all(kv_writer.flushes > before for kv_writer, before in zip(ring.shelves, flushes, strict=True))
     after = heir(ring)
-    rest, _ = after.ask(asked(sampled=told, blocks=kept(ring), tokens=12))
-    assert told + rest == tokens
-    assert after.windows[0].steps[0] == (len(PROMPT) + len(told) - 1,)
+    rest, _ = after.ask(asked(sampled=reported, blocks=kept(ring), tokens=12))
+    assert reported + rest == tokens
+    assert after.windows[0].steps[0] == (len(PROMPT) + len(reported) - 1,)
     assert kept(after)[0].before == kept(ring)[-1].key
 
 

@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primad.errors import DiskError
-from primad.kv import keys, shelf
+from primad.kv import keys
+from primad.kv import kv_writer as shelf
 from primad.kv.cells import CellsError, shape_of
-from primad.kv.shelf import KvWriter
+from primad.kv.kv_writer import KvWriter
 from primad.kv.store import KvStore
-from tests.fakes.cells import cells_of
+from tests.fakes.kv_cache import cells_of
 
 FIRST = keys.block("root", None, [1, 2, 3], [3])
 SECOND = keys.block("root", FIRST, [4, 5], [4, 5])

@@ -48,7 +48,7 @@ def test_others_go_on_while_a_mask_is_late(shape):
     for request, sampling in ((1, LATE), (2, GREEDY), (3, GREEDY)):
         ring.head.submit(generate(request, [5, request], sampling=sampling))
     until_told(ring, 2, 3)
-    assert ring.told(1) == 0
+    assert ring.reported(1) == 0
     assert ring.head.wait_s() == MASKS_LOOK_S, "it is looked for it"
     ring.cancel(1)
     ring.run()
@@ -57,21 +57,21 @@ def test_others_go_on_while_a_mask_is_late(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_token_that_comes_late_is_drawn_from_its_own_logits(shape):
-    def told(looks: int) -> list[Sampled]:
+    def reported(looks: int) -> list[Sampled]:
         ring = ring_of(*shape, looks)
         for request, sampling in ((1, LATE), (2, GREEDY), (3, LATE)):
             ring.head.submit(generate(request, [5, request], sampling=sampling, logprobs=2))
         ring.run()
         return sorted((event for event in ring.events if isinstance(event, Sampled)), key=lambda each: each.request)
 
-    assert told(50) == told(0)
+    assert reported(50) == reported(0)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_answer_that_is_held_back_goes_on_in_the_next_ring(shape):
     ring = ring_of(*shape, 50)
     ring.head.submit(generate(1, [5, 6], sampling=LATE))
-    while not ring.told(1):
+    while not ring.reported(1):
         ring.move()
     ring.model.late = lambda _: NEVER
     for _ in range(100):
@@ -80,9 +80,9 @@ def test_an_answer_that_is_held_back_goes_on_in_the_next_ring(shape):
     while ring.move():
         pass
     assert ring.events[-1] == Drained(), "nothing is told behind it"
-    told = [event.token for event in ring.events if isinstance(event, Sampled)]
+    reported = [event.token for event in ring.events if isinstance(event, Sampled)]
     following = ring_of(*shape, 50)
-    assert told + following.ask(generate(1, [5, 6], sampled=told, sampling=LATE))[0] == ring.model.answer(
+    assert reported + following.ask(generate(1, [5, 6], sampled=reported, sampling=LATE))[0] == ring.model.answer(
         [5, 6], 8, GREEDY
     )
 

@@ -62,8 +62,8 @@ def test_a_late_lap_is_told_once_and_at_each_doubling():
     lap(ring_passes, 0, at=0, took=0.01)
     ring_passes.left(1, 1, 0.0)
     ring_passes._returned_s = 0.0
-    told = [now for now in range(100) if ring_passes.overdue(float(now)) is not None]
-    assert told == [1, 2, 4, 8, 16, 32, 64]
+    reported = [now for now in range(100) if ring_passes.overdue(float(now)) is not None]
+    assert reported == [1, 2, 4, 8, 16, 32, 64]
 
 
 def test_who_looks_late_hears_of_it_once():

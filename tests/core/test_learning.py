@@ -184,11 +184,11 @@ QUESTION = instance(PROFILES, [], model(layers=20), default_workload(1024, 512, 
 def prompts(plan: Plan = PLAN, *, used: Corrections = USED, **slower: float) -> Corrections:
     """What is known after prompts of which each device takes as many times as long as planned, in chunks of 100 rows."""
     planned = prompt_row_s(plan, QUESTION, 100)
-    said = {
+    printed = {
         name: msgspec.structs.replace(status(0.02), prompt=PromptStatus(rows=100, row_s=row_s * slower.get(name, 1)))
         for name, row_s in planned.items()
     }
-    return prompts_learnt(used, plan, QUESTION, used, said)
+    return prompts_learnt(used, plan, QUESTION, used, printed)
 
 
 def test_prompts_that_take_longer_than_planned_are_planned_with_longer():
@@ -208,8 +208,8 @@ def test_prompts_teach_nothing_of_devices_that_stream_or_were_measured_anew():
     streams = dataclasses.replace(PLAN, streaming=(Streaming(device="lap", streamed_bytes=1, read_ahead_bytes=1),))
     assert prompts(streams, lap=1.8) == USED
     anew = USED.noted([device("lap", rate=19e9)])
-    said = {"lap": msgspec.structs.replace(status(0.02), prompt=PromptStatus(rows=100, row_s=1.0))}
-    assert prompts_learnt(anew, PLAN, QUESTION, USED, said) == anew
+    printed = {"lap": msgspec.structs.replace(status(0.02), prompt=PromptStatus(rows=100, row_s=1.0))}
+    assert prompts_learnt(anew, PLAN, QUESTION, USED, printed) == anew
 
 
 def test_what_a_plan_was_made_with_is_not_corrected_twice():

@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.api.http.long_answer import PIECE_BYTES, LongResponse
+from primad.api.http.long_response import PIECE_BYTES, LongResponse
 
 LISTS = st.lists(st.lists(st.integers() | st.text(max_size=3), max_size=5), max_size=3)
 
@@ -23,8 +23,8 @@ def sent(lists: list[list[Any]], text: str) -> list[bytes]:
 
     async def answer() -> None:
         long = LongResponse()
-        told = [{"list": await long.list_of(map(msgspec.json.encode, each)), "text": text} for each in lists]
-        response = long.response(told)
+        reported = [{"list": await long.list_of(map(msgspec.json.encode, each)), "text": text} for each in lists]
+        response = long.response(reported)
         await response({"type": "http"}, None, send)  # type: ignore[arg-type]
         assert response.headers["content-length"] == str(sum(map(len, pieces)))
 

@@ -975,8 +975,8 @@ def test_when_figures_are_corrected_a_plan_that_gains_enough_is_taken(name):
 def test_a_plan_is_better_than_what_serves_is_known_to_take_now(value, is_taken):
     shell = serving("ada", "bo")
     shell.notify(m.DevicesCorrected(frozenset({"ada"})))
-    told = acts(shell.notify(m.Solved(2, frozenset({"bo"}), value, serving_value=2.0)))
-    assert told == ([m.Form(2)] if is_taken else [m.Abandon(2)])
+    reported = acts(shell.notify(m.Solved(2, frozenset({"bo"}), value, serving_value=2.0)))
+    assert reported == ([m.Form(2)] if is_taken else [m.Abandon(2)])
 
 
 def test_better_plans_are_not_looked_for_after_each_answer():

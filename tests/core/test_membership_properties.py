@@ -78,7 +78,7 @@ def rest(
 ) -> None:
     """From now on no device does anything, but those ``alive`` are heard; the shell answers all it is asked."""
     end = shell.now + seconds
-    told = len(shell.effects)
+    reported = len(shell.effects)
     answer_all(shell, chance, luck=luck, poison=poison)
     while shell.now < end:
         due = wake_at(shell.state, shell.now)
@@ -87,7 +87,7 @@ def rest(
             shell.notify(m.Heard(name))
         shell.notify(m.Tick())
         answer_all(shell, chance, luck=luck, poison=poison)
-    assert len(shell.effects) - told < MAX_AT_ONCE + 30 * seconds, "restless"
+    assert len(shell.effects) - reported < MAX_AT_ONCE + 30 * seconds, "restless"
 
 
 def begin(config: m.Settings, now: float, workers: frozenset[str]) -> Shell:

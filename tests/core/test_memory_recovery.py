@@ -44,9 +44,9 @@ class Device:
     presses: list[float] = field(default_factory=list)
 
     @property
-    def told(self) -> int:
+    def reported(self) -> int:
         """What plans have."""
-        return self.recovery.told_bytes
+        return self.recovery.reported_bytes
 
     @property
     def room(self) -> Room:
@@ -64,10 +64,10 @@ class Device:
         start, end = len(self.plans), self.now + seconds
         while self.now < end:
             self.now += LOOK_S
-            self.recovery, told = look(self.recovery, self.room, total_bytes=TOTAL, now=self.now)
-            if told is not None:
-                self.plans.append((self.now, told))
-        return [told for _, told in self.plans[start:]]
+            self.recovery, reported = look(self.recovery, self.room, total_bytes=TOTAL, now=self.now)
+            if reported is not None:
+                self.plans.append((self.now, reported))
+        return [reported for _, reported in self.plans[start:]]
 
 
 def test_a_device_that_never_was_short_is_left_alone():
@@ -77,11 +77,11 @@ def test_a_device_that_never_was_short_is_left_alone():
 def test_what_is_available_counts_as_measured_once_it_was_there_for_a_while():
     device = Device(available=1000 * MIB)
     device.report_memory_low(100 * MIB)
-    assert device.told == 1000 * MIB
+    assert device.reported == 1000 * MIB
     assert device.run(3600) == [], "nothing has changed"
     assert device.run(WAIT_S - LOOK_S, 3000 * MIB) == []
     assert device.run(2 * LOOK_S) == [3000 * MIB]
-    assert device.told == 3000 * MIB
+    assert device.reported == 3000 * MIB
     assert not device.recovery.watches
     assert device.run(3600, TOTAL) == []
 
@@ -116,7 +116,7 @@ def test_what_was_missing_must_be_there_again(needed):
     """Where symptoms told of the lack, what is available may look as it did before it: that is no sign of recovery."""
     device = Device()
     device.report_memory_low(needed)
-    assert device.told == HAD - needed
+    assert device.reported == HAD - needed
     assert device.run(3600) == []
     assert device.run(3600, HAD + needed - MIB) == []
     more = HAD + max(needed, WORTH)
@@ -126,7 +126,7 @@ def test_what_was_missing_must_be_there_again(needed):
 def test_beyond_what_the_owner_allows_room_counts_but_no_plan_has_it():
     device = Device(recovery=begin(1000 * MIB), available=2000 * MIB, limit=1000 * MIB)
     device.report_memory_low(200 * MIB)
-    assert device.told == 800 * MIB
+    assert device.reported == 800 * MIB
     assert device.run(3600, 2199 * MIB) == []
     assert device.run(2 * WAIT_S, 2200 * MIB) == [1000 * MIB]
     assert not device.recovery.watches
@@ -135,7 +135,7 @@ def test_beyond_what_the_owner_allows_room_counts_but_no_plan_has_it():
 def test_the_next_ring_must_fit_beside_what_serves_but_that_it_ends_is_no_relief():
     device = Device(available=1000 * MIB, ours=300 * MIB)
     device.report_memory_low(100 * MIB)
-    assert device.told == 700 * MIB
+    assert device.reported == 700 * MIB
     device.ours = 0
     assert device.run(3600) == []
     assert device.run(2 * WAIT_S, 1099 * MIB) == []
@@ -165,7 +165,7 @@ def test_a_plan_made_meanwhile_does_not_forget_the_lack():
     device = Device(available=1000 * MIB)
     device.report_memory_low(100 * MIB)
     device.recovery = begin(900 * MIB, device.recovery)
-    assert device.told == 900 * MIB
+    assert device.reported == 900 * MIB
     assert device.run(2 * WAIT_S, HAD) == [HAD]
     device.available = 1000 * MIB
     device.report_memory_low(100 * MIB)
@@ -194,14 +194,14 @@ def test_whatever_programs_do_plans_have_more_only_after_patience_and_only_what_
         device.available = available
         known.append((device.now, available))
         if needed is not None:
-            before = device.told
+            before = device.reported
             device.report_memory_low(needed)
-            assert device.told == lowered(before, available_bytes=available, needed_bytes=needed)
-        wait_s, told, start = device.recovery.wait_s, device.told, len(device.plans)
+            assert device.reported == lowered(before, available_bytes=available, needed_bytes=needed)
+        wait_s, reported, start = device.recovery.wait_s, device.reported, len(device.plans)
         device.run(seconds)
         for at, given_bytes in device.plans[start:]:
-            assert given_bytes >= told + WORTH
-            told = given_bytes
+            assert given_bytes >= reported + WORTH
+            reported = given_bytes
             assert not [each for each in device.presses if at - wait_s < each <= at], "a lack just before"
             within = [there for since, there in known if since > at - wait_s]
             first = [there for since, there in known if since <= at - wait_s]
@@ -224,8 +224,8 @@ def test_programs_that_come_and_go_do_not_make_plans_swing(busy_s, calm_s, taken
     end = device.now + day_s
     while device.now < end:
         device.available = HAD - taken
-        if device.told > device.available:
-            device.report_memory_low(min(device.told - device.available, TOTAL))
+        if device.reported > device.available:
+            device.report_memory_low(min(device.reported - device.available, TOTAL))
         device.run(busy_s * jitter.uniform(0.5, 1.5))
         device.run(calm_s * jitter.uniform(0.5, 1.5), HAD)
     gaps = [later - earlier for (earlier, _), (later, _) in zip(device.plans, device.plans[1:], strict=False)]
@@ -247,4 +247,4 @@ def test_once_programs_are_gone_for_good_plans_have_all_back(story):
         device.run(seconds)
     device.run(2 * MAX_WAIT_S, TOTAL)
     if device.presses and device.recovery.enough_bytes <= TOTAL:
-        assert not device.recovery.watches or device.told + 2 * WORTH >= device.recovery.goal_bytes
+        assert not device.recovery.watches or device.reported + 2 * WORTH >= device.recovery.goal_bytes

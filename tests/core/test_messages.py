@@ -495,8 +495,8 @@ def test_the_texts_of_a_worker_are_one_printable_line(message):
 
 
 def test_whose_fault_a_break_is_stays_as_it_was_said_when_the_text_is_made_printable():
-    for said in ({"again": True}, {"sender": True}, {}):
-        broken = cluster.Broken(error="why", fault="ring", **said)
+    for printed in ({"again": True}, {"sender": True}, {}):
+        broken = cluster.Broken(error="why", fault="ring", **printed)
         received = cluster.decode_from_worker(encode(the_states(a_state(broken=broken))))
         assert received.states[0].broken == broken
 

@@ -12,7 +12,7 @@ from primad.membership.types import Event, Formed, Lost, Measured, Seen, Solved,
 from tests.fakes.membership import SETTINGS
 
 
-def told(*events: Event) -> list[News]:
+def reported(*events: Event) -> list[News]:
     """All news of ``events``, a second after each other."""
     state, found = State(settings=replace(SETTINGS, look_s=0.0, gone_after_s=60.0), started_s=0.0), list[News]()
     for number, event in enumerate(events):
@@ -27,15 +27,15 @@ SERVING = (*START, Solved(1, frozenset({"nas"}), 5.0), Formed(1))
 
 
 def test_a_device_that_is_spoken_to_joined():
-    assert told(*START[:2]) == [News(NewsKind.JOINED, "nas joined")]
+    assert reported(*START[:2]) == [News(NewsKind.JOINED, "nas joined")]
 
 
 def test_a_ring_names_its_devices():
-    assert told(*SERVING)[1:] == [News(NewsKind.RING, "head, nas form ring 1")]
+    assert reported(*SERVING)[1:] == [News(NewsKind.RING, "head, nas form ring 1")]
 
 
 def test_a_device_that_is_lost_is_told_of_once_and_the_next_ring_says_why():
-    found = told(*SERVING, Lost("nas", "its link broke"), Solved(2, frozenset(), 9.0), Formed(2))
+    found = reported(*SERVING, Lost("nas", "its link broke"), Solved(2, frozenset(), 9.0), Formed(2))
     lines = [(each.kind, each.text) for each in found[2:]]
     assert (NewsKind.GONE, "nas is gone: its link broke") in lines
     assert [text for _, text in lines].count("nas is gone: its link broke") == 1
@@ -44,4 +44,4 @@ def test_a_device_that_is_lost_is_told_of_once_and_the_next_ring_says_why():
 
 @pytest.mark.parametrize("events", [(), (Seen("stranger", False),)], ids=["nothing", "stranger"])
 def test_who_is_only_in_sight_is_no_news(events):
-    assert told(*events) == []
+    assert reported(*events) == []

@@ -18,7 +18,7 @@ from tools import synth
 CONFIG = SimpleNamespace(devices=())
 
 
-class Told(list):
+class Reported(list):
     """A reporter that remembers lines."""
 
     report_line = list.append
@@ -43,21 +43,21 @@ def unknown(tmp_path):
 
 
 def test_the_head_serves_it_alone_and_says_why(unknown):
-    told = Told()
-    found = as_it_can_be(options(wait=0), CONFIG, unknown, told)
+    reported = Reported()
+    found = as_it_can_be(options(wait=0), CONFIG, unknown, reported)
     assert found == options(wait=0, single_device=True)
-    assert len(told) == 1
-    assert "key 'llama.attention.key_length_swa' cannot be cut into windows exactly" in told[0]
-    assert told[0].endswith("; this device serves it alone")
+    assert len(reported) == 1
+    assert "key 'llama.attention.key_length_swa' cannot be cut into windows exactly" in reported[0]
+    assert reported[0].endswith("; this device serves it alone")
 
 
 @pytest.mark.parametrize(
     "asked", [{"wait": 1}, {"windows": (2, 2)}, {"use_all": True}], ids=["wait", "windows", "use all"]
 )
 def test_where_other_devices_were_asked_for_nothing_changes(asked, unknown):
-    told = Told()
-    assert as_it_can_be(options(**asked), CONFIG, unknown, told) == options(**asked)
-    assert told == []
+    reported = Reported()
+    assert as_it_can_be(options(**asked), CONFIG, unknown, reported) == options(**asked)
+    assert reported == []
 
 
 def test_it_is_refused_by_name_where_other_devices_were_asked_for(unknown):
@@ -68,19 +68,19 @@ def test_it_is_refused_by_name_where_other_devices_were_asked_for(unknown):
 
 def test_a_named_device_counts_as_asked_for(unknown):
     config = SimpleNamespace(devices=(("192.0.2.1", 7770),))
-    assert not as_it_can_be(options(), config, unknown, Told()).single_device
+    assert not as_it_can_be(options(), config, unknown, Reported()).single_device
 
 
 def test_a_model_that_is_cut_is_not_served_alone(tmp_path):
     path = tmp_path / "model.gguf"
     synth.write_model(path)
-    told = Told()
-    assert as_it_can_be(options(), CONFIG, read_header(path), told) == options()
-    assert told == []
+    reported = Reported()
+    assert as_it_can_be(options(), CONFIG, read_header(path), reported) == options()
+    assert reported == []
 
 
 def test_a_file_that_is_no_complete_model_is_judged_where_it_is_read(tmp_path):
     header = read_header(write_gguf(tmp_path / "toy.gguf", toy_arrays()))
     with pytest.raises(ModelError):
         cuttable(header)
-    assert as_it_can_be(options(), CONFIG, header, Told()) == options()
+    assert as_it_can_be(options(), CONFIG, header, Reported()) == options()

@@ -69,7 +69,7 @@ def test_a_tensor_longer_than_a_chunk_is_read_in_several():
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "replies"),
     [
         ({"files": [RemoteFile("file:///etc/passwd", 9, "ab" * 32)]}, "file of a hub at"),
         ({"files": [RemoteFile("https://hub.test/a b", 9, "ab" * 32)]}, "file of a hub at"),
@@ -87,11 +87,11 @@ def test_a_tensor_longer_than_a_chunk_is_read_in_several():
         ({"name": "0" * 64}, "not called by where it comes from"),
     ],
 )
-def test_an_origin_that_cannot_be_is_refused(change, says):
+def test_an_origin_that_cannot_be_is_refused(change, replies):
     ref, origin = named(a_layer(64), ((0, 96),))
     check_origins(FILES, [origin], [ref])
     changed = LayerOrigin(*(change.get(field, getattr(origin, field)) for field in ("layer", "name", "places")))
-    with pytest.raises(ProtocolError, match=says):
+    with pytest.raises(ProtocolError, match=replies):
         check_origins(change.get("files", FILES), [changed], [ref])
 
 

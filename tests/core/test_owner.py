@@ -108,17 +108,17 @@ def test_whatever_happens_the_reason_follows_from_hand_and_settled_battery(steps
 
 
 def test_a_pause_by_hand_outlives_a_restart(tmp_path):
-    told: list[str | None] = []
-    first = OwnerPause(tmp_path, pause_on_battery=False, changed=told.append)
+    reported: list[str | None] = []
+    first = OwnerPause(tmp_path, pause_on_battery=False, changed=reported.append)
     assert first.paused is None
     assert "also after a restart" in first.pause()
     assert "paused already" in first.pause()
-    again = OwnerPause(tmp_path, pause_on_battery=False, changed=told.append)
+    again = OwnerPause(tmp_path, pause_on_battery=False, changed=reported.append)
     assert again.paused == BY_HAND
     assert again.resume() == "computes again"
     assert again.resume() == "was not paused"
-    assert OwnerPause(tmp_path, pause_on_battery=False, changed=told.append).paused is None
-    assert told == [BY_HAND, None]
+    assert OwnerPause(tmp_path, pause_on_battery=False, changed=reported.append).paused is None
+    assert reported == [BY_HAND, None]
 
 
 def test_a_pause_that_cannot_be_kept_is_one_clear_error(tmp_path):
@@ -131,9 +131,9 @@ def test_a_pause_that_cannot_be_kept_is_one_clear_error(tmp_path):
 
 def watched(tmp_path, readings: list[bool | None], **settings) -> tuple[list[str | None], list[float]]:
     """What is told, and the pauses between looks, when the battery gives ``readings`` one after the other."""
-    told: list[str | None] = []
+    reported: list[str | None] = []
     now_s, slept = 0.0, list[float]()
-    pause = OwnerPause(tmp_path, **({"pause_on_battery": True, "changed": told.append} | settings))
+    pause = OwnerPause(tmp_path, **({"pause_on_battery": True, "changed": reported.append} | settings))
 
     async def sleep(seconds: float) -> None:
         nonlocal now_s
@@ -150,12 +150,12 @@ def watched(tmp_path, readings: list[bool | None], **settings) -> tuple[list[str
     else:
         with pytest.raises(IndexError):
             asyncio.run(main())
-    return told, slept
+    return reported, slept
 
 
 def test_the_battery_is_followed(tmp_path):
-    told, slept = watched(tmp_path, [True, True, False, False, True, True])
-    assert told == [ON_BATTERY, None]
+    reported, slept = watched(tmp_path, [True, True, False, False, True, True])
+    assert reported == [ON_BATTERY, None]
     assert slept == [BATTERY_EVERY_S, SETTLED_S, BATTERY_EVERY_S, SETTLED_S, BATTERY_EVERY_S]
 
 

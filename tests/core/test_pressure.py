@@ -65,7 +65,7 @@ class World:
     reading: Reading = QUIET
     now: float = 100.0
     streamed: int = 0
-    told: list[tuple[float, Action]] = field(default_factory=list)
+    reported: list[tuple[float, Action]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.watch = PressureWatch(self._read)
@@ -113,16 +113,16 @@ class World:
                 assert self.streamed > 0
                 self.streamed -= 1
         if not isinstance(action, Hold):
-            self.told.append((self.now, action))
+            self.reported.append((self.now, action))
         return action
 
     def run(self, seconds: float) -> list[Action]:
         """What was said in so much time."""
-        start = len(self.told)
+        start = len(self.reported)
         end = self.now + seconds
         while self.now < end:
             self.step(0.25 if seconds < 100 else 1.0)
-        return [action for _, action in self.told[start:]]
+        return [action for _, action in self.reported[start:]]
 
     def only_room(self, room: int) -> None:
         """Let programs take all but ``room``."""
@@ -214,7 +214,7 @@ def test_it_shrinks_again_while_symptoms_stay():
     for _ in range(20):
         world.only_room(LAYER // 2)  # whatever we give is taken
         world.step()
-    assert [action for _, action in world.told] == [Shrink(1)] * 4
+    assert [action for _, action in world.reported] == [Shrink(1)] * 4
 
 
 def test_symptoms_of_before_a_shrink_do_not_count_after_it():
@@ -282,7 +282,7 @@ def test_it_grows_back_layer_by_layer_once_it_was_calm():
     streamed, given = world.streamed, world.now
     world.taken -= 500 * MIB
     assert world.run(60) == [Grow()] * streamed
-    times = [at for at, action in world.told if isinstance(action, Grow)]
+    times = [at for at, action in world.reported if isinstance(action, Grow)]
     assert times[0] - given >= WAIT_S
     assert all(after - before >= 1.0 for before, after in pairwise(times))
     assert world.streamed == 0
@@ -303,7 +303,7 @@ def test_memory_that_a_program_takes_again_and_again_stays_its_own():
     for i in range(2400):
         world.step()
         world.taken += 500 * MIB if i % 16 == 0 else -500 * MIB if i % 16 == 4 else 0
-    assert [type(action) for _, action in world.told] == [Shrink]
+    assert [type(action) for _, action in world.reported] == [Shrink]
 
 
 def test_pressure_after_it_grew_makes_it_wait_longer():
@@ -350,9 +350,9 @@ def test_with_nothing_left_it_asks_for_another_plan_once():
         world.only_room(-100 * MIB)
     start = world.now
     world.only_room(-100 * MIB)
-    said = world.run(60)
-    assert said == [Replan(100 * MIB + reserve_bytes(4 * GIB))]
-    assert REPLAN_AFTER_S <= world.told[-1][0] - start <= REPLAN_AFTER_S + 1
+    printed = world.run(60)
+    assert printed == [Replan(100 * MIB + reserve_bytes(4 * GIB))]
+    assert REPLAN_AFTER_S <= world.reported[-1][0] - start <= REPLAN_AFTER_S + 1
     assert world.run(REPLAN_AGAIN_S - 60) == []
     assert len(world.run(60)) == 1
 
@@ -404,7 +404,7 @@ def live(world: World, mood: dict) -> None:
 
 def swings(world: World) -> int:
     """How often it shrank after it had grown."""
-    kinds = [type(action) for _, action in world.told if not isinstance(action, Replan)]
+    kinds = [type(action) for _, action in world.reported if not isinstance(action, Replan)]
     return sum(before is Grow and after is Shrink for before, after in pairwise(kinds))
 
 
@@ -435,7 +435,7 @@ def test_it_does_not_follow_a_program_that_takes_and_frees_at_random(seed):
         world.step()
         assert world.room >= 0, "the kernel has to take for longer than a token"
     assert swings(world) <= 8
-    assert not any(isinstance(action, Replan) for _, action in world.told)
+    assert not any(isinstance(action, Replan) for _, action in world.reported)
 
 
 @settings(deadline=None, max_examples=25)
@@ -473,16 +473,16 @@ def test_under_constant_pressure_it_shrinks_to_the_end_and_says_so(changes, stre
     world = World(streamed=streamed)
     for mood in changes:
         live(world, mood)
-    told = len(world.told)
+    reported = len(world.reported)
     calm = {"some": 0.0, "full": 0.0, "swapped_in": 0.0, "evicted": 0.0, "verdict": None, "room": 2000}
     left = world.resident
     live(world, {**calm, **pressure, "seconds": 1.5 * left + 3, "follows": True, "interval_s": 0.25})
     assert world.resident == 0
-    assert not any(isinstance(action, Grow) for _, action in world.told[told:])
+    assert not any(isinstance(action, Grow) for _, action in world.reported[reported:])
     live(
         world, {**calm, **pressure, "seconds": REPLAN_AGAIN_S + 2 * REPLAN_AFTER_S, "follows": True, "interval_s": 0.25}
     )
-    asked = [action for _, action in world.told[told:] if isinstance(action, Replan)]
+    asked = [action for _, action in world.reported[reported:] if isinstance(action, Replan)]
     assert 1 <= len(asked) <= 2
     assert all(action.needed_bytes > 0 for action in asked)
 
@@ -510,5 +510,5 @@ def test_what_this_process_gave_back_is_taken_again_at_once_but_not_soon_after_p
     room = replace(QUIET, available_bytes=GIB - MIB)
     assert isinstance(watch.sample(1.0, replace(holding, returned_bytes=0)), Shrink)
     room = QUIET
-    said = [watch.sample(second, holding) for second in range(2, 60)]
-    assert said.index(Grow()) == 39, "the wait after the pressure"
+    printed = [watch.sample(second, holding) for second in range(2, 60)]
+    assert printed.index(Grow()) == 39, "the wait after the pressure"

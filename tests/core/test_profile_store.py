@@ -107,15 +107,15 @@ def test_help_and_routing_are_kept_and_a_file_from_before_has_none(tmp_path, raw
 
 
 @pytest.mark.parametrize(
-    ("speed", "told"),
+    ("speed", "reported"),
     [
         (replace(OFFLOADED, few_bytes_per_s=0.0), r"gpu\.helped\[0\]\.few_bytes_per_s is 0\.0; expected"),
         (replace(OFFLOADED, prefill_flop_per_s=1e20), r"gpu\.helped\[0\]\.prefill_flop_per_s is 1e\+20; expected"),
         (replace(OFFLOADED, type="Q4K"), r"gpu\.helped\[0\]\.type is 'Q4K'; no quantisation type"),
     ],
 )
-def test_help_that_cannot_be_is_refused(speed, told):
-    with pytest.raises(Implausible, match=told):
+def test_help_that_cannot_be_is_refused(speed, reported):
+    with pytest.raises(Implausible, match=reported):
         check_profile(replace(PROFILE, gpu=replace(GPU, prefill_offload=(speed,))))
 
 
@@ -164,7 +164,7 @@ def test_a_file_of_other_bytes_or_too_many_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "told"),
+    ("path", "value", "reported"),
     [
         ("version", 1, "version is 1; this primad reads version 2"),
         ("version", True, "version is True"),
@@ -200,9 +200,9 @@ def test_a_file_of_other_bytes_or_too_many_is_refused(tmp_path):
         ("device.cpu.layer_s", 10**400, "device.cpu.layer_s is 1000"),
     ],
 )
-def test_a_field_that_cannot_be_is_named_with_its_value(tmp_path, raw, path, value, told):
+def test_a_field_that_cannot_be_is_named_with_its_value(tmp_path, raw, path, value, reported):
     put(raw, path, value)
-    assert told in refusal(tmp_path / "bad.json", raw)
+    assert reported in refusal(tmp_path / "bad.json", raw)
 
 
 def test_a_field_that_stands_twice_is_refused(tmp_path, raw):

@@ -46,7 +46,7 @@ def test_a_name_of_ollamas_means_models_of_that_family_and_size(text: str, shape
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "replies"),
     [
         ("qwen3:8b", "qwen3:8b: no such file; by name, as --model takes it, this is hf:Qwen/Qwen3-8B-GGUF:Q4_K_M"),
         ("nosuch:7b", "a model of Hugging Face's hub such as hf:"),
@@ -55,10 +55,10 @@ def test_a_name_of_ollamas_means_models_of_that_family_and_size(text: str, shape
         ("https://huggingface.co/Qwen/Qwen3-8B-GGUF/tree/main", "hf:Qwen/Qwen3-8B-GGUF"),
     ],
 )
-def test_what_is_no_file_is_answered_with_the_name_to_type(given: str, says: str) -> None:
+def test_what_is_no_file_is_answered_with_the_name_to_type(given: str, replies: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_path(Path(given))
-    assert says in str(caught.value)
+    assert replies in str(caught.value)
 
 
 def test_files_are_taken_as_they_are(tmp_path: Path) -> None:

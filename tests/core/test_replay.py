@@ -54,10 +54,10 @@ def test_a_generation_goes_on_in_any_other_ring_wherever_it_was_cut(data, first,
     first.head.submit(generate(1, text, tokens=12, sampling=sampling))
     for _ in range(data.draw(st.integers(0, 300))):
         first.move()
-    told = sampled(first, 1)
-    assert told == whole[: len(told)]
-    rest, finished = second.ask(generate(1, text, sampled=told, tokens=12, sampling=sampling))
-    assert told + rest == whole
+    reported = sampled(first, 1)
+    assert reported == whole[: len(reported)]
+    rest, finished = second.ask(generate(1, text, sampled=reported, tokens=12, sampling=sampling))
+    assert reported + rest == whole
     assert (finished.reason, finished.prompt_tokens, finished.completion_tokens) == ("length", len(text), 12)
 
 
@@ -86,25 +86,25 @@ def test_more_generations_than_a_ring_has_sequences_go_on_one_after_another(cut,
         first.head.submit(generate(request, text, tokens=12, sampling=WILD))
     for _ in range(cut):
         first.move()
-    told = {request: sampled(first, request) for request in texts}
+    reported = {request: sampled(first, request) for request in texts}
     for request, text in texts.items():
-        second.head.submit(generate(request, text, sampled=told[request], tokens=12, sampling=WILD))
+        second.head.submit(generate(request, text, sampled=reported[request], tokens=12, sampling=WILD))
     second.run()
     for request, text in texts.items():
-        assert told[request] + sampled(second, request) == second.model.answer(text, 12, WILD)
+        assert reported[request] + sampled(second, request) == second.model.answer(text, 12, WILD)
 
 
 def test_a_generation_may_be_cut_again_and_again():
-    text, told = prompt(20), []
+    text, reported = prompt(20), []
     whole = FakeRing(*SMALL).model.answer(text, 12, WILD)
     for pieces in (2, 3, 1):
         ring = FakeRing(*SMALL, rows=4)
-        ring.head.submit(generate(1, text, sampled=told, tokens=12, sampling=WILD))
+        ring.head.submit(generate(1, text, sampled=reported, tokens=12, sampling=WILD))
         while len(sampled(ring, 1)) < pieces:
             assert ring.move()
-        told = told + sampled(ring, 1)
-    rest, _ = FakeRing(*SMALL).ask(generate(1, text, sampled=told, tokens=12, sampling=WILD))
-    assert told + rest == whole
+        reported = reported + sampled(ring, 1)
+    rest, _ = FakeRing(*SMALL).ask(generate(1, text, sampled=reported, tokens=12, sampling=WILD))
+    assert reported + rest == whole
 
 
 def test_replayed_tokens_do_not_wait_for_each_other():
@@ -161,9 +161,9 @@ def test_a_ring_drains_and_the_next_one_goes_on_without_a_lost_or_doubled_token(
     assert first.scheduler.in_flight == 0
     over = {event.request for event in first.events if isinstance(event, Finished)}
     for request, text in enumerate(texts):
-        told = sampled(first, request)
+        reported = sampled(first, request)
         if request not in over:
-            second.head.submit(generate(request, text, sampled=told, tokens=6, sampling=WILD))
+            second.head.submit(generate(request, text, sampled=reported, tokens=6, sampling=WILD))
     second.run()
     for request, text in enumerate(texts):
         assert sampled(first, request) + sampled(second, request) == first.model.answer(text, 6, WILD)

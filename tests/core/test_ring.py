@@ -36,9 +36,9 @@ from primad.ring.messages import (
 from primad.ring.scheduler import admission
 from primad.ring.worker import Worker
 from tests.fakes.engine import VOCABULARY, WIDTH, FakeModel
-from tests.fakes.keeper import FakeReplica
+from tests.fakes.kv_writer import FakeKvWriter
+from tests.fakes.replica import FakeReplica
 from tests.fakes.ring import GREEDY, STEP_TIMEOUT_S, FakeRing, generate
-from tests.fakes.shelf import FakeKvWriter
 
 CONTEXT = 2048
 SAMPLED = msgspec.structs.replace(GREEDY, temperature=1.0)
@@ -135,13 +135,13 @@ def test_a_cancel_at_any_moment_never_disturbs_the_next_request(data, shape):
         ring.head.submit(generate(2, second, tokens=6))
     for _ in range(moves):
         ring.move()
-    told, over = ring.told(1), any(isinstance(event, Finished) and event.request == 1 for event in ring.events)
+    reported, over = ring.reported(1), any(isinstance(event, Finished) and event.request == 1 for event in ring.events)
     ring.cancel(1)
     if not queued_before:
         ring.head.submit(generate(2, second, tokens=6))
     ring.run()
     assert ring.answer(2)[0] == ring.model.answer(second, 6, GREEDY)
-    assert ring.told(1) == told, "something was told of a request after its cancel"
+    assert ring.reported(1) == reported, "something was told of a request after its cancel"
     if over:
         assert ring.answer(1)[0] == ring.model.answer(first, 6, GREEDY)
 
@@ -170,7 +170,7 @@ def test_a_cancelled_request_that_waited_computes_nothing():
     ring.cancel(2)
     ring.run()
     assert all(len(step) < 900 for step in ring.windows[0].steps)
-    assert ring.told(2) == 0
+    assert ring.reported(2) == 0
 
 
 def test_a_cancel_of_an_unknown_request_changes_nothing():
@@ -442,10 +442,10 @@ def test_a_step_that_is_lost_on_its_way_never_leads_to_another_text(data, shape)
     except RingError as exc:
         seen = str(exc)
     assert not seen or (lost and "or a connection was interrupted" in seen)
-    told = [event for event in ring.events if isinstance(event, Sampled | Finished)]
-    sampled = [event.token for event in told if isinstance(event, Sampled)]
+    reported = [event for event in ring.events if isinstance(event, Sampled | Finished)]
+    sampled = [event.token for event in reported if isinstance(event, Sampled)]
     assert sampled == expected[: len(sampled)]
-    assert lost != any(isinstance(event, Finished) for event in told)
+    assert lost != any(isinstance(event, Finished) for event in reported)
 
 
 @pytest.mark.parametrize("window", range(4))
@@ -696,7 +696,7 @@ class Service:
         self.texts: dict[int, list[int]] = {}
         self.roots: dict[int, str] = {}
         self.owners: dict[int, str] = {}
-        self.told: dict[int, list[int]] = {}
+        self.reported: dict[int, list[int]] = {}
         self.ends: dict[int, Finished] = {}
 
     def submit(self, request: int, blocks: Sequence[KvBlock]) -> None:
@@ -704,7 +704,7 @@ class Service:
         asked = generate(
             request,
             self.texts[request],
-            sampled=self.told[request],
+            sampled=self.reported[request],
             sampling=self.sampling,
             root=self.roots[request] if keeps else "",
             blocks=blocks if keeps else [],
@@ -716,7 +716,7 @@ class Service:
 
     def ask(self, request: int, text: list[int]) -> None:
         """Another one, with what the devices have of its prompt."""
-        self.texts[request], self.told[request] = text, []
+        self.texts[request], self.reported[request] = text, []
         self.roots[request] = root = self.data.draw(st.sampled_from(["", "ann", "ann", "ben"]))
         self.owners[request] = self.data.draw(st.sampled_from(["ann", "ben", "cleo"]))
         devices = list(zip(self.ring.shelves, self.ring.layers, strict=True))
@@ -745,7 +745,7 @@ class Service:
     def note(self) -> None:
         for event in self.ring.events:
             if isinstance(event, Sampled):
-                self.told[event.request].append(event.token)
+                self.reported[event.request].append(event.token)
             elif isinstance(event, KvKept | KvForgotten):
                 self.replica.note(event, self.ring.shelves)
             elif isinstance(event, Finished):
@@ -791,7 +791,7 @@ class Service:
         self.ring.run()
         for request in range(100, 100 + self.ring.model.options.sequences):
             self.ring.head.submit(msgspec.structs.replace(generate(request, [1], tokens=1), reuses=False))
-            self.told[request] = []
+            self.reported[request] = []
         self.ring.run()
         self.note()
         assert not any(kv_writer.cells for kv_writer in self.ring.shelves), "something is kept that nobody needs"
@@ -829,7 +829,7 @@ def say_what_each_says_alone(data, shape: Shape, sampling: Sampling) -> None:
                 service.lose()
     service.finish()
     for request, text in service.texts.items():
-        assert service.told[request] == service.ring.model.answer(text, 8, sampling)
+        assert service.reported[request] == service.ring.model.answer(text, 8, sampling)
         finished = service.ends[request]
         assert (finished.reason, finished.prompt_tokens, finished.completion_tokens) == ("length", len(text), 8)
 
@@ -908,8 +908,8 @@ def test_a_prompt_that_comes_again_has_nothing_computed_again_and_the_same_answe
         ring.run()
         alone = FakeRing(*SMALL, rows=8)
         alone.ask(generate(100 + request, text, sampling=sampling, logprobs=2))
-        told = [event for event in ring.events if isinstance(event, Sampled) and event.request == 100 + request]
-        assert told == [event for event in alone.events if isinstance(event, Sampled)]
+        reported = [event for event in ring.events if isinstance(event, Sampled) and event.request == 100 + request]
+        assert reported == [event for event in alone.events if isinstance(event, Sampled)]
         if not is_cut:
             assert reused(ring, 100 + request) == len(text) - 1
             for window, count in zip(ring.windows, before, strict=True):

@@ -164,8 +164,10 @@ def test_a_process_that_says_nothing_of_its_memory_has_no_means():
 
 
 def test_the_memory_of_a_device_stands_beside_what_was_planned():
-    said = status(20, memory(6000, 0.5, "some"))
-    found = device_status(PLAN, PREDICTION, KEPT["lap"], "lap", said, Costs().after(said, 2, 0.0), daemon_rss_bytes=77)
+    printed = status(20, memory(6000, 0.5, "some"))
+    found = device_status(
+        PLAN, PREDICTION, KEPT["lap"], "lap", printed, Costs().after(printed, 2, 0.0), daemon_rss_bytes=77
+    )
     assert (found.role, found.windows, found.layers, found.daemon_rss_bytes) == ("worker", [(5, 10), (15, 20)], 10, 77)
     assert found.memory == MemoryFigures(
         resident=7,
@@ -201,8 +203,8 @@ def test_the_output_matrix_is_no_layer():
     """It streams only where memory pressure asks for it; a ring process tells it apart, and no plan counts it."""
     units = Streaming(device="desk", streamed_bytes=1500, read_ahead_bytes=200)
     kept = assignments(dataclasses.replace(PLAN, streaming=(units,)), MODEL)["desk"]
-    said = status(3, msgspec.structs.replace(memory(), streams_output=True))
-    found = device_status(PLAN, PREDICTION, kept, "desk", said, Costs(), daemon_rss_bytes=0)
+    printed = status(3, msgspec.structs.replace(memory(), streams_output=True))
+    found = device_status(PLAN, PREDICTION, kept, "desk", printed, Costs(), daemon_rss_bytes=0)
     assert (found.predicted.resident, found.predicted.streamed) == (0, 15)
     assert (found.memory.resident, found.memory.streamed, found.memory.streams_output) == (7, 3, True)
     kept = assignments(dataclasses.replace(PLAN, streaming=()), MODEL)["desk"]
@@ -225,8 +227,8 @@ def test_who_holds_copies_of_all_its_weights_streams_and_reads_nothing():
     streams = Streams(
         [StreamedWindow(index=1, assignment=window, units=None)], read_ahead_bytes=0, lock=False, usage=None
     )
-    said = Meter().status(0, streams)
-    figures = device_status(PLAN, None, KEPT["desk"], "desk", said, Costs(), daemon_rss_bytes=0).memory
+    printed = Meter().status(0, streams)
+    figures = device_status(PLAN, None, KEPT["desk"], "desk", printed, Costs(), daemon_rss_bytes=0).memory
     assert (figures.resident, figures.streamed, figures.read_ahead_bytes, figures.streams_output) == (4, 0, 0, False)
     assert (figures.resident_bytes, figures.streamed_bytes, figures.read_bytes, figures.stall_s) == (400, 0, 0, 0)
 

@@ -38,7 +38,7 @@ def test_options_become_llama_cpps_parameters():
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "printed"),
     [
         (RopeOptions(rope_scale=2.0, rope_freq_scale=0.5), "leave one of them out"),
         (RopeOptions(rope_scale=0.0), "--rope-scale 0: give a number of more than 0"),
@@ -49,8 +49,8 @@ def test_options_become_llama_cpps_parameters():
     ],
     ids=["both", "zero", "nan", "infinite", "negative", "kind"],
 )
-def test_what_makes_no_sense_is_refused_by_its_flag(asked, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_makes_no_sense_is_refused_by_its_flag(asked, printed):
+    with pytest.raises(ConfigError, match=printed):
         rope_of(asked)
 
 

@@ -840,9 +840,11 @@ def test_generations_with_one_prompt_draw_their_first_tokens_from_one_row():
     assert [step.requests for step in steps] == [[1]] * 3
     assert [each.request for each in steps[-1].samples[1]] == [1, 2, 3]
     for step in steps:
-        told = made.commit(step.step, {request: sampled_of(20 + request) for request in (1, 2, 3) if step.samples}, 0)
-    assert [(each.request, each.token) for each in told if isinstance(each, Sampled)] == [(1, 21), (2, 22), (3, 23)]
-    assert [(each.request, each.reused) for each in told if isinstance(each, PromptProgress)] == [(2, 10), (3, 10)]
+        reported = made.commit(
+            step.step, {request: sampled_of(20 + request) for request in (1, 2, 3) if step.samples}, 0
+        )
+    assert [(each.request, each.token) for each in reported if isinstance(each, Sampled)] == [(1, 21), (2, 22), (3, 23)]
+    assert [(each.request, each.reused) for each in reported if isinstance(each, PromptProgress)] == [(2, 10), (3, 10)]
     following = next_step(made)
     assert following.ops == [KvCopy(0, 1, 10), KvCopy(0, 2, 10)], "whosever the next step is"
     assert [(following.requests, following.tokens, following.positions)] == [([2], [22], [10])]

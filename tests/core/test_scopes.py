@@ -69,10 +69,10 @@ def test_a_machine_without_link_local_addresses_takes_the_address_as_it_is():
 
 def test_other_addresses_stay_as_they_are():
     known = scopes(ETH, WIFI)
-    for told in ("192.168.1.7", "fd00::7", "desk.local"):
-        assert known.ways(told) == [told]
-    for told in ("tcp://192.168.1.7:1", "tcp://[fd00::7]:1", "tcp://desk:1", "nonsense", "[fe80::9]:1", ""):
-        assert known.endpoints(told) == [told]
+    for reported in ("192.168.1.7", "fd00::7", "desk.local"):
+        assert known.ways(reported) == [reported]
+    for reported in ("tcp://192.168.1.7:1", "tcp://[fd00::7]:1", "tcp://desk:1", "nonsense", "[fe80::9]:1", ""):
+        assert known.endpoints(reported) == [reported]
 
 
 def test_the_interface_where_a_device_was_met_comes_first():

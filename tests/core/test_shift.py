@@ -19,7 +19,7 @@ def message(role: str, content: str) -> Message:
     return Message.model_validate({"role": role, "content": content})
 
 
-def said(messages: list[Message]) -> str:
+def printed(messages: list[Message]) -> str:
     return "".join(str(each.content) for each in messages)
 
 
@@ -32,7 +32,7 @@ TALK = [
     ("maximum", "left"), [(9, "Sabcd"), (5, "Sabcd"), (4, "Scd"), (3, "Scd"), (2, "Scd"), (0, "Scd")]
 )
 def test_the_oldest_exchanges_go_and_the_system_and_the_last_one_stay(maximum, left):
-    assert said(shifted(TALK, lambda messages: len(messages) <= maximum)) == left
+    assert printed(shifted(TALK, lambda messages: len(messages) <= maximum)) == left
 
 
 @given(

@@ -196,8 +196,8 @@ def test_a_ring_with_drafts_on_their_way_drains(data):
         pass
     assert ring.scheduler.is_drained
     assert [event for event in ring.events if isinstance(event, Drained)] == [Drained()]
-    told = sampled(ring, 1)
-    assert told == ring.model.answer(text, TOKENS, GREEDY)[: len(told)]
+    reported = sampled(ring, 1)
+    assert reported == ring.model.answer(text, TOKENS, GREEDY)[: len(reported)]
 
 
 @rings
@@ -229,14 +229,14 @@ def test_no_row_is_drafted_behind_the_last_token_that_an_answer_may_have(left, r
 
 
 def test_logprobs_of_drafted_tokens_are_those_of_the_model():
-    def told(**options) -> list[Sampled]:
+    def reported(**options) -> list[Sampled]:
         ring = FakeRing([[1, 1]], 1, **options)
         ring.head.submit(generate(1, [1, 2], tokens=TOKENS, sampling=WILD, logprobs=3))
         run(ring)
         return [event for event in ring.events if isinstance(event, Sampled)]
 
     drafting = Drafting(room=4, rows=4, costs=COSTS)
-    assert told(drafting=drafting, drafter=knowing(WILD, 0.7)) == told()
+    assert reported(drafting=drafting, drafter=knowing(WILD, 0.7)) == reported()
 
 
 # ---- step by step ----------------------------------------------------------------------------------------------------

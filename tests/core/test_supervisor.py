@@ -92,8 +92,8 @@ def test_the_limit_of_memory_leaves_room_for_what_max_ram_does_not_count(ram: st
 
 
 def test_a_unit_whose_options_stand_in_a_variable_is_held_to_them_before_it_starts() -> None:
-    told = unit(dataclasses.replace(HEAD, arguments=(), options_variable="PRIMAD_OPTIONS"))
-    (before,), (line,) = told["ExecStartPre"], told["ExecStart"]
+    reported = unit(dataclasses.replace(HEAD, arguments=(), options_variable="PRIMAD_OPTIONS"))
+    (before,), (line,) = reported["ExecStartPre"], reported["ExecStart"]
     assert before.startswith("-+")  # as root, and where it fails the service says why
     assert before[2:].replace(" service hold", "") == line
     assert line.endswith(" serve $PRIMAD_OPTIONS")
@@ -101,48 +101,50 @@ def test_a_unit_whose_options_stand_in_a_variable_is_held_to_them_before_it_star
 
 
 def test_a_unit_of_the_machine_is_shut_in_and_may_write_to_its_own_folders_only() -> None:
-    told = unit(HEAD)
-    assert told["User"] == ["primad"]
-    assert told["NoNewPrivileges"] == ["yes"]
-    assert told["ProtectSystem"] == ["strict"]
-    assert told["StateDirectory"] == ["primad"]
-    assert told["Environment"] == [
+    reported = unit(HEAD)
+    assert reported["User"] == ["primad"]
+    assert reported["NoNewPrivileges"] == ["yes"]
+    assert reported["ProtectSystem"] == ["strict"]
+    assert reported["StateDirectory"] == ["primad"]
+    assert reported["Environment"] == [
         "HOME=/var/lib/primad",
         "LANG=C.UTF-8",
         "PRIMAD_GIVE_UP_CODE=78",
         "PRIMAD_HOME=/var/lib/primad",
     ]
-    assert told["ReadWritePaths"] == ["-/srv/kv"]
-    assert told["CapabilityBoundingSet"] == [""]
+    assert reported["ReadWritePaths"] == ["-/srv/kv"]
+    assert reported["CapabilityBoundingSet"] == [""]
 
 
 def test_a_unit_of_a_session_asks_for_nothing_that_only_root_can_give() -> None:
-    told = unit(WORKER)
-    assert not {"User", "ProtectSystem", "CapabilityBoundingSet", "LimitMEMLOCK"} & set(told)
-    assert told["NoNewPrivileges"] == ["yes"]
-    assert told["WantedBy"] == ["default.target"]
+    reported = unit(WORKER)
+    assert not {"User", "ProtectSystem", "CapabilityBoundingSet", "LimitMEMLOCK"} & set(reported)
+    assert reported["NoNewPrivileges"] == ["yes"]
+    assert reported["WantedBy"] == ["default.target"]
 
 
 @each_service
 def test_a_daemon_that_fails_or_hangs_is_started_again(service: DaemonService) -> None:
-    told = unit(service)
-    assert (told["Type"], told["Restart"], told["KillMode"]) == (["notify"], ["on-failure"], ["mixed"])
-    assert int(told["WatchdogSec"][0]) > 0
-    assert int(told["TimeoutStopSec"][0]) > 60  # a worker hands over for so long
+    reported = unit(service)
+    assert (reported["Type"], reported["Restart"], reported["KillMode"]) == (["notify"], ["on-failure"], ["mixed"])
+    assert int(reported["WatchdogSec"][0]) > 0
+    assert int(reported["TimeoutStopSec"][0]) > 60  # a worker hands over for so long
 
 
 @each_service
 def test_a_daemon_that_fails_for_good_is_left(service: DaemonService) -> None:
-    told = unit(service)
-    assert told["RestartPreventExitStatus"] == [str(systemd.GIVE_UP_CODE)]
-    assert f"{GIVE_UP_VARIABLE}={systemd.GIVE_UP_CODE}" in told["Environment"]
-    assert int(told["StartLimitBurst"][0]) * int(told["RestartSec"][0]) < int(told["StartLimitIntervalSec"][0])
+    reported = unit(service)
+    assert reported["RestartPreventExitStatus"] == [str(systemd.GIVE_UP_CODE)]
+    assert f"{GIVE_UP_VARIABLE}={systemd.GIVE_UP_CODE}" in reported["Environment"]
+    assert int(reported["StartLimitBurst"][0]) * int(reported["RestartSec"][0]) < int(
+        reported["StartLimitIntervalSec"][0]
+    )
     assert plistlib.loads(launchd.plist(service))["EnvironmentVariables"][GIVE_UP_VARIABLE] == "0"
     assert f'set "{GIVE_UP_VARIABLE}=0"'.encode("utf-16-le") in task_scheduler.task(service)
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "printed"),
     [
         ("ActiveState=active\nResult=success\nExecMainStatus=0\nStatusText=serves", None),
         ("ActiveState=activating\nResult=exit-code\nExecMainStatus=2\nStatusText=", None),
@@ -160,9 +162,9 @@ def test_a_daemon_that_fails_for_good_is_left(service: DaemonService) -> None:
     ],
     ids=["runs", "starts-again", "for-good", "no-text", "too-often", "killed", "nothing"],
 )
-def test_why_a_service_is_left_is_said(state: str, said: str | None) -> None:
+def test_why_a_service_is_left_is_said(state: str, printed: str | None) -> None:
     why = systemd.why_it_is_left(state)
-    assert why is None if said is None else said in str(why)
+    assert why is None if printed is None else printed in str(why)
 
 
 @each_service
@@ -172,25 +174,25 @@ def test_systemd_finds_nothing_wrong(service: DaemonService, tmp_path: Path) -> 
     here = dataclasses.replace(service, program=(sys.executable, "-m", "primad"))
     path.write_text(systemd.unit(here), encoding="utf-8")
     scope = "--system" if service.user is not None else "--user"
-    said = subprocess.run(
+    printed = subprocess.run(
         ["systemd-analyze", "verify", scope, "--man=no", "--recursive-errors=no", str(path)],
         capture_output=True,
         text=True,
         check=False,
         env={"XDG_RUNTIME_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"},
     )
-    assert (said.returncode, said.stderr) == (0, "")
+    assert (printed.returncode, printed.stderr) == (0, "")
 
 
 @each_service
 def test_a_property_list_starts_the_command_that_was_meant(service: DaemonService) -> None:
-    told = plistlib.loads(launchd.plist(dataclasses.replace(service, log=PurePosixPath("/tmp/primad.log"))))
-    assert tuple(told["ProgramArguments"]) == service.command
-    assert told["Label"] == "org.primad.primad"
-    assert told["EnvironmentVariables"]["PRIMAD_HOME"] == str(service.home)
-    assert told["KeepAlive"] == {"SuccessfulExit": False}  # one that its owner ended stays ended
-    assert told.get("UserName") == service.user
-    assert told["StandardErrorPath"] == "/tmp/primad.log"
+    reported = plistlib.loads(launchd.plist(dataclasses.replace(service, log=PurePosixPath("/tmp/primad.log"))))
+    assert tuple(reported["ProgramArguments"]) == service.command
+    assert reported["Label"] == "org.primad.primad"
+    assert reported["EnvironmentVariables"]["PRIMAD_HOME"] == str(service.home)
+    assert reported["KeepAlive"] == {"SuccessfulExit": False}  # one that its owner ended stays ended
+    assert reported.get("UserName") == service.user
+    assert reported["StandardErrorPath"] == "/tmp/primad.log"
 
 
 @pytest.mark.parametrize(

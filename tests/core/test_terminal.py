@@ -108,6 +108,6 @@ def test_an_error_that_nobody_caught_is_written_harmlessly(monkeypatch, capsys):
     sys.excepthook(ValueError, error, None)
     threading.excepthook(uncaught)
     sys.unraisablehook(uncaught)
-    said = capsys.readouterr().err
-    assert said.count("ValueError: \\x1b[2J") == 3
-    assert not obeyed(said)
+    printed = capsys.readouterr().err
+    assert printed.count("ValueError: \\x1b[2J") == 3
+    assert not obeyed(printed)

@@ -61,10 +61,15 @@ def test_where_a_word_of_the_users_decides_it_is_said():
         "{% set ns.enable_thinking = false %}{% endif %}[{{ m.content.replace('/no_think', '').strip() }}]{% endfor %}"
         "{{ 'on' if ns.enable_thinking else 'off' }}"
     )
-    for thinks, effort, told in ((True, None, "on"), (False, None, "off"), (None, "none", "off"), (None, None, "on")):
-        said = with_word([{"role": "system", "content": "s"}, *HELLO], template, thinks, effort)
-        got = render(ByteVocabulary(chat_template=template), said, now=datetime(2026, 1, 1))
-        assert got.endswith(told)
+    for thinks, effort, reported in (
+        (True, None, "on"),
+        (False, None, "off"),
+        (None, "none", "off"),
+        (None, None, "on"),
+    ):
+        printed = with_word([{"role": "system", "content": "s"}, *HELLO], template, thinks, effort)
+        got = render(ByteVocabulary(chat_template=template), printed, now=datetime(2026, 1, 1))
+        assert got.endswith(reported)
         assert got.startswith("[s][Hi")
     for other in (FAMILIES["Qwen3, GLM, Gemma 4"], template + "{% if enable_thinking %}{% endif %}"):
         assert with_word(HELLO, other, False, None) == HELLO

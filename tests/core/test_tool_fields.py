@@ -67,7 +67,7 @@ def fits(asked: Job, text: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "told"),
+    ("fields", "param", "reported"),
     [
         ({"tools": {}}, "tools", "array"),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", "function"),
@@ -90,10 +90,10 @@ def fits(asked: Job, text: str) -> bool:
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}]}, None, "calls"),
     ],
 )
-def test_what_makes_no_sense_is_named(fields, param, told):
+def test_what_makes_no_sense_is_named(fields, param, reported):
     error = refusal(**fields)
     assert error.param == param or param is None
-    assert told in str(error)
+    assert reported in str(error)
 
 
 def test_what_asks_for_nothing_is_fine():
@@ -125,8 +125,8 @@ def test_a_call_may_be_demanded():
     assert not fits(asked, "Hello")
     assert not fits(asked, ROME.replace("Rome", "Paris"))
     assert not fits(job(tools=TOOLS, tool_choice="required", parallel_tool_calls=False), f"{ROME}\n{NOW}")
-    for said in ("any", {"type": "required"}, {"type": "any"}, allowed("required", "weather", "now")):
-        assert job(tools=TOOLS, tool_choice=said).choices[0].sampling == asked.choices[0].sampling
+    for printed in ("any", {"type": "required"}, {"type": "any"}, allowed("required", "weather", "now")):
+        assert job(tools=TOOLS, tool_choice=printed).choices[0].sampling == asked.choices[0].sampling
     few = job(tools=TOOLS, tool_choice=allowed("required", "now"))
     assert fits(few, NOW)
     assert not fits(few, ROME)
@@ -201,6 +201,6 @@ def test_the_help_names_every_form():
 
 
 def test_the_documents_name_every_form():
-    told = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
-    (listed,) = re.findall(r"`serve --tool-parser`\s+names\s+it:(.*?)\n- ", told, re.DOTALL)
+    reported = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    (listed,) = re.findall(r"`serve --tool-parser`\s+names\s+it:(.*?)\n- ", reported, re.DOTALL)
     assert set(re.findall(r"`([\w-]+)`", listed)) == set(PARSERS) - {"auto"}

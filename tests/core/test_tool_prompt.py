@@ -95,8 +95,8 @@ def test_results_beside_each_other_are_one_message_with_what_the_user_says_then(
 def test_where_there_is_no_system_message_the_users_has_the_tools():
     refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
     assert rendered(refuses, ASKED[:1]).startswith("[user]You can call")
-    told = rendered(refuses, [{"role": "system", "content": "x"}, *ASKED[:1]])
-    assert told.startswith("[user]x\n\nYou can call")
+    reported = rendered(refuses, [{"role": "system", "content": "x"}, *ASKED[:1]])
+    assert reported.startswith("[user]x\n\nYou can call")
 
 
 def test_without_tools_and_calls_nothing_is_different():
@@ -138,17 +138,19 @@ def test_a_template_that_trips_over_a_schema_gets_a_simpler_one(walk, parameters
 
 
 def test_a_simpler_schema_keeps_what_it_can_say():
-    told = simplified({"type": "function", "function": {"name": "odd", "parameters": ODD}})["function"]["parameters"]
-    kinds = {name: each["type"] for name, each in told["properties"].items()}
+    reported = simplified({"type": "function", "function": {"name": "odd", "parameters": ODD}})["function"][
+        "parameters"
+    ]
+    kinds = {name: each["type"] for name, each in reported["properties"].items()}
     assert kinds == dict.fromkeys(kinds, "string") | {
         "either": "integer",
         "referred": "object",
         "list": "array",
         "map": "object",
     }
-    assert told["properties"]["referred"]["description"] == "A place."
-    assert told["properties"]["referred"]["properties"]["x"]["type"] == "number"
-    assert told["properties"]["referred"]["required"] == ["x"]
+    assert reported["properties"]["referred"]["description"] == "A place."
+    assert reported["properties"]["referred"]["properties"]["x"]["type"] == "number"
+    assert reported["properties"]["referred"]["required"] == ["x"]
 
 
 def test_tools_that_a_template_leaves_out_are_put_where_it_shows_them():

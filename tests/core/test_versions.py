@@ -38,14 +38,14 @@ def test_who_installed_primad_is_seen_by_what_was_left(tmp_path: Path, marks: st
     ],
 )
 def test_the_older_device_is_told_what_to_type(how: Installer, typed: str) -> None:
-    said = version_gap("mini", "desk", "0.3.0", 5, OWN, how)
-    assert said.startswith("desk runs primad 0.3.0 (protocol 5), mini runs 0.2.0 (protocol 4), and ")
-    assert said.endswith(f"; on mini type: {typed}")
+    printed = version_gap("mini", "desk", "0.3.0", 5, OWN, how)
+    assert printed.startswith("desk runs primad 0.3.0 (protocol 5), mini runs 0.2.0 (protocol 4), and ")
+    assert printed.endswith(f"; on mini type: {typed}")
 
 
 def test_where_the_other_one_is_older_it_is_named() -> None:
-    said = version_gap("desk", "mini", "0.1.0", 3, OWN, "uv")
-    assert "on mini install 0.2.0; installed as on desk, that is: uv tool install --force primad-0.2.0-" in said
+    printed = version_gap("desk", "mini", "0.1.0", 3, OWN, "uv")
+    assert "on mini install 0.2.0; installed as on desk, that is: uv tool install --force primad-0.2.0-" in printed
 
 
 def test_a_version_that_is_none_is_typed_nowhere() -> None:

@@ -123,9 +123,9 @@ def test_the_package_is_installed_started_upgraded_removed_and_purged(
         options(desk, "--no-such")
         desk.run("systemctl", "restart", "primad", code=1)
         assert (shown(desk, "ActiveState"), shown(desk, "NRestarts")) == ("failed", "0"), desk.log()
-        said = desk.run("sh", "-c", "primad service status 2>&1", code=3)
-        assert "another start would fail in the same way: " in said
-        assert "--no-such" in said
+        printed = desk.run("sh", "-c", "primad service status 2>&1", code=3)
+        assert "another start would fail in the same way: " in printed
+        assert "--no-such" in printed
         options(desk, "")
         desk.run("primad", "service", "start")
         assert (shown(desk, "ActiveState"), shown(desk, "MemoryMax")) == ("active", "infinity")

@@ -153,7 +153,7 @@ class House:
     @contextmanager
     def undisturbed_by(self, what: str) -> Iterator[None]:
         """Whatever is done inside, answers stay the same, nobody dies, grows, leaks or chatters."""
-        before, said, began = self.costs(), self.logs(), time.monotonic()
+        before, printed, began = self.costs(), self.logs(), time.monotonic()
         try:
             with self._answering():
                 yield
@@ -164,7 +164,7 @@ class House:
         after = self.costs()
         assert after.rss_bytes.keys() == before.rss_bytes.keys(), f"{what}: a process ended\n{self.output()}"
         growth = {pid: (after.rss_bytes[pid] - rss) / 2**20 for pid, rss in before.rss_bytes.items()}
-        lines = self.logs() - said
+        lines = self.logs() - printed
         show(f"{what}: {took_s:.1f} s, MiB more {[round(each, 1) for each in growth.values()]}, {lines} lines")
         assert max(growth.values()) * 2**20 < MAX_GROWTH_BYTES, (what, growth)
         assert lines < 30 + LINES_PER_S * took_s, (what, self.output())
@@ -179,11 +179,11 @@ class House:
     def _answering(self) -> Iterator[None]:
         """Ask again and again while inside; every answer is the one that nobody disturbed."""
         ended = threading.Event()
-        told: list[streams.Told] = []
+        reported: list[streams.Reported] = []
 
         def ask_on() -> None:
             while not ended.is_set():
-                told.append(streams.ask(self.head, tokens=TOKENS))
+                reported.append(streams.ask(self.head, tokens=TOKENS))
 
         asking = threading.Thread(target=ask_on)
         asking.start()
@@ -192,8 +192,8 @@ class House:
         finally:
             ended.set()
             asking.join()
-        assert told, "no answer came"
-        for each in told:
+        assert reported, "no answer came"
+        for each in reported:
             assert (each.text, each.finish, each.error) == (self.undisturbed, "length", None), self.output()
         assert self.head.health()[0] == 200
 

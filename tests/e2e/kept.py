@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.cluster import Head, Primad, all_joined, heading, wait_until
-from tests.e2e.streams import Told, ask, show
+from tests.e2e.streams import Reported, ask, show
 
 
 class Lab:
@@ -53,7 +53,7 @@ class Lab:
         self.workers |= dict(zip(names, runs, strict=True))
         return names
 
-    def ask(self, act: Callable[[], object] | None = None, **other: Any) -> Told:
+    def ask(self, act: Callable[[], object] | None = None, **other: Any) -> Reported:
         """An answer as this lab's are, but for what is ``other``."""
         return ask(self.head, act, **{"tokens": self._tokens, "middle": self._middle, **self._fields, **other})
 
@@ -80,11 +80,13 @@ class Lab:
     def goes_on(self, act: Callable[[], object], max_again: int) -> None:
         """``act`` in the middle of an answer, of which at most so many tokens may be computed again."""
         before = self.kv
-        told = self.ask(act)
+        reported = self.ask(act)
         after = self.kv
         again = after["computed_again_tokens"] - before["computed_again_tokens"]
-        show(f"gap {told.gap_s:.2f} s, {again} tokens again, {after}")
-        assert (told.text, told.finish, told.error) == (self.undisturbed, "length", None), self.head.run.output
+        show(f"gap {reported.gap_s:.2f} s, {again} tokens again, {after}")
+        assert (reported.text, reported.finish, reported.error) == (self.undisturbed, "length", None), (
+            self.head.run.output
+        )
         assert after["restores"] > before["restores"]
         assert again <= max_again
         assert after["restored_tokens"] - before["restored_tokens"] + again >= self._middle - 1

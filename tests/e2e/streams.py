@@ -21,7 +21,7 @@ MIDDLE = 40
 
 
 @dataclass(frozen=True)
-class Told:
+class Reported:
     """An answer as its client saw it; ``gap_s`` is the longest time between two pieces."""
 
     text: str
@@ -33,7 +33,7 @@ class Told:
 
 def ask(
     head: Head, act: Callable[[], object] | None = None, *, tokens: int = TOKENS, middle: int = MIDDLE, **fields: Any
-) -> Told:
+) -> Reported:
     """Stream an answer, greedy unless ``fields`` say else; after ``middle`` pieces of it ``act``, beside the reading.
 
     Nothing is drafted in an answer in which something happens, so that it does not end before.
@@ -68,7 +68,7 @@ def ask(
                 acting.start()
     if acting is not None:
         acting.join()
-    return Told(text, finish, error, gap_s, time.monotonic() - start)
+    return Reported(text, finish, error, gap_s, time.monotonic() - start)
 
 
 def show(line: str) -> None:

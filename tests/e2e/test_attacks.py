@@ -221,14 +221,14 @@ def test_what_the_head_and_a_worker_said_is_worth_nothing_to_who_recorded_it(hou
                     while not isinstance(await rogue.hear(), Echoed):
                         continue
                     raise AssertionError("what was changed on the way was answered")
-        said = [
+        printed = [
             (door, attacking(send_raw(door, recorded[:end]), f"replay of {end} bytes"))
             for door in doors
             if door.kind == "zmq"
             for end in (64, 264, len(recorded))
         ]
-        await all_over(said)
-        for door, heard in said:
+        await all_over(printed)
+        for door, heard in printed:
             judge(door, heard.result())
 
     with house.undisturbed_by("a replay"):
@@ -239,10 +239,10 @@ def test_all_that_mdns_says_is_public_and_nonsense_there_costs_nothing(house: Ho
     async def attack() -> None:
         peers: list[Peer] = []
         code = house.code.code.partition("-")
-        said = {None, (int(code[0]), house.code.port)}
+        printed = {None, (int(code[0]), house.code.port)}
         async with asyncio.timeout(PATIENCE_S):
             # Two seconds may be too short where the machine is busy, and what is open is announced a little later.
-            while len(peers) < 2 or {peer.pairing for peer in peers} != said:
+            while len(peers) < 2 or {peer.pairing for peer in peers} != printed:
                 peers = [peer for peer in await look("127.0.0.1", 2.0) if peer.cluster == house.cluster]
         assert {peer.device for peer in peers} == {house.name("head"), house.name("w1")}
         assert {peer.key for peer in peers} == {house.key("head"), house.key("w1")}
@@ -264,20 +264,20 @@ def test_five_wrong_codes_burn_it_and_none_is_tried_within_a_second_of_another(h
     wrong = replace(right, second=next(word for word in WORDS if word != right.second))
 
     async def propose() -> list[str]:
-        said = []
+        printed = []
         for _ in range(MAX_TRIES):
             with pytest.raises(ClusterError) as refused:
                 await pair_with("127.0.0.1", shown.port, wrong, who(house), lambda: None)
-            said.append(str(refused.value))
+            printed.append(str(refused.value))
         with pytest.raises(ClusterError):
             await pair_with("127.0.0.1", shown.port, right, who(house), lambda: None)
-        return said
+        return printed
 
     began = time.monotonic()
-    said = asyncio.run(propose())
+    printed = asyncio.run(propose())
     assert time.monotonic() - began > (MAX_TRIES - 1) * BETWEEN_TRIES_S
-    assert "4 tries are left" in said[0]
-    assert "void" in said[-1]
+    assert "4 tries are left" in printed[0]
+    assert "void" in printed[-1]
     house.head.run.wait_for("the pairing code was tried too often and is void")
     again = house.open_pairing()
     assert again.code != shown.code
@@ -347,8 +347,8 @@ def test_a_worker_that_is_revoked_in_the_middle_of_an_answer_computes_no_more_of
         wait_until(lambda: not connected(receiver, sender), "the ring is cut")
         note("revoked", time.monotonic() - revoked_at)
 
-    told = ask(planned_house.head, revoke)
-    assert (told.finish, told.error) == ("length", None), planned_house.output()
-    assert told.text.startswith(planned_house.undisturbed)
+    reported = ask(planned_house.head, revoke)
+    assert (reported.finish, reported.error) == ("length", None), planned_house.output()
+    assert reported.text.startswith(planned_house.undisturbed)
     assert planned_house.head.health()[0] == 200
     assert "Traceback" not in planned_house.output()

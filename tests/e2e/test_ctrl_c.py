@@ -288,9 +288,9 @@ def test_head_in_a_long_prompt(smollm2, new_home, cluster, temporary, number):
             try:
                 httpx.post(f"{head.url}/v1/completions", json=body, timeout=PATIENCE_S)
             except httpx.HTTPError as exc:
-                told.append(exc)
+                reported.append(exc)
 
-        told: list[httpx.HTTPError] = []
+        reported: list[httpx.HTTPError] = []
         client = threading.Thread(target=ask)
         wait_computing = computing(head)
         client.start()

@@ -117,15 +117,17 @@ class Lab:
     def goes_on(self, act: Callable[[], object], what: str, *, breaking: bool = True) -> list[str]:
         """Ask, ``act`` in the middle, and judge the answer; what the head said meanwhile, and why if it was ``breaking``."""
         before = len(self.head.run.lines)
-        told = ask(self.head, act, tokens=TOKENS, middle=MIDDLE)
-        if breaking and told.error is None:  # the answer may be there before the line was read
+        reported = ask(self.head, act, tokens=TOKENS, middle=MIDDLE)
+        if breaking and reported.error is None:  # the answer may be there before the line was read
             wait_until(lambda: bool(breaks(self.head.run.lines[before:])), f"the head says why: {what}")
-        said = self.head.run.lines[before:]
-        note("recovery from a disk", told.gap_s, f"{what}; {said[:1]}")
-        assert (told.text, told.finish, told.error) == (self.undisturbed, "length", None), self.head.run.output
+        printed = self.head.run.lines[before:]
+        note("recovery from a disk", reported.gap_s, f"{what}; {printed[:1]}")
+        assert (reported.text, reported.finish, reported.error) == (self.undisturbed, "length", None), (
+            self.head.run.output
+        )
         assert self.head.health()[0] == 200
         assert "Traceback" not in "".join(run.output for run in self._runs.values())
-        return said
+        return printed
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +136,9 @@ def lab(smollm2: Path, module_home, tmp_path_factory) -> Iterator[Lab]:
         yield Lab(stack, smollm2, module_home, tmp_path_factory.mktemp("slow"))
 
 
-def breaks(said: list[str]) -> list[str]:
+def breaks(printed: list[str]) -> list[str]:
     """The lines that say why a ring was formed again."""
-    return [line for line in said if line.endswith("; forming the ring again")]
+    return [line for line in printed if line.endswith("; forming the ring again")]
 
 
 def written_to(file: Path) -> str:
@@ -165,8 +167,8 @@ def test_layers_stream(lab):
 def test_a_layer_that_cannot_be_read(lab):
     lab.wait_computing("w1", "w2")
     bad = lab.streamed("w1", 0)
-    said = lab.goes_on(lambda: bad_disk.spoil(lab.disk / bad.name), "a bad sector under a layer of a worker")
-    assert breaks(said) == [f"w1: {bad}: weights cannot be read: Input/output error; forming the ring again"]
+    printed = lab.goes_on(lambda: bad_disk.spoil(lab.disk / bad.name), "a bad sector under a layer of a worker")
+    assert breaks(printed) == [f"w1: {bad}: weights cannot be read: Input/output error; forming the ring again"]
     lab.wait_computing("w1", "w2")
     lab.wait_whole("w1", bad, lambda: not bad_disk.is_spoilt(lab.disk / bad.name))
 
@@ -176,8 +178,8 @@ def test_a_layer_file_is_cut_short(lab):
     lab.wait_computing("w1", "w2")
     cut = lab.streamed("w2", 0)
     size = cut.stat().st_size
-    said = lab.goes_on(lambda: os.truncate(cut, size // 2), "a layer file of a worker cut short")
-    (line,) = breaks(said)
+    printed = lab.goes_on(lambda: os.truncate(cut, size // 2), "a layer file of a worker cut short")
+    (line,) = breaks(printed)
     assert line.startswith("w2: ")
     assert str(cut) in line
     assert "cut short" in line or line == f"w2: {written_to(cut)}"
@@ -190,8 +192,8 @@ def test_a_layer_file_is_overwritten(lab):
     lab.wait_computing("w1", "w2")
     file = lab.streamed("w1", 1)
     before = file.read_bytes()
-    said = lab.goes_on(lambda: overwrite(file), "a layer file of a worker overwritten")
-    assert breaks(said) == [f"w1: {written_to(file)}"]
+    printed = lab.goes_on(lambda: overwrite(file), "a layer file of a worker overwritten")
+    assert breaks(printed) == [f"w1: {written_to(file)}"]
     lab.wait_computing("w1", "w2")
     lab.wait_whole("w1", file, lambda: file.read_bytes()[HEADER_BYTES:] == before[HEADER_BYTES:])
 
@@ -215,8 +217,8 @@ def test_a_layer_of_the_head_is_cut_short(lab):
     lab.wait_computing("w1", "w2")
     cut = lab.layers("head", streamed=False)[0]
     size = cut.stat().st_size
-    said = lab.goes_on(lambda: os.truncate(cut, size - size // 100), "a layer file of the head cut short")
-    (line,) = breaks(said)
+    printed = lab.goes_on(lambda: os.truncate(cut, size - size // 100), "a layer file of the head cut short")
+    (line,) = breaks(printed)
     signalled = f"a layer file was cut short or its disk failed while it was read (SIGBUS): {cut};"
     assert line.startswith(signalled) or line == written_to(cut), line
     assert cut.stat().st_size == size, "it was cut out of the model again"
@@ -227,8 +229,8 @@ def test_a_disk_that_fails_again_and_again(lab):
     """Its device was given layers again twice; that will not do for ever."""
     lab.wait_computing("w1", "w2")
     bad = lab.streamed("w1", 2)
-    said = lab.goes_on(lambda: bad_disk.spoil(lab.disk / bad.name), "a disk that fails for the third time")
-    assert breaks(said) == [f"w1: {bad}: weights cannot be read: Input/output error; forming the ring again"]
+    printed = lab.goes_on(lambda: bad_disk.spoil(lab.disk / bad.name), "a disk that fails for the third time")
+    assert breaks(printed) == [f"w1: {bad}: weights cannot be read: Input/output error; forming the ring again"]
     lab.wait_computing("w2")
 
     def reason() -> str:
@@ -254,9 +256,9 @@ def test_the_model_file_of_a_head_alone_cannot_be_read(smollm2, new_home, cluste
         heading(model, new_home("head"), cluster, "--alone", "--context", 256) as head,
     ):
         head.wait_serving()
-        told = ask(head, fail, tokens=TOKENS, middle=MIDDLE)
-        assert told.error is not None
-        assert str(model) in told.error["message"]
+        reported = ask(head, fail, tokens=TOKENS, middle=MIDDLE)
+        assert reported.error is not None
+        assert str(model) in reported.error["message"]
         wait_until(lambda: head.health()[0] == 503, "the health check says so")
         assert "check the disk" in head.health()[1]
         assert head.run.process.poll() is None
@@ -273,9 +275,9 @@ def test_the_model_file_of_a_head_alone(smollm2, new_home, cluster, tmp_path, ac
     shutil.copyfile(smollm2, model)
     with heading(model, new_home("head"), cluster, "--alone", "--context", 256) as head:
         head.wait_serving()
-        told = ask(head, lambda: act(model), tokens=TOKENS, middle=MIDDLE)
-        assert told.error is not None
-        assert str(model) in told.error["message"]
+        reported = ask(head, lambda: act(model), tokens=TOKENS, middle=MIDDLE)
+        assert reported.error is not None
+        assert str(model) in reported.error["message"]
         wait_until(lambda: head.health()[0] == 503, "the health check says so")
         assert "start 'primad serve' again" in head.health()[1]
         body = {"prompt": STORY, "max_tokens": 1}

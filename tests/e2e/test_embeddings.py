@@ -43,8 +43,8 @@ def client(head) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def plain(gemma3) -> np.ndarray:
-    said = subprocess.run([sys.executable, "-c", PLAIN, str(gemma3), *TEXTS], capture_output=True, check=True)
-    return np.array(json.loads(said.stdout.splitlines()[-1]), np.float32)
+    printed = subprocess.run([sys.executable, "-c", PLAIN, str(gemma3), *TEXTS], capture_output=True, check=True)
+    return np.array(json.loads(printed.stdout.splitlines()[-1]), np.float32)
 
 
 def near(vectors, plain) -> None:
@@ -69,14 +69,14 @@ def test_openais_client_while_a_chat_streams(client, gemma3, plain):
         parts = iter(stream)
         next(parts)
         floats = client.embeddings.create(model=gemma3.stem, input=TEXTS, encoding_format="float")
-        said = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
-    assert said
+        printed = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+    assert printed
     near([each.embedding for each in floats.data], plain)
     near([each.embedding for each in client.embeddings.create(model=gemma3.stem, input=TEXTS).data], plain)
     cut = client.embeddings.create(model=gemma3.stem, input=TEXTS[0], dimensions=64).data[0].embedding
     near(cut, plain[0, :64] / np.linalg.norm(plain[0, :64]))
     alone = client.chat.completions.create(model="smollm2-135m-q4_1", messages=HELLO, temperature=0, max_tokens=40)
-    assert alone.choices[0].message.content.endswith(said)
+    assert alone.choices[0].message.content.endswith(printed)
     with pytest.raises(openai.BadRequestError, match=r"input\[1\]: has \d+ tokens"):
         client.embeddings.create(model=gemma3.stem, input=["Ships", "sea " * 4000])
 

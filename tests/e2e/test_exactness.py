@@ -176,7 +176,7 @@ def test_a_small_cache_of_windows_gives_what_plain_llama_says_with_its_own(gemma
             rows = [(await ring.status(ring.plan.head)).rows]
             for _ in range(2):
                 shared, _ = await ring.generate(other, TOKENS, logprobs=TOP, reuses=True)
-                assert said(shared) == said(alone)
+                assert printed(shared) == printed(alone)
                 rows.append((await ring.status(ring.plan.head)).rows)
             if windows is not None:
                 await ring.replace_head()
@@ -217,8 +217,8 @@ def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, mo
         several = {"sequences": 4, "batching": batching, "pieces": pieces, "flash": flash}
         async with ring_of(expected, windows, rounds, layers, **several) as ring:
             prompts = [expected.prompts[count] for count in asked]
-            told = await ring.generate_all(prompts, TOKENS, logprobs=0, reuses=True)
-        for count, sampled in zip(asked, told, strict=True):
+            reported = await ring.generate_all(prompts, TOKENS, logprobs=0, reuses=True)
+        for count, sampled in zip(asked, reported, strict=True):
             answer = expected.answers[count]
             assert [event.token for event in sampled] == answer.tokens, f"prompt of {count}"
             for step, event in enumerate(sampled):
@@ -253,12 +253,12 @@ def test_sixteen_answers_at_once_are_each_what_it_is_alone(truths, layers, model
             alone = [(await ring.generate(prompt, tokens, logprobs=1))[0] for prompt in different]
             together = await ring.generate_all(prompts, tokens, logprobs=1, reuses=True)
         for number, sampled in enumerate(together):
-            assert said(sampled) == said(alone[number % 6]), f"prompt {number}"
+            assert printed(sampled) == printed(alone[number % 6]), f"prompt {number}"
 
     asyncio.run(run())
 
 
-def said(sampled: Iterable[Sampled]) -> list[Sampled]:
+def printed(sampled: Iterable[Sampled]) -> list[Sampled]:
     """What was sampled, whatever the number of the request."""
     return [msgspec.structs.replace(event, request=0) for event in sampled]
 

@@ -68,9 +68,9 @@ class Listener:
 
     def _listen(self) -> None:
         while self._goes_on:
-            told = ask(self._head, tokens=200)
-            self.texts.append(told.text if told.error is None else str(told.error))
-            self.gap_s = max(self.gap_s, told.gap_s)
+            reported = ask(self._head, tokens=200)
+            self.texts.append(reported.text if reported.error is None else str(reported.error))
+            self.gap_s = max(self.gap_s, reported.gap_s)
 
     def __enter__(self) -> Listener:
         self._thread.start()

@@ -68,11 +68,11 @@ def test_a_device_joins_and_takes_the_cells_of_its_layers(lab):
     first, second = lab.two()
     before = lab.kv["computed_again_tokens"]
     (third,) = lab.add(1)
-    told = [lab.ask()]
+    reported = [lab.ask()]
     while lab.computing() != {first, second, third}:
-        told.append(lab.ask())
-    show(f"gaps {[f'{each.gap_s:.2f}' for each in told]}, {lab.kv}")
-    assert {each.text for each in told} == {lab.undisturbed}
+        reported.append(lab.ask())
+    show(f"gaps {[f'{each.gap_s:.2f}' for each in reported]}, {lab.kv}")
+    assert {each.text for each in reported} == {lab.undisturbed}
     assert lab.kv["computed_again_tokens"] - before <= AGAIN
     lab.workers.pop(third).stop()
     wait_until(lambda: lab.computing() == {first, second}, "two are left")

@@ -37,11 +37,11 @@ def test_a_prompt_is_found_again_after_every_device_was_started_anew(smollm2, mo
         head = heads.enter_context(heading(smollm2, head_home, cluster, *arguments, config=""))
         with joined(worker_home, cluster, *caches["worker"]) as worker:
             head.wait_serving()
-            told, before = answer(head)
+            reported, before = answer(head)
             assert before == 0
             assert answer(head, "Another prompt takes the only sequence. " + PROMPT)[1] == 0
             wait_until(lambda: head.status()["kv"]["lag_tokens"] == 0, "all is kept")
-            assert answer(head) == (told, 512)
+            assert answer(head) == (reported, 512)
             assert head.status()["kv"]["found_tokens"] == 512
             worker.stop()
         heads.close()
@@ -52,7 +52,7 @@ def test_a_prompt_is_found_again_after_every_device_was_started_anew(smollm2, mo
         ):
             again.wait_serving()
             text, found = answer(again)
-            assert text == told
+            assert text == reported
             if found:
                 break
     assert found == 512
@@ -64,7 +64,7 @@ def test_a_prompt_that_was_kept_with_other_angles_or_adapters_is_not_taken(smoll
     changed = {name: tensor.shape for name, tensor in read_header(model).tensors.items() if "attn_q" in name}
     lora = write_adapter(tmp_path / "lora.gguf", changed)
 
-    def told(*options: object) -> list[tuple[str, int]]:
+    def reported(*options: object) -> list[tuple[str, int]]:
         arguments = ("--alone", "--context", 2048, "--sequences", 1, "--kv-cache", tmp_path / "cells", *options)
         with heading(model, home, secrets.token_hex(6), *arguments, config="") as head:
             head.wait_serving()
@@ -73,9 +73,9 @@ def test_a_prompt_that_was_kept_with_other_angles_or_adapters_is_not_taken(smoll
             wait_until(lambda: head.status()["kv"]["lag_tokens"] == 0, "all is kept")
             return [first, answer(head)]
 
-    plain, again = told()
+    plain, again = reported()
     assert (plain[1], again) == (0, (plain[0], 512))
     for options in (("--rope-freq-base", 20_000), ("--lora", lora)):
-        first, again = told(*options)
+        first, again = reported(*options)
         assert (first[1], again) == (0, (first[0], 512)), options
         assert first[0] != plain[0]

@@ -23,8 +23,8 @@ def ended(*words: object, code: int = 0, **environment: str) -> str:
 def test_keys_of_a_head_that_runs_come_and_go_and_its_own_user_needs_none(smollm2, new_home, cluster):
     home = new_home("head")
     keys = ("--home", str(home))
-    said = ended("key", "add", "laptop", *keys)
-    (key,) = [line for line in said.splitlines() if line.startswith("primad-")]
+    printed = ended("key", "add", "laptop", *keys)
+    (key,) = [line for line in printed.splitlines() if line.startswith("primad-")]
     with heading(smollm2, home, cluster, "--alone", "--api-key-file", home / "api-keys") as head:
         head.wait_serving()
         assert [models(head.url, each) for each in (None, "wrong", key)] == [401, 401, 200]

@@ -51,12 +51,12 @@ def test_the_pause_does_not_grow_with_the_answer(smollm2, new_home, record_prope
         for length in lengths:
             first, _ = lab.two()
             before = lab.kv["computed_again_tokens"]
-            told = lab.ask(killing(lab, first), tokens=length + AFTER, middle=length)
+            reported = lab.ask(killing(lab, first), tokens=length + AFTER, middle=length)
             again = lab.kv["computed_again_tokens"] - before
-            show(f"{kind}: killed at {length}: gap {told.gap_s:.2f} s, {again} tokens again")
-            record_property(f"gap_{length}", told.gap_s)
-            assert told.error is None, lab.head.run.output
-            assert pieces.startswith(told.text)
+            show(f"{kind}: killed at {length}: gap {reported.gap_s:.2f} s, {again} tokens again")
+            record_property(f"gap_{length}", reported.gap_s)
+            assert reported.error is None, lab.head.run.output
+            assert pieces.startswith(reported.text)
             assert again <= AGAIN
 
 
@@ -74,12 +74,12 @@ def test_who_pauses_comes_back_leaves_and_joins_late_in_an_answer_is_hardly_noti
         }
         for name, (change, workers) in changes.items():
             before = lab.kv
-            told = lab.ask(changing(lab, change, workers))
+            reported = lab.ask(changing(lab, change, workers))
             after = lab.kv
             again = after["computed_again_tokens"] - before["computed_again_tokens"]
-            show(f"{name} at {length}: gap {told.gap_s:.2f} s, {again} tokens again")
-            record_property(f"gap_{name}", told.gap_s)
-            assert (told.text, told.error) == (lab.undisturbed, None), lab.head.run.output
+            show(f"{name} at {length}: gap {reported.gap_s:.2f} s, {again} tokens again")
+            record_property(f"gap_{name}", reported.gap_s)
+            assert (reported.text, reported.error) == (lab.undisturbed, None), lab.head.run.output
             assert after["restores"] > before["restores"], "it was over before"
             assert again <= AGAIN
 
@@ -107,13 +107,13 @@ def test_eight_answers_at_once_go_on_from_their_cells(smollm2, new_home, record_
         with ThreadPoolExecutor(count) as pool:
             disturbed = list(pool.map(one, range(count)))
         again = lab.kv["computed_again_tokens"] - before
-        gap_s = max(told.gap_s for told in disturbed)
+        gap_s = max(reported.gap_s for reported in disturbed)
         show(f"{count} answers, killed at {length}: gap {gap_s:.2f} s, {again} tokens again")
         record_property(f"gap_{length}", gap_s)
         lab.two()
-        for number, told in enumerate(disturbed):
-            assert told.text == lab.ask(prompt=prompts[number]).text, number
-            assert told.error is None
+        for number, reported in enumerate(disturbed):
+            assert reported.text == lab.ask(prompt=prompts[number]).text, number
+            assert reported.error is None
         assert again <= count * AGAIN
 
 

@@ -26,10 +26,12 @@ def survives_a_death(model, new_home, tokens):
         lab = Lab(stack, model, new_home, tokens=tokens, middle=tokens // 2)
         first, _ = lab.two()
         assert lab.ask().text == lab.undisturbed, "asked again"
-        told = lab.ask(lab.workers[first].kill)
-        show(f"{model.parent.name}: the next token after {told.gap_s:.1f} s, the whole answer in {told.took_s:.1f} s")
-        assert told.error is None, lab.head.run.output
-        assert told.text == lab.undisturbed
+        reported = lab.ask(lab.workers[first].kill)
+        show(
+            f"{model.parent.name}: the next token after {reported.gap_s:.1f} s, the whole answer in {reported.took_s:.1f} s"
+        )
+        assert reported.error is None, lab.head.run.output
+        assert reported.text == lab.undisturbed
         assert lab.undisturbed
         goes_on_behind_its_history(lab.head)
 
@@ -47,8 +49,8 @@ def goes_on_behind_its_history(head):
     turn = history + first["text"] + " And then?"
     fresh, none = answer(turn, cache_prompt=False)
     answer(history)
-    said, cached = answer(turn)
-    assert (said, none) == (fresh, 0)
+    printed, cached = answer(turn)
+    assert (printed, none) == (fresh, 0)
     assert cached > 0
 
 

@@ -36,7 +36,7 @@ def head(smollm2: Path, module_home) -> Iterator[Head]:
 
 
 @pytest.fixture(scope="module")
-def said(head: Head) -> str:
+def printed(head: Head) -> str:
     """What OpenAI's chat says."""
     with openai.OpenAI(base_url=f"{head.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         answer = client.chat.completions.create(model="gpt-4o", messages=HELLO, temperature=0, max_tokens=TOKENS)
@@ -44,28 +44,28 @@ def said(head: Head) -> str:
     return answer.choices[0].message.content
 
 
-def test_anthropics_client(head, said):
+def test_anthropics_client(head, printed):
     ask = {"model": "claude-any", "max_tokens": TOKENS, "messages": HELLO, "extra_body": {"temperature": 0}}
     with anthropic.Anthropic(base_url=head.url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         message = client.messages.create(**ask)
-        assert (message.content[0].text, message.stop_reason) == (said, "max_tokens")
+        assert (message.content[0].text, message.stop_reason) == (printed, "max_tokens")
         with client.messages.stream(**ask) as stream:
-            assert "".join(stream.text_stream) == said
+            assert "".join(stream.text_stream) == printed
         counted = client.messages.count_tokens(model="claude-any", messages=HELLO)
         used = message.usage
         assert counted.input_tokens == used.input_tokens + (used.cache_read_input_tokens or 0)
 
 
-def test_ollamas_client(head, said):
+def test_ollamas_client(head, printed):
     client = ollama.Client(host=head.url, timeout=PATIENCE_S)
     names = [model.model for model in client.list().models]
     assert names == [f"{MODEL}:latest", "gpt-4o:latest", "local:latest"]
     details = client.show(names[0]).details
     assert (details.family, details.quantization_level, details.parameter_size) == ("llama", "Q4_1", "134.5M")
-    assert client.chat(model=names[0], messages=HELLO, options=GREEDY).message.content == said
+    assert client.chat(model=names[0], messages=HELLO, options=GREEDY).message.content == printed
     parts = client.chat(model="local", messages=HELLO, options=GREEDY, stream=True)
-    assert "".join(part.message.content for part in parts) == said
-    assert client.generate(model=MODEL, prompt=HELLO[0]["content"], options=GREEDY).response == said
+    assert "".join(part.message.content for part in parts) == printed
+    assert client.generate(model=MODEL, prompt=HELLO[0]["content"], options=GREEDY).response == printed
     client._client.close()
 
 
@@ -81,14 +81,14 @@ def test_the_next_turn_of_a_chat_computes_what_is_new_and_says_the_same(head):
             return answer.choices[0].message.content, answer.usage.prompt_tokens, cached
 
         first = [{"role": "user", "content": story}]
-        said, before, cached = ask(first, cache_prompt=False)
+        printed, before, cached = ask(first, cache_prompt=False)
         assert cached == 0
-        second = [*first, {"role": "assistant", "content": said}, {"role": "user", "content": "And in winter?"}]
+        second = [*first, {"role": "assistant", "content": printed}, {"role": "user", "content": "And in winter?"}]
         reply, tokens, cached = ask(second)
         assert before - 16 < cached < before < tokens
         assert ask(second, cache_prompt=False) == (reply, tokens, 0)
         again, _, cached = ask(first)
-        assert again == said
+        assert again == printed
         assert 0 < cached < before
 
 
@@ -102,32 +102,32 @@ class Ship(pydantic.BaseModel):
 def test_each_client_gets_the_model_that_it_asked_for(head):
     asked: Any = HELLO
     with anthropic.Anthropic(base_url=head.url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
-        said = client.messages.parse(model="claude-any", max_tokens=400, messages=asked, output_format=Ship)
-        assert isinstance(said.parsed_output, Ship)
+        printed = client.messages.parse(model="claude-any", max_tokens=400, messages=asked, output_format=Ship)
+        assert isinstance(printed.parsed_output, Ship)
     with openai.OpenAI(base_url=f"{head.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         response = client.responses.parse(model=MODEL, input=asked, text_format=Ship, max_output_tokens=400)
         assert isinstance(response.output_parsed, Ship)
     local = ollama.Client(host=head.url, timeout=PATIENCE_S)
-    told = local.chat(model=MODEL, messages=asked, format=Ship.model_json_schema(), options={"num_predict": 400})
-    assert Ship.model_validate_json(told.message.content)
-    assert told.eval_duration > 0
+    reported = local.chat(model=MODEL, messages=asked, format=Ship.model_json_schema(), options={"num_predict": 400})
+    assert Ship.model_validate_json(reported.message.content)
+    assert reported.eval_duration > 0
     local._client.close()
 
 
-def test_responses(head, said):
+def test_responses(head, printed):
     with openai.OpenAI(base_url=f"{head.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         response = client.responses.create(model=MODEL, input=HELLO, temperature=0, max_output_tokens=TOKENS)
-        assert (response.output_text, response.status) == (said, "incomplete")
+        assert (response.output_text, response.status) == (printed, "incomplete")
 
 
-def test_llama_servers_paths(head, said):
+def test_llama_servers_paths(head, printed):
     def ask(path: str, **body: object) -> dict:
         return httpx.post(f"{head.url}{path}", json=body, timeout=PATIENCE_S).raise_for_status().json()
 
     prompt = ask("/apply-template", messages=HELLO)["prompt"]
-    assert ask("/completion", prompt=prompt, n_predict=TOKENS, temperature=0)["content"] == said
+    assert ask("/completion", prompt=prompt, n_predict=TOKENS, temperature=0)["content"] == printed
     tokens = ask("/tokenize", content=prompt)["tokens"]
-    assert ask("/completion", prompt=tokens, n_predict=TOKENS, temperature=0)["content"] == said
+    assert ask("/completion", prompt=tokens, n_predict=TOKENS, temperature=0)["content"] == printed
     for text in ("Grüße 😀", "<|im_start|>user\nHi<|im_end|>"):
         assert ask("/detokenize", tokens=ask("/tokenize", content=text)["tokens"])["content"] == text
     props = httpx.get(f"{head.url}/props", timeout=PATIENCE_S).json()

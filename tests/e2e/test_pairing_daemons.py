@@ -132,13 +132,13 @@ def test_strangers_pair_by_a_code_and_know_each_other_until_one_is_revoked(tiny,
 
 def assert_secrets_stay_home(owners: tuple[Owner, Owner], cluster: str, runs: list[Primad], code: str) -> None:
     """Neither secret key is in an argument, on a terminal, in a log or in mDNS; who else is on the machine reads no key."""
-    said = [run.output for run in runs]
+    printed = [run.output for run in runs]
     arguments = [" ".join(command_of(process)) for run in runs for process in run.processes()]
     logs = [path.read_text(errors="replace") for owner in owners for path in owner.home.glob("run/*.log")]
     announced = list(mdns(cluster))
     assert any("worker" in text and cluster in text for text in announced)
     for owner in owners:
-        for text in (*said, *arguments, *logs, *announced):
+        for text in (*printed, *arguments, *logs, *announced):
             assert owner.secret not in text
         for name in ("identity.json", "trust.json"):
             assert stat.S_IMODE((owner.home / name).stat().st_mode) == 0o600

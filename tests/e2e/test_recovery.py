@@ -80,17 +80,19 @@ class Lab:
         return first, second
 
     def goes_on(
-        self, act: Callable[[], object], what: str, said: str | None = None, *, promise: str = "recovery"
+        self, act: Callable[[], object], what: str, printed: str | None = None, *, promise: str = "recovery"
     ) -> None:
-        """Ask, ``act`` in the middle, and judge the answer; the head says ``said`` about it (a regular expression)."""
+        """Ask, ``act`` in the middle, and judge the answer; the head says ``printed`` about it (a regular expression)."""
         before = len(self.head.run.lines)
-        told = ask(self.head, act)
-        note(promise, told.gap_s, what)
-        assert (told.text, told.finish, told.error) == (self.undisturbed, "length", None), self.head.run.output
+        reported = ask(self.head, act)
+        note(promise, reported.gap_s, what)
+        assert (reported.text, reported.finish, reported.error) == (self.undisturbed, "length", None), (
+            self.head.run.output
+        )
         assert self.head.health()[0] == 200
         wait_until(lambda: self.head.status().get("sequences") == self.at_once, "it has as many sequences as before")
-        if said is not None:
-            self.head.run.wait_for(said, start=before)
+        if printed is not None:
+            self.head.run.wait_for(printed, start=before)
         assert "Traceback" not in self.head.run.output
 
 
@@ -166,8 +168,8 @@ def test_an_answer_that_must_fit_a_schema_still_does(lab):
     if undisturbed.finish == "stop":  # white space may fill it up
         assert len(json.loads(undisturbed.text)) == 12
     for act in (ring_process(lab.head.run).kill, lab.workers[lost].kill):
-        told = ask(lab.head, act, **fields)
-        assert (told.text, told.finish, told.error) == (undisturbed.text, undisturbed.finish, None)
+        reported = ask(lab.head, act, **fields)
+        assert (reported.text, reported.finish, reported.error) == (undisturbed.text, undisturbed.finish, None)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -177,16 +179,18 @@ def test_what_mirostat_learnt_is_not_lost(lab, version):
     fields = {"mirostat": version, "mirostat_tau": 2.0, "temperature": 1.5, "seed": 5, "tokens": 40}
     undisturbed = ask(lab.head, **fields)
     act = lab.workers[lost].kill if version == 1 else ring_process(lab.head.run).kill
-    told = ask(lab.head, act, **fields)
-    assert (told.text, told.finish, told.error) == (undisturbed.text, undisturbed.finish, None)
+    reported = ask(lab.head, act, **fields)
+    assert (reported.text, reported.finish, reported.error) == (undisturbed.text, undisturbed.finish, None)
 
 
 def test_a_worker_leaves(lab):
     stays, leaves = lab.two()
     run = lab.workers[leaves]
-    told: list[str] = []
-    lab.goes_on(lambda: told.append(command("leave", "--home", lab.home(leaves))), "primad leave", f"^{leaves} leaves")
-    assert told == [f"{leaves} hands over and ends\n"]
+    reported: list[str] = []
+    lab.goes_on(
+        lambda: reported.append(command("leave", "--home", lab.home(leaves))), "primad leave", f"^{leaves} leaves"
+    )
+    assert reported == [f"{leaves} hands over and ends\n"]
     assert run.wait_end() == 0
     lab.wait_computing(stays)
 
@@ -217,9 +221,9 @@ def test_a_worker_joins(lab):
     gaps: list[float] = []
 
     def all_compute() -> bool:
-        told = ask(lab.head)
-        assert (told.text, told.finish, told.error) == (lab.undisturbed, "length", None)
-        gaps.append(told.gap_s)
+        reported = ask(lab.head)
+        assert (reported.text, reported.finish, reported.error) == (lab.undisturbed, "length", None)
+        gaps.append(reported.gap_s)
         return lab.computing() == {first, second, third}
 
     wait_until(all_compute, f"{third} computes too")

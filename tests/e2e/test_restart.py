@@ -117,11 +117,11 @@ def test_without_a_plan_an_answer_ends_with_an_error_and_the_endpoint_waits_for_
             worker.kill()
             died.append(time.monotonic())
 
-        told = ask(head, die)
+        reported = ask(head, die)
         note("error without a plan", time.monotonic() - died[0])
-        assert told.error is not None
-        assert (told.error["type"], told.finish) == ("server_error", None)
-        assert "head" in told.error["message"]
+        assert reported.error is not None
+        assert (reported.error["type"], reported.finish) == ("server_error", None)
+        assert "head" in reported.error["message"]
 
         refused = httpx.post(f"{head.url}/v1/completions", json={"prompt": "Hi", "max_tokens": 1}, timeout=PATIENCE_S)
         assert refused.status_code == 503

@@ -208,9 +208,9 @@ def test_a_penalty_makes_repeating_rarer(one, model, penalty):
 
 
 def test_a_negative_penalty_makes_repeating_more_frequent(one, model):
-    said = set(model.prompt)
+    printed = set(model.prompt)
     rewarded = one.tokens(model.prompt, 24, penalty_tokens=64, presence_penalty=-2.0, frequency_penalty=-2.0)
-    assert len(set(rewarded) - said) < len(set(model.greedy) - said)
+    assert len(set(rewarded) - printed) < len(set(model.greedy) - printed)
 
 
 def test_truncation_restricts_what_can_be_drawn(one, model):

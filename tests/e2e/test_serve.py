@@ -162,12 +162,12 @@ def test_status_and_metrics_tell_of_every_device(served, tmp_path):
     assert all(count >= 4 for count in steps.values())
     asked = [str(PRIMAD), "status", "--url", served.head.url]
     settings = environment("status", tmp_path)
-    told = subprocess.run(asked, env=settings, check=True, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert told.stderr == ""
-    assert told.stdout.startswith(f"serving with 3 devices, {MODEL}, epoch ")
+    reported = subprocess.run(asked, env=settings, check=True, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert reported.stderr == ""
+    assert reported.stdout.startswith(f"serving with 3 devices, {MODEL}, epoch ")
     for device in everyone:
-        assert re.search(rf"^{device} +\d+ ", told.stdout, re.MULTILINE)
-    assert told.stdout.count("planned") == 3
+        assert re.search(rf"^{device} +\d+ ", reported.stdout, re.MULTILINE)
+    assert reported.stdout.count("planned") == 3
 
 
 def of_devices(served: Served, figure: str) -> dict[str, float]:
@@ -325,12 +325,12 @@ def test_two_requests_at_once_have_the_texts_that_they_have_alone(served):
     alone = long().choices[0].text, short()
     chunks = iter(long(stream=True))
     begun = next(chunks).choices[0].text
-    told: list[str] = []
-    second = threading.Thread(target=lambda: told.append(short()))
+    reported: list[str] = []
+    second = threading.Thread(target=lambda: reported.append(short()))
     second.start()
     text = begun + "".join(chunk.choices[0].text for chunk in chunks)
     second.join(PATIENCE_S)
-    assert (text, *told) == alone
+    assert (text, *reported) == alone
 
 
 def test_devices_lists_what_is_in_sight(served):

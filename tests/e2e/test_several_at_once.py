@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import Head, all_joined, heading
-from tests.e2e.streams import STORY, Told, ask, show
+from tests.e2e.streams import STORY, Reported, ask, show
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ PROMPTS = (STORY, "The capital of France is", f"{STORY} there lived a baker. " *
 TOKENS = 60
 
 
-def ask_all(head: Head, streams: int, act: Callable[[], object] | None = None, **fields: object) -> list[Told]:
+def ask_all(head: Head, streams: int, act: Callable[[], object] | None = None, **fields: object) -> list[Reported]:
     """So many at once, each prompt in turn; ``act`` in the middle of the first answer."""
     with ThreadPoolExecutor(streams) as pool:
         asked = [
@@ -46,9 +46,13 @@ def test_answers_at_once_are_what_each_is_alone_though_a_worker_is_killed(
         assert all(alone)
         expected = [text for _, text in zip(range(streams), cycle(alone), strict=False)]
         undisturbed = ask_all(head, streams)
-        assert [told.text for told in undisturbed] == expected
+        assert [reported.text for reported in undisturbed] == expected
         disturbed = ask_all(head, streams, second.kill)
-        show(f"a worker killed under {streams} answers: longest gap {max(told.gap_s for told in disturbed):.2f} s")
-        assert [(told.text, told.error) for told in disturbed] == [(text, None) for text in expected], head.run.output
+        show(
+            f"a worker killed under {streams} answers: longest gap {max(reported.gap_s for reported in disturbed):.2f} s"
+        )
+        assert [(reported.text, reported.error) for reported in disturbed] == [(text, None) for text in expected], (
+            head.run.output
+        )
         assert first.process.poll() is None
         assert "Traceback" not in head.run.output

@@ -66,12 +66,12 @@ def test_openais_client(head):
         (chosen,) = either.choices[0].message.tool_calls or []
         assert chosen.type == "function"
         assert chosen.function.name in ("get_weather", "get_time")
-        said = [
+        printed = [
             *HELLO,
             answer.choices[0].message.model_dump(exclude_none=True),
             {"role": "tool", "tool_call_id": call.id, "content": "4 degrees and rain"},
         ]
-        more = client.chat.completions.create(**ask | {"messages": said}, tool_choice="none", max_tokens=12)
+        more = client.chat.completions.create(**ask | {"messages": printed}, tool_choice="none", max_tokens=12)
         assert more.choices[0].message.content
         response = client.responses.create(
             model=MODEL,
@@ -95,20 +95,20 @@ def test_anthropics_client(head):
             (streamed,) = stream.get_final_message().content
         assert (streamed.type, streamed.input) == ("tool_use", block.input)
         result = {"type": "tool_result", "tool_use_id": block.id, "content": "4 degrees and rain"}
-        said = [*HELLO, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
-        more = client.messages.create(**ask | {"max_tokens": 12}, messages=said, tool_choice={"type": "none"})
+        printed = [*HELLO, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+        more = client.messages.create(**ask | {"max_tokens": 12}, messages=printed, tool_choice={"type": "none"})
         assert [each.type for each in more.content] == ["text"]
 
 
 def test_ollamas_client(head):
     client = ollama.Client(host=head.url, timeout=PATIENCE_S)
-    said: list[Any] = [
+    printed: list[Any] = [
         *HELLO,
         {"role": "assistant", "tool_calls": [{"function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}]},
         {"role": "tool", "tool_name": "get_weather", "content": "4 degrees and rain"},
     ]
     options = {"temperature": 0, "num_predict": 12}
-    answer = client.chat(model=MODEL, messages=said, tools=TOOLS, options=options)
+    answer = client.chat(model=MODEL, messages=printed, tools=TOOLS, options=options)
     assert answer.message.content or answer.message.tool_calls
     client._client.close()
 

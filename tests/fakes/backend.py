@@ -239,7 +239,7 @@ def check_sampling(sampling: Sampling, context_tokens: int) -> None:
     )
 
 
-def says(*texts: str | bytes | Item) -> Callable[[Call], list[Item]]:
+def replies(*texts: str | bytes | Item) -> Callable[[Call], list[Item]]:
     """A script that always answers the same: texts byte by byte, other items as they are."""
     items: list[Item] = []
     for text in texts:

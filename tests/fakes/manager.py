@@ -22,6 +22,6 @@ def listening() -> Iterator[socket.socket]:
 
 def hear(ear: socket.socket, start: str) -> str:
     """The first message that begins so; those before it are forgotten."""
-    while not (said := ear.recv(1000).decode()).startswith(start):
+    while not (printed := ear.recv(1000).decode()).startswith(start):
         pass
-    return said
+    return printed

@@ -78,7 +78,7 @@ class FakeRingProcess:
         async with self._news:
             self._news.notify_all()
 
-    async def told(self, kind: type[Command]) -> Command:
+    async def reported(self, kind: type[Command]) -> Command:
         """The latest command of ``kind``, once there is one."""
         async with self._news:
             await self._news.wait_for(lambda: any(isinstance(command, kind) for command in self.commands))

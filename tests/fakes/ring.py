@@ -29,8 +29,8 @@ from primad.ring.speculation.speculation import BeginsDrafter
 from primad.ring.worker import Worker
 from primad.system.wire import encode
 from tests.fakes.engine import WIDTH, FakeHiddenWindow, FakeLogitsWindow, FakeModel
+from tests.fakes.kv_writer import FakeKvWriter
 from tests.fakes.predictor import FakePredictor
-from tests.fakes.shelf import FakeKvWriter
 
 STEP_TIMEOUT_S = 180.0
 
@@ -223,13 +223,15 @@ class FakeRing:
 
     def answer(self, request: int) -> tuple[list[int], Finished]:
         """What was told about generation ``request``, which is over."""
-        told = [event for event in self.events if isinstance(event, Sampled | Finished) and event.request == request]
-        *sampled, finished = told
+        reported = [
+            event for event in self.events if isinstance(event, Sampled | Finished) and event.request == request
+        ]
+        *sampled, finished = reported
         assert isinstance(finished, Finished)
         assert all(isinstance(event, Sampled) for event in sampled)
         return [event.token for event in sampled if isinstance(event, Sampled)], finished
 
-    def told(self, request: int) -> int:
+    def reported(self, request: int) -> int:
         """How many events there were of ``request``."""
         return sum(isinstance(event, Sampled | Finished) and event.request == request for event in self.events)
 

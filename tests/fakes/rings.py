@@ -90,10 +90,10 @@ class FakeRing:
 
     def __init__(self, inputs: RingInputs, rings: FakeRings) -> None:
         self.inputs, self._rings = inputs, rings
-        self.told: list[RingCommand] = []
+        self.reported: list[RingCommand] = []
         self.formed = self.drained = self.closed = False
         self.keeps = rings.keeps
-        self.says: dict[str, Status | None] = {}
+        self.emits: dict[str, Status | None] = {}
         self.measured: CompletionFigures | None = None
         self.broken_by: PrimadError | None = None
         self.error: PrimadError | None = rings.errors.pop(0) if rings.errors else None
@@ -147,7 +147,7 @@ class FakeRing:
         assert not self.closed, f"{type(command).__name__} to a ring that was closed"
         assert not (self.drained and isinstance(command, Generate)), "a new generation for a ring that is drained"
         assert isinstance(command, Generate | Cancel)
-        self.told.append(command)
+        self.reported.append(command)
         await self._rings.changed()
 
     async def drain(self) -> None:
@@ -166,12 +166,12 @@ class FakeRing:
         return {"epoch": self.epoch}
 
     async def statuses(self) -> dict[str, Status | None]:
-        return self.says
+        return self.emits
 
     @property
     def generates(self) -> list[Generate]:
         """The generations that it was given."""
-        return [command for command in self.told if isinstance(command, Generate)]
+        return [command for command in self.reported if isinstance(command, Generate)]
 
     def draw(self, request: int, *tokens: int) -> None:
         """It drew ``tokens`` for ``request``."""

@@ -26,7 +26,7 @@ class TimedRing(FakeRing):
     visit to window i ``shares[i]`` times that (all 1 by default).
 
     A call of its predictor takes ``predicts_s``. The head's own visits take ``busy`` times as long while its drafter works.
-    ``told_s`` is when each token was told.
+    ``reported_s`` is when each token was told.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TimedRing(FakeRing):
         self._free_s = [0.0] * devices
         self._due_s: list[list[tuple[float, bytes, bytes]]] = [[] for _ in range(devices)]
         self.now_s = 0.0
-        self.told_s: list[float] = []
+        self.reported_s: list[float] = []
         if (predictor := options.get("predictor")) is not None:
             setattr(predictor, "predict", self._taking(predictor.predict, predicts_s))  # noqa: B010
         owners = [*range(devices), 0] if devices > 1 else [0]
@@ -74,7 +74,7 @@ class TimedRing(FakeRing):
         while self._next():
             pass
         assert self.scheduler.is_idle, "the ring went quiet with work left"
-        return self.told_s[-1] - self.told_s[0]
+        return self.reported_s[-1] - self.reported_s[0]
 
     def _next(self) -> bool:
         """Let the device move that can first: the head takes what has come before it computes."""
@@ -111,7 +111,7 @@ class TimedRing(FakeRing):
                 self._put(0, outcome, b"")
             case Notify(events):
                 self.events += events
-                self.told_s += [self.now_s for event in events if isinstance(event, Sampled)]
+                self.reported_s += [self.now_s for event in events if isinstance(event, Sampled)]
         self._free_s[0] = self.now_s
         return True
 

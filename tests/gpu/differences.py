@@ -116,9 +116,9 @@ def main(folder: Path, *, apart: bool) -> None:
         architecture = line.strip()
         own = folder / architecture
         own.mkdir()
-        told = differences(architecture, own, backend, apart=apart)
+        reported = differences(architecture, own, backend, apart=apart)
         shutil.rmtree(own)
-        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.write(json.dumps(reported) + "\n")
         sys.stdout.flush()
 
 

@@ -59,9 +59,9 @@ class Child:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if line.endswith(b"\n"):
-            told: dict[str, Any] = json.loads(line)
-            assert told.pop("architecture") == architecture
-            return told
+            reported: dict[str, Any] = json.loads(line)
+            assert reported.pop("architecture") == architecture
+            return reported
         ended, self._process = self._process, None
         with ended:
             return how_it_ended(ended.wait())
@@ -95,17 +95,17 @@ def child_of_mixtures_of_experts(tmp_path_factory):
     yield from _child(tmp_path_factory, "apart")
 
 
-def check(architecture: str, told: dict[str, Any] | str) -> None:
+def check(architecture: str, reported: dict[str, Any] | str) -> None:
     """All layers there, and layers that it helps with, are the whole model's bit for bit; some differ no more than it does
     with some or all of its own. Of a recurrent layer that is helped, llama.cpp computes what has no weights where its
     neighbours are computed, which are others at a window's border. A whole model with some layers on a GPU that has no flash
     attention for its heads does without for all of them, windows for those alone that are there."""
-    assert not isinstance(told, str), f"it {told}"
-    whole, windows = told["whole"], told["windows"]
+    assert not isinstance(reported, str), f"it {reported}"
+    whole, windows = reported["whole"], reported["windows"]
     assert windows["all"] == whole[-1]
     if architecture not in HYBRIDS:
         assert windows["none, helped"] == whole[0]
-        assert windows["the tail, the others helped"] == whole[1] or not told["flash"]
+        assert windows["the tail, the others helped"] == whole[1] or not reported["flash"]
     assert min(whole[:2]) > 0, "prompts are computed there"
     within(whole, windows)
 
@@ -128,9 +128,9 @@ def test_windows_of_mixtures_differ_as_whole_models_do(architecture, child_of_mi
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_experts_on_the_cpu_leave_the_rest_on_the_gpu(architecture, child_of_mixtures_of_experts):
     """As a whole model of llama.cpp does with the same experts there, bit for bit."""
-    told = child_of_mixtures_of_experts.of(architecture)
-    assert not isinstance(told, str), f"it {told}"
-    whole, windows = told["whole"], told["windows"]
+    reported = child_of_mixtures_of_experts.of(architecture)
+    assert not isinstance(reported, str), f"it {reported}"
+    whole, windows = reported["whole"], reported["windows"]
     assert windows["all"] == whole[1]
     assert min(*whole, *windows.values()) > 0, "attention is computed there"
     within(whole, windows)

@@ -81,7 +81,7 @@ def taken_by_windows(caplog, gpu) -> list[float]:
 
 
 @pytest.fixture
-def said(caplog):
+def printed(caplog):
     hear_llama()  # another test of this process may have set a callback of its own
     caplog.set_level(logging.DEBUG, "primad.engine.binding")
     return caplog
@@ -99,7 +99,7 @@ def check(taken: float, planned: float, *, windows: int = 1) -> None:
 
 
 @pytest.mark.parametrize("on_gpu", [30, 12])
-def test_a_whole_model(smollm2, said, gpu, on_gpu):
+def test_a_whole_model(smollm2, printed, gpu, on_gpu):
     header = read_header(smollm2)
     plan = Plan(
         rounds=1,
@@ -111,14 +111,14 @@ def test_a_whole_model(smollm2, said, gpu, on_gpu):
     options = msgspec.structs.replace(OPTIONS, context=CONTEXT, sequences=1)
     files = files_of(smollm2, (), assigned(30, on_gpu, is_tail=True))
     WholeModel(files, options, frozenset(), vocabulary=vocabulary_size(header)).release()
-    check(taken_bytes(said, gpu), *planned_bytes(header, plan))
+    check(taken_bytes(printed, gpu), *planned_bytes(header, plan))
 
 
 @pytest.mark.parametrize(
     ("on_gpu", "prefill_offload"),
     [((0, 10, 0), False), ((4, 4, 4), False), ((10, 10, 10), False), ((0, 0, 0), True), ((4, 4, 4), True)],
 )
-def test_windows(smollm2, said, gpu, on_gpu, prefill_offload, tmp_path):
+def test_windows(smollm2, printed, gpu, on_gpu, prefill_offload, tmp_path):
     header = read_header(smollm2)
     cuts = [0, 10, 20, 30]
     names = ["desk", "lap", "desk"]
@@ -135,15 +135,15 @@ def test_windows(smollm2, said, gpu, on_gpu, prefill_offload, tmp_path):
     plan = plan.with_offload(plan.devices if prefill_offload else ())
     Route(header, cuts, tmp_path, on_gpu=on_gpu, prefill_offload=prefill_offload).release()
     planned = planned_bytes(header, plan)
-    check(taken_bytes(said, gpu), planned[1] + (planned[0] if prefill_offload or any(on_gpu[::2]) else 0))
+    check(taken_bytes(printed, gpu), planned[1] + (planned[0] if prefill_offload or any(on_gpu[::2]) else 0))
 
 
-def test_a_window_without_layers_there_takes_nothing(smollm2, said, gpu, tmp_path):
+def test_a_window_without_layers_there_takes_nothing(smollm2, printed, gpu, tmp_path):
     Route(read_header(smollm2), [0, 10, 20, 30], tmp_path).release()
-    assert taken_bytes(said, gpu) == 0
+    assert taken_bytes(printed, gpu) == 0
 
 
-def test_experts_on_the_cpu_take_nothing_there(said, gpu, tmp_path):
+def test_experts_on_the_cpu_take_nothing_there(printed, gpu, tmp_path):
     """53 MB a layer: with them the windows would be 320 MB over what was planned."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture="qwen3moe", width=512, expert_feed_forward=1024, experts=32, layers=6)
@@ -153,10 +153,10 @@ def test_experts_on_the_cpu_take_nothing_there(said, gpu, tmp_path):
     planned = sum(planned_bytes(header, plan))
     Route(header, [0, 2, 4, 6], tmp_path, on_gpu=(2, 2, 2), apart=True).release()
     assert planned < 5 * MAX_OFF
-    check(taken_bytes(said, gpu), planned)
+    check(taken_bytes(printed, gpu), planned)
 
 
-def test_adapters_lie_beside_their_layers(said, gpu, tmp_path):
+def test_adapters_lie_beside_their_layers(printed, gpu, tmp_path):
     """63 MB a layer: without them a window would be 126 MB over what was planned."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, layers=6, is_empty=True, width=2048, heads=32, head_width=64, feed_forward=8192)
@@ -169,30 +169,30 @@ def test_adapters_lie_beside_their_layers(said, gpu, tmp_path):
     Route(header, [0, 2, 4, 6], tmp_path, on_gpu=(2, 2, 2), adapters=adapters).release()
     head, worker = planned_bytes(header, plan, adapters=adapters)
     assert worker - planned_bytes(header, plan)[1] > 1.5 * MAX_OFF
-    first, middle, tail = taken_by_windows(said, gpu)
+    first, middle, tail = taken_by_windows(printed, gpu)
     check(middle, worker)
     check(first + tail, head, windows=2)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt-oss", "qwen3moe", "starcoder2"])
-def test_without_flash_attention_scores_are_there(family, said, gpu, tmp_path):
+def test_without_flash_attention_scores_are_there(family, printed, gpu, tmp_path):
     """As of heads that a backend has none for."""
     header = write_family(tmp_path / "model.gguf", family)
     work = replace(WORK, context_tokens=2048, chunk_rows=256, flash=False)
     options = msgspec.structs.replace(OPTIONS, context=2048, sequences=1, rows=256, flash=False)
     route = tuple(Window(device=name, first=at, last=at + 2, gpu_layers=2) for name, at in PLACES)
     plan = Plan(rounds=1, route=route, output_on_gpu=True, streaming=(), left_out=())
-    said.clear()
+    printed.clear()
     Route(header, [0, 2, 4, 6], tmp_path, options, (2, 2, 2)).release()
     head, worker = planned_bytes(header, plan, work)
-    first, middle, tail = taken_by_windows(said, gpu)
+    first, middle, tail = taken_by_windows(printed, gpu)
     check(middle, worker)
     check(first + tail, head, windows=2)
     assert first + tail + middle < head + worker, "no less is planned than taken"
 
 
 @pytest.mark.parametrize("family", sorted({*SHAPES, *KEYS}))
-def test_each_family(family, said, gpu, tmp_path):
+def test_each_family(family, printed, gpu, tmp_path):
     """Cells of layers that slide or differ, states, latent vectors and what a chunk needs, at widths of real models."""
     work = OF_FAMILIES.get(family, WIDE)
     header = write_family(tmp_path / "model.gguf", family)
@@ -205,9 +205,9 @@ def test_each_family(family, said, gpu, tmp_path):
     )
     plan = Plan(rounds=1, route=route, output_on_gpu=True, streaming=(), left_out=())
     options = msgspec.structs.replace(OPTIONS, context=work.context_tokens, sequences=1, rows=work.chunk_rows)
-    said.clear()
+    printed.clear()
     Route(header, cuts, tmp_path, options, on_gpu).release()
     head, worker = planned_bytes(header, plan, work)
-    first, middle, tail = taken_by_windows(said, gpu)
+    first, middle, tail = taken_by_windows(printed, gpu)
     check(middle, worker)
     check(first + tail, head, windows=2)

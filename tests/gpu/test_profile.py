@@ -123,8 +123,8 @@ def test_a_first_start_measures_and_serves(home, tmp_path, smollm2, cluster, fau
             heading(smollm2, home, cluster, *options, XDG_CACHE_HOME=str(tmp_path / "of-desk")) as head,
         ):
             head.wait_serving()
-            told = ask(head, tokens=8)
-            assert (told.finish, told.error) == ("length", None), head.run.output + worker.output
+            reported = ask(head, tokens=8)
+            assert (reported.finish, reported.error) == ("length", None), head.run.output + worker.output
             assert len(head.status()["devices"]) == 2
             assert head.run.stop(signal.SIGINT) == 0, head.run.output
             assert worker.stop(signal.SIGINT) == 0, worker.output

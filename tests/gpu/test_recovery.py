@@ -34,9 +34,9 @@ def ring(ring_with) -> Iterator[tuple[Head, Primad]]:
 def test_a_worker_with_gpu_layers_is_killed(ring):
     head, worker = ring
     assert gpu_layers(head) > 0, head.run.output
-    told = ask(head, worker.kill)
-    assert (told.finish, told.error) == ("length", None), head.run.output
-    assert told.text
+    reported = ask(head, worker.kill)
+    assert (reported.finish, reported.error) == ("length", None), head.run.output
+    assert reported.text
     assert gpu_layers(head) == 0
     again = ask(head)
     assert (again.finish, again.error) == ("length", None)
@@ -45,8 +45,8 @@ def test_a_worker_with_gpu_layers_is_killed(ring):
 def test_a_ring_process_with_gpu_layers_is_killed(ring):
     head, worker = ring
     assert gpu_layers(head) > 0, head.run.output
-    told = ask(head, ring_process(worker).kill)
-    assert (told.finish, told.error) == ("length", None), head.run.output
+    reported = ask(head, ring_process(worker).kill)
+    assert (reported.finish, reported.error) == ("length", None), head.run.output
     wait_until(lambda: gpu_layers(head) > 0, "the GPU is not to blame for a process that was killed")
 
 
@@ -54,8 +54,8 @@ def test_a_gpu_without_room_serves_with_what_fits(ring_with, gpu):
     if gpu.backend != "Vulkan":
         pytest.skip(f"{gpu.backend} cannot be told to have no memory")
     with ring_with(**NO_ROOM) as (head, worker):
-        told = ask(head)
-        assert (told.finish, told.error) == ("length", None), head.run.output
+        reported = ask(head)
+        assert (reported.finish, reported.error) == ("length", None), head.run.output
         worker.wait_for("the GPU has too little memory left: none of .* planned layers are on it")
         assert "Traceback" not in worker.output + head.run.output
 
@@ -87,8 +87,8 @@ def test_layers_leave_the_gpu_when_other_programs_take_its_memory(ring_with, tmp
             taken.touch()
             worker.wait_for("other programs need memory of the GPU")
 
-        told = ask(head, take)
-        assert (told.finish, told.error) == ("length", None), head.run.output
-        assert told.text
+        reported = ask(head, take)
+        assert (reported.finish, reported.error) == ("length", None), head.run.output
+        assert reported.text
         wait_until(lambda: gpu_layers(head) < before, "the next ring has fewer layers there")
         assert "Traceback" not in worker.output + head.run.output

@@ -45,9 +45,9 @@ def answers(smollm2, new_home, cluster, gpu, tmp_path):
             ring_of_two(model, homes, cluster, WORKER_THREADS, *arguments, *more) as (head, worker),
         ):
             assert gpu_layers(head) > 0, head.run.output
-            told = ask(head, tokens=20)
-            assert (told.finish, told.error) == ("length", None), head.run.output + worker.output
-            assert told.text
+            reported = ask(head, tokens=20)
+            assert (reported.finish, reported.error) == ("length", None), head.run.output + worker.output
+            assert reported.text
             assert "too little memory left" not in worker.output
             assert "Traceback" not in head.run.output + worker.output
             return head.run.output

@@ -37,7 +37,7 @@ def twice(gpu) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def told(twice, tmp_path_factory) -> dict[str, Any]:
+def reported(twice, tmp_path_factory) -> dict[str, Any]:
     """What ``halves`` says of each architecture."""
     folder = tmp_path_factory.mktemp("halves")
     child = subprocess.run(
@@ -51,16 +51,16 @@ def told(twice, tmp_path_factory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_windows_split_over_two_compute_what_one_does(architecture, told):
-    found = told[architecture]
+def test_windows_split_over_two_compute_what_one_does(architecture, reported):
+    found = reported[architecture]
     assert found["both"]["logits"] == found["one"]["logits"]
     assert found["the other"]["logits"] == found["one"]["logits"]
 
 
 @pytest.mark.parametrize("where", ["one", "both", "the other"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_each_takes_what_was_planned_of_it(architecture, where, told):
-    taken, planned = (told[architecture][where][name] for name in ("taken", "planned"))
+def test_each_takes_what_was_planned_of_it(architecture, where, reported):
+    taken, planned = (reported[architecture][where][name] for name in ("taken", "planned"))
     for gpu, size in planned.items():
         assert abs(taken.get(gpu, 0.0) - size) <= 3 * MAX_OFF, f"{gpu}: {taken} of {planned}"
     assert min(planned.values()) > 0 or where != "both"

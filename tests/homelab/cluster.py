@@ -179,8 +179,8 @@ class Cluster:
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """Status and body of the health check; status 0 while nobody answers."""
-        said = self._client("health")
-        return int(said["status"]), said["body"]
+        printed = self._client("health")
+        return int(printed["status"]), printed["body"]
 
     def status(self) -> dict[str, Any]:
         """What the head's ``/status`` says."""
@@ -198,16 +198,16 @@ class Cluster:
                     raise AssertionError(f"the head ended with code {code} and said at last:\n{head.last(LAST_LINES)}")
                 client.wait_news(_LOOK_S)
             assert client.wait_end(timeout_s) == 0, client.output
-            said: dict[str, Any] = json.loads(client.output)
-        serves = said["status"] == 200 and detail in ("", said["body"]["detail"])
-        assert serves, f"not serving within {timeout_s:g} s: {said['body']}\n{self.logs()}"
-        return float(said["at"])
+            printed: dict[str, Any] = json.loads(client.output)
+        serves = printed["status"] == 200 and detail in ("", printed["body"]["detail"])
+        assert serves, f"not serving within {timeout_s:g} s: {printed['body']}\n{self.logs()}"
+        return float(printed["at"])
 
     def _client(self, action: str, *words: str, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         done = self.head.run([sys.executable, "-I", CLIENT, action, URL, *words], timeout_s=timeout_s)
         assert done.returncode == 0, done.stderr
-        said: dict[str, Any] = json.loads(done.stdout)
-        return said
+        printed: dict[str, Any] = json.loads(done.stdout)
+        return printed
 
     def logs(self) -> str:
         """What every daemon printed, for a failing test to show."""

@@ -147,9 +147,9 @@ class Rig:
         """The layer files that a device computes with, or loads."""
         holds: dict[str, list[str]] = {}
         for file in self.cache(name).glob("in-use-*.json"):
-            said = json.loads(file.read_bytes())
-            if said["pid"] in self.lab.device(name).pids():
-                holds |= said["holds"]
+            printed = json.loads(file.read_bytes())
+            if printed["pid"] in self.lab.device(name).pids():
+                holds |= printed["holds"]
         latest = max(holds, key=lambda part: int(part.rpartition("-")[2]), default=None)
         return [] if latest is None else [self.cache(name) / f"{digest}.gguf" for digest in holds[latest]]
 

@@ -19,15 +19,15 @@ class Stream:
     def __init__(self, running: Running) -> None:
         self._running = running
 
-    def _said(self) -> list[dict[str, Any]]:
+    def _printed(self) -> list[dict[str, Any]]:
         return [json.loads(line) for _, line in list(self._running.lines) if line.startswith("{")]
 
     def _texts(self) -> list[tuple[float, str]]:
         found = []
-        for said in self._said():
-            for choice in said.get("event", {}).get("choices", []):
+        for printed in self._printed():
+            for choice in printed.get("event", {}).get("choices", []):
                 if text := choice.get("delta", {}).get("content"):
-                    found.append((float(said["at"]), str(text)))
+                    found.append((float(printed["at"]), str(text)))
         return found
 
     @property
@@ -43,18 +43,18 @@ class Stream:
     @property
     def status(self) -> int | None:
         """The HTTP status; None while there is none."""
-        return next((int(said["status"]) for said in self._said() if "status" in said), None)
+        return next((int(printed["status"]) for printed in self._printed() if "status" in printed), None)
 
     @property
     def retry_after(self) -> str | None:
         """The header of a refusal."""
-        return next((said["retry_after"] for said in self._said() if "status" in said), None)
+        return next((printed["retry_after"] for printed in self._printed() if "status" in printed), None)
 
     @property
     def finish_reason(self) -> str | None:
         """Why the answer ended; None for one that has not, or ended by an error."""
-        for said in self._said():
-            for choice in said.get("event", {}).get("choices", []):
+        for printed in self._printed():
+            for choice in printed.get("event", {}).get("choices", []):
                 if choice.get("finish_reason"):
                     return str(choice["finish_reason"])
         return None
@@ -62,12 +62,14 @@ class Stream:
     @property
     def error(self) -> dict[str, Any] | None:
         """OpenAI's error object, if one came."""
-        return next((said["event"]["error"] for said in self._said() if "error" in said.get("event", {})), None)
+        return next(
+            (printed["event"]["error"] for printed in self._printed() if "error" in printed.get("event", {})), None
+        )
 
     @property
     def end(self) -> str | None:
         """``done``, ``closed`` or the connection's error; None while it goes on."""
-        return next((str(said["end"]) for said in self._said() if "end" in said), None)
+        return next((str(printed["end"]) for printed in self._printed() if "end" in printed), None)
 
     @property
     def longest_gap_s(self) -> float:

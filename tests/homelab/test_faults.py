@@ -97,8 +97,8 @@ def go_through(cell: Cell, rig: Rig) -> float:
     prompt = {"prefill": LONG, "decode": STORY, "long answer": TALE}.get(cell.phase, SHORT)
     rig.check(stream, prompt, LONG_PATIENCE_S if cell.fault == "slow device" else PATIENCE_S)
     seconds = first_after(stream, at, cell)
-    if cell.said:
-        rig.wait_said("h", cell.said.format(device=name))
+    if cell.printed:
+        rig.wait_said("h", cell.printed.format(device=name))
     heal(cell, rig, name, spoilt)
     rig.whole()
     rig.check(rig.ask())
@@ -174,8 +174,8 @@ def test_pairing(cell: Cell, make_lab: MakeLab, smollm2: Path, record_property: 
         record_property("seconds", stream.times[0] - at)
         if cell.fault == "SIGSTOP":
             device.thaw()
-        if cell.said:
-            half.joining.wait_for(cell.said)
+        if cell.printed:
+            half.joining.wait_for(cell.printed)
         if cell.outcome is not Outcome.GOES_ON and "paired with" not in half.joining.output:
             assert "h" not in trusted_by(device)
         if cell.fault in ("kill -9", "link cut", "half-open TCP"):

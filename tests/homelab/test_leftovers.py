@@ -193,8 +193,8 @@ def test_an_interrupted_tool_leaves_nothing(make_lab: MakeLab, tmp_path: Path) -
             assert building.poll() is None
             time.sleep(0.001)
         building.send_signal(signal.SIGINT)
-        _, told = building.communicate(timeout=PATIENCE_S)
-    assert building.returncode == 130, told
+        _, reported = building.communicate(timeout=PATIENCE_S)
+    assert building.returncode == 130, reported
     assert not traces(lab)
 
 

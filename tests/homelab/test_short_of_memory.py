@@ -96,7 +96,7 @@ def resident_bytes(cluster: Cluster, name: str) -> int:
     return 0
 
 
-def said(head: Running, text: str) -> bool:
+def printed(head: Running, text: str) -> bool:
     return any(text in line for _, line in list(head.lines))
 
 
@@ -122,7 +122,7 @@ def take_max(cluster: Cluster, device: Device, other: Neighbour) -> None:
 def take_last(cluster: Cluster, device: Device, head: Running, other: Neighbour) -> None:
     """Take memory on ``device`` (``b``) little by little until the head looks for another plan."""
     deadline = time.monotonic() + SHORT_S
-    while not said(head, "b: other programs need the memory; looking for a plan that uses less of it"):
+    while not printed(head, "b: other programs need the memory; looking for a plan that uses less of it"):
         assert time.monotonic() < deadline, f"with {other.taken_bytes / MB:.0f} MB taken:\n{cluster.logs()}"
         if free_bytes(device) - LAST_BYTES >= LEFT_BYTES:
             other.take(LAST_BYTES)

@@ -57,8 +57,8 @@ def client(*words: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def streamed(said: list[dict[str, Any]]) -> Stream:
-    return Stream(SimpleNamespace(lines=[(0.0, json.dumps(line)) for line in said]))  # type: ignore[arg-type]
+def streamed(printed: list[dict[str, Any]]) -> Stream:
+    return Stream(SimpleNamespace(lines=[(0.0, json.dumps(line)) for line in printed]))  # type: ignore[arg-type]
 
 
 def asked(status: int, *events: str) -> Stream:
@@ -95,19 +95,19 @@ def test_a_refusal_is_an_error_with_its_status() -> None:
 
 
 def test_gaps_are_between_tokens() -> None:
-    said = [{"at": at, "event": json.loads(piece("x"))} for at in (10.0, 10.1, 12.6, 12.7)]
-    stream = streamed(said)
+    printed = [{"at": at, "event": json.loads(piece("x"))} for at in (10.0, 10.1, 12.6, 12.7)]
+    stream = streamed(printed)
     assert stream.longest_gap_s == pytest.approx(2.5)
     assert stream.recovered_s(10.05) == pytest.approx(2.55)  # not the token at 10.1, which was on its way
     assert stream.recovered_s(11.0) == pytest.approx(1.6)
     assert stream.recovered_s(12.7) is None
-    assert streamed(said[:1]).longest_gap_s == 0
+    assert streamed(printed[:1]).longest_gap_s == 0
 
 
 def test_health_is_asked_and_awaited() -> None:
     with server(200, ['{"status": "ok"}']) as url:
         for words in (("health", url), ("wait", url, "5")):
-            (said,) = client(*words)
-            assert (said["status"], said["body"]) == (200, {"status": "ok"})
-    (said,) = client("health", url)  # nobody answers there now
-    assert said["status"] == 0
+            (printed,) = client(*words)
+            assert (printed["status"], printed["body"]) == (200, {"status": "ok"})
+    (printed,) = client("health", url)  # nobody answers there now
+    assert printed["status"] == 0

@@ -14,7 +14,7 @@ import uvicorn
 from playwright.sync_api import Page
 
 from primad.api.app import create_app
-from tests.fakes.backend import ByteVocabulary, FakeBackend, says
+from tests.fakes.backend import ByteVocabulary, FakeBackend, replies
 from tests.fakes.status import device, ring
 
 OWNER, GUEST = "the-owner's-key-is-long", "a-guest's-key-is-long"
@@ -40,7 +40,7 @@ class SlowBackend(FakeBackend):
 
 def answering(*texts: Any, template: str = PLAIN, pause_s: float = 0.0) -> SlowBackend:
     """A head of two devices."""
-    backend = SlowBackend(says(*texts), vocabulary=ByteVocabulary(chat_template=template))
+    backend = SlowBackend(replies(*texts), vocabulary=ByteVocabulary(chat_template=template))
     backend.pause_s = pause_s
     backend.served = replace(backend.served, sequences=4)
     backend.ring = ring(device("desk", role="head"), device("mini"), old="ready")
@@ -71,15 +71,15 @@ def keep_chats(page: Page, *chats: list[str]) -> None:
     kept = [
         {
             "id": str(number),
-            "title": said[0],
+            "title": printed[0],
             "messages": [
                 {"role": "assistant", "content": text, "thought": "", "calls": [], "stats": {}}
                 if at % 2
                 else {"role": "user", "content": text}
-                for at, text in enumerate(said)
+                for at, text in enumerate(printed)
             ],
         }
-        for number, said in enumerate(chats)
+        for number, printed in enumerate(chats)
     ]
     page.evaluate("kept => localStorage.setItem('primad.chats', JSON.stringify(kept))", kept)
     page.reload()

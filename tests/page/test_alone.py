@@ -11,7 +11,7 @@ from playwright.sync_api import Page, expect
 
 from primad.api.http.access import Door
 from primad.api.http.keys import ApiKey, digest_of
-from tests.fakes.desk import FakeAdminApi, known
+from tests.fakes.admin_api import FakeAdminApi, known
 from tests.page.head import GUEST, OWNER, PLAIN, answering, say, served
 
 THINKS = PLAIN + "{% if false %}<think></think>{% endif %}"

@@ -29,8 +29,8 @@ def owned(devices, module_home, open_page) -> Callable[[], Page]:
     head, _ = devices
 
     def opened() -> Page:
-        told = run_primad("page", "--print", "--head", f"desk:{head.port}")
-        page = open_page(told.stdout.strip())
+        reported = run_primad("page", "--print", "--head", f"desk:{head.port}")
+        page = open_page(reported.stdout.strip())
         expect(page.locator("#pill")).to_have_attribute("data-state", "serving")
         return page
 
@@ -107,8 +107,8 @@ def test_a_device_that_runs_already_pairs_by_the_code_that_it_shows(owned, modul
     base = ("join", "--home", home, "--name", "attic", "--cluster", "page")
     with primad(*base, **{LOCAL_TRUST: str(tmp_path / "another user")}) as worker:
         worker.wait_for("attic is waiting for a head")
-        told = run_primad("pair", "--json", "--home", home)
-        page.get_by_label("Its code").fill(json.loads(told.stdout)["code"])
+        reported = run_primad("pair", "--json", "--home", home)
+        page.get_by_label("Its code").fill(json.loads(reported.stdout)["code"])
         page.get_by_role("button", name="Pair", exact=True).click()
         worker.wait_for("paired with desk")
         card = page.get_by_role("article", name="attic")

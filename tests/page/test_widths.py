@@ -217,9 +217,9 @@ def test_labels_of_the_ring_do_not_overlap_and_name_every_device(open_page, seri
         assert [pair for at, one in enumerate(labels) for pair in overlaps(one, labels[at + 1 :])] == []
         width = screen["viewport"]["width"]
         assert all(left >= 0 and right <= width for _, left, _, right, _ in labels)
-        said = " ".join(text for text, *_ in labels)
-        assert all(said.count(name) >= 2 for name in names)
-        assert said.count("12.3 ms") == 2 * number
+        printed = " ".join(text for text, *_ in labels)
+        assert all(printed.count(name) >= 2 for name in names)
+        assert printed.count("12.3 ms") == 2 * number
         assert serious(page) == []
 
 

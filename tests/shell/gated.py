@@ -97,11 +97,11 @@ async def raw(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
 
 async def until_closed(reader: asyncio.StreamReader) -> bytes:
     """All that the other side says until it closes the connection."""
-    said = b""
+    printed = b""
     with suppress(ConnectionError):
         while data := await reader.read(65536):
-            said += data
-    return said
+            printed += data
+    return printed
 
 
 async def until_one_ends(

@@ -12,12 +12,12 @@ from schemathesis.specs.openapi.checks import (
 
 from primad.api.answering.backend import ModelNames
 from primad.api.app import create_app
-from tests.fakes.backend import ByteVocabulary, FakeBackend, says
+from tests.fakes.backend import ByteVocabulary, FakeBackend, replies
 from tests.fakes.embeddings import FakeEmbeddings
 
 PLAIN = ByteVocabulary(chat_template="{{ messages[-1].content }}")
 APP = create_app(
-    FakeBackend(says("Hé"), vocabulary=PLAIN), names=ModelNames(any_model=True), embeddings=FakeEmbeddings()
+    FakeBackend(replies("Hé"), vocabulary=PLAIN), names=ModelNames(any_model=True), embeddings=FakeEmbeddings()
 )
 SCHEMA = schemathesis.openapi.from_dict(APP.openapi())
 SCHEMA.app = APP

@@ -40,13 +40,13 @@ def test_a_ring_of_three_is_compared_with_other_servers_and_two_devices_with_twi
         served(1, 4, 50, 100, system=ONE_BATCH),
         served(3, 4, 30, 60, system=RPC),
     ]
-    told = "m: ring of {}, 4 rows, 4 streams, of {}".format
+    reported = "m: ring of {}, 4 rows, 4 streams, of {}".format
     assert judged(rows) == {
-        told(1, "one stream of it"): (pytest.approx(0.825), None),
-        told(2, "one stream of it"): (pytest.approx(2.9), None),
-        told(2, "2 x one device with one"): (pytest.approx(0.95), 0.9),
-        told(3, ONE_BATCH): (0.9, 0.9),
-        told(3, RPC): (1.5, 1.5),
+        reported(1, "one stream of it"): (pytest.approx(0.825), None),
+        reported(2, "one stream of it"): (pytest.approx(2.9), None),
+        reported(2, "2 x one device with one"): (pytest.approx(0.95), 0.9),
+        reported(3, ONE_BATCH): (0.9, 0.9),
+        reported(3, RPC): (1.5, 1.5),
     }
 
 
@@ -75,9 +75,9 @@ def plain(smollm2: Path) -> Iterator[PlainChild]:
 def test_what_stands_for_llama_server_writes_what_llama_cpp_writes_alone(plain: PlainChild):
     alone = plain.answer(decode=8, after=40)
     for answers in (1, 3):  # of three prompts of 40 tokens the second goes in two steps
-        told = plain.answer(answers=answers, of=9, after=40)
-        assert told["tokens"] == alone["tokens"]
-        assert (len(told["first_s"]), len(told["next_s"])) == (answers, 8 * answers)
+        reported = plain.answer(answers=answers, of=9, after=40)
+        assert reported["tokens"] == alone["tokens"]
+        assert (len(reported["first_s"]), len(reported["next_s"])) == (answers, 8 * answers)
 
 
 @pytest.fixture
@@ -120,13 +120,13 @@ def test_devices_of_one_computer_count_as_machines_with_a_core_each():
         "from primad.profiler.records import host_id; from primad.system.processors import usable_cpus; "
         "print(host_id(), usable_cpus())"
     )
-    said = [
+    printed = [
         subprocess.run(
             [*before, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
         ).stdout.split()
         for before in ([], as_machine("head", 0), as_machine("w1", None))
     ]
-    assert len({host for host, *_ in said}) == 3
-    assert float(said[1][1]) == 1
+    assert len({host for host, *_ in printed}) == 3
+    assert float(printed[1][1]) == 1
     with pytest.raises(LabError, match="w99: no machine of its own"):
         as_machine("w99", 99_999)

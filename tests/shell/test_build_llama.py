@@ -52,8 +52,8 @@ def test_a_build_says_how_far_it_is(tmp_path: Path, compiler: Path) -> None:
     python = program(tmp_path / "python", PIP + 'touch "$2/llama_cpp_python-1.2.3-py3-none-any.whl"\n')
     ended = tool("build-llama", python, tmp_path / "out", CXX=str(compiler), PRIMAD_PROGRESS_S="0")
     assert ended.returncode == 0
-    said = [re.sub(r"\d+ min \d\d s", "TIME", line) for line in ended.stderr.splitlines()]
-    assert said[1:] == [
+    printed = [re.sub(r"\d+ min \d\d s", "TIME", line) for line in ended.stderr.splitlines()]
+    assert printed[1:] == [
         "build-llama: TIME: 1 of 3 targets",
         "build-llama: TIME: 3 of 3 targets",
         "build-llama: built in TIME",

@@ -103,11 +103,11 @@ def test_list_shows_what_is_there_and_what_is_used(home, filled):
 
 def test_list_as_json(home, filled):
     _, refs = filled
-    told = json.loads(run(home, "list", "--json"))
-    assert [layer["digest"] for layer in told["layers"]] == [ref.digest for ref in refs]
-    assert told["total_bytes"] == sum(layer["size_bytes"] for layer in told["layers"])
-    assert (told["partial_bytes"], told["limit_bytes"]) == (0, None)
-    assert set(told["layers"][0]) == {"digest", "size_bytes", "used_s", "in_use"}
+    reported = json.loads(run(home, "list", "--json"))
+    assert [layer["digest"] for layer in reported["layers"]] == [ref.digest for ref in refs]
+    assert reported["total_bytes"] == sum(layer["size_bytes"] for layer in reported["layers"])
+    assert (reported["partial_bytes"], reported["limit_bytes"]) == (0, None)
+    assert set(reported["layers"][0]) == {"digest", "size_bytes", "used_s", "in_use"}
 
 
 def test_list_says_the_limit_and_what_is_on_its_way(home, filled, layers):
@@ -204,8 +204,8 @@ def test_what_was_counted_of_experts_goes_with_all_or_when_it_is_old(home, fille
         path.write_text("{}")
         os.utime(path, (time.time() - days * DAY_S,) * 2)
     assert "experts" not in run(home, "prune", "--to", "1GB")
-    said = run(home, "prune", "--older", "35", "--dry-run")
-    assert said == "would remove 0 layers, 0 B\nwould remove usage counts of the experts of 1 layer\n"
+    printed = run(home, "prune", "--older", "35", "--dry-run")
+    assert printed == "would remove 0 layers, 0 B\nwould remove usage counts of the experts of 1 layer\n"
     assert len(list(folder.iterdir())) == 2
     assert json.loads(run(home, "prune", "--older", "35", "--json"))["removed_counts"] == 1
     assert [path.name for path in folder.iterdir()] == ["10.json"]
@@ -235,8 +235,8 @@ def test_list_says_how_many_kv_cells_are_kept_and_since_when(home, cells):
     line = run(home, "list", "--kv-cache", str(cells)).splitlines()[-1]
     assert line.startswith("2 blocks of KV cache, 2.")
     assert f"used since {since}" in line
-    told = json.loads(run(home, "list", "--kv-cache", str(cells), "--json"))["kv"]
-    assert (told["blocks"], told["folder"], told["limit_bytes"]) == (2, str(cells), 4_000_000_000)
+    reported = json.loads(run(home, "list", "--kv-cache", str(cells), "--json"))["kv"]
+    assert (reported["blocks"], reported["folder"], reported["limit_bytes"]) == (2, str(cells), 4_000_000_000)
     assert "KV cells" not in run(home, "list")
     assert json.loads(run(home, "list", "--json"))["kv"] is None
 

@@ -64,7 +64,7 @@ class Endpoint:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
-    def says(self, *events: bytes, status: int = 200) -> None:
+    def emits(self, *events: bytes, status: int = 200) -> None:
         self.answers.append((status, b"".join(events)))
 
     def contents(self, request: int) -> list[str]:
@@ -110,7 +110,7 @@ def chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, en
 
 
 def test_one_question_gives_its_answer_and_no_thoughts_to_another_program(chat: Types, endpoint: Endpoint):
-    endpoint.says(event(reasoning_content="hm"), event(content="Be"), event(content="cause."), DONE)
+    endpoint.emits(event(reasoning_content="hm"), event(content="Be"), event(content="cause."), DONE)
     assert chat("Why?") == (0, "Because.\n", "")
 
 
@@ -118,37 +118,37 @@ def test_letters_that_the_output_does_not_take_are_escaped(chat: Types, endpoint
     """As on Windows, where what goes to a file or another program is no UTF-8."""
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
     monkeypatch.setattr(sys, "stdout", narrow)
-    endpoint.says(event(content="Größe \N{GRINNING FACE}"), DONE)
+    endpoint.emits(event(content="Größe \N{GRINNING FACE}"), DONE)
     assert chat("How large?")[0] == 0
     assert narrow.buffer.getvalue() == "Größe \\U0001f600\n".encode("latin-1")
 
 
 def test_what_is_typed_in_a_locale_without_utf_8_arrives(chat: Types, endpoint: Endpoint):
-    endpoint.says(event(content="so"), DONE)
+    endpoint.emits(event(content="so"), DONE)
     typed = ["Größe".encode().decode("ascii", "surrogateescape"), "Gr\udcf6\udcdfe"]
     assert chat("--system", typed[0], typed[1]) == (0, "so\n", "")
     assert endpoint.contents(0) == ["Größe", "Gr\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}e"]
 
 
 def test_what_was_said_is_told_with_the_next_question(chat: Types, endpoint: Endpoint, tmp_path: Path):
-    endpoint.says(event(content="1"), DONE)
-    endpoint.says(event(content="2"), DONE)
+    endpoint.emits(event(content="1"), DONE)
+    endpoint.emits(event(content="2"), DONE)
     file = tmp_path / "said.json"
     code, out, _ = chat(lines=("/system Be brief.", "one?", "two?", f"/save {file}", "/quit", "never read"))
     assert (code, out) == (0, "1\n2\n")
     assert endpoint.contents(1) == ["Be brief.", "one?", "1", "two?"]
-    assert [said["content"] for said in json.loads(file.read_text())["messages"]][-1] == "2"
+    assert [printed["content"] for printed in json.loads(file.read_text())["messages"]][-1] == "2"
 
 
 def test_regenerate_asks_again_without_the_answer_and_clear_forgets(chat: Types, endpoint: Endpoint):
     for text in ("1", "one", "three"):
-        endpoint.says(event(content=text), DONE)
+        endpoint.emits(event(content=text), DONE)
     assert chat(lines=("/regenerate", "one?", "/regenerate", "/clear", "three?"))[:2] == (0, "1\none\nthree\n")
     assert [endpoint.contents(request) for request in range(3)] == [["one?"], ["one?"], ["three?"]]
 
 
 @pytest.mark.parametrize(
-    ("status", "events", "told"),
+    ("status", "events", "reported"),
     [
         (503, (b'{"error": {"message": "no ring serves"}}',), "no ring serves"),
         (
@@ -161,14 +161,14 @@ def test_regenerate_asks_again_without_the_answer_and_clear_forgets(chat: Types,
     ],
 )
 def test_an_error_is_told_and_the_conversation_goes_on(
-    chat: Types, endpoint: Endpoint, status: int, events: tuple[bytes, ...], told: str
+    chat: Types, endpoint: Endpoint, status: int, events: tuple[bytes, ...], reported: str
 ):
-    endpoint.says(*events, status=status)
-    endpoint.says(event(content="yes"), DONE)
+    endpoint.emits(*events, status=status)
+    endpoint.emits(event(content="yes"), DONE)
     code, out, err = chat(lines=("one?", "/regenerate"))
     assert code == 0
     assert out.endswith("yes\n")
-    assert told in err
+    assert reported in err
     assert "Traceback" not in err
     assert endpoint.contents(1) == ["one?"]
 
@@ -196,7 +196,7 @@ BROKEN = (
 
 def test_no_proxy_leads_to_a_head_of_this_device(chat: Types, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch):
     for name, value in BROKEN:
-        endpoint.says(event(content="yes"), DONE)
+        endpoint.emits(event(content="yes"), DONE)
         with monkeypatch.context() as shell:
             shell.setenv(name, value)
             assert chat("Why?") == (0, "yes\n", ""), (name, value)
@@ -216,7 +216,7 @@ def test_a_variable_that_is_broken_is_named_in_one_line(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("behind", ["/v1", "/v1/", "/"])
 def test_the_url_that_serve_prints_for_clients_is_taken(chat: Types, endpoint: Endpoint, behind: str):
-    endpoint.says(event(content="yes"), DONE)
+    endpoint.emits(event(content="yes"), DONE)
     assert chat("Why?", url=endpoint.url + behind) == (0, "yes\n", "")
     assert endpoint.paths == ["/v1/chat/completions"]
 
@@ -225,15 +225,15 @@ def test_lines_of_another_program_are_answered_without_a_prompt(
     chat: Types, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ):
     for text in ("1", "2"):
-        endpoint.says(event(content=text), DONE)
+        endpoint.emits(event(content=text), DONE)
     monkeypatch.setattr(sys, "stdin", io.StringIO("one?\ntwo?\n"))
     assert chat(lines=None)[:2] == (0, "1\n2\n")
 
 
 def test_who_needs_a_key_is_told_so_once(chat: Types, endpoint: Endpoint):
-    endpoint.says(b'{"error": {"message": "send an API key"}}', status=401)
-    told = f"primad: error: {endpoint.url}: requires an API key; give --api-key KEY, or set PRIMAD_API_KEY\n"
-    assert chat("Why?") == (2, "", told)
+    endpoint.emits(b'{"error": {"message": "send an API key"}}', status=401)
+    reported = f"primad: error: {endpoint.url}: requires an API key; give --api-key KEY, or set PRIMAD_API_KEY\n"
+    assert chat("Why?") == (2, "", reported)
 
 
 def test_a_conversation_begins_with_the_model_that_answers(chat: Types, endpoint: Endpoint):
@@ -261,7 +261,7 @@ def test_a_prompt_that_is_read_is_no_part_of_the_answer(chat: Types, endpoint: E
     received = Received()
     assert received.take(read.decode().strip(), 0.0) == []
     assert received.read == "processing the prompt: 4 of 9 tokens"
-    endpoint.says(read, event(content="so"), DONE)
+    endpoint.emits(read, event(content="so"), DONE)
     assert chat("Why?") == (0, "so\n", "")
 
 

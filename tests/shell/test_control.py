@@ -33,7 +33,7 @@ WORKER, SECOND = new_identity(), new_identity()
 HELLO = Ping(status=True)
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def printed(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the control link wrote to the log; what others left may be told of at any time."""
     return [record.getMessage() for record in caplog.records if record.name == "primad.network.control"]
 
@@ -124,7 +124,7 @@ def test_garbage_for_the_worker_is_refused_with_a_line_and_it_hears_the_next_hea
 
     with caplog.at_level(logging.WARNING, "primad.network.control"):
         asyncio.run(once())
-    (line,) = said(caplog)
+    (line,) = printed(caplog)
     assert line.startswith("refused a message on the control link (1 so far): ")
     assert line.isprintable()
 
@@ -141,7 +141,7 @@ def test_a_flood_of_garbage_is_one_line_a_second(caplog):
     start = time.monotonic()
     with caplog.at_level(logging.WARNING, "primad.network.control"):
         asyncio.run(once())
-    assert 1 <= len(said(caplog)) <= 1 + time.monotonic() - start
+    assert 1 <= len(printed(caplog)) <= 1 + time.monotonic() - start
 
 
 @pytest.mark.parametrize("frames", [[b""], [b"garbage"], [encode(Pong()), b""], [encode(HELLO)]])
@@ -156,7 +156,7 @@ def test_garbage_of_a_worker_is_refused_with_a_line_and_its_next_message_is_hear
 
     with caplog.at_level(logging.WARNING, "primad.network.control"):
         asyncio.run(once())
-    (line,) = said(caplog)
+    (line,) = printed(caplog)
     assert line.startswith("refused a message of the device at 127.0.0.1:")
 
 

@@ -98,12 +98,12 @@ def test_a_device_is_seen_as_it_announces_itself_and_until_it_leaves(cluster):
 
 def test_a_name_leads_here_where_somebody_answers_for_it_with_addresses_of_this_machine(cluster):
     async def once() -> None:
-        zeroconf, said = AsyncZeroconf(interfaces=[HOST]), list[Awaitable[None]]()
+        zeroconf, printed = AsyncZeroconf(interfaces=[HOST]), list[Awaitable[None]]()
         try:
             for name, address in (("here", HOST), ("there", "192.0.2.7")):
                 host, packed = f"{cluster}-{name}.local.", socket.inet_aton(address)
                 info = AsyncServiceInfo(SERVICE, f"{name}{cluster}.{SERVICE}", 9, addresses=[packed], server=host)
-                said.append(await zeroconf.async_register_service(info, cooperating_responders=True))
+                printed.append(await zeroconf.async_register_service(info, cooperating_responders=True))
             async with device(DiscoveryTimings(own_name_s=float(PATIENCE_S))) as desk:
                 await desk._started()
                 assert await desk.leads_here(f"{cluster}-here.local")
@@ -111,7 +111,7 @@ def test_a_name_leads_here_where_somebody_answers_for_it_with_addresses_of_this_
             async with device(DiscoveryTimings(own_name_s=0.1)) as desk:
                 await desk._started()
                 assert not await desk.leads_here(f"{cluster}-nobody.local")
-            await asyncio.gather(*said)
+            await asyncio.gather(*printed)
         finally:
             await zeroconf.async_close()
 

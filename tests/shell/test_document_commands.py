@@ -17,7 +17,7 @@ import pytest
 from typer.main import get_command
 
 from primad.cli import main as cli
-from tests.fakes.backend import FakeBackend, says
+from tests.fakes.backend import FakeBackend, replies
 from tests.fakes.documents import PAGES, ROOT, Fence, commands, fences, spans
 from tests.fakes.http import served
 
@@ -127,14 +127,14 @@ def test_examples_of_help_can_be_typed():
 
 def test_every_option_is_told_somewhere():
     text = "".join(page.read_text() for page in PAGES)
-    told = set(re.findall(r"--[a-z][a-z-]*", text))
-    untold = {
+    reported = set(re.findall(r"--[a-z][a-z-]*", text))
+    unreported = {
         (command.name, name)
         for command in all_commands()
-        for name in options_of(command) - told
+        for name in options_of(command) - reported
         if name.startswith("--") and name != "--show-completion"
     }
-    assert untold == set()
+    assert unreported == set()
 
 
 def plans() -> list[tuple[str, ...]]:
@@ -162,7 +162,7 @@ def run_client(script: list[str], model: str = "toy", *, answer: str = "Hello") 
     """What the script prints, with an endpoint that gives ``answer`` to everything."""
 
     async def run() -> str:
-        backend = FakeBackend(says(answer))
+        backend = FakeBackend(replies(answer))
         assert backend.served is not None
         backend.served = replace(backend.served, id=model)
         async with served(backend, patience_s=PATIENCE_S) as url:

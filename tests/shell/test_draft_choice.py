@@ -75,8 +75,11 @@ def test_a_model_that_has_no_room_here_guesses_elsewhere_unless_it_must_here(tmp
     path = tmp_path / "small.gguf"
     write_model(path, layers=2, seed=5)
     memory_bytes = draft_model(path, served, context=MAX_CONTEXT, threads=1).memory_bytes
-    said: list[str] = []
-    config, reporter = SimpleNamespace(home=tmp_path, name="desk", threads=1), SimpleNamespace(report_line=said.append)
+    printed: list[str] = []
+    config, reporter = (
+        SimpleNamespace(home=tmp_path, name="desk", threads=1),
+        SimpleNamespace(report_line=printed.append),
+    )
 
     def found(free_bytes: int, **given: Any) -> tuple[bool, bool]:
         asked = options(**({"draft": path, "single_device": False} | given))
@@ -84,9 +87,9 @@ def test_a_model_that_has_no_room_here_guesses_elsewhere_unless_it_must_here(tmp
         return model is not None, has_room
 
     assert found(memory_bytes) == (True, True)
-    assert not said
+    assert not printed
     assert found(memory_bytes - 1) == (True, False)
-    assert said.pop().endswith("are free here: it runs on a device that has room")
+    assert printed.pop().endswith("are free here: it runs on a device that has room")
     assert found(memory_bytes - 1, draft_on="lap") == (True, False)
     for must in ({"draft_on": "desk"}, {"single_device": True}):
         with pytest.raises(ConfigError, match=rf"^--draft {path}: takes .* of memory, and .* are free here; choose a"):

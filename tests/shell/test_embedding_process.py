@@ -68,8 +68,8 @@ def test_vectors_are_those_of_plain_llama_cpp(smollm2):
         return await service.embed(TEXTS, INPUT)
 
     vectors, tokens = with_service(smollm2, work)
-    said = subprocess.run([sys.executable, "-c", PLAIN, str(smollm2), *TEXTS], capture_output=True, check=True)
-    plain = np.array(json.loads(said.stdout.splitlines()[-1]), np.float32)
+    printed = subprocess.run([sys.executable, "-c", PLAIN, str(smollm2), *TEXTS], capture_output=True, check=True)
+    plain = np.array(json.loads(printed.stdout.splitlines()[-1]), np.float32)
     np.testing.assert_allclose(numbers(vectors), plain, atol=1e-5)
     assert tokens > 100
 

@@ -45,7 +45,7 @@ def test_a_run_in_which_all_held_is_not_broken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("differs", "says"),
+    ("differs", "replies"),
     [
         ({"error": "the ring process was ended by SIGKILL"}, "SIGKILL"),
         ({"prompt_tokens": 4096}, "4096 of 8192 tokens of prompt: no room"),
@@ -58,9 +58,9 @@ def test_a_run_in_which_all_held_is_not_broken() -> None:
         ({"bytes_read_per_token": 1.2e9}, "1.20 times as much read"),
     ],
 )
-def test_what_does_not_hold_is_said(differs: dict[str, object], says: str) -> None:
-    (said,) = broken(row(**differs), "no room")
-    assert says in said
+def test_what_does_not_hold_is_said(differs: dict[str, object], replies: str) -> None:
+    (printed,) = broken(row(**differs), "no room")
+    assert replies in printed
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,15 @@ def test_the_prompt_and_the_tokens_behind_it_count_apart() -> None:
     assert ran.tokens_per_s == 2
     assert ran.read_per_token(0.0, 1.0) == 200
     assert (ran.read_per_token(0.0, 0.25), ran.read_per_token(0.75, 1.0)) == (100, 500)
-    assert (ran.told_per_token("read_bytes"), ran.told_per_token("stall_s")) == (200, 0.5)
-    assert ran.told_of_prompt("stall_s") == 4
+    assert (ran.reported_per_token("read_bytes"), ran.reported_per_token("stall_s")) == (200, 0.5)
+    assert ran.reported_of_prompt("stall_s") == 4
 
 
 def test_a_run_that_ended_early_has_no_figures() -> None:
     ran = Ran()
-    assert (ran.tokens_per_s, ran.read_per_token(0.0, 1.0), ran.told_per_token("stall_s")) == (None, None, None)
+    assert (ran.tokens_per_s, ran.read_per_token(0.0, 1.0), ran.reported_per_token("stall_s")) == (None, None, None)
     ran.tokens, ran.times_s, ran.reads = [1], [10.0], [1000]
-    assert (ran.tokens_per_s, ran.read_per_token(0.0, 1.0), ran.told_of_prompt("stall_s")) == (None, None, None)
+    assert (ran.tokens_per_s, ran.read_per_token(0.0, 1.0), ran.reported_of_prompt("stall_s")) == (None, None, None)
 
 
 # ---- the program beside it ------------------------------------------------------------------------------------------

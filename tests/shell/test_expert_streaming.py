@@ -333,7 +333,7 @@ def test_a_router_that_is_not_told_of_costs_page_faults_once(tmp_path):
         assert not run.model._tap, "and all nodes are asked about again"
         run.model._tap._routers = routers
         same(run, steps[5:])
-        assert run.experts._told == set()
+        assert run.experts._reported == set()
 
 
 def test_a_disk_that_fails_is_the_error_of_the_step(tmp_path, monkeypatch):

@@ -161,8 +161,8 @@ def honest(layers: Sequence[LayerCut], lie: Answer = lambda _: None, *, silent: 
     def answer(request: TransferRequest) -> Reply:
         if isinstance(request, AskPresent):
             return [encode(Present(held=[digest in by_digest for digest in request.digests]))]
-        if (told := lie(request)) is not None or silent:
-            return told
+        if (reported := lie(request)) is not None or silent:
+            return reported
         layer = by_digest[request.digest]
         if isinstance(request, FetchDigests):
             return [encode(Digests(digest=request.digest, tree=layer.tree()))]
@@ -202,16 +202,16 @@ def run(test: Coroutine[None, None, None]) -> None:
 
 
 def test_fetched_layers_are_in_the_cache(layers, cache):
-    told: list[int] = []
+    reported: list[int] = []
 
     async def once() -> None:
         async with links() as context, served(context, layers) as source:
-            await fetch(context, [source], layers, cache, told.append)
+            await fetch(context, [source], layers, cache, reported.append)
 
     run(once())
     whole(cache, layers)
-    assert sum(told) == sum(layer.size_bytes for layer in layers)
-    assert max(told) <= CHUNK_BYTES
+    assert sum(reported) == sum(layer.size_bytes for layer in layers)
+    assert max(reported) <= CHUNK_BYTES
 
 
 def test_nothing_to_fetch_asks_for_nothing(layers, cache):
@@ -224,16 +224,16 @@ def test_nothing_to_fetch_asks_for_nothing(layers, cache):
 
 def test_a_layer_that_is_here_is_not_sent_and_counts_as_progress(layers, cache):
     log: list[int] = []
-    told: list[int] = []
+    reported: list[int] = []
 
     async def once() -> None:
         async with links() as context, served(context, layers, log=log) as source:
             await fetch(context, [source], layers[:1], cache)
-            await fetch(context, [source], layers[:2], cache, told.append)
+            await fetch(context, [source], layers[:2], cache, reported.append)
 
     run(once())
     assert len(log) == 2
-    assert sum(told) == sum(layer.size_bytes for layer in layers[:2])
+    assert sum(reported) == sum(layer.size_bytes for layer in layers[:2])
 
 
 def test_several_devices_fetch_at_once(layers, tmp_path):
@@ -644,12 +644,12 @@ def test_at_most_a_few_chunks_are_asked_for_at_a_time(layers, cache):
 
 def test_what_arrived_before_a_stop_is_not_sent_again(layers, cache, tmp_path):
     logs: tuple[list[int], list[int]] = ([], [])
-    told: list[int] = []
+    reported: list[int] = []
     third = asyncio.Event()
 
     def arrived(size: int) -> None:
-        told.append(size)
-        if len(told) == 3:
+        reported.append(size)
+        if len(reported) == 3:
             third.set()
 
     async def stopped() -> None:
@@ -660,18 +660,18 @@ def test_what_arrived_before_a_stop_is_not_sent_again(layers, cache, tmp_path):
 
     async def resumed() -> None:
         async with links() as context, served(context, layers, log=logs[1]) as source:
-            await fetch(context, [source], layers[2:], LayerCache(tmp_path / "cache"), told.append)
+            await fetch(context, [source], layers[2:], LayerCache(tmp_path / "cache"), reported.append)
 
     run(stopped())
     assert not cache.has(layers[2].ref())
     with cache.part(layers[2].ref()) as part:
         lacking = part.lacking()
-    assert 0 < len(lacking) <= BIG_CHUNKS - len(told) <= BIG_CHUNKS - 3
-    told.clear()
+    assert 0 < len(lacking) <= BIG_CHUNKS - len(reported) <= BIG_CHUNKS - 3
+    reported.clear()
     run(resumed())
     whole(cache, layers[2:])
     assert sorted(logs[1]) == lacking
-    assert sum(told) == layers[2].size_bytes, "what was here counts as progress"
+    assert sum(reported) == layers[2].size_bytes, "what was here counts as progress"
 
 
 def test_layers_that_are_complete_stay_when_another_fails(layers, cache):

@@ -32,7 +32,7 @@ from primad.network.messages import MAX_BLOCKS
 from primad.settings.timings import LayerTimings
 from primad.system.wire import encode
 from primad.trust.identity import new_identity
-from tests.fakes.cells import cells_of
+from tests.fakes.kv_cache import cells_of
 from tests.fakes.layers import here
 from tests.shell.test_fetch import ME, Reply, answering, ended, links
 

@@ -10,19 +10,19 @@ from primad.head.serve import NO_TEMPLATE, template_of
 from primad.planning.fit import Fit, FitResult
 
 
-class Said(list[str]):
+class Printed(list[str]):
     def report_line(self, line: str) -> None:
         self.append(line)
 
 
 def test_a_model_without_a_chat_template_is_said_to_have_none(smollm2, gemma3):
-    said = Said()
-    assert template_of(None, open_model(smollm2, header_only=True), said)
-    assert said == []
-    assert template_of(None, open_model(gemma3, header_only=True), said) is None
-    assert said == [NO_TEMPLATE]
-    assert template_of("{{ messages }}", open_model(gemma3, header_only=True), said)
-    assert said == [NO_TEMPLATE]
+    printed = Printed()
+    assert template_of(None, open_model(smollm2, header_only=True), printed)
+    assert printed == []
+    assert template_of(None, open_model(gemma3, header_only=True), printed) is None
+    assert printed == [NO_TEMPLATE]
+    assert template_of("{{ messages }}", open_model(gemma3, header_only=True), printed)
+    assert printed == [NO_TEMPLATE]
 
 
 def test_a_star_is_explained_where_there_is_one_and_its_lack_where_there_is_none():

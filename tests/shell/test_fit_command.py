@@ -73,7 +73,7 @@ def test_json_has_every_model_and_quantisation(fit, house):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "replies"),
     [
         (("--only", "nosuch"), "--only nosuch: no model has that in its name"),
         (("--quant", "q5"), "--quant"),
@@ -81,8 +81,8 @@ def test_json_has_every_model_and_quantisation(fit, house):
         (("--head", "nobody"), "--head: no device is called 'nobody'"),
     ],
 )
-def test_mistakes_are_named(fit, house, arguments, says):
+def test_mistakes_are_named(fit, house, arguments, replies):
     code, out, err = fit("--devices", house, *arguments)
     assert (code, out) == (2, "")
-    assert says in err
+    assert replies in err
     assert err.count("\n") == 1

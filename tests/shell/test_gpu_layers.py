@@ -30,7 +30,7 @@ def on_gpu(layers: int, output: OutputPlace) -> WindowSource:
 
 
 @pytest.mark.parametrize(
-    ("layers", "output", "told"),
+    ("layers", "output", "reported"),
     [
         (0, False, 0),
         (1, False, 2),  # hidden states: the stand-in of the output goes along
@@ -40,14 +40,16 @@ def on_gpu(layers: int, output: OutputPlace) -> WindowSource:
         (8, True, 9),
     ],
 )
-def test_the_output_counts_as_the_last_layer(layers, output, told):
-    assert n_gpu_layers(in_memory(0, 8, gpu_layers=layers, output="gpu" if output else "none")) == told
+def test_the_output_counts_as_the_last_layer(layers, output, reported):
+    assert n_gpu_layers(in_memory(0, 8, gpu_layers=layers, output="gpu" if output else "none")) == reported
 
 
-@pytest.mark.parametrize(("layers", "output", "told"), [(0, "cpu", 0), (0, "gpu", 1), (1, "gpu", 4), (8, "gpu", 11)])
-def test_layers_for_multi_token_prediction_are_counted_but_never_there(layers, output, told):
+@pytest.mark.parametrize(
+    ("layers", "output", "reported"), [(0, "cpu", 0), (0, "gpu", 1), (1, "gpu", 4), (8, "gpu", 11)]
+)
+def test_layers_for_multi_token_prediction_are_counted_but_never_there(layers, output, reported):
     """They come between a whole model's other layers and its output."""
-    assert n_gpu_layers(in_memory(0, 8, gpu_layers=layers, output=output), 2) == told
+    assert n_gpu_layers(in_memory(0, 8, gpu_layers=layers, output=output), 2) == reported
 
 
 def test_what_llama_cpp_cannot_do_is_our_mistake():
@@ -81,11 +83,11 @@ def test_only_the_tail_has_an_output(tmp_path):
     assert placed("cpu") == [(2, False), (1, False), (0, False)]
 
 
-def placed_by_llama_cpp(split: list[int], layers: int, told: int) -> list[int | None]:
+def placed_by_llama_cpp(split: list[int], layers: int, reported: int) -> list[int | None]:
     """On which GPU, by its number in the list, llama.cpp has each layer and the output, by its own rule in float32."""
     points = np.cumsum(np.array(split, np.float32), dtype=np.float32)
     points /= points[-1]
-    first, count = max(layers + 1 - told, 0), min(told, layers + 1)
+    first, count = max(layers + 1 - reported, 0), min(reported, layers + 1)
     return [
         None if layer < first else int(np.searchsorted(points, np.float32(layer - first) / np.float32(count), "right"))
         for layer in range(layers + 1)
@@ -99,9 +101,9 @@ def test_each_layer_lies_on_the_gpu_that_the_plan_says(layers):
         for second in range(on_gpus + 1):
             for third in {0, 1, on_gpus - second} - set(range(on_gpus - second + 1, on_gpus + 2)):
                 assignment = in_memory(0, layers, gpu_layers=on_gpus, other_gpus=(second, third), output="gpu")
-                gpus, told = gpus_in_order(assignment, options), n_gpu_layers(assignment)
-                split = tensor_split([count for _, count in gpus], told)
-                found = placed_by_llama_cpp(list(split)[: len(gpus)], layers, told)
+                gpus, reported = gpus_in_order(assignment, options), n_gpu_layers(assignment)
+                split = tensor_split([count for _, count in gpus], reported)
+                found = placed_by_llama_cpp(list(split)[: len(gpus)], layers, reported)
                 names = [None if number is None else gpus[number][0] for number in found]
                 first = on_gpus - second - third
                 expected = [None] * (layers - on_gpus) + ["C"] * third + ["B"] * second + ["A"] * (first + 1)

@@ -62,7 +62,7 @@ def on_gpu(asked: Open) -> list[int]:
 def test_fewer_layers_until_they_fit(tmp_path):
     asked = opening(window(tmp_path / "a", 6, 5), window(tmp_path / "b", 4, 2))
     tried: list[list[int]] = []
-    told: list[GpuLoaded] = []
+    reported: list[GpuLoaded] = []
 
     def load(each: Open) -> Open:
         tried.append(on_gpu(each))
@@ -71,9 +71,9 @@ def test_fewer_layers_until_they_fit(tmp_path):
         return each
 
     free = iter([100, 70])
-    loaded = load_what_fits(asked, load, told.append, lambda _: next(free))
+    loaded = load_what_fits(asked, load, reported.append, lambda _: next(free))
     assert tried == [[5, 2], [3, 1], [2, 0]]
-    assert told == [GpuLoaded(layers=2, planned=7, held_bytes=30, why="no room for 7")]
+    assert reported == [GpuLoaded(layers=2, planned=7, held_bytes=30, why="no room for 7")]
     for before, after in zip(asked.windows, loaded.windows, strict=True):
         moved = before.assignment.gpu_layers - after.assignment.gpu_layers
         size = Path(before.layers[0]).stat().st_size - HEADER_BYTES
@@ -145,7 +145,7 @@ def prefill_offload(source: WindowSource) -> WindowSource:
 
 @pytest.mark.parametrize(("gpu_layers", "fits"), [(0, 0), (4, 4), (4, 3)])
 def test_help_is_given_up_before_layers_are(tmp_path, gpu_layers, fits):
-    asked, told = opening(prefill_offload(window(tmp_path / "a", 6, gpu_layers)), window(tmp_path / "b", 2, 0)), []
+    asked, reported = opening(prefill_offload(window(tmp_path / "a", 6, gpu_layers)), window(tmp_path / "b", 2, 0)), []
 
     def load(each: Open) -> Open:
         if sum(on_gpu(each)) > fits or any(source.assignment.prefill_offload for source in each.windows):
@@ -153,9 +153,9 @@ def test_help_is_given_up_before_layers_are(tmp_path, gpu_layers, fits):
         return each
 
     free = iter([100, 70])
-    loaded = load_what_fits(asked, load, told.append, lambda _: next(free))
+    loaded = load_what_fits(asked, load, reported.append, lambda _: next(free))
     assert on_gpu(loaded) == [fits, 0]
-    assert told == [GpuLoaded(layers=fits, planned=gpu_layers, held_bytes=30, why="no room")]
+    assert reported == [GpuLoaded(layers=fits, planned=gpu_layers, held_bytes=30, why="no room")]
 
 
 def test_what_help_holds_is_told_and_plans_without_room_for_it_have_none():
@@ -166,7 +166,7 @@ def test_what_help_holds_is_told_and_plans_without_room_for_it_have_none():
     care.has(2, GpuLoaded(layers=0, planned=0, held_bytes=0, why="out of memory"))
     assert care.bounded(offloading) == PROFILE
     assert care.changes == 1
-    assert "too little memory left to help with prompts" in care.said[0]
+    assert "too little memory left to help with prompts" in care.printed[0]
 
 
 class Care(GpuCare):
@@ -174,12 +174,12 @@ class Care(GpuCare):
 
     def __init__(self, limits: OwnerLimits = NO_LIMITS) -> None:
         super().__init__(limits, look_every_s=0.001)
-        self.said: list[str] = []
+        self.printed: list[str] = []
         self.changes = 0
         self.again: list[str] = []
         self.room = asyncio.Event()
         self.device = PROFILE
-        self.attend(lambda: self.device, report_line=self.said.append, changed=self.count, recovered=self.notify)
+        self.attend(lambda: self.device, report_line=self.printed.append, changed=self.count, recovered=self.notify)
 
     def count(self) -> None:
         self.changes += 1
@@ -199,7 +199,7 @@ def test_plans_have_no_more_of_a_gpu_than_it_gave():
     gpu = care.bounded(PROFILE).gpu
     assert gpu is not None
     assert gpu.vram_total_bytes == gpu.vram_available_bytes == GPU.vram_total_bytes * 3 // 4
-    assert "3 of 4 planned layers are on it" in care.said[0]
+    assert "3 of 4 planned layers are on it" in care.printed[0]
     care.has(2, GpuLoaded(layers=0, planned=2, held_bytes=0, why="out of memory"))
     assert care.bounded(PROFILE) == replace(PROFILE, gpu=None)
     assert care.changes == 2
@@ -231,7 +231,7 @@ def test_a_ring_without_room_beside_the_one_before_is_loaded_again_once_that_has
     care.released(2)
     assert care.again == [reason]
     assert care.now(a_gpu(GIB)) == a_gpu(GIB)
-    assert care.said == []
+    assert care.printed == []
 
 
 def test_what_other_programs_need_is_given_back_and_had_again_when_they_are_gone(monkeypatch):
@@ -307,7 +307,7 @@ def test_a_driver_that_ends_the_ring_process_twice_leaves_the_gpu_out():
     assert care.bounded(PROFILE) == PROFILE, "once may be chance"
     care.failed(RingError("llama.cpp failed to compute a step (code -3): device lost"))
     assert care.bounded(PROFILE) == replace(PROFILE, gpu=None)
-    (line,) = care.said
+    (line,) = care.printed
     assert "device lost" in line
     assert "--gpu off" in line
     assert care.changes == 1
@@ -321,16 +321,16 @@ def test_what_each_gpu_holds_is_told_and_counts_as_free_there(tmp_path):
     source = window(tmp_path / "a", 6, 5)
     split = msgspec.structs.replace(source, assignment=replace(source.assignment, other_gpus=(2,)))
     options = msgspec.structs.replace(OPTIONS, gpu="CUDA0", other_gpus=("CUDA1",))
-    asked, told = msgspec.structs.replace(opening(split), options=options), list[GpuLoaded]()
+    asked, reported = msgspec.structs.replace(opening(split), options=options), list[GpuLoaded]()
     free = {"CUDA0": iter([10 * GIB, 7 * GIB]), "CUDA1": iter([8 * GIB, 6 * GIB])}
-    load_what_fits(asked, lambda each: each, told.append, lambda gpu: next(free[gpu]))
-    assert told == [GpuLoaded(layers=5, planned=5, held_bytes=3 * GIB, why="", others_held={"CUDA1": 2 * GIB})]
+    load_what_fits(asked, lambda each: each, reported.append, lambda gpu: next(free[gpu]))
+    assert reported == [GpuLoaded(layers=5, planned=5, held_bytes=3 * GIB, why="", others_held={"CUDA1": 2 * GIB})]
     care, capped = Care(), Care(replace(NO_LIMITS, vram=6 * GIB))
     taken = BOTH.with_gpus([replace(gpu, vram_available_bytes=GIB) for gpu in BOTH.gpus])
     found = []
     for each in (care, capped):
         each.now(taken)
-        each.has(1, told[0])
+        each.has(1, reported[0])
         found.append([gpu.vram_available_bytes for gpu in each.now(taken).gpus])
     assert found == [[4 * GIB, 3 * GIB], [4 * GIB, 2 * GIB]], "the owner's bytes are those of both"
 
@@ -368,7 +368,7 @@ def test_of_two_gpus_the_one_that_fails_is_left_out_by_trying():
     assert found == [["CUDA0", "CUDA1"], ["CUDA0"], ["CUDA1"], []]
     assert care.bounded(replace(PROFILE, gpu=None)).gpu is None
     assert care.changes == 3
-    assert [line.split(" until")[0] for line in care.said] == [
+    assert [line.split(" until")[0] for line in care.printed] == [
         "of the GPUs CUDA0 alone is used",
         "of the GPUs CUDA1 alone is used",
         "the GPU stays unused",

@@ -75,8 +75,8 @@ def test_a_keeper_is_told_what_another_device_keeps_and_from_whom_it_comes(lab):
         ring.keep(request, *blocks)
         await nas.wait(lambda: any(hold.blocks == blocks for hold in nas.held))
         await lap.wait(lambda: any(hold.blocks == blocks for hold in lap.held))
-        told = {copy["device"]: copy["replica"] for copy in (await figures(here))["copies"]}
-        assert told == {"nas": "lap", "lap": "nas"}
+        reported = {copy["device"]: copy["replica"] for copy in (await figures(here))["copies"]}
+        assert reported == {"nas": "lap", "lap": "nas"}
         (layers,) = [ring.plan.windows_of("lap")[0][1]]
         assert nas.held[0].layers == [(layers.first, layers.last)]
         assert [source.device for source in nas.held[0].sources] == ["lap"]
@@ -109,8 +109,8 @@ def test_all_are_told_what_nobody_needs_and_what_of_it_was_a_prompt(lab):
         ring.finish(request)
         await stream.ends()
         ring.forget(prompt, drawn)
-        told = [await nas.hear(KvForget), await nas.hear(KvForget)]
-        assert {forget.lasting: forget.keys for forget in told} == {True: [prompt.key], False: [drawn.key]}
+        reported = [await nas.hear(KvForget), await nas.hear(KvForget)]
+        assert {forget.lasting: forget.keys for forget in reported} == {True: [prompt.key], False: [drawn.key]}
         assert store.list() == []
 
     run(lab, test)
@@ -183,7 +183,7 @@ def test_a_ring_that_keeps_nothing_is_given_nothing(lab, keeps):
         assert (after.generates[0].blocks == blocks) == keeps
         assert bool(after.generates[0].root) == keeps
         assert ((await figures(here)) is None) == (not keeps)
-        assert any(line.startswith("the KV cache is not saved") for line in here.said) == (not keeps)
+        assert any(line.startswith("the KV cache is not saved") for line in here.printed) == (not keeps)
 
     run(lab, test)
 

@@ -15,10 +15,10 @@ import pytest
 import zmq.asyncio
 
 from halda import DevicePrediction, Prediction
-from primad.api.page.desk import DeviceLimit, OtherCluster, ShownCode
+from primad.api.page.admin_api import DeviceLimit, OtherCluster, ShownCode
 from primad.daemon import memory_watch as memory_watch
 from primad.daemon.layer_files import Workspace
-from primad.daemon.station import Node
+from primad.daemon.node import Node
 from primad.errors import ClusterError, ConfigError, PlanError, RingError, WeightsError
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
@@ -159,7 +159,7 @@ class Lab:
         self.more_options: dict[str, object] = {}
         self.free_bytes = profile_of("desk").ram_available_bytes
         self.profile = KnownProfile(lambda _: replace(profile_of("desk"), ram_available_bytes=self.free_bytes))
-        self.said: list[str] = []
+        self.printed: list[str] = []
         self.trust = TrustStore(home, HEAD, LocalTrust(home / "local"))
         self.running: asyncio.Task[None] | None = None
         self.daemon: HeadDaemon | None = None
@@ -219,7 +219,7 @@ class Lab:
     async def serves(self, *workers: str, after: int = 0) -> FakeRing:
         """The ring of exactly ``workers`` that serves, of an epoch behind ``after``, once there is one."""
         ring = await self.rings.find(lambda each: each.formed and each.epoch > after and each.workers == set(workers))
-        await self.says(f"ring {ring.epoch}: ")
+        await self.emits(f"ring {ring.epoch}: ")
         assert (await self.backend.status())["epoch"] == ring.epoch
         return ring
 
@@ -230,16 +230,16 @@ class Lab:
         await self.rings.find(lambda each: each is ring and len(each.generates) > before)
         return stream, ring.generates[-1].request
 
-    async def says(self, start: str) -> str:
+    async def emits(self, start: str) -> str:
         """The first line for the owner that begins so, once it was said."""
         async with self._lines:
-            await self._lines.wait_for(lambda: any(line.startswith(start) for line in self.said))
-        return next(line for line in self.said if line.startswith(start))
+            await self._lines.wait_for(lambda: any(line.startswith(start) for line in self.printed))
+        return next(line for line in self.printed if line.startswith(start))
 
     # what a reporter does
 
     def report_line(self, line: str) -> None:
-        self.said.append(line)
+        self.printed.append(line)
         task = asyncio.create_task(self._notify())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -311,7 +311,7 @@ def test_a_head_whose_mdns_does_not_work_says_so_and_serves(lab, monkeypatch):
         monkeypatch.setattr(FakeDiscovery, "announce", fail)
         here.start()
         await here.serves()
-        assert "mDNS did not start" in here.said
+        assert "mDNS did not start" in here.printed
 
     run(lab, test)
 
@@ -382,7 +382,7 @@ def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_knows(la
         ring = await here.serves("nas")
         await here.daemon._planner.foreseeing
         as_measured = here.solver.step_s
-        ring.says = {"desk": decoded(0.02, token_s=0.08), "nas": decoded(0.06)}
+        ring.emits = {"desk": decoded(0.02, token_s=0.08), "nas": decoded(0.06)}
         answers = 5  # until what they took is certain
         for _ in range(answers):
             stream, request = await here.stream(ring)
@@ -391,7 +391,7 @@ def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_knows(la
             await here.daemon._rings._learner
         assert ring.measured.wrong.device == "nas"
         assert "the worst term is computing on nas: 60.0 ms, not 30.0 ms" in caplog.text
-        assert await here.says("nas: figures are corrected; looking for a better plan")
+        assert await here.emits("nas: figures are corrected; looking for a better plan")
         await here.solver.wait(lambda: here.solver.asked == [("desk", "nas")] * 2)
         assert here.solver.step_s["desk"] == as_measured["desk"]
         assert here.solver.step_s["nas"] == pytest.approx(1.9375 * as_measured["nas"])
@@ -405,7 +405,7 @@ def test_a_head_that_was_measured_better_looks_for_a_better_plan(lab):
         here.start()
         await here.serves("nas")
         here.profile.refined.set()
-        assert await here.says("desk: figures are corrected; looking for a better plan")
+        assert await here.emits("desk: figures are corrected; looking for a better plan")
         await here.solver.wait(lambda: here.solver.asked == [("desk", "nas")] * 2)
 
     run(lab, test)
@@ -423,7 +423,7 @@ def test_short_answers_and_those_beside_other_work_teach_nothing(lab, monkeypatc
         here.start()
         ring = await here.serves("nas")
         await here.daemon._planner.foreseeing
-        ring.says = {"desk": decoded(0.02, token_s=0.08), "nas": decoded(0.06)}
+        ring.emits = {"desk": decoded(0.02, token_s=0.08), "nas": decoded(0.06)}
         stream, request = await here.stream(ring)
         ring.finish(request, MIN_TOKENS - 1)
         await stream.ends()
@@ -485,8 +485,8 @@ def test_a_named_device_that_is_not_paired_yet_is_waited_for(lab):
     async def test(here: Lab) -> None:
         nas = here.device("nas", seen=False, trusted=False)
         here.start(devices=(f"127.0.0.1:{nas.port}",), timings=impatient())
-        await here.says("waiting for 1 of 1 devices: start 'primad join' on the others")
-        (line,) = [each for each in here.said if each.startswith("--device")]
+        await here.emits("waiting for 1 of 1 devices: start 'primad join' on the others")
+        (line,) = [each for each in here.printed if each.startswith("--device")]
         assert line.startswith(f"--device 127.0.0.1:{nas.port}: no device is paired yet; retrying")
         assert "'primad pair' here shows a code" in line
         here.trust.add(trusted_now("nas", nas.key, BY_HAND))
@@ -501,7 +501,7 @@ def test_a_named_device_that_does_not_answer_is_waited_for_unless_none_is_to_be(
         await nas.leave()
         here.start(devices=(f"127.0.0.1:{nas.port}",), timings=impatient(), wait=0)
         await here.serves()
-        assert any(line.startswith(f"--device 127.0.0.1:{nas.port}: no answer") for line in here.said)
+        assert any(line.startswith(f"--device 127.0.0.1:{nas.port}: no answer") for line in here.printed)
 
     run(lab, test)
 
@@ -510,7 +510,7 @@ def test_a_named_device_whose_name_leads_nowhere_is_told_so(lab):
     async def test(here: Lab) -> None:
         here.start(devices=("no.such.host.invalid:7770",), timings=impatient(), wait=0)
         await here.serves()
-        (line,) = [each for each in here.said if each.startswith("--device")]
+        (line,) = [each for each in here.printed if each.startswith("--device")]
         assert line.startswith("--device no.such.host.invalid:7770: ")
         assert line.endswith("; retrying. Check that name, or give its IP address")
 
@@ -556,7 +556,7 @@ def test_a_device_that_is_not_paired_is_named_once_and_not_spoken_to(lab):
         for _ in range(3):
             here.discovery.sees(stranger, addresses=("127.0.0.1", "127.0.0.2"))
             here.discovery.sees(stranger)
-        assert [line for line in here.said if "stranger" in line] == [
+        assert [line for line in here.printed if "stranger" in line] == [
             "stranger is in sight, but not paired; 'primad pair' here shows a code for 'primad join --code' there"
         ]
         assert stranger.knocks == 0
@@ -571,7 +571,7 @@ def test_a_stranger_with_the_name_of_a_device_that_serves_changes_nothing(lab):
         ring = await here.serves("nas")
         impostor = FakeDevice(here.context, "nas", identity=new_identity())
         here.discovery.sees(impostor)
-        assert "an untrusted device announces itself as nas" in await here.says("an untrusted device")
+        assert "an untrusted device announces itself as nas" in await here.emits("an untrusted device")
         assert impostor.knocks == 0
         assert not ring.closed
 
@@ -599,7 +599,7 @@ def test_a_device_whose_trust_is_revoked_while_it_serves_is_dropped(lab):
         first.draw(request, 10)
         here.trust.revoke("nas")
         second = await here.serves("lap", after=first.epoch)
-        assert "it is no longer trusted" in await here.says("nas is gone")
+        assert "it is no longer trusted" in await here.emits("nas is gone")
         second.draw(request, 11)
         await stream.has(10, 11)
         assert first.closed
@@ -637,7 +637,7 @@ def test_a_device_that_its_owner_calls_otherwise_has_that_name_everywhere(lab):
         here.start()
         first = await here.serves("nas")
         here.trust.add(trusted_now("attic", nas.key, BY_HAND))
-        assert "it is now named attic here" in await here.says("nas is gone")
+        assert "it is now named attic here" in await here.emits("nas is gone")
         await here.serves("attic", after=first.epoch)
         assert [each.device for each in (await here.daemon.admin_api.devices()).devices] == ["attic"]
 
@@ -663,7 +663,7 @@ def test_a_device_that_dies_is_left_out_and_the_stream_goes_on(lab):
         assert (await stream.ends()).reason == "stop"
         assert stream.tokens == [10, 11, 12]
         assert first.closed
-        assert "nas is gone: its primad ended" in here.said
+        assert "nas is gone: its primad ended" in here.printed
 
     run(lab, test)
 
@@ -699,7 +699,7 @@ def test_a_silent_device_has_a_ring_in_its_shadow_that_serves_when_it_is_gone(la
         await stream.has(10)
         assert await here.serves("lap", after=first.epoch) is shadow
         assert [each.sampled for each in shadow.generates] == [[10]]
-        assert "no sign of life for" in await here.says("nas is gone")
+        assert "no sign of life for" in await here.emits("nas is gone")
         stream.task.cancel()
 
     run(lab, test)
@@ -714,12 +714,12 @@ def test_a_device_that_speaks_again_keeps_its_ring(lab):
         nas.silent = True
         shadow = await here.rings.find(lambda each: each.epoch > first.epoch and each.formed)
         nas.silent = False
-        await here.says("nas answers again")
+        await here.emits("nas answers again")
         await here.rings.find(lambda each: each is shadow and each.closed)
         first.draw(request, 10)
         first.finish(request)
         assert (await stream.ends()).reason == "stop"
-        assert shadow.told == []
+        assert shadow.reported == []
         assert not first.closed
 
     run(lab, test)
@@ -763,7 +763,7 @@ def test_a_ring_that_breaks_is_formed_again_without_who_is_to_blame(lab):
         second = await here.serves("lap", after=first.epoch)
         second.draw(request, 11)
         await stream.has(10, 11)
-        assert "nas: the ring process was ended by SIGABRT; forming the ring again" in here.said
+        assert "nas: the ring process was ended by SIGABRT; forming the ring again" in here.printed
         stream.task.cancel()
 
     run(lab, test)
@@ -786,7 +786,7 @@ def test_a_model_file_that_cannot_be_read_is_told_and_tried_again_later(lab, for
         else:
             here.rings.errors = [unreadable]
             first.breaks(None, "the ring process was ended by SIGKILL")
-        await here.says("nothing can be served: ")
+        await here.emits("nothing can be served: ")
         await stream.task
         assert stream.end is not None
         assert stream.end.error == f"{unreadable}; check the disk, or serve another copy of the model"
@@ -805,7 +805,7 @@ def test_a_device_whose_disk_is_full_is_left_out_of_the_first_ring(lab):
         second = await here.serves("lap")
         assert second.epoch == 2
         assert here.rings.all[1].closed
-        assert "nas: the disk is full; forming the ring again" in here.said
+        assert "nas: the disk is full; forming the ring again" in here.printed
 
     run(lab, test)
 
@@ -869,7 +869,7 @@ def test_answers_that_began_while_a_ring_was_formed_that_attends_otherwise_go_on
         assert third.inputs.forecast.flash == may_keep
         assert not shadow.generates
         assert [each.sampled for each in third.generates] == [[10]]
-        assert bool([line for line in here.said if line == ATTENTION_CHANGES]) != may_keep
+        assert bool([line for line in here.printed if line == ATTENTION_CHANGES]) != may_keep
         await here.rings.find(lambda each: each is first and each.closed)
         third.finish(request)
         assert (await stream.ends()).reason == "stop"
@@ -917,7 +917,7 @@ def test_a_device_that_leaves_hands_over_first_and_is_dismissed_then(lab):
         assert first.drained
         assert [each.sampled for each in second.generates] == [[10, 11]]
         await nas.leave()
-        await here.says("nas left: ")
+        await here.emits("nas left: ")
         second.finish(request)
         assert (await stream.ends()).reason == "stop"
 
@@ -932,7 +932,7 @@ def test_a_device_that_leaves_is_let_go_when_the_others_cannot_take_over(lab):
         first = await here.serves("nas")
         await nas.notify(Leaving("its owner ended it"))
         await nas.hear(Dismiss)
-        assert await here.says("the other devices cannot take over")
+        assert await here.emits("the other devices cannot take over")
         assert not first.closed, "it serves as long as it can"
 
     run(lab, test)
@@ -1000,7 +1000,7 @@ def test_a_device_that_has_room_again_is_planned_for_anew_when_that_gains(lab):
         here.solver.layers = {"nas": 4}
         here.solver.value = lambda _: 5.0
         await nas.notify(MemoryRecovered(2 << 30))
-        await here.says("nas: there is memory again")
+        await here.emits("nas: there is memory again")
         third = await here.serves("nas", after=second.epoch)
         assert here.solver.memory["nas"] == 2 << 30
         assert not third.closed
@@ -1022,11 +1022,11 @@ def test_a_device_that_was_not_reached_is_measured_again_and_planned_for_when_it
         here.start(timings=soon)
         here.solver.layers = {"nas": 3}
         first = await here.serves("nas")
-        await here.says("desk does not reach nas")
+        await here.emits("desk does not reach nas")
         here.solver.layers = {"nas": 4}
         here.solver.value = lambda _: 5.0
         nas.garbles = False
-        await here.says("desk reaches nas now")
+        await here.emits("desk reaches nas now")
         assert await here.serves("nas", after=first.epoch)
 
     run(lab, test)
@@ -1038,8 +1038,8 @@ def test_a_link_that_does_not_work_is_named_with_its_cause_and_no_plan_is_made_f
         here.device("nas").garbles = True
         here.start(use_all=True)
         await here.serves()
-        assert "(it replies too late at 127.0.0.1:" in await here.says("desk does not reach nas")
-        assert (await here.says("nas is left out: desk does not reach nas (")).endswith("or use a cable")
+        assert "(it replies too late at 127.0.0.1:" in await here.emits("desk does not reach nas")
+        assert (await here.emits("nas is left out: desk does not reach nas (")).endswith("or use a cable")
 
     run(lab, test)
 
@@ -1059,10 +1059,10 @@ def test_a_head_that_has_room_again_plans_anew_when_that_gains(lab, monkeypatch)
         first.inputs.listener.memory_low(1 << 30)
         second = await here.serves("nas", after=first.epoch)
         await asyncio.sleep(0.1)
-        assert not any(line.startswith("desk: there is memory again") for line in here.said)
+        assert not any(line.startswith("desk: there is memory again") for line in here.printed)
         here.solver.value = lambda _: 5.0
         here.free_bytes = before
-        await here.says("desk: there is memory again")
+        await here.emits("desk: there is memory again")
         assert await here.serves("nas", after=second.epoch)
 
     run(lab, test)
@@ -1075,7 +1075,7 @@ def test_a_head_short_of_memory_plans_anew(lab):
         first = await here.serves("nas")
         here.solver.layers = {"nas": 3}
         first.inputs.listener.memory_low(1)
-        await here.says("desk: other programs need the memory")
+        await here.emits("desk: other programs need the memory")
         assert await here.serves("nas", after=first.epoch)
         assert first.drained
 
@@ -1092,7 +1092,7 @@ def test_a_device_that_is_paused_has_no_layers_until_it_is_resumed(lab):
         here.start()
         first = await here.serves("lap", "nas")
         await here.daemon.admin_api.limit_device(DeviceLimit(device="nas", is_paused=True))
-        await here.says("nas: the owner lowered its limit")
+        await here.emits("nas: the owner lowered its limit")
         second = await here.serves("lap", after=first.epoch)
         assert first.drained
         status = await here.backend.status()
@@ -1205,7 +1205,7 @@ def test_a_plan_with_the_same_windows_is_no_relief(lab):
         here.start()
         first = await here.serves("nas")
         await report_memory_low(first, nas)
-        await here.says("no other plan asks less of nas: the best one has the same windows")
+        await here.emits("no other plan asks less of nas: the best one has the same windows")
         assert not first.closed
         await here.solver.wait(lambda: here.solver.precomputed.count(("desk",)) == 2)  # with what is left now
 
@@ -1302,7 +1302,7 @@ def test_after_a_mistake_of_our_own_in_forming_a_ring_it_is_formed_again(lab):
         ring = await here.serves("nas")
         here.rings.errors = [RuntimeError("dictionary changed size during iteration")]
         ring.breaks(None, "the head's ring process was ended by SIGKILL")
-        await here.says("internal error of the head: RuntimeError: dictionary changed size")
+        await here.emits("internal error of the head: RuntimeError: dictionary changed size")
         await here.serves("nas", after=ring.epoch)
 
     run(lab, test)
@@ -1327,7 +1327,7 @@ def test_a_device_that_is_measured_is_greeted_when_it_is_done(lab):
         here.discovery.sees(device, is_measuring=True)
         here.start(use_all=True)
         await here.serves()
-        await here.says("nas is being measured")
+        await here.emits("nas is being measured")
         assert not device.knocks
         here.discovery.sees(device)
         await here.serves("nas")

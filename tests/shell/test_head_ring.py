@@ -30,7 +30,7 @@ from primad.head.members.core import (
     attributed,
     loads_again,
 )
-from primad.head.members.participation import Stage
+from primad.head.members.stage import Stage
 from primad.head.rings import ring as head_ring
 from primad.head.rings import routes as head_ways
 from primad.head.rings.ring import HeadRing

@@ -141,15 +141,15 @@ def in_lab(test, lap: Status | ClusterError | None, nas: Status | ClusterError |
 
 def test_every_device_is_told_of():
     async def test(here: Lab) -> None:
-        said = await here.ring.status()
-        assert (said["epoch"], said["rounds"], said["predicted"]) == (5, 1, None)
-        assert [(each["name"], each["ring"]["steps"]) for each in said["devices"]] == [
+        printed = await here.ring.status()
+        assert (printed["epoch"], printed["rounds"], printed["predicted"]) == (5, 1, None)
+        assert [(each["name"], each["ring"]["steps"]) for each in printed["devices"]] == [
             ("desk", 1),
             ("lap", 4),
             ("nas", 8),
         ]
-        assert [each["memory"]["bytes_read_per_token"] for each in said["devices"]] == [800, 100, 50]
-        assert said["devices"][1]["daemon_rss_bytes"] == 9
+        assert [each["memory"]["bytes_read_per_token"] for each in printed["devices"]] == [800, 100, 50]
+        assert printed["devices"][1]["daemon_rss_bytes"] == 9
 
     in_lab(test, status(4), status(8))
 
@@ -182,10 +182,10 @@ def test_silent_devices_cost_one_patience_together():
         for asked in (here.process.asked, here.lap.waited_for, here.nas.waited_for):
             await asked.wait()
         assert not any(part.given_up for part in (here.lap, here.nas)), "they are asked at the same time"
-        said = await asking
+        printed = await asking
         assert loop.time() - began_s >= 0.5
-        assert [each["ring"] for each in said["devices"]] == [None, None, None]
-        assert {value for each in said["devices"] for value in each["memory"].values()} == {None}
+        assert [each["ring"] for each in printed["devices"]] == [None, None, None]
+        assert {value for each in printed["devices"] for value in each["memory"].values()} == {None}
 
     in_lab(test, None, None, status_timeout_s=0.5)
 
@@ -195,19 +195,19 @@ def test_who_is_silent_while_a_request_is_open_computes():
 
     async def test(here: Lab) -> None:
         here.ring._open_requests.add(7)
-        said = await here.ring.status()
-        assert [each["computes"] for each in said["devices"]] == [False, True, False]
+        printed = await here.ring.status()
+        assert [each["computes"] for each in printed["devices"]] == [False, True, False]
         here.ring._hear(finished(7), 2)
-        said = await here.ring.status()
-        assert [each["computes"] for each in said["devices"]] == [False, False, False]
+        printed = await here.ring.status()
+        assert [each["computes"] for each in printed["devices"]] == [False, False, False]
 
     in_lab(test, None, ClusterError("it takes nothing"), status_timeout_s=0.05)
 
 
 def test_a_device_whose_link_broke_leaves_the_others_their_figures():
     async def test(here: Lab) -> None:
-        said = await here.ring.status()
-        assert [each["ring"] is None for each in said["devices"]] == [False, True, False]
+        printed = await here.ring.status()
+        assert [each["ring"] is None for each in printed["devices"]] == [False, True, False]
 
     in_lab(test, ClusterError("it takes nothing"), status(8))
 

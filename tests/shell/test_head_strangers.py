@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from primad.api.page.desk import DeviceLimit
-from primad.head.desk import MAX_SHOWN, known_devices
+from primad.api.page.admin_api import DeviceLimit
+from primad.head.admin_api import MAX_SHOWN, known_devices
 from primad.head.members import devices as devices_module
-from primad.head.members.devices import MAX_TOLD
+from primad.head.members.devices import MAX_REPORTED
 from primad.head.model.limits import DeviceLimits
 from primad.network.messages import Introduce
 from primad.network.peer import Peer
@@ -37,13 +37,13 @@ A_PEER = Peer(
 
 def test_strangers_without_end_are_not_named_without_end(lab):
     async def test(here: Lab) -> None:
-        for number in range(MAX_TOLD + 3):
+        for number in range(MAX_REPORTED + 3):
             here.device(f"stranger-{number}", trusted=False)
         here.device("nas")
         here.start()
         await here.serves("nas")
-        assert sum("is in sight, but not paired" in line for line in here.said) == MAX_TOLD
-        assert sum("more untrusted devices" in line for line in here.said) == 1
+        assert sum("is in sight, but not paired" in line for line in here.printed) == MAX_REPORTED
+        assert sum("more untrusted devices" in line for line in here.printed) == 1
 
     run(lab, test)
 
@@ -57,7 +57,7 @@ def test_a_stranger_that_has_a_name_first_keeps_no_device_of_that_name_out(lab):
         here.discovery.sees(nas, at="nas-2", device="nas-2")  # mDNS gives it the next name that is free
         here.start()
         ring = await here.serves("nas")
-        assert "an untrusted device announces itself as nas" in await here.says("an untrusted device")
+        assert "an untrusted device announces itself as nas" in await here.emits("an untrusted device")
         here.discovery.sees(impostor, at="nas-2", device="nas-2")
         here.discovery.sees(nas, at="elsewhere", addresses=("127.0.0.66",), port=9)
         here.device("lap")
@@ -75,8 +75,8 @@ def test_a_device_that_says_it_is_another_gets_its_own_name_and_links(lab):
         here.start()
         await here.serves("nas", "desk-2")
         assert here.daemon.admin_api._devices.workers["nas"].key == nas.key
-        told = {each.device: each.key for each in (await liar.hear(Introduce)).devices}
-        assert told == {"nas": nas.key}
+        reported = {each.device: each.key for each in (await liar.hear(Introduce)).devices}
+        assert reported == {"nas": nas.key}
         links = here.daemon._devices.book.between(["desk", "nas", "desk-2"])
         assert len({(link.source, link.target) for link in links}) == 6
 
@@ -102,6 +102,8 @@ def test_a_head_opens_a_code_by_itself_only_while_it_trusts_nobody(lab, monkeypa
             here.trust.add(trusted_now("nas", new_identity().public, how))
         here.start()
         await here.serves()
-        assert any(line.startswith("to add a device, run there: primad join --code") for line in here.said) == (not how)
+        assert any(line.startswith("to add a device, run there: primad join --code") for line in here.printed) == (
+            not how
+        )
 
     run(lab, test)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.backend import ByteVocabulary, FakeBackend, says
+from tests.fakes.backend import ByteVocabulary, FakeBackend, replies
 from tests.fakes.http import call, events
 
 CALL = '<tool_call>\n{"name": "read_file", "arguments": {"path": "a.txt"}}\n</tool_call>'
@@ -169,7 +169,7 @@ HOME_ASSISTANT: dict[str, Any] = {
     ids=["Open WebUI", "Continue", "Claude Code", "Codex", "Home Assistant"],
 )
 def test_agents_are_answered(path, body, turns):
-    made = FakeBackend(says(CALL), vocabulary=ByteVocabulary(chat_template=TEMPLATE))
+    made = FakeBackend(replies(CALL), vocabulary=ByteVocabulary(chat_template=TEMPLATE))
     assert made.served is not None
     made.served = dataclasses.replace(made.served, tool_parser="hermes")
     headers = {
@@ -178,8 +178,8 @@ def test_agents_are_answered(path, body, turns):
         "anthropic-beta": "claude-code-20250219",
     }
     turn_of_the_user = next(number for number, turn in enumerate(body[turns]) if turn.get("role") == "user")
-    for said in (body[turns][: turn_of_the_user + 1], body[turns]):
-        response = call(made, "POST", path, json=body | {turns: said}, headers=headers)
+    for printed in (body[turns][: turn_of_the_user + 1], body[turns]):
+        response = call(made, "POST", path, json=body | {turns: printed}, headers=headers)
         assert response.status_code == 200, response.text
         assert "read_file" in response.text
         assert "<tool_call>" not in response.text
@@ -190,9 +190,9 @@ def test_agents_are_answered(path, body, turns):
 
 
 def test_what_an_editor_completes_while_somebody_types_stops_where_it_says():
-    made = FakeBackend(says("a + b\ndef more"))
-    told = events(call(made, "POST", "/v1/completions", json=CONTINUE_TYPING))
-    assert "".join(event["choices"][0]["text"] for event in told[:-1]) == "a + b"
+    made = FakeBackend(replies("a + b\ndef more"))
+    reported = events(call(made, "POST", "/v1/completions", json=CONTINUE_TYPING))
+    assert "".join(event["choices"][0]["text"] for event in reported[:-1]) == "a + b"
 
 
 USER = {"role": "user", "content": "What is in a.txt?"}
@@ -373,7 +373,7 @@ RECORDED: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("client", RECORDED)
 def test_what_clients_send_is_answered(client):
     path, body = RECORDED[client]
-    made = FakeBackend(says("Seven."), vocabulary=ByteVocabulary(chat_template=TEMPLATE))
+    made = FakeBackend(replies("Seven."), vocabulary=ByteVocabulary(chat_template=TEMPLATE))
     response = call(made, "POST", path, content=json.dumps(body).encode())
     assert response.status_code == 200, response.text
     prompt = bytes(made.calls[0].prompt[1:]).decode()

@@ -13,7 +13,7 @@ from primad.api.answering.backend import ModelNames
 from primad.api.app import create_app
 from primad.api.http import endpoint
 from primad.ring.messages import PromptProgress
-from tests.fakes.backend import BOS, EOS, ByteVocabulary, FakeBackend, says
+from tests.fakes.backend import BOS, EOS, ByteVocabulary, FakeBackend, replies
 from tests.fakes.http import PATIENCE_S, BareClient, call, events, post
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -31,7 +31,7 @@ def usage(prompt: int, completion: int, cached: int = 0) -> dict[str, object]:
 
 
 def test_a_chat():
-    backend = FakeBackend(says("Hello 😀"), vocabulary=PLAIN)
+    backend = FakeBackend(replies("Hello 😀"), vocabulary=PLAIN)
     body = post(backend, CHAT, model="toy", messages=HELLO).json()
     assert body.pop("id").startswith("chatcmpl-")
     assert body.pop("created") > 1_700_000_000
@@ -53,7 +53,7 @@ def test_a_chat():
 
 
 def test_a_chat_that_streams():
-    got = events(post(FakeBackend(says("Né")), CHAT, messages=HELLO, stream=True))
+    got = events(post(FakeBackend(replies("Né")), CHAT, messages=HELLO, stream=True))
     assert got.pop() == "[DONE]"
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in got}) == 1
     assert all(chunk["object"] == "chat.completion.chunk" and "usage" not in chunk for chunk in got)
@@ -68,7 +68,7 @@ def test_a_chat_that_streams():
 def test_a_stream_with_its_counts():
     options = {"include_usage": True}
     got = events(
-        post(FakeBackend(says("ab"), vocabulary=PLAIN), CHAT, messages=HELLO, stream=True, stream_options=options)
+        post(FakeBackend(replies("ab"), vocabulary=PLAIN), CHAT, messages=HELLO, stream=True, stream_options=options)
     )
     *chunks, counts, done = got
     assert done == "[DONE]"
@@ -78,7 +78,7 @@ def test_a_stream_with_its_counts():
 
 
 def test_a_completion():
-    body = post(FakeBackend(says("abc")), COMPLETIONS, prompt="Hi").json()
+    body = post(FakeBackend(replies("abc")), COMPLETIONS, prompt="Hi").json()
     assert body.pop("id").startswith("cmpl-")
     assert body.pop("created") > 1_700_000_000
     assert body.pop("timings")["predicted_n"] == 3
@@ -91,7 +91,7 @@ def test_a_completion():
 
 
 def test_a_completion_that_streams():
-    got = events(post(FakeBackend(says("ab")), COMPLETIONS, prompt="Hi", echo=True, stream=True))
+    got = events(post(FakeBackend(replies("ab")), COMPLETIONS, prompt="Hi", echo=True, stream=True))
     assert got.pop() == "[DONE]"
     assert [(choice["text"], choice["finish_reason"]) for chunk in got for choice in chunk["choices"]] == [
         ("Hi", None),
@@ -102,8 +102,8 @@ def test_a_completion_that_streams():
 
 
 def test_an_answer_of_no_tokens():
-    assert post(FakeBackend(says()), COMPLETIONS, prompt="Hi").json()["choices"][0]["text"] == ""
-    got = events(post(FakeBackend(says()), CHAT, messages=HELLO, stream=True))
+    assert post(FakeBackend(replies()), COMPLETIONS, prompt="Hi").json()["choices"][0]["text"] == ""
+    got = events(post(FakeBackend(replies()), CHAT, messages=HELLO, stream=True))
     assert [chunk["choices"][0]["delta"] for chunk in got[:-1]] == [{"role": "assistant", "content": ""}, {}]
 
 
@@ -137,12 +137,12 @@ def test_choices_are_written_at_once_where_several_answers_are(stream):
             await create_app(backend)(client.scope, client.receive, client.send)
         return b"".join([client.got.get_nowait().get("body", b"") for _ in range(client.got.qsize())])
 
-    said = asyncio.run(scenario())
-    assert all(b'"content":"%d"' % seed in said for seed in (5, 6, 7))
+    printed = asyncio.run(scenario())
+    assert all(b'"content":"%d"' % seed in printed for seed in (5, 6, 7))
 
 
 def test_choices_that_stream_each_have_a_role_and_an_end():
-    backend = FakeBackend(says("a"))
+    backend = FakeBackend(replies("a"))
     options = {"include_usage": True}
     got = events(post(backend, CHAT, messages=HELLO, n=2, stream=True, stream_options=options))
     choices = [choice for chunk in got[:-1] for choice in chunk["choices"]]
@@ -154,25 +154,25 @@ def test_choices_that_stream_each_have_a_role_and_an_end():
 
 @pytest.mark.parametrize(("path", "asks"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "Hi"})])
 def test_a_request_says_how_soon_it_is_and_may_expire_until_its_first_choice_begins(path, asks):
-    backend = FakeBackend(says("a"))
+    backend = FakeBackend(replies("a"))
     post(backend, path, **asks, n=2, priority=-3)
     post(backend, path, **asks)
     assert [(call.priority, call.may_expire) for call in backend.calls] == [(-3, True), (-3, False), (0, True)]
 
 
 def test_max_tokens_ends_an_answer_with_length():
-    body = post(FakeBackend(says("abcdef")), CHAT, messages=HELLO, max_tokens=3).json()
+    body = post(FakeBackend(replies("abcdef")), CHAT, messages=HELLO, max_tokens=3).json()
     assert (body["choices"][0]["message"]["content"], body["choices"][0]["finish_reason"]) == ("abc", "length")
     assert body["usage"]["completion_tokens"] == 3
 
 
 def test_completions_stop_after_16_tokens_by_default():
-    assert post(FakeBackend(says("x" * 99)), COMPLETIONS, prompt="Hi").json()["choices"][0]["text"] == "x" * 16
+    assert post(FakeBackend(replies("x" * 99)), COMPLETIONS, prompt="Hi").json()["choices"][0]["text"] == "x" * 16
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_frees_the_sequence_at_once_and_is_never_sent(stream):
-    backend = FakeBackend(says("one\nEND", AssertionError("one token too many")))
+    backend = FakeBackend(replies("one\nEND", AssertionError("one token too many")))
     response = post(backend, COMPLETIONS, prompt="Hi", stop=["\nEND", "never"], stream=stream)
     choices = [c for chunk in events(response)[:-1] for c in chunk["choices"]] if stream else response.json()["choices"]
     assert "".join(choice["text"] for choice in choices) == "one"
@@ -182,17 +182,17 @@ def test_a_stop_string_frees_the_sequence_at_once_and_is_never_sent(stream):
 
 
 def test_what_looked_like_a_stop_string_is_sent_in_the_end():
-    body = post(FakeBackend(says("one\nEN")), COMPLETIONS, prompt="Hi", stop="\nEND").json()
+    body = post(FakeBackend(replies("one\nEN")), COMPLETIONS, prompt="Hi", stop="\nEND").json()
     assert body["choices"][0]["text"] == "one\nEN"
 
 
 def test_a_stop_string_counts_the_tokens_that_were_sampled():
-    body = post(FakeBackend(says("abEND", "x")), COMPLETIONS, prompt="Hi", stop="END").json()
+    body = post(FakeBackend(replies("abEND", "x")), COMPLETIONS, prompt="Hi", stop="END").json()
     assert body["usage"]["completion_tokens"] == 5
 
 
 def test_logprobs_of_a_chat():
-    backend = FakeBackend(says("a", EOS, "€"))
+    backend = FakeBackend(replies("a", EOS, "€"))
     body = post(backend, CHAT, messages=HELLO, logprobs=True, top_logprobs=2).json()
     content = body["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in content] == ["a", "</s>", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
@@ -209,7 +209,7 @@ def test_logprobs_of_a_chat():
 
 
 def test_logprobs_of_a_stream_are_those_of_its_text():
-    got = events(post(FakeBackend(says("a€bEND")), CHAT, messages=HELLO, logprobs=True, stop="END", stream=True))
+    got = events(post(FakeBackend(replies("a€bEND")), CHAT, messages=HELLO, logprobs=True, stop="END", stream=True))
     parts = [chunk["choices"][0] for chunk in got[:-1]]
     pieces = [(part["delta"]["content"], part["logprobs"]["content"]) for part in parts if part["logprobs"]]
     assert [(text, len(content)) for text, content in pieces] == [("a", 1), ("€", 3), ("b", 1)]
@@ -219,7 +219,7 @@ def test_logprobs_of_a_stream_are_those_of_its_text():
 
 
 def test_logprobs_of_a_completion():
-    body = post(FakeBackend(says("aéEND")), COMPLETIONS, prompt="Hi", logprobs=1, stop="END").json()
+    body = post(FakeBackend(replies("aéEND")), COMPLETIONS, prompt="Hi", logprobs=1, stop="END").json()
     assert body["choices"][0]["logprobs"] == {
         "tokens": ["a", "bytes:\\xc3", "bytes:\\xa9"],
         "token_logprobs": [-0.5, -0.5, -0.5],
@@ -230,13 +230,13 @@ def test_logprobs_of_a_completion():
 
 def test_the_models_template_makes_the_prompt():
     template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}>"
-    backend = FakeBackend(says("x"), vocabulary=ByteVocabulary(chat_template=template))
+    backend = FakeBackend(replies("x"), vocabulary=ByteVocabulary(chat_template=template))
     post(backend, CHAT, messages=[{"role": "developer", "content": "S"}, *HELLO])
     assert backend.calls[0].prompt == [BOS, *b"[system]S[user]Hi>"]
 
 
 def test_without_a_seed_every_request_has_another():
-    backend = FakeBackend(says("x"))
+    backend = FakeBackend(replies("x"))
     for _ in range(3):
         post(backend, CHAT, messages=HELLO)
     assert len({call.sampling.seed for call in backend.calls}) > 1
@@ -251,13 +251,13 @@ def test_models():
         "max_model_len": 4096,
         "meta": {"n_ctx": 4096, "n_ctx_train": 4096},
     }
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     assert call(backend, "GET", "/v1/models").json() == {"object": "list", "data": [model]}
     assert call(backend, "GET", "/v1/models/toy").json() == model
 
 
 def test_about_and_health():
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     assert call(backend, "GET", "/").json()["name"] == "primad"
     response = call(backend, "GET", "/health")
     assert response.status_code == 200
@@ -265,7 +265,7 @@ def test_about_and_health():
 
 
 def test_the_openapi_document_is_whole():
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     document = call(backend, "GET", "/openapi.json")
     schemas = document.json()["components"]["schemas"]
     refs = {part.split('"')[0] for part in document.text.split("#/components/schemas/")[1:]}
@@ -274,12 +274,12 @@ def test_the_openapi_document_is_whole():
 
 
 def test_no_cors():
-    response = call(FakeBackend(says()), "GET", "/v1/models", headers={"origin": "http://evil.example"})
+    response = call(FakeBackend(replies()), "GET", "/v1/models", headers={"origin": "http://evil.example"})
     assert not [name for name in response.headers if name.startswith("access-control")]
 
 
 def test_a_model_is_served_by_its_names_and_by_any_where_that_was_asked_for():
-    backend = FakeBackend(says("x"))
+    backend = FakeBackend(replies("x"))
     aliased, any_name = ModelNames(aliases=("gpt-4", "local")), ModelNames(any_model=True)
     listed = call(backend, "GET", "/v1/models", names=aliased).json()["data"]
     assert [model["id"] for model in listed] == ["toy", "gpt-4", "local"]
@@ -293,7 +293,9 @@ def test_a_model_is_served_by_its_names_and_by_any_where_that_was_asked_for():
 def test_paths_without_v1_are_those_with_it():
     body = {"messages": HELLO, "prompt": "Hi"}
     for path in (CHAT, COMPLETIONS):
-        assert post(FakeBackend(says("ab")), path.removeprefix("/v1"), **body).json()["usage"]["completion_tokens"] == 2
+        assert (
+            post(FakeBackend(replies("ab")), path.removeprefix("/v1"), **body).json()["usage"]["completion_tokens"] == 2
+        )
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "Hi"})])
@@ -301,19 +303,19 @@ def test_a_stream_tells_how_much_of_its_prompt_is_computed_if_it_is_asked_to(pat
     def backend() -> FakeBackend:
         return FakeBackend(lambda call: [PromptProgress(request=1, tokens=1), 72], vocabulary=PLAIN)
 
-    told = events(post(backend(), path, stream=True, return_progress=True, **body))[:-1]
-    (progress,) = [event["prompt_progress"] for event in told if "prompt_progress" in event]
+    reported = events(post(backend(), path, stream=True, return_progress=True, **body))[:-1]
+    (progress,) = [event["prompt_progress"] for event in reported if "prompt_progress" in event]
     assert progress.pop("time_ms") >= 0
     assert progress == {"total": 3, "cache": 0, "processed": 1}
     silent = events(post(backend(), path, stream=True, **body))[:-1]
     assert not any("prompt_progress" in event for event in silent)
-    assert len(silent) == len(told) - 1
+    assert len(silent) == len(reported) - 1
     assert "prompt_progress" not in post(backend(), path, return_progress=True, **body).json()
 
 
 def test_logprobs_of_answers_that_do_not_stream_have_a_bound_that_callers_share(monkeypatch):
     monkeypatch.setattr(endpoint, "MAX_LISTED", 100)
-    app = create_app(FakeBackend(says("x" * 20)))
+    app = create_app(FakeBackend(replies("x" * 20)))
     asked = {"messages": HELLO, "logprobs": True, "top_logprobs": 9}
 
     async def ask(**more: Any) -> httpx.Response:

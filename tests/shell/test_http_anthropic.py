@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from primad.api.answering.backend import Health
 from primad.errors import RequestError, RingError
-from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, says
+from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, replies
 from tests.fakes.http import call, post, served
 from tests.lazily import Lazily
 
@@ -47,7 +47,7 @@ def refused(response, status: int) -> dict[str, str]:
 
 
 def test_a_message():
-    body = post(FakeBackend(says("Grüße"), vocabulary=VOCABULARY), PATH, **ASK).json()
+    body = post(FakeBackend(replies("Grüße"), vocabulary=VOCABULARY), PATH, **ASK).json()
     assert body.pop("id").startswith("msg_")
     assert body == {
         "type": "message",
@@ -70,15 +70,15 @@ def test_a_message():
     [({"max_tokens": 2}, "max_tokens", None), ({"stop_sequences": ["x", "ND"]}, "stop_sequence", "ND")],
 )
 def test_why_it_stopped(asked, reason, sequence):
-    body = post(FakeBackend(says("one END")), PATH, **ASK | asked).json()
+    body = post(FakeBackend(replies("one END")), PATH, **ASK | asked).json()
     assert (body["stop_reason"], body["stop_sequence"]) == (reason, sequence)
-    ended = named_events(post(FakeBackend(says("one END")), PATH, **ASK | asked, stream=True))[-2][1]
+    ended = named_events(post(FakeBackend(replies("one END")), PATH, **ASK | asked, stream=True))[-2][1]
     assert ended["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
     assert ended["usage"]["output_tokens"] == body["usage"]["output_tokens"]
 
 
 def test_a_stream_has_named_events_and_no_done():
-    got = named_events(post(FakeBackend(says("ab")), PATH, **ASK, stream=True))
+    got = named_events(post(FakeBackend(replies("ab")), PATH, **ASK, stream=True))
     assert [name for name, _ in got] == [
         "message_start",
         "content_block_start",
@@ -90,12 +90,12 @@ def test_a_stream_has_named_events_and_no_done():
     ]
     assert got[0][1]["message"]["content"] == []
     assert [data["delta"]["text"] for name, data in got if name == "content_block_delta"] == ["a", "b"]
-    empty = named_events(post(FakeBackend(says()), PATH, **ASK, stream=True))
+    empty = named_events(post(FakeBackend(replies()), PATH, **ASK, stream=True))
     assert [name for name, _ in empty] == ["message_start", "message_delta", "message_stop"]
 
 
 def test_the_system_prompt_without_the_clients_notes_comes_first():
-    backend = FakeBackend(says("x"), vocabulary=VOCABULARY)
+    backend = FakeBackend(replies("x"), vocabulary=VOCABULARY)
     system = [
         {"type": "text", "text": "x-anthropic-billing-header: cc=1"},
         {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
@@ -107,7 +107,7 @@ def test_the_system_prompt_without_the_clients_notes_comes_first():
 
 
 def test_blocks_become_messages():
-    backend = FakeBackend(says("x"), vocabulary=VOCABULARY)
+    backend = FakeBackend(replies("x"), vocabulary=VOCABULARY)
     blocks = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "user", "content": blocks}]
     assert post(backend, PATH, **ASK | {"messages": messages}).status_code == 200
@@ -124,7 +124,7 @@ def test_a_format_bounds_the_answer_or_is_refused_by_its_own_name(is_old):
     def field(wanted: dict[str, Any]) -> dict[str, Any]:
         return {"output_format": wanted} if is_old else {"output_config": {"format": wanted}}
 
-    backend = FakeBackend(says("{}"), vocabulary=VOCABULARY)
+    backend = FakeBackend(replies("{}"), vocabulary=VOCABULARY)
     assert post(backend, PATH, **ASK | field({"type": "json_schema", "schema": SCHEMA})).status_code == 200
     assert backend.calls[0].sampling.grammar is not None
     assert post(backend, PATH, **ASK, output_config={"effort": "high"}).status_code == 200
@@ -135,12 +135,12 @@ def test_a_format_bounds_the_answer_or_is_refused_by_its_own_name(is_old):
 
 
 def test_a_name_that_is_neither_claude_nor_served():
-    assert refused(post(FakeBackend(says()), PATH, **ASK | {"model": "gpt-4"}), 404)["type"] == "not_found_error"
-    assert post(FakeBackend(says()), PATH, **ASK | {"model": "toy"}).status_code == 200
+    assert refused(post(FakeBackend(replies()), PATH, **ASK | {"model": "gpt-4"}), 404)["type"] == "not_found_error"
+    assert post(FakeBackend(replies()), PATH, **ASK | {"model": "toy"}).status_code == 200
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "reported"),
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
@@ -151,14 +151,14 @@ def test_a_name_that_is_neither_claude_nor_served():
         ({"messages": [{"role": "user", "content": [{"type": "odd"}]}]}, "messages[0].content"),
     ],
 )
-def test_what_cannot_be_served_is_named(asked, told):
-    error = refused(post(FakeBackend(says()), PATH, **ASK | asked), 400)
+def test_what_cannot_be_served_is_named(asked, reported):
+    error = refused(post(FakeBackend(replies()), PATH, **ASK | asked), 400)
     assert error["type"] == "invalid_request_error"
-    assert told in error["message"]
+    assert reported in error["message"]
 
 
 @pytest.mark.parametrize(
-    ("block", "said"),
+    ("block", "printed"),
     [
         ({"type": "document", "title": "T", "source": {"type": "text", "data": "words"}}, "T\nwords"),
         ({"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "words"}]}}, "words"),
@@ -166,21 +166,23 @@ def test_what_cannot_be_served_is_named(asked, told):
         ({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "tool_reference", "tool_name": "f"}]}, "f"),
     ],
 )
-def test_what_has_a_text_is_read_as_it(block, said):
-    backend = FakeBackend(says("x"))
+def test_what_has_a_text_is_read_as_it(block, printed):
+    backend = FakeBackend(replies("x"))
     assert post(backend, PATH, **ASK | {"messages": [{"role": "user", "content": [block]}]}).status_code == 200
-    assert said.encode() in bytes(token for token in backend.calls[0].prompt if token < 256)
+    assert printed.encode() in bytes(token for token in backend.calls[0].prompt if token < 256)
 
 
 def test_a_prompt_that_is_too_long_is_told_in_the_words_by_which_clients_know_it():
-    said = refused(post(FakeBackend(says(), context_tokens=16), PATH, **ASK | {"messages": [LONG]}), 400)["message"]
-    assert said.startswith("prompt is too long: ")
-    assert "tokens > 16 maximum" in said
-    assert "--context" in said
+    printed = refused(post(FakeBackend(replies(), context_tokens=16), PATH, **ASK | {"messages": [LONG]}), 400)[
+        "message"
+    ]
+    assert printed.startswith("prompt is too long: ")
+    assert "tokens > 16 maximum" in printed
+    assert "--context" in printed
 
 
 def test_what_does_not_fit_is_counted_all_the_same():
-    backend = FakeBackend(says(), vocabulary=VOCABULARY, context_tokens=16)
+    backend = FakeBackend(replies(), vocabulary=VOCABULARY, context_tokens=16)
     assert post(backend, COUNT, model="claude-x", messages=[LONG]).json() == {"input_tokens": 58}
     assert backend.served is not None
     backend.served = dataclasses.replace(backend.served, context_shift=True)
@@ -188,21 +190,21 @@ def test_what_does_not_fit_is_counted_all_the_same():
 
 
 def test_bad_days_have_its_own_shape():
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     backend.state = Health(serving=False, taken=False, detail="loading")
     assert refused(post(backend, PATH, **ASK), 503)["type"] == "overloaded_error"
-    full = FakeBackend(says(RequestError("full", status=429)))
+    full = FakeBackend(replies(RequestError("full", status=429)))
     assert refused(post(full, PATH, **ASK, stream=True), 429)["type"] == "rate_limit_error"
-    assert refused(post(FakeBackend(says(KeyError("x"))), PATH, **ASK), 500)["type"] == "api_error"
+    assert refused(post(FakeBackend(replies(KeyError("x"))), PATH, **ASK), 500)["type"] == "api_error"
     assert refused(call(backend, "GET", PATH), 405)["type"] == "invalid_request_error"
     refused(call(backend, "POST", PATH, json=ASK, headers={"host": "evil.example"}), 403)
-    name, last = named_events(post(FakeBackend(says("a", RingError("gone"))), PATH, **ASK, stream=True))[-1]
+    name, last = named_events(post(FakeBackend(replies("a", RingError("gone"))), PATH, **ASK, stream=True))[-1]
     assert (name, last["error"]) == ("error", {"type": "overloaded_error", "message": "gone"})
 
 
 def test_who_asks_whether_somebody_is_there_is_answered():
     for path in ("/", "/api/hello"):
-        response = call(FakeBackend(says()), "HEAD", path)
+        response = call(FakeBackend(replies()), "HEAD", path)
         assert (response.status_code, response.content) == (200, b"")
 
 
@@ -234,7 +236,7 @@ BODIES = st.fixed_dictionaries(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(body=BODIES.map(json.dumps))
 def test_no_body_is_answered_with_500(body):
-    backend = FakeBackend(says("some answer"), context_tokens=64)
+    backend = FakeBackend(replies("some answer"), context_tokens=64)
     response = call(backend, "POST", PATH, content=body, headers={"content-type": "application/json"})
     assert response.status_code in (200, 400)
     if response.status_code == 400:
@@ -244,7 +246,7 @@ def test_no_body_is_answered_with_500(body):
 def test_the_official_client():
     async def run():
         async with (
-            served(FakeBackend(says("Hello"), vocabulary=VOCABULARY)) as url,
+            served(FakeBackend(replies("Hello"), vocabulary=VOCABULARY)) as url,
             anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client,
         ):
             message = await client.messages.create(**ASK)

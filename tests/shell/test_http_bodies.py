@@ -10,7 +10,7 @@ import pytest
 from primad.api import app as http_app
 from primad.api.app import create_app
 from primad.settings.timings import ApiTimings
-from tests.fakes.backend import FakeBackend, says
+from tests.fakes.backend import FakeBackend, replies
 from tests.fakes.http import PATIENCE_S, BareClient
 
 CHAT = "/v1/chat/completions"
@@ -18,18 +18,18 @@ MAX_BYTES = 8000
 
 
 class SlowClient(BareClient):
-    """A client at ``address`` that says pieces of its body as they are put in ``said``; None ends it."""
+    """A client at ``address`` that says pieces of its body as they are put in ``printed``; None ends it."""
 
     def __init__(self, address: str) -> None:
         super().__init__(CHAT)
         self.scope["client"] = (address, 1)
-        self.said: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.printed: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.is_whole = False
 
     async def receive(self):
         if self.is_whole:
             return await super().receive()
-        piece = await self.said.get()
+        piece = await self.printed.get()
         self.is_whole, self._requests = piece is None, []
         return {"type": "http.request", "body": piece or b"", "more_body": piece is not None}
 
@@ -40,15 +40,15 @@ class SlowClient(BareClient):
 
 def scenario(monkeypatch, test, *script, **timings: float) -> None:
     monkeypatch.setattr(http_app, "MAX_BODIES_BYTES", MAX_BYTES)
-    app = create_app(FakeBackend(says(*script)), timings=ApiTimings(**timings))
+    app = create_app(FakeBackend(replies(*script)), timings=ApiTimings(**timings))
 
     async def once() -> None:
         async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
 
-            def client(address: str, *said: bytes | None) -> SlowClient:
+            def client(address: str, *printed: bytes | None) -> SlowClient:
                 made = SlowClient(address)
-                for piece in said:
-                    made.said.put_nowait(piece)
+                for piece in printed:
+                    made.printed.put_nowait(piece)
                 made.task = group.create_task(app(made.scope, made.receive, made.send))
                 return made
 
@@ -81,7 +81,7 @@ def test_one_whose_bodies_do_not_end_is_refused_and_others_are_not(monkeypatch):
         assert await client("10.0.0.2", chat(1500), None).status() == 200
         assert [each.got.empty() for each in greedy] == [True] * 4
         for each in greedy:
-            each.said.put_nowait(None)
+            each.printed.put_nowait(None)
             assert await each.status() == 400
 
     scenario(monkeypatch, test, "Hi")

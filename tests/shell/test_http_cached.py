@@ -40,8 +40,8 @@ def test_streams_say_it_where_they_say_what_was_used():
     asked = PATHS["/v1/chat/completions"] | {"stream_options": {"include_usage": True}}
     *_, counts, _ = events(post(reuses(2), "/v1/chat/completions", stream=True, **asked))
     assert counts["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
-    told = post(reuses(2), "/v1/messages", stream=True, **PATHS["/v1/messages"]).text
-    delta = next(line for line in told.split("\n") if line.startswith('data: {"type":"message_delta"'))
+    reported = post(reuses(2), "/v1/messages", stream=True, **PATHS["/v1/messages"]).text
+    delta = next(line for line in reported.split("\n") if line.startswith('data: {"type":"message_delta"'))
     assert json.loads(delta.removeprefix("data: "))["usage"]["cache_read_input_tokens"] == 2
     *_, end = events(post(reuses(2), "/completion", stream=True, **PATHS["/completion"]))
     assert end["timings"]["cache_n"] == 2
@@ -56,8 +56,8 @@ def test_a_stream_that_is_stopped_by_a_word_says_it_too():
 
 def test_progress_begins_with_what_was_cached():
     asked = PATHS["/v1/chat/completions"] | {"return_progress": True}
-    told = events(post(reuses(2), "/v1/chat/completions", stream=True, **asked))
-    progress = [event["prompt_progress"] for event in told if "prompt_progress" in event]
+    reported = events(post(reuses(2), "/v1/chat/completions", stream=True, **asked))
+    progress = [event["prompt_progress"] for event in reported if "prompt_progress" in event]
     assert [(each["cache"], each["processed"]) for each in progress] == [(2, 2)]
 
 

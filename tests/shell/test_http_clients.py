@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from primad.api.answering.backend import ModelNames
-from tests.fakes.backend import ByteVocabulary, FakeBackend, says
+from tests.fakes.backend import ByteVocabulary, FakeBackend, replies
 from tests.fakes.embeddings import FakeEmbeddings
 from tests.fakes.http import call, events, post
 
@@ -31,13 +31,13 @@ def long(value: Any) -> Any:
 def test_a_prompt_that_is_too_long_is_told_by_the_words_that_clients_look_for_in_every_dialect():
     for path, asked in ASKED.items():
         body = {key: value if key == "max_tokens" else long(value) for key, value in asked.items()}
-        answer = post(FakeBackend(says(), vocabulary=TEMPLATE, context_tokens=64), path, model="toy", **body)
+        answer = post(FakeBackend(replies(), vocabulary=TEMPLATE, context_tokens=64), path, model="toy", **body)
         assert (answer.status_code, "exceeds the available context size" in answer.text) == (400, True), answer.text
 
 
 def test_the_name_that_was_asked_for_is_the_name_that_is_told():
     def asked(path: str, **body: Any) -> Any:
-        return call(FakeBackend(says("x"), vocabulary=TEMPLATE), "POST", path, json=body, names=NAMES)
+        return call(FakeBackend(replies("x"), vocabulary=TEMPLATE), "POST", path, json=body, names=NAMES)
 
     for path, body in ASKED.items():
         assert asked(path, stream=False, model="gpt-4o", **body).json()["model"] == "gpt-4o", path
@@ -48,10 +48,10 @@ def test_the_name_that_was_asked_for_is_the_name_that_is_told():
 
 
 def test_tokens_of_a_prompt_are_counted_also_of_one_that_is_too_long():
-    backend = FakeBackend(says(), vocabulary=TEMPLATE, context_tokens=64)
+    backend = FakeBackend(replies(), vocabulary=TEMPLATE, context_tokens=64)
     for path in ("/v1/chat/completions", "/v1/responses"):
-        told = post(backend, f"{path}/input_tokens", **ASKED[path]).json()
-        assert told == {"object": "response.input_tokens", "input_tokens": 3}
+        reported = post(backend, f"{path}/input_tokens", **ASKED[path]).json()
+        assert reported == {"object": "response.input_tokens", "input_tokens": 3}
         field = next(iter(ASKED[path]))
         assert post(backend, f"{path}/input_tokens", **{field: long(ASKED[path][field])}).json()["input_tokens"] == 501
     assert post(backend, "/v1/responses/input_tokens", input="Hi", model="other").status_code == 404
@@ -59,7 +59,7 @@ def test_tokens_of_a_prompt_are_counted_also_of_one_that_is_too_long():
 
 
 def test_who_speaks_anthropics_dialect_gets_models_in_its_shape():
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     listed = call(backend, "GET", "/v1/models", headers=ANTHROPIC, names=NAMES, embeddings=FakeEmbeddings()).json()
     assert [(each["type"], each["id"]) for each in listed["data"]][:2] == [("model", "toy"), ("model", "gpt-4o")]
     assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "toy", listed["data"][-1]["id"])

@@ -10,7 +10,7 @@ import pytest
 
 from primad.api.app import create_app
 from primad.settings.timings import ApiTimings
-from tests.fakes.backend import FakeBackend, says
+from tests.fakes.backend import FakeBackend, replies
 from tests.fakes.http import PATIENCE_S, BareClient, served
 
 CHAT = "/v1/chat/completions"
@@ -44,7 +44,7 @@ def test_leaving_while_the_ring_computes(stream, before):
 
 def test_leaving_while_the_first_of_several_choices_is_written():
     async def scenario():
-        backend = FakeBackend(says("a", asyncio.Event()))
+        backend = FakeBackend(replies("a", asyncio.Event()))
         client = BareClient(CHAT, messages=HELLO, stream=True, n=3)
         async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
             group.create_task(create_app(backend)(client.scope, client.receive, client.send))
@@ -59,7 +59,7 @@ def test_leaving_while_the_first_of_several_choices_is_written():
 
 def test_a_client_that_takes_nothing_has_left():
     async def scenario():
-        backend = FakeBackend(says("a" * 1000))
+        backend = FakeBackend(replies("a" * 1000))
         client = BareClient(CHAT, messages=HELLO, stream=True)
         client.blocked.set()
         async with asyncio.timeout(PATIENCE_S):
@@ -73,7 +73,7 @@ def test_a_client_that_takes_nothing_has_left():
 
 def test_a_client_that_leaves_in_its_body():
     async def scenario():
-        backend = FakeBackend(says("a"))
+        backend = FakeBackend(replies("a"))
         client = BareClient(CHAT, messages=HELLO)
         await client.receive()
         client.left.set()
@@ -89,7 +89,7 @@ def test_a_client_that_never_ends_its_body():
         client = BareClient(CHAT, messages=HELLO)
         await client.receive()
         async with asyncio.timeout(PATIENCE_S):
-            await create_app(FakeBackend(says()), timings=ApiTimings(body_timeout_s=0.01))(
+            await create_app(FakeBackend(replies()), timings=ApiTimings(body_timeout_s=0.01))(
                 client.scope, client.receive, client.send
             )
         assert client.got.get_nowait()["status"] == 408

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from primad.api.answering.backend import ModelNames
-from tests.fakes.backend import FakeBackend, says
+from tests.fakes.backend import FakeBackend, replies
 from tests.fakes.embeddings import FakeEmbeddings
 from tests.fakes.http import call
 
@@ -18,7 +18,7 @@ EMBED, RERANK, OLLAMA, BEFORE = "/v1/embeddings", "/v1/rerank", "/api/embed", "/
 def ask(path, *, embeddings=None, names=ModelNames(), **body):
     request = {"json": body} if body else {}
     return call(
-        FakeBackend(says()),
+        FakeBackend(replies()),
         "POST" if body else "GET",
         path,
         names=names,
@@ -111,7 +111,7 @@ def test_as_ollama_has_it():
     ],
 )
 def test_without_the_model_it_says_which_option_helps(path, body):
-    refused = call(FakeBackend(says()), "POST", path, json=body)
+    refused = call(FakeBackend(replies()), "POST", path, json=body)
     assert refused.status_code == 404
     assert "--embedding FILE.gguf" in refused.text
     wrong = ask(path, **(body | {"model": "x"}))
@@ -132,8 +132,8 @@ def test_the_model_is_listed_beside_the_other():
 
 def test_status_and_metrics_say_what_was_done_with_it():
     assert ask("/status").json()["embedding"] == FakeEmbeddings().status()
-    assert call(FakeBackend(says()), "GET", "/status").json()["embedding"] is None
-    said = ask("/metrics").text
+    assert call(FakeBackend(replies()), "GET", "/status").json()["embedding"] is None
+    printed = ask("/metrics").text
     for line in ("alive 1.0", "rss_bytes 7e+07", "requests_total 9.0", "errors_total 1.0", "compute_seconds_total 1.5"):
-        assert f"\nprimad_embedding_{line}\n" in said
-    assert "primad_embedding" not in call(FakeBackend(says()), "GET", "/metrics").text
+        assert f"\nprimad_embedding_{line}\n" in printed
+    assert "primad_embedding" not in call(FakeBackend(replies()), "GET", "/metrics").text

@@ -12,7 +12,7 @@ from typing import Any
 from primad.api.app import create_app
 from primad.head.model.text_service import TextService
 from primad.ring.messages import GenerationEvent
-from tests.fakes.backend import Call, FakeBackend, says
+from tests.fakes.backend import Call, FakeBackend, replies
 from tests.fakes.embeddings import FakeEmbeddings
 from tests.fakes.vocabulary import write_vocabulary
 from tests.fakes.watchdog import watched_loop
@@ -152,7 +152,7 @@ def hostile(tmp_path: Any, backend: FakeBackend, requests: list[tuple[str, Body]
 
 
 def test_no_request_stops_the_loop(tmp_path):
-    answers = hostile(tmp_path, GradualBackend(says("Hi"), context_tokens=1 << 14), HOSTILE)
+    answers = hostile(tmp_path, GradualBackend(replies("Hi"), context_tokens=1 << 14), HOSTILE)
     wrong = [(to, status) for (to, _), (status, _) in zip(HOSTILE, answers, strict=True) if status not in (200, 400)]
     assert not wrong
 

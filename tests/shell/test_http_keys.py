@@ -14,14 +14,14 @@ from primad.api.http.guard import KeyGuard
 from primad.api.http.key_file import KeyFile, add_key, remove_key
 from primad.api.http.keys import ApiKey, digest_of
 from primad.errors import ConfigError
-from tests.fakes.backend import FakeBackend, says
+from tests.fakes.backend import FakeBackend, replies
 
 KEY = "a-key-of-some-length"
 HELLO = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 
 
 def app_for(*keys: ApiKey, origins: tuple[str, ...] = ()):
-    return create_app(FakeBackend(says("Hello")), door=Door(lambda: keys), origins=origins)
+    return create_app(FakeBackend(replies("Hello")), door=Door(lambda: keys), origins=origins)
 
 
 def key(**limits: int) -> ApiKey:
@@ -98,7 +98,7 @@ def test_a_page_that_may_ask_gets_its_preflight_without_a_key_and_reads_its_refu
 
 def test_requests_over_the_limit_are_told_when_to_come_back():
     door = Door(lambda: [key(requests_per_min=1)])
-    app = KeyGuard(create_app(FakeBackend(says())), door, lambda path, exc: error_response(exc), clock=lambda: 0.0)
+    app = KeyGuard(create_app(FakeBackend(replies())), door, lambda path, exc: error_response(exc), clock=lambda: 0.0)
     headers = {"x-api-key": KEY}
     assert ask(app, "GET", "/v1/models", headers=headers).status_code == 200
     response = ask(app, "GET", "/v1/models", headers=headers)
@@ -108,7 +108,7 @@ def test_requests_over_the_limit_are_told_when_to_come_back():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_ring_is_told_whose_an_answer_is(stream):
-    backend = FakeBackend(says("Hello"))
+    backend = FakeBackend(replies("Hello"))
     guarded = create_app(backend, door=Door(lambda: [key()]))
     asked = HELLO | {"stream": stream}
     assert ask(guarded, "POST", "/v1/chat/completions", headers={"x-api-key": KEY}, json=asked).status_code == 200
@@ -130,7 +130,7 @@ def test_the_ring_is_told_whose_an_answer_is(stream):
 )
 def test_without_keys_each_machine_asks_as_one(address, owner):
     async def once() -> None:
-        backend = FakeBackend(says("Hello"))
+        backend = FakeBackend(replies("Hello"))
         transport = httpx.ASGITransport(create_app(backend), client=(address, 1234))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             await client.post("/v1/chat/completions", json=HELLO)
@@ -201,15 +201,15 @@ HERE = [
 
 @pytest.mark.parametrize("headers", ELSEWHERE, ids=str)
 def test_what_a_proxy_passes_on_for_another_machine_needs_a_key(headers):
-    local = create_app(FakeBackend(says("Hello")), door=OF_THIS_MACHINE)
+    local = create_app(FakeBackend(replies("Hello")), door=OF_THIS_MACHINE)
     answer = from_proxy(local, headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "from_elsewhere")
     assert "www-authenticate" not in answer.headers
     assert from_proxy(local, headers, "/health").status_code != 403
-    assert from_proxy(create_app(FakeBackend(says("Hello")), door=OPEN), headers).status_code == 200
+    assert from_proxy(create_app(FakeBackend(replies("Hello")), door=OPEN), headers).status_code == 200
     assert from_proxy(app_for(key()), headers | {"x-api-key": KEY}).status_code == 200
 
 
 @pytest.mark.parametrize("headers", HERE, ids=str)
 def test_programs_of_this_machine_need_none(headers):
-    assert from_proxy(create_app(FakeBackend(says("Hello")), door=OF_THIS_MACHINE), headers).status_code == 200
+    assert from_proxy(create_app(FakeBackend(replies("Hello")), door=OF_THIS_MACHINE), headers).status_code == 200

@@ -14,14 +14,14 @@ from primad.api.answering.generation import write
 from primad.api.answering.job import Job
 from primad.api.dialects.llama_server import prepared
 from primad.errors import RingError
-from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, says
+from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, replies
 from tests.fakes.http import call, events, post
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}>"
 
 
 def test_tokens_and_back():
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     assert post(backend, "/tokenize", content="Hé").json() == {"tokens": [72, 195, 169]}
     assert post(backend, "/tokenize", content="a", add_special=True).json() == {"tokens": [BOS, 97]}
     whole = post(backend, "/tokenize", content="aé", with_pieces=True).json()["tokens"]
@@ -32,7 +32,7 @@ def test_tokens_and_back():
 
 
 def test_the_template_is_applied_and_told():
-    backend = FakeBackend(says(), vocabulary=ByteVocabulary(chat_template=TEMPLATE), context_tokens=77)
+    backend = FakeBackend(replies(), vocabulary=ByteVocabulary(chat_template=TEMPLATE), context_tokens=77)
     body = post(backend, "/apply-template", messages=[{"role": "user", "content": "Hi"}]).json()
     assert body == {"prompt": "[user]Hi>"}
     props = call(backend, "GET", "/props").json()
@@ -49,10 +49,10 @@ def test_the_template_is_applied_and_told():
     [({}, "eos", "", "one END"), ({"n_predict": 2}, "limit", "", "on"), ({"stop": ["END"]}, "word", "END", "one ")],
 )
 def test_a_completion_says_why_it_stopped(asked, kind, word, text):
-    whole = post(FakeBackend(says("one END")), "/completion", prompt="Hi", **asked).json()
+    whole = post(FakeBackend(replies("one END")), "/completion", prompt="Hi", **asked).json()
     assert (whole["content"], whole["stop"], whole["stop_type"], whole["stopping_word"]) == (text, True, kind, word)
     assert (whole["tokens_evaluated"], whole["timings"]["prompt_n"]) == (3, 3)
-    *parts, end = events(post(FakeBackend(says("one END")), "/completion", prompt="Hi", stream=True, **asked))
+    *parts, end = events(post(FakeBackend(replies("one END")), "/completion", prompt="Hi", stream=True, **asked))
     assert "".join(part["content"] for part in parts) == text
     assert not any(part["stop"] for part in parts)
     assert (end["stop"], end["stop_type"], end["content"]) == (True, kind, "")
@@ -62,28 +62,28 @@ def test_a_completion_says_why_it_stopped(asked, kind, word, text):
 def test_a_completion_in_one_piece_says_what_its_tokens_took(monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
-    told = post(FakeBackend(says("abc")), "/completion", prompt="Hi").json()["timings"]
-    assert told["predicted_ms"] >= 2000
-    assert told["predicted_per_second"] == (told["predicted_n"] - 1) / told["predicted_ms"] * 1000
-    assert told["predicted_per_token_ms"] == told["predicted_ms"] / (told["predicted_n"] - 1)
-    assert told["prompt_per_second"] == told["prompt_n"] / told["prompt_ms"] * 1000
-    one = post(FakeBackend(says("a")), "/completion", prompt="Hi").json()["timings"]
+    reported = post(FakeBackend(replies("abc")), "/completion", prompt="Hi").json()["timings"]
+    assert reported["predicted_ms"] >= 2000
+    assert reported["predicted_per_second"] == (reported["predicted_n"] - 1) / reported["predicted_ms"] * 1000
+    assert reported["predicted_per_token_ms"] == reported["predicted_ms"] / (reported["predicted_n"] - 1)
+    assert reported["prompt_per_second"] == reported["prompt_n"] / reported["prompt_ms"] * 1000
+    one = post(FakeBackend(replies("a")), "/completion", prompt="Hi").json()["timings"]
     assert (one["predicted_n"], one["predicted_per_second"], one["predicted_per_token_ms"]) == (1, 0, 0)
 
 
 def test_an_answer_says_how_it_was_sampled_and_of_what_prompt():
     asked = {"top_k": 7, "stop": ["END"], "logit_bias": [[5, False], ["a", 1]], "n_predict": 9, "seed": 5, "n": 2}
-    backend = FakeBackend(says("one\ntwo"))
+    backend = FakeBackend(replies("one\ntwo"))
     whole = post(backend, "/completion", prompt=["Hi", [BOS, 72]], **asked).json()
     assert [each["prompt"] for each in whole] == ["<s>Hi", "<s>Hi", "<s>H", "<s>H"]
     assert [each["generation_settings"]["seed"] for each in whole] == [5, 6, 5, 6]
     assert all(each["has_new_line"] for each in whole)
-    said = whole[0]["generation_settings"]
-    assert (said["top_k"], said["stop"], said["n_predict"], said["n_ctx"]) == (7, ["END"], 9, 4096)
-    assert said["logit_bias"] == [{"token": 5, "bias": None}, {"token": 97, "bias": 1.0}]
+    printed = whole[0]["generation_settings"]
+    assert (printed["top_k"], printed["stop"], printed["n_predict"], printed["n_ctx"]) == (7, ["END"], 9, 4096)
+    assert printed["logit_bias"] == [{"token": 5, "bias": None}, {"token": 97, "bias": 1.0}]
     end = events(post(backend, "/completion", prompt="Hi", stream=True, **asked))[-1]
     assert end["has_new_line"] is True
-    assert end["generation_settings"] == said | {"stream": True, "seed": end["generation_settings"]["seed"]}
+    assert end["generation_settings"] == printed | {"stream": True, "seed": end["generation_settings"]["seed"]}
     only = post(backend, "/completion", prompt="Hi", response_fields=["generation_settings/n_predict", "prompt"]).json()
     assert only == {"n_predict": -1, "prompt": "<s>Hi"}
     usual = call(backend, "GET", "/props").json()["default_generation_settings"]["params"]
@@ -91,19 +91,21 @@ def test_an_answer_says_how_it_was_sampled_and_of_what_prompt():
 
 
 def test_every_event_says_what_it_took_if_it_is_asked_to():
-    told = events(post(FakeBackend(says("abc")), "/completion", prompt="Hi", stream=True, timings_per_token=True))
-    assert [event["timings"]["predicted_n"] for event in told] == [1, 2, 3, 3]
-    assert {event["timings"]["prompt_n"] for event in told} == {3}
-    assert all(event["timings"].keys() == told[-1]["timings"].keys() for event in told)
-    silent = events(post(FakeBackend(says("abc")), "/completion", prompt="Hi", stream=True))
+    reported = events(
+        post(FakeBackend(replies("abc")), "/completion", prompt="Hi", stream=True, timings_per_token=True)
+    )
+    assert [event["timings"]["predicted_n"] for event in reported] == [1, 2, 3, 3]
+    assert {event["timings"]["prompt_n"] for event in reported} == {3}
+    assert all(event["timings"].keys() == reported[-1]["timings"].keys() for event in reported)
+    silent = events(post(FakeBackend(replies("abc")), "/completion", prompt="Hi", stream=True))
     assert ["timings" in event for event in silent] == [False, False, False, True]
     for path, asked in (
         ("/v1/completions", {"prompt": "Hi"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
     ):
-        made = FakeBackend(says("abc"), vocabulary=ByteVocabulary(chat_template=TEMPLATE))
-        *told, _ = events(post(made, path, stream=True, timings_per_token=True, **asked))
-        timed = [event["timings"]["predicted_n"] for event in told if "timings" in event]
+        made = FakeBackend(replies("abc"), vocabulary=ByteVocabulary(chat_template=TEMPLATE))
+        *reported, _ = events(post(made, path, stream=True, timings_per_token=True, **asked))
+        timed = [event["timings"]["predicted_n"] for event in reported if "timings" in event]
         assert timed == [1, 2, 3, 3]
         *silent, last, _ = events(post(made, path, stream=True, **asked))
         assert not any("timings" in event for event in silent)
@@ -118,7 +120,7 @@ def test_every_event_says_what_it_took_if_it_is_asked_to():
 def test_no_tokens_to_predict_has_the_prompt_computed_and_nothing_written():
     for path, asked in (("/completion", {"prompt": "Hi"}), ("/infill", {"input_prefix": "a", "input_suffix": ""})):
         backend = FakeBackend(
-            says("one END"), vocabulary=ByteVocabulary(fill_in=FillInTokens(before=1, after=2, middle=3))
+            replies("one END"), vocabulary=ByteVocabulary(fill_in=FillInTokens(before=1, after=2, middle=3))
         )
         whole = post(backend, path, n_predict=0, t_max_prompt_ms=1, t_max_predict_ms=1, samplers=[], **asked).json()
         assert (whole["content"], whole["tokens_predicted"], whole["stop_type"]) == ("", 0, "limit")
@@ -129,7 +131,7 @@ def test_no_tokens_to_predict_has_the_prompt_computed_and_nothing_written():
 
 
 def test_an_answer_that_takes_too_long_ends_behind_the_next_line():
-    backend = FakeBackend(says("a\nbcd\ne\nf"))
+    backend = FakeBackend(replies("a\nbcd\ne\nf"))
     assert backend.served is not None
     for limit_ms, text in ((1500, "a\nbcd\n"), (2500, "a\nbcd\ne\n"), (9000, "a\nbcd\ne\nf"), (0, "a\nbcd\ne\nf")):
         body = json.dumps({"prompt": "Hi", "t_max_predict_ms": limit_ms}).encode()
@@ -147,7 +149,7 @@ def test_an_answer_that_takes_too_long_ends_behind_the_next_line():
 
 
 def test_a_prompt_of_ids_and_texts_is_one_prompt():
-    backend = FakeBackend(says("x"))
+    backend = FakeBackend(replies("x"))
     assert post(backend, "/completion", prompt=[72, "i", 33], n_predict=-1).json()["content"] == "x"
     assert backend.calls[0].prompt == [72, 105, 33]
     assert backend.calls[0].max_tokens == 4096 - 3
@@ -161,23 +163,23 @@ def test_several_prompts_and_choices_are_told_by_their_index():
         ({"prompt": "a", "n": 2}, [[BOS, 97]] * 2),
         ({"prompt": [97, 98]}, [[97, 98]]),
     ):
-        backend = FakeBackend(says("xy"))
-        told = post(backend, "/completion", **asked).json()
-        told = told if isinstance(told, list) else [told]
+        backend = FakeBackend(replies("xy"))
+        reported = post(backend, "/completion", **asked).json()
+        reported = reported if isinstance(reported, list) else [reported]
         assert [each.prompt for each in backend.calls] == prompts
-        assert [(each["index"], each["content"]) for each in told] == [(i, "xy") for i in range(len(prompts))]
-        assert [each["tokens_evaluated"] for each in told] == [len(prompt) for prompt in prompts]
-        assert all(each["timings"]["predicted_n"] == each["tokens_predicted"] == 2 for each in told)
-        streamed = events(post(FakeBackend(says("xy")), "/completion", stream=True, **asked))
+        assert [(each["index"], each["content"]) for each in reported] == [(i, "xy") for i in range(len(prompts))]
+        assert [each["tokens_evaluated"] for each in reported] == [len(prompt) for prompt in prompts]
+        assert all(each["timings"]["predicted_n"] == each["tokens_predicted"] == 2 for each in reported)
+        streamed = events(post(FakeBackend(replies("xy")), "/completion", stream=True, **asked))
         for index in range(len(prompts)):
             assert "".join(each["content"] for each in streamed if each["index"] == index) == "xy"
             assert [each["stop"] for each in streamed if each["index"] == index] == [False, False, True]
     for wrong in ([], [[]], ["a"] * 129, [["a", []]], [1.5]):
-        assert post(FakeBackend(says()), "/completion", prompt=wrong).status_code == 400
+        assert post(FakeBackend(replies()), "/completion", prompt=wrong).status_code == 400
 
 
 def test_probabilities_have_llama_servers_shape():
-    whole = post(FakeBackend(says("aé")), "/completion", prompt="Hi", n_probs=2).json()
+    whole = post(FakeBackend(replies("aé")), "/completion", prompt="Hi", n_probs=2).json()
     first, begun, _ = whole["completion_probabilities"]
     assert (first["id"], first["token"], first["bytes"], first["logprob"]) == (97, "a", [97], -0.5)
     assert first["top_logprobs"] == [
@@ -185,46 +187,50 @@ def test_probabilities_have_llama_servers_shape():
         {"id": 98, "token": "b", "bytes": [98], "logprob": -1.0},
     ]
     assert (begun["token"], begun["bytes"]) == ("", [195])
-    *parts, end = events(post(FakeBackend(says("aé")), "/completion", prompt="Hi", n_probs=2, stream=True))
+    *parts, end = events(post(FakeBackend(replies("aé")), "/completion", prompt="Hi", n_probs=2, stream=True))
     assert [each for part in parts for each in part["completion_probabilities"]] == whole["completion_probabilities"]
     assert "completion_probabilities" not in end
-    assert "completion_probabilities" not in post(FakeBackend(says("a")), "/completion", prompt="Hi", n_probs=0).json()
+    assert (
+        "completion_probabilities" not in post(FakeBackend(replies("a")), "/completion", prompt="Hi", n_probs=0).json()
+    )
 
 
 def test_an_answer_that_the_context_cuts_is_truncated_and_fields_are_picked():
     for asked, is_cut in (({}, True), ({"n_predict": 2}, False)):
-        told = post(FakeBackend(says("abcdefgh"), context_tokens=8), "/completion", prompt="Hi", **asked).json()
-        assert (told["stop_type"], told["truncated"]) == ("limit", is_cut)
+        reported = post(FakeBackend(replies("abcdefgh"), context_tokens=8), "/completion", prompt="Hi", **asked).json()
+        assert (reported["stop_type"], reported["truncated"]) == ("limit", is_cut)
     fields = ["content", "timings/prompt_n", "no/such", ""]
-    assert post(FakeBackend(says("a")), "/completion", prompt="Hi", response_fields=fields).json() == {
+    assert post(FakeBackend(replies("a")), "/completion", prompt="Hi", response_fields=fields).json() == {
         "content": "a",
         "prompt_n": 3,
     }
-    *_, end = events(post(FakeBackend(says("a")), "/completion", prompt="Hi", response_fields=["stop"], stream=True))
+    *_, end = events(post(FakeBackend(replies("a")), "/completion", prompt="Hi", response_fields=["stop"], stream=True))
     assert end == {"stop": True}
-    assert post(FakeBackend(says("a")), "/completion", prompt="Hi", response_fields=[""]).json()["content"] == "a"
+    assert post(FakeBackend(replies("a")), "/completion", prompt="Hi", response_fields=[""]).json()["content"] == "a"
 
 
 def test_what_is_wrong_is_told():
-    refused = post(FakeBackend(says()), "/completion", prompt="Hi", n_probs=101).json()["error"]
+    refused = post(FakeBackend(replies()), "/completion", prompt="Hi", n_probs=101).json()["error"]
     assert (refused["param"], "n_probs" in refused["message"]) == ("n_probs", True)
-    assert post(FakeBackend(says()), "/tokenize").json()["error"]["param"] == "content"
-    got = events(post(FakeBackend(says("a", RingError("gone"))), "/completion", prompt="Hi", stream=True))
+    assert post(FakeBackend(replies()), "/tokenize").json()["error"]["param"] == "content"
+    got = events(post(FakeBackend(replies("a", RingError("gone"))), "/completion", prompt="Hi", stream=True))
     assert got[-1]["error"]["message"] == "gone"
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     backend.state = Health(serving=False, taken=False, detail="loading")
     assert call(backend, "GET", "/props").status_code == 503
 
 
 def test_variables_of_the_template_are_taken():
-    backend = FakeBackend(says(), vocabulary=ByteVocabulary(chat_template="{{ reasoning_effort }}"), context_tokens=77)
+    backend = FakeBackend(
+        replies(), vocabulary=ByteVocabulary(chat_template="{{ reasoning_effort }}"), context_tokens=77
+    )
     messages = [{"role": "user", "content": "Hi"}]
     assert post(backend, "/apply-template", messages=messages, reasoning_effort="high").json() == {"prompt": "high"}
 
 
 def test_a_gap_is_filled():
     fills = ByteVocabulary(fill_in=FillInTokens(before=1, after=2, middle=3))
-    backend = FakeBackend(says("mid"), vocabulary=fills)
+    backend = FakeBackend(replies("mid"), vocabulary=fills)
     whole = post(backend, "/infill", input_prefix="a", prompt="b", input_suffix="c", n_predict=9).json()
     assert whole["content"] == "mid"
     files = [{"filename": "x", "text": "y"}]
@@ -253,5 +259,5 @@ def test_a_gap_is_filled():
     ],
 )
 def test_what_cannot_be_filled_is_refused_by_its_field(path, body, param):
-    answer = post(FakeBackend(says("x")), path, **body)
+    answer = post(FakeBackend(replies("x")), path, **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -16,7 +16,7 @@ from primad.api.answering.generation import Written
 from primad.api.http.metrics import MEDIA_TYPE, Metrics
 from primad.api.http.status import MemoryFigures, StatusBody
 from primad.errors import RequestError, RingError
-from tests.fakes.backend import FakeBackend, says
+from tests.fakes.backend import FakeBackend, replies
 from tests.fakes.http import PATIENCE_S, BareClient, call, in_memory
 from tests.fakes.status import DRAFTS, KV, MEMORY, device, ring
 
@@ -61,7 +61,7 @@ def ask(prompt: str = "Hi", **more: Any) -> tuple[str, str, dict[str, Any]]:
 
 
 def test_every_metric_has_its_unit_and_its_words():
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     backend.ring = ring(device("desk", role="head"), device("lap"), lap="serving")
     found = scrape(backend)
     assert all(name.startswith("primad") for name in found.families)
@@ -73,7 +73,7 @@ def test_every_metric_has_its_unit_and_its_words():
 
 
 def test_requests_tokens_and_times_are_counted():
-    found, _ = after(FakeBackend(says("abc")), ask("Hey"), ask("Hey", stream=True))
+    found, _ = after(FakeBackend(replies("abc")), ask("Hey"), ask("Hey", stream=True))
     assert found("http_requests_total", path=COMPLETIONS, code="200") == 2
     assert found("prompt_tokens_total") == 8  # with the token of the beginning
     assert found("completion_tokens_total") == 6
@@ -109,9 +109,9 @@ def test_the_time_to_the_first_token_is_apart_from_the_others():
 @pytest.mark.parametrize(
     ("script", "end"),
     [
-        (says("a", RingError("lap is gone")), "error"),
-        (says(RequestError("full", status=429)), "refused"),
-        (says("a", KeyError("ours")), "error"),
+        (replies("a", RingError("lap is gone")), "error"),
+        (replies(RequestError("full", status=429)), "refused"),
+        (replies("a", KeyError("ours")), "error"),
     ],
 )
 def test_how_an_answer_ends_badly(script, end):
@@ -122,7 +122,7 @@ def test_how_an_answer_ends_badly(script, end):
 
 
 def test_an_answer_that_ends_at_its_limit():
-    found, _ = after(FakeBackend(says("abcdef")), ask(max_tokens=2))
+    found, _ = after(FakeBackend(replies("abcdef")), ask(max_tokens=2))
     assert found("answers_total", end="length") == 1
     assert found("answers_total", end="left") is None
 
@@ -131,7 +131,7 @@ def test_a_client_that_leaves():
     from primad.api.app import create_app
 
     async def once() -> Scraped:
-        backend = FakeBackend(says("a", asyncio.Event()))
+        backend = FakeBackend(replies("a", asyncio.Event()))
         app = create_app(backend)
         client = BareClient(COMPLETIONS, prompt="Hi", stream=True)
         async with asyncio.timeout(PATIENCE_S):
@@ -151,7 +151,7 @@ def test_a_client_that_leaves():
 
 
 def test_refusals_are_counted_and_no_client_makes_new_series():
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     odd = [("GET", f"/secret/{i}", {}) for i in range(5)] + [("GET", f"/v1/models/m{i}", {}) for i in range(3)]
     found, answers = after(
         backend, *odd, ("POST", CHAT, {"json": {}}), ("GET", "/", {"headers": {"host": "evil.example"}})
@@ -165,11 +165,11 @@ def test_refusals_are_counted_and_no_client_makes_new_series():
 
 
 def test_a_web_page_from_elsewhere_reads_no_metrics():
-    assert call(FakeBackend(says()), "GET", "/metrics", headers={"host": "evil.example"}).status_code == 403
+    assert call(FakeBackend(replies()), "GET", "/metrics", headers={"host": "evil.example"}).status_code == 403
 
 
 def test_what_a_device_says():
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     backend.ring = ring(device("desk", role="head"), device("lap"), epoch=7, lap="serving", nas="ready", attic="ready")
     found = scrape(backend)
     assert (found("ring_epoch"), found("ring_rounds"), found("ring_devices"), found("serving")) == (7, 2, 2, 1)
@@ -198,7 +198,7 @@ def test_what_a_device_says():
 
 
 def test_what_is_kept_of_answers():
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     backend.ring = ring(device("desk", role="head")) | {"kv": msgspec.to_builtins(KV)}
     found = scrape(backend)
     assert (found("kv_replicated_bytes"), found("kv_lag_tokens"), found("kv_restores_total")) == (4.6e7, 12, 3)
@@ -207,7 +207,7 @@ def test_what_is_kept_of_answers():
 
 
 def test_what_became_of_drafts():
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     backend.ring = ring(device("desk", role="head")) | {"drafts": msgspec.to_builtins(DRAFTS)}
     found = scrape(backend)
     assert (found("draft_tokens_total"), found("draft_accepted_tokens_total")) == (200, 150)
@@ -216,13 +216,13 @@ def test_what_became_of_drafts():
 
 @pytest.mark.parametrize(("pressure", "level"), [("calm", 0), ("some", 1), ("high", 2), ("odd", None), (None, None)])
 def test_pressure_is_a_number(pressure, level):
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     backend.ring = ring(device("lap", memory=MemoryFigures(pressure=pressure)))
     assert scrape(backend)("device_pressure_level", device="lap") == level
 
 
 def test_a_device_that_does_not_answer_has_no_figures_but_is_there():
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     backend.ring = ring(device("desk"), device("lap", ring=None, memory=MemoryFigures()))
     found = scrape(backend)
     assert (found("device_answered", device="lap"), found("device_layers", device="lap")) == (0, 26)
@@ -233,7 +233,7 @@ def test_a_device_that_does_not_answer_has_no_figures_but_is_there():
 
 def test_a_device_that_left_is_told_no_more():
     async def once() -> tuple[Scraped, Scraped]:
-        backend = FakeBackend(says())
+        backend = FakeBackend(replies())
         async with in_memory(backend) as client:
             backend.ring = ring(device("desk"), device("lap"))
             first = Scraped(await client.get("/metrics"))
@@ -246,14 +246,14 @@ def test_a_device_that_left_is_told_no_more():
 
 
 def test_before_the_first_ring():
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     backend.state, backend.served = Health(serving=False, taken=False, detail="planning"), None
     found = scrape(backend)
     assert (found("serving"), found("ring_devices"), found("ring_epoch")) == (0, 0, None)
 
 
 def test_a_name_cannot_add_a_line():
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     backend.ring = ring(device('a"} 1\nprimad_serving 0\n# \\'))
     found = scrape(backend)
     assert found("serving") == 1
@@ -261,13 +261,13 @@ def test_a_name_cannot_add_a_line():
 
 
 def test_two_apps_count_apart():
-    first, _ = after(FakeBackend(says("a")), ask())
-    second, _ = after(FakeBackend(says("a")), ask())
+    first, _ = after(FakeBackend(replies("a")), ask())
+    second, _ = after(FakeBackend(replies("a")), ask())
     assert first("answers_total", end="stop") == second("answers_total", end="stop") == 1
 
 
 def test_status_has_the_ring_and_the_health():
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     backend.ring = ring(device("desk", role="head"), lap="ready")
     body = call(backend, "GET", "/status").json()
     assert (body["serving"], body["detail"], body["model"], body["epoch"]) == (

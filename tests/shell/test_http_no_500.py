@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from primad.api.app import create_app
 from primad.api.http.dialect import COMPONENT
-from tests.fakes.backend import ByteVocabulary, FakeBackend, says
+from tests.fakes.backend import ByteVocabulary, FakeBackend, replies
 from tests.fakes.embeddings import FakeEmbeddings
 from tests.fakes.http import call
 
@@ -33,7 +33,7 @@ LIKELY: dict[str, dict[str, Any]] = {
     "/api/embed": {"model": "small", "input": "sea"},
     "/api/embeddings": {"model": "small", "prompt": "sea"},
 }
-DOCUMENT = create_app(FakeBackend(says())).openapi()
+DOCUMENT = create_app(FakeBackend(replies())).openapi()
 VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -63,7 +63,7 @@ def test_no_body_is_answered_with_500(path, data):
     fields = st.dictionaries(st.sampled_from(fields_of(path)), VALUES, max_size=3)
     body = json.dumps(LIKELY[path] | data.draw(fields, "fields"))
     vocabulary = ByteVocabulary(adds_bos=data.draw(st.booleans(), "adds_bos"))
-    backend = FakeBackend(says("some ", 257, "answer"), vocabulary=vocabulary, context_tokens=64)
+    backend = FakeBackend(replies("some ", 257, "answer"), vocabulary=vocabulary, context_tokens=64)
     response = call(
         backend,
         "POST",
@@ -78,5 +78,5 @@ def test_no_body_is_answered_with_500(path, data):
 @pytest.mark.parametrize("path", LIKELY)
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 9999, b'{"n": 1e999}'])
 def test_a_body_that_is_no_request_is_refused(path, body):
-    response = call(FakeBackend(says()), "POST", path, content=body, headers={"content-type": "application/json"})
+    response = call(FakeBackend(replies()), "POST", path, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400

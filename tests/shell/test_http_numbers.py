@@ -16,10 +16,10 @@ from primad.api.answering.backend import FillInTokens, SamplingDefaults
 from primad.api.app import create_app
 from primad.api.dialects.ollama.job import NAMES
 from primad.api.http.dialect import COMPONENT
-from primad.api.page.desk import DeviceLimit
+from primad.api.page.admin_api import DeviceLimit
 from primad.api.page.routes import decoded
 from primad.errors import RequestError
-from tests.fakes.backend import ByteVocabulary, FakeBackend, says
+from tests.fakes.backend import ByteVocabulary, FakeBackend, replies
 from tests.fakes.embeddings import FakeEmbeddings
 from tests.fakes.http import PATIENCE_S, in_memory, post
 from tests.shell.test_http_no_500 import LIKELY
@@ -32,7 +32,7 @@ NUMBERS = (
 HARDEST = ("2147483647", "1e-320", "1e400")
 """Of a field that another path has just so."""
 Place = tuple[str | int, ...]
-DOCUMENT = create_app(FakeBackend(says())).openapi()
+DOCUMENT = create_app(FakeBackend(replies())).openapi()
 COMPONENTS = DOCUMENT["components"]["schemas"]
 POSTS = sorted(path for path, methods in DOCUMENT["paths"].items() if "post" in methods)
 OWN = [path for path in POSTS if f"/v1{path}" not in POSTS]
@@ -60,18 +60,18 @@ def numbers_of(schema: Any, place: Place = (), base: Any = None) -> Iterator[tup
     for each in kinds:
         for name, inner in each.get("properties", {}).items():
             others = {key: value for key, value in (base or minimum(each)).items() if key != name}
-            for found, said, text in numbers_of(inner, (*place, name)):
+            for found, printed, text in numbers_of(inner, (*place, name)):
                 yield (
                     found,
-                    said,
+                    printed,
                     "{"
                     + "".join(f"{json.dumps(k)}: {json.dumps(v)}, " for k, v in others.items())
                     + (f"{json.dumps(name)}: {text}}}"),
                 )
         for key, at, form in (("items", 0, "[{}]"), ("additionalProperties", "7", '{{"7": {}}}')):
             if isinstance(each.get(key), dict):
-                for found, said, text in numbers_of(each[key], (*place, at)):
-                    yield found, said, form.format(text)
+                for found, printed, text in numbers_of(each[key], (*place, at)):
+                    yield found, printed, form.format(text)
 
 
 def minimum(schema: Any) -> Any:
@@ -92,9 +92,9 @@ def bodies(path: str, seen: set[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Bodies for ``path``, each with the name of the field that has a number."""
     schema = resolved(DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"])
     base = LIKELY.get(path.removesuffix("/input_tokens")) or minimum(schema)
-    for place, said, text in numbers_of(schema, base=base):
-        known = (str(place[-1]), said) in seen
-        seen.add((str(place[-1]), said))
+    for place, printed, text in numbers_of(schema, base=base):
+        known = (str(place[-1]), printed) in seen
+        seen.add((str(place[-1]), printed))
         for number in HARDEST if known else NUMBERS:
             yield str(place[0]), text.replace("NUMBER", number)
     if "options" in schema["properties"]:
@@ -116,7 +116,7 @@ def test_every_number_of_every_dialect_is_taken_or_refused_by_name():
     tried: dict[str, int] = {}
 
     async def all_of_them() -> None:
-        backend = FakeBackend(says("a"), vocabulary=FILL_IN, context_tokens=64)
+        backend = FakeBackend(replies("a"), vocabulary=FILL_IN, context_tokens=64)
         seen: set[tuple[str, str]] = set()
         async with asyncio.timeout(PATIENCE_S), in_memory(backend, embeddings=FakeEmbeddings()) as client:
             for path in OWN:
@@ -136,7 +136,7 @@ def test_every_number_of_every_dialect_is_taken_or_refused_by_name():
 
 @pytest.mark.parametrize("tokens", [-1, 64, 65, 2**31 - 1])
 def test_samplers_look_at_the_context_at_most_whoever_asks_for_more(tokens):
-    backend = FakeBackend(says("a"), context_tokens=64)
+    backend = FakeBackend(replies("a"), context_tokens=64)
     assert backend.served is not None
     backend.served = replace(backend.served, sampling=SamplingDefaults(penalty_tokens=tokens))
     for more in ({}, {"repeat_last_n": tokens}, {"dry_penalty_last_n": tokens}):
@@ -149,7 +149,7 @@ def test_samplers_look_at_the_context_at_most_whoever_asks_for_more(tokens):
 )
 def test_numbers_in_paths_queries_and_headers_make_no_500(path):
     async def all_of_them() -> None:
-        async with asyncio.timeout(PATIENCE_S), in_memory(FakeBackend(says("a"))) as client:
+        async with asyncio.timeout(PATIENCE_S), in_memory(FakeBackend(replies("a"))) as client:
             for number in NUMBERS:
                 safe = number if len(number) < 1000 else number[:1000]
                 headers = dict.fromkeys(("x-stainless-retry-count", "x-priority", "retry-after", "date", "age"), safe)

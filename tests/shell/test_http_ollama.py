@@ -12,7 +12,7 @@ import pytest
 
 from primad.api.answering.backend import Health, ModelNames
 from primad.errors import RingError
-from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, says
+from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, replies
 from tests.fakes.http import call, post, served
 from tests.lazily import Lazily
 
@@ -34,12 +34,12 @@ def text_of(line: dict[str, Any]) -> str:
 
 @both
 def test_an_answer_in_lines_and_whole(path):
-    response = post(FakeBackend(says("aéb"), vocabulary=VOCABULARY), path, **VALID[path])
+    response = post(FakeBackend(replies("aéb"), vocabulary=VOCABULARY), path, **VALID[path])
     assert response.headers["content-type"].startswith("application/x-ndjson")
     *parts, last = [json.loads(line) for line in response.text.splitlines()]
     assert [text_of(part) for part in parts] == ["a", "é", "b"]
     assert not any(part["done"] or "eval_count" in part for part in parts)
-    whole = post(FakeBackend(says("aéb"), vocabulary=VOCABULARY), path, **VALID[path], stream=False).json()
+    whole = post(FakeBackend(replies("aéb"), vocabulary=VOCABULARY), path, **VALID[path], stream=False).json()
     assert (text_of(last), text_of(whole)) == ("", "aéb")
     for end in (last, whole):
         assert (end["done"], end["done_reason"], end["model"]) == (True, "stop", VALID[path]["model"])
@@ -48,7 +48,7 @@ def test_an_answer_in_lines_and_whole(path):
 
 
 def test_options_and_format_reach_the_core():
-    backend = FakeBackend(says("{}"), vocabulary=VOCABULARY)
+    backend = FakeBackend(replies("{}"), vocabulary=VOCABULARY)
     options = {"num_predict": 3, "temperature": 0, "seed": 7, "stop": ["x"], "num_ctx": 9, "top_k": 2}
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     for wanted in ("json", schema, ""):
@@ -77,7 +77,7 @@ def test_numbers_are_taken_as_ollama_takes_them(path):
         ({"num_predict": 2.0}, "max_tokens", 2),
         *(({"num_predict": each}, "max_tokens", room) for each in (0, -1, -2, -1.0, None)),
     ):
-        backend = FakeBackend(says("x"), vocabulary=VOCABULARY)
+        backend = FakeBackend(replies("x"), vocabulary=VOCABULARY)
         answer = post(backend, path, **VALID[path], options=options)
         assert answer.status_code == 200, (options, answer.text)
         asked = backend.calls[0]
@@ -86,7 +86,7 @@ def test_numbers_are_taken_as_ollama_takes_them(path):
 
 def test_think_is_said_in_the_words_of_the_template():
     for template in ("{{ thinking }}", "{{ enable_thinking }}", "{{ reasoning }}", "{{ think }}"):
-        backend = FakeBackend(says("x"), vocabulary=ByteVocabulary(chat_template=template))
+        backend = FakeBackend(replies("x"), vocabulary=ByteVocabulary(chat_template=template))
         for think in (True, False, "high"):
             assert post(backend, CHAT, **VALID[CHAT], think=think).status_code == 200
         assert [bytes(each.prompt[1:]) for each in backend.calls] == [b"True", b"False", b"True"]
@@ -95,33 +95,33 @@ def test_think_is_said_in_the_words_of_the_template():
 def test_an_answer_in_one_piece_says_what_its_tokens_took(monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
-    whole = post(FakeBackend(says("abc"), vocabulary=VOCABULARY), CHAT, **VALID[CHAT], stream=False).json()
+    whole = post(FakeBackend(replies("abc"), vocabulary=VOCABULARY), CHAT, **VALID[CHAT], stream=False).json()
     assert whole["eval_duration"] >= 2e9
     assert whole["total_duration"] == whole["prompt_eval_duration"] + whole["eval_duration"]
 
 
 def test_content_that_is_null_is_empty():
-    backend = FakeBackend(says("x"), vocabulary=VOCABULARY)
-    said = [{"role": "assistant", "content": None}, *HELLO]
-    assert post(backend, CHAT, model="toy", messages=said).status_code == 200
+    backend = FakeBackend(replies("x"), vocabulary=VOCABULARY)
+    printed = [{"role": "assistant", "content": None}, *HELLO]
+    assert post(backend, CHAT, model="toy", messages=printed).status_code == 200
     assert backend.calls[0].prompt == [BOS, *b"[assistant][user]Hi>"]
 
 
 @both
 def test_log_probabilities_stand_beside_their_tokens(path):
     asked = {"logprobs": True, "top_logprobs": 1}
-    whole = post(FakeBackend(says("aé"), vocabulary=VOCABULARY), path, **VALID[path], **asked, stream=False).json()
+    whole = post(FakeBackend(replies("aé"), vocabulary=VOCABULARY), path, **VALID[path], **asked, stream=False).json()
     assert next((each["token"], len(each["top_logprobs"])) for each in whole["logprobs"]) == ("a", 1)
-    lines = post(FakeBackend(says("aé"), vocabulary=VOCABULARY), path, **VALID[path], **asked).text.splitlines()
+    lines = post(FakeBackend(replies("aé"), vocabulary=VOCABULARY), path, **VALID[path], **asked).text.splitlines()
     streamed = [each for line in lines for each in json.loads(line).get("logprobs", [])]
     assert streamed == whole["logprobs"]
-    assert "logprobs" not in post(FakeBackend(says("a")), path, **VALID[path], stream=False).json()
-    assert post(FakeBackend(says("a")), path, **VALID[path], top_logprobs=1).status_code == 400
-    assert post(FakeBackend(says("a")), GENERATE, model="toy", prompt="a", raw=True, **asked).status_code == 200
+    assert "logprobs" not in post(FakeBackend(replies("a")), path, **VALID[path], stream=False).json()
+    assert post(FakeBackend(replies("a")), path, **VALID[path], top_logprobs=1).status_code == 400
+    assert post(FakeBackend(replies("a")), GENERATE, model="toy", prompt="a", raw=True, **asked).status_code == 200
 
 
 def test_what_generate_makes_of_its_prompt():
-    backend = FakeBackend(says("x"), vocabulary=VOCABULARY)
+    backend = FakeBackend(replies("x"), vocabulary=VOCABULARY)
     post(backend, GENERATE, **VALID[GENERATE], system="S")
     post(backend, GENERATE, **VALID[GENERATE], raw=True)
     assert [each.prompt for each in backend.calls] == [[BOS, *b"[system]S[user]Hi>"], [BOS, *b"Hi"]]
@@ -131,15 +131,15 @@ def test_what_generate_makes_of_its_prompt():
 @both
 def test_without_a_prompt_the_model_is_there(path):
     for empty in ({"prompt": None, "messages": None}, {"messages": []}):
-        assert post(FakeBackend(says()), path, model="toy", stream=False, **empty).json()["done"] is True
-    backend = FakeBackend(says("x"))
+        assert post(FakeBackend(replies()), path, model="toy", stream=False, **empty).json()["done"] is True
+    backend = FakeBackend(replies("x"))
     body = post(backend, path, model="toy").json()
     assert (body["done"], body["done_reason"], text_of(body)) == (True, "load", "")
     assert backend.calls == []
 
 
 def test_what_it_says_of_models():
-    backend = FakeBackend(says(), vocabulary=VOCABULARY)
+    backend = FakeBackend(replies(), vocabulary=VOCABULARY)
     listed = call(backend, "GET", "/api/tags", names=ModelNames(aliases=("b:7b",))).json()["models"]
     assert [model["name"] for model in listed] == ["toy:latest", "b:7b"]
     assert call(backend, "GET", "/api/ps").json()["models"][0]["context_length"] == 4096
@@ -154,7 +154,7 @@ def test_what_it_says_of_models():
 
 @both
 def test_errors_have_its_shape(path):
-    for asked, status, told in (
+    for asked, status, reported in (
         ({"model": "other"}, 404, "other"),
         ({"options": {"temperature": 1e9}}, 400, "'options.temperature'"),
         ({"options": {"num_predict": "3"}}, 400, "'options.num_predict'"),
@@ -163,26 +163,26 @@ def test_errors_have_its_shape(path):
         ({"format": 3}, 400, "format"),
         ({"stream": "yes"}, 400, "stream"),
     ):
-        response = post(FakeBackend(says()), path, **VALID[path] | asked)
+        response = post(FakeBackend(replies()), path, **VALID[path] | asked)
         assert response.status_code == status, response.text
         assert response.json().keys() == {"error"}
-        assert told in response.json()["error"]
-    backend = FakeBackend(says())
+        assert reported in response.json()["error"]
+    backend = FakeBackend(replies())
     backend.state = Health(serving=False, taken=False, detail="loading")
     assert post(backend, path, **VALID[path]).status_code == 503
-    lines = post(FakeBackend(says("a", RingError("gone"))), path, **VALID[path]).text.splitlines()
+    lines = post(FakeBackend(replies("a", RingError("gone"))), path, **VALID[path]).text.splitlines()
     assert json.loads(lines[-1]) == {"error": "gone"}
-    assert call(FakeBackend(says()), "POST", "/api/embed", json={}).json().keys() == {"error"}
+    assert call(FakeBackend(replies()), "POST", "/api/embed", json={}).json().keys() == {"error"}
 
 
 def test_images_are_refused_by_name():
     message = HELLO[0] | {"images": ["aGk="]}
-    assert "images" in post(FakeBackend(says()), CHAT, model="toy", messages=[message]).json()["error"]
+    assert "images" in post(FakeBackend(replies()), CHAT, model="toy", messages=[message]).json()["error"]
 
 
 def test_the_official_client():
     async def run():
-        async with served(FakeBackend(says("Hello"), vocabulary=VOCABULARY)) as url:
+        async with served(FakeBackend(replies("Hello"), vocabulary=VOCABULARY)) as url:
             client = ollama.AsyncClient(host=url)
             assert [model.model for model in (await client.list()).models] == ["toy:latest"]
             answer = await client.chat(model="toy", messages=HELLO)

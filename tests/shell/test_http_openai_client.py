@@ -9,7 +9,7 @@ import pytest
 
 from primad.api.answering.backend import Health
 from primad.errors import RequestError, RingError
-from tests.fakes.backend import FakeBackend, says
+from tests.fakes.backend import FakeBackend, replies
 from tests.fakes.http import served
 from tests.lazily import Lazily
 
@@ -34,7 +34,7 @@ def test_models():
         assert [model.id async for model in client.models.list()] == ["toy"]
         assert (await client.models.retrieve("toy")).owned_by == "primad"
 
-    with_client(FakeBackend(says()), scenario)
+    with_client(FakeBackend(replies()), scenario)
 
 
 def test_chat():
@@ -46,7 +46,7 @@ def test_chat():
         assert [choice.finish_reason for choice in answer.choices] == ["length", "length"]
         assert answer.usage.completion_tokens == 10
 
-    with_client(FakeBackend(says("Hello world")), scenario)
+    with_client(FakeBackend(replies("Hello world")), scenario)
 
 
 def test_chat_that_streams():
@@ -59,7 +59,7 @@ def test_chat_that_streams():
         assert chunks[-2].choices[0].finish_reason == "stop"
         assert chunks[-1].usage.completion_tokens == 16
 
-    with_client(FakeBackend(says("Grüße 😀STOPmore")), scenario)
+    with_client(FakeBackend(replies("Grüße 😀STOPmore")), scenario)
 
 
 def test_text_arrives_while_the_ring_still_computes():
@@ -73,7 +73,7 @@ def test_text_arrives_while_the_ring_still_computes():
         assert text == "first second"
 
     more = asyncio.Event()
-    with_client(FakeBackend(says("first", more, " second")), scenario)
+    with_client(FakeBackend(replies("first", more, " second")), scenario)
 
 
 def test_completion():
@@ -111,7 +111,7 @@ def test_the_stream_helper_puts_a_message_together():
         assert final.choices[0].message.content == "Hello"
         assert len(final.choices[0].logprobs.content) == 5
 
-    with_client(FakeBackend(says("Hello")), scenario)
+    with_client(FakeBackend(replies("Hello")), scenario)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_refusals_are_the_clients_exceptions(ask, raised, code):
         too_long = code == "context_length_exceeded"
         assert caught.value.type == ("exceed_context_size_error" if too_long else "invalid_request_error")
 
-    with_client(FakeBackend(says("x")), scenario)
+    with_client(FakeBackend(replies("x")), scenario)
 
 
 def test_a_body_that_is_too_large():
@@ -140,7 +140,7 @@ def test_a_body_that_is_too_large():
             await client.completions.create(model="toy", prompt="x" * (9 << 20))
         assert caught.value.status_code == 413
 
-    with_client(FakeBackend(says("x")), scenario)
+    with_client(FakeBackend(replies("x")), scenario)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -150,8 +150,8 @@ def test_a_bad_day(stream):
             await client.chat.completions.create(model="toy", messages=HELLO, stream=stream)
         assert caught.value.status_code == 503
 
-    with_client(FakeBackend(says(RingError("gone"))), scenario)
-    loading = FakeBackend(says())
+    with_client(FakeBackend(replies(RingError("gone"))), scenario)
+    loading = FakeBackend(replies())
     loading.state = Health(serving=False, taken=False, detail="loading")
     with_client(loading, scenario)
 
@@ -161,7 +161,7 @@ def test_a_full_queue():
         with pytest.raises(openai.RateLimitError):
             await client.chat.completions.create(model="toy", messages=HELLO)
 
-    with_client(FakeBackend(says(RequestError("full", status=429))), scenario)
+    with_client(FakeBackend(replies(RequestError("full", status=429))), scenario)
 
 
 def test_a_ring_that_breaks_in_a_stream():
@@ -170,4 +170,4 @@ def test_a_ring_that_breaks_in_a_stream():
         with pytest.raises(openai.APIError, match="worker b went away"):
             _ = [chunk async for chunk in stream]
 
-    with_client(FakeBackend(says("some", RingError("worker b went away"))), scenario)
+    with_client(FakeBackend(replies("some", RingError("worker b went away"))), scenario)

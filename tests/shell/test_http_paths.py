@@ -8,7 +8,7 @@ import httpx
 
 from primad.api.app import create_app
 from primad.api.http.access import Door
-from tests.fakes.backend import FakeBackend, says
+from tests.fakes.backend import FakeBackend, replies
 from tests.fakes.http import call
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -24,7 +24,7 @@ def test_a_slash_too_many_changes_nothing():
     }
     for path, body in bodies.items():
         method = "GET" if body is None else "POST"
-        for said in (
+        for printed in (
             path,
             f"/{path}",
             f"{path}/",
@@ -32,20 +32,20 @@ def test_a_slash_too_many_changes_nothing():
             path.replace("/", "//"),
             path.replace("/v1/", "/v1///"),
         ):
-            answer = call(FakeBackend(says("x")), method, f"http://127.0.0.1:8080{said}", json=body)
-            assert answer.status_code == 200, (said, answer.text)
-    assert call(FakeBackend(says()), "GET", "http://127.0.0.1:8080//v2/models").status_code == 404
+            answer = call(FakeBackend(replies("x")), method, f"http://127.0.0.1:8080{printed}", json=body)
+            assert answer.status_code == 200, (printed, answer.text)
+    assert call(FakeBackend(replies()), "GET", "http://127.0.0.1:8080//v2/models").status_code == 404
 
 
 def test_head_is_answered_where_get_is_and_the_document_has_it_once():
     for path in ("/", "/v1/models", "/v1/models/toy", "/health", "/props", "/api/tags", "/metrics", "/status"):
-        assert call(FakeBackend(says()), "HEAD", path).status_code == 200, path
-    assert call(FakeBackend(says()), "HEAD", "/ui/events").status_code == 405
-    assert "head" not in create_app(FakeBackend(says())).openapi()["paths"]["/v1/models"]
+        assert call(FakeBackend(replies()), "HEAD", path).status_code == 200, path
+    assert call(FakeBackend(replies()), "HEAD", "/ui/events").status_code == 405
+    assert "head" not in create_app(FakeBackend(replies())).openapi()["paths"]["/v1/models"]
 
 
 def test_a_slash_too_many_opens_no_door():
-    app = create_app(FakeBackend(says()), door=Door(lambda: ()))
+    app = create_app(FakeBackend(replies()), door=Door(lambda: ()))
 
     async def status(path: str) -> int:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:

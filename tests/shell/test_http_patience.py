@@ -21,7 +21,7 @@ from primad.api.http import patience as http_patience
 from primad.api.http.patience import Patience
 from primad.api.http.starts import MAX_STARTS
 from primad.settings.timings import ApiTimings
-from tests.fakes.backend import FakeBackend, says
+from tests.fakes.backend import FakeBackend, replies
 from tests.fakes.http import PATIENCE_S
 from tests.fakes.watchdog import watched_loop
 from tests.shell.gated import raw, until_closed
@@ -56,15 +56,15 @@ async def patient(
 
 
 @pytest.mark.parametrize(
-    ("said", "answer"),
+    ("printed", "answer"),
     [(b"", b""), (REQUEST[:-2], b""), (b"\xff" + bytes(9), b"HTTP/1.1 400 ")],
     ids=["nothing", "half", "ZMTP"],
 )
-def test_who_asks_nothing_is_sent_away(said: bytes, answer: bytes):
+def test_who_asks_nothing_is_sent_away(printed: bytes, answer: bytes):
     async def scenario() -> None:
-        async with patient(FakeBackend(says("Hi")), timeout_s=0.1) as port:
+        async with patient(FakeBackend(replies("Hi")), timeout_s=0.1) as port:
             reader, writer = await raw(port)
-            writer.write(said)
+            writer.write(printed)
             assert (await until_closed(reader))[: len(answer) or None] == answer
             writer.close()
 
@@ -73,7 +73,7 @@ def test_who_asks_nothing_is_sent_away(said: bytes, answer: bytes):
 
 def test_who_sends_a_byte_now_and_then_after_its_first_answer_is_sent_away():
     async def scenario() -> None:
-        async with patient(FakeBackend(says("Hi")), timeout_s=1.0) as port:
+        async with patient(FakeBackend(replies("Hi")), timeout_s=1.0) as port:
             reader, writer = await raw(port)
             writer.write(REQUEST)
             assert (await reader.readline()).startswith(b"HTTP/1.1")
@@ -92,7 +92,7 @@ def test_who_sends_a_byte_now_and_then_after_its_first_answer_is_sent_away():
 def test_an_answer_may_take_longer_than_a_request():
     async def scenario() -> None:
         held = asyncio.Event()
-        async with patient(FakeBackend(says("slow", held)), timeout_s=1.0) as port, httpx.AsyncClient() as client:
+        async with patient(FakeBackend(replies("slow", held)), timeout_s=1.0) as port, httpx.AsyncClient() as client:
             asked = asyncio.create_task(client.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=CHAT))
             await asyncio.wait([asked], timeout=2.0)
             assert not asked.done()
@@ -104,7 +104,7 @@ def test_an_answer_may_take_longer_than_a_request():
 
 def test_the_silent_make_room_for_who_asks():
     async def scenario() -> None:
-        async with patient(FakeBackend(says("Hi")), max_silent=5) as port, httpx.AsyncClient() as client:
+        async with patient(FakeBackend(replies("Hi")), max_silent=5) as port, httpx.AsyncClient() as client:
             silent = [await raw(port) for _ in range(20)]
             answer = await client.get(f"http://127.0.0.1:{port}/health")
             assert answer.status_code == 200
@@ -180,7 +180,7 @@ def test_the_smallest_chunks_do_not_stop_the_loop():
     head += b"Transfer-Encoding: chunked\r\n\r\n"
 
     async def scenario() -> None:
-        async with patient(FakeBackend(says("Hi"))) as port:
+        async with patient(FakeBackend(replies("Hi"))) as port:
             reader, writer = await raw(port)
             with watched_loop() as late:
                 writer.write(head + body + b"0\r\n\r\n")
@@ -196,7 +196,7 @@ def test_of_requests_that_are_sent_ahead_little_is_kept_and_all_are_answered(bod
     """What is kept is looked through with each request."""
     ahead_bytes: list[int] = []
 
-    class Told(http_patience.PatientProtocol):
+    class Reported(http_patience.PatientProtocol):
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             ahead_bytes.append(len(self._strict.trailing_data[0]))
@@ -205,8 +205,8 @@ def test_of_requests_that_are_sent_ahead_little_is_kept_and_all_are_answered(bod
         asked = b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
         count = (1 << 16) // len(asked)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(http_patience, "PatientProtocol", Told)
-            async with patient(FakeBackend(says()), app=reading) as port:
+            patch.setattr(http_patience, "PatientProtocol", Reported)
+            async with patient(FakeBackend(replies()), app=reading) as port:
                 reader, writer = await raw(port)
                 writer.write(asked * count + REQUEST[:-2] + b"Connection: close\r\n\r\n")
                 assert (await until_closed(reader)).count(b"HTTP/1.1 200 ") == count + 1
@@ -221,14 +221,14 @@ def test_who_does_not_read_an_answer_is_sent_away(headers):
     async def scenario() -> None:
         gone = asyncio.Event()
 
-        class Told(http_patience.PatientProtocol):
+        class Reported(http_patience.PatientProtocol):
             def connection_lost(self, exc: Exception | None) -> None:
                 super().connection_lost(exc)
                 gone.set()
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(http_patience, "PatientProtocol", Told)
-            async with patient(FakeBackend(says()), app=large, timeout_s=0.1, send_timeout_s=0.1) as port:
+            patch.setattr(http_patience, "PatientProtocol", Reported)
+            async with patient(FakeBackend(replies()), app=large, timeout_s=0.1, send_timeout_s=0.1) as port:
                 client = await unread(port, headers)
                 await gone.wait()
                 assert await is_cut_off(client)
@@ -239,13 +239,13 @@ def test_who_does_not_read_an_answer_is_sent_away(headers):
 def test_who_reads_a_large_answer_is_not_silent_meanwhile():
     unread_bytes: list[int] = []
 
-    class Told(Patience):
+    class Reported(Patience):
         def is_silent(self, connection: http_patience.PatientProtocol) -> None:
             super().is_silent(connection)
             unread_bytes.append(connection.unread_bytes)
 
     async def scenario() -> None:
-        async with patient(FakeBackend(says()), app=large, kind=Told) as port:
+        async with patient(FakeBackend(replies()), app=large, kind=Reported) as port:
             assert not await is_cut_off(await unread(port, b"Connection: close\r\n"))
 
     asyncio.run(scenario())
@@ -254,7 +254,7 @@ def test_who_reads_a_large_answer_is_not_silent_meanwhile():
 
 def test_where_too_much_is_unread_who_reads_longest_makes_room():
     async def scenario() -> None:
-        async with patient(FakeBackend(says()), app=large, max_unread_bytes=64 << 20) as port:
+        async with patient(FakeBackend(replies()), app=large, max_unread_bytes=64 << 20) as port:
             clients = [await unread(port, b"Connection: close\r\n") for _ in range(4)]
             assert [await is_cut_off(client) for client in reversed(clients)] == [False, False, True, True]
 
@@ -266,7 +266,7 @@ def test_one_machine_that_opens_all_connections_locks_no_other_out(monkeypatch):
     monkeypatch.setattr(http_patience, "machine_of", lambda address: address)
 
     async def scenario() -> None:
-        async with patient(FakeBackend(says("Hi")), maximum=8) as port:
+        async with patient(FakeBackend(replies("Hi")), maximum=8) as port:
             greedy = [await raw(port) for _ in range(7)]
             for reader, _ in greedy[4:]:
                 assert (await until_closed(reader)).startswith(b"HTTP/1.1 503 ")
@@ -305,14 +305,14 @@ def test_who_sends_many_parts_is_read_a_little_at_a_time_and_others_in_long_piec
     async def ask(port: int, head: bytes, body: bytes) -> bytes:
         reader, writer = await raw(port)
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + head + body)
-        said = await until_closed(reader)
+        printed = await until_closed(reader)
         writer.close()
-        return said
+        return printed
 
     async def scenario() -> None:
         body = json.dumps(CHAT).encode() + b" " * 20_000
         small = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
-        async with patient(FakeBackend(says("Hi")), kind=Watching) as port:
+        async with patient(FakeBackend(replies("Hi")), kind=Watching) as port:
             coded, plain = b"Transfer-Encoding: chunked\r\n\r\n", b"Content-Length: %d\r\n\r\n" % len(body)
             answers = await asyncio.gather(ask(port, coded, small), ask(port, coded, small), ask(port, plain, body))
         assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in answers)
@@ -339,12 +339,12 @@ def test_of_those_who_send_many_parts_few_are_read_at_a_turn_of_the_loop():
         reader, writer = await raw(port)
         writer.write(b"POST /x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n")
         writer.write(b"1\r\nx\r\n" * 1000 + b"0\r\n\r\n")
-        said = await until_closed(reader)
+        printed = await until_closed(reader)
         writer.close()
-        return said
+        return printed
 
     async def scenario() -> None:
-        async with patient(FakeBackend(says("Hi")), kind=Watching, app=reading) as port:
+        async with patient(FakeBackend(replies("Hi")), kind=Watching, app=reading) as port:
             counting = asyncio.create_task(count_turns())
             answers = await asyncio.gather(*(ask(port) for _ in range(40)))
             counting.cancel()

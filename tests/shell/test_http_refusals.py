@@ -19,7 +19,7 @@ from primad.api.http.connection import MAX_BODY_BYTES
 from primad.api.http.guard import is_allowed
 from primad.errors import RequestError, RingError
 from primad.network.own_places import own_names
-from tests.fakes.backend import ByteVocabulary, FakeBackend, says
+from tests.fakes.backend import ByteVocabulary, FakeBackend, replies
 from tests.fakes.http import call, events, post
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -40,20 +40,20 @@ def error(response: httpx.Response, status: int) -> dict[str, str | None]:
 @both
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 9999, b'{"n": NaN}', b'{"n": 1e999}'])
 def test_a_body_that_is_no_request(path, body):
-    response = call(FakeBackend(says()), "POST", path, content=body, headers={"content-type": "application/json"})
+    response = call(FakeBackend(replies()), "POST", path, content=body, headers={"content-type": "application/json"})
     assert error(response, 400)["type"] == "invalid_request_error"
 
 
 @both
 def test_a_body_that_is_nested_too_deeply_is_told_so(path):
     body = b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
-    response = call(FakeBackend(says()), "POST", path, content=body, headers={"content-type": "application/json"})
+    response = call(FakeBackend(replies()), "POST", path, content=body, headers={"content-type": "application/json"})
     assert error(response, 400)["code"] == "nested_too_deeply"
 
 
 @both
 def test_a_wrong_field_is_named(path):
-    assert error(post(FakeBackend(says()), path, **VALID[path], temperature=-1), 400)["param"] == "temperature"
+    assert error(post(FakeBackend(replies()), path, **VALID[path], temperature=-1), 400)["param"] == "temperature"
 
 
 @both
@@ -61,16 +61,16 @@ def test_a_schema_that_cannot_be_followed_is_refused_by_its_keyword(path):
     schema = {"type": "object", "properties": {"a": {"type": "array", "contains": {"type": "null"}}}}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     for field, value in (("response_format", wanted), ("json_schema", schema)):
-        refused = error(post(FakeBackend(says()), path, **VALID[path], **{field: value}), 400)
+        refused = error(post(FakeBackend(replies()), path, **VALID[path], **{field: value}), 400)
         assert "'contains'" in refused["message"]
         assert (refused["param"], refused["code"]) == (field, "unsupported_schema")
-    assert error(post(FakeBackend(says()), path, **VALID[path], grammar="root ::= x"), 400)["param"] == "grammar"
+    assert error(post(FakeBackend(replies()), path, **VALID[path], grammar="root ::= x"), 400)["param"] == "grammar"
 
 
 MEDIA_TYPES = (
     *(
-        {"content-type": said}
-        for said in ("text/plain", "application/x-www-form-urlencoded", "", "multipart/form-data")
+        {"content-type": printed}
+        for printed in ("text/plain", "application/x-www-form-urlencoded", "", "multipart/form-data")
     ),
     {},  # as the fetch of a Blob
 )
@@ -97,9 +97,9 @@ DIALECTS = {
 
 def test_a_program_need_not_say_that_it_sends_json():
     for path, asked in DIALECTS.items():
-        for said in MEDIA_TYPES:
-            answer = call(FakeBackend(says("x")), "POST", path, content=json.dumps(asked).encode(), headers=said)
-            assert answer.status_code == 200, (path, said, answer.text)
+        for printed in MEDIA_TYPES:
+            answer = call(FakeBackend(replies("x")), "POST", path, content=json.dumps(asked).encode(), headers=printed)
+            assert answer.status_code == 200, (path, printed, answer.text)
 
 
 def test_a_page_must_say_that_it_sends_json_so_that_browsers_ask_first_and_nothing_is_read_before():
@@ -109,9 +109,9 @@ def test_a_page_must_say_that_it_sends_json_so_that_browsers_ask_first_and_nothi
 
     for path in DIALECTS:
         for page in PAGES:
-            for said in MEDIA_TYPES:
-                answer = call(FakeBackend(says()), "POST", path, content=body(), headers=page | said)
-                assert answer.status_code == 400, (path, page, said)
+            for printed in MEDIA_TYPES:
+                answer = call(FakeBackend(replies()), "POST", path, content=body(), headers=page | printed)
+                assert answer.status_code == 400, (path, page, printed)
                 assert "application/json" in answer.text
 
 
@@ -119,18 +119,18 @@ def test_a_page_must_say_that_it_sends_json_so_that_browsers_ask_first_and_nothi
 def test_a_body_that_is_too_large(path):
     json_type = {"content-type": "application/json"}
     body = b'{"prompt": "' + b"x" * MAX_BODY_BYTES
-    error(call(FakeBackend(says()), "POST", path, content=body, headers=json_type), 413)
+    error(call(FakeBackend(replies()), "POST", path, content=body, headers=json_type), 413)
 
     async def in_chunks():
         for _ in range(9):
             yield b"x" * (1 << 20)
 
-    error(call(FakeBackend(says()), "POST", path, content=in_chunks(), headers=json_type), 413)
-    error(call(FakeBackend(says()), "POST", path, headers=json_type | {"content-length": "9" * 5000}), 413)
+    error(call(FakeBackend(replies()), "POST", path, content=in_chunks(), headers=json_type), 413)
+    error(call(FakeBackend(replies()), "POST", path, headers=json_type | {"content-length": "9" * 5000}), 413)
 
 
 def test_unknown_paths_and_methods():
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     assert "/nothing" in error(call(backend, "GET", "/nothing"), 404)["message"]
     error(call(backend, "GET", "/v1/"), 404)
     response = call(backend, "GET", CHAT)
@@ -140,7 +140,7 @@ def test_unknown_paths_and_methods():
 
 
 def test_an_unknown_model():
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     for response in (
         post(backend, CHAT, **VALID[CHAT], model="gpt-4"),
         post(backend, COMPLETIONS, **VALID[COMPLETIONS], model="gpt-4"),
@@ -150,7 +150,7 @@ def test_an_unknown_model():
 
 
 def test_a_prompt_longer_than_the_context():
-    backend = FakeBackend(says(), context_tokens=10)
+    backend = FakeBackend(replies(), context_tokens=10)
     error = post(backend, COMPLETIONS, prompt="x" * 11).json()["error"]
     assert (error["type"], error["code"]) == ("exceed_context_size_error", "context_length_exceeded")
     assert (error["n_prompt_tokens"], error["n_ctx"]) == (12, 10)
@@ -159,17 +159,19 @@ def test_a_prompt_longer_than_the_context():
 
 def test_a_template_that_refuses():
     vocabulary = ByteVocabulary(chat_template="{{ raise_exception('no system role') }}")
-    assert "no system role" in str(error(post(FakeBackend(says(), vocabulary=vocabulary), CHAT, messages=HELLO), 400))
+    assert "no system role" in str(
+        error(post(FakeBackend(replies(), vocabulary=vocabulary), CHAT, messages=HELLO), 400)
+    )
 
 
 def test_a_template_that_is_broken():
     vocabulary = ByteVocabulary(chat_template="{% if %}")
-    response = post(FakeBackend(says(), vocabulary=vocabulary), CHAT, messages=HELLO)
+    response = post(FakeBackend(replies(), vocabulary=vocabulary), CHAT, messages=HELLO)
     assert "tokenizer.chat_template" in str(error(response, 500)["message"])
 
 
 def test_while_loading():
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     backend.state, backend.served = Health(serving=False, taken=False, detail="shipping layers"), None
     response = call(backend, "GET", "/health")
     assert response.status_code == 503
@@ -186,7 +188,7 @@ def test_while_loading():
 @both
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_ring_that_breaks_before_the_first_token(path, stream):
-    backend = FakeBackend(says(RingError("worker b went away")))
+    backend = FakeBackend(replies(RingError("worker b went away")))
     response = post(backend, path, **VALID[path], stream=stream)
     assert error(response, 503) == {
         "message": "worker b went away",
@@ -200,37 +202,37 @@ def test_a_ring_that_breaks_before_the_first_token(path, stream):
 
 @both
 def test_a_ring_that_breaks_later(path):
-    assert error(post(FakeBackend(says("a", RingError("gone"))), path, **VALID[path]), 503)["message"] == "gone"
-    got = events(post(FakeBackend(says("a", RingError("gone"))), path, **VALID[path], stream=True))
+    assert error(post(FakeBackend(replies("a", RingError("gone"))), path, **VALID[path]), 503)["message"] == "gone"
+    got = events(post(FakeBackend(replies("a", RingError("gone"))), path, **VALID[path], stream=True))
     assert got[-1]["error"]["message"] == "gone"
     assert all("choices" in chunk for chunk in got[:-1])
 
 
 def test_an_answer_that_ends_with_an_error():
-    backend = FakeBackend(says())
+    backend = FakeBackend(replies())
     backend.ending = ("error", "deadline of step 7 passed")
     assert error(post(backend, CHAT, messages=HELLO), 503)["message"] == "deadline of step 7 passed"
 
 
 @both
 def test_what_cannot_be_followed_is_the_request_s_fault(path):
-    backend = FakeBackend(says("a"))
+    backend = FakeBackend(replies("a"))
     backend.ending = ("refused", "the grammar is too much work; make it simpler")
     got = error(post(backend, path, **VALID[path]), 400)
     assert (got["message"], got["type"]) == (backend.ending[1], "invalid_request_error")
-    told = events(post(backend, path, **VALID[path], stream=True))[-1]["error"]
-    assert (told["message"], told["type"]) == (backend.ending[1], "invalid_request_error")
+    reported = events(post(backend, path, **VALID[path], stream=True))[-1]["error"]
+    assert (reported["message"], reported["type"]) == (backend.ending[1], "invalid_request_error")
 
 
 def test_a_full_queue():
-    backend = FakeBackend(says(RequestError("8 requests are waiting", status=429)))
+    backend = FakeBackend(replies(RequestError("8 requests are waiting", status=429)))
     response = post(backend, CHAT, messages=HELLO)
     assert error(response, 429)["type"] == "rate_limit_error"
     assert int(response.headers["retry-after"]) > 0
 
 
 def test_our_own_mistakes_say_nothing_about_themselves():
-    response = post(FakeBackend(says(ZeroDivisionError("secret"))), CHAT, messages=HELLO)
+    response = post(FakeBackend(replies(ZeroDivisionError("secret"))), CHAT, messages=HELLO)
     assert "secret" not in str(error(response, 500))
 
 
@@ -238,7 +240,7 @@ def test_our_own_mistakes_say_nothing_about_themselves():
     "host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil", "[x]", ""]
 )
 def test_a_foreign_host_name_is_refused(host):
-    response = call(FakeBackend(says()), "GET", "/v1/models", headers={"host": host})
+    response = call(FakeBackend(replies()), "GET", "/v1/models", headers={"host": host})
     assert error(response, 403)["code"] == "host_not_allowed"
 
 
@@ -287,7 +289,7 @@ BODIES = st.builds(lambda likely, fields: likely | fields, LIKELY, FIELDS).map(j
 @settings(max_examples=150, deadline=None)
 @given(body=BODIES | VALUES.map(json.dumps) | st.binary(max_size=60))
 def test_no_body_is_answered_with_500(path, body):
-    backend = FakeBackend(says("an answer of some ", 257, "tokens"), context_tokens=64)
+    backend = FakeBackend(replies("an answer of some ", 257, "tokens"), context_tokens=64)
     response = call(backend, "POST", path, content=body, headers={"content-type": "application/json"})
     assert response.status_code in (200, 400, 404)
     if response.status_code != 200:
@@ -301,7 +303,7 @@ def test_no_body_is_answered_with_500(path, body):
     method=st.sampled_from(["GET", "POST", "PUT"]),
 )
 def test_no_path_is_answered_with_500(path, method):
-    response = call(FakeBackend(says()), method, "http://localhost/" + quote(path))
+    response = call(FakeBackend(replies()), method, "http://localhost/" + quote(path))
     assert response.status_code < 500
 
 
@@ -314,13 +316,13 @@ def test_names_that_the_owner_allows_are_served():
 
 
 def test_the_refusal_of_a_host_name_says_what_allows_it():
-    response = call(FakeBackend(says()), "GET", "/health", headers={"host": "desk.lan"})
+    response = call(FakeBackend(replies()), "GET", "/health", headers={"host": "desk.lan"})
     assert "--allow-host" in str(error(response, 403)["message"])
 
 
 def asked_by_page(origin: str, **more: str) -> httpx.Response:
     """The models, as a web page of ``origin`` asks for them."""
-    app = create_app(FakeBackend(says()), origins=("http://desk.lan:3000",))
+    app = create_app(FakeBackend(replies()), origins=("http://desk.lan:3000",))
 
     async def once() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
@@ -340,5 +342,5 @@ def test_pages_of_the_origins_that_the_owner_named_may_ask_and_no_others():
     assert asked_by_page(other, **asks).status_code == 400
     assert (
         "access-control-allow-origin"
-        not in call(FakeBackend(says()), "GET", "/v1/models", headers={"origin": named}).headers
+        not in call(FakeBackend(replies()), "GET", "/v1/models", headers={"origin": named}).headers
     )

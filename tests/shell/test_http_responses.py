@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from primad.errors import RingError
-from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, says
+from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, replies
 from tests.fakes.http import post, served
 from tests.lazily import Lazily
 
@@ -31,7 +31,7 @@ def named_events(response) -> list[dict[str, Any]]:
 
 
 def test_a_response():
-    body = post(FakeBackend(says("Hi")), PATH, model="toy", input="Hello", metadata={"a": "b"}).json()
+    body = post(FakeBackend(replies("Hi")), PATH, model="toy", input="Hello", metadata={"a": "b"}).json()
     assert (body["object"], body["status"], body["model"], body["metadata"]) == (
         "response",
         "completed",
@@ -40,12 +40,12 @@ def test_a_response():
     )
     assert body["output"][0]["content"][0]["text"] == "Hi"
     assert body["usage"]["output_tokens"] == 2
-    cut = post(FakeBackend(says("Hi there")), PATH, input="Hello", max_output_tokens=2).json()
+    cut = post(FakeBackend(replies("Hi there")), PATH, input="Hello", max_output_tokens=2).json()
     assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
 
 
 def test_items_become_messages():
-    backend = FakeBackend(says("x"), vocabulary=VOCABULARY)
+    backend = FakeBackend(replies("x"), vocabulary=VOCABULARY)
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}], "encrypted_content": "z"},
@@ -66,13 +66,13 @@ def test_items_become_messages():
     ],
 )
 def test_a_refusal_names_the_field_as_it_was_sent(asked, param):
-    response = post(FakeBackend(says()), PATH, **{"input": "Hi"} | asked)
+    response = post(FakeBackend(replies()), PATH, **{"input": "Hi"} | asked)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert "response_format" not in response.text
 
 
 @pytest.mark.parametrize(
-    ("item", "told"),
+    ("item", "reported"),
     [
         ({"type": "item_reference", "id": "w"}, "input[1] is of type 'item_reference'"),
         (
@@ -82,14 +82,14 @@ def test_a_refusal_names_the_field_as_it_was_sent(asked, param):
         ({"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file"}]}, "'input_file'"),
     ],
 )
-def test_an_item_that_cannot_be_read_is_named(item, told):
-    response = post(FakeBackend(says()), PATH, input=[{"role": "user", "content": "Hi"}, item])
+def test_an_item_that_cannot_be_read_is_named(item, reported):
+    response = post(FakeBackend(replies()), PATH, input=[{"role": "user", "content": "Hi"}, item])
     assert (response.status_code, response.json()["error"]["param"]) == (400, "input")
-    assert told in response.json()["error"]["message"]
+    assert reported in response.json()["error"]["message"]
 
 
 def test_what_other_servers_did_by_themselves_is_in_their_answers_and_calls_of_a_shell_are_calls():
-    backend = FakeBackend(says("x"), vocabulary=VOCABULARY)
+    backend = FakeBackend(replies("x"), vocabulary=VOCABULARY)
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": None}]},
         {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "search", "query": "q"}},
@@ -99,13 +99,13 @@ def test_what_other_servers_did_by_themselves_is_in_their_answers_and_calls_of_a
         {"role": "user", "content": "d"},
     ]
     assert post(backend, PATH, input=items).status_code == 200
-    said = bytes(token for token in backend.calls[0].prompt if token < 256).decode()
-    assert '{"name": "local_shell", "arguments": {"type": "exec", "command": ["ls"]}}' in said
-    assert said.index("local_shell") < said.index("out") < said.index("[assistant]b") < said.index("d>")
+    printed = bytes(token for token in backend.calls[0].prompt if token < 256).decode()
+    assert '{"name": "local_shell", "arguments": {"type": "exec", "command": ["ls"]}}' in printed
+    assert printed.index("local_shell") < printed.index("out") < printed.index("[assistant]b") < printed.index("d>")
 
 
 def test_some_of_the_tools_may_be_called_this_time():
-    backend = FakeBackend(says("x"), vocabulary=VOCABULARY)
+    backend = FakeBackend(replies("x"), vocabulary=VOCABULARY)
     tools = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("one", "two")]
     choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "two"}]}
     assert post(backend, PATH, input="a", tools=tools, tool_choice=choice).status_code == 200
@@ -114,7 +114,7 @@ def test_some_of_the_tools_may_be_called_this_time():
 
 
 def test_a_stream_of_named_events():
-    got = named_events(post(FakeBackend(says("ab")), PATH, input="Hello", stream=True))
+    got = named_events(post(FakeBackend(replies("ab")), PATH, input="Hello", stream=True))
     assert [event["type"].removeprefix("response.") for event in got] == [
         "created",
         "in_progress",
@@ -128,13 +128,13 @@ def test_a_stream_of_named_events():
         "completed",
     ]
     assert got[-1]["response"]["output"][0] == got[-2]["item"]
-    failed = named_events(post(FakeBackend(says("a", RingError("gone"))), PATH, input="Hello", stream=True))[-1]
+    failed = named_events(post(FakeBackend(replies("a", RingError("gone"))), PATH, input="Hello", stream=True))[-1]
     assert (failed["type"], failed["response"]["error"]["message"]) == ("response.failed", "gone")
     assert failed["response"]["output"][0]["content"][0]["text"] == "a"
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "reported"),
     [
         ({"previous_response_id": "resp_1"}, "send the whole conversation as 'input'"),
         ({"background": True}, "nothing is stored"),
@@ -143,21 +143,21 @@ def test_a_stream_of_named_events():
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
     ],
 )
-def test_what_cannot_be_served_is_named(asked, told):
-    response = post(FakeBackend(says()), PATH, **{"input": "Hi"} | asked)
+def test_what_cannot_be_served_is_named(asked, reported):
+    response = post(FakeBackend(replies()), PATH, **{"input": "Hi"} | asked)
     assert response.status_code == 400
-    assert told in response.json()["error"]["message"]
+    assert reported in response.json()["error"]["message"]
 
 
 def test_a_ring_that_breaks_before_the_first_token():
-    response = post(FakeBackend(says(RingError("gone"))), PATH, input="Hi", stream=True)
+    response = post(FakeBackend(replies(RingError("gone"))), PATH, input="Hi", stream=True)
     assert (response.status_code, response.json()["error"]["message"]) == (503, "gone")
 
 
 def test_the_official_client():
     async def run():
         async with (
-            served(FakeBackend(says("Hello"))) as url,
+            served(FakeBackend(replies("Hello"))) as url,
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
         ):
             response = await client.responses.create(model="toy", input="Hi", instructions="Be brief.")

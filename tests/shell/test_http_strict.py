@@ -10,7 +10,7 @@ import h11
 import pytest
 
 from primad.api.http.strict import MAX_HEAD_BYTES, StrictConnection
-from tests.fakes.backend import FakeBackend, says
+from tests.fakes.backend import FakeBackend, replies
 from tests.shell.gated import raw, until_closed
 from tests.shell.test_http_patience import patient
 
@@ -93,13 +93,13 @@ WRONG_CHUNKS = {
 }
 
 
-async def answer(port: int, said: bytes) -> bytes:
-    """All that the server says to ``said`` and to a request that is hidden behind it."""
+async def answer(port: int, printed: bytes) -> bytes:
+    """All that the server says to ``printed`` and to a request that is hidden behind it."""
     reader, writer = await raw(port)
-    writer.write(said + SMUGGLED)
-    said = await until_closed(reader)
+    writer.write(printed + SMUGGLED)
+    printed = await until_closed(reader)
     writer.close()
-    return said
+    return printed
 
 
 def test_only_what_all_read_alike_is_answered(caplog):
@@ -108,13 +108,13 @@ def test_only_what_all_read_alike_is_answered(caplog):
     async def scenario() -> None:
         backend = FakeBackend(lambda call: b"Hello")
         async with patient(backend) as port:
-            for name, said in ANSWERED.items():
-                got = await answer(port, said)
+            for name, printed in ANSWERED.items():
+                got = await answer(port, printed)
                 assert got.startswith(b"HTTP/1.1 200 "), (name, got)
                 assert got.count(b"HTTP/1.1 ") == 1, (name, got)
             assert len(backend.calls) == len(ANSWERED)
-            for name, said in wrong.items():
-                got = await answer(port, said)
+            for name, printed in wrong.items():
+                got = await answer(port, printed)
                 assert got.startswith(b"HTTP/1.1 400 "), (name, got)
                 assert got.count(b"HTTP/1.1 ") == 1, (name, got)
                 assert len(got) < 500, name
@@ -128,9 +128,9 @@ def test_what_follows_an_answer_on_its_connection_is_as_strict(caplog):
     first = asks(LENGTH).replace(b"Connection: close\r\n", b"")
 
     async def scenario() -> None:
-        async with patient(FakeBackend(says("Hello"))) as port:
-            for name, said in REFUSED.items():
-                got = await answer(port, first + said)
+        async with patient(FakeBackend(replies("Hello"))) as port:
+            for name, printed in REFUSED.items():
+                got = await answer(port, first + printed)
                 assert re.findall(rb"HTTP/1\.1 (\d+) ", got) == [b"200", b"400"], (name, got)
 
     asyncio.run(scenario())
@@ -142,7 +142,7 @@ def test_a_wrong_chunk_behind_an_early_answer_ends_the_connection_without_a_trac
     late = late.replace(b"application/json", b"text/plain\r\nOrigin: http://elsewhere")  # so it is refused at once
 
     async def scenario() -> None:
-        async with patient(FakeBackend(says("Hello"))) as port:
+        async with patient(FakeBackend(replies("Hello"))) as port:
             reader, writer = await raw(port)
             writer.write(late)
             assert b" 400 " in await reader.readline()

@@ -21,7 +21,7 @@ from primad.api.answering.reading import CompletionReading
 from primad.api.dialects.openai.job import completion_job
 from primad.api.dialects.openai.schema import CompletionRequest, parse
 from primad.cli.conversation import Received
-from tests.fakes.backend import IM_END, IM_START, ByteVocabulary, FakeBackend, says
+from tests.fakes.backend import IM_END, IM_START, ByteVocabulary, FakeBackend, replies
 from tests.fakes.http import events, post, served
 from tests.lazily import Lazily
 
@@ -42,7 +42,7 @@ def calls(city: str, *, name: str = "weather") -> str:
 
 
 def backend(*texts: Any, template: str = KNOWS) -> FakeBackend:
-    made = FakeBackend(says(*texts), vocabulary=ByteVocabulary(chat_template=template))
+    made = FakeBackend(replies(*texts), vocabulary=ByteVocabulary(chat_template=template))
     assert made.served is not None
     made.served = dataclasses.replace(made.served, tool_parser="hermes")
     return made
@@ -220,13 +220,13 @@ CUT = calls("Rome").partition("Rome")[0]
 @every_dialect
 @pytest.mark.parametrize("text", [CUT + "Ro", f"{CUT}\\x", calls("Rome").replace('"Rome"', "NaN")])
 def test_a_call_that_is_cut_in_its_arguments_says_so(ask, text):
-    thought, said, given, finish = ask(backend(text), tools=TOOLS)
+    thought, printed, given, finish = ask(backend(text), tools=TOOLS)
     rest = text[len(CUT) :] if "\\" in text else "NaN" + text.partition("NaN")[2] if "NaN" in text else ""
     if ask in (ollama_whole, ollama_streamed):
         assert (thought, given, finish) == ("", [], "stop")
-        assert sorted(said) == sorted(text.partition("<tool_call>\n")[2])
+        assert sorted(printed) == sorted(text.partition("<tool_call>\n")[2])
     else:
-        assert (thought, said, given) == ("", rest, [("weather", {})])
+        assert (thought, printed, given) == ("", rest, [("weather", {})])
         assert finish == ("tool_calls" if ask in (responses_whole, responses_streamed) else "length")
 
 
@@ -234,14 +234,14 @@ def test_a_call_is_streamed_as_it_is_written():
     made = backend("Hm. ", calls("Rome"), calls("Oslo"))
     got = post(made, "/v1/chat/completions", messages=HELLO, tools=TOOLS, stream=True).text
     deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in got.splitlines() if line.startswith("data: {")]
-    told = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    reported = [call for delta in deltas for call in delta.get("tool_calls", [])]
     shared = '{"city": "'  # as long as the second may be the first again, it is held back
-    assert len(told) > 2 * len('{"city": "Rome"}') - len(shared) - 4
-    assert [call["function"].get("name") for call in told if "id" in call] == ["weather", "weather"]
+    assert len(reported) > 2 * len('{"city": "Rome"}') - len(shared) - 4
+    assert [call["function"].get("name") for call in reported if "id" in call] == ["weather", "weather"]
     blocks = post(made, "/v1/messages", stream=True, **ANTHROPIC, tools=ANTHROPIC_TOOLS).text
-    assert blocks.count("input_json_delta") == len(told)
+    assert blocks.count("input_json_delta") == len(reported)
     items = post(made, "/v1/responses", input="Hi", stream=True, tools=flat({"tools": TOOLS})["tools"]).text
-    assert items.count("event: response.function_call_arguments.delta") == len(told)
+    assert items.count("event: response.function_call_arguments.delta") == len(reported)
 
 
 @every_dialect
@@ -471,8 +471,8 @@ def test_the_official_clients():
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("told", [openai_whole, openai_streamed])
-def test_the_call_before_it_again_ends_the_answer(told: Any):
+@pytest.mark.parametrize("reported", [openai_whole, openai_streamed])
+def test_the_call_before_it_again_ends_the_answer(reported: Any):
     rome, oslo = calls("Rome"), calls("Oslo")
     weather = [("weather", {"city": city}) for city in ("Rome", "Oslo")]
     for texts, found in (
@@ -484,10 +484,10 @@ def test_the_call_before_it_again_ends_the_answer(told: Any):
         ((rome, calls("Romeo")), [weather[0], ("weather", {"city": "Romeo"})]),
     ):
         made = backend(*texts)
-        *_, given, finish = told(made, tools=TOOLS)
+        *_, given, finish = reported(made, tools=TOOLS)
         assert (given, finish) == (found, "tool_calls"), texts
     made = backend(rome, rome, "never read")
-    told(made, tools=TOOLS)
+    reported(made, tools=TOOLS)
     assert made.calls[0].sampled < 2 * len(rome) + 2
 
 

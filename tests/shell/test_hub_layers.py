@@ -31,9 +31,9 @@ from primad.gguf.windows import ModelCutter
 from primad.head.members.core import StageError
 from primad.head.rings.loads import learn_downloaded
 from primad.layers.cache import LayerCache
-from primad.layers.draw import download_layers
-from primad.layers.givers import HubRoutes, WantedLayer
+from primad.layers.download import download_layers
 from primad.layers.server import LayerServer
+from primad.layers.sources import HubRoutes, WantedLayer
 from primad.layers.whole import compare, is_compared
 from primad.network.gate import Gate
 from primad.network.messages import DownloadedLayer
@@ -157,9 +157,9 @@ def test_an_unknown_architecture_that_is_not_certified_is_fetched_whole_for_one_
         assert hub.given_bytes < 0.5 * path.stat().st_size
         found = served_model(Path(str(NAME)), config, whole=False, several=False)
     assert found.read_bytes() == path.read_bytes()
-    said = " ".join(capsys.readouterr().err.split())
-    assert "depend on later ones" in said
-    assert "the whole file is fetched" in said
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "depend on later ones" in printed
+    assert "the whole file is fetched" in printed
 
 
 def test_what_came_whole_is_compared_with_the_hash_that_the_hub_states(hub, cutter, tmp_path):
@@ -171,18 +171,18 @@ def test_what_came_whole_is_compared_with_the_hash_that_the_hub_states(hub, cutt
             cutter.learn(name, tree)
 
     have(*others)
-    assert not compare(cutter, cache, lambda *told: done.append(told))
+    assert not compare(cutter, cache, lambda *reported: done.append(reported))
     assert not done, "not all of it is here"
     have(first)
     path = cache.path(cutter.ref(first).digest)
     right = path.read_bytes()
     path.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
     with pytest.raises(ModelError, match="not the file that the hub states"):
-        compare(cutter, cache, lambda *told: done.append(told))
+        compare(cutter, cache, lambda *reported: done.append(reported))
     assert not cache.layers()
     have(first, *others)
     assert not is_compared(cutter)
-    assert compare(cutter, cache, lambda *told: done.append(told))
+    assert compare(cutter, cache, lambda *reported: done.append(reported))
     size = cutter.files[0].size_bytes
     assert done[-1] == (size, size)
     assert is_compared(cutter)
@@ -215,18 +215,18 @@ def test_what_two_workers_say_otherwise_of_a_layer_ends_the_ring_by_name(cutter)
     (layer,) = wanted(cutter, 4)
     size = 32 * chunk_count(layer.ref.size_bytes)
 
-    def said(name: str, tree: bytes) -> None:
+    def printed(name: str, tree: bytes) -> None:
         learn_downloaded(cutter, {"lap": SimpleNamespace(downloaded=[DownloadedLayer(name, tree)])})
 
-    said(layer.origin.name, bytes(size))
-    said(layer.origin.name, bytes(size))
-    for name, tree, says in (
+    printed(layer.origin.name, bytes(size))
+    printed(layer.origin.name, bytes(size))
+    for name, tree, replies in (
         (layer.origin.name, b"\1" * size, "other bytes for layer"),
         (layer.origin.name, bytes(size + 1), "has no layer of the origin"),
         ("0" * 64, bytes(size), "has no layer of the origin"),
     ):
-        with pytest.raises(StageError, match=rf"^lap: .*{says}"):
-            said(name, tree)
+        with pytest.raises(StageError, match=rf"^lap: .*{replies}"):
+            printed(name, tree)
 
 
 def bring(
@@ -329,7 +329,7 @@ def answering(monkeypatch, address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hub_url", "there", "address", "says"),
+    ("hub_url", "there", "address", "replies"),
     [
         ("http://hub.test", "http://hub.test/f", "93.184.215.14", "without encryption"),
         ("https://hub.test", "https://cdn.test/f", "10.0.0.1", "cdn.test, which is not public"),
@@ -338,13 +338,13 @@ def answering(monkeypatch, address: str) -> None:
         ("https://hub.test", "https://cdn.test/f", "fd00::1", "which is not public"),
     ],
 )
-def test_nobody_is_sent_to_private_addresses_or_asked_in_the_clear(monkeypatch, hub_url, there, address, says):
+def test_nobody_is_sent_to_private_addresses_or_asked_in_the_clear(monkeypatch, hub_url, there, address, replies):
     answering(monkeypatch, address)
     monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("a connection was made"))
     file = RemoteFile(f"{hub_url}/f", 10, "0" * 64)
     reader = HubRanges({hub_url})
     reader._moved[file.url] = there
-    with pytest.raises(HubError, match=says) as caught:
+    with pytest.raises(HubError, match=replies) as caught:
         reader.read(file, 0, 1)
     assert not caught.value.again
 

@@ -105,7 +105,7 @@ def test_what_is_not_what_the_hub_says_is_removed(primad, hub, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "replies"),
     [
         (("pull", "hf:acme/Nosuch"), "the hub has no such repository"),
         (("pull", "hf:acme/Empty"), "the repository has no GGUF file"),
@@ -119,10 +119,10 @@ def test_what_is_not_what_the_hub_says_is_removed(primad, hub, tmp_path):
         (("serve", "--model", "hf:acme/../x", "--alone"), "not a model of the hub"),
     ],
 )
-def test_mistakes_are_named(primad, hub, arguments, says):
+def test_mistakes_are_named(primad, hub, arguments, replies):
     code, out, err = primad(*arguments)
     assert (code, out) == (2, "")
-    assert all(word in err for word in says.split(", "))
+    assert all(word in err for word in replies.split(", "))
     assert err.count("\n") == 1
 
 

@@ -169,10 +169,10 @@ def test_uv_and_pipx_get_what_was_built_in_sight_and_checked_and_ask_no_index(
     ended = install(home, *given, script=script, PIP_FIND_LINKS=str(index), CXX=sys.executable)
     assert ended.returncode == 0, ended.stderr
     assert_progress_and_offer(ended, llama)
-    said = (home.parent / "asked").read_text()
-    assert said.startswith(asked)
-    assert "--no-index --find-links" in said
-    assert said.endswith(" primad\n")
+    printed = (home.parent / "asked").read_text()
+    assert printed.startswith(asked)
+    assert "--no-index --find-links" in printed
+    assert printed.endswith(" primad\n")
     assert (home.parent / "wheels").read_text().split() == [llama.name, wheel.name, "saying-1.0-py3-none-any.whl"]
     assert f"{installer} " in ended.stdout.splitlines()[-1]
     assert list(home.iterdir()) == []

@@ -26,7 +26,7 @@ from primad.settings.config import load_config, usage_folder
 from primad.trust.identity import load_identity
 from primad.trust.local_trust import LocalTrust
 from primad.trust.trust import PAIRED, TrustStore
-from tests.fakes.cells import cells_of
+from tests.fakes.kv_cache import cells_of
 
 KEPT = Path(__file__).parent.parent / "kept"
 OWN = ")O/a2P)<JnK{oG@7XB^<R3h[#Ptp#M^VrU{SZ[xN"

@@ -33,11 +33,11 @@ class Lines:
     """A reporter that keeps what it was told."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.printed: list[str] = []
         self.measured = 0
 
     def report_line(self, line: str) -> None:
-        self.said.append(line)
+        self.printed.append(line)
 
     def progress(self, device: str, phase: str, done: int, total: int) -> None:
         assert (device, phase) == ("desk", "links")
@@ -235,7 +235,7 @@ def test_only_what_is_missing_is_measured():
             assert book.address("a", "b") == "127.0.0.1"
             assert book.address("b", "a") is None
             assert pairs(book.between(["a", "desk"])) == every("a", "desk")
-            assert not lines.said
+            assert not lines.printed
             for worker in workers:
                 worker.close()
 
@@ -245,10 +245,10 @@ def test_only_what_is_missing_is_measured():
 def test_a_worker_is_told_no_scope_of_the_heads(monkeypatch):
     async def once() -> None:
         async with devices("a", "b") as (context, (a, b)):
-            told: list[list[str]] = []
+            reported: list[list[str]] = []
 
             async def ask(worker: WorkerLink, targets: Sequence[Contact], timeout_s: float) -> MeasuredLinks:
-                told.extend(target.addresses for target in targets)
+                reported.extend(target.addresses for target in targets)
                 return MeasuredLinks(links=[], unreached=[])
 
             own: list[list[str]] = []
@@ -262,7 +262,7 @@ def test_a_worker_is_told_no_scope_of_the_heads(monkeypatch):
             workers = await greeted(context, a, b)
             addresses = {"b": ["fe80::9%4", "fe80::9%5", "192.0.2.1"]}
             await book_of(context, link_again_s=0.0).measure(workers, addresses, Lines())
-            assert told[0] == ["127.0.0.1", "fe80::9", "192.0.2.1"]
+            assert reported[0] == ["127.0.0.1", "fe80::9", "192.0.2.1"]
             assert own[1] == ["127.0.0.1", "fe80::9%4", "fe80::9%5", "192.0.2.1"]
             for worker in workers:
                 worker.close()
@@ -359,10 +359,10 @@ def test_a_device_that_is_there_but_not_reached_stays_and_is_named(dead, monkeyp
             assert [link for link, found in links.items() if found.works] == [("desk", "a"), ("a", "desk")]
             assert pairs(book.between(["desk", "a", "b"])) == every("desk", "a"), "a penalty is no measurement"
             why = f"(127.0.0.9:{b.port} accepts no connection); let the port through the firewall there"
-            assert [line.partition("; 'primad doctor'")[0] for line in lines.said] == [
+            assert [line.partition("; 'primad doctor'")[0] for line in lines.printed] == [
                 f"{one} does not reach b {why}" for one in ("desk", "a")
             ]
-            assert book.why_cut("b", ["a", "desk"]) in lines.said
+            assert book.why_cut("b", ["a", "desk"]) in lines.printed
             assert book.why_cut("a", ["desk"]) is None
             for worker in workers:
                 worker.close()
@@ -378,9 +378,11 @@ def test_a_device_that_was_too_busy_to_answer_is_measured_again_when_that_is_ask
             b.echoes = False
             dead.add(b.key)
             await book.measure(workers, {}, lines)
-            said = list(lines.said)
+            printed = list(lines.printed)
             where = f"(it replies too late at 127.0.0.1:{b.port})"
-            assert [line.partition(";")[0] for line in said] == [f"{o} does not reach b {where}" for o in ("desk", "a")]
+            assert [line.partition(";")[0] for line in printed] == [
+                f"{o} does not reach b {where}" for o in ("desk", "a")
+            ]
             assert lines.measured == 3
             assert book.unreached(["a", "b"]) == every("desk", "a", "b") - every("desk", "a")
             assert book.unreached(["a"]) == set()
@@ -388,14 +390,14 @@ def test_a_device_that_was_too_busy_to_answer_is_measured_again_when_that_is_ask
             await book.measure(workers, {}, lines)
             assert lines.measured == 3, "not before each plan"
             await book.measure(workers, {}, lines, again=True)
-            assert (lines.said, lines.measured) == (said, 5), "it is told once"
+            assert (lines.printed, lines.measured) == (printed, 5), "it is told once"
 
             b.echoes = True
             dead.clear()
             links = await book.measure(workers, {}, lines, again=True)
             assert pairs(links) == every("desk", "a", "b")
             assert all(map(plausible, links))
-            assert lines.said[2:] == ["desk reaches b now", "a reaches b now"]
+            assert lines.printed[2:] == ["desk reaches b now", "a reaches b now"]
             assert book.unreached(["a", "b"]) == set()
             assert await book.measure(workers, {}, lines, again=True) == links, "what works is left as it is"
             for worker in workers:

@@ -15,7 +15,7 @@ from primad.daemon.gpu_care import GpuCare
 from primad.daemon.layer_files import Workspace
 from primad.daemon.loaded_process import LoadedProcess
 from primad.daemon.loading import WindowLoad
-from primad.engine.rope import AS_THE_MODEL_SAYS, Rope
+from primad.engine.rope import AS_IN_THE_MODEL, Rope
 from primad.errors import RingError
 from primad.gguf.adapter import AdapterSpec
 from primad.gguf.layers import LayerRef, LayerTensor
@@ -206,7 +206,7 @@ def test_what_was_loaded_with_another_adapter_scale_or_angle_is_not_the_same(pla
     plain = WindowSpec(window=1, first=2, last=4, metadata=b"GGUF", layers=())
     other = msgspec.structs.replace(ref, digest="cd" * 32)
 
-    def key(*adapters: AdapterSpec, rope: Rope = AS_THE_MODEL_SAYS) -> object:
+    def key(*adapters: AdapterSpec, rope: Rope = AS_IN_THE_MODEL) -> object:
         spec = msgspec.structs.replace(plain, adapters=adapters)
         load = msgspec.structs.replace(a_load(1), windows=[spec], rope=rope)
         return WindowLoad(load, 7, node, PROFILE).key()

@@ -31,10 +31,10 @@ def layers(tmp_path) -> list[LayerCut]:
 
 def copy(layers: Sequence[LayerCut], cache: LayerCache) -> list[int]:
     """Copy ``layers``; what progress was told."""
-    told: list[int] = []
+    reported: list[int] = []
     refs = [layer.ref() for layer in layers]
-    asyncio.run(copy_layers(Cutter(layers), cache, [*refs, *refs], told.append))
-    return told
+    asyncio.run(copy_layers(Cutter(layers), cache, [*refs, *refs], reported.append))
+    return reported
 
 
 def test_layers_are_copied_once_and_counted(layers, tmp_path):

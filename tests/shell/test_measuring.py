@@ -66,10 +66,10 @@ async def until_a_child_runs() -> None:
 
 
 def test_stopping_ends_the_child(config):
-    told: list[str] = []
+    reported: list[str] = []
 
     async def once() -> None:
-        task = asyncio.create_task(OwnProfile(config, Reports(), told.append).measure())
+        task = asyncio.create_task(OwnProfile(config, Reports(), reported.append).measure())
         await until_a_child_runs()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -78,7 +78,7 @@ def test_stopping_ends_the_child(config):
     with measuring():  # so it waits for its turn
         asyncio.run(once())
     assert not children()
-    assert told == ["measuring this device"]
+    assert reported == ["measuring this device"]
     assert not OwnProfile(config, Reports()).is_known
 
 

@@ -29,7 +29,7 @@ _BUFFER = re.compile(r" (KV|RS) buffer size = +([0-9.]+) MiB")
 
 
 @pytest.fixture
-def said(caplog):
+def printed(caplog):
     hear_llama()  # another test of this process may have set a callback of its own
     caplog.set_level(logging.DEBUG, "primad.engine.binding")
     return caplog
@@ -45,7 +45,7 @@ DIFFERING = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", sorted({*HYBRIDS, *LATENT, *INDEXED, *DIFFERING}))
-def test_cells_and_states_are_what_llama_cpp_allocates(architecture, said, tmp_path):
+def test_cells_and_states_are_what_llama_cpp_allocates(architecture, printed, tmp_path):
     """Also where layers slide, differ in their heads, keep a state or have one latent vector for all heads."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=architecture)
@@ -55,7 +55,7 @@ def test_cells_and_states_are_what_llama_cpp_allocates(architecture, said, tmp_p
     files = files_of(path, (), assigned(layer_count(header), 0, is_tail=True))
     WholeModel(files, options, frozenset(), vocabulary=vocabulary_size(header)).release()
     found: Counter[str] = Counter()
-    for record in said.records:
+    for record in printed.records:
         if match := _BUFFER.search(record.getMessage()):
             found[match[1]] += round(float(match[2]) * MIB)
     layers = model_profile(header).layers
@@ -67,7 +67,7 @@ def test_cells_and_states_are_what_llama_cpp_allocates(architecture, said, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", INDEXED)
-def test_buffers_hold_what_chooses_the_cells_that_attention_sees(architecture, said, tmp_path):
+def test_buffers_hold_what_chooses_the_cells_that_attention_sees(architecture, printed, tmp_path):
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=architecture, width=256, is_empty=True)
     header = read_header(path)
@@ -75,7 +75,7 @@ def test_buffers_hold_what_chooses_the_cells_that_attention_sees(architecture, s
     options = msgspec.structs.replace(OPTIONS, context=8192, sequences=1, rows=256)
     files = files_of(path, (), assigned(layer_count(header), 0, is_tail=True))
     WholeModel(files, options, frozenset(), vocabulary=vocabulary_size(header)).release()
-    found = [float(mib) * MIB for mib in re.findall(r"CPU compute buffer size = +([0-9.]+) MiB", said.text)]
+    found = [float(mib) * MIB for mib in re.findall(r"CPU compute buffer size = +([0-9.]+) MiB", printed.text)]
     assert compute_buffer_bytes(model_profile(header), asked) == pytest.approx(max(found), rel=0.08)
 
 
@@ -134,7 +134,7 @@ WIDE = {"width": 1024, "heads": 16, "heads_kv": 4, "head_width": 64, "layers": 2
     ],
     ids=["squared", "no-gate", "gate", "fused", "beside", "wide-attention", "small-experts", "large-experts"],
 )
-def test_a_compute_buffer_is_what_the_shapes_of_a_layer_say(name, shape, said, tmp_path):
+def test_a_compute_buffer_is_what_the_shapes_of_a_layer_say(name, shape, printed, tmp_path):
     """Of 512 rows, in a model with one window: no more than 15 % above what llama.cpp allocates, and never below."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=name, **{**WIDE, **shape})
@@ -143,6 +143,6 @@ def test_a_compute_buffer_is_what_the_shapes_of_a_layer_say(name, shape, said, t
     options = msgspec.structs.replace(OPTIONS, context=asked.context_tokens, sequences=1, rows=asked.chunk_rows)
     files = files_of(path, (), assigned(layer_count(header), 0, is_tail=True))
     WholeModel(files, options, frozenset(), vocabulary=vocabulary_size(header)).release()
-    (taken,) = (match for each in said.records if (match := _COMPUTE.search(each.getMessage())))
+    (taken,) = (match for each in printed.records if (match := _COMPUTE.search(each.getMessage())))
     counted = compute_buffer_bytes(model_profile(header), asked) / MIB
     assert 0.99 <= counted / float(taken[1]) <= 1.15

@@ -69,12 +69,12 @@ def test_a_daemon_says_that_it_is_ready_lives_and_ends(ear: socket.socket) -> No
         task = asyncio.create_task(
             report(lambda: next(states, "computes\nfor desk"), environment(ear, WATCHDOG_USEC="20000"))
         )
-        said = [await hear() for _ in range(3)]
+        printed = [await hear() for _ in range(3)]
         task.cancel()
         await asyncio.wait([task])
         while (last := await hear()) == "WATCHDOG=1":
             pass
-        return [*said, last]
+        return [*printed, last]
 
     assert asyncio.run(live()) == [
         "READY=1\nSTATUS=waiting for a head",
@@ -90,10 +90,10 @@ def test_without_a_watchdog_only_changes_are_told(ear: socket.socket, monkeypatc
 
     async def live() -> list[str]:
         task = asyncio.create_task(report(lambda: next(states, "two"), environment(ear)))
-        said = [(await asyncio.to_thread(ear.recv, 1000)).decode() for _ in range(2)]
+        printed = [(await asyncio.to_thread(ear.recv, 1000)).decode() for _ in range(2)]
         task.cancel()
         await asyncio.wait([task])
-        return said
+        return printed
 
     assert asyncio.run(live()) == ["READY=1\nSTATUS=one", "STATUS=two"]
 

@@ -21,8 +21,8 @@ from primad.api.page.routes import MAX_ASKED_BYTES
 from primad.api.page.watch import MAX_LISTENERS, Snapshot, Watch
 from primad.errors import RequestError, RingError
 from primad.settings.timings import ApiTimings
-from tests.fakes.backend import FakeBackend, says
-from tests.fakes.desk import FakeAdminApi, known
+from tests.fakes.admin_api import FakeAdminApi, known
+from tests.fakes.backend import FakeBackend, replies
 from tests.fakes.status import device, ring
 
 OWNER, GUEST = "the-owner's-key-is-long", "a-guest's-key-is-long"
@@ -33,7 +33,7 @@ PATIENCE_S = 180
 def app_of(*keys: ApiKey, **more):
     """The app with an owner; with ``keys`` it asks for one."""
     given = {"door": Door(lambda: keys)} if keys else {}
-    return create_app(FakeBackend(says("Hi")), owner_key=OWNER, **given, **more)
+    return create_app(FakeBackend(replies("Hi")), owner_key=OWNER, **given, **more)
 
 
 def ask(app, method: str, path: str, **request) -> httpx.Response:
@@ -345,7 +345,7 @@ def test_pages_that_listen_are_bounded():
 
 def test_the_stream_says_the_status():
     async def run() -> bytes:
-        backend = FakeBackend(says("Hi"))
+        backend = FakeBackend(replies("Hi"))
         backend.ring = ring(device("desk", role="head"), device("mini"))
         app = create_app(backend, timings=ApiTimings(page_every_s=0.001))
         got: asyncio.Queue[dict] = asyncio.Queue()

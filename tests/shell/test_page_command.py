@@ -12,7 +12,7 @@ import uvicorn
 
 from primad.api.app import create_app
 from primad.cli import page as page_command
-from tests.fakes.backend import FakeBackend, says
+from tests.fakes.backend import FakeBackend, replies
 
 OWNER = "the-owner's-key-is-long"
 
@@ -21,7 +21,7 @@ OWNER = "the-owner's-key-is-long"
 def url() -> Iterator[str]:
     listener = socket()
     listener.bind(("127.0.0.1", 0))
-    app = create_app(FakeBackend(says("Hi")), owner_key=OWNER)
+    app = create_app(FakeBackend(replies("Hi")), owner_key=OWNER)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

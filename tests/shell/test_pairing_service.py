@@ -33,7 +33,7 @@ class Joining:
     """A device that is given ``CODE``, and what it sees of others."""
 
     def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.said: list[str] = []
+        self.printed: list[str] = []
         self.peers: list[Peer] = []
         config, identity = load_config({"home": home, "name": "pi", "cluster": "home"}, {}), load_identity(home)
         self.trust = TrustStore(home, identity, LocalTrust(home / "local"))
@@ -51,7 +51,7 @@ class Joining:
 
     async def pairs(self, at: str | None = None) -> str:
         """The key that is trusted in the end."""
-        return (await pairing_service.pair(self._node, str(CODE), at, self.said.append, "head")).key
+        return (await pairing_service.pair(self._node, str(CODE), at, self.printed.append, "head")).key
 
     async def _look(self, *_: object) -> list[Peer]:
         return self.peers
@@ -163,7 +163,7 @@ def test_behind_a_liar_the_next_that_announces_the_code_is_tried(
             joining.sees(desk.port)
             assert await joining.pairs() == DESK.key
             assert liar.proofs == 1
-            assert any("another device announces this code and is tried" in line for line in joining.said)
+            assert any("another device announces this code and is tried" in line for line in joining.printed)
             assert [each.key for each in joining.trust.entries()] == [DESK.key]
 
     monkeypatch.setattr(pairing_service.random, "shuffle", lambda _: None)
@@ -198,7 +198,7 @@ def test_one_that_names_places_where_nobody_answers_takes_its_turn_and_no_more(
             joining.sees(desk.port, addresses=("192.0.2.1", HOST))
             joining.sees(desk.port)
             assert await joining.pairs() == DESK.key
-            assert any("does not answer within 0.2 s; another device" in line for line in joining.said)
+            assert any("does not answer within 0.2 s; another device" in line for line in joining.printed)
 
     reach = pairing_service.pair_with
 
@@ -218,6 +218,6 @@ def test_a_wrong_code_costs_the_right_device_one_try(joining: Joining):
         async with invited() as desk:
             joining.sees(desk.port, addresses=(HOST, "localhost"))
             with pytest.raises(PrimadError, match="4 tries are left"):
-                await pairing_service.pair(joining._node, str(WRONG), None, joining.said.append, "head")
+                await pairing_service.pair(joining._node, str(WRONG), None, joining.printed.append, "head")
 
     run(test)

@@ -172,10 +172,10 @@ def test_absurd_times_still_give_positive_figures(tmp_path):
 
 def test_every_type_gets_the_rate_of_the_machine(tmp_path):
     machine = Machine()
-    told: list[str] = []
-    layer_s, found = measure_types(bench(tmp_path, machine), machine.step_s, told.append)
+    reported: list[str] = []
+    layer_s, found = measure_types(bench(tmp_path, machine), machine.step_s, reported.append)
     assert layer_s == pytest.approx(machine.layer_s, rel=0.01)
-    assert [figures.type for figures in found] == told == list(TYPES)
+    assert [figures.type for figures in found] == reported == list(TYPES)
     for figures in found:
         assert figures.decode_bytes_per_s == pytest.approx(machine.rate, rel=0.01)
         assert not figures.extra_buffers
@@ -840,15 +840,15 @@ def a_home(tmp_path: Path, name: str = "home") -> Path:
 
 def test_homes_of_one_machine_measure_it_once_and_their_disk_each(tmp_path, measured):
     one, two = a_home(tmp_path, "one"), a_home(tmp_path, "two")
-    told: list[str] = []
-    first = profile_device("one", one, None, told.append)
-    assert len(told) == Effort().steps
+    reported: list[str] = []
+    first = profile_device("one", one, None, reported.append)
+    assert len(reported) == Effort().steps
     second = profile_device("two", two, None, lambda _: None)
     assert measured == ["cpu None", "disk", "disk"]
     assert (first.device, second.device) == ("one", "two")
     assert first.cpu == second.cpu == CPU
-    assert profile_device("one", one, None, told.append) is not None
-    assert len(told) == Effort().steps
+    assert profile_device("one", one, None, reported.append) is not None
+    assert len(reported) == Effort().steps
     assert len(measured) == 3
 
 
@@ -980,12 +980,12 @@ def test_the_command_prints_a_table_and_saves_what_it_prints_as_json(tmp_path, m
 def test_this_device_is_measured_for_real(effort, tmp_path, own_cache, has_weights, monkeypatch):
     monkeypatch.setattr(profiles, "_ratio", lambda *_: None)  # other tests have the processor for some figures alone
     home = a_home(tmp_path)
-    told: list[str] = []
-    profile = profile_device("desk", home, None, told.append, effort=effort)
+    reported: list[str] = []
+    profile = profile_device("desk", home, None, reported.append, effort=effort)
     check_profile(profile)
     measured = [figures.type for figures in profile.cpu.speeds]
     assert measured == list(effort.types[: len(measured)])
-    assert len(told) == effort.steps - len(effort.types) + len(measured)
+    assert len(reported) == effort.steps - len(effort.types) + len(measured)
     assert [path.name for path in home.iterdir()] == ["profile.json"]
     again = profile_device("desk", home, None, lambda _: pytest.fail("measured twice"), effort=effort)
     assert again.cpu == profile.cpu
@@ -1000,6 +1000,8 @@ def test_who_is_bound_to_one_core_does_not_take_the_figures_of_all():
         " from primad.system.processors import usable_cores, usable_cpus; print(usable_cores(), usable_cpus() <= 1);"
         " print(machine_file(None))"
     )
-    told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert told[0] == "1 True"
-    assert (told[1] == str(machine_file(None))) == (usable_cpus() <= 1)
+    reported = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert reported[0] == "1 True"
+    assert (reported[1] == str(machine_file(None))) == (usable_cpus() <= 1)

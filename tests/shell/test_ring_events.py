@@ -45,11 +45,11 @@ async def rest(of: _Events) -> list[RingEvent]:
 
 @given(st.lists(st.binary(max_size=40)), st.lists(st.integers(1, 30), min_size=1))
 def test_frames_are_the_same_however_they_are_cut(bodies, sizes):
-    said, frames, found = b"".join(LENGTH.pack(len(each)) + each for each in bodies), Frames(), list[bytes]()
-    while said:
+    printed, frames, found = b"".join(LENGTH.pack(len(each)) + each for each in bodies), Frames(), list[bytes]()
+    while printed:
         size = sizes[len(found) % len(sizes)]
-        found += frames.feed(said[:size])
-        said = said[size:]
+        found += frames.feed(printed[:size])
+        printed = printed[size:]
     assert found == bodies
 
 

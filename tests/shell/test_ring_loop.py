@@ -475,10 +475,10 @@ def test_the_next_epoch_goes_on_with_the_same_workers_and_another_head(model, wi
 
         first.send(generate(2, [1, 2, 3], tokens=9, sampling=SAMPLED))
         assert first.expect(PromptProgress).reused == 2
-        told = [first.expect(Sampled).token]
+        reported = [first.expect(Sampled).token]
         first.send(Drain())
         while isinstance(event := first.event(), Sampled):
-            told.append(event.token)
+            reported.append(event.token)
         if isinstance(event, Finished):
             event = first.event()
         assert event == Drained()
@@ -488,8 +488,8 @@ def test_the_next_epoch_goes_on_with_the_same_workers_and_another_head(model, wi
         second, second_opened = stack.enter_context(started(a_head(epoch=2)))
         link([(second, second_opened), (worker, worker.expect(Opened))])
         second.expect(Serving)
-        rest, finished = answer(second, generate(2, [1, 2, 3], sampled=told, tokens=9, sampling=SAMPLED))
-        assert told + rest == whole
+        rest, finished = answer(second, generate(2, [1, 2, 3], sampled=reported, tokens=9, sampling=SAMPLED))
+        assert reported + rest == whole
         assert finished.completion_tokens == 9
 
 

@@ -46,11 +46,11 @@ def discarded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 def step(found: Scratch, ggml: Ggml, rows: int) -> bool:
     """Compute a step; whether its nodes were to be told."""
-    told = found.begin(rows)
-    if told:
+    reported = found.begin(rows)
+    if reported:
         for node in ggml.nodes:
             found.note(node)
-    return told
+    return reported
 
 
 def test_the_compute_buffer_in_memory_is_given_back_once(discarded):

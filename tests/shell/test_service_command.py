@@ -30,11 +30,11 @@ class FakeRunner:
         self.ran: list[str] = []
         self.fails: set[str] = set()
         self.code = 0
-        self.said = ""
+        self.printed = ""
 
     def run(self, command: Sequence[str]) -> Ran:
         self.ran.append(shlex.join(command))
-        return Ran(1, "Failed to connect\nto bus") if self.fails & set(command) else Ran(0, self.said)
+        return Ran(1, "Failed to connect\nto bus") if self.fails & set(command) else Ran(0, self.printed)
 
     def show(self, command: Sequence[str]) -> int:
         self.ran.append(shlex.join(command))
@@ -132,8 +132,8 @@ def test_a_share_of_memory_is_that_of_the_machine_not_of_the_service(command: Pr
     (tmp_path / "home" / "config.toml").write_text('max_ram = "50%"')
     assert command("service", "install", "join")[0] == 0
     (line,) = values(unit, "ExecStart")
-    said = int(judged(words(line), ("/usr/bin/primad",))["max_ram"].removesuffix("B"))
-    assert values(unit, "MemoryMax") == [str(said + (1 << 30))]
+    printed = int(judged(words(line), ("/usr/bin/primad",))["max_ram"].removesuffix("B"))
+    assert values(unit, "MemoryMax") == [str(printed + (1 << 30))]
 
 
 @pytest.mark.parametrize(
@@ -205,8 +205,8 @@ def test_root_has_no_session(command: Primad, monkeypatch, runner):
 def test_a_user_who_may_not_run_primad_is_named(command: Primad, monkeypatch, runner):
     as_root(monkeypatch)
     monkeypatch.setattr(machine, "unreadable", lambda path, who, **_: Path("/home/alice") if who.uid is None else None)
-    said = command("service", "install", "--system", "join")[2]
-    assert "primad may not run it because of /home/alice" in said
+    printed = command("service", "install", "--system", "join")[2]
+    assert "primad may not run it because of /home/alice" in printed
     assert runner.ran == []
     assert command("service", "install", "--system", "--as", "alice", "join")[0] == 0
 
@@ -224,7 +224,7 @@ def test_the_service_is_started_stopped_looked_at_and_removed(command: Primad, r
     runner.ran.clear()
     assert command("service", "start")[0] == 0
     assert command("service", "stop")[0] == 0
-    runner.code, runner.said = (
+    runner.code, runner.printed = (
         3,
         "ActiveState=failed\nResult=exit-code\nExecMainStatus=78\nStatusText=it failed: --nice: no",
     )

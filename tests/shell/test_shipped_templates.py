@@ -71,9 +71,9 @@ def test_every_template_shows_all_that_was_said_in_every_shape(templates, fields
     for name, template in templates.items():
         for shape, messages in SHAPES.items():
             got = prompt(template, messages, **fields)
-            said = SAID.findall(json.dumps([message.get("content") for message in messages]))
+            printed = SAID.findall(json.dumps([message.get("content") for message in messages]))
             called = sum(len(message.get("tool_calls") or ()) for message in messages)
-            left_out = [each for each in said if each not in got]
+            left_out = [each for each in printed if each not in got]
             is_shown = got.count("Rome") >= called and "qzmark" not in got and (not fields or "clock" in got)
             wrong += [(name, shape, left_out)] if left_out or not is_shown else []
     assert wrong == []
@@ -82,6 +82,6 @@ def test_every_template_shows_all_that_was_said_in_every_shape(templates, fields
 def test_every_template_lets_an_answer_go_on(templates):
     for name, template in templates.items():
         for shape, messages in PREFILLED.items():
-            got, said = prompt(template, messages), messages[-1]["content"]
-            assert got.endswith(said), (name, shape)
-            assert got.count(said) == 1, (name, shape)
+            got, printed = prompt(template, messages), messages[-1]["content"]
+            assert got.endswith(printed), (name, shape)
+            assert got.count(printed) == 1, (name, shape)

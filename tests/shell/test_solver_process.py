@@ -81,9 +81,9 @@ def test_what_is_short_is_said_as_the_solver_says_it():
     asked = question(1, ram=GB // 8)
     with pytest.raises(Infeasible) as expected:
         solve(asked.devices, asked.links, asked.model, *asked.workloads, chunks=CHUNKS)
-    with pytest.raises(Infeasible) as said:
+    with pytest.raises(Infeasible) as printed:
         asyncio.run(solve_in_process(asked))
-    assert (str(said.value), said.value.short_bytes) == (str(expected.value), expected.value.short_bytes)
+    assert (str(printed.value), printed.value.short_bytes) == (str(expected.value), expected.value.short_bytes)
 
 
 def test_a_solver_that_breaks_or_hangs_is_one_error(monkeypatch):

@@ -23,7 +23,7 @@ def some_quick(names):
     return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
 
 
-def said(route, sequence, chunks, position):
+def printed(route, sequence, chunks, position):
     """The logits behind each of ``chunks`` and behind each of ``ANSWER`` greedy tokens."""
     found = []
     for tokens in chunks:
@@ -50,18 +50,18 @@ def test_a_sequence_goes_back_to_where_its_state_was_kept(architecture, tmp_path
             route = Whole(header, options) if cut is None else Route(header, cut, tmp_path / str(number), options)
             stack.callback(route.release)
             own = sequences - 1
-            expected = said(route, own, CHUNKS, 0)
+            expected = printed(route, own, CHUNKS, 0)
             each(route, lambda window, own=own: window.kv_remove(own, 0, -1))
             route.logits(CHUNKS[0], 0, own)
             each(route, lambda window, own=own: window.state_keep(5, own, 40))
             route.logits(CHUNKS[1], 40, own)
             each(route, lambda window, own=own: window.state_keep(2, own, 64))
-            said(route, own, CHUNKS[2:], 64)
+            printed(route, own, CHUNKS[2:], 64)
             if own:
-                said(route, 0, CHUNKS, 0)
+                printed(route, 0, CHUNKS, 0)
             for state, chunk, end in ((2, 2, 64), (5, 1, 40), (5, 1, 40)):
                 each(route, lambda window, own=own, state=state, end=end: window.state_restore(state, own, end))
-                again = said(route, own, CHUNKS[chunk:], end)
+                again = printed(route, own, CHUNKS[chunk:], end)
                 assert all((one == other).all() for one, other in zip(again, expected[chunk:], strict=True)), (cut, end)
 
 
@@ -85,14 +85,14 @@ def test_a_small_cache_of_windows_goes_back_to_the_cells_that_it_had(architectur
             route = Whole(header, options) if cut is None else Route(header, cut, tmp_path / str(number), options)
             for made in (whole, route):
                 stack.callback(made.release)
-            expected, position = said(whole, 1, chunks, 0), 0
+            expected, position = printed(whole, 1, chunks, 0), 0
             for at, tokens in enumerate(chunks):
                 route.logits(tokens, position, 1)
                 position += len(tokens)
                 each(route, lambda window, at=at, end=position: window.state_keep(at, 1, end))
             for at in (4, 9, 10, 11, 4, 0, 12):
                 each(route, lambda window, at=at: window.state_restore(at, 1, ENDS[at]))
-                again = said(route, 1, chunks[at + 1 :], ENDS[at])
+                again = printed(route, 1, chunks[at + 1 :], ENDS[at])
                 assert all((one == other).all() for one, other in zip(again, expected[at + 1 :], strict=True)), (
                     cut,
                     at,

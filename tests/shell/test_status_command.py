@@ -52,7 +52,7 @@ class Endpoint:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
-    def says(self, plain: dict, health: Health = SERVING) -> None:
+    def emits(self, plain: dict, health: Health = SERVING) -> None:
         self.body = msgspec.json.encode(status_body(health, None, plain))
 
 
@@ -70,7 +70,7 @@ def row(out: str, first: str) -> list[str]:
 
 
 def test_a_row_a_device_and_what_was_planned_below(command, endpoint):
-    endpoint.says(ring(device("desk", role="head"), device("lap"), predicted=PROMISES))
+    endpoint.emits(ring(device("desk", role="head"), device("lap"), predicted=PROMISES))
     code, out, err = command("status", "--url", endpoint.url)
     assert (code, err) == (0, "")
     assert out.splitlines()[0] == "serving with 2 devices, epoch 4, 2 rounds per token, forecast: 4.20 tokens/s"
@@ -85,7 +85,7 @@ def test_a_row_a_device_and_what_was_planned_below(command, endpoint):
 
 def test_an_output_matrix_that_streams_is_named_and_no_plan_has_it(command, endpoint):
     memory = msgspec.structs.replace(MEMORY, streams_output=True)
-    endpoint.says(ring(device("desk", role="head", memory=memory, predicted=PLANNED)))
+    endpoint.emits(ring(device("desk", role="head", memory=memory, predicted=PLANNED)))
     _, out, _ = command("status", "--url", endpoint.url)
     assert row(out, "desk")[:7] == ["26", "23", "3", "+", "output", "200", "MB"]
     assert row(out, "planned")[:4] == ["22", "4", "300", "MB"]
@@ -94,14 +94,14 @@ def test_an_output_matrix_that_streams_is_named_and_no_plan_has_it(command, endp
 def test_it_fits_a_terminal_of_80_columns(command, endpoint, monkeypatch):
     console = type(status_command.tables)(force_terminal=True, color_system=None, width=80, soft_wrap=True)
     monkeypatch.setattr(status_command, "tables", console)
-    endpoint.says(ring(device("living-room")))
+    endpoint.emits(ring(device("living-room")))
     _, out, _ = command("status", "--url", endpoint.url)
     assert max(map(len, out.splitlines())) <= 80
     assert row(out, "living-room") == ["26", "23", "3", "200", "MB", "310", "MB", "62.5", "ms", "some", "5.00", "GB"]
 
 
 def test_what_is_not_known_is_a_question_mark(command, endpoint):
-    endpoint.says(ring(device("desk", ring=None, memory=MemoryFigures(), predicted=PlannedFigures())))
+    endpoint.emits(ring(device("desk", ring=None, memory=MemoryFigures(), predicted=PlannedFigures())))
     code, out, _ = command("status", "--url", endpoint.url)
     assert code == 0
     assert row(out, "desk ") == ["26", *"???????"]
@@ -110,7 +110,7 @@ def test_what_is_not_known_is_a_question_mark(command, endpoint):
 
 
 def test_a_device_that_computes_a_prompt_is_said_to_compute(command, endpoint):
-    endpoint.says(ring(device("desk", ring=None, memory=MemoryFigures(), computes=True)))
+    endpoint.emits(ring(device("desk", ring=None, memory=MemoryFigures(), computes=True)))
     _, out, _ = command("status", "--url", endpoint.url)
     assert "desk: computes a long step" in out
     assert "timed out" not in out
@@ -119,7 +119,7 @@ def test_a_device_that_computes_a_prompt_is_said_to_compute(command, endpoint):
 def test_a_plan_that_is_wrong_is_said_with_its_term(command, endpoint):
     wrong = WrongTerm(term="hops", device=None, predicted_ms=1, measured_ms=80, is_beyond=True)
     measured = CompletionFigures(tpot_ms=320, predicted_tpot_ms=238, wrong=wrong)
-    endpoint.says(ring(device("desk", role="head")) | {"measured": msgspec.to_builtins(measured)})
+    endpoint.emits(ring(device("desk", role="head")) | {"measured": msgspec.to_builtins(measured)})
     _, out, _ = command("status", "--url", endpoint.url)
     assert out.splitlines()[-1] == f"{wrong_line(measured)}"
     assert "320 ms, not 238 ms" in out
@@ -128,12 +128,12 @@ def test_a_plan_that_is_wrong_is_said_with_its_term(command, endpoint):
 
 def test_a_plan_that_comes_true_is_not_told_of(command, endpoint):
     measured = CompletionFigures(tpot_ms=240, predicted_tpot_ms=238, wrong=None)
-    endpoint.says(ring(device("desk", role="head")) | {"measured": msgspec.to_builtins(measured)})
+    endpoint.emits(ring(device("desk", role="head")) | {"measured": msgspec.to_builtins(measured)})
     assert "240" not in command("status", "--url", endpoint.url)[1]
 
 
 def test_who_is_not_in_the_ring_is_said(command, endpoint):
-    endpoint.says(ring(device("desk", role="head"), device("lap"), lap="serving", nas="discovered"))
+    endpoint.emits(ring(device("desk", role="head"), device("lap"), lap="serving", nas="discovered"))
     _, out, _ = command("status", "--url", endpoint.url)
     assert out.splitlines()[-1] == "nas: discovered"
     assert "lap: " not in out
@@ -170,12 +170,12 @@ def test_it_names_what_is_known_of_the_models_windows(command, endpoint):
 
 
 def test_before_the_first_ring(command, endpoint):
-    endpoint.says({}, Health(serving=False, taken=False, detail="looking for devices"))
+    endpoint.emits({}, Health(serving=False, taken=False, detail="looking for devices"))
     assert command("status", "--url", endpoint.url) == (0, "looking for devices\n", "")
 
 
 def test_json_is_what_the_endpoint_says(command, endpoint):
-    endpoint.says(ring(device("desk")))
+    endpoint.emits(ring(device("desk")))
     code, out, err = command("status", "--json", "--url", endpoint.url)
     assert (code, err) == (0, "")
     assert out == endpoint.body.decode() + "\n"
@@ -183,7 +183,7 @@ def test_json_is_what_the_endpoint_says(command, endpoint):
 
 
 def test_nothing_of_an_endpoint_steers_the_terminal(command, endpoint):
-    endpoint.says(
+    endpoint.emits(
         ring(device("\x1b[2Jdesk", predicted=PlannedFigures())),
         Health(serving=True, taken=True, detail="a\x1b]0;b\x07"),
     )
@@ -229,12 +229,12 @@ def test_watching_asks_again_until_ctrl_c(command, endpoint, monkeypatch, argume
 
     def sleep(seconds: float) -> None:
         waits.append(seconds)
-        endpoint.says(ring(device("desk"), epoch=4 + len(waits)))
+        endpoint.emits(ring(device("desk"), epoch=4 + len(waits)))
         if len(waits) == 3:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(status_command.time, "sleep", sleep)
-    endpoint.says(ring(device("desk")))
+    endpoint.emits(ring(device("desk")))
     code, out, err = command("status", "--watch", *arguments, "--url", endpoint.url)
     assert (code, err) == (130, "stopped\n")
     assert (waits, endpoint.asked) == ([1.0] * 3, 3)
@@ -244,7 +244,7 @@ def test_watching_asks_again_until_ctrl_c(command, endpoint, monkeypatch, argume
 
 def test_who_has_no_layers_is_said_with_the_reason(command, endpoint):
     left_out = [{"device": "nas", "reason": "the ring would be 31% slower with it"}]
-    endpoint.says(ring(device("desk", role="head"), nas="ready") | {"left_out": left_out})
+    endpoint.emits(ring(device("desk", role="head"), nas="ready") | {"left_out": left_out})
     _, out, _ = command("status", "--url", endpoint.url)
     assert out.splitlines()[-1] == "nas: ready, the ring would be 31% slower with it"
 
@@ -289,13 +289,13 @@ def test_watching_on_a_terminal_draws_in_place(command, endpoint, monkeypatch):
 
     def sleep(seconds: float) -> None:
         waits.append(seconds)
-        endpoint.says(ring(device("desk"), epoch=5))
+        endpoint.emits(ring(device("desk"), epoch=5))
         if len(waits) == 2:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(status_command.time, "sleep", sleep)
     monkeypatch.setattr(status_command, "tables", type(status_command.tables)(force_terminal=True, width=100))
-    endpoint.says(ring(device("desk")))
+    endpoint.emits(ring(device("desk")))
     _, out, err = command("status", "--watch", "--url", endpoint.url)
     assert err == "stopped\n"
     assert "epoch 4," in out
@@ -312,13 +312,13 @@ def test_watching_goes_on_when_the_head_is_away_for_a_while(command, endpoint, m
         nonlocal looks
         looks += 1
         endpoint.status = 503 if looks == 1 else 200
-        endpoint.says(ring(device("desk"), epoch=4 + looks))
+        endpoint.emits(ring(device("desk"), epoch=4 + looks))
         if looks == 3:
             endpoint.status = 401
 
     monkeypatch.setattr(status_command.time, "sleep", sleep)
     monkeypatch.setattr(status_command, "tables", type(status_command.tables)(force_terminal=is_terminal, width=200))
-    endpoint.says(ring(device("desk")))
+    endpoint.emits(ring(device("desk")))
     code, out, err = command("status", "--watch", "--url", endpoint.url)
     assert "epoch 4," in out
     assert "returned 503; is it a head, 'primad serve'? (retrying every second, until Ctrl-C)" in out
@@ -339,7 +339,7 @@ def test_watching_cuts_no_line_and_draws_no_more_than_the_terminal_holds(command
     console = type(status_command.tables)(force_terminal=True, color_system=None, width=80, height=10, file=screen)
     monkeypatch.setattr(status_command, "tables", console)
     monkeypatch.setattr(status_command.time, "sleep", sleep)
-    endpoint.says(ring(device("desk")) | {"kv": msgspec.to_builtins(KV)})
+    endpoint.emits(ring(device("desk")) | {"kv": msgspec.to_builtins(KV)})
     command("status", "--watch", "--url", endpoint.url)
     assert at_first.count("\n") < 10, "what is above the screen could not be drawn over"
     assert "2000 tokens were restored within 0.4 s, 31 recomputed" in " ".join(screen.getvalue().split())

@@ -77,10 +77,13 @@ def test_all_windows_together_keep_what_they_are_assigned_and_say_it(tmp_path, s
         kept = streams.assigned.resident_bytes
         assert kept - LAYER <= residency.resident_bytes <= kept
         assert residency.read_bytes in (residency.streamed_bytes, 0 if residency.streamed_bytes <= LAYER else None)
-        said = Meter().status(0, streams).memory
-        assert (said.streamed, said.resident, said.streams_output) == (layers, 2 * LAYERS - layers, output)
-        assert (said.streamed, said.read_ahead_bytes) == (streams.assigned.streamed_layers, LAYER if layers else 0)
-        assert said.resident_bytes + said.streamed_bytes == sum(residency.sizes)
+        printed = Meter().status(0, streams).memory
+        assert (printed.streamed, printed.resident, printed.streams_output) == (layers, 2 * LAYERS - layers, output)
+        assert (printed.streamed, printed.read_ahead_bytes) == (
+            streams.assigned.streamed_layers,
+            LAYER if layers else 0,
+        )
+        assert printed.resident_bytes + printed.streamed_bytes == sum(residency.sizes)
 
 
 def test_under_memory_pressure_it_says_what_is_left(tmp_path):
@@ -91,9 +94,9 @@ def test_under_memory_pressure_it_says_what_is_left(tmp_path):
         streamer._climb(len(streamer._levels) - 1)
         assert streamer.is_short
         assert streamer.residency == minimum
-        said = Meter().status(0, streams).memory
-        assert (said.resident, said.streamed, said.streams_output) == (0, 2 * LAYERS, True)
-        assert said.resident_bytes == minimum.resident_bytes
+        printed = Meter().status(0, streams).memory
+        assert (printed.resident, printed.streamed, printed.streams_output) == (0, 2 * LAYERS, True)
+        assert printed.resident_bytes == minimum.resident_bytes
 
 
 def test_another_plan_may_keep_more_or_less_of_the_same_windows(tmp_path):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from primad.api.page.desk import DeviceLimit
+from primad.api.page.admin_api import DeviceLimit
 from primad.errors import ClusterError
 from primad.head.members import survey as survey_module
 from primad.head.members import worker_link as worker_link_module
@@ -24,10 +24,10 @@ class Lines:
     """A reporter that keeps what it was told."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.printed: list[str] = []
 
     def report_line(self, line: str) -> None:
-        self.said.append(line)
+        self.printed.append(line)
 
     def progress(self, device: str, phase: str, done: int, total: int) -> None:
         raise AssertionError("nothing is measured here")
@@ -137,7 +137,7 @@ def test_this_device_comes_first_and_the_others_are_let_go(around, tmp_path):
     assert sorted(around.closed) == ["a", "b"]
     assert around.knocks == [(2, {key_of("b")}), (1, {key_of("a")})], "each by its own key"
     assert around.introduced == {"a": {"b"}, "b": {"a"}}
-    assert not lines.said
+    assert not lines.printed
 
 
 def test_what_the_answers_of_a_head_here_taught_is_planned_with(around, tmp_path, monkeypatch):
@@ -163,7 +163,7 @@ def test_what_the_owner_of_this_head_paused_or_limited_is_planned_so(around, tmp
     found = survey(config(tmp_path), 0.1, lines)
     assert [(one.device, one.ram_available_bytes) for one in found.devices[1:]] == [("b", 1 << 30)]
     assert [(one.source, one.target) for one in found.links] == [("me", "b")]
-    assert lines.said == ["a is left out: this head does not use it while it is paused on the page"]
+    assert lines.printed == ["a is left out: this head does not use it while it is paused on the page"]
 
 
 def test_a_device_that_is_not_paired_is_left_out_and_not_spoken_to(around, tmp_path):
@@ -172,8 +172,8 @@ def test_a_device_that_is_not_paired_is_left_out_and_not_spoken_to(around, tmp_p
     lines = Lines()
     assert [one.device for one in survey(config(tmp_path), 0.1, lines).devices] == ["me"]
     assert around.knocks == []
-    assert [line.split(":")[0] for line in lines.said] == ["stranger is left out", "old is left out"]
-    assert all("primad join --code" in line for line in lines.said)
+    assert [line.split(":")[0] for line in lines.printed] == ["stranger is left out", "old is left out"]
+    assert all("primad join --code" in line for line in lines.printed)
 
 
 def test_who_refuses_is_left_out_and_named(around, tmp_path):
@@ -182,7 +182,7 @@ def test_who_refuses_is_left_out_and_named(around, tmp_path):
     lines = Lines()
     found = survey(config(tmp_path), 0.1, lines)
     assert [one.device for one in found.devices] == ["me", "a"]
-    assert lines.said == ["busy is left out: it works for another head now"]
+    assert lines.printed == ["busy is left out: it works for another head now"]
 
 
 def test_other_clusters_heads_and_this_device_again_do_not_count(around, tmp_path):
@@ -207,7 +207,7 @@ def test_links_that_cannot_be_measured_are_left_to_the_default(around, tmp_path)
     found = survey(config(tmp_path, devices=("127.0.0.1:7",)), 0, lines)
     assert [one.device for one in found.devices] == ["me", "silent"]
     assert not found.links
-    assert lines.said == ["links are not measured: silent did not measure its links"]
+    assert lines.printed == ["links are not measured: silent did not measure its links"]
     assert around.closed == ["silent"]
 
 
@@ -217,5 +217,5 @@ def test_who_goes_before_it_is_introduced_leaves_links_to_the_default(around, tm
     found = survey(config(tmp_path, devices=("127.0.0.1:7",)), 0, lines)
     assert [one.device for one in found.devices] == ["me", "gone"]
     assert not found.links
-    assert lines.said == ["links are not measured: the link to gone is closed"]
+    assert lines.printed == ["links are not measured: the link to gone is closed"]
     assert around.closed == ["gone"]

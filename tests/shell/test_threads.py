@@ -14,8 +14,8 @@ from halda import Plan, Window
 from primad.cli.progress import RichReporter
 from primad.daemon import loading
 from primad.daemon.layer_files import Workspace
-from primad.daemon.station import Node
-from primad.engine.rope import AS_THE_MODEL_SAYS
+from primad.daemon.node import Node
+from primad.engine.rope import AS_IN_THE_MODEL
 from primad.errors import RingError
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
@@ -98,7 +98,7 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
                 model=ModelSource(header, model_profile(header), tmp_path, again_s=1.0),
                 options=SimpleNamespace(
                     run=RunConfig(chunk_rows=16, extra_buffers="off"),
-                    rope=AS_THE_MODEL_SAYS,
+                    rope=AS_IN_THE_MODEL,
                     step_timeout_s=5.0,
                     keep_rows=lambda has_cache: None,
                 ),

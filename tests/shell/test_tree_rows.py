@@ -138,17 +138,17 @@ def answer(path: Path, known: Sequence[int] | None) -> tuple[list[int], int, int
         step_timeout_s=600,
         clock=time.monotonic,
     )
-    told: list[int] = []
+    reported: list[int] = []
     steps = 0
     try:
         head.submit(generate(1, text, tokens=TOKENS))
         while (outcome := head.turn()) is not None:
             assert isinstance(outcome, Notify)
             steps += bool(outcome.rows)
-            told += [event.token for event in outcome.events if isinstance(event, Sampled)]
+            reported += [event.token for event in outcome.events if isinstance(event, Sampled)]
     finally:
         model.release()
-    return told, steps, len(taken)
+    return reported, steps, len(taken)
 
 
 def test_the_text_is_that_without_trees_and_branches_become_part_of_it(smollm2: Path):

@@ -53,11 +53,11 @@ def test_a_device_is_trusted_by_its_key_in_either_spelling_and_revoked_by_name_o
         for name in ("pi", key):
             primad("trust", "pi", "--key", key, "--home", str(home))
             assert [(each.device, each.key, each.how) for each in store.entries()] == [("pi", KEY, BY_HAND)]
-            said = capsys.readouterr().out
-            assert fingerprint(KEY) in said
-            assert f"--key {key_hex(own.public)}" in said
-            assert own.secret not in said
-            assert "--head" in said, "one of the two leads"
+            printed = capsys.readouterr().out
+            assert fingerprint(KEY) in printed
+            assert f"--key {key_hex(own.public)}" in printed
+            assert own.secret not in printed
+            assert "--head" in printed, "one of the two leads"
             primad("trust", "pi", "--key", key, "--head", "--home", str(home))
             assert store.is_head(KEY)
             assert "--head" not in capsys.readouterr().out

@@ -53,9 +53,9 @@ def asked(path: Path) -> tuple[int, str, str]:
     ids=["says so", "dies of it", "cannot be loaded"],
 )
 def test_a_wheel_for_another_processor_is_refused_with_the_reason(tmp_path: Path, source: str, why: str) -> None:
-    code, out, said = asked(wheel(tmp_path, base="", cpu=source))
-    assert (code, out, len(said.splitlines())) == (1, "", 1)
-    assert why in said
+    code, out, printed = asked(wheel(tmp_path, base="", cpu=source))
+    assert (code, out, len(printed.splitlines())) == (1, "", 1)
+    assert why in printed
 
 
 def test_a_wheel_that_fits_says_what_it_needs(tmp_path: Path) -> None:
@@ -65,12 +65,12 @@ def test_a_wheel_that_fits_says_what_it_needs(tmp_path: Path) -> None:
 
 
 def test_a_wheel_that_chooses_by_itself_is_not_asked(tmp_path: Path) -> None:
-    code, _, said = asked(wheel(tmp_path, **{"base": "", "cpu-haswell": "int begin(void) { __builtin_trap(); }"}))
-    assert (code, said) == (0, "")
+    code, _, printed = asked(wheel(tmp_path, **{"base": "", "cpu-haswell": "int begin(void) { __builtin_trap(); }"}))
+    assert (code, printed) == (0, "")
 
 
 def test_what_is_no_wheel_is_named_so(tmp_path: Path) -> None:
     path = tmp_path / "llama_cpp_python-1.2.3-py3-none-any.whl"
     path.write_bytes(b"wheel")
-    code, _, said = asked(path)
-    assert (code, said) == (1, "File is not a zip file\n")
+    code, _, printed = asked(path)
+    assert (code, printed) == (1, "File is not a zip file\n")

@@ -19,12 +19,12 @@ from halda import LinkProfile
 from halda.assignment import in_memory
 from primad.daemon import loading
 from primad.daemon.layer_files import Workspace
-from primad.daemon.station import Node
+from primad.daemon.node import Node
 from primad.engine.protocol import WindowSource
 from primad.errors import ClusterError
 from primad.gguf.layers import LayerRef
 from primad.head.members.core import StageError
-from primad.head.members.participation import Stage
+from primad.head.members.stage import Stage
 from primad.head.members.worker_link import Caller, WorkerLink, greet, probe
 from primad.kv import keys
 from primad.kv.cells import LayerCells
@@ -78,7 +78,7 @@ from primad.trust.pairing_links import PairingServer
 from primad.trust.trust import BY_HAND, HEAD, TrustedDevice, TrustStore, trusted_now
 from primad.trust.words import new_code
 from primad.worker import daemon as worker_module
-from primad.worker import participations as parts_module
+from primad.worker import stages as parts_module
 from primad.worker.daemon import WorkerDaemon
 from tests.fakes import manager
 from tests.fakes.control import HOST
@@ -174,7 +174,7 @@ class Lab:
         self.processes = processes
         self.identity = new_identity()
         self.home = home
-        self.said: list[str] = []
+        self.printed: list[str] = []
         self.context = context
         self._news = asyncio.Condition()
         config = load_config({"home": home, "name": "lap", "host": HOST, "port": 0} | flags, {})
@@ -208,18 +208,18 @@ class Lab:
         self.running = asyncio.create_task(self.daemon.run())
 
     def _report_line(self, line: str) -> None:
-        self.said.append(line)
+        self.printed.append(line)
         self._task = asyncio.create_task(self._notify())
 
     async def _notify(self) -> None:
         async with self._news:
             self._news.notify_all()
 
-    async def says(self, start: str) -> str:
+    async def emits(self, start: str) -> str:
         """The first line for the owner that begins so, once it was said."""
         async with self._news:
-            await self._news.wait_for(lambda: any(line.startswith(start) for line in self.said))
-        return next(line for line in self.said if line.startswith(start))
+            await self._news.wait_for(lambda: any(line.startswith(start) for line in self.printed))
+        return next(line for line in self.printed if line.startswith(start))
 
     def head(self, name: str = "desk", identity: Identity = DESK) -> FakeHead:
         return FakeHead(self.context, name, identity, self)
@@ -356,8 +356,8 @@ def test_a_device_that_was_measured_better_tells_its_head(lab):
             better = dataclasses.replace(welcome.profile, ram_read_bytes_per_s=2e10, ram_available_bytes=1)
             lap.profile.of = lambda name: better
             lap.profile.refined.set()
-            told = (await desk.hear(Remeasured)).profile
-            assert told == dataclasses.replace(welcome.profile, ram_read_bytes_per_s=2e10)
+            reported = (await desk.hear(Remeasured)).profile
+            assert reported == dataclasses.replace(welcome.profile, ram_read_bytes_per_s=2e10)
             await desk.loads(a_load(1))
 
     asyncio.run(once())
@@ -421,7 +421,7 @@ def test_a_head_that_goes_silent_loses_the_worker_and_another_may_come(lab):
             desk = lap.head()
             await desk.takes(gone_after_s=SILENCE_S)
             await desk.loads(a_load(1))
-            await lap.says("head desk went away")
+            await lap.emits("head desk went away")
             assert not lap.daemon._stages.is_serving
             assert len(lap.processes.alive) == 1, "it may come back soon"
             await desk.report_line(Ping(status=False))
@@ -493,7 +493,7 @@ def test_what_a_reset_connection_took_with_it_is_said_again(lab, way):
             assert not part.linked.done()
             relay.reset()
             await part.linked
-            assert await process.told(Connect) == Connect("tcp://127.0.0.1:5", TOWER.public, TOWER.public)
+            assert await process.reported(Connect) == Connect("tcp://127.0.0.1:5", TOWER.public, TOWER.public)
             assert not part.broken.done()
 
     asyncio.run(once())
@@ -609,7 +609,7 @@ def test_a_key_that_is_revoked_is_refused_at_once_on_a_connection_that_stands(la
             ):
                 await desk.report_line(message)
                 assert (await desk.hear(Refused)).reason == "lap no longer trusts this device"
-            await lap.says("head desk is no longer trusted as a head")
+            await lap.emits("head desk is no longer trusted as a head")
             assert not lap.daemon._stages.is_serving, "what it asked for before does not go on either"
 
     asyncio.run(once())
@@ -626,7 +626,7 @@ def test_a_head_of_another_version_is_answered_and_a_gap_is_named_to_the_owner(l
             await desk.report_line(Probe(protocol=protocol, oldest=oldest, version="0.0.7", device="desk"))
             answer = await desk.hear(Probed)
             assert (answer.protocol, answer.oldest) == (5, 4)
-            refused = [line for line in lap.said if line.startswith("refused")]
+            refused = [line for line in lap.printed if line.startswith("refused")]
             assert len(refused) == (0 if fits else 1)
             if not fits:
                 assert "desk runs primad 0.0.7 (protocol 3), lap runs" in refused[0]
@@ -641,7 +641,7 @@ def test_a_head_with_another_llama_cpp_is_told_to_the_owner(lab):
             hello = Hello(protocol=PROTOCOL, version="0", device="desk", session=1, build="another", gone_after_s=60)
             await desk.report_line(hello)
             await desk.hear(Welcome)
-            assert "llama.cpp differs: a build here, another on desk" in await lap.says("llama.cpp differs")
+            assert "llama.cpp differs: a build here, another on desk" in await lap.emits("llama.cpp differs")
 
     asyncio.run(once())
 
@@ -707,7 +707,7 @@ def test_a_worker_that_nobody_dismisses_ends_after_a_while(lab):
             await desk.loads(a_load(1))
             lap.daemon.leave()
             await lap.running
-            assert "head desk found no replacement within 0.2 s" in lap.said
+            assert "head desk found no replacement within 0.2 s" in lap.printed
 
     asyncio.run(once())
 
@@ -852,7 +852,7 @@ def test_a_link_local_address_that_the_head_tells_gets_this_machines_scope_and_i
             await desk.report_line(Link(epoch=1, address="tcp://[fe80::9]:5", key=TOWER.public, sender=TOWER.public))
             (process,) = lap.processes.alive
             way = "tcp://[fe80::9%5]:5"  # where it was reached
-            assert await process.told(Connect) == Connect(way, TOWER.public, TOWER.public)
+            assert await process.reported(Connect) == Connect(way, TOWER.public, TOWER.public)
 
     monkeypatch.setattr(worker_module, "measure_links", measure)
     asyncio.run(once())
@@ -927,8 +927,8 @@ def test_a_worker_that_cannot_announce_itself_waits_for_heads_all_the_same(lab, 
     async def once() -> None:
         monkeypatch.setattr(worker_module, "Discovery", Mute)
         async with lab() as lap:
-            await lap.says("lap is waiting for a head")
-            assert "mDNS did not start; heads find this device by --device only" in lap.said
+            await lap.emits("lap is waiting for a head")
+            assert "mDNS did not start; heads find this device by --device only" in lap.printed
             await lap.head().takes()
         assert len(closed) == 1
 
@@ -984,7 +984,7 @@ def test_when_its_head_is_gone_only_a_cache_keeps_kv_cells(lab, tmp_path, has_ca
             store.put(HERE, cells_of(HERE))
             await desk.report_line(hold(1, HERE))
             assert (await desk.hear(KvHeld)).held == [True]
-            await lap.says("head desk went away")
+            await lap.emits("head desk went away")
             await lap.head("tower", TOWER).takes()
             assert bool(store.layers(HERE.key)) == has_cache
 

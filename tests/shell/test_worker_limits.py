@@ -21,8 +21,8 @@ from primad.network.messages import (
 )
 from primad.settings.timings import Timings, WorkerTimings
 from primad.trust.identity import new_identity
-from primad.worker import participations as parts
-from primad.worker.participations import MAX_LOADED_STAGES
+from primad.worker import stages as parts
+from primad.worker.stages import MAX_LOADED_STAGES
 from tests.fakes.load import a_load
 from tests.shell.test_worker_daemon import lab
 
@@ -76,8 +76,8 @@ def test_devices_of_another_version_fill_no_terminal(lab):
             for _ in range(50):
                 await head.report_line(Probe(protocol=1, oldest=1, version="0\n1", device="old"))
                 await head.hear(Probed)
-            assert sum(line.startswith("refused: ") for line in lap.said) == 1
-            assert all(line.isprintable() for line in lap.said)
+            assert sum(line.startswith("refused: ") for line in lap.printed) == 1
+            assert all(line.isprintable() for line in lap.printed)
             await head.report_line(Probe(protocol=PROTOCOL, oldest=OLDEST, version="1", device="new"))
             await head.hear(Probed)
 
@@ -90,7 +90,7 @@ def test_a_head_that_says_hello_without_end_fills_no_terminal(lab):
             head = lap.head()
             for session in range(50):
                 await head.takes(session)
-            assert sum(line == "head desk is here" for line in lap.said) == 1
+            assert sum(line == "head desk is here" for line in lap.printed) == 1
 
     asyncio.run(scenario())
 

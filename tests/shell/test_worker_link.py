@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from primad.errors import ClusterError
 from primad.head.members.core import DeviceLostError, StageError
-from primad.head.members.participation import MAX_REPEATS, MISSES, Stage
+from primad.head.members.stage import MAX_REPEATS, MISSES, Stage
 from primad.head.members.worker_link import Caller, WorkerLink, greet, probe
 from primad.membership import types
 from primad.network.control import WorkerEnd
@@ -181,8 +181,8 @@ def test_that_a_device_does_not_let_us_in_is_said_at_once_with_what_to_do():
     async def once() -> None:
         async with gated(lambda key: key != HEAD.public) as context:
             device = FakeDevice(context, "nas")
-            said = rf"^the device at 127\.0\.0\.1:{device.port} does not let this one in: .*'primad pair'"
-            with pytest.raises(ClusterError, match=said):
+            printed = rf"^the device at 127\.0\.0\.1:{device.port} does not let this one in: .*'primad pair'"
+            with pytest.raises(ClusterError, match=printed):
                 await probe(caller(context, probe_timeout_s=PATIENCE_S), [(HOST, device.port)], [device.key])
             assert device.knocks == 0
 
@@ -201,12 +201,12 @@ def test_a_device_that_talks_of_other_things_is_given_up():
             keys = new_identity()
             end = WorkerEnd(context, HOST, None, 0, identity=keys)
             talking = asyncio.create_task(chatter(end))
-            said = "no answer"
-            while said.startswith("no answer"):  # between two words a busy machine may take longer than that
+            printed = "no answer"
+            while printed.startswith("no answer"):  # between two words a busy machine may take longer than that
                 with pytest.raises(ClusterError) as refused:
                     await probe(caller(context, probe_timeout_s=2.0), [(HOST, end.port)], [keys.public])
-                said = str(refused.value)
-            assert "sends messages, but not its identity" in said
+                printed = str(refused.value)
+            assert "sends messages, but not its identity" in printed
             talking.cancel()
             await asyncio.wait([talking])
             end.close()
@@ -487,8 +487,8 @@ def test_a_device_that_was_measured_better_is_planned_with_that_from_then_on():
                 heard.news.clear()
                 await heard.news.wait()
             assert heard.better == ["nas"]
-            told = dataclasses.replace(before, cpu=cpu, disk=disk, gpu=better.gpu)
-            assert link.profile == told, "what is free of RAM and disk is told as ever"
+            reported = dataclasses.replace(before, cpu=cpu, disk=disk, gpu=better.gpu)
+            assert link.profile == reported, "what is free of RAM and disk is told as ever"
 
     asyncio.run(once())
 

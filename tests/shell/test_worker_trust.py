@@ -112,7 +112,7 @@ def test_whom_a_head_introduces_may_do_what_a_ring_needs_as_long_as_that_head_ma
             assert (lap.home / "trust.json").stat().st_ino == written, "nobody but the owner writes there"
             lap.trust.revoke("desk")
             assert not await is_let_in(neighbour)
-            await lap.says("head desk is no longer trusted as a head; waiting for a head")
+            await lap.emits("head desk is no longer trusted as a head; waiting for a head")
             await tower.takes()
             assert not await is_let_in(neighbour)
             await tower.report_line(introduces(nas, DESK))
@@ -130,7 +130,7 @@ def test_a_worker_that_is_revoked_says_so_and_works_for_nobody_until_its_head_ta
             await desk.takes()
             await desk.report_line(introduces(neighbour))
             await other.report_line(Revoked())
-            line = await lap.says("desk revoked this device")
+            line = await lap.emits("desk revoked this device")
             assert "'primad pair --code CODE' here" in line
             assert not lap.daemon._admits(neighbour.public)
             status = (await lap.admin(Describe())).status
@@ -152,16 +152,16 @@ def test_a_head_that_the_owner_revokes_or_makes_a_worker_loses_its_rings_at_once
                 (lap.trust.revoke, lambda key: lap.trust.add(trusted_now("desk", key, BY_HAND)))
             ):
                 lap.trust.add(trusted_now("desk", DESK.public, BY_HAND, HEAD))
-                lap.said.clear()
+                lap.printed.clear()
                 desk = lap.head()
                 await desk.takes(session=number, gone_after_s=3600.0)
                 await desk.loads(a_load(number + 1))
                 end(DESK.public)
-                await lap.says("head desk is no longer trusted as a head")
+                await lap.emits("head desk is no longer trusted as a head")
                 described = await lap.admin(Describe())
                 assert not described.status["serving"]
                 await lap.head("tower", TOWER).takes(session=number, gone_after_s=SILENCE_S)
-                await lap.says("head tower went away")
+                await lap.emits("head tower went away")
 
     asyncio.run(once())
 

@@ -41,12 +41,12 @@ def test_the_closed_form_is_near_what_is_played(shared):
 
 def test_more_that_is_lost_to_reading_never_makes_a_token_quicker():
     for plan, asked in streaming_plans(30):
-        simulated, told = [], []
+        simulated, reported = [], []
         for share in (0.0, 0.2, 0.4):
             question = slowed(asked, share)
             simulated.append(simulate(plan, question, tokens=6).tpot_s)
-            told.append(evaluate(plan, question).tpot_s)
-        assert told == sorted(told)
+            reported.append(evaluate(plan, question).tpot_s)
+        assert reported == sorted(reported)
         assert all(more >= less * (1 - 1e-9) for less, more in pairwise(simulated))
 
 

@@ -153,10 +153,10 @@ def test_a_context_that_does_not_fit_is_never_shortened_but_said():
     ram = smallest_ram(toy, replace(long, kv_type="q8_0"))
     with pytest.raises(Infeasible) as caught:
         solved(question(toy, ram, work=long))
-    said = str(caught.value)
-    assert "with 200000 tokens of context" in said
-    assert "RAM of d0 is short of" in said
-    assert said.endswith(
+    printed = str(caught.value)
+    assert "with 200000 tokens of context" in printed
+    assert "RAM of d0 is short of" in printed
+    assert printed.endswith(
         "the KV cache (f16) takes 9,830.4 MB in all: a smaller context or a KV cache in q8_0 or q4_0 takes less"
     )
     assert solved(question(toy, ram, work=replace(long, kv_type="q8_0")))[0].devices == ("d0",)

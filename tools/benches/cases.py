@@ -64,11 +64,11 @@ class CaseRow(Row):
     """What was ``found`` in a ``case``, and those of it that are ``judged``, each with its least and its most."""
 
     def remarks(self) -> Iterator[str]:
-        told = (
+        reported = (
             f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in self.found.items()
         )
-        yield f"{self.case}, {self.model}, {self.devices} devices: {', '.join(told)}"
+        yield f"{self.case}, {self.model}, {self.devices} devices: {', '.join(reported)}"
 
     @classmethod
     def figures(cls, rows: Sequence[CaseRow]) -> Iterator[Figure]:
@@ -170,13 +170,13 @@ def _long_prompt(server: HttpServer) -> dict[str, float]:
 async def keys(run: Run, path: Path, devices: int) -> None:
     """A key with eight answers against one with one, in steps of one row each: half of the tokens would be fair."""
     async with _ring(path, devices, context=512, sequences=9, batching=Batching(steps=devices)) as ring:
-        told = _Told()
+        reported = _Told()
         many = [await ring.ask(prompt_of(20 + i)[i:], 400, owner="many") for i in range(8)]
         one = await ring.ask(prompt_of(40)[9:], 400, owner="one")
-        await told.until(ring, lambda: told.counts[one] >= 20)
-        begin = Counter({request: told.counts[request] for request in (*many, one)})
-        await told.until(ring, lambda: told.counts[one] >= 220)
-        got = {request: told.counts[request] - begin[request] for request in (*many, one)}
+        await reported.until(ring, lambda: reported.counts[one] >= 20)
+        begin = Counter({request: reported.counts[request] for request in (*many, one)})
+        await reported.until(ring, lambda: reported.counts[one] >= 220)
+        got = {request: reported.counts[request] - begin[request] for request in (*many, one)}
     found = {"tokens": got, "of_fair_share": got[one] / (sum(got.values()) / 2)}
     _add(run, "keys", path, devices, found, of_fair_share=(0.8, None))
 
@@ -192,9 +192,9 @@ async def second_turn(run: Run, path: Path, devices: int) -> None:
         await asyncio.to_thread(server.sampled, prompt_of(300), 2)
         for _ in range(2):
             begin_s = time.perf_counter()
-            told = await asyncio.to_thread(server.sampled, history, 32, speculate=False)
-            first_s.append(told[0][0] - begin_s)
-            history = [*history, *(token for _, token in told), begins, *prompt_of(30)]
+            reported = await asyncio.to_thread(server.sampled, history, 32, speculate=False)
+            first_s.append(reported[0][0] - begin_s)
+            history = [*history, *(token for _, token in reported), begins, *prompt_of(30)]
     found = {"first_ms": 1e3 * first_s[0], "second_ms": 1e3 * first_s[1], "times": first_s[1] / first_s[0]}
     _add(run, "turn", path, devices, found, times=(None, 0.2))
 
@@ -242,12 +242,12 @@ async def _streamed(
         step_timeout_s=600,
     )
     async with ring:
-        told = _Told()
+        reported = _Told()
         asked = [await ring.ask(prompt_of(20 + i)[i:], 40) for i in range(streams)]
-        await told.until(ring, lambda: min(told.counts[each] for each in asked) >= 4)
-        begin_s, before, tokens = time.perf_counter(), group.counters().read_bytes, told.counts.total()
-        await told.until(ring, lambda: min(told.counts[each] for each in asked) >= 32)
-        took_s, tokens = time.perf_counter() - begin_s, told.counts.total() - tokens
+        await reported.until(ring, lambda: min(reported.counts[each] for each in asked) >= 4)
+        begin_s, before, tokens = time.perf_counter(), group.counters().read_bytes, reported.counts.total()
+        await reported.until(ring, lambda: min(reported.counts[each] for each in asked) >= 32)
+        took_s, tokens = time.perf_counter() - begin_s, reported.counts.total() - tokens
         return tokens / took_s, (group.counters().read_bytes - before) / tokens
 
 

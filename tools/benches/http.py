@@ -91,9 +91,9 @@ def _llama_server(program: Path, model: Path, folder: Path, streams: int, *optio
     log = folder / f"llama-server-{port}.log"
     command = [str(program), "--model", str(model), "--port", str(port), "--parallel", str(streams)]
     command += ["--ctx-size", str(CONTEXT * streams), *options]
-    with log.open("wb") as said:
+    with log.open("wb") as printed:
         try:
-            process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT)
         except OSError as exc:
             raise LabError(f"--server {program}: {exc.strerror}; `tools/setup-llama server` builds it") from exc
     try:

@@ -53,7 +53,7 @@ class LimitRow(Row):
     ``ratio`` is the median of ``ratios``, of runs that stood side by side. ``disk_limit_share``: the time that the bytes
     read would take at the rate that the disk was measured at meanwhile, over the time that a token took. ``read_ratio`` is
     what was read over what the plan says, which should be at most 1.05. Of the experts that were picked a token
-    ``hit_share`` were in memory, ``random_hit_share`` where tokens are drawn at random. ``told_bytes_per_token`` is what
+    ``hit_share`` were in memory, ``random_hit_share`` where tokens are drawn at random. ``reported_bytes_per_token`` is what
     primad itself counts; ``streamed_bytes`` and ``read_ahead_bytes``, which are read ahead, are the plan's.
     ``busy_share`` is the most that others used of the processors before a run. None is what the machine does not count.
     """
@@ -126,7 +126,7 @@ async def _limit(run: Command, path: Path, share: float, profile: DeviceProfile)
     rate, speed = statistics.median(rates), statistics.median(each.tokens_per_s for each in ours)
     reads, stall_s = median_of(ours, "read_bytes_per_token"), median_of(ours, "stall_s_per_token")
     counters = [each for each_run in ours for each in each_run.counters]
-    told = any(status.memory is not None for each_run in ours for status in each_run.statuses)
+    reported = any(status.memory is not None for each_run in ours for status in each_run.statuses)
     ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(ours, plain, strict=True)]
     kept = assignments(solution.plan, model)["d0"]
     run.add(
@@ -142,13 +142,13 @@ async def _limit(run: Command, path: Path, share: float, profile: DeviceProfile)
             ratios=ratios,
             bytes_read_per_token=reads,
             baseline_bytes_read_per_token=median_of(plain, "read_bytes_per_token"),
-            told_bytes_per_token=median_of(ours, "told_bytes_per_token") if told else None,
+            reported_bytes_per_token=median_of(ours, "reported_bytes_per_token") if reported else None,
             predicted_bytes_per_token=planned.disk_bytes_per_token,
             read_ratio=reads / planned.disk_bytes_per_token if reads is not None and planned.streamed_bytes else None,
             predicted_tokens_per_s=solution.prediction.tokens_per_s,
             disk_bytes_per_s=rate,
             disk_limit_share=None if reads is None else reads / rate * speed,
-            stall_ms_per_token=stall_s * 1e3 if told and stall_s is not None else None,
+            stall_ms_per_token=stall_s * 1e3 if reported and stall_s is not None else None,
             hit_share=median_of(ours, "hit_share"),
             random_hit_share=median_of(ours, "random_hit_share"),
             streamed_layers=kept.streamed_layers,

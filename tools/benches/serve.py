@@ -215,9 +215,9 @@ def _plain(run: Run, path: Path, library: Path | None) -> _System:
     run.stack.callback(child.close)
 
     async def turn(streams: int, _: int) -> _Turn:
-        told = await asyncio.to_thread(child.answer, answers=streams, of=ANSWER_TOKENS, after=PROMPT_TOKENS)
-        rate = streams * ANSWER_TOKENS / told["seconds"]
-        return _Turn(tokens_per_s=rate, first_s=told["first_s"], next_s=told["next_s"])
+        reported = await asyncio.to_thread(child.answer, answers=streams, of=ANSWER_TOKENS, after=PROMPT_TOKENS)
+        rate = streams * ANSWER_TOKENS / reported["seconds"]
+        return _Turn(tokens_per_s=rate, first_s=reported["first_s"], next_s=reported["next_s"])
 
     return turn
 

@@ -195,14 +195,14 @@ async def ask_ring(ring: LocalRing, question: _Question, tokens: int, speculates
     """One answer."""
     times: list[float] = []
     begin_s = time.perf_counter()
-    told, finished = await ring.generate(
+    reported, finished = await ring.generate(
         question.prompt,
         tokens,
         sampling=question.sampling,
         speculates=speculates,
         heard=lambda _: times.append(time.perf_counter()),
     )
-    return _completion([each.token for each in told], times, begin_s, finished.drafted, finished.accepted)
+    return _completion([each.token for each in reported], times, begin_s, finished.drafted, finished.accepted)
 
 
 def _completion(
@@ -324,8 +324,8 @@ def _head(run: Run, path: Path, draft: Path | None) -> _System:
     run.say(f"two, {'no draft model' if draft is None else draft.name}: layers {server.plan()}")
 
     def drafts() -> tuple[int, int, int]:
-        said: dict[str, Any] = server.status()["drafts"] or {}
-        return said.get("drafted", 0), said.get("accepted", 0), said.get("skipped", 0)
+        printed: dict[str, Any] = server.status()["drafts"] or {}
+        return printed.get("drafted", 0), printed.get("accepted", 0), printed.get("skipped", 0)
 
     def ask(question: _Question, tokens: int, speculates: bool) -> DraftedCompletion:
         return _ask_head(server, drafts, question, tokens, speculates)
@@ -347,9 +347,9 @@ def _ask_head(
     drawn = {"temperature": question.sampling.temperature, "seed": question.sampling.seed or 0}
     drafted, accepted, _ = drafts()
     begin_s = time.perf_counter()
-    told = server.sampled(question.prompt, tokens, speculate=speculates, cache_prompt=False, **drawn)
+    reported = server.sampled(question.prompt, tokens, speculate=speculates, cache_prompt=False, **drawn)
     after = drafts()
-    times, ids = [at_s for at_s, _ in told], [token for _, token in told]
+    times, ids = [at_s for at_s, _ in reported], [token for _, token in reported]
     return _completion(ids, times, begin_s, after[0] - drafted, after[1] - accepted)
 
 
@@ -374,9 +374,9 @@ async def _differing(run: Run, path: Path) -> Differing:
         plain, fast = await _plain_and_fast(run, path, folder)
         for few in (missing[at : at + AT_ONCE] for at in range(0, len(missing), AT_ONCE)):
             answers = await plain.generate_all([prompts[number] for number in few], options.long_tokens)
-            for number, told in zip(few, answers, strict=True):
+            for number, reported in zip(few, answers, strict=True):
                 on = await ask_ring(fast, _Question(prompts[number], GREEDY), options.long_tokens, True)
-                off = [each.token for each in told]
+                off = [each.token for each in reported]
                 done[number] = KeptCompletion(
                     model=path.stem, number=number, maximum=options.long_tokens, off=off, on=on
                 )

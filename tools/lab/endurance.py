@@ -77,10 +77,10 @@ def whole(path: Path, question: Question, *, threads: int) -> Whole:
         stack.callback(child.close)
         child.ask(prefill=1)  # reads the model
         prompt_s = child.ask(prefill=question.prompt_tokens)
-        said = child.answer(more=question.tokens)
-    rate = question.tokens / said["seconds"]
+        printed = child.answer(more=question.tokens)
+    rate = question.tokens / printed["seconds"]
     out.print(f"prompt in {prompt_s:.1f} s, {rate:.2f} tokens/s")
-    return Whole(tokens=said["tokens"], prompt_tokens_per_s=question.prompt_tokens / prompt_s, tokens_per_s=rate)
+    return Whole(tokens=printed["tokens"], prompt_tokens_per_s=question.prompt_tokens / prompt_s, tokens_per_s=rate)
 
 
 class Ran:
@@ -126,7 +126,7 @@ class Ran:
         first, last = int(since * last), int(until * last)
         return counted((self.reads[first], self.reads[last]), last - first) if last > first else None
 
-    def told_per_token(self, figure: str) -> float | None:
+    def reported_per_token(self, figure: str) -> float | None:
         """By how much a step behind the prompt raised a figure of the ring process; None where nothing streams."""
         if len(self.statuses) < 3:
             return None
@@ -136,7 +136,7 @@ class Ran:
         more: float = getattr(end.memory, figure) - getattr(behind.memory, figure)
         return more / (end.steps - behind.steps)
 
-    def told_of_prompt(self, figure: str) -> float | None:
+    def reported_of_prompt(self, figure: str) -> float | None:
         """By how much the prompt raised it."""
         if len(self.statuses) < 2:
             return None
@@ -203,7 +203,7 @@ async def _ask(ring: LocalRing, group: LimitedGroup, question: Question, ran: Ra
             out.print(f"{drawn} tokens, {drawn / (ran.times_s[-1] - ran.times_s[0]):.2f} tokens/s")
 
     prompt = prompt_of(question.prompt_tokens)
-    await ring.generate(prompt, 1 + question.tokens, heard=heard, told=ran.statuses.append)
+    await ring.generate(prompt, 1 + question.tokens, heard=heard, reported=ran.statuses.append)
     await asyncio.gather(*reports)
     ran.look(group)
     ran.anonymous_bytes = group.counters().anonymous_bytes

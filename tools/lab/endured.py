@@ -26,7 +26,7 @@ class Row(figures.Row):
 
     ``max_read_bytes`` is what a token may read.
     ``bytes_read_per_token`` is counted by the kernel between the first token and the last, for the whole group,
-    with ``bytes_read_first`` and ``bytes_read_last`` those of its first and last quarter; ``told_bytes_per_token`` and
+    with ``bytes_read_first`` and ``bytes_read_last`` those of its first and last quarter; ``reported_bytes_per_token`` and
     ``stall_ms_per_token`` are what the ring process counts for itself behind the prompt. ``prompt_...`` are of the prompt.
     ``baseline_...`` are of plain llama.cpp with the whole model in memory.
 

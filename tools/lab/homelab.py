@@ -251,7 +251,7 @@ def _wait_ready(what: str, child: subprocess.Popen[str]) -> None:
     """Wait until the process says so. Raises ``LabError`` with what it says instead."""
     assert child.stdout is not None
     with child.stdout as output:
-        said = select.select([output], [], [], _READY_S)[0]
-        line = output.readline().strip() if said else f"nothing within {_READY_S:g} s"
+        printed = select.select([output], [], [], _READY_S)[0]
+        line = output.readline().strip() if printed else f"nothing within {_READY_S:g} s"
     if line != "ready":
         raise LabError(f"{what}: could not be set up: {line or 'it ended'}")

@@ -345,15 +345,15 @@ class LocalRing:
         max_tokens: int,
         *,
         heard: Callable[[Sampled], None] = lambda _: None,
-        told: Callable[[Status], None] = lambda _: None,
+        reported: Callable[[Status], None] = lambda _: None,
         **how: Any,
     ) -> tuple[list[Sampled], Finished]:
         """Continue ``prompt``, as ``ask`` is told ``how``: what was sampled now, and how it ended.
 
-        ``heard`` is given each token as it comes, ``told`` what the head did and holds if ``report`` asks for it meanwhile.
+        ``heard`` is given each token as it comes, ``reported`` what the head did and holds if ``report`` asks for it.
         """
         request = await self.ask(prompt, max_tokens, **how)
-        return (await self._follow([request], heard, told))[request]
+        return (await self._follow([request], heard, reported))[request]
 
     async def generate_all(
         self,
@@ -368,7 +368,7 @@ class LocalRing:
         return [sampled for sampled, _ in (await self._follow(requests, heard, lambda _: None)).values()]
 
     async def _follow(
-        self, requests: Sequence[int], heard: Callable[[Sampled], None], told: Callable[[Status], None]
+        self, requests: Sequence[int], heard: Callable[[Sampled], None], reported: Callable[[Status], None]
     ) -> dict[int, tuple[list[Sampled], Finished]]:
         sampled: dict[int, list[Sampled]] = {request: [] for request in requests}
         ended: dict[int, Finished] = {}
@@ -378,7 +378,7 @@ class LocalRing:
                     sampled[event.request].append(event)
                     heard(event)
                 case Status() as event:
-                    told(event)
+                    reported(event)
                 case Finished() as event if event.request in sampled:
                     ended[event.request] = event
         return {request: (sampled[request], ended[request]) for request in requests}

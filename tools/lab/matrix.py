@@ -54,7 +54,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One fault in one phase: how it ends and what that means. ``said`` is what the head or the device tells its owner:
+    """One fault in one phase: how it ends and what that means. ``printed`` is what the head or the device tells its owner:
     a regular expression in which ``{device}`` stands for the device's name, empty where there is nothing to say.
     """
 
@@ -62,7 +62,7 @@ class Cell:
     phase: str
     outcome: Outcome
     what: str
-    said: str = ""
+    printed: str = ""
 
     @property
     def id(self) -> str:

@@ -52,8 +52,8 @@ class Run:
     """What one run did. ``tokens`` are those drawn while it was measured, after ``PROMPT[:AFTER]`` and what warmed it up.
 
     ``counters`` are those of its groups at the end, in order. ``read_bytes_per_token`` is counted by the kernel,
-    ``stall_s_per_token`` and ``told_bytes_per_token`` by primad itself (None of plain llama.cpp). Of the experts that steps
-    of decode picked ``hit_share`` were in memory, and ``random_hit_share`` where tokens were drawn at random instead of the
+    ``stall_s_per_token`` and ``reported_bytes_per_token`` by primad itself (None of plain llama.cpp). Of the experts that
+    steps of decode picked ``hit_share`` were in memory, and ``random_hit_share`` where tokens were drawn at random instead of the
     likeliest (None where no experts stream).
     """
 
@@ -62,7 +62,7 @@ class Run:
     read_bytes_per_token: float | None
     counters: list[Counters]
     stall_s_per_token: float | None
-    told_bytes_per_token: float | None
+    reported_bytes_per_token: float | None
     hit_share: float | None
     random_hit_share: float | None
     statuses: list[Status]
@@ -173,8 +173,8 @@ def run_plain(
         before, spent, drawn = group.counters(), 0.0, 0
         answer: list[int] = []
         while drawn < tokens and (drawn < 2 or spent < seconds):
-            said = child.answer(more=1)
-            spent, drawn, answer = spent + said["seconds"], drawn + 1, said["tokens"]
+            printed = child.answer(more=1)
+            spent, drawn, answer = spent + printed["seconds"], drawn + 1, printed["tokens"]
         after = group.counters()
     return Run(
         tokens=answer,
@@ -182,7 +182,7 @@ def run_plain(
         read_bytes_per_token=counted((before.read_bytes, after.read_bytes), drawn),
         counters=[after],
         stall_s_per_token=None,
-        told_bytes_per_token=None,
+        reported_bytes_per_token=None,
         hit_share=None,
         random_hit_share=None,
         statuses=[],
@@ -230,22 +230,22 @@ async def run_ring(
         third = await _statuses(ring)
         counters = [group.counters() for group in groups.values()]
         fourth = third
-        if _told(third).picked:
+        if _reported(third).picked:
             await ring.generate(prompt, 1 + WARM_TOKENS + tokens, sampling=RANDOM)
             fourth = await _statuses(ring)
     if len(sampled) < 1 + WARM_TOKENS + tokens:
         raise RuntimeError(f"the model ended its answer after {len(sampled)} tokens; choose another prompt")
-    told = [_told(statuses) for statuses in (first, second, third)]
+    reported = [_reported(statuses) for statuses in (first, second, third)]
     extra = WARM_TOKENS + tokens  # what the third question has more than the second: steps of decode alone
     return Run(
         tokens=[event.token for event in sampled],
         tokens_per_s=tokens / (times[-1] - times[WARM_TOKENS]),
         read_bytes_per_token=counted(reads, tokens),
         counters=counters,
-        stall_s_per_token=_more([each.stall_s for each in told], extra),
-        told_bytes_per_token=_more([each.read_bytes for each in told], extra),
-        hit_share=_hit_share(told[0], told[1], told[1], told[2]),
-        random_hit_share=_hit_share(told[0], told[1], told[2], _told(fourth)),
+        stall_s_per_token=_more([each.stall_s for each in reported], extra),
+        reported_bytes_per_token=_more([each.read_bytes for each in reported], extra),
+        hit_share=_hit_share(reported[0], reported[1], reported[1], reported[2]),
+        random_hit_share=_hit_share(reported[0], reported[1], reported[2], _reported(fourth)),
         statuses=third,
     )
 
@@ -274,7 +274,7 @@ class _Told:
     found: int
 
 
-def _told(statuses: Sequence[Status]) -> _Told:
+def _reported(statuses: Sequence[Status]) -> _Told:
     memories = [status.memory for status in statuses if status.memory is not None]
     return _Told(
         sum(each.stall_s for each in memories),

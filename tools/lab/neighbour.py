@@ -57,10 +57,10 @@ class Neighbour:
 
     def end(self) -> int:
         """End it: how often it took memory. Raises ``RuntimeError`` when it was gone already."""
-        said, _ = self._process.communicate("\n", timeout=END_S)
+        printed, _ = self._process.communicate("\n", timeout=END_S)
         if self._process.returncode:
             raise RuntimeError(f"the neighbour ended with code {self._process.returncode}")
-        return int(said)
+        return int(printed)
 
     def _kill(self) -> None:
         self._process.kill()

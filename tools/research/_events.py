@@ -98,7 +98,7 @@ class _Host:
     read_s: float = 0.0
     """What its disk has read until now, or until the present reading began."""
     reading_since: float = 0.0
-    to_compute: deque[_Station] = field(default_factory=deque)
+    to_compute: deque[_Ground] = field(default_factory=deque)
     to_read: deque[Callable[[], None]] = field(default_factory=deque)
 
     def has_read_s(self, now: float) -> float:
@@ -107,7 +107,7 @@ class _Host:
 
 
 @dataclass(slots=True)
-class _Station:
+class _Ground:
     """One device at work. ``visit`` is (sequence, stop) that it computes; ``at`` the piece of that stop."""
 
     fixture: Fixture
@@ -167,12 +167,12 @@ class SimulatedRing:
         self._jitter: Final = jitter
         self._random: Final = random.Random(seed)
         self._through: Final = through
-        self._events: list[tuple[float, int, Callable[[_Station], None], _Station]] = []
+        self._events: list[tuple[float, int, Callable[[_Ground], None], _Ground]] = []
         self._count = 0
         self._air_free_s = 0.0
         hosts = {fixture.host: _Host() for fixture in fixtures}
         self._stations = [
-            _Station(
+            _Ground(
                 fixture=fixture,
                 host=hosts[fixture.host],
                 reads=_order_of_use([stop for stop in stops if stop.station == i], sequences, cyclic=cyclic),
@@ -217,22 +217,22 @@ class SimulatedRing:
                 found.append(self._interval(station, "stall", station.stall_since, self.now, layers))
         return found
 
-    def _fill(self, station: _Station) -> None:
+    def _fill(self, station: _Ground) -> None:
         """As much as may be read ahead is there from the start."""
         while self._take_room(station):
             self._have(station)
 
-    def _at(self, time_s: float, happen: Callable[[_Station], None], station: _Station) -> None:
+    def _at(self, time_s: float, happen: Callable[[_Ground], None], station: _Ground) -> None:
         self._count += 1
         heappush(self._events, (time_s, self._count, happen, station))
 
-    def _piece(self, station: _Station) -> Segment:
+    def _piece(self, station: _Ground) -> Segment:
         assert station.visit is not None
         return self._stops[station.visit[1]].pieces[station.at]
 
     # ---- compute ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, station: _Station) -> None:
+    def _begin(self, station: _Ground) -> None:
         """Turn to the next visit that has arrived, if any."""
         station.visit, station.at = None, 0
         if station.queue:
@@ -243,7 +243,7 @@ class SimulatedRing:
                 station.at = self._stops[0].entry
             self._go_on(station)
 
-    def _go_on(self, station: _Station) -> None:
+    def _go_on(self, station: _Ground) -> None:
         """Compute the next piece, or wait for its layer."""
         if self._piece(station).picked_bytes:
             station.stall_since = self.now
@@ -253,19 +253,19 @@ class SimulatedRing:
         else:
             self._compute_in_turn(station)
 
-    def _compute_in_turn(self, station: _Station) -> None:
+    def _compute_in_turn(self, station: _Ground) -> None:
         if station.host.computing:
             station.host.to_compute.append(station)
         else:
             self._compute(station)
 
-    def _compute(self, station: _Station) -> None:
+    def _compute(self, station: _Ground) -> None:
         station.host.computing = True
         station.compute_since = self.now
         station.read_before_s = station.host.has_read_s(self.now)
         self._at(self.now + self._piece(station).seconds, self._computed, station)
 
-    def _computed(self, station: _Station) -> None:
+    def _computed(self, station: _Ground) -> None:
         piece, tally, since = self._piece(station), station.tally, station.compute_since
         assert since is not None
         assert station.visit is not None
@@ -298,13 +298,13 @@ class SimulatedRing:
 
     # ---- disk ------------------------------------------------------------------------------------------------------
 
-    def _read(self, station: _Station) -> None:
+    def _read(self, station: _Ground) -> None:
         """Have what is next in the order of use read, as far as there is room."""
         if station.reading_bytes or not self._take_room(station):
             return
         self._occupy_disk(station, lambda: self._start_read(station))
 
-    def _occupy_disk(self, station: _Station, read: Callable[[], None]) -> None:
+    def _occupy_disk(self, station: _Ground, read: Callable[[], None]) -> None:
         """Begin to ``read`` as soon as the disk has served who came before."""
         if station.host.reading:
             station.host.to_read.append(read)
@@ -312,7 +312,7 @@ class SimulatedRing:
             station.host.reading, station.host.reading_since = True, self.now
             read()
 
-    def _leave_disk(self, station: _Station) -> None:
+    def _leave_disk(self, station: _Ground) -> None:
         host = station.host
         if host.to_read:
             host.to_read.popleft()()
@@ -320,12 +320,12 @@ class SimulatedRing:
             host.read_s = host.has_read_s(self.now)
             host.reading = False
 
-    def _read_picked(self, station: _Station) -> None:
+    def _read_picked(self, station: _Ground) -> None:
         station.picked_since = self.now
         seconds = self._piece(station).picked_bytes / station.fixture.disk_bytes_per_s
         self._at(self.now + seconds, self._was_picked_read, station)
 
-    def _was_picked_read(self, station: _Station) -> None:
+    def _was_picked_read(self, station: _Ground) -> None:
         piece, since, tally = self._piece(station), station.picked_since, station.tally
         assert since is not None
         tally.disk_s += self.now - since
@@ -336,13 +336,13 @@ class SimulatedRing:
         self._end_stall(station)
         self._compute_in_turn(station)
 
-    def _end_stall(self, station: _Station) -> None:
+    def _end_stall(self, station: _Ground) -> None:
         assert station.stall_since is not None
         station.tally.stall_s += self.now - station.stall_since
         self._note(station, "stall", station.stall_since, self.now, self._piece(station).layers)
         station.stall_since = None
 
-    def _take_room(self, station: _Station) -> bool:
+    def _take_room(self, station: _Ground) -> bool:
         """Make what is next in the order of use what is read, as far as it finds room."""
         if station.wanted is None:
             station.wanted = next(station.reads, None)
@@ -356,11 +356,11 @@ class SimulatedRing:
         station.reading_bytes = size
         return True
 
-    def _start_read(self, station: _Station) -> None:
+    def _start_read(self, station: _Ground) -> None:
         station.read_since = self.now
         self._at(self.now + station.reading_bytes / station.fixture.disk_bytes_per_s, self._was_read, station)
 
-    def _have(self, station: _Station) -> None:
+    def _have(self, station: _Ground) -> None:
         """What was read is in memory."""
         assert station.wanted is not None
         layer, missing = station.wanted
@@ -372,7 +372,7 @@ class SimulatedRing:
             station.read.append(layer)
             station.wanted = None
 
-    def _was_read(self, station: _Station) -> None:
+    def _was_read(self, station: _Ground) -> None:
         since, tally, wanted = station.read_since, station.tally, station.wanted
         assert since is not None
         assert wanted is not None
@@ -388,7 +388,7 @@ class SimulatedRing:
 
     # ---- links -----------------------------------------------------------------------------------------------------
 
-    def _send(self, station: _Station, sequence: int, stop: int) -> None:
+    def _send(self, station: _Ground, sequence: int, stop: int) -> None:
         """Send the hidden state on; on a device that is the whole ring, the next step waits its turn."""
         if stop == len(self._stops):
             if not self._cyclic:
@@ -414,16 +414,16 @@ class SimulatedRing:
         target.coming.append((sequence, stop))
         self._at(station.arrival_s, self._arrive, target)
 
-    def _arrive(self, station: _Station) -> None:
+    def _arrive(self, station: _Ground) -> None:
         station.queue.append(station.coming.popleft())
         if station.visit is None:
             self._begin(station)
 
-    def _note(self, station: _Station, kind: Kind, since: float, until: float, layers: tuple[int, ...]) -> None:
+    def _note(self, station: _Ground, kind: Kind, since: float, until: float, layers: tuple[int, ...]) -> None:
         if self.trace is not None and until > since:
             self.trace.append(self._interval(station, kind, since, until, layers))
 
-    def _interval(self, station: _Station, kind: Kind, since: float, until: float, layers: tuple[int, ...]) -> Interval:
+    def _interval(self, station: _Ground, kind: Kind, since: float, until: float, layers: tuple[int, ...]) -> Interval:
         return Interval(device=station.fixture.device, kind=kind, start_s=since, end_s=until, layers=layers)
 
 

@@ -152,18 +152,18 @@ class _Template:
         follows the start of a turn."""
         *before, last = messages
         thinking = thinks(self.source)
-        said = str(last["content"])
-        if not said.strip() and thinking is not None:
-            said = f"{thinking.begin}\n{last.get('reasoning_content', '')}"
-        if said.strip() and not (thinking and said.lstrip().startswith(thinking.begin)):
+        last_text = str(last["content"])
+        if not last_text.strip() and thinking is not None:
+            last_text = f"{thinking.begin}\n{last.get('reasoning_content', '')}"
+        if last_text.strip() and not (thinking and last_text.lstrip().startswith(thinking.begin)):
             try:
                 text = self.prompt([*before, {**last, "content": _MARK}], opens=False, must=_MARK)
-                return _begun(text[: text.rindex(_MARK)], said, thinking)
+                return _begun(text[: text.rindex(_MARK)], last_text, thinking)
             except RequestError:
                 pass  # e.g. if the last one must be the user's
         if not before:
             raise _refusal("it cannot continue an assistant's message that is the first one")
-        return _begun(self.prompt(before, opens=True), said, thinking)
+        return _begun(self.prompt(before, opens=True), last_text, thinking)
 
     def _text(self, messages: Messages, known: Mapping[str, Any], opens: bool) -> str:
         given = {**self.variables, **known, "messages": messages}
@@ -224,24 +224,24 @@ class _Shown:
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
 
-    def __contains__(self, said: str) -> bool:
-        at = self._text.find(said, self._at)
+    def __contains__(self, last_text: str) -> bool:
+        at = self._text.find(last_text, self._at)
         if at < 0:
-            at = self._text.find(said, 0, self._at + len(said))
+            at = self._text.find(last_text, 0, self._at + len(last_text))
         self._at = at if at >= 0 else self._at
         return at >= 0
 
 
-def _begun(text: str, said: str, thinking: Thinking | None) -> str:
-    """The start of a turn, ``text``, followed by ``said``: inside thoughts if these are thoughts, else after them."""
+def _begun(text: str, last_text: str, thinking: Thinking | None) -> str:
+    """The start of a turn, ``text``, followed by ``last_text``: inside thoughts if these are thoughts, else after them."""
     if thinking is None:
-        return text + said
+        return text + last_text
     is_opened = text.rstrip().endswith(thinking.begin)
-    if said.lstrip().startswith(thinking.begin):
+    if last_text.lstrip().startswith(thinking.begin):
         if is_opened:
-            return text.rstrip() + said.lstrip().removeprefix(thinking.begin)
-        return _closed(thinking).sub("", text) + said
-    return f"{text.rstrip()}\n\n{thinking.end}\n\n{said}" if is_opened else text + said
+            return text.rstrip() + last_text.lstrip().removeprefix(thinking.begin)
+        return _closed(thinking).sub("", text) + last_text
+    return f"{text.rstrip()}\n\n{thinking.end}\n\n{last_text}" if is_opened else text + last_text
 
 
 @lru_cache(maxsize=4)

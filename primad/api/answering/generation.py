@@ -91,7 +91,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
     """Known in the last part."""
 
     @property
-    def says_something(self) -> bool:
+    def is_not_empty(self) -> bool:
         """Whether it adds to what the client reads."""
         return bool(self.text or self.thought or self.calls)
 
@@ -257,11 +257,11 @@ class _Read:
     def __call__(
         self, released: Released[Sampled], *, sampled: int, finish: FinishReason | None, stopped_by: str | None
     ) -> Written:
-        told = [self._reader.feed(released.text)]
+        pieces = [self._reader.feed(released.text)]
         if finish is not None:
-            told.append(self._reader.finish())
+            pieces.append(self._reader.finish())
         heard, calls = list[GivenPart](), self._calls
-        for each in told:
+        for each in pieces:
             for part in each.calls:
                 if (self._several or not calls.whole) and not calls.repeats:
                     heard += calls.hear(part)
@@ -274,12 +274,12 @@ class _Read:
             is_cut = calls.whole < calls.given
             finish = "tool_calls" if not is_cut else "length" if stopped_by is None else "stop"
         return Written(
-            text="".join(each.text for each in told),
+            text="".join(each.text for each in pieces),
             tokens=released.entries,
             sampled=sampled,
             finish=finish,
             stopped_by=stopped_by,
-            thought="".join(each.thought for each in told),
+            thought="".join(each.thought for each in pieces),
             calls=tuple(heard),
         )
 
@@ -312,13 +312,13 @@ class _Calls:
                 is_whole=part.is_whole,
             )
         )
-        said = (self._name, self._arguments)
-        if part.is_whole and said == self._before:
+        emitted = (self._name, self._arguments)
+        if part.is_whole and emitted == self._before:
             self.given, self.whole, self.repeats, self._held = self.given - 1, self.whole - 1, True, []
         if self._may_repeat() and not part.is_whole:
             return []
         if part.is_whole:
-            self._before = said
+            self._before = emitted
         return self.rest()
 
     def rest(self) -> list[GivenPart]:

@@ -40,47 +40,47 @@ def in_known_words(schema: Any, root: Mapping[str, Any] | None = None) -> Any:
     if not isinstance(schema, dict):
         return schema
     root = schema if root is None else root
-    said = dict(schema)
+    rewritten = dict(schema)
     for word in _ONE:
-        if isinstance(said.get(word), dict):
-            said[word] = in_known_words(said[word], root)
+        if isinstance(rewritten.get(word), dict):
+            rewritten[word] = in_known_words(rewritten[word], root)
     for word in _SEVERAL:
-        if isinstance(said.get(word), list):
-            said[word] = [in_known_words(part, root) for part in said[word]]
+        if isinstance(rewritten.get(word), list):
+            rewritten[word] = [in_known_words(part, root) for part in rewritten[word]]
     for word in _NAMED:
-        if isinstance(said.get(word), dict):
-            said[word] = {name: in_known_words(part, root) for name, part in said[word].items()}
-    _leave_out_vacuous(said)
-    _close_unevaluated(said)
-    _name_properties(said, root)
-    _make_unique(said, root)
-    _rewrite_pattern(said)
-    fitting = _negated(said)
+        if isinstance(rewritten.get(word), dict):
+            rewritten[word] = {name: in_known_words(part, root) for name, part in rewritten[word].items()}
+    _leave_out_vacuous(rewritten)
+    _close_unevaluated(rewritten)
+    _name_properties(rewritten, root)
+    _make_unique(rewritten, root)
+    _rewrite_pattern(rewritten)
+    fitting = _negated(rewritten)
     return schema if fitting is False and schema is root else fitting  # a schema without any match is refused by name
 
 
-def _leave_out_vacuous(said: dict[str, Any]) -> None:
+def _leave_out_vacuous(rewritten: dict[str, Any]) -> None:
     """Without words that every value matches."""
-    for word in [word for word, value in said.items() if value is None and word not in _VALUES]:
-        del said[word]
-    kinds = said.get("type")
+    for word in [word for word, value in rewritten.items() if value is None and word not in _VALUES]:
+        del rewritten[word]
+    kinds = rewritten.get("type")
     if isinstance(kinds, str | list):  # Gemini's are in capitals
         kinds = _in_lower_case(kinds) if isinstance(kinds, str) else [_in_lower_case(kind) for kind in kinds]
-        said["type"] = kinds
+        rewritten["type"] = kinds
     if kinds == "any" or (isinstance(kinds, list) and "any" in kinds):
-        del said["type"]
-    if said.get("minContains") == 0 and "maxContains" not in said:
-        said.pop("contains", None)
-    if "format" in said and said["format"] not in list(FORMATS):
-        del said["format"]
-    if not said.get("uniqueItems", True) or said.get("maxItems") in (0, 1):
-        said.pop("uniqueItems", None)
+        del rewritten["type"]
+    if rewritten.get("minContains") == 0 and "maxContains" not in rewritten:
+        rewritten.pop("contains", None)
+    if "format" in rewritten and rewritten["format"] not in list(FORMATS):
+        del rewritten["format"]
+    if not rewritten.get("uniqueItems", True) or rewritten.get("maxItems") in (0, 1):
+        rewritten.pop("uniqueItems", None)
     for word in ("dependentRequired", "dependentSchemas", "dependencies"):
-        if isinstance(said.get(word), dict) and not any(said[word].values()):
-            del said[word]
-    idle = ["then", "else"] if "if" not in said else [] if {"then", "else"} & said.keys() else ["if"]
-    for word in (*idle, *(("minContains", "maxContains") if "contains" not in said else ())):
-        said.pop(word, None)
+        if isinstance(rewritten.get(word), dict) and not any(rewritten[word].values()):
+            del rewritten[word]
+    idle = ["then", "else"] if "if" not in rewritten else [] if {"then", "else"} & rewritten.keys() else ["if"]
+    for word in (*idle, *(("minContains", "maxContains") if "contains" not in rewritten else ())):
+        rewritten.pop(word, None)
 
 
 def _in_lower_case(kind: Any) -> Any:
@@ -88,64 +88,65 @@ def _in_lower_case(kind: Any) -> Any:
     return lower if lower in (*_TYPES, "integer", "any") else kind
 
 
-def _close_unevaluated(said: dict[str, Any]) -> None:
+def _close_unevaluated(rewritten: dict[str, Any]) -> None:
     """``unevaluated...`` as ``additional...`` if no other keyword could have evaluated a value."""
     for word, instead in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
-        value = said.get(word)
-        if word not in said:
+        value = rewritten.get(word)
+        if word not in rewritten:
             continue
-        if _fits_all(value) or instead in said:
-            del said[word]
-        elif not _APPLIED.intersection(said) and "contains" not in said:
-            said[instead] = said.pop(word)
+        if _fits_all(value) or instead in rewritten:
+            del rewritten[word]
+        elif not _APPLIED.intersection(rewritten) and "contains" not in rewritten:
+            rewritten[instead] = rewritten.pop(word)
 
 
-def _name_properties(said: dict[str, Any], root: Mapping[str, Any]) -> None:
+def _name_properties(rewritten: dict[str, Any], root: Mapping[str, Any]) -> None:
     """``propertyNames`` as properties, or as a pattern for all of them."""
-    names = resolved(said.get("propertyNames"), root)
+    names = resolved(rewritten.get("propertyNames"), root)
     if not isinstance(names, dict):
         if names is True:
-            del said["propertyNames"]
+            del rewritten["propertyNames"]
         return
     asked = {word: value for word, value in names.items() if word not in _ANNOTATIONS}
     if asked.get("type") == "string":
         del asked["type"]
-    others = said.get("additionalProperties", True)
+    others = rewritten.get("additionalProperties", True)
     listed = _listed(asked)
     if not asked:
-        del said["propertyNames"]
-    elif listed is not None and len(asked) == 1 and "patternProperties" not in said:
-        known = said.get("properties", {})
-        if set(said.get("required", ())) <= set(listed):
-            del said["propertyNames"]
+        del rewritten["propertyNames"]
+    elif listed is not None and len(asked) == 1 and "patternProperties" not in rewritten:
+        known = rewritten.get("properties", {})
+        if set(rewritten.get("required", ())) <= set(listed):
+            del rewritten["propertyNames"]
             allowed = [name for name in listed if isinstance(name, str) and (name in known or others is not False)]
-            said["properties"] = {name: known.get(name, others) for name in allowed}
-            said["additionalProperties"] = False
+            rewritten["properties"] = {name: known.get(name, others) for name in allowed}
+            rewritten["additionalProperties"] = False
     elif (
-        asked.keys() <= {"pattern", "minLength", "maxLength"} and not {"properties", "patternProperties"} & said.keys()
+        asked.keys() <= {"pattern", "minLength", "maxLength"}
+        and not {"properties", "patternProperties"} & rewritten.keys()
     ):
         patterns = [asked["pattern"]] if "pattern" in asked else []
         if asked.keys() & {"minLength", "maxLength"}:
             patterns.append(rf"^[\s\S]{{{asked.get('minLength', 0)},{asked.get('maxLength', '')}}}$")
         if len(patterns) == 1:
-            del said["propertyNames"]
-            said["patternProperties"], said["additionalProperties"] = {patterns[0]: others}, False
+            del rewritten["propertyNames"]
+            rewritten["patternProperties"], rewritten["additionalProperties"] = {patterns[0]: others}, False
 
 
-def _make_unique(said: dict[str, Any], root: Mapping[str, Any]) -> None:
+def _make_unique(rewritten: dict[str, Any], root: Mapping[str, Any]) -> None:
     """Lists of few listed values are enumerated. For others ``uniqueItems`` only bounds their length."""
-    if said.get("uniqueItems") is not True:
+    if rewritten.get("uniqueItems") is not True:
         return
-    del said["uniqueItems"]
-    items = resolved(said.get("items"), root)
-    listed = _listed(items) if isinstance(items, dict) and "prefixItems" not in said else None
+    del rewritten["uniqueItems"]
+    items = resolved(rewritten.get("items"), root)
+    listed = _listed(items) if isinstance(items, dict) and "prefixItems" not in rewritten else None
     if listed is None:
         return
-    said["maxItems"] = min(len(listed), said.get("maxItems", len(listed)))
-    if len(listed) <= MAX_UNIQUE and not said.keys() & {"anyOf", "oneOf", "allOf", "contains"}:
-        del said["items"]
-        counts = range(said.pop("minItems", 0), said.pop("maxItems") + 1)
-        said["anyOf"] = [
+    rewritten["maxItems"] = min(len(listed), rewritten.get("maxItems", len(listed)))
+    if len(listed) <= MAX_UNIQUE and not rewritten.keys() & {"anyOf", "oneOf", "allOf", "contains"}:
+        del rewritten["items"]
+        counts = range(rewritten.pop("minItems", 0), rewritten.pop("maxItems") + 1)
+        rewritten["anyOf"] = [
             {
                 "type": "array",
                 "prefixItems": [{"const": value} for value in values],
@@ -157,42 +158,44 @@ def _make_unique(said: dict[str, Any], root: Mapping[str, Any]) -> None:
         ]
 
 
-def _rewrite_pattern(said: dict[str, Any]) -> None:
-    patterns = without_look_ahead(said["pattern"]) if isinstance(said.get("pattern"), str) else None
+def _rewrite_pattern(rewritten: dict[str, Any]) -> None:
+    patterns = without_look_ahead(rewritten["pattern"]) if isinstance(rewritten.get("pattern"), str) else None
     if patterns is not None:
-        said["pattern"] = patterns[0]
-        said["allOf"] = [*said.get("allOf", ()), *({"pattern": pattern} for pattern in patterns[1:])]
+        rewritten["pattern"] = patterns[0]
+        rewritten["allOf"] = [*rewritten.get("allOf", ()), *({"pattern": pattern} for pattern in patterns[1:])]
 
 
-def _negated(said: dict[str, Any]) -> Any:
+def _negated(rewritten: dict[str, Any]) -> Any:
     """Without ``not`` of everything, of nothing, of types, or of listed values."""
-    if "not" not in said:
-        return said
-    no = said["not"]
+    if "not" not in rewritten:
+        return rewritten
+    no = rewritten["not"]
     if _fits_all(no):
         return False
     asked = {} if not isinstance(no, dict) else {word: no[word] for word in no if word not in _ANNOTATIONS}
     if no is False:
-        del said["not"]
+        del rewritten["not"]
     elif asked.keys() == {"type"} and asked["type"] != "integer" and "integer" not in asked["type"]:
         unwanted = {asked["type"]} if isinstance(asked["type"], str) else set(asked["type"])
         unwanted |= {"integer"} if "number" in unwanted else set()
-        kinds = said.get("type", list(_TYPES))
+        kinds = rewritten.get("type", list(_TYPES))
         kinds = [kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind not in unwanted]
         if not kinds:
             return False
-        said["type"] = kinds
-        del said["not"]
-    elif asked.keys() in ({"enum"}, {"const"}) and _listed(asked) is not None and isinstance(said.get("enum"), list):
+        rewritten["type"] = kinds
+        del rewritten["not"]
+    elif (
+        asked.keys() in ({"enum"}, {"const"}) and _listed(asked) is not None and isinstance(rewritten.get("enum"), list)
+    ):
         listed = [(type(value), value) for value in _listed(asked) or ()]
-        said["enum"] = [value for value in said["enum"] if (type(value), value) not in listed]
-        del said["not"]
-    elif said.get("type") == "string" and asked.keys() in ({"enum"}, {"const"}):
+        rewritten["enum"] = [value for value in rewritten["enum"] if (type(value), value) not in listed]
+        del rewritten["not"]
+    elif rewritten.get("type") == "string" and asked.keys() in ({"enum"}, {"const"}):
         others = [_any_text_but(value) for value in _listed(asked) or () if isinstance(value, str)]
         if None not in others:
-            said["allOf"] = [*said.get("allOf", ()), *({"pattern": pattern} for pattern in others)]
-            del said["not"]
-    return said
+            rewritten["allOf"] = [*rewritten.get("allOf", ()), *({"pattern": pattern} for pattern in others)]
+            del rewritten["not"]
+    return rewritten
 
 
 def _any_text_but(text: str) -> str | None:

@@ -52,13 +52,13 @@ def for_template(
 
     The next one is for a template that refuses the one before. A call in ``messages`` has its arguments as text.
     """
-    said = [_named_thoughts(template, _developer_as_system(message)) for message in messages]
-    told = bool(tools) and not mentions(template, "tools")
-    native = {"tools": list(tools) if tools and not told else None}
+    turns = [_named_thoughts(template, _developer_as_system(message)) for message in messages]
+    is_described = bool(tools) and not mentions(template, "tools")
+    native = {"tools": list(tools) if tools and not is_described else None}
     known: list[dict[str, Any]] = [native, {}]  # some templates iterate over tools even if there are none
-    if tools and not told:
+    if tools and not is_described:
         known = [native, *[{"tools": list(map(each, tools))} for each in (described, simplified)]]
-    whole = _announced(said, announcement(tools, form)) if told else said
+    whole = _announced(turns, announcement(tools, form)) if is_described else turns
     yield from _given(template, whole, form, known)
     plain = without_markers(whole, template)
     if plain != whole:

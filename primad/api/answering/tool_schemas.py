@@ -20,18 +20,21 @@ def described(tool: Mapping[str, Any]) -> dict[str, Any]:
     properties = parameters.get("properties")
     if not isinstance(properties, dict):
         return dict(tool)
-    told = {
+    rewritten_tool = {
         name: {"description": ""} | schema if isinstance(schema, dict) else schema
         for name, schema in properties.items()
     }
-    return {**tool, "function": {**function, "parameters": {**parameters, "properties": told}}}
+    return {**tool, "function": {**function, "parameters": {**parameters, "properties": rewritten_tool}}}
 
 
 def simplified(tool: Mapping[str, Any]) -> dict[str, Any]:
     """``tool`` with one type and a description for each parameter, with ``items`` of lists and ``properties`` of objects."""
     function, parameters = tool["function"], tool["function"]["parameters"]
-    told = _simple(parameters | {"type": "object"}, parameters, MAX_DEPTH)
-    return {**tool, "function": {**function, "description": function.get("description") or "", "parameters": told}}
+    rewritten_tool = _simple(parameters | {"type": "object"}, parameters, MAX_DEPTH)
+    return {
+        **tool,
+        "function": {**function, "description": function.get("description") or "", "parameters": rewritten_tool},
+    }
 
 
 def _simple(schema: Any, root: Mapping[str, Any], depth: int) -> dict[str, Any]:
@@ -39,17 +42,17 @@ def _simple(schema: Any, root: Mapping[str, Any], depth: int) -> dict[str, Any]:
     kind = next((kind for kind in _KINDS if depth and place.is_for(kind)), "string")
     known = resolved(schema, root)
     known = known if isinstance(known, dict) else {}
-    said = schema.get("description") if isinstance(schema, dict) else None
-    told: dict[str, Any] = {"type": kind, "description": str(said or known.get("description") or "")}
+    stated = schema.get("description") if isinstance(schema, dict) else None
+    rewritten_tool: dict[str, Any] = {"type": kind, "description": str(stated or known.get("description") or "")}
     values = known.get("enum")
     if kind == "string" and isinstance(values, list) and all(isinstance(value, str) for value in values):
-        told["enum"] = values
+        rewritten_tool["enum"] = values
     if kind == "array":
-        told["items"] = _simple(known.get("items"), root, depth - 1)
+        rewritten_tool["items"] = _simple(known.get("items"), root, depth - 1)
     if kind == "object":
         properties, required = known.get("properties"), known.get("required")
         inner = properties if isinstance(properties, dict) else {}
-        told["properties"] = {name: _simple(each, root, depth - 1) for name, each in inner.items()}
-        told["required"] = [name for name in required if name in inner] if isinstance(required, list) else []
-        told["additionalProperties"] = {"type": "string", "description": ""}
-    return told
+        rewritten_tool["properties"] = {name: _simple(each, root, depth - 1) for name, each in inner.items()}
+        rewritten_tool["required"] = [name for name in required if name in inner] if isinstance(required, list) else []
+        rewritten_tool["additionalProperties"] = {"type": "string", "description": ""}
+    return rewritten_tool

@@ -39,8 +39,8 @@ class Door:
         self._keys, self._this_machine = keys, this_machine
         self._allowances: dict[str, Allowance] = {}
 
-    def enter(self, path: str, said: str | None, now_s: float, *, from_elsewhere: bool = False) -> Allowance | None:
-        """The allowance of the caller with the key ``said``; None: unlimited. ``from_elsewhere``: a proxy acts for
+    def enter(self, path: str, given: str | None, now_s: float, *, from_elsewhere: bool = False) -> Allowance | None:
+        """The allowance of the caller with the key ``given``; None: unlimited. ``from_elsewhere``: a proxy acts for
         another machine.
 
         Raises ``RequestError`` (401, 403, 429).
@@ -56,9 +56,9 @@ class Door:
                     code="from_elsewhere",
                 )
             return None
-        key = None if said is None else key_like(said, self._keys())
+        key = None if given is None else key_like(given, self._keys())
         if key is None:
-            wrong = "send an API key: Authorization: Bearer KEY" if said is None else "invalid API key"
+            wrong = "send an API key: Authorization: Bearer KEY" if given is None else "invalid API key"
             raise RequestError(wrong, status=401, code="invalid_api_key")
         allowance = self._allowances.get(key.name)
         if allowance is None or allowance.key != key:

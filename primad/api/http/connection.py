@@ -146,7 +146,7 @@ class MessageStream(Response):
         del self.headers["content-length"]
         self._messages, self._framing, self._timings = messages, framing, timings
         self._begun = False
-        self._said_s = 0.0
+        self._reported_s = 0.0
         self._sending = False
         """Whether the client has not yet taken the last message."""
         self._turn = asyncio.Lock()
@@ -192,7 +192,7 @@ class MessageStream(Response):
         """Raises ``ClientDisconnect`` if the client does not take a message in time; messages cost nothing here."""
         while True:
             now_s = asyncio.get_running_loop().time()
-            due_s = (self._said_s if self._sending else now_s) + self._timings.send_timeout_s
+            due_s = (self._reported_s if self._sending else now_s) + self._timings.send_timeout_s
             if due_s <= now_s:
                 raise ClientDisconnect
             await asyncio.sleep(due_s - now_s)
@@ -206,7 +206,7 @@ class MessageStream(Response):
         async with self._turn:
             await self._begin(send)
         while True:
-            quiet_s = asyncio.get_running_loop().time() - self._said_s
+            quiet_s = asyncio.get_running_loop().time() - self._reported_s
             if quiet_s < self._timings.keepalive_s:
                 await asyncio.sleep(self._timings.keepalive_s - quiet_s)
             elif not self._framing.waiting:
@@ -222,12 +222,12 @@ class MessageStream(Response):
         if not self._begun:
             self._begun = True
             await self._deliver(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            self._said_s = asyncio.get_running_loop().time()
+            self._reported_s = asyncio.get_running_loop().time()
 
     async def _send_bytes(self, send: Send, data: bytes) -> None:
         """Send a message; ``_lose_patience`` enforces its deadline. Raises ``ClientDisconnect`` if the client is
         gone."""
-        self._said_s, self._sending = asyncio.get_running_loop().time(), True
+        self._reported_s, self._sending = asyncio.get_running_loop().time(), True
         try:
             await send({"type": "http.response.body", "body": data, "more_body": True})
         except OSError as exc:  # as newer ASGI servers raise

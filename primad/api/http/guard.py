@@ -84,7 +84,7 @@ class KeyGuard:
             try:
                 headers = Headers(scope=scope)
                 proxied = comes_from_elsewhere(headers)
-                allowance = self._door.enter(scope["path"], said_key(headers), self._clock(), from_elsewhere=proxied)
+                allowance = self._door.enter(scope["path"], claimed_key(headers), self._clock(), from_elsewhere=proxied)
                 let_in(allowance, (scope.get("client") or ("",))[0])
             except RequestError as exc:
                 response = self._refuse(scope["path"], exc)
@@ -106,9 +106,9 @@ def _without_port(host: str) -> str:
 
 def comes_from_elsewhere(headers: Headers) -> bool:
     """Whether a proxy marks the request as another machine's. A proxy that does not looks like a local program."""
-    said = [text for name in _FORWARDED for text in headers.getlist(name)]
-    said += [word for text in headers.getlist("forwarded") for word in _FORWARDED_FOR.findall(text) or [text]]
-    clients = [client for text in said for client in text.split(",")]
+    given = [text for name in _FORWARDED for text in headers.getlist(name)]
+    given += [word for text in headers.getlist("forwarded") for word in _FORWARDED_FOR.findall(text) or [text]]
+    clients = [client for text in given for client in text.split(",")]
     return any(not _is_here(client.strip().strip('"')) for client in clients)
 
 
@@ -121,9 +121,9 @@ def _is_here(client: str) -> bool:
         return bare.lower() == "localhost"
 
 
-def said_key(headers: Headers) -> str | None:
+def claimed_key(headers: Headers) -> str | None:
     """The key in ``Authorization: Bearer`` or ``x-api-key``."""
-    scheme, _, said = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and said.strip():
-        return said.strip()
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and given.strip():
+        return given.strip()
     return headers.get("x-api-key") or None

@@ -40,9 +40,9 @@ def digest_of(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def key_like(said: str, keys: Iterable[ApiKey]) -> ApiKey | None:
-    """The one of ``keys`` that equals ``said``, in a time that depends on their number only."""
-    digest, found = digest_of(said), None
+def key_like(given: str, keys: Iterable[ApiKey]) -> ApiKey | None:
+    """The one of ``keys`` that equals ``given``, in a time that depends on their number only."""
+    digest, found = digest_of(given), None
     for key in keys:
         if hmac.compare_digest(digest, key.digest):
             found = key

@@ -351,8 +351,8 @@ class _Ring(Collector):
             for kind, name, text, became in _DRAFTS:
                 yield kind(f"primad_draft_{name}", text, value=became(status.drafts))
         if status.embedding is not None:
-            for kind, name, text, said in _EMBEDDING:
-                if (value := said(status.embedding)) is not None:
+            for kind, name, text, figure_of in _EMBEDDING:
+                if (value := figure_of(status.embedding)) is not None:
                     yield kind(f"primad_embedding_{name}", text, value=value)
 
 

@@ -27,15 +27,15 @@ class Owner:
         self._tickets: dict[str, float] = {}
         """Expiry times by digest."""
 
-    def is_owner(self, said: str | None) -> bool:
+    def is_owner(self, given: str | None) -> bool:
         """Whether this key is the owner's."""
-        if self._key is None or said is None:
+        if self._key is None or given is None:
             return False
-        return key_like(said, [ApiKey(name="owner", digest=digest_of(self._key))]) is not None
+        return key_like(given, [ApiKey(name="owner", digest=digest_of(self._key))]) is not None
 
-    def check(self, said: str | None) -> None:
+    def check(self, given: str | None) -> None:
         """Raises ``RequestError`` (403) for all other keys."""
-        if not self.is_owner(said):
+        if not self.is_owner(given):
             raise RequestError(
                 "only the owner of this head may do that; open the page with 'primad page' on the head's device",
                 status=403,

@@ -17,10 +17,10 @@ from starlette.responses import Response
 from primad.api.http.connection import MessageStream, read_json
 from primad.api.http.dialect import Route
 from primad.api.http.endpoint import json_response
-from primad.api.http.guard import said_key
+from primad.api.http.guard import claimed_key
 from primad.api.http.status import StatusBody
 from primad.api.page import files
-from primad.api.page.desk import AdminApi, DeviceLimit, OtherCluster, ProfileNames, ShownCode
+from primad.api.page.admin_api import AdminApi, DeviceLimit, OtherCluster, ProfileNames, ShownCode
 from primad.api.page.owner import Owner
 from primad.api.page.watch import SNAPSHOTS, Watch
 from primad.errors import PrimadError, RequestError
@@ -105,7 +105,7 @@ class Page:
     async def who(self, request: Request) -> Response:
         """Whether the caller may change things."""
         check_origin(request)
-        return json_response(Asker(is_owner=self._owner.is_owner(said_key(request.headers))))
+        return json_response(Asker(is_owner=self._owner.is_owner(claimed_key(request.headers))))
 
     async def ticket(self, request: Request) -> Response:
         """A ticket for the owner, for another browser."""
@@ -121,7 +121,7 @@ class Page:
     async def devices(self, request: Request) -> Response:
         """Known devices, and the open pairing code."""
         check_origin(request)
-        self._owner.check(said_key(request.headers))
+        self._owner.check(claimed_key(request.headers))
         return json_response(await done(self._open_admin_api().devices()))
 
     async def pair(self, request: Request) -> Response:
@@ -174,7 +174,7 @@ class Page:
     async def _asked(self, request: Request, kind: type[T]) -> T:
         """The owner's request. Raises ``RequestError`` for everybody else."""
         check_origin(request)
-        self._owner.check(said_key(request.headers))
+        self._owner.check(claimed_key(request.headers))
         return decoded(await self._body(request), kind)
 
 

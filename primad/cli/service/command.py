@@ -143,7 +143,7 @@ def status(system: System = False) -> None:
     asks = steps.state(where)
     if asks is None:
         _show_command(steps.logs(where, 5, follow=False))
-    elif code and (why := systemd.why_it_is_left(_runner().run(asks).said)) is not None:
+    elif code and (why := systemd.why_it_is_left(_runner().run(asks).output)) is not None:
         err.print(why)
     raise typer.Exit(code)
 
@@ -228,11 +228,11 @@ def _typed(param: Any, value: Any) -> list[str]:
     name = max(param.opts, key=len)
     if isinstance(value, bool):
         return [name if value else max(param.secondary_opts, key=len)]
-    said = []
+    typed_words = []
     for each in value if isinstance(value, list | tuple) else [value]:
         text = str(_full(each) if isinstance(each, Path) or param.name == "kv_cache" else each)
-        said += [f"{name}={text}"] if text.startswith("-") else [name, text]
-    return said
+        typed_words += [f"{name}={text}"] if text.startswith("-") else [name, text]
+    return typed_words
 
 
 def _full(path: Path | str) -> Path | str:

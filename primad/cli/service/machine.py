@@ -35,7 +35,7 @@ class Ran:
     """A command's exit code and output."""
 
     code: int
-    said: str
+    output: str
 
 
 class Runner(Protocol):
@@ -54,8 +54,8 @@ class Commands:
     def run(self, command: Sequence[str]) -> Ran:
         """Run it to its end, with a timeout."""
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-        said = (done.stderr or done.stdout).decode(errors="replace").strip()
-        return Ran(done.returncode, said)
+        output = (done.stderr or done.stdout).decode(errors="replace").strip()
+        return Ran(done.returncode, output)
 
     def show(self, command: Sequence[str]) -> int:
         """Run it on this terminal."""
@@ -230,5 +230,5 @@ def _do(step: ServiceStep, runner: Runner) -> None:
         case RunCommand(command=command, may_fail=may_fail):
             ran = runner.run(command)
             if ran.code != 0 and not may_fail:
-                said = printable(" ".join(ran.said.split()), 400)
-                raise ServiceError(f"cannot {step}: {said or f'it ended with code {ran.code}'}")
+                output = printable(" ".join(ran.output.split()), 400)
+                raise ServiceError(f"cannot {step}: {output or f'it ended with code {ran.code}'}")

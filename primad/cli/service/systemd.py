@@ -140,16 +140,16 @@ def state_properties() -> str:
 
 def why_it_is_left(shown: str) -> str | None:
     """Why systemd does not restart the service, from ``systemctl show``; None if it runs or will."""
-    told = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
-    if told.get("ActiveState") != "failed":
+    properties = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+    if properties.get("ActiveState") != "failed":
         return None
     cure = "; 'primad service start' starts it again"
-    if told.get("Result") == "start-limit-hit":
+    if properties.get("Result") == "start-limit-hit":
         tries = f"{MAX_STARTS} times within {STARTS_WITHIN_S // 60} minutes"
         return f"it was started {tries} and failed each time, so it was given up{cure}"
-    if told.get("ExecMainStatus") == str(GIVE_UP_CODE):
-        said = told.get("StatusText", "").removeprefix("it failed: ")
-        return f"another start would fail in the same way: {said or 'its log says why'}{cure}"
+    if properties.get("ExecMainStatus") == str(GIVE_UP_CODE):
+        status_text = properties.get("StatusText", "").removeprefix("it failed: ")
+        return f"another start would fail in the same way: {status_text or 'its log says why'}{cure}"
     return f"it failed, and its log says why{cure}"
 
 

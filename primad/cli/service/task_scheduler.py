@@ -57,8 +57,8 @@ def home_of(data: bytes) -> Path:
 
 def _arguments(service: DaemonService) -> str:
     """The arguments of ``cmd``, which removes only the outermost quotes."""
-    told = service.variables | {GIVE_UP_VARIABLE: "0"}
-    variables = " & ".join(f'set "{key}={value}"' for key, value in sorted(told.items()))
+    variables_of_task = service.variables | {GIVE_UP_VARIABLE: "0"}
+    variables = " & ".join(f'set "{key}={value}"' for key, value in sorted(variables_of_task.items()))
     command = subprocess.list2cmdline(service.command)
     log = "" if service.log is None else f' >> "{service.log}" 2>&1'
     return f'/d /s /c "{variables} & {command}{log}"'

@@ -86,7 +86,7 @@ class ExpertLoader:
         self._arriving: set[Expert] = set()
         self._next: tuple[int, int] | None = None
         self._urgent = False
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._error: EngineError | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -144,7 +144,7 @@ class ExpertLoader:
         with self._condition:
             if self._error is not None:
                 raise self._error
-            self._told.add(layer)
+            self._reported.add(layer)
             if not len(picks):
                 return
             change = self._pool.pick(layer, picks)
@@ -175,14 +175,14 @@ class ExpertLoader:
         One that did not has read its experts by page faults; they are given back where they are not held.
         """
         with self._condition:
-            untold = set(layers) - self._told
-            self._told.clear()
+            unreported = set(layers) - self._reported
+            self._reported.clear()
             self._departed_s = time.monotonic()
             self._release(self._pool.depart())
-            for layer in untold:
+            for layer in unreported:
                 held = self._pool.held(layer)
                 self._release([(layer, number) for number in range(len(held)) if not held[number]])
-        return not untold
+        return not unreported
 
     # ---- any thread ----------------------------------------------------------------------------------------------------
 

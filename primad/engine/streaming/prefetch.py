@@ -73,7 +73,7 @@ class Streamer:
         held = [level.held_bytes for level in self._levels]
         self._layer_bytes = max((more - less for more, less in pairwise(held)), default=max(residency.sizes))
         self._watch, self._timings = watch, timings
-        self._told_evicted = 0
+        self._reported_evicted = 0
         self._replan: int | None = None
         self._lock_resident = self._may_lock = lock
         self._verify = verify
@@ -389,7 +389,7 @@ class Streamer:
     def _attend_to_pressure(self) -> None:
         """Step down or up the ladder as the watch says."""
         total = self.evicted_bytes + (self.experts.evicted_bytes if self.experts is not None else 0)
-        evicted, self._told_evicted = total - self._told_evicted, total
+        evicted, self._reported_evicted = total - self._reported_evicted, total
         with self._condition:
             now, level, levels = self._residency, self._level, self._levels
             settled = self._braced_s is not None and (
@@ -586,9 +586,9 @@ class WindowStream:
 
     def depart(self) -> bool:
         """As ``Streamer.depart``; whether all ``routers`` told what they picked."""
-        told = True
+        reported = True
         if self.routers and self.streamer.experts is not None:
-            told = self.streamer.experts.depart(place for place, _ in self.routers.values())
+            reported = self.streamer.experts.depart(place for place, _ in self.routers.values())
         if self._first < self._last:
             self.streamer.depart(self._first, self._last)
-        return told
+        return reported

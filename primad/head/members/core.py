@@ -111,8 +111,8 @@ def attributed(error: PrimadError, plan: Plan) -> Attribution:
             if fault == "next":
                 return Attribution(reason=reason, parties=among(after, device))
             if fault == SENT:
-                said = reason.removeprefix(f"{device}: ").replace(SENDER, before)
-                return Attribution(reason=f"{said}, as {device} says", parties=among(before, device))
+                accusation = reason.removeprefix(f"{device}: ").replace(SENDER, before)
+                return Attribution(reason=f"{accusation}, as {device} says", parties=among(before, device))
             parties = among(device, before) if fault == "ring" and before in workers else ()
             return Attribution(reason=reason, device=device, parties=parties, lasting=fault in ("disk", UNREACHED))
         case _:

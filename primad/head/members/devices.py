@@ -13,15 +13,15 @@ from contextlib import AsyncExitStack, suppress
 from typing import Final
 
 from primad import __version__
+from primad.daemon.node import Node
 from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import Reporter
-from primad.daemon.station import Node
 from primad.errors import ClusterError
 from primad.head.members.core import Core, DeviceLostError
 from primad.head.members.link_book import LinkBook
 from primad.head.members.sight import Sight, Sighted
 from primad.head.members.worker_link import Caller, WorkerLink, greet_named, notify_revoked, probe
-from primad.head.members.worker_link import greet as say_hello
+from primad.head.members.worker_link import greet as greet_once
 from primad.membership import types
 from primad.network.discovery import Discovery, MulticastError
 from primad.network.peer import Peer
@@ -38,7 +38,7 @@ _CURE: Final = (
     "'primad pair --code CODE' there brings it"
 )
 FAREWELL_S: Final = 0.2
-MAX_TOLD: Final = 64
+MAX_REPORTED: Final = 64
 """The number of lines about untrusted devices, after which they are not named any more."""
 
 
@@ -69,7 +69,7 @@ class Devices:
         """How often each was greeted since then, by key."""
         self._named: set[str] = set()
         """The keys of devices found through ``--device``."""
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._known_keys: set[str] = set()
         self._given: dict[str, str] = {}
         """The owner's names of the devices that are trusted by a file, by key."""
@@ -202,7 +202,7 @@ class Devices:
             places = dict.fromkeys([*met, *(sighted.places(self._tries[key]) if sighted is not None else [])])
             self._tries[key] += 1
             end, _ = await probe(self._caller, places, [key])
-            worker = await say_hello(self._caller, end, self._core.post, device)
+            worker = await greet_once(self._caller, end, self._core.post, device)
         except ClusterError as exc:
             self._notify_once(device, f"{device} is left out: {exc}")
             self._core.post(types.DeviceRefused(device, str(exc)))
@@ -251,17 +251,17 @@ class Devices:
 
     async def notify_revoked(self) -> None:
         """Notify each revoked device whenever it comes in sight: otherwise it would wait for this head."""
-        told: dict[str, int] = {}
+        notified: dict[str, int] = {}
         while True:
             revoked = self._trust.revoked()
-            told = {key: revision for key, revision in told.items() if key in revoked}
+            notified = {key: revision for key, revision in notified.items() if key in revoked}
             for key in sorted(revoked):
                 peers = [peer for peer in self.in_sight if peer.key == key]
                 met = [self._met[key]] if key in self._met else []
                 places = dict.fromkeys([*met, *((at, peer.port) for peer in peers for at in peer.addresses)])
                 revision = max((peer.revision for peer in peers), default=0)
-                if places and told.get(key) != revision:
-                    told[key] = revision
+                if places and notified.get(key) != revision:
+                    notified[key] = revision
                     with suppress(ClusterError):  # it is away, or does not trust this head either
                         await notify_revoked(self._caller, places, key)
             await asyncio.sleep(self._timings.head.trust_look_every_s)
@@ -332,14 +332,14 @@ class Devices:
 
     def _notify_of_stranger(self, device: str, line: str) -> None:
         """Anyone on the network can announce names without end; they fill neither the terminal nor the memory."""
-        if len(self._told) < MAX_TOLD:
+        if len(self._reported) < MAX_REPORTED:
             self._notify_once(device, line)
-        elif (device, line) not in self._told:
+        elif (device, line) not in self._reported:
             self._notify_once("", "more untrusted devices are in sight; 'primad devices' lists them")
 
     def _notify_once(self, device: str, line: str) -> None:
-        if (device, line) not in self._told:
-            self._told.add((device, line))
+        if (device, line) not in self._reported:
+            self._reported.add((device, line))
             self._reporter.report_line(line)
 
     async def _welcome(self, worker: WorkerLink) -> None:
@@ -352,7 +352,7 @@ class Devices:
         self._known_keys.add(worker.key)
         self._met[worker.key] = (worker.end.host, worker.end.port)
         self._tries.pop(worker.key, None)
-        self._told = {(device, line) for device, line in self._told if device != name}
+        self._reported = {(device, line) for device, line in self._reported if device != name}
         if worker.build != self._caller.build:
             self._reporter.report_line(build_gap(self._caller.build, worker.build, name))
         for other in list(self.workers.values()):

@@ -53,7 +53,7 @@ class LinkBook:
         """Failed links."""
         self._why: dict[tuple[str, str], Unreached] = {}
         """Why a link does not work, from the device that measured it."""
-        self._said: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
 
     async def measure(
         self,
@@ -128,7 +128,7 @@ class LinkBook:
         self._targets.pop(device, None)
         self._links = {pair: link for pair, link in self._links.items() if device not in pair}
         self._why = {pair: why for pair, why in self._why.items() if device not in pair}
-        self._said = {pair for pair in self._said if device not in pair}
+        self._reported = {pair for pair in self._reported if device not in pair}
 
     async def _measure(
         self, source: str, targets: Sequence[Contact], workers: Mapping[str, WorkerLink], reporter: Reporter
@@ -144,13 +144,13 @@ class LinkBook:
                 await workers[target.device].measure_links(
                     [], 2 * self._timings.answer_timeout_s
                 )  # is it there at all?
-                if pair not in self._said:
-                    self._said.add(pair)
+                if pair not in self._reported:
+                    self._reported.add(pair)
                     reporter.report_line(
                         self.why_cut(source, [target.device]) or f"{source} does not reach {target.device}"
                     )
-            elif pair in self._said:
-                self._said.discard(pair)
+            elif pair in self._reported:
+                self._reported.discard(pair)
                 reporter.report_line(f"{source} reaches {target.device} now")
 
     async def _ask(self, source: str, targets: Sequence[Contact], workers: Mapping[str, WorkerLink]) -> None:
@@ -161,17 +161,17 @@ class LinkBook:
         else:
             found = MeasuredLinks(links=[], unreached=[])
             for target in targets:  # one by one: its allowed silence does not grow with their number
-                one = await workers[source].measure_links([_told(target)], MAX_S + ANSWER_S)
+                one = await workers[source].measure_links([_for_others(target)], MAX_S + ANSWER_S)
                 found.links.extend(one.links)
                 found.unreached.extend(one.unreached)
         cut = {(link.source, link.target) for link in found.links if link.round_trip_s >= UNREACHABLE_S}
         self._links |= {(link.source, link.target): link for link in found.links}
         self._links |= {pair: cut_link(*pair) for pair in cut}  # an older device returns figures alone
-        said = {each.device: each for each in found.unreached}
+        by_device = {each.device: each for each in found.unreached}
         for target in targets:
             if (source, target.device) in cut:
                 unsaid = Unreached(device=target.device, place="any address", why=SILENT)
-                self._why[source, target.device] = said.get(target.device, unsaid)
+                self._why[source, target.device] = by_device.get(target.device, unsaid)
 
 
 async def _target(worker: WorkerLink, announced: Iterable[str]) -> Contact:
@@ -181,7 +181,7 @@ async def _target(worker: WorkerLink, announced: Iterable[str]) -> Contact:
     return Contact(device=worker.name, key=worker.key, addresses=list(addresses)[:MAX_ADDRESSES], port=worker.end.port)
 
 
-def _told(target: Contact) -> Contact:
+def _for_others(target: Contact) -> Contact:
     """``target`` as described to another device."""
     addresses = list(dict.fromkeys(bare(address) for address in target.addresses))
     return msgspec.structs.replace(target, addresses=addresses)

@@ -19,7 +19,7 @@ import zmq.asyncio
 from halda import DeviceProfile, LinkProfile
 from primad.errors import ClusterError
 from primad.head.members.core import DeviceLostError
-from primad.head.members.participation import MAX_REPEATS, MISSES, Stage, Unheard
+from primad.head.members.stage import MAX_REPEATS, MISSES, Stage, Unheard
 from primad.kv.keys import KvBlock
 from primad.layers.cells import LayerRuns
 from primad.membership import types
@@ -320,8 +320,8 @@ class WorkerLink:
         asked = {target.device for target in targets}
         self._links = asyncio.get_running_loop().create_future()
         try:
-            told = [msgspec.structs.replace(target, device=self._swapped(target.device)) for target in targets]
-            self._measure, self._measure_unheard = MeasureLinks(targets=told), Unheard(self.next_ping)
+            renamed = [msgspec.structs.replace(target, device=self._swapped(target.device)) for target in targets]
+            self._measure, self._measure_unheard = MeasureLinks(targets=renamed), Unheard(self.next_ping)
             await self.end.send(self._measure)
             async with asyncio.timeout(timeout_s):
                 found = await self._links

@@ -86,8 +86,8 @@ def correction_line(home: Path, profile: DeviceProfile) -> str | None:
     """The corrections of the head of this ``home`` for its own device, for its owner; None without any."""
     factors = read_corrections(home).of(profile)
     changed = {"computing": factors.compute, "computing prompts": factors.prompts, "reading its disk": factors.disk}
-    said = [f"{what} takes {factor:.2f} times as long" for what, factor in changed.items() if factor != 1.0]
-    return f"corrected by measurements: {', '.join(said)}" if said else None
+    parts = [f"{what} takes {factor:.2f} times as long" for what, factor in changed.items() if factor != 1.0]
+    return f"corrected by measurements: {', '.join(parts)}" if parts else None
 
 
 class Learning:
@@ -97,7 +97,7 @@ class Learning:
         self._home = home
         self.corrections = read_corrections(home)
         self._is_settled = True
-        self._told: dict[int, float] = {}
+        self._figures_of: dict[int, float] = {}
         self._looked: dict[int, Corrections] = {}
 
     def planned(self, profiles: Iterable[DeviceProfile]) -> Corrections:
@@ -122,7 +122,7 @@ class Learning:
             now = prompts_learnt(now, plan, forecast.question, used, statuses)
         self._is_settled = now == self.corrections
         self._keep(now)
-        measured = _told(verdict)
+        measured = _figures_of(verdict)
         if measured.wrong is not None and self._is_news(epoch, verdict):
             logger.warning("epoch %d: %s", epoch, wrong_line(measured))
         return measured
@@ -143,14 +143,14 @@ class Learning:
 
     def forget(self, epoch: int) -> None:
         """Ring ``epoch`` is over."""
-        self._told.pop(epoch, None)
+        self._figures_of.pop(epoch, None)
         self._looked.pop(epoch, None)
 
     def _is_news(self, epoch: int, verdict: Verdict) -> bool:
-        before = self._told.get(epoch)
+        before = self._figures_of.get(epoch)
         if before is not None and abs(math.log2(verdict.measured_s / before)) < 1:
             return False
-        self._told[epoch] = verdict.measured_s
+        self._figures_of[epoch] = verdict.measured_s
         return True
 
     def _keep(self, corrections: Corrections) -> None:
@@ -173,7 +173,7 @@ class Learning:
             logger.warning("%s: cannot save corrections: %s", corrections_file(self._home), exc.strerror or exc)
 
 
-def _told(verdict: Verdict) -> CompletionFigures:
+def _figures_of(verdict: Verdict) -> CompletionFigures:
     worst = verdict.worst
     return CompletionFigures(
         tpot_ms=verdict.measured_s * 1e3,

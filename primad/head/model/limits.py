@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from halda import DeviceProfile
-from primad.api.page.desk import DeviceLimit
+from primad.api.page.admin_api import DeviceLimit
 from primad.errors import ConfigError
 from primad.settings.config import NAME
 from primad.system.files import write_whole

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from primad.api.answering.reading import AUTO
-from primad.engine.rope import AS_THE_MODEL_SAYS, Rope
+from primad.engine.rope import AS_IN_THE_MODEL, Rope
 from primad.errors import ConfigError
 from primad.network.own_places import own_hosts
 from primad.planning.run_config import DEFAULT_RUN, RunConfig
@@ -60,7 +60,7 @@ class ServeOptions:
     kv_backup: int | None = None
     share_prefixes: bool = False
     exact_replay_s: float = 10.0
-    rope: Rope = AS_THE_MODEL_SAYS
+    rope: Rope = AS_IN_THE_MODEL
     lora: tuple[tuple[Path, float], ...] = ()
 
     def keep_rows(self, *, has_cache: bool) -> int | None:

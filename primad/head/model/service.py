@@ -10,7 +10,7 @@ from pathlib import Path
 
 from halda import ModelProfile, Workload
 from primad.certify.verdict import windows_line
-from primad.daemon.station import Node
+from primad.daemon.node import Node
 from primad.errors import ModelError, PrimadError, WeightsError
 from primad.gguf.adapter import Adapter
 from primad.gguf.architectures.cuts import cuttable

@@ -35,8 +35,8 @@ from primad.head.model.text_messages import (
     TextReady,
     TextReply,
 )
-from primad.system.children.answer_stream import STACK_BYTES, answer_stream
 from primad.system.children.channel import LENGTH, MAX_FRAME_BYTES, frame
+from primad.system.children.reply_stream import STACK_BYTES, answer_stream
 
 if TYPE_CHECKING:
     from primad.head.model.tokenizer import ModelVocabulary

@@ -32,7 +32,7 @@ LOOK_S: Final = 1.0
 """How often to check whether the device may be used, or may again."""
 TRY_S: Final = (30.0, 600.0)
 """Until a device that failed is tried again, the first time and at most; one that comes back is tried at once."""
-MAX_UNTOLD: Final = 256
+MAX_UNREPORTED: Final = 256
 
 SendToRing = Callable[[RingCommand], Coroutine[Any, Any, None]]
 
@@ -49,7 +49,7 @@ class RemoteDrafter:
         self._ring_addresses, self._to_ring = ring_addresses, to_ring
         self._worker: WorkerLink | None = None
         self._vocabulary = 0
-        self._untold: asyncio.Queue[TextTask] = asyncio.Queue(MAX_UNTOLD)
+        self._unreported: asyncio.Queue[TextTask] = asyncio.Queue(MAX_UNREPORTED)
         self._made: Drafted | None = None
         self._news = asyncio.Event()
         self._heard = asyncio.Event()
@@ -70,7 +70,7 @@ class RemoteDrafter:
 
     async def run(self) -> None:
         """Have it draft whenever it may and can, else the head."""
-        said, pause_s = "", TRY_S[0]
+        last_reason, pause_s = "", TRY_S[0]
         while True:
             worker = self._worker = self._find()
             try:
@@ -79,8 +79,8 @@ class RemoteDrafter:
                 await self._serve(worker)
             except PrimadError as exc:
                 was_ready, self._is_ready = self._is_ready, False
-                await self._fall_back(str(exc), is_new=was_ready or str(exc) != said)
-                said, pause_s = str(exc), TRY_S[0] if was_ready else min(2 * pause_s, TRY_S[1])
+                await self._fall_back(str(exc), is_new=was_ready or str(exc) != last_reason)
+                last_reason, pause_s = str(exc), TRY_S[0] if was_ready else min(2 * pause_s, TRY_S[1])
             await self.release()
             await self._until_it_may(worker, pause_s)
 
@@ -115,8 +115,8 @@ class RemoteDrafter:
 
     def ask(self, task: TextTask) -> None:
         """Notifications of the ring process; if too many wait they are dropped, and so are drafts."""
-        if self._is_ready and not self._untold.full():
-            self._untold.put_nowait(task)
+        if self._is_ready and not self._unreported.full():
+            self._unreported.put_nowait(task)
 
     def hear(self, message: DraftModelState | DraftsMade) -> None:
         """A message of the device. Invalid drafts are dropped."""
@@ -146,7 +146,7 @@ class RemoteDrafter:
         watching = asyncio.create_task(self._watch(worker))
         try:
             await self._until_ready(worker)
-            self._untold = asyncio.Queue(MAX_UNTOLD)
+            self._unreported = asyncio.Queue(MAX_UNREPORTED)
             self._is_over = False
             await self._to_ring(DraftPlaceChanged("elsewhere"))
             telling = asyncio.create_task(self._notify(worker))
@@ -189,7 +189,7 @@ class RemoteDrafter:
 
     async def _notify(self, worker: WorkerLink) -> None:
         while True:
-            task = await self._untold.get()
+            task = await self._unreported.get()
             try:
                 await worker.send(DraftInput(epoch=self.epoch, task=task))
             except ClusterError as exc:

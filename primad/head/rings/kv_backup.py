@@ -22,8 +22,8 @@ import msgspec
 from halda import DeviceProfile, Plan
 from primad.api.http.status import CopyStatus, KvStatus
 from primad.daemon.cells import HeldCells
+from primad.daemon.node import Node
 from primad.daemon.reporter import Reporter
-from primad.daemon.station import Node
 from primad.errors import ClusterError
 from primad.gguf.architectures.tensors import turns_by_context
 from primad.gguf.windows import control_tokens
@@ -109,7 +109,7 @@ class KvBackup:
         self._forgotten: dict[str, bool] = {}
         """Unannounced blocks, and whether they are lasting."""
         self._copies: list[_Copy] = []
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         self._epoch = 0
         self._keeps = False
         self._layers: dict[str, Layers] = {}
@@ -351,8 +351,8 @@ class KvBackup:
         return replicas(devices, ring.plan.head, links, _tokens_per_s(forecast), always=options.kv_backup is not None)
 
     def _report_once(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
+        if line not in self._reported:
+            self._reported.add(line)
             self._reporter.report_line(line)
 
     # ---- answers -------------------------------------------------------------------------------------------------------

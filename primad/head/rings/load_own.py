@@ -19,7 +19,7 @@ from primad.gguf.layers import LayerRef
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.head.rings.ring_inputs import RingInputs
 from primad.layers.fetch import in_thread
-from primad.layers.givers import HubRoutes
+from primad.layers.sources import HubRoutes
 from primad.layers.whole import compare, is_compared
 from primad.network.contacts import Contact
 from primad.network.messages import Load

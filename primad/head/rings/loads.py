@@ -12,7 +12,7 @@ from primad.gguf.adapter import Adapter
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.gguf.windows import WindowSpec
 from primad.head.members.core import StageError
-from primad.head.members.participation import Stage
+from primad.head.members.stage import Stage
 from primad.head.rings.ring_inputs import RingInputs
 from primad.head.rings.routes import RingAddresses
 from primad.layers.fetch import hash_layers, in_thread

@@ -24,7 +24,7 @@ from primad.daemon.layer_files import distrust, release_files
 from primad.daemon.loaded_process import LoadedProcess
 from primad.errors import ClusterError, LateStepError, NextDeviceError, PrimadError, RingError, WeightsError
 from primad.head.members.core import StageError, StuckStepError, attributed, workers_of
-from primad.head.members.participation import Stage
+from primad.head.members.stage import Stage
 from primad.head.rings.drafting import RemoteDrafter
 from primad.head.rings.load_own import load_own
 from primad.head.rings.loads import learn_downloaded, loads_of
@@ -281,10 +281,10 @@ class HeadRing:
     async def _ask_all(self) -> dict[str, Any]:
         names = self.plan.devices
         answers = await asyncio.gather(*(self._ask(name) for name in names))
-        self._latest = {name: said.status for name, said in zip(names, answers, strict=True)}
+        self._latest = {name: report.status for name, report in zip(names, answers, strict=True)}
         devices = []
-        for name, said in zip(names, answers, strict=True):
-            status = said.status
+        for name, report in zip(names, answers, strict=True):
+            status = report.status
             costs = self._costs.get(name, Costs())
             if status is not None:
                 costs = self._costs[name] = costs.after(
@@ -298,8 +298,8 @@ class HeadRing:
                     name,
                     status,
                     costs,
-                    daemon_rss_bytes=said.daemon_rss_bytes,
-                    computes=said.computes,
+                    daemon_rss_bytes=report.daemon_rss_bytes,
+                    computes=report.computes,
                 )
             )
         head = self._latest[self.plan.head]
@@ -416,7 +416,7 @@ class HeadRing:
         names = workers_of(self.plan)
         timeout_s = self._inputs.node.timings.head.overdue_timeout_s
         answers = await asyncio.gather(*(self._worker_status(name, timeout_s) for name in names))
-        silent = [name for name, said in zip(names, answers, strict=True) if said.status is None]
+        silent = [name for name, report in zip(names, answers, strict=True) if report.status is None]
         waited_s = overdue.waited_s + timeout_s * bool(silent)
         if silent:
             self._parties, self._looked = silent[:1], None
@@ -429,7 +429,7 @@ class HeadRing:
         ):  # it computes another step, and may not have looked at what arrived
             self._looked = None
             return
-        had = [said.status is not None and said.status.steps > overdue.ring_passes for said in answers]
+        had = [report.status is not None and report.status.steps > overdue.ring_passes for report in answers]
         place = had.index(False) if False in had else len(names)
         before, self._looked = self._looked, (overdue.step, place)
         self._parties = names[max(0, place - 1) : place + 1]

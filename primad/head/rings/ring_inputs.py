@@ -10,8 +10,8 @@ import zmq.asyncio
 from msgspec.structs import replace
 
 from halda import DeviceProfile
+from primad.daemon.node import Node
 from primad.daemon.reporter import Reporter
-from primad.daemon.station import Node
 from primad.head.members.core import Attribution
 from primad.head.members.link_book import LinkBook
 from primad.head.members.worker_link import WorkerLink

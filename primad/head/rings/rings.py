@@ -18,8 +18,8 @@ import zmq.asyncio
 
 from halda import DeviceProfile, Infeasible, LeftOut, Prediction
 from primad.api.answering.backend import ServedModel
+from primad.daemon.node import Node
 from primad.daemon.reporter import Reporter
-from primad.daemon.station import Node
 from primad.errors import ModelError, PlanError, PrimadError
 from primad.head.members.core import Attribution, Core, attributed, loads_again
 from primad.head.members.devices import Devices
@@ -88,7 +88,7 @@ class Rings:
         self._idle_plans: set[int] = set()
         """Rings planned while no request was open: their attention was chosen freely."""
         self._serving = 0
-        self._page_told = False
+        self._page_reported = False
         self._why_left_out: dict[str, str] = {}
         """Why the serving ring has no layers on these devices."""
         self._offered_forecast: Forecast | None = None
@@ -435,8 +435,8 @@ class Rings:
         if ring.prediction is not None:
             load = None if forecast.batches is None else forecast.batches.load
             self._reporter.report_line(predicted_line(ring.prediction, load, self._service.workload.prompt_tokens))
-        if not self._page_told:
-            self._page_told = True
+        if not self._page_reported:
+            self._page_reported = True
             url = self._service.options.url
             self._reporter.report_line(f"the page is at {url}; 'primad page' opens it with the owner's rights")
 

@@ -46,13 +46,13 @@ def finished_event(
 def all_drawn(
     state: SchedulerState, running: Running, sample: SampledToken, now: float, ring_pass_s: float
 ) -> list[GenerationEvent]:
-    told: list[GenerationEvent] = []
+    reported: list[GenerationEvent] = []
     for each in (sample, *sample.more):
         if running.last_token_s is not None:
             state.tally.count(ring_pass_s, now - running.last_token_s)
         running.last_token_s = now
-        told += one_drawn(state, running, each, now)
-    return told
+        reported += one_drawn(state, running, each, now)
+    return reported
 
 
 def one_drawn(state: SchedulerState, running: Running, sample: SampledToken, now: float) -> list[GenerationEvent]:

@@ -206,27 +206,27 @@ class Scheduler:
         """
         back = self._state.in_flight.pop(step)
         self._state.slots.back(step)
-        told: list[GenerationEvent] = []
+        reported: list[GenerationEvent] = []
         settled = False
         for request, computed in back.computed.items():
             running = self._state.running.get(request)
             if running is None:
                 continue
-            told += reused_events(running)
+            reported += reused_events(running)
             if request in sampled_tokens:
                 sample, ring_pass_s = sampled_tokens[request], now - back.since_s
                 if sample is None:
                     running.held_back_s = ring_pass_s
                     self._state.take_back(running, running.certain)
                 else:
-                    told += all_drawn(self._state, running, sample, now, ring_pass_s)
+                    reported += all_drawn(self._state, running, sample, now, ring_pass_s)
                 resolve(self._state, running, back.tree, sample)
                 settled = True
             elif computed < len(running.generate.prompt):
-                told.append(PromptProgress(request=request, tokens=computed))
+                reported.append(PromptProgress(request=request, tokens=computed))
         if not settled:
             resolve(self._state, None, back.tree, None)
-        return told
+        return reported
 
     def fail(self, step: int, error: str, now: float) -> list[GenerationEvent]:
         """End the generations that step ``step`` is for with ``error``. The ring ends with them."""

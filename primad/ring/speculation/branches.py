@@ -168,7 +168,7 @@ class DraftBranches:
         first, *others = likely(self._window.logits(self._last_row))
         for draft_token in [first, *(each for each in others if each.sure >= OPENS_AT)]:
             node.behind.append(_Node(draft_token, node, node.share * draft_token.sure, node.depth + 1))
-        return self._said()
+        return self._drafted()
 
     def _sequence_for(self, node: _Node, parent: _Node, cells: int) -> int:
         assert parent.sequence is not None
@@ -201,7 +201,7 @@ class DraftBranches:
         )
         self._last_row = rows - 1
 
-    def _said(self) -> Drafted:
+    def _drafted(self) -> Drafted:
         nodes = _all(self._root)[1:]
         places = {id(node): place for place, node in enumerate(nodes)}
         draft_tokens = [node.draft_token for node in nodes if node.draft_token is not None]

@@ -15,7 +15,7 @@ import msgspec
 
 from primad.errors import ProtocolError
 from primad.ring.speculation.draft_model import ModelDrafters
-from primad.ring.speculation.messages import MAX_UNTOLD_BYTES, Drafted, DraftModel, DraftTask
+from primad.ring.speculation.messages import MAX_UNREPORTED_BYTES, Drafted, DraftModel, DraftTask
 from primad.system.children.channel import RingChannel, frame
 from primad.system.children.child import begin_child
 from primad.system.gpus import NO_GPU
@@ -34,7 +34,7 @@ class DraftingLink:
         self._process: subprocess.Popen[bytes] | None = None
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        self._untold = bytearray()
+        self._unreported = bytearray()
         self._channel: RingChannel[Drafted] = RingChannel(ours, msgspec.msgpack.Decoder(Drafted))
         try:
             with theirs:
@@ -53,11 +53,11 @@ class DraftingLink:
     def _notify(self, task: DraftTask) -> None:
         if not self._channel.is_open:
             return
-        self._untold += frame(task)
+        self._unreported += frame(task)
         try:
-            del self._untold[: self._channel.connection.send(self._untold)]
+            del self._unreported[: self._channel.connection.send(self._unreported)]
         except BlockingIOError:
-            if len(self._untold) > MAX_UNTOLD_BYTES:
+            if len(self._unreported) > MAX_UNREPORTED_BYTES:
                 self._end("takes nothing more")
         except OSError:
             self._end("ended")

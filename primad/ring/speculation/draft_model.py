@@ -82,7 +82,7 @@ class ModelDrafter:
         self._lookup = PromptLookup(prompt)
         self._text = list(prompt)
         self._number, self._notify, self._shares = number, notify, shares
-        self._told = 0
+        self._reported = 0
         """Of the text, to the process."""
         self._has_read = False
         self._draft_s: float | None = None
@@ -103,7 +103,7 @@ class ModelDrafter:
 
     def move(self, notify: Callable[[TextTask], None]) -> None:
         """Another process drafts, which was told nothing."""
-        self._notify, self._told, self._has_read, self.is_followed = notify, 0, False, True
+        self._notify, self._reported, self._has_read, self.is_followed = notify, 0, False, True
         self._nodes = []
 
     def took(self, token: int) -> None:
@@ -157,14 +157,14 @@ class ModelDrafter:
 
     @property
     def works(self) -> bool:
-        return self.is_followed and self._has_read and self._told == len(self._text)
+        return self.is_followed and self._has_read and self._reported == len(self._text)
 
     def _notify_text(self) -> None:
-        if not self._told:
+        if not self._reported:
             self._notify(DraftText(number=self._number, tokens=self._text.copy()))
-        elif self._told < len(self._text):
-            self._notify(DraftTokens(self._text[self._told :], self._told))
-        self._told = len(self._text)
+        elif self._reported < len(self._text):
+            self._notify(DraftTokens(self._text[self._reported :], self._reported))
+        self._reported = len(self._text)
 
     def _share(self, draft_token: DraftToken) -> HeldShare:
         return self._shares[min(int(draft_token.sure * _LEVELS), _LEVELS - 1)]

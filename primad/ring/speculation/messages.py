@@ -11,9 +11,9 @@ from msgspec import Meta
 from primad.errors import ProtocolError
 from primad.ring.speculation.drafter import MAX_ROOM
 
-MAX_TOLD: Final = 8 * MAX_ROOM
+MAX_REPORTED: Final = 8 * MAX_ROOM
 """Drafts behind one text, those in place of others among them."""
-MAX_UNTOLD_BYTES: Final = 1 << 20
+MAX_UNREPORTED_BYTES: Final = 1 << 20
 """A draft process may be so far behind, as while it loads; then it is as good as gone."""
 MAX_TEXT_TOKENS: Final = 1 << 20
 
@@ -64,10 +64,10 @@ class Drafted(msgspec.Struct, frozen=True, kw_only=True, tag="drafted"):
 
     number: int
     known: int
-    tokens: Annotated[list[int], Meta(max_length=MAX_TOLD)]
-    sures: Annotated[list[float], Meta(max_length=MAX_TOLD)]
+    tokens: Annotated[list[int], Meta(max_length=MAX_REPORTED)]
+    sures: Annotated[list[float], Meta(max_length=MAX_REPORTED)]
     draft_s: float | None = None
-    parents: Annotated[list[int], Meta(max_length=MAX_TOLD)] = []
+    parents: Annotated[list[int], Meta(max_length=MAX_REPORTED)] = []
 
 
 DraftTask = DraftModel | DraftText | DraftTokens
@@ -78,11 +78,11 @@ TextTask = DraftText | DraftTokens
 def check_drafted(drafted: Drafted, vocabulary: int) -> None:
     """Judge what another device drafts. Raises ``ProtocolError`` where that is no draft of one of so many tokens."""
     count = len(drafted.tokens)
-    well_formed = count <= MAX_TOLD and len(drafted.sures) == count and len(drafted.parents) in (0, count)
+    well_formed = count <= MAX_REPORTED and len(drafted.sures) == count and len(drafted.parents) in (0, count)
     if not well_formed or drafted.known < 0 or any(not -1 <= a < i for i, a in enumerate(drafted.parents)):
         raise ProtocolError("drafts that do not belong to each other")
-    said = zip(drafted.tokens, drafted.sures, strict=True)
-    if not all(0 <= token < vocabulary and 0 <= sure <= 1 for token, sure in said):
+    pairs = zip(drafted.tokens, drafted.sures, strict=True)
+    if not all(0 <= token < vocabulary and 0 <= sure <= 1 for token, sure in pairs):
         raise ProtocolError(f"a draft that is none of {vocabulary} tokens, or surer than sure")
     if drafted.draft_s is not None and not 0 <= drafted.draft_s < math.inf:
         raise ProtocolError("a draft that took no time that there is")

@@ -17,7 +17,7 @@ from primad.system.wire import encode
 
 LENGTH: Final = struct.Struct("<I")
 MAX_FRAME_BYTES: Final = 64 << 20
-_Said = TypeVar("_Said")
+_Command = TypeVar("_Command")
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -55,7 +55,7 @@ class Frames:
         return bodies
 
 
-class RingChannel(Generic[_Said]):
+class RingChannel(Generic[_Command]):
     """The ring process's end: blocking sends, receives that never wait. What comes is what ``decoder`` takes."""
 
     def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> None:
@@ -72,7 +72,7 @@ class RingChannel(Generic[_Said]):
         except OSError:
             self.is_open = False
 
-    def commands(self) -> list[_Said]:
+    def commands(self) -> list[_Command]:
         """What has arrived; call it when the connection is readable. ``is_open`` turns False at the end of the other."""
         try:
             data = self.connection.recv(1 << 20)

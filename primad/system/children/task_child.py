@@ -87,8 +87,8 @@ class TaskChild:
         code = self._bury(child)
         if late.is_set():
             return f"{self._what} did not end within {self.timeout_s:g} s"
-        said = self._last_line()
-        return f"{self._what} {how_it_ended(code)}" + (f": {said}" if said else "")
+        last_line = self._last_line()
+        return f"{self._what} {how_it_ended(code)}" + (f": {last_line}" if last_line else "")
 
     def _bury(self, child: subprocess.Popen[bytes]) -> int:
         self._child = None

@@ -38,9 +38,9 @@ class StepReader:
             pass
         if is_last:
             self._end()
-        told = TextPiece(text="".join(self._texts), thought="".join(self._thoughts), calls=tuple(self._calls))
+        piece = TextPiece(text="".join(self._texts), thought="".join(self._thoughts), calls=tuple(self._calls))
         self._texts, self._thoughts, self._calls = [], [], []
-        return told
+        return piece
 
     def _end(self) -> None:
         """No more steps."""

@@ -85,9 +85,9 @@ class ArgumentPlace:
         kinds, members = self._look()
         texts = [member for member in members if isinstance(member, str)]
         value = _parsed(text, with_python="string" not in kinds and not texts)
-        said = next((each for each in (text, text.strip()) if each in texts), _MISSING)
+        literal = next((each for each in (text, text.strip()) if each in texts), _MISSING)
         named = value if any(type(member) is type(value) and member == value for member in members) else _MISSING
-        for each in (named, said) if is_text is False else (said, named):
+        for each in (named, literal) if is_text is False else (literal, named):
             if each is not _MISSING:
                 return each
         if value is _MISSING:

@@ -10,7 +10,7 @@ from primad.api.answering.job import Job, check_model
 from primad.api.dialects.anthropic.job import NAMES, chat_request
 from primad.api.dialects.anthropic.schema import CountRequest, MessagesRequest
 from primad.api.dialects.openai.job import chat_job
-from primad.api.dialects.openai.schema import parse, said_as
+from primad.api.dialects.openai.schema import parse, worded_as
 from primad.api.dialects.openai.tool_use import chat_text
 
 
@@ -33,7 +33,7 @@ def messages(body: bytes, asking: Asking) -> PreparedMessage:
     """``POST /v1/messages``."""
     ask = parse(MessagesRequest, body)
     request = chat_request(ask, asking.served)
-    with said_as(NAMES):
+    with worded_as(NAMES):
         job = chat_job(request, asking.served, seed=asking.seed, now=asking.now)
     shows_thoughts = ask.thinking is not None and ask.thinking.type != "disabled"
     return PreparedMessage(

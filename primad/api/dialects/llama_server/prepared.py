@@ -73,7 +73,7 @@ def infill(body: bytes, asking: Asking) -> PreparedRaw:
 def _prepared(ask: RawCompletionRequest, asking: Asking) -> PreparedRaw:
     served, model = asking.served, ask.model or asking.served.id
     job = completion_job(ask, served, seed=asking.seed)
-    prompts = [_said(prompt.tokens, served.vocabulary) for prompt in job.prompts]
+    prompts = [_shown_text(prompt.tokens, served.vocabulary) for prompt in job.prompts]
     limit = ask.token_limit
     return PreparedRaw(
         job=job,
@@ -122,13 +122,13 @@ def detokenize(body: bytes, asking: Asking) -> WholeBody:
     """``POST /detokenize``: control tokens by their names."""
     vocabulary, ask = asking.served.vocabulary, parse(DetokenizeRequest, body)
     check_tokens(ask.tokens, vocabulary, at="tokens")
-    return _whole(DetokenizedText(content=_said(ask.tokens, vocabulary)))
+    return _whole(DetokenizedText(content=_shown_text(ask.tokens, vocabulary)))
 
 
-def _said(tokens: list[int], vocabulary: Vocabulary) -> str:
+def _shown_text(tokens: list[int], vocabulary: Vocabulary) -> str:
     """The text of ``tokens``, control tokens by their names."""
-    said = (vocabulary.piece(token) or vocabulary.name(token).encode() for token in tokens)
-    return b"".join(said).decode("utf-8", "replace")
+    shown = (vocabulary.piece(token) or vocabulary.name(token).encode() for token in tokens)
+    return b"".join(shown).decode("utf-8", "replace")
 
 
 def apply_template(body: bytes, asking: Asking) -> WholeBody:

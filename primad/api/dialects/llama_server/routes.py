@@ -32,7 +32,7 @@ from primad.api.http.dialect import Dialect, Route
 from primad.api.http.endpoint import Endpoint, json_response
 from primad.api.http.errors import error_body
 from primad.api.http.framing import EVENT_STREAM
-from primad.api.http.long_answer import LongResponse
+from primad.api.http.long_response import LongResponse
 
 _EVENTS: Final = replace(EVENTS, end=b"")
 
@@ -97,11 +97,11 @@ class _Routes:
         if asked.stream:
             return self._endpoint.stream(self._stream(served, job, answers, asked.fields), _EVENTS)
         answered = await self._endpoint.whole(request, served, job, [answer.clock for answer in answers])
-        now_s, told, long = time.perf_counter(), list[Any](), LongResponse()
+        now_s, results, long = time.perf_counter(), list[Any](), LongResponse()
         for answer, each in zip(answers, answered, strict=True):
             chances = await long.list_of(msgspec.json.encode(chance) for chance in answer.chances(each.tokens))
-            told.append(picked(answer.whole(each, chances, now_s), asked.fields))
-        return long.response(told[0] if len(told) == 1 else told)
+            results.append(picked(answer.whole(each, chances, now_s), asked.fields))
+        return long.response(results[0] if len(results) == 1 else results)
 
     async def _stream(
         self, served: ServedModel, job: Job, answers: list[RawCompletion], fields: Sequence[str]

@@ -104,9 +104,9 @@ class LinesResponse:
         self.begun += written.calls
         if written.finish is not None:
             return self._end(written, list(whole_calls(self.begun)), written.finish, now_s)
-        is_told = bool(self.begun) and self.begun[-1].is_whole
-        calls = list(whole_calls(self.begun)) if is_told else []
-        self.begun = [] if is_told else self.begun
+        is_reported = bool(self.begun) and self.begun[-1].is_whole
+        calls = list(whole_calls(self.begun)) if is_reported else []
+        self.begun = [] if is_reported else self.begun
         is_something = written.text or written.thought or calls or (written.tokens and self.vocabulary is not None)
         return self._line(written, calls) if is_something else None
 
@@ -127,10 +127,12 @@ class LinesResponse:
         """The response to a request that only loads the model."""
         return self._line(None, done=True, done_reason="load")
 
-    def _end(self, said: Written | WrittenChoice, calls: Sequence[GivenCall], finish: str, now_s: float) -> OllamaLine:
+    def _end(
+        self, written_part: Written | WrittenChoice, calls: Sequence[GivenCall], finish: str, now_s: float
+    ) -> OllamaLine:
         prompt_s, decode_s = self.clock.took_s(now_s)
         return self._line(
-            said,
+            written_part,
             calls,
             done=True,
             done_reason="length" if finish == "length" else "stop",
@@ -143,16 +145,23 @@ class LinesResponse:
         )
 
     def _line(
-        self, said: Written | WrittenChoice | None, calls: Sequence[GivenCall] = (), *, done: bool = False, **ended: Any
+        self,
+        written_part: Written | WrittenChoice | None,
+        calls: Sequence[GivenCall] = (),
+        *,
+        done: bool = False,
+        **ended: Any,
     ) -> OllamaLine:
         given = [_given(call) for call in calls if call.is_whole]
-        text = ("" if said is None else said.text) + "".join(_cut(call) for call in calls if not call.is_whole)
-        thinking = (said.thought if said is not None and self.shows_thoughts else "") or UNSET
+        text = ("" if written_part is None else written_part.text) + "".join(
+            _cut(call) for call in calls if not call.is_whole
+        )
+        thinking = (written_part.thought if written_part is not None and self.shows_thoughts else "") or UNSET
         parts: dict[str, Any] = {"response": text, "thinking": thinking}
         if self.is_chat:
             parts = {"message": OllamaReply(content=text, thinking=thinking, tool_calls=given or UNSET)}
-        if self.vocabulary is not None and isinstance(said, Written) and said.tokens:
-            parts["logprobs"] = chat_logprobs(said.tokens, self.vocabulary).content
+        if self.vocabulary is not None and isinstance(written_part, Written) and written_part.tokens:
+            parts["logprobs"] = chat_logprobs(written_part.tokens, self.vocabulary).content
         return OllamaLine(model=self.model, created_at=iso(self.created), done=done, **parts, **ended)
 
 

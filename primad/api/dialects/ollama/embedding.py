@@ -16,7 +16,7 @@ from primad.api.dialects.ollama.answers import iso, nanoseconds
 from primad.api.dialects.ollama.job import LATEST
 from primad.api.http.dialect import Route
 from primad.api.http.endpoint import Endpoint, json_response
-from primad.api.http.long_answer import LongResponse
+from primad.api.http.long_response import LongResponse
 from primad.api.http.vectors import embed
 
 

@@ -14,7 +14,7 @@ from primad.api.dialects.ollama.schema import ModelRequest, OllamaChatRequest, O
 from primad.api.dialects.openai.fields import Strict, expecting
 from primad.api.dialects.openai.job import chat_job, completion_job
 from primad.api.dialects.openai.prepared import MAX_TEXTS, Dimensions, Texts
-from primad.api.dialects.openai.schema import ChatRequest, CompletionRequest, parse, said_as
+from primad.api.dialects.openai.schema import ChatRequest, CompletionRequest, parse, worded_as
 from primad.errors import RequestError
 
 
@@ -68,7 +68,7 @@ class OllamaEmbeddingsRequest(_OfModel):
 def chat(body: bytes, asking: Asking) -> PreparedLines:
     """``POST /api/chat``."""
     ask = parse(OllamaChatRequest, body)
-    with said_as(NAMES):
+    with worded_as(NAMES):
         core = chat_request(ask) if ask.messages else None
     return _prepared(ask, core, asking)
 
@@ -76,7 +76,7 @@ def chat(body: bytes, asking: Asking) -> PreparedLines:
 def generate(body: bytes, asking: Asking) -> PreparedLines:
     """``POST /api/generate``."""
     ask = parse(OllamaGenerateRequest, body)
-    with said_as(NAMES):
+    with worded_as(NAMES):
         core = generate_request(ask) if ask.prompt else None
     return _prepared(ask, core, asking)
 
@@ -94,7 +94,7 @@ def _prepared(ask: OllamaRequest, core: ChatRequest | CompletionRequest | None, 
 
 
 def _job(core: ChatRequest | CompletionRequest, asking: Asking) -> Job:
-    with said_as(NAMES):
+    with worded_as(NAMES):
         if isinstance(core, CompletionRequest):
             return completion_job(core, asking.served, seed=asking.seed)
         return chat_job(core, asking.served, seed=asking.seed, now=asking.now)

@@ -30,7 +30,7 @@ from primad.api.dialects.ollama.schema import OllamaChatRequest, OllamaGenerateR
 from primad.api.http.dialect import Dialect, Route
 from primad.api.http.endpoint import Endpoint, json_response
 from primad.api.http.framing import Framing
-from primad.api.http.long_answer import LongResponse
+from primad.api.http.long_response import LongResponse
 from primad.errors import PrimadError
 
 

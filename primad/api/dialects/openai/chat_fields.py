@@ -20,7 +20,7 @@ from primad.api.dialects.openai.thinking_fields import thinking_variables
 from primad.api.dialects.openai.tool_fields import ToolCall, ToolFields
 
 NO_AUDIO = only(None, why="this server returns text only")
-_TOLD: Final = ("system", "developer")
+_REPORTED: Final = ("system", "developer")
 _MIN_SHARE: Final = 4
 """At least one token in this many of the context is left for a response without a limit."""
 MAX_DOCUMENTS: Final = 128
@@ -57,9 +57,9 @@ class TemplateFields(Strict):
 
     def variables_for(self, template: str) -> dict[str, Any]:
         """The variables of ``template``, by its own names. ``chat_template_kwargs`` overrides the others."""
-        said = thinking_variables(template, self.enable_thinking, self.reasoning_effort)
+        rendered = thinking_variables(template, self.enable_thinking, self.reasoning_effort)
         documents = {} if self.documents is None else {"documents": self.documents}
-        return said | documents | (self.chat_template_kwargs or {})
+        return rendered | documents | (self.chat_template_kwargs or {})
 
 
 class TextPart(Strict):
@@ -111,9 +111,9 @@ class Message(Strict):
     @property
     def is_empty(self) -> bool:
         """Whether it is the assistant's and empty."""
-        said = self.for_template()
+        rendered = self.for_template()
         return self.role == "assistant" and not (
-            said["content"].strip() or said.get("tool_calls") or said.get("reasoning_content", "").strip()
+            rendered["content"].strip() or rendered.get("tool_calls") or rendered.get("reasoning_content", "").strip()
         )
 
     def for_template(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def shifted(messages: Sequence[Message], fits: Callable[[list[Message]], bool]) 
 
     def without(count: int) -> list[Message]:
         first = starts[count] if count else 0
-        return [message for i, message in enumerate(messages) if i >= first or message.role in _TOLD]
+        return [message for i, message in enumerate(messages) if i >= first or message.role in _REPORTED]
 
     count = bisect.bisect_left(range(max(len(starts) - 1, 0)), True, key=lambda count: fits(without(count)))
     return without(count) if starts else list(messages)

@@ -19,7 +19,7 @@ from primad.api.dialects.openai.prepared import EmbeddingRequest, RerankRequest
 from primad.api.dialects.openai.shapes import Model, ModelMeta
 from primad.api.http.dialect import Route
 from primad.api.http.endpoint import Endpoint, json_response
-from primad.api.http.long_answer import LongResponse
+from primad.api.http.long_response import LongResponse
 from primad.api.http.vectors import embed
 
 

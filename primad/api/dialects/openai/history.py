@@ -13,7 +13,7 @@ from typing import Any, Final
 _TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of parts with text, with the field that has it."""
 _THOUGHTS: Final = {"thinking": "thinking", "reasoning": "reasoning", "redacted_thinking": ""}
-_SAID_AS: Final = ("reasoning", "thinking")
+_WORDED_AS: Final = ("reasoning", "thinking")
 """Other names of ``reasoning_content``: of vLLM and OpenRouter, of Ollama."""
 
 
@@ -26,7 +26,7 @@ def understood(message: Any) -> Any:
         message |= {"role": "tool", "tool_call_id": message.get("tool_call_id") or _call_id(message.get("name"))}
     if message.get("role") == "tool" and "content" in message:
         message["content"] = result_of(message.get("content"))
-    thoughts = [message.get(name) for name in ("reasoning_content", *_SAID_AS)]
+    thoughts = [message.get(name) for name in ("reasoning_content", *_WORDED_AS)]
     thoughts += _thoughts(message.get("thinking_blocks"))
     content = message.get("content")
     if isinstance(content, list):

@@ -35,7 +35,7 @@ from primad.api.http.dialect import Dialect, Route
 from primad.api.http.endpoint import Endpoint, json_response
 from primad.api.http.errors import error_body
 from primad.api.http.framing import EVENT_STREAM, Framing
-from primad.api.http.long_answer import LongResponse
+from primad.api.http.long_response import LongResponse
 from primad.errors import PrimadError
 
 
@@ -157,7 +157,7 @@ class _Routes:
                         total=len(choice.prompt), cache=part.cached, processed=part.read_tokens, time_ms=took_ms
                     )
                     yield answer.progress(choice, read)
-                if part.says_something or (part.tokens and answer.with_logprobs):
+                if part.is_not_empty or (part.tokens and answer.with_logprobs):
                     yield _timed(answer.piece(choice, part), timings)
                 if part.finish is not None:
                     ended.append((choice, part.cached))

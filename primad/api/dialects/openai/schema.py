@@ -36,7 +36,7 @@ MAX_STOP_CHARS: Final = 256
 MAX_TOP_LOGPROBS: Final = 20
 MAX_PRIORITY: Final = 2**31 - 1
 """vLLM's field, with lower values first."""
-MAX_TOLD: Final = 8
+MAX_REPORTED: Final = 8
 """The most ignored fields of one request that are named."""
 _HARMLESS: Final = frozenset(
     {
@@ -226,7 +226,7 @@ def build(model: type[R], fields: dict[str, Any]) -> R:
 
 
 @contextmanager
-def said_as(names: Mapping[str, str]) -> Iterator[None]:
+def worded_as(names: Mapping[str, str]) -> Iterator[None]:
     """Errors name a field as in ``names``: as the client of a dialect wrote it."""
     try:
         yield
@@ -257,8 +257,8 @@ def _refusal(exc: ValidationError) -> RequestError:
 def _notify_ignored(request: BaseModel) -> None:
     unknown = sorted((request.model_extra or {}).keys() - _HARMLESS)
     if unknown:
-        named = ", ".join(printable(name, 40) for name in unknown[:MAX_TOLD])
-        more = f" and {len(unknown) - MAX_TOLD} more" if len(unknown) > MAX_TOLD else ""
+        named = ", ".join(printable(name, 40) for name in unknown[:MAX_REPORTED])
+        more = f" and {len(unknown) - MAX_REPORTED} more" if len(unknown) > MAX_REPORTED else ""
         logger.info("unknown fields of a request were ignored: %s%s", named, more)
 
 

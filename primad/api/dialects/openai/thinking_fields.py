@@ -43,8 +43,8 @@ def with_word(
     last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=None)
     if thinks is None or last is None or "/no_think' in" not in template or _VARIABLE.search(template):
         return messages
-    said = messages[last] | {"content": f"{messages[last]['content']} {'/think' if thinks else '/no_think'}"}
-    return [*messages[:last], said, *messages[last + 1 :]]
+    edited = messages[last] | {"content": f"{messages[last]['content']} {'/think' if thinks else '/no_think'}"}
+    return [*messages[:last], edited, *messages[last + 1 :]]
 
 
 def _switches(thinks: bool) -> dict[str, Any]:

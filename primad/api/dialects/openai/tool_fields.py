@@ -123,8 +123,8 @@ class ToolFields(Strict):
             raise PydanticCustomError("tool_choice", "a call is required, and there are no tools")
         for name in _named(value):
             if name not in names:
-                told = {"name": printable(name, 64)}
-                raise PydanticCustomError("tool_choice", "there is no tool '{name}' among the tools", told)
+                context = {"name": printable(name, 64)}
+                raise PydanticCustomError("tool_choice", "there is no tool '{name}' among the tools", context)
         return value
 
     @property

@@ -70,8 +70,8 @@ def answer_rules(request: ChatRequest, served: TextModel, text: str) -> Completi
         return CompletionRules(reading=None, grammar=wanted)
     form = manner.form if manner.form.reads_text else None
     if functions:
-        is_told = not mentions(served.vocabulary.chat_template or "", "tools")
-        form = manner.form if wanted is None and not is_told else manner.asked
+        is_reported = not mentions(served.vocabulary.chat_template or "", "tools")
+        form = manner.form if wanted is None and not is_reported else manner.asked
     reading = CompletionReading(
         form=None if form is None else str(form),
         thinking=thinking if opened or not request.continues else None,

@@ -51,7 +51,7 @@ class ResponseStream:
     id: str
     created: int
     model: str
-    said: EchoedFields
+    echoed: EchoedFields
     prompt_tokens: int
     sampled: int = 0
     cached: int = 0
@@ -147,8 +147,8 @@ class ResponseStream:
     def _close_call(self) -> Iterator[NamedEvent]:
         for call in whole_calls(self.open_call):
             item, number = self._called(call, _call_status(call), call.arguments), len(self.output)
-            said = {"item_id": item["id"], "output_index": number, "name": call.name, "arguments": call.arguments}
-            yield self._event("response.function_call_arguments.done", **said)
+            echoed = {"item_id": item["id"], "output_index": number, "name": call.name, "arguments": call.arguments}
+            yield self._event("response.function_call_arguments.done", **echoed)
             yield self._event("response.output_item.done", output_index=number, item=item)
             self.output.append(item)
         self.open_call = []
@@ -187,7 +187,7 @@ class ResponseStream:
             incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
             usage=None if status == "in_progress" else self._usage(),
             tools=[],
-            **msgspec.structs.asdict(self.said),
+            **msgspec.structs.asdict(self.echoed),
         )
 
     def _usage(self) -> dict[str, Any]:

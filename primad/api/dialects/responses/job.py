@@ -44,21 +44,21 @@ def _messages(given: str | list[InputItem]) -> Iterator[dict[str, Any]]:
     if isinstance(given, str):
         yield {"role": "user", "content": given}
         return
-    said: dict[str, Any] = {}
+    turn: dict[str, Any] = {}
     for number, item in enumerate(given):
-        if item.type == "message" and item.role == "assistant" and "content" not in said and "tool_calls" not in said:
-            said["content"] = _text(item.content)
+        if item.type == "message" and item.role == "assistant" and "content" not in turn and "tool_calls" not in turn:
+            turn["content"] = _text(item.content)
         elif item.type == "reasoning":
-            said["reasoning_content"] = _text(item.content) or _text(item.summary)
+            turn["reasoning_content"] = _text(item.content) or _text(item.summary)
         elif item.type in ("function_call", "custom_tool_call"):
-            said.setdefault("tool_calls", []).append(_call(item, number))
+            turn.setdefault("tool_calls", []).append(_call(item, number))
         else:
-            if said:
-                yield {"role": "assistant", "content": ""} | said
-                said = {}
+            if turn:
+                yield {"role": "assistant", "content": ""} | turn
+                turn = {}
             yield _message(item, number)
-    if said:
-        yield {"role": "assistant", "content": ""} | said
+    if turn:
+        yield {"role": "assistant", "content": ""} | turn
 
 
 def _message(item: InputItem, number: int) -> dict[str, Any]:

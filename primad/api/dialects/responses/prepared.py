@@ -10,7 +10,7 @@ from primad.api.answering.backend import Asking
 from primad.api.answering.job import Job
 from primad.api.dialects.openai.job import chat_job
 from primad.api.dialects.openai.prepared import counted
-from primad.api.dialects.openai.schema import parse, said_as
+from primad.api.dialects.openai.schema import parse, worded_as
 from primad.api.dialects.openai.shapes import InputTokens
 from primad.api.dialects.responses.job import NAMES, chat_request
 from primad.api.dialects.responses.schema import ResponsesRequest
@@ -34,15 +34,15 @@ class PreparedResponse(msgspec.Struct, frozen=True, kw_only=True):
     job: Job
     model: str
     stream: bool
-    said: EchoedFields
+    echoed: EchoedFields
 
 
 def respond(body: bytes, asking: Asking) -> PreparedResponse:
     """``POST /v1/responses``."""
     ask = parse(ResponsesRequest, body)
-    with said_as(NAMES):
+    with worded_as(NAMES):
         job = chat_job(chat_request(ask), asking.served, seed=asking.seed, now=asking.now)
-    said = EchoedFields(
+    echoed = EchoedFields(
         instructions=ask.instructions,
         max_output_tokens=ask.max_output_tokens,
         temperature=ask.temperature,
@@ -51,10 +51,10 @@ def respond(body: bytes, asking: Asking) -> PreparedResponse:
         parallel_tool_calls=ask.parallel_tool_calls is not False,
         metadata=ask.metadata or {},
     )
-    return PreparedResponse(job=job, model=ask.model or asking.served.id, stream=bool(ask.stream), said=said)
+    return PreparedResponse(job=job, model=ask.model or asking.served.id, stream=bool(ask.stream), echoed=echoed)
 
 
 def count(body: bytes, asking: Asking) -> InputTokens:
     """``POST /v1/responses/input_tokens``."""
-    with said_as(NAMES):
+    with worded_as(NAMES):
         return counted(chat_request(parse(ResponsesRequest, body)), asking)

@@ -43,7 +43,7 @@ class _Routes:
             id=f"resp_{secrets.token_hex(16)}",
             created=int(time.time()),
             model=prepared.model,
-            said=prepared.said,
+            echoed=prepared.echoed,
             prompt_tokens=prepared.job.prompt_tokens,
         )
         if prepared.stream:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from primad.daemon.draft_process import DraftingProcess
 from primad.daemon.layer_files import Workspace, copy_layers
-from primad.daemon.station import Node
+from primad.daemon.node import Node
 from primad.errors import ProtocolError
 from primad.gguf.model import open_model
 from primad.gguf.windows import ModelCutter, vocabulary_size
@@ -65,21 +65,21 @@ class Worker:
         identity = new_identity()
         trust = TrustStore(home, identity, LocalTrust(home / "local"))
         node = Node(config=config, workspace=self.place, identity=identity, trust=trust)
-        self.told: asyncio.Queue[WorkerMessage] = asyncio.Queue()
-        self.said: list[str] = []
+        self.reported: asyncio.Queue[WorkerMessage] = asyncio.Queue()
+        self.printed: list[str] = []
         self.guessing = DraftService(
             node,
             context=cast("Any", None),
             number=count(1).__next__,
-            notify=self.told.put,
-            report_line=self.said.append,
+            notify=self.reported.put,
+            report_line=self.printed.append,
         )
 
     async def hear(self, kind: type[Kind], wanted: Callable[[Kind], bool] = lambda _: True) -> Kind:
         """The next message of ``kind`` that is wanted."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                message = await self.told.get()
+                message = await self.reported.get()
                 if isinstance(message, kind) and wanted(message):
                     return message
 
@@ -173,7 +173,7 @@ def test_the_head_hears_that_a_model_cannot_be_had_or_is_gone(tmp_path):
         process_of(worker).kill()
         gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
         assert gone.error == "the draft process was ended by SIGKILL"
-        assert worker.said[-1] == f"stops drafting: {gone.error}"
+        assert worker.printed[-1] == f"stops drafting: {gone.error}"
         await worker.guessing.load(load, 1)
         await worker.hear(DraftModelState, lambda state: state.ready)
         process = process_of(worker)
@@ -245,7 +245,7 @@ class Elsewhere:
         write_model(path, layers=2)
         self.header = open_model(path)
         self.link: Link | None = Link()
-        self.said: list[str] = []
+        self.printed: list[str] = []
         self.ring = asyncio.Queue[RingCommand]()
         draft = draft_model(path, self.header, context=64, threads=1)
         source = SimpleNamespace(cutter=ModelCutter(self.header), header=self.header)
@@ -254,7 +254,7 @@ class Elsewhere:
             draft=draft,
             forecast=SimpleNamespace(plan=SimpleNamespace(head="desk")),
             service=SimpleNamespace(draft=draft, draft_source=source, head_has_room=head_has_room),
-            reporter=SimpleNamespace(report_line=self.said.append),
+            reporter=SimpleNamespace(report_line=self.printed.append),
         )
         ways = SimpleNamespace(sources=self._no_sources)
         self.drafts = RemoteDrafter(
@@ -311,7 +311,7 @@ def test_a_head_passes_guesses_on_that_are_some_and_guesses_itself_while_the_dev
             await head.get_ready()
 
         await head.run(steps())
-        assert head.said == ["lap does not draft: its primad ended; this device does"]
+        assert head.printed == ["lap does not draft: its primad ended; this device does"]
 
     asyncio.run(once())
 
@@ -332,7 +332,7 @@ def test_a_device_that_the_owner_of_the_head_pauses_guesses_no_more_until_it_may
             await head.get_ready()
 
         await head.run(steps())
-        (line,) = head.said
+        (line,) = head.printed
         assert line.endswith("paused by the owner of this head; nothing does, for this device has no room")
 
     asyncio.run(once())

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from halda.laps import Hop, Stop, all_chunks
+from halda.ring_passes import Hop, Stop, all_chunks
 
 
 def in_turn(laps: list[list[float]], hops: list[tuple[float, float]], tail: float, chunks: int) -> float:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from primad.api.page.desk import DeviceLimit
+from primad.api.page.admin_api import DeviceLimit
 from primad.errors import ConfigError
 from primad.head.model.limits import FILE_NAME, DeviceLimits
 from tests.fakes.planning import device

@@ -12,11 +12,11 @@ CUT = "..."
 """Behind the arguments of a call that is not whole; those are text."""
 
 
-def calls_in(told: Iterable[TextPiece]) -> list[tuple[str, Any]]:
+def calls_in(reported: Iterable[TextPiece]) -> list[tuple[str, Any]]:
     """Each call by name, with its arguments as a value if they are whole."""
     found: list[tuple[str, str]] = []
     whole: list[bool] = []
-    for part in (part for each in told for part in each.calls):
+    for part in (part for each in reported for part in each.calls):
         if part.name is not None:
             found.append((part.name, ""))
             whole.append(False)

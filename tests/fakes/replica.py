@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from primad.kv.keys import KvBlock
 from primad.ring.messages import Generate, KvForgotten, KvKept
+from tests.fakes.kv_writer import FakeKvWriter
 from tests.fakes.ring import FakeRing
-from tests.fakes.shelf import FakeKvWriter
 
 
 class FakeReplica:

@@ -42,7 +42,7 @@ FEW = 40
 SHAPE = (10, 12, 7)
 
 
-async def told(
+async def reported(
     model: Path, prompts: Sequence[list[int]], kinds: Sequence[Sampling], **options: Any
 ) -> tuple[list[list[Sampled]], int]:
     """What a ring of three says to each kind of ``prompts`` that are asked together, and how many drafts it accepted."""
@@ -75,8 +75,8 @@ def tokens_of(model: Path, *texts: str) -> list[list[int]]:
 def check(model: Path, texts: Sequence[str], kinds: Sequence[Sampling], drafting: Drafting, **options: Any) -> int:
     """Nothing that is told differs from what a ring without drafts tells; how many drafts were accepted."""
     prompts = tokens_of(model, *texts)
-    expected, none = asyncio.run(told(model, prompts, kinds, **options))
-    found, accepted = asyncio.run(told(model, prompts, kinds, drafting=drafting, **options))
+    expected, none = asyncio.run(reported(model, prompts, kinds, **options))
+    found, accepted = asyncio.run(reported(model, prompts, kinds, drafting=drafting, **options))
     assert found == expected
     assert none == 0
     return accepted
@@ -85,9 +85,9 @@ def check(model: Path, texts: Sequence[str], kinds: Sequence[Sampling], drafting
 def test_drafts_change_no_token_and_no_log_probability(smollm2: Path):
     """Neither those ahead in steps of their own, nor those in one step with the next token where its rows are exact."""
     prompts, kinds, batching = tokens_of(smollm2, TEXT), [GREEDY, SAMPLED, GUIDED], Batching(replays=4)
-    expected, _ = asyncio.run(told(smollm2, prompts, kinds, batching=batching))
+    expected, _ = asyncio.run(reported(smollm2, prompts, kinds, batching=batching))
     for drafting in (Drafting(room=4), Drafting(rows=4, costs=(1.0,) * 4, adapts=False)):
-        found, accepted = asyncio.run(told(smollm2, prompts, kinds, drafting=drafting, batching=batching))
+        found, accepted = asyncio.run(reported(smollm2, prompts, kinds, drafting=drafting, batching=batching))
         assert found == expected
         assert accepted > 0
 
@@ -101,7 +101,7 @@ def test_a_model_that_guesses_changes_nothing_and_is_killed_without_harm(smollm2
     (prompt,) = tokens_of(smollm2, STORY)
 
     async def run(draft: DraftModel | None, latency_s: float) -> tuple[list[Sampled], Finished]:
-        told: list[Sampled] = []
+        reported: list[Sampled] = []
         drafting = None if draft is None else Drafting(room=4)
         async with LocalRing(
             smollm2, SHAPE, context=512, threads=1, latency_s=latency_s, drafting=drafting, draft=draft
@@ -109,8 +109,8 @@ def test_a_model_that_guesses_changes_nothing_and_is_killed_without_harm(smollm2
             head = psutil.Process(ring.processes[ring.plan.head].pid)
 
             def heard(event: Sampled) -> None:
-                told.append(event)
-                if draft is not None and len(told) == TOKENS:
+                reported.append(event)
+                if draft is not None and len(reported) == TOKENS:
                     (draft_tokens,) = head.children()
                     draft_tokens.kill()
 
@@ -224,8 +224,8 @@ def test_a_models_own_layer_drafts_in_a_ring_and_alone_and_changes_nothing(modul
         kind = {"prompt": "fish", "tokens": 150}
         expected = ask(head, speculate=False, **kind).text
         for disturb in (None, worker.kill, None):
-            told = ask(head, disturb, speculate=True, **kind)
-            assert (told.text, told.error) == (expected, None), head.run.output
+            reported = ask(head, disturb, speculate=True, **kind)
+            assert (reported.text, reported.error) == (expected, None), head.run.output
             assert disturb or drafted(head) > 0, head.run.output
         assert "Traceback" not in head.run.output
 
@@ -254,8 +254,8 @@ def test_a_worker_that_is_killed_under_drafts_changes_no_text(smollm2: Path, mod
         assert [ask(head, prompt=TEXT, **kind).text for kind in kinds] == expected
         assert drafted(head) > 0
         if streams > 1:
-            alone = [told.text for told in ask_all(head, streams, speculate=False)]
-            assert [told.text for told in ask_all(head, streams, second.kill, speculate=True)] == alone
+            alone = [reported.text for reported in ask_all(head, streams, speculate=False)]
+            assert [reported.text for reported in ask_all(head, streams, second.kill, speculate=True)] == alone
         disturbed = ask(head, None if streams > 1 else second.kill, prompt=TEXT, speculate=True)
         assert (disturbed.text, disturbed.error) == (expected[0], None), head.run.output
         assert "Traceback" not in head.run.output

@@ -24,8 +24,8 @@ from primad.daemon.layer_files import check_layers, distrust
 from primad.daemon.loaded_process import LoadedProcess
 from primad.daemon.loading import WindowLoad
 from primad.daemon.memory_watch import MemoryWatch
+from primad.daemon.node import Node
 from primad.daemon.reporter import ReportLine
-from primad.daemon.station import Node
 from primad.errors import (
     DiskError,
     LoadAgainError,
@@ -36,7 +36,7 @@ from primad.errors import (
     WeightsError,
 )
 from primad.gguf.layers import LayerRef
-from primad.layers.givers import HubRoutes, own_token
+from primad.layers.sources import HubRoutes, own_token
 from primad.network import messages
 from primad.network.messages import Broken, DownloadedLayer, Fault, Load, Loaded, Progress, WorkerMessage, WorkerStatus
 from primad.ring.messages import (
@@ -261,12 +261,12 @@ class Stages:
 
     def _fetched(self, epoch: int) -> Callable[[int, int], None]:
         """Reports fetched bytes and their total to the head now and then."""
-        told_s = 0.0
+        reported_s = 0.0
 
         def progress(done: int, total: int) -> None:
-            nonlocal told_s
-            if done == total or time.monotonic() - told_s >= PROGRESS_INTERVAL_S:
-                told_s = time.monotonic()
+            nonlocal reported_s
+            if done == total or time.monotonic() - reported_s >= PROGRESS_INTERVAL_S:
+                reported_s = time.monotonic()
                 self._telling.start(self._notify(Progress(epoch=epoch, phase="fetch", done=done, total=total)))
 
         return progress

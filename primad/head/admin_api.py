@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from halda import DeviceProfile
-from primad.api.page.desk import (
+from primad.api.page.admin_api import (
     DeviceLimit,
     DevicesBody,
     HeadKey,
@@ -22,8 +22,8 @@ from primad.api.page.desk import (
     PlannedDevice,
     ShownCode,
 )
+from primad.daemon.node import Node
 from primad.daemon.pairing_service import PairingService
-from primad.daemon.station import Node
 from primad.errors import ClusterError, RequestError, printable
 from primad.gguf.shapes import profiles_directory
 from primad.head.members.core import Core

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from primad.api.page.desk import (
+from primad.api.page.admin_api import (
     DeviceLimit,
     DevicesBody,
     HeadKey,

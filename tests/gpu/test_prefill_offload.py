@@ -24,6 +24,6 @@ def test_a_ring_that_is_helped_serves(smollm2, new_home, cluster, gpu, batching)
         ) as (head, worker),
     ):
         assert ("prefill offload to the GPU" in head.run.output) == (batching == "auto"), head.run.output
-        told = ask(head, prompt=STORY * 12, tokens=20)
-        assert (told.finish, told.error) == ("length", None), head.run.output + worker.output
-        assert told.text
+        reported = ask(head, prompt=STORY * 12, tokens=20)
+        assert (reported.finish, reported.error) == ("length", None), head.run.output + worker.output
+        assert reported.text

@@ -59,15 +59,15 @@ class OneDevice:
             assert isinstance(outcome, Notify)
             self.events += outcome.events
 
-    def told(self, request):
+    def reported(self, request):
         """Tokens and log-probabilities."""
         return [
             (each.token, each.logprob) for each in self.events if isinstance(each, Sampled) and each.request == request
         ]
 
     def kept(self, request):
-        told = (each for each in self.events if isinstance(each, KvKept) and each.request == request)
-        return [block for each in told for block in each.blocks]
+        reported = (each for each in self.events if isinstance(each, KvKept) and each.request == request)
+        return [block for each in reported for block in each.blocks]
 
     def close(self) -> None:
         self._streams.end()
@@ -102,7 +102,7 @@ def test_an_answer_goes_on_from_its_cells_bit_for_bit(device, kv_type, flash, se
     undisturbed, first = device(options), device(options)
     requests = range(1, sequences + 1)
     undisturbed.run(*(asked(request, root="") for request in requests))
-    whole = {request: undisturbed.told(request) for request in requests}
+    whole = {request: undisturbed.reported(request) for request in requests}
     first.run(
         *(asked(request) for request in requests),
         until=lambda events: sum(isinstance(each, Sampled) for each in events) == 13 * sequences,
@@ -114,16 +114,16 @@ def test_an_answer_goes_on_from_its_cells_bit_for_bit(device, kv_type, flash, se
     first.head.kv_writer.flush()
     second = device(options)
     for request in requests:
-        told = first.told(request)
-        assert told == whole[request][: len(told)]
-        rows = len(PROMPT) + len(told) - 1 - first.kept(request)[-1].end
+        reported = first.reported(request)
+        assert reported == whole[request][: len(reported)]
+        rows = len(PROMPT) + len(reported) - 1 - first.kept(request)[-1].end
         assert rows == 0 if drains else rows < 8
         second.head.submit(
-            asked(request, sampled=[token for token, _ in told], blocks=first.kept(request)),
+            asked(request, sampled=[token for token, _ in reported], blocks=first.kept(request)),
         )
     second.run()
     for request in requests:
-        assert first.told(request) + second.told(request) == whole[request]
+        assert first.reported(request) + second.reported(request) == whole[request]
 
 
 @pytest.mark.parametrize("keeps_cells", [True, False])
@@ -139,8 +139,8 @@ def test_a_plan_that_streams_and_one_that_does_not_take_over_from_each_other_wit
     first.head.kv_writer.flush()
     second = device(options, streams=not streams_first)
     blocks = first.kept(1) if keeps_cells else []
-    second.run(asked(sampled=[token for token, _ in first.told(1)], blocks=blocks))
-    assert first.told(1) + second.told(1) == undisturbed.told(1)
+    second.run(asked(sampled=[token for token, _ in first.reported(1)], blocks=blocks))
+    assert first.reported(1) + second.reported(1) == undisturbed.reported(1)
 
 
 def test_a_prompt_is_found_again_by_another_process(device):
@@ -151,5 +151,5 @@ def test_a_prompt_is_found_again_by_another_process(device):
     second = device(options)
     found = prompt_blocks(second.head._scheduler._state.chunking, PROMPT, "model and owner")
     second.run(asked(blocks=found))
-    assert second.told(1) == first.told(1)
+    assert second.reported(1) == first.reported(1)
     assert [each.reused for each in second.events if isinstance(each, PromptProgress)] == [32]

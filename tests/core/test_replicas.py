@@ -82,9 +82,9 @@ def test_a_token_takes_what_the_layers_of_a_device_say():
 def test_every_worker_has_another_keeper_or_a_reason(found, rate):
     devices = [device(f"d{i}", host=host, room=room, token=token) for i, (host, room, token) in enumerate(found)]
     names = [each.device for each in devices]
-    told = replicas(devices, "d0", links(*names, rate=rate), 10.0)
-    assert [kept.device for kept in told] == sorted(names[1:])
-    for kept in told:
+    reported = replicas(devices, "d0", links(*names, rate=rate), 10.0)
+    assert [kept.device for kept in reported] == sorted(names[1:])
+    for kept in reported:
         assert kept.replica != kept.device
         assert (kept.replica is None) == bool(kept.why)
         assert kept.replica is None or kept.bytes_per_s <= LINK_SHARE * rate

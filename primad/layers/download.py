@@ -21,9 +21,9 @@ from primad.gguf.hub_ranges import HubError
 from primad.gguf.layers import LayerRef, chunk_size
 from primad.layers.cache import LayerCache
 from primad.layers.fetch import in_thread
-from primad.layers.givers import ChunkSource, HubRoutes, WantedLayer
 from primad.layers.partial import PartialLayer
 from primad.layers.rate_limit import TokenBucket
+from primad.layers.sources import ChunkSource, HubRoutes, WantedLayer
 
 logger = logging.getLogger(__name__)
 

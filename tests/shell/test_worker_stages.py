@@ -19,7 +19,7 @@ from primad.daemon import bring, loading
 from primad.daemon import memory_watch as memory_watch
 from primad.daemon.layer_files import Workspace
 from primad.daemon.memory_watch import MemoryWatch, ram_room
-from primad.daemon.station import Node
+from primad.daemon.node import Node
 from primad.engine.protocol import WindowSource
 from primad.errors import ClusterError, DiskError, ModelError, SenderError, WeightsError
 from primad.gguf.layers import LayerRef, layer_digest, tree_of
@@ -46,7 +46,7 @@ from primad.system.memory import Memory
 from primad.trust.identity import new_identity
 from primad.trust.local_trust import LocalTrust
 from primad.trust.trust import TrustStore
-from primad.worker.participations import Stages
+from primad.worker.stages import Stages
 from tests.fakes import load as loads
 from tests.fakes.layers import here
 from tests.fakes.process import STATUS, FakeProcesses, FakeRingProcess
@@ -76,8 +76,8 @@ class Worker:
             usage=home / "v",
             build="b",
         )
-        self.told: list[WorkerMessage] = []
-        self.said: list[str] = []
+        self.reported: list[WorkerMessage] = []
+        self.printed: list[str] = []
         self._news = asyncio.Condition()
         self.memory_watch = MemoryWatch(partial(ram_room, config.limits), self._memory_recovered)
         identity = new_identity()
@@ -91,7 +91,7 @@ class Worker:
         self.less_of_the_gpu = 0
         node.gpu_care.attend(
             lambda: PROFILE,
-            report_line=self.said.append,
+            report_line=self.printed.append,
             changed=self._on_gpu,
             recovered=partial(self._memory_recovered, 0),
         )
@@ -100,7 +100,7 @@ class Worker:
             context=None,
             memory_watch=self.memory_watch,
             notify=self._notify,
-            report_line=self.said.append,
+            report_line=self.printed.append,
         )
 
     async def _memory_recovered(self, _: int) -> None:
@@ -110,19 +110,19 @@ class Worker:
         self.less_of_the_gpu += 1
 
     async def _notify(self, message: WorkerMessage) -> None:
-        self.told.append(message)
+        self.reported.append(message)
         async with self._news:
             self._news.notify_all()
 
     async def hears(self, kind: type[Kind], condition: Callable[[Kind], bool] = lambda _: True) -> Kind:
         """The first message of ``kind`` for which ``condition`` holds, once there is one."""
         async with self._news:
-            await self._news.wait_for(lambda: any(isinstance(m, kind) and condition(m) for m in self.told))
-        return next(m for m in self.told if isinstance(m, kind) and condition(m))
+            await self._news.wait_for(lambda: any(isinstance(m, kind) and condition(m) for m in self.reported))
+        return next(m for m in self.reported if isinstance(m, kind) and condition(m))
 
     async def stands(self, epoch: int, condition: Callable[[StageState], bool]) -> StageState:
         """How the head was first told that ``epoch`` stands for which ``condition`` holds."""
-        await self.hears(StageStates, lambda told: any(s.epoch == epoch and condition(s) for s in told.states))
+        await self.hears(StageStates, lambda reported: any(s.epoch == epoch and condition(s) for s in reported.states))
         return next(state for state in self.states() if state.epoch == epoch and condition(state))
 
     async def loads(self, epoch: int) -> Loaded:
@@ -144,13 +144,13 @@ class Worker:
         assert loaded.port == 4000 + process.number
         await self.parts.link(load.epoch, "tcp://127.0.0.1:9", KEY, OTHER_KEY)
         await self.stands(load.epoch, lambda state: state.linked)
-        assert (await process.told(Connect)) == Connect("tcp://127.0.0.1:9", KEY, OTHER_KEY)
+        assert (await process.reported(Connect)) == Connect("tcp://127.0.0.1:9", KEY, OTHER_KEY)
         assert len(self.processes.all) - before in (0, 1)
         return process
 
     def states(self) -> list[StageState]:
         """All that the head was told, as often as it was."""
-        return [state for told in self.told if isinstance(told, StageStates) for state in told.states]
+        return [state for reported in self.reported if isinstance(reported, StageStates) for state in reported.states]
 
     def broken(self) -> set[tuple[int, Broken]]:
         """What the head was told of, by epoch."""
@@ -185,15 +185,15 @@ def test_a_part_is_loaded_linked_and_told(worker, processes):
     async def once() -> None:
         async with worker() as lap:
             process = await lap.serve(a_load(1))
-            opening = await process.told(Open)
+            opening = await process.reported(Open)
             assert (opening.ring, opening.epoch, opening.head, opening.host) == (1, 1, None, "127.0.0.1")
             assert processes.starts[0].place == 1
             assert lap.parts.is_serving
-            assert lap.said == ["computing layers 2-3"]
+            assert lap.printed == ["computing layers 2-3"]
             await lap.parts.release(1)
             assert not lap.parts.is_serving
-            assert lap.told[-1] == StageStates(revision=lap.parts.standing.revision, states=[])
-            revisions = [told.revision for told in lap.told if isinstance(told, StageStates)]
+            assert lap.reported[-1] == StageStates(revision=lap.parts.standing.revision, states=[])
+            revisions = [reported.revision for reported in lap.reported if isinstance(reported, StageStates)]
             assert revisions == [1, 2, 3, 4], "begun, loaded, linked, over"
 
     asyncio.run(once())
@@ -208,12 +208,12 @@ def test_what_was_loaded_stays_loaded_and_serves_the_same_windows_again(worker, 
             await lap.parts.release(1)
             assert not process.closed
             assert await lap.serve(a_load(2, ring=9, window=4, route=7, read_ahead_bytes=5)) is process
-            reopened = await process.told(Reopen)
+            reopened = await process.reported(Reopen)
             assert (reopened.ring, reopened.epoch, reopened.route, reopened.windows) == (9, 2, 7, [4])
             assert reopened.read_ahead_bytes == 5
             await lap.parts.release(2)
             assert await lap.serve(a_load(3, window=2)) is process
-            assert (await process.told(Reopen)).windows == [2]
+            assert (await process.reported(Reopen)).windows == [2]
             assert len(process.keys) == len(set(process.keys)) == 3, "each opening has its own key"
             assert len(processes.all) == 1
 
@@ -382,7 +382,7 @@ def test_a_part_that_is_released_while_it_loads_leaves_nothing(worker, processes
             processes.holds_back = True
             await lap.parts.start(a_load(1), PROFILE)
             process = await processes.started(1)
-            await process.told(Open)
+            await process.reported(Open)
             await lap.parts.release(1)
             await process.ended()
             assert lap.broken() == set()
@@ -451,7 +451,7 @@ def test_what_a_process_said_of_an_epoch_that_is_over_is_nothing_to_the_next(wor
             await lap.parts.release(1)
             process.holds_back = True
             await lap.parts.start(a_load(2), PROFILE)
-            await process.told(Reopen)
+            await process.reported(Reopen)
             process.report_line(Overdue(step=3, waited_s=10.0))
             process.report_line(STATUS)
             process.report_line(Opened("tcp://127.0.0.1:4000", KEY))
@@ -572,7 +572,7 @@ def test_a_layer_that_changes_while_it_is_loaded_never_serves(worker, processes)
             processes.holds_back = True
             await lap.parts.start(of_layer(1, ref), PROFILE)
             process = await processes.started(1)
-            await process.told(Open)
+            await process.reported(Open)
             spoil(lap.place, ref)
             process.report_line(Opened("tcp://127.0.0.1:4000", KEY))
             broken = await lap.breaks()
@@ -771,7 +771,7 @@ def test_a_ring_process_is_not_kept_while_another_one_lacks_its_room_on_the_gpu(
             after.report_line(GpuLoaded(layers=1, planned=2, held_bytes=1 << 29, why="out of memory"))
             after.report_line(STATUS)
             await lap.hears(WorkerStatus, lambda status: status.epoch == 2)
-            assert (lap.less_of_the_gpu, lap.said[2:]) == (0, []), "plans are as they were"
+            assert (lap.less_of_the_gpu, lap.printed[2:]) == (0, []), "plans are as they were"
             await lap.parts.release(1)
             await before.ended()
             broken = await lap.breaks(2)
@@ -818,7 +818,7 @@ def test_an_epoch_that_is_asked_for_again_replaces_the_first(worker, processes):
     async def once() -> None:
         async with worker() as lap:
             first = await lap.serve(a_load(1))
-            lap.told.clear()
+            lap.reported.clear()
             assert await lap.serve(a_load(1)) is first, "the windows are the same"
             assert len(processes.all) == 1
 
@@ -832,7 +832,7 @@ def test_what_nobody_knows_is_no_trouble(worker):
             await lap.parts.link(5, "tcp://127.0.0.1:9", KEY, OTHER_KEY)
             await lap.parts.unload()
             await lap.parts.report()
-            assert lap.told == []
+            assert lap.reported == []
 
     asyncio.run(once())
 
@@ -844,7 +844,7 @@ def test_the_threads_are_those_that_the_profile_found_best(worker, processes):
         async with worker() as lap:
             await lap.parts.start(a_load(1), dataclasses.replace(PROFILE, cpu=cpu))
             process = await processes.started(1)
-            options = (await process.told(Open)).options
+            options = (await process.reported(Open)).options
             assert (options.threads, options.batch_threads) == (3, 7)
             assert processes.starts[0].threads == 7, "the process has room for the larger team"
 
