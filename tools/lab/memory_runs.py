@@ -53,8 +53,8 @@ class Run:
 
     ``counters`` are those of its groups at the end, in order. ``read_bytes_per_token`` is counted by the kernel,
     ``stall_s_per_token`` and ``reported_bytes_per_token`` by primad itself (None of plain llama.cpp). Of the experts that
-    steps of decode picked ``hit_share`` were in memory, and ``random_hit_share`` where tokens were drawn at random instead of the
-    likeliest (None where no experts stream).
+    steps of decode picked ``hit_share`` were in memory, and ``random_hit_share`` where tokens were drawn at random instead
+    of the likeliest (None where no experts stream).
     """
 
     tokens: list[int]
