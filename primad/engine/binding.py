@@ -16,7 +16,8 @@ with without_top("llama_cpp"):
 def _nextn() -> Any:
     """What is bound of layers for multi-token prediction; None where the installed build has another binding, or none."""
     try:
-        from llama_cpp import llama_cpp_ext
+        with without_top("llama_cpp"):
+            from llama_cpp import llama_cpp_ext
     except (ImportError, AttributeError):
         return None
     return llama_cpp_ext if hasattr(llama, "LLAMA_CONTEXT_TYPE_MTP") else None

@@ -288,7 +288,7 @@ class HeadRole:
             return self._is_connected
         overdue = self._links.overdue()
         if overdue is not None:
-            raise NextDeviceError(f"the next device took no step for {overdue.waited_s:.3g} s; it is gone or hangs")
+            raise NextDeviceError(f"the next device accepted no step for {overdue.waited_s:.3g} s; it is gone or hangs")
         return False
 
     def watched(self) -> Watched:

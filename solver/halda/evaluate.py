@@ -8,7 +8,8 @@ and more where a disk could not read between its stops what it has to.
 
 Prefill is the same for a chunk of rows. Chunks follow each other through the ring, so after the first each costs what the
 busiest machine, disk or link needs for one, and the output matrix is computed once. Where layers stream by expert windows
-differ from round to round, and chunks are followed stop by stop (``laps.py``). Devices on one machine share cores and disk.
+differ from round to round, and chunks are followed stop by stop (``ring_passes.py``). Devices on one machine share cores
+and disk.
 ``tools.research.simulate`` plays the same ring event by event and says where the two part.
 """
 

@@ -138,7 +138,7 @@ def test_plan_and_status_say_the_same(seed):
         assert reported == (planned.resident, planned.streamed, planned.read_ahead_bytes)
         assert reported == (own.resident_layers, own.streamed_layers, plan.streaming_of(device.name).read_ahead_bytes)
         assert sum(window.streamed_bytes for window in device.windows) == device.streamed_bytes == own.streamed_bytes
-        assert (f"{own.streamed_layers} of them" in line) == (own.streamed_layers > 0)
+        assert (f" {own.streamed_layers} of them" in line) == (own.streamed_layers > 0)
 
 
 @pytest.mark.parametrize("share", [0.4, 0.5, 0.75, 0.9, 0.97])

@@ -82,14 +82,14 @@ def test_limits_are_those_of_the_devices():
             {"prompt_tokens": 4000, "answer_tokens": 200},
             "--prompt 4000 and --answer 200 take more than the context of 4096",
         ),
-        ({"links": ("fast",)}, "--link: 'fast' is no rate"),
+        ({"links": ("fast",)}, "--link: 'fast' is not a rate"),
         ({"links": ("desk:pi=1Gbit/s",)}, "--link: no device is called 'pi'"),
-        ({"links": ("1Gbit/s,1ms,late",)}, "--link: 'late' is no time"),
+        ({"links": ("1Gbit/s,1ms,late",)}, "--link: 'late' is not a time"),
         ({"links": ("desk=1Gbit/s",)}, "--link desk=1Gbit/s: give two devices"),
         ({"links": ("desk:desk=1Gbit/s",)}, "give two devices"),
         ({"max_ram": ("4GB",)}, "--max-ram 4GB: give a device and a size, as in --max-ram desk=16GiB"),
         ({"max_vram": ("pi=4GB",)}, "--max-vram: no device is called 'pi'"),
-        ({"max_disk": ("desk=much",)}, "--max-disk desk: 'much' is no size"),
+        ({"max_disk": ("desk=much",)}, "--max-disk desk: 'much' is not a size"),
     ],
 )
 def test_a_bad_wish_is_refused_by_its_flag(changes, message):

@@ -16,7 +16,7 @@ def test_who_is_awaited_and_what_serves_is_read_through_a_pipe_while_they_run(sm
         head.run.wait_for("^waiting for 1 of 1 devices: start 'primad join' on the others$")
         with joined(new_home("worker"), cluster) as worker:
             head.run.wait_for(rf" is served at {re.escape(head.url)}/v1 with \d+ tokens of context\b")
-            head.run.wait_for(r"^predicted ")
+            head.run.wait_for(r"^forecast: ")
             worker.wait_for("^computing layers .* for head$")
             with primad("status", PRIMAD_HOME=str(home)) as asked:
                 asked.wait_for("^serving with 2 devices")

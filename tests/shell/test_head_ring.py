@@ -347,7 +347,7 @@ def test_a_first_worker_that_the_heads_process_does_not_reach_is_to_blame():
 
     async def once() -> None:
         ring = Home(lap="192.168.1.7", tab="192.168.1.8").ring
-        with pytest.raises(StageError, match="desk: the next device took no step") as caught:
+        with pytest.raises(StageError, match="desk: the next device accepted no step") as caught:
             await ring._attend_own(Blocked(), SimpleNamespace(route=4, windows=[]))
         assert attributed(caught.value, PAIR) == Attribution(reason=str(caught.value), device="lap")
 

@@ -149,7 +149,7 @@ def test_a_prompt_is_found_again_by_another_process(device):
     first.run(asked())
     first.head.kv_writer.flush()
     second = device(options)
-    found = prompt_blocks(second.head._scheduler._state.chunking, PROMPT, "model and owner")
+    found = prompt_blocks(second.head._scheduler._state.slots._chunking, PROMPT, "model and owner")
     second.run(asked(blocks=found))
     assert second.reported(1) == first.reported(1)
     assert [each.reused for each in second.events if isinstance(each, PromptProgress)] == [32]

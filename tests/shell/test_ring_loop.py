@@ -309,7 +309,7 @@ def test_a_worker_tells_of_a_next_device_that_takes_nothing_and_can_be_reopened(
 def test_a_head_breaks_when_its_next_device_takes_nothing(head_windows):
     with started(a_head(), IMPATIENT) as (head, opened):
         head.send(Connect(NOWHERE, NOBODY, opened.key))
-        found = re.search(r"the next device took no step for (\S+) s", head.failed())
+        found = re.search(r"the next device accepted no step for (\S+) s", head.failed())
         assert found is not None
         assert float(found[1]) >= 0.05
         assert isinstance(head.failure, NextDeviceError)

@@ -17,7 +17,7 @@ A window is a model of its own to llama.cpp, loaded from a metadata split and it
   those of one window are 8 MB. So a large step is a batch of tokens 0, whose rows are overwritten where the graph has looked
   them up, and again where it has scaled them (Gemma). What layers take beside hidden states comes the same way
   (``layer_inputs.py``).
-* **KV cells leave and return** by position (``kv_cache.py``).
+* **KV cells leave and return** by position (``engine/kv_cache.py``).
 * **The last window's matrix** is stored under the name of the token embedding (llama.cpp's tied-output fall-back), so
   that the embedding itself need not be held twice.
 """

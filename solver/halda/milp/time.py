@@ -161,7 +161,7 @@ class ProgramTime:
     def _uneven_stops(
         self, prompt: Any, chunk: _Chunk, passing: Expression, hops: Expression, link: Expression
     ) -> None:
-        """Have ``prompt`` be as ``laps.py`` has it; where it is not known which layers a window has, no more than that."""
+        """Have ``prompt`` be as ``ring_passes.py`` has it; where a window's layers are unknown, no more than that."""
         problem, layout, chunks, rounds = self._problem, self._layout, self._instance.chunks, self._layout.rounds
         if layout.columns is not None:
             prompt_of = PickedPrompt(
