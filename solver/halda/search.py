@@ -191,14 +191,18 @@ def _with_best_head(
 ) -> Solution:
     """The plan with the best of ``heads``. Raises ``Infeasible``."""
     best: Solution | None = None
-    failures, bound_s = [], math.inf
+    failures, bound_s, of_heads = [], math.inf, []
     heads = question.unlike(heads)
+    limit_s = time_limit_s / len(heads)
     for head in heads:
         try:
-            found = _with_head(question.with_head(head), objective, require, chunks, time_limit_s / len(heads), fills)
+            of_heads.append(_with_head(question.with_head(head), objective, require, chunks, limit_s, fills))
         except Infeasible as exc:
             failures.append(exc)
-            continue
+    for first, overlapped in sorted(of_heads, key=lambda each: each[0].objective_s):
+        # Smaller chunks save no more than the time to the first token: a head that is behind by more cannot win.
+        may_win = best is None or first.objective_s - first.prediction.ttft_s < best.objective_s
+        found = _overlapping(first, overlapped, require, limit_s, fills) if overlapped and may_win else first
         bound_s = min(bound_s, found.bound_s)
         if best is None or found.objective_s < best.objective_s * (1 - _SAME):
             best = found
@@ -226,8 +230,8 @@ def _with_head(
     chunks: Sequence[int],
     time_limit_s: float,
     fills: bool,
-) -> Solution:
-    """The best plan with the head of ``question``."""
+) -> tuple[Solution, Instance | None]:
+    """The best plan with the head of ``question``, and what smaller chunks may have a prompt of sooner, if they may."""
 
     def search(question: Instance) -> _Search:
         search = _Search(question, objective, require, time_limit_s)
@@ -251,15 +255,15 @@ def _with_head(
         if hurried.run() and hurried.solution().objective_s < found.objective_s * (1 - FEWER_GAIN):
             other = question.with_rows(fewest)
     if other is None and chunks and objective in OF_FIRST_TOKEN:
-        return _overlapping(found, question, require, time_limit_s, fills)
+        return found, question
     if other is None:
-        return _in_smaller_chunks(found, question) if chunks and not found.plan.streaming else found
+        return (_in_smaller_chunks(found, question) if chunks and not found.plan.streaming else found), None
     # With another buffer other layers may be the best ones to stream, so it is worth another search.
     again = search(other)
     if not again.found:
-        return found
+        return found, None
     better = _filled(again.solution(), other) if fills else again.solution()
-    return better if better.objective_s < found.objective_s else found
+    return (better if better.objective_s < found.objective_s else found), None
 
 
 def _overlapping(
