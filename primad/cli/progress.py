@@ -50,7 +50,7 @@ class RichReporter:
 
     def report_line(self, line: str) -> None:
         """One line for the owner."""
-        self._console.print(line, markup=False)
+        self._console.print(line.replace("\n", " "), markup=False)
 
     def progress(self, device: str, phase: str, done: int, total: int) -> None:
         """On a terminal a bar per device and phase; elsewhere a line at each end of a phase."""

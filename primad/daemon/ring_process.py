@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from primad.errors import PrimadError, ProtocolError, RingError, WeightsError
-from primad.ring.messages import RingBroken, RingCommand, RingEvent, cause_of, event_decoder
+from primad.ring.messages import RingBroken, RingCommand, RingEvent, cause_of, event_decoder, in_few
 from primad.system.children.channel import Frames, frame
 from primad.system.children.child import begin_child
 from primad.system.children.spawn import GRACE_S, connected, environment, how_it_ended
@@ -151,7 +151,7 @@ class RingProcess:
     async def send(self, *commands: RingCommand) -> None:
         """Give it commands, which it reads together; when it is gone, ``events`` says so."""
         with contextlib.suppress(OSError):
-            self._writer.write(b"".join(map(frame, commands)))
+            self._writer.write(b"".join(map(frame, in_few(commands))))
             await self._writer.drain()
 
     def listen(self, hear: Callable[[RingEvent], bool]) -> None:

@@ -10,8 +10,10 @@ Daemons speak of options and files and never see an array, so numpy is not loade
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
 import msgspec
@@ -38,6 +40,19 @@ MIN_TEMPERATURE: Final = 1e-5
 """Below, the most likely token is taken: logits divided by less are no numbers any more."""
 
 
+_BIAS: Final = struct.Struct("<if")
+
+
+def packed_biases(biases: Iterable[tuple[int, float]]) -> bytes:
+    """``biases`` by token as a ``Sampling`` has them: int32 and float32 for each."""
+    return b"".join(starmap(_BIAS.pack, biases))
+
+
+def biases_in(packed: bytes) -> list[tuple[int, float]]:
+    """The biases by token of a ``Sampling``."""
+    return list(_BIAS.iter_unpack(packed))
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is sampled. The neutral value of each field switches its sampler off.
 
@@ -61,7 +76,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float
     repeat_penalty: float
     penalty_tokens: int
-    logit_bias: tuple[tuple[int, float], ...]
+    logit_bias: bytes
+    """``packed_biases``: a request may have one for each token, and 128 choices that have it."""
     top_n_sigma: float = 0.0
     typical_p: float = 1.0
     temperature_range: float = 0.0
@@ -113,7 +129,7 @@ GREEDY: Final = Sampling(
     frequency_penalty=0,
     repeat_penalty=1,
     penalty_tokens=0,
-    logit_bias=(),
+    logit_bias=b"",
 )
 """The likeliest token, nothing cut or penalised."""
 

@@ -30,8 +30,8 @@ MAX_TEXT_CHARS: Final = 1024
 MAX_DIMENSIONS: Final = 4
 MAX_KEYS: Final = 1 << 14
 MAX_TENSORS: Final = 1 << 17
-MAX_STRINGS: Final = 1 << 22
-"""Items of an array of strings; the largest vocabularies and merge lists have some 500,000."""
+MAX_ITEMS: Final = 1 << 22
+"""Of an array; the largest vocabularies and merge lists have some 500,000."""
 MAX_HEADER_BYTES: Final = 1 << 28
 """Metadata and tensor infos together; those of real models take 30 MB at most."""
 MAX_FLOAT32: Final = (2 - 2.0**-23) * 2.0**127
@@ -83,6 +83,11 @@ class Value:
         if self.type == GGUFValueType.STRING:
             return self.raw[8:].decode("utf-8", errors="replace")
         return struct.unpack(_SCALARS[self.type], self.raw)[0]  # type: ignore[no-any-return]
+
+    def item(self, index: int) -> Scalar:
+        """An item of an array of numbers or booleans; the others are not looked at."""
+        kind = _SCALARS[self.item_type]
+        return struct.unpack_from(kind, self.raw, 12 + index * struct.calcsize(kind))[0]  # type: ignore[no-any-return]
 
     def items(self) -> list[Scalar]:
         """The decoded items of an array."""
@@ -161,7 +166,7 @@ class Header:
     @property
     def name(self) -> str:
         """What the model is called, in one line: others could pass for primad's. Raises ``ModelError`` as ``text``."""
-        return " ".join(self.text("general.name", "").split()) or self.path.stem
+        return " ".join((self.text("general.name", "").strip() or self.path.stem).split())
 
     def number(self, key: str, default: float | None = None) -> float:
         """The number at ``key``. Raises ``ModelError`` when it is missing (and no default is given) or not a number."""
@@ -326,11 +331,14 @@ def _read_value(cursor: _Cursor, key: str) -> Value:
     count = cursor.uint64(what)
     head = struct.pack("<IQ", item, count)
     if item in _SCALARS:
-        return Value(kind, head + cursor.take(count * struct.calcsize(_SCALARS[item]), what))
+        body_bytes = count * struct.calcsize(_SCALARS[item])
+        if count > MAX_ITEMS and body_bytes <= cursor.size - cursor.at:
+            raise ModelError(f"{cursor.path}: damaged header: {what} has {count} items; at most {MAX_ITEMS} can be")
+        return Value(kind, head + cursor.take(body_bytes, what))
     if item != GGUFValueType.STRING:
         raise ModelError(f"{cursor.path}: {what} is an array of arrays, which no model uses; the file is damaged")
     left = cursor.size - cursor.at
-    if count > min(left // 8, MAX_STRINGS):
+    if count > min(left // 8, MAX_ITEMS):
         raise ModelError(
             f"{cursor.path}: cut short or damaged: {what} has {count} strings, {left} bytes are left of the file; "
             "fetch the file again"

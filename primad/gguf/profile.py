@@ -24,6 +24,7 @@ from primad.gguf.architectures.layers import (
 )
 from primad.gguf.architectures.table import SLIDING_KEYS, known
 from primad.gguf.architectures.tensors import LAYER_INPUTS, LAYER_PROJECTION, layer_of
+from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header
 from primad.gguf.windows import beside_values, token_embedding
 
@@ -271,7 +272,7 @@ def _first(header: Header, key: str, layer: int, default: int | None = None) -> 
     value = header.values.get(key)
     if value is None or not value.is_array:
         return header.count(key, default, maximum=1 << 20)
-    items = value.items()
-    if layer >= len(items) or not isinstance(items[layer], int):
+    item = None if value.item_type == GGUFValueType.STRING or layer >= len(value) else value.item(layer)
+    if not isinstance(item, int):
         raise ModelError(f"{header.path}: metadata key '{key}' has no whole number for layer {layer}")
-    return int(items[layer])
+    return int(item)

@@ -24,6 +24,7 @@ from primad.ring.links import HIGH_WATER_STEPS, Links
 from primad.ring.loading import limits_of, limits_of_open, open_head, open_kv_writer, open_worker
 from primad.ring.messages import (
     Cancel,
+    Choices,
     Connect,
     DraftPlaceChanged,
     DraftsHeard,
@@ -49,7 +50,7 @@ from primad.system.children.channel import RingChannel
 TAIL: Final = -1
 """The visit of a step to the head that ends it, whatever the number of windows."""
 Watched = list[tuple[zmq.Socket[bytes] | int, int]]
-RoleCommand = Reopen | Connect | Generate | Cancel | Drain | Report | DraftPlaceChanged | DraftsHeard
+RoleCommand = Reopen | Connect | Generate | Choices | Cancel | Drain | Report | DraftPlaceChanged | DraftsHeard
 
 
 class Role(Protocol):
@@ -112,7 +113,7 @@ class WorkerRole:
                 self._reopen(command)
             case Report():
                 self._channel.notify(self._meter.status(self._links.refused, self._streams))
-            case Generate() | Cancel() | Drain() | DraftPlaceChanged() | DraftsHeard():
+            case Generate() | Choices() | Cancel() | Drain() | DraftPlaceChanged() | DraftsHeard():
                 raise RingError(f"a worker was given {type(command).__name__}, which is the head's")
 
     def _reopen(self, reopen: Reopen) -> None:
@@ -219,6 +220,9 @@ class HeadRole:
                 self._is_connected = True
             case Generate():
                 self._head.submit(command)
+            case Choices():
+                for generate in command.generates():
+                    self._head.submit(generate)
             case Cancel():
                 self._head.cancel(command)
             case Drain():

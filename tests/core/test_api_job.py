@@ -17,6 +17,7 @@ from primad.api.dialects.openai import job
 from primad.api.dialects.openai.job import chat_job, completion_job
 from primad.api.dialects.openai.logprobs import IMPOSSIBLE, chat_logprobs, completion_logprobs, token_text
 from primad.api.dialects.openai.schema import ChatRequest, CompletionRequest, parse
+from primad.engine.protocol import packed_biases
 from primad.errors import RequestError
 from primad.ring.messages import Sampled, Sampling
 from tests.fakes.backend import BOS, EOS, ByteVocabulary
@@ -31,7 +32,7 @@ USUAL = Sampling(
     frequency_penalty=0.0,
     repeat_penalty=1.0,
     penalty_tokens=64,
-    logit_bias=(),
+    logit_bias=b"",
     dry_breakers=("\n", ":", '"', "*"),
 )
 
@@ -85,9 +86,14 @@ SAMPLERS = [
     ("repeat_penalty", 1.25, "repeat_penalty", 1.25),
     ("repeat_last_n", 0, "penalty_tokens", 0),
     ("repeat_last_n", -1, "penalty_tokens", 100),
-    ("logit_bias", {"7": -100, "3": 5.5}, "logit_bias", ((3, 5.5), (7, -100.0))),
-    ("logit_bias", {"ab": 2, "65": False}, "logit_bias", ((65, -math.inf), (97, 2.0), (98, 2.0))),
-    ("logit_bias", [[7, 1], ["b", -2.5], [3, False]], "logit_bias", ((3, -math.inf), (7, 1.0), (98, -2.5))),
+    ("logit_bias", {"7": -100, "3": 5.5}, "logit_bias", packed_biases(((3, 5.5), (7, -100.0)))),
+    ("logit_bias", {"ab": 2, "65": False}, "logit_bias", packed_biases(((65, -math.inf), (97, 2.0), (98, 2.0)))),
+    (
+        "logit_bias",
+        [[7, 1], ["b", -2.5], [3, False]],
+        "logit_bias",
+        packed_biases(((3, -math.inf), (7, 1.0), (98, -2.5))),
+    ),
     ("top_n_sigma", 1.5, "top_n_sigma", 1.5),
     ("top_n_sigma", -1, "top_n_sigma", 0),
     ("typical_p", 0.5, "typical_p", 0.5),
@@ -214,7 +220,8 @@ def test_a_bias_for_no_token_is_refused(key):
 def test_texts_with_a_bias_are_few_and_short_and_ids_as_many_as_there_are(texts):
     assert refusal(completion, logit_bias=[[text, 1] for text in texts]).param == "logit_bias"
     assert (
-        len(completion(logit_bias=[[number % 256, 1] for number in range(5000)]).choices[0].sampling.logit_bias) == 256
+        len(completion(logit_bias=[[number % 256, 1] for number in range(5000)]).choices[0].sampling.logit_bias)
+        == 8 * 256
     )
 
 

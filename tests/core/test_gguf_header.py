@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from primad.errors import ModelError
-from primad.gguf.header import MAX_HEADER_BYTES, Header, array_value, read_header, scalar_value
+from primad.gguf.header import MAX_HEADER_BYTES, Header, Value, array_value, read_header, scalar_value
 
 U8, U32, F32, STRING, ARRAY, U64 = 0, 4, 6, 8, 9, 10
 
@@ -111,6 +111,10 @@ def test_values_are_kept_as_the_bytes_of_the_file(scratch):
 def test_a_model_is_called_by_one_line(given, name):
     values = {} if given is None else {"general.name": scalar_value(GGUFValueType.STRING, given)}
     assert Header(path=Path("there/model.gguf"), values=values, tensors={}, data_offset=0).name == name
+
+
+def test_a_model_is_called_by_one_line_whatever_its_file_is(tmp_path):
+    assert Header(path=tmp_path / "a\nprimad: b.gguf", values={}, tensors={}, data_offset=0).name == "a primad: b"
 
 
 def test_version_2_is_read(scratch):
@@ -214,6 +218,21 @@ def test_endless_empty_strings(scratch):
     with pytest.raises(ModelError, match=r"cut short or damaged: .*'texts' has 16777216 strings"):
         read_header(scratch)
     scratch.unlink()
+
+
+@pytest.mark.parametrize(("kind", "size"), [(U32, 4), (0, 1), (12, 8)])
+def test_arrays_of_more_numbers_than_any_model_has(scratch, kind, size):
+    scratch.write_bytes(build([key("heads", ARRAY, struct.pack("<IQ", kind, (1 << 22) + 1))], data=0)[0])
+    os.truncate(scratch, 1 << 26)
+    with pytest.raises(ModelError, match=r"'heads' has 4194305 items"):
+        read_header(scratch)
+    scratch.unlink()
+
+
+def test_one_item_of_a_long_array_is_read_without_the_others(monkeypatch):
+    value = array_value(GGUFValueType.INT16, list(range(-1, 9)))
+    monkeypatch.setattr(Value, "items", None)
+    assert [value.item(index) for index in (0, 1, 9)] == [-1, 0, 8]
 
 
 @pytest.mark.parametrize(

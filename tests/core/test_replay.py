@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from primad.engine.protocol import sampling_seed
+from primad.engine.protocol import packed_biases, sampling_seed
 from primad.errors import RingError
 from primad.ring.messages import Drained, Finished, Sampled
 from tests.fakes.engine import VOCABULARY
@@ -16,7 +16,12 @@ from tests.fakes.ring import GREEDY, FakeRing, generate
 
 CONTEXT = 512
 WILD = msgspec.structs.replace(
-    GREEDY, temperature=1.3, seed=77, presence_penalty=0.7, penalty_tokens=6, logit_bias=((3, 1.5), (9, -50.0))
+    GREEDY,
+    temperature=1.3,
+    seed=77,
+    presence_penalty=0.7,
+    penalty_tokens=6,
+    logit_bias=packed_biases(((3, 1.5), (9, -50.0))),
 )
 SMALL = ([[2, 1, 3]], 2)
 

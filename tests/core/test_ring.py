@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from primad.engine.protocol import packed_biases
 from primad.errors import AlteredStepError, EngineError, NotFiniteError, RingError, SenderError
 from primad.kv.keys import KvBlock
 from primad.ring.chunks import ChunkSize, Pieces
@@ -102,7 +103,7 @@ def test_any_ring_gives_the_tokens_of_one_device(data, shape):
 def test_any_ring_draws_what_one_device_draws(data, shape):
     text, seed = data.draw(prompts(shape)), data.draw(st.integers(0, 2**32 - 2))
     sampling = msgspec.structs.replace(
-        SAMPLED, seed=seed, presence_penalty=0.5, penalty_tokens=16, logit_bias=((3, 1.5), (9, -50.0))
+        SAMPLED, seed=seed, presence_penalty=0.5, penalty_tokens=16, logit_bias=packed_biases(((3, 1.5), (9, -50.0)))
     )
     ring = shape.ring()
     tokens, _ = ring.ask(generate(1, text, sampling=sampling))

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from halda.assignment import in_memory
-from primad.engine.protocol import EngineOptions, WindowSource
+from primad.engine.protocol import GREEDY, EngineOptions, WindowSource, packed_biases
 from primad.errors import ProtocolError
 from primad.kv.keys import KvBlock
 from primad.ring.grouping import Batching
@@ -18,11 +19,14 @@ from primad.ring.messages import (
     MAX_HEADER_BYTES,
     MAX_STATES,
     PROTOCOL,
+    AlsoGenerate,
     Cancel,
+    Choices,
     Connect,
     Drain,
     Drained,
     Finished,
+    Generate,
     HeadPart,
     KvCopy,
     KvForgotten,
@@ -48,6 +52,7 @@ from primad.ring.messages import (
     command_decoder,
     decode_route,
     event_decoder,
+    in_few,
 )
 from primad.system.wire import encode
 from tests.fakes.ring import generate
@@ -359,6 +364,7 @@ COMMANDS = [
     ),
     Connect("tcp://127.0.0.1:1", "k" * 40, "s" * 40),
     generate(1, [1, 2], sampled=[3], root="model", blocks=[FIRST], replays_rows=False),
+    Choices(first=generate(1, [1, 2]), others=[AlsoGenerate(2, 7, None, []), AlsoGenerate(3, 8, [4], [FIRST])]),
     Cancel(1),
     Drain(),
     Report(),
@@ -393,3 +399,18 @@ def test_no_command_is_an_event():
     for message in COMMANDS:
         with pytest.raises(msgspec.ValidationError):
             event_decoder.decode(encode(message))
+
+
+def test_what_choices_share_goes_to_the_ring_process_once():
+    prompt, bias = list(range(500)), packed_biases((token, 1.0) for token in range(10_000))
+    sampling = [replace(GREEDY, logit_bias=bias, seed=seed) for seed in range(128)]
+    first = replace(generate(0, [1]), prompt=prompt, reports_begin=True)
+    told = [replace(first, request=each.seed, sampling=each, reports_begin=not each.seed) for each in sampling]
+    told[64:] = [replace(each, prompt=[7, each.request], blocks=[FIRST]) for each in told[64:]]
+    told += [replace(told[1], request=200, priority=3), replace(first, request=201)]
+    commands = [told[0], Cancel(9), *told[1:]]
+    sent = [command_decoder.decode(encode(each)) for each in in_few(commands)]
+    assert [type(each) for each in sent] == [Generate, Cancel, Choices, Generate, Generate]
+    assert sum(len(encode(each)) for each in sent) < 4 * len(encode(told[0]))
+    heard = [each for command in sent for each in (command.generates() if isinstance(command, Choices) else [command])]
+    assert heard == commands

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from primad.engine.protocol import Sampling
+from primad.engine.protocol import Sampling, packed_biases
 from primad.errors import AlteredStepError
 from primad.ring.grouping import Batching
 from primad.ring.head import Send
@@ -30,7 +30,12 @@ from tests.fakes.ring import GREEDY, FakeRing, chunks_of, generate
 CONTEXT = 256
 TOKENS = 24
 WILD = msgspec.structs.replace(
-    GREEDY, temperature=1.3, seed=77, presence_penalty=0.7, penalty_tokens=6, logit_bias=((3, 1.5), (9, -50.0))
+    GREEDY,
+    temperature=1.3,
+    seed=77,
+    presence_penalty=0.7,
+    penalty_tokens=6,
+    logit_bias=packed_biases(((3, 1.5), (9, -50.0))),
 )
 COSTS = tuple(1 + 0.05 * rows for rows in range(8))
 rings = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

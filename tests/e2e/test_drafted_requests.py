@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 
-from primad.engine.protocol import Sampling
+from primad.engine.protocol import Sampling, packed_biases
 from primad.gguf.model import open_model
 from primad.planning.draft_model import draft_model
 from primad.ring.grouping import Batching
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 SAMPLED = msgspec.structs.replace(GREEDY, temperature=1.0, seed=11)
 PENALISED = msgspec.structs.replace(
-    SAMPLED, seed=5, repeat_penalty=1.1, presence_penalty=0.3, penalty_tokens=64, logit_bias=((28, 2.0),)
+    SAMPLED, seed=5, repeat_penalty=1.1, presence_penalty=0.3, penalty_tokens=64, logit_bias=packed_biases([(28, 2.0)])
 )
 MIROSTAT = msgspec.structs.replace(SAMPLED, mirostat=2, mirostat_tau=4.0)
 GUIDED = msgspec.structs.replace(SAMPLED, grammar='start: item (", " item)*\nitem: "a red fish" | "a blue fish"\n')

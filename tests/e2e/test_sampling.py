@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from primad.engine.protocol import Sampling
+from primad.engine.protocol import Sampling, packed_biases
 from primad.ring.messages import Sampled
 from tests.e2e.reference import Plain
 from tests.lazily import Lazily
@@ -133,7 +133,7 @@ def test_temperature_0_top_k_1_and_greedy_agree(ring, model):
     assert ring.tokens(model.prompt, 24, SAMPLED, temperature=0.0, top_k=40, top_p=0.5, seed=7) == model.greedy
     assert ring.tokens(model.prompt, 24, SAMPLED, temperature=1.7, top_k=1, seed=8) == model.greedy
     # A tiny bias takes the chain of samplers instead of the short cut.
-    assert ring.tokens(model.prompt, 24, logit_bias=((0, -1e-6),)) == model.greedy
+    assert ring.tokens(model.prompt, 24, logit_bias=packed_biases([(0, -1e-6)])) == model.greedy
 
 
 def test_the_same_seed_gives_the_same_text_and_others_give_others(ring, model):
@@ -192,10 +192,10 @@ def test_draws_fit_the_distribution_of_the_model(tmp_path):
 def test_a_bias_bans_and_forces(one, model):
     best, second, rare = (int(model.order[rank]) for rank in (0, 1, 4000))
     assert one.tokens(model.start, 1) == [best]
-    assert one.tokens(model.start, 1, logit_bias=((best, -100.0),)) == [second]
-    assert one.tokens(model.start, 4, logit_bias=((rare, 100.0),)) == [rare] * 4
-    assert set(one.draws(model.start, 20, logit_bias=((rare, 100.0),))) == {rare}
-    assert best not in one.draws(model.start, 60, temperature=0.5, logit_bias=((best, -100.0),))
+    assert one.tokens(model.start, 1, logit_bias=packed_biases([(best, -100.0)])) == [second]
+    assert one.tokens(model.start, 4, logit_bias=packed_biases([(rare, 100.0)])) == [rare] * 4
+    assert set(one.draws(model.start, 20, logit_bias=packed_biases([(rare, 100.0)]))) == {rare}
+    assert best not in one.draws(model.start, 60, temperature=0.5, logit_bias=packed_biases([(best, -100.0)]))
 
 
 @pytest.mark.parametrize("penalty", [{"repeat_penalty": 1.8}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}])

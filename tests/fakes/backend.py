@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from primad.api.answering.backend import FillInTokens, Health, ModelSettings, Preparation, Prepared, ServedModel
+from primad.engine.protocol import biases_in
 from primad.head.model.text_messages import Failed, Prepare, PreparedRequest, RequestRefused
 from primad.head.model.text_process import prepared
 from primad.ring.messages import Finished, GenerationEvent, PromptProgress, Sampled, Sampling
@@ -235,7 +236,8 @@ def check_sampling(sampling: Sampling, context_tokens: int) -> None:
     assert 0 <= sampling.mirostat_tau <= 100
     assert 0 <= sampling.xtc_threshold <= 1
     assert all(
-        0 <= token < SIZE and (bias == -math.inf or -10_000 <= bias <= 10_000) for token, bias in sampling.logit_bias
+        0 <= token < SIZE and (bias == -math.inf or -10_000 <= bias <= 10_000)
+        for token, bias in biases_in(sampling.logit_bias)
     )
 
 

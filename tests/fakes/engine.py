@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from primad.engine.protocol import EngineOptions, Hidden, LogitsRow, Rows, Sampling, sampling_seed
+from primad.engine.protocol import EngineOptions, Hidden, LogitsRow, Rows, Sampling, biases_in, sampling_seed
 from primad.errors import EngineError, GrammarError
 from primad.kv.cells import CellShape, LayerCells
 
@@ -399,7 +399,7 @@ class _Draws:
     def draw(self, logits: NDArray[np.float32]) -> int:
         """The next token; remembers it."""
         scores = logits.astype(np.float64)
-        for token, bias in self.sampling.logit_bias:
+        for token, bias in biases_in(self.sampling.logit_bias):
             scores[token] += bias
         if self.sampling.penalty_tokens > 0:
             scores[list(set(self._seen[-self.sampling.penalty_tokens :]))] -= self.sampling.presence_penalty

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from primad.cli.fit import what_is_marked
+from primad.errors import ModelError
+from primad.gguf.constants import GGUFValueType
+from primad.gguf.header import Header, scalar_value
 from primad.gguf.model import open_model
+from primad.head.model.vocabulary import CHAT_TEMPLATE, MAX_TEMPLATE_BYTES
 from primad.head.serve import NO_TEMPLATE, template_of
 from primad.planning.fit import Fit, FitResult
 
@@ -32,3 +37,11 @@ def test_a_star_is_explained_where_there_is_one_and_its_lack_where_there_is_none
     slow = FitResult(schema=1, devices=["desk"], models=[msgspec.structs.replace(fit, is_best=False)], help="")
     assert what_is_marked(slow).startswith("none reaches 5 tokens/s here")
     assert "primad profile --remeasure" in what_is_marked(slow)
+
+
+def test_a_template_that_is_too_long_to_be_told_is_refused_and_may_be_replaced(tmp_path):
+    values = {CHAT_TEMPLATE: scalar_value(GGUFValueType.STRING, "x" * (MAX_TEMPLATE_BYTES + 1))}
+    header = Header(path=tmp_path / "toy.gguf", values=values, tensors={}, data_offset=0)
+    with pytest.raises(ModelError, match=r"toy\.gguf: its chat template is larger than 1 MiB; .*--chat-template"):
+        template_of(None, header, Said())
+    assert template_of("{{ messages }}", header, Said()) == "{{ messages }}"

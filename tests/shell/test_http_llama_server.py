@@ -90,6 +90,15 @@ def test_an_answer_says_how_it_was_sampled_and_of_what_prompt():
     assert usual.items() <= post(backend, "/completion", prompt="Hi").json()["generation_settings"].items()
 
 
+def test_settings_that_are_too_long_for_all_choices_are_not_repeated():
+    asked = {"prompt": "Hi", "n_predict": 1, "stop": [f"{n:x<255}" for n in range(64)], "logit_bias": [[5, 1]]}
+    few, many = (post(FakeBackend(says("a")), "/completion", n=n, **asked) for n in (2, 128))
+    assert all(len(each["generation_settings"]["stop"]) == 64 for each in few.json())
+    for each in many.json():
+        settings = each["generation_settings"]
+        assert (settings["stop"], settings["logit_bias"], settings["n_predict"]) == ([], [], 1)
+
+
 def test_every_event_says_what_it_took_if_it_is_asked_to():
     reported = events(
         post(FakeBackend(replies("abc")), "/completion", prompt="Hi", stream=True, timings_per_token=True)

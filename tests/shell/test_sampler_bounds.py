@@ -15,7 +15,7 @@ import pytest
 from primad.api.answering.backend import SamplingDefaults
 from primad.engine import sampling as engine
 from primad.engine.masks import Allowed
-from primad.engine.protocol import GREEDY
+from primad.engine.protocol import GREEDY, packed_biases
 from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header, scalar_value
 from primad.head.model.vocabulary import _RECOMMENDED, sampling_defaults
@@ -82,7 +82,9 @@ def test_the_vocabulary_is_looked_through_for_breakers_once_for_all_choices_and_
 @pytest.mark.parametrize("bounds", [{"min_tokens": 9}, {"ignore_eos": True}])
 def test_of_biases_each_is_looked_at_once_a_token_where_some_tokens_may_not_come(monkeypatch, fields, bounds):
     """llama.cpp looks at each for each token then."""
-    bias = (*((token, 3.0 * token - 100 * (token == 5)) for token in range(SIZE - 1)), (SIZE - 1, -math.inf))
+    bias = packed_biases(
+        (token, 3.0 * token - 100 * (token == 5) if token < SIZE - 1 else -math.inf) for token in range(SIZE)
+    )
 
     def drawn(**more: Any) -> list[int]:
         sampler = chain(logit_bias=bias, seed=3, **fields, **more)
@@ -112,7 +114,7 @@ def test_a_temperature_that_is_next_to_none_is_none(temperature):
         {"mirostat": 1, "mirostat_tau": 0.0},
         {"mirostat": 2, "mirostat_tau": 0.0, "mirostat_eta": 1.0},
         {"mirostat": 2, "mirostat_tau": 100.0, "mirostat_eta": 1.0},
-        {"logit_bias": tuple((token, -math.inf) for token in range(SIZE - 1))},
+        {"logit_bias": packed_biases((token, -math.inf) for token in range(SIZE - 1))},
     ],
 )
 def test_the_ends_of_every_range_draw_a_token_that_has_a_probability(fields):

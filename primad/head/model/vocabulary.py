@@ -46,9 +46,16 @@ def sampling_defaults(header: Header) -> SamplingDefaults:
 
 
 def chat_template_of(header: Header) -> str | None:
-    """The Jinja source in the model file, or None."""
+    """The Jinja source in the model file, or None. Raises ``ModelError`` if it is too long: clients may ask for it."""
     value = header.values.get(CHAT_TEMPLATE)
-    return str(value.scalar()) if value is not None and value.type == GGUFValueType.STRING else None
+    if value is None or value.type != GGUFValueType.STRING:
+        return None
+    if len(value.raw) > MAX_TEMPLATE_BYTES:
+        raise ModelError(
+            f"{header.path}: its chat template is larger than {MAX_TEMPLATE_BYTES >> 20} MiB; replace it with "
+            "--chat-template FILE"
+        )
+    return str(value.scalar())
 
 
 def chat_template_in(path: Path) -> str:

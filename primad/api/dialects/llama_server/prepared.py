@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -20,6 +20,9 @@ from primad.api.dialects.openai.job import completion_job
 from primad.api.dialects.openai.schema import MAX_ECHO_CHARS, parse
 from primad.api.dialects.openai.tool_use import chat_text
 
+MAX_SETTINGS_CHARS: Final = 256 << 10
+"""Of the settings in all responses to a request: 128 with a bias for each token were 150 MB, which the loop made."""
+
 
 class PreparedRaw(msgspec.Struct, frozen=True, kw_only=True):
     """A job, and the form of its response for a client that calls the model ``model``; ``fields`` selects some of it,
@@ -33,7 +36,7 @@ class PreparedRaw(msgspec.Struct, frozen=True, kw_only=True):
     prompts: list[str]
     """The text of each of the job's prompts, control tokens by their names; "" if all of them together are too long."""
     settings: GenerationSettings
-    """Those of the first choice."""
+    """Those of the first choice, without lists and texts if those are too long for all choices."""
 
 
 class WholeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +77,16 @@ def _prepared(ask: RawCompletionRequest, asking: Asking) -> PreparedRaw:
     served, model = asking.served, ask.model or asking.served.id
     job = completion_job(ask, served, seed=asking.seed)
     prompts = [_shown_text(prompt.tokens, served.vocabulary) for prompt in job.prompts]
-    limit = ask.token_limit
+    settings = settings_of(
+        job.sampling,
+        n_ctx=served.context_tokens,
+        model=model,
+        n_predict=-1 if ask.token_limit is None else ask.token_limit,
+        stops=job.stops,
+        stream=bool(ask.stream),
+        n_probs=ask.n_probs or 0,
+        times_parts=bool(ask.timings_per_token),
+    )
     return PreparedRaw(
         job=job,
         model=model,
@@ -82,17 +94,15 @@ def _prepared(ask: RawCompletionRequest, asking: Asking) -> PreparedRaw:
         times_parts=bool(ask.timings_per_token),
         fields=[name for name in ask.response_fields or () if name],
         prompts=prompts if job.n * sum(map(len, prompts)) <= MAX_ECHO_CHARS else [""] * len(prompts),
-        settings=settings_of(
-            job.sampling,
-            n_ctx=served.context_tokens,
-            model=model,
-            n_predict=-1 if limit is None else limit,
-            stops=job.stops,
-            stream=bool(ask.stream),
-            n_probs=ask.n_probs or 0,
-            times_parts=bool(ask.timings_per_token),
-        ),
+        settings=_short(settings, job.n * len(prompts)),
     )
+
+
+def _short(settings: GenerationSettings, choices: int) -> GenerationSettings:
+    """``settings`` as the responses of all ``choices`` can have them: with each goes what a client sent once."""
+    if len(msgspec.json.encode(settings)) * choices <= MAX_SETTINGS_CHARS:
+        return settings
+    return msgspec.structs.replace(settings, logit_bias=[], grammar="", stop=[], dry_sequence_breakers=[])
 
 
 def _with_ids(ask: RawCompletionRequest, served: TextModel) -> RawCompletionRequest:

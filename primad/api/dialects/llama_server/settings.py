@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from primad.api.dialects.openai.sampler_order import SAMPLERS
+from primad.engine.protocol import biases_in
 from primad.ring.messages import Sampling
 
 
@@ -97,7 +98,8 @@ def settings_of(
         n_predict=n_predict,
         stream=stream,
         logit_bias=[
-            Bias(token=token, bias=bias if bias > float("-inf") else None) for token, bias in sampling.logit_bias
+            Bias(token=token, bias=bias if bias > float("-inf") else None)
+            for token, bias in biases_in(sampling.logit_bias)
         ],
         n_probs=n_probs,
         grammar=sampling.grammar or "",

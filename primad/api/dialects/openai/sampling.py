@@ -14,6 +14,7 @@ from primad.api.answering.grammar import of_schema, of_text
 from primad.api.answering.job import SEEDS
 from primad.api.dialects.openai.sampler_order import in_order
 from primad.api.dialects.openai.samplers import SamplerFields
+from primad.engine.protocol import packed_biases
 from primad.errors import RequestError, printable
 from primad.ring.messages import GREEDY, Sampling
 
@@ -110,7 +111,7 @@ def grammar_of(request: SamplerFields) -> str | None:
 
 def _logit_bias(
     biases: dict[str, float | bool] | list[list[int | str | float | bool]], vocabulary: Vocabulary, maximum: float
-) -> tuple[tuple[int, float], ...]:
+) -> bytes:
     pairs = biases.items() if isinstance(biases, dict) else [(pair[0], pair[1]) for pair in biases]
     by_token: dict[int, float] = {}
     texts = [key for key, _ in pairs if isinstance(key, str) and not _is_id(key)]
@@ -123,7 +124,7 @@ def _logit_bias(
             )
         for token in _tokens_of(key, vocabulary):
             by_token[token] = -math.inf if bias is False else float(bias)
-    return tuple(sorted(by_token.items()))
+    return packed_biases(sorted(by_token.items()))
 
 
 def _tokens_of(key: int | str | float | bool, vocabulary: Vocabulary) -> list[int]:
