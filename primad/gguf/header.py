@@ -332,7 +332,7 @@ def _read_value(cursor: _Cursor, key: str) -> Value:
     head = struct.pack("<IQ", item, count)
     if item in _SCALARS:
         body_bytes = count * struct.calcsize(_SCALARS[item])
-        if count > MAX_ITEMS and body_bytes <= cursor.size - cursor.at:
+        if count > MAX_ITEMS and body_bytes <= min(cursor.size, MAX_HEADER_BYTES) - cursor.at:
             raise ModelError(f"{cursor.path}: damaged header: {what} has {count} items; at most {MAX_ITEMS} can be")
         return Value(kind, head + cursor.take(body_bytes, what))
     if item != GGUFValueType.STRING:

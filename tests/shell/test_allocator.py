@@ -110,8 +110,8 @@ from primad.daemon.run import run
 import primad.head.serve
 
 async def main():
-    print(len(gc.get_objects()) < gc.get_freeze_count() // 10)
+    print(len(gc.get_objects()) < gc.get_freeze_count() // 10, gc.get_threshold()[2] >= 1000)
 
 run(main())
 """
-    assert python(program) == "True\n"
+    assert python(program) == "True True\n"

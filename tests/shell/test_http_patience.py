@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import sys
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -353,3 +355,62 @@ def test_of_those_who_send_many_parts_few_are_read_at_a_turn_of_the_loop():
     asyncio.run(scenario())
     assert sum(at_a_turn) > 500
     assert sorted(at_a_turn)[-20] <= 2 * MAX_STARTS, "but for the first piece of each, which nobody knows before"
+
+
+class Seen(Patience):
+    """Knows which of its connections are not freed."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.made = weakref.WeakSet[Any]()
+        seen.append(self.made)
+
+    def protocol(self, *arguments: Any, **options: Any) -> Any:
+        made = super().protocol(*arguments, **options)
+        self.made.add(made)
+        return made
+
+
+seen: list[weakref.WeakSet[Any]] = []
+
+
+def asked(**fields: Any) -> bytes:
+    body = json.dumps(CHAT | fields).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return head + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        REQUEST,
+        REQUEST[:-2],
+        b"wrong\r\n\r\n",
+        asked(),
+        asked(stream=True),
+        asked(messages=[]),
+        asked(n="x"),
+        asked()[:-9],
+    ],
+    ids=["health", "a part", "wrong", "answered", "streamed", "refused", "no number", "unfinished"],
+)
+def test_a_connection_that_is_gone_leaves_nothing_to_the_collector(sent):
+    """A thousand of them made it stand for 200 ms."""
+
+    async def run() -> None:
+        async with patient(FakeBackend(says("Hi")), kind=Seen) as port:
+            gc.disable()
+            try:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(sent)
+                if sent not in (REQUEST[:-2], asked()[:-9]):
+                    await reader.read(1)
+                writer.close()
+                await writer.wait_closed()
+                for _ in range(1000):
+                    await asyncio.sleep(0)
+                assert not seen[-1]
+            finally:
+                gc.enable()
+
+    asyncio.run(run())

@@ -9,7 +9,7 @@ import re
 import h11
 import pytest
 
-from primad.api.http.strict import MAX_HEAD_BYTES, StrictConnection
+from primad.api.http.strict import MAX_HEAD_BYTES, MAX_PARTS, MIN_PART_BYTES, StrictConnection
 from tests.fakes.backend import FakeBackend, replies
 from tests.shell.gated import raw, until_closed
 from tests.shell.test_http_patience import patient
@@ -169,3 +169,19 @@ def test_an_answer_has_the_bytes_that_h11_would_send(method, version, headers):
 
     strict = StrictConnection(h11.SERVER, MAX_HEAD_BYTES)
     assert sent(strict) == sent(h11.Connection(h11.SERVER))
+
+
+@pytest.mark.parametrize(("part", "is_read"), [(1, False), (MIN_PART_BYTES, True), (99, True)])
+def test_a_body_in_more_parts_than_its_size_is_worth_is_refused(part, is_read):
+    connection, parts = StrictConnection(h11.SERVER, MAX_HEAD_BYTES), MAX_PARTS * 9 // 8
+    connection.receive_data(b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+    assert type(connection.next_event()) is h11.Request
+    wrong = None
+    for _ in range(parts):
+        connection.receive_data(b"%x\r\n%b\r\n" % (part, b"x" * part))
+        try:
+            assert type(connection.next_event()) is h11.Data
+        except h11.RemoteProtocolError as exc:
+            wrong = exc
+            break
+    assert (wrong is None) == is_read

@@ -120,8 +120,14 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             leaving.cancel()
     except BaseExceptionGroup as failures:
         # Both tasks may have failed; the first one is the reason for the other.
-        raise failures.exceptions[0] from None
+        raise first_of(failures) from None
     return result
+
+
+def first_of(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first of ``failures``, which are freed without the collector: a task group's own frame holds them."""
+    failures.__traceback__ = None
+    return failures.exceptions[0]
 
 
 async def _wait_left(receive: Receive) -> None:
@@ -186,7 +192,7 @@ class MessageStream(Response):
                 for task in beside:
                     task.cancel()
         except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+            raise first_of(failures) from None
 
     async def _lose_patience(self) -> None:
         """Raises ``ClientDisconnect`` if the client does not take a message in time; messages cost nothing here."""

@@ -8,11 +8,15 @@ those are connections that were answered before, each in its turn, and those who
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from typing import Final, Protocol
 
+from primad.api.http.turns import TURN_S
+
 MAX_STARTS: Final = 8
-"""At one turn of the loop; each takes some tenths of a millisecond, most of them in the next turn."""
+"""At one turn of the loop; each takes some tenths of a millisecond, most of them in the next turn, and one whose body
+comes in many parts takes milliseconds, so a turn ends after ``TURN_S`` too."""
 _OTHERS_EVERY: Final = 4
 """One of so many is of a connection that was answered before, if one waits."""
 
@@ -63,7 +67,8 @@ class Starts:
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
         was_idle, self._begun = not self._begun, 0
-        while self._begun < MAX_STARTS and (connection := self._next()) is not None:
+        until_s = time.perf_counter() + TURN_S
+        while self._begun < MAX_STARTS and time.perf_counter() < until_s and (connection := self._next()) is not None:
             if connection in self._waiting:
                 self._waiting.remove(connection)
                 self._begun += 1

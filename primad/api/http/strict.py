@@ -7,11 +7,14 @@ tolerates: a length with chunks, lines that end with a bare LF, folded lines, th
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Any, Final
 
 import h11
 
 MAX_HEAD_BYTES: Final = 16 << 10
+MAX_PARTS: Final = 1 << 16
+"""Of a body, and one more for each ``MIN_PART_BYTES``: a part takes 10 us, and a client may leave behind a million."""
+MIN_PART_BYTES: Final = 16
 _HEAD_END: Final = b"\r\n\r\n"
 _ODD_LINES: Final = re.compile(rb"(?<!\r)\n|\r[^\n]|\n[ \t]|\x00")
 _LENGTH: Final = re.compile(rb"(?im)^content-length:(.*)$")
@@ -26,6 +29,7 @@ class StrictConnection(h11.Connection):
     events = 0
     """The number of request parts in the last read."""
     _is_chunked = False
+    _parts_left = MAX_PARTS
 
     @property
     def ahead_bytes(self) -> int:
@@ -47,10 +51,20 @@ class StrictConnection(h11.Connection):
         try:
             if self.their_state is h11.IDLE and (wrong := wrong_in(self.trailing_data[0])):
                 raise h11.RemoteProtocolError(wrong)
-            return super().next_event()
+            return self._counted(super().next_event())
         except h11.RemoteProtocolError as exc:
             self.wrong = str(exc)
             raise
+
+    def _counted(self, event: Any) -> Any:
+        """``event``, unless the body has too many parts for its size."""
+        if type(event) is h11.Data:
+            self._parts_left += len(event.data) / MIN_PART_BYTES - 1
+            if self._parts_left < 0:
+                raise h11.RemoteProtocolError("the body comes in too many small parts; send larger ones")
+        elif type(event) is h11.Request:
+            self._parts_left = MAX_PARTS
+        return event
 
 
 def wrong_in(received: bytes) -> str:

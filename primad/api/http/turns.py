@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 
 T = TypeVar("T")
 TURN_S: Final = 0.005
+"""For work that is done in portions."""
 
 
 async def in_turns(items: Iterable[T]) -> list[T]:
