@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from primad.api.http.starts import MAX_STARTS, Starts
+from primad.api.http.turns import TURN_S
 
 
 class Loop:
@@ -27,11 +28,14 @@ class Loop:
 
 class Connections:
     def __init__(self) -> None:
-        self.loop, self.starts, self.begun = Loop(), Starts(), list[str]()
+        self.loop, self.begun, self.now_s = Loop(), list[str](), 0.0
+        self.starts = Starts(lambda: self.now_s)
 
-    def ready(self, name: str, machine: str = "", *, is_new: bool = True) -> Any:
-        connection = Connection(self, name)
-        self.starts.ready(connection, machine, is_new=is_new)  # type: ignore[arg-type]
+    def ready(
+        self, name: str, machine: str = "", *, is_new: bool = True, takes_s: float = 0.0, is_check: bool = False
+    ) -> Any:
+        connection = Connection(self, name, takes_s)
+        self.starts.ready(connection, machine, is_new=is_new, is_check=is_check)  # type: ignore[arg-type]
         return connection
 
     def at_each_turn(self) -> list[list[str]]:
@@ -42,11 +46,12 @@ class Connections:
 
 
 class Connection:
-    def __init__(self, of: Connections, name: str) -> None:
-        self.loop, self._of, self._name = of.loop, of, name
+    def __init__(self, of: Connections, name: str, takes_s: float) -> None:
+        self.loop, self._of, self._name, self._takes_s = of.loop, of, name, takes_s
 
     def begin(self) -> None:
         self._of.begun.append(self._name)
+        self._of.now_s += self._takes_s
 
 
 def test_one_request_begins_at_once_and_the_loop_comes_to_rest():
@@ -95,3 +100,24 @@ def test_who_is_gone_begins_nothing_and_who_waits_waits_once():
     here.starts.forget(gone)
     assert (gone in here.starts, twice in here.starts) == (False, True)
     assert here.at_each_turn()[1] == ["twice"]
+
+
+def test_what_takes_long_to_begin_ends_a_turn():
+    here = Connections()
+    for number in range(MAX_STARTS):
+        here.ready(f"{number}")
+    for number in range(4):
+        here.ready(f"long {number}", takes_s=TURN_S / 2)
+    assert here.at_each_turn()[1:] == [["long 3", "long 2"], ["long 1", "long 0"]]
+
+
+def test_a_health_check_goes_before_those_who_come_without_end_and_checks_take_half_of_a_turn():
+    here = Connections()
+    for number in range(MAX_STARTS):
+        here.ready(f"{number}")
+    for number in range(MAX_STARTS):
+        here.ready(f"check {number}", is_check=True)
+        here.ready(f"new {number}")
+    turns = here.at_each_turn()[1:]
+    assert turns[0][0] == "check 0"
+    assert [sum("check" in name for name in turn) for turn in turns] == [MAX_STARTS // 2] * 2

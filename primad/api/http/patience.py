@@ -44,6 +44,7 @@ MIN_READ_BYTES: Final = 64
 FEW_PARTS: Final = 8
 MAX_PARTS: Final = 64
 """For all connections that send many parts, in one turn of the loop."""
+_CHECK: Final = b"GET /health "
 _BUSY: Final = (
     b'{"error": {"message": "too many connections; close some or try again later", "code": "too_many_connections"}}'
 )
@@ -204,7 +205,8 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
         self._wait_for_turn()
 
     def _wait_for_turn(self) -> None:
-        self._patience.starts.ready(self, self._machine, is_new=self.cycle is None)
+        is_check = self._strict.trailing_data[0].startswith(_CHECK)
+        self._patience.starts.ready(self, self._machine, is_new=self.cycle is None, is_check=is_check)
         if self in self._patience.starts:
             self.flow.pause_reading()
 

@@ -1,7 +1,8 @@
 """Which request begins next where many come at once: some at a turn of the loop.
 
 A thousand connections with a request each took a turn of half a second, and a health check waits for some turns. Who has
-just come is first, and machines take turns: so one that asks now and then is heard while others ask without end. Behind
+just come is first, and machines take turns: so one that asks now and then is heard while others ask without end. Health
+checks go before all of them, every other time: who comes without end is always newer. Behind
 those are connections that were answered before, each in its turn, and those whose requests come in many small parts.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final, Protocol
 
 from primad.api.http.turns import TURN_S
@@ -33,10 +35,12 @@ class Starting(Protocol):
 class Starts:
     """Connections that wait for their turn to begin a request."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._new: dict[str, list[Starting]] = {}
         """By machine, the newest last; the machine whose turn it is first."""
         self._others: deque[Starting] = deque()
+        self._checks: deque[Starting] = deque()
         self._waiting: set[Starting] = set()
         self._begun = 0
         self._is_due = False
@@ -44,8 +48,8 @@ class Starts:
     def __contains__(self, connection: Starting) -> bool:
         return connection in self._waiting
 
-    def ready(self, connection: Starting, machine: str, *, is_new: bool) -> None:
-        """Let ``connection`` begin, now or in its turn."""
+    def ready(self, connection: Starting, machine: str, *, is_new: bool, is_check: bool = False) -> None:
+        """Let ``connection`` begin, now or in its turn; ``is_check``: it asks for health."""
         if not self._is_due:
             self._is_due = True
             connection.loop.call_soon(self._turn, connection.loop)
@@ -56,7 +60,9 @@ class Starts:
             connection.begin()
             return
         self._waiting.add(connection)
-        if is_new:
+        if is_check:
+            self._checks.append(connection)
+        elif is_new:
             self._new.setdefault(machine, []).append(connection)
         else:
             self._others.append(connection)
@@ -67,8 +73,8 @@ class Starts:
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
         was_idle, self._begun = not self._begun, 0
-        until_s = time.perf_counter() + TURN_S
-        while self._begun < MAX_STARTS and time.perf_counter() < until_s and (connection := self._next()) is not None:
+        until_s = self._clock() + TURN_S
+        while self._begun < MAX_STARTS and self._clock() < until_s and (connection := self._next()) is not None:
             if connection in self._waiting:
                 self._waiting.remove(connection)
                 self._begun += 1
@@ -78,6 +84,8 @@ class Starts:
             loop.call_soon(self._turn, loop)
 
     def _next(self) -> Starting | None:
+        if self._checks and (self._begun % 2 == 0 or not (self._others or self._new)):
+            return self._checks.popleft()
         if self._others and (not self._new or self._begun % _OTHERS_EVERY == _OTHERS_EVERY - 1):
             return self._others.popleft()
         if not self._new:
