@@ -94,6 +94,17 @@ def test_a_template_that_fails_refuses_the_request(template):
     assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
+@pytest.mark.parametrize(
+    "change",
+    ["|attr('append')", "['append']", "|attr('app' ~ 'end')", ".append ", '.clear if 0 else messages["append"]'],
+)
+def test_a_template_changes_no_list_of_which_it_gets_no_copy(change):
+    messages = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(RequestError, match="unsafe"):
+        render(ByteVocabulary("{{ (messages" + change + ")('x') }}"), messages, now=NOW)
+    assert len(messages) == 1
+
+
 def test_the_templates_own_words_reach_the_client():
     with pytest.raises(RequestError, match="roles must alternate"):
         rendered("{{ raise_exception('roles must alternate') }}")

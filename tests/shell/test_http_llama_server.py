@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import time
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from primad.api.answering.backend import FillInTokens, Health
 from primad.api.answering.generation import write
 from primad.api.answering.job import Job
 from primad.api.dialects.llama_server import prepared
+from primad.api.http.long_response import PIECE_BYTES, in_pieces
 from primad.errors import RingError
 from tests.fakes.backend import BOS, ByteVocabulary, FakeBackend, replies
 from tests.fakes.http import call, events, post
@@ -90,9 +92,24 @@ def test_an_answer_says_how_it_was_sampled_and_of_what_prompt():
     assert usual.items() <= post(backend, "/completion", prompt="Hi").json()["generation_settings"].items()
 
 
+def test_a_long_list_of_tokens_is_written_in_pieces():
+    sent: list[int] = []
+
+    async def run() -> None:
+        async def send(message: Any) -> None:
+            sent.append(len(message.get("body", b"")))
+
+        response = in_pieces(b"[" + b"1," * (1 << 20) + b"1]")
+        assert response.headers["content-length"] == str((1 << 21) + 3)
+        await response({"type": "http"}, lambda: None, send)
+
+    asyncio.run(run())
+    assert (sum(sent), max(sent)) == ((1 << 21) + 3, PIECE_BYTES)
+
+
 def test_settings_that_are_too_long_for_all_choices_are_not_repeated():
     asked = {"prompt": "Hi", "n_predict": 1, "stop": [f"{n:x<255}" for n in range(64)], "logit_bias": [[5, 1]]}
-    few, many = (post(FakeBackend(says("a")), "/completion", n=n, **asked) for n in (2, 128))
+    few, many = (post(FakeBackend(replies("a")), "/completion", n=n, **asked) for n in (2, 128))
     assert all(len(each["generation_settings"]["stop"]) == 64 for each in few.json())
     for each in many.json():
         settings = each["generation_settings"]

@@ -398,7 +398,7 @@ def test_a_connection_that_is_gone_leaves_nothing_to_the_collector(sent):
     """A thousand of them made it stand for 200 ms."""
 
     async def run() -> None:
-        async with patient(FakeBackend(says("Hi")), kind=Seen) as port:
+        async with patient(FakeBackend(replies("Hi")), kind=Seen) as port:
             gc.disable()
             try:
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -274,15 +274,19 @@ def check_template(source: str) -> None:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
+    changes_lists = False
+    """Whether the template is seen to, so that it gets copies: by another spelling it may not."""
+
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, list) and attr in _CHANGES:
-            return True
+            return self.changes_lists
         return super().is_safe_attribute(obj, attr, value)
 
 
 @lru_cache(maxsize=4)
 def _compile(source: str) -> jinja2.Template:
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.changes_lists = _IS_CHANGING.search(source) is not None
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -46,6 +46,11 @@ class LongResponse:
         return _InPieces(pieces)
 
 
+def in_pieces(body: bytes) -> Response:
+    """The response with ``body``, which is JSON: to write 32 MB at once took 50 ms."""
+    return _InPieces([memoryview(body)[at : at + PIECE_BYTES] for at in range(0, len(body), PIECE_BYTES)])
+
+
 def _pieces(items: Iterable[bytes]) -> Iterator[bytes]:
     """``items`` separated by commas, in pieces of some size."""
     piece = bytearray()
@@ -63,7 +68,7 @@ def _pieces(items: Iterable[bytes]) -> Iterator[bytes]:
 class _InPieces(Response):
     media_type = MEDIA_TYPE
 
-    def __init__(self, pieces: list[bytes]) -> None:
+    def __init__(self, pieces: Sequence[bytes | memoryview]) -> None:
         super().__init__()
         self.headers["content-length"] = str(sum(map(len, pieces)))
         self._pieces = pieces
@@ -71,6 +76,6 @@ class _InPieces(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for piece in self._pieces:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": bytes(piece), "more_body": True})
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -32,7 +32,7 @@ from primad.api.http.dialect import Dialect, Route
 from primad.api.http.endpoint import Endpoint, json_response
 from primad.api.http.errors import error_body
 from primad.api.http.framing import EVENT_STREAM
-from primad.api.http.long_response import LongResponse
+from primad.api.http.long_response import LongResponse, in_pieces
 
 _EVENTS: Final = replace(EVENTS, end=b"")
 
@@ -55,7 +55,7 @@ class _Routes:
 
     async def _whole(self, request: Request, preparation: Preparation[prepared.WholeBody]) -> Response:
         whole = await self._endpoint.prepare(request, preparation, self._endpoint.serving())
-        return Response(whole.body, media_type="application/json")
+        return in_pieces(whole.body)
 
     async def props(self, request: Request) -> Response:
         """The context and the chat template."""
