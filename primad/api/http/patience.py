@@ -225,8 +225,6 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
     def on_response_complete(self) -> None:
         """The response was written; the next request may have come with the last."""
         super().on_response_complete()
-        if self.cycle is None:
-            return
         self.flow.resume_reading()  # the rest of a request that was sent ahead
         if not self._is_answering() and not self.flow.write_paused and self not in self._patience.starts:
             self._patience.is_silent(self)

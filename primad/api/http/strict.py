@@ -7,7 +7,7 @@ tolerates: a length with chunks, lines that end with a bare LF, folded lines, th
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from typing import Final
 
 import h11
 
@@ -29,7 +29,7 @@ class StrictConnection(h11.Connection):
     events = 0
     """The number of request parts in the last read."""
     _is_chunked = False
-    _parts_left = MAX_PARTS
+    _parts_left: float = MAX_PARTS
 
     @property
     def ahead_bytes(self) -> int:
@@ -51,20 +51,21 @@ class StrictConnection(h11.Connection):
         try:
             if self.their_state is h11.IDLE and (wrong := wrong_in(self.trailing_data[0])):
                 raise h11.RemoteProtocolError(wrong)
-            return self._counted(super().next_event())
+            event = super().next_event()
+            self._count(event)
+            return event
         except h11.RemoteProtocolError as exc:
             self.wrong = str(exc)
             raise
 
-    def _counted(self, event: Any) -> Any:
-        """``event``, unless the body has too many parts for its size."""
+    def _count(self, event: object) -> None:
+        """Raise ``RemoteProtocolError`` if the body has too many parts for its size."""
         if type(event) is h11.Data:
             self._parts_left += len(event.data) / MIN_PART_BYTES - 1
             if self._parts_left < 0:
                 raise h11.RemoteProtocolError("the body comes in too many small parts; send larger ones")
         elif type(event) is h11.Request:
             self._parts_left = MAX_PARTS
-        return event
 
 
 def wrong_in(received: bytes) -> str:
