@@ -20,6 +20,7 @@ from halda import (
     OffloadSpeed,
     RoutingCost,
     RowSpeed,
+    TypeRows,
     TypeSpeed,
     WidthCost,
 )
@@ -53,6 +54,7 @@ _BOUNDS: Final[dict[type, dict[str, tuple[float, float]]]] = {
     RowSpeed: {"rows": (2, 511), "bytes_per_s": _RATE},
     WidthCost: {"weights": (1, 1e12), "ratio": (0.1, 10), "many_ratio": (0.1, 10)},
     CacheCost: {"bytes": (1, 1e12), "ratio": (0.02, 1)},
+    TypeRows: {"rows": (1, 65_536), "piece_rows": (0, 65_536), "replay_rows": (1, 65_536)},
     GpuProfile: {
         "vram_total_bytes": (1e6, 1e14),
         "vram_available_bytes": (0, 1e14),
@@ -176,6 +178,9 @@ def check_cpu(cpu: CpuProfile, ram_read_bytes_per_s: float) -> None:
         _check_bounds(width, f"cpu.widths[{number}].")
     for number, cache in enumerate(cpu.caches):
         _check_bounds(cache, f"cpu.caches[{number}].")
+    _check_types(cpu.exact_rows, "cpu.exact_rows")
+    for number, exact in enumerate(cpu.exact_rows):
+        _check_bounds(exact, f"cpu.exact_rows[{number}].")
     _check_bounds(cpu.routing, "cpu.routing.")
     _check_speeds(cpu.speeds, "cpu.speeds", ram_read_bytes_per_s, "ram_read_bytes_per_s")
 
@@ -231,29 +236,38 @@ def _check_speeds(speeds: Sequence[TypeSpeed], path: str, read: float, read_path
     _check_types(speeds, path)
     for number, speed in enumerate(speeds):
         at = f"{path}[{number}]."
-        _check_bounds(speed, at)
-        for place, each in enumerate(speed.rows):
-            _check_bounds(each, f"{at}rows[{place}].")
-        decode = speed.decode_bytes_per_s
-        _ratio(f"{at}decode_bytes_per_s", decode, read_path, read, _DECODE_OF_READ)
-        _ratio(
-            f"{at}batch_bytes_per_s",
-            speed.batch_bytes_per_s,
-            f"{at}decode_bytes_per_s",
-            decode,
-            _BATCH_OF_DECODE,
-        )
-        one_row = 2 * decode / bytes_per_weight(speed.type)
-        _ratio(
-            f"{at}prefill_flop_per_s",
-            speed.prefill_flop_per_s,
-            f"the FLOP/s of {at}decode_bytes_per_s",
-            one_row,
-            _PREFILL_OF_DECODE,
-        )
+        _check_speed(speed, at, read, read_path)
+        if (plain := speed.plain) is None:
+            continue
+        if plain.type != speed.type or plain.plain is not None:
+            raise Implausible(f"{at}plain.type", shown(plain.type), f"expected one speed of {shown(speed.type)}")
+        _check_speed(plain, f"{at}plain.", read, read_path)
 
 
-def _check_types(speeds: Sequence[TypeSpeed | OffloadSpeed], path: str) -> None:
+def _check_speed(speed: TypeSpeed, at: str, read: float, read_path: str) -> None:
+    _check_bounds(speed, at)
+    for place, each in enumerate(speed.rows):
+        _check_bounds(each, f"{at}rows[{place}].")
+    decode = speed.decode_bytes_per_s
+    _ratio(f"{at}decode_bytes_per_s", decode, read_path, read, _DECODE_OF_READ)
+    _ratio(
+        f"{at}batch_bytes_per_s",
+        speed.batch_bytes_per_s,
+        f"{at}decode_bytes_per_s",
+        decode,
+        _BATCH_OF_DECODE,
+    )
+    one_row = 2 * decode / bytes_per_weight(speed.type)
+    _ratio(
+        f"{at}prefill_flop_per_s",
+        speed.prefill_flop_per_s,
+        f"the FLOP/s of {at}decode_bytes_per_s",
+        one_row,
+        _PREFILL_OF_DECODE,
+    )
+
+
+def _check_types(speeds: Sequence[TypeSpeed | OffloadSpeed | TypeRows], path: str) -> None:
     seen = set()
     for number, speed in enumerate(speeds):
         at = f"{path}[{number}].type"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -13,7 +15,16 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from halda import DeviceProfile, LinkProfile, MessageTime
+from halda import (
+    CacheCost,
+    DeviceProfile,
+    LinkProfile,
+    MessageTime,
+    OffloadSpeed,
+    RowSpeed,
+    TypeRows,
+    WidthCost,
+)
 from halda.assignment import in_memory
 from primad.errors import ProtocolError
 from primad.gguf.layers import HEADER_BYTES, LayerRef, LayerTensor, check_ref, layer_header
@@ -546,6 +557,39 @@ def test_a_profile_with_impossible_figures_is_refused(figures):
     profile = dataclasses.replace(PROFILE, **figures)
     with pytest.raises(ProtocolError, match="impossible"):
         cluster.decode_from_worker(encode(a_welcome(profile)))
+
+
+def all_numbers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every number in plain data, and where it stands."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, each in inner:
+        yield from all_numbers(each, (*path, key))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield path, value
+
+
+def test_every_number_of_a_profile_has_bounds():
+    """Plans are made with all of them: one that is none, or of another size, ends a head that believes it."""
+    speed = dataclasses.replace(PROFILE.cpu.speeds[0], rows=(RowSpeed(rows=2, bytes_per_s=8e9),))
+    cpu = dataclasses.replace(
+        PROFILE.cpu,
+        speeds=(dataclasses.replace(speed, plain=speed),),
+        exact_rows=(TypeRows(type="Q4_K", rows=4, piece_rows=8, replay_rows=2),),
+        widths=(WidthCost(weights=1_000_000, ratio=1.0, many_ratio=1.0),),
+        caches=(CacheCost(bytes=1_000_000, ratio=0.5),),
+    )
+    offload = OffloadSpeed(type="Q4_K", few_bytes_per_s=1e10, prefill_flop_per_s=1e13)
+    gpu = dataclasses.replace(PROFILE.gpu, speeds=PROFILE.gpu.speeds[:1], prefill_offload=(offload,))
+    profile = dataclasses.replace(PROFILE, cpu=cpu, gpu=gpu, other_gpus=(gpu,), cores=(0, 1))
+    assert cluster.decode_from_worker(encode(a_welcome(profile))).profile == profile
+    for path, number in all_numbers(msgspec.to_builtins(profile)):
+        for absurd in (math.nan, math.inf, -1.0, 1e300) if isinstance(number, float) else (-1, 1 << 62):
+            data = msgspec.msgpack.decode(encode(a_welcome(profile)))
+            *way, last = "profile", *path
+            functools.reduce(lambda inner, key: inner[key], way, data)[last] = absurd
+            with pytest.raises(ProtocolError) as refused:
+                cluster.decode_from_worker(msgspec.msgpack.encode(data))
+            assert "impossible" in str(refused.value), path
 
 
 @pytest.mark.parametrize(
