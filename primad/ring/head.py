@@ -106,6 +106,8 @@ class Head:
         self._arrived: deque[tuple[Step, Hidden]] = deque()
         self._deadlines: dict[int, float] = {}
         self._under_way: dict[int, Step] = {}
+        self._awaited: dict[int, int] = {}
+        """By step that is out: the window for which it comes back."""
         self._ring_passes = Lateness()
         self._news: list[HeadEvent] = []
         self._is_draining = False
@@ -169,14 +171,17 @@ class Head:
     def receive(self, step: Step, hidden: Hidden) -> None:
         """Take a judged step from the ring; it is computed by a later ``turn``.
 
-        Raises ``SenderError`` for what the device before this one must have seen to: a step that is not under way, one
-        before it that was lost, what are no numbers. Raises ``AlteredStepError`` for one that any device may have altered.
+        Raises ``SenderError`` for what the device before this one must have seen to: a step that is not under way, or was
+        here already, one before it that was lost, what are no numbers. Raises ``AlteredStepError`` for one that any device
+        may have altered.
         """
         sent = self._under_way.get(step.step)
         if sent is None:
             raise SenderError(f"{SENDER} sent step {step.step}, which is not under way")
         if step.window <= sent.window:
-            raise AlteredStepError(f"step {step.step} came back for window {step.window}, where it has been already")
+            raise SenderError(f"{SENDER} sent step {step.step} for window {step.window}, where it has been already")
+        if step.window != self._awaited.get(step.step):
+            raise AlteredStepError(f"step {step.step} came back for window {step.window} before it was in all others")
         if step.skipped and not self._scheduler.is_discarded(step.step):
             raise AlteredStepError(f"step {step.step} came back without having been computed, which nobody asked for")
         if msgspec.structs.replace(sent, window=step.window, skipped=sent.skipped or step.skipped) != step:
@@ -190,6 +195,7 @@ class Head:
         now = self._clock()
         self._under_way[step.step] = step
         self._deadlines[step.step] = now + self._step_timeout_s
+        del self._awaited[step.step]
         self._ring_passes.back(step.step, now)
         self._arrived.append((step, hidden))
 
@@ -291,6 +297,7 @@ class Head:
             return Notify(self._announce(self._scheduler.fail(step.step, str(exc), self._clock())))
         if step.window < self._last:
             self._ring_passes.left(step.step, step.rows, self._clock())
+            self._awaited[step.step] = next(i for i in range(step.window, self._last + 1) if self._has(i))
             return Send(step, content)  # type: ignore[arg-type]
         apply(self._tail, step, self.kv_writer)
         if step.rows:
@@ -307,6 +314,9 @@ class Head:
         events = [*news, *events, *self._scheduler.kv_news()]
         self._notify_drained()
         return Notify(events, step.rows)
+
+    def _has(self, window: int) -> bool:
+        return window in self._windows or window == self._last
 
     def _end_step(self, step: Step, content: Tokens | Hidden) -> None:
         """Compute the tail. Where nothing is sampled from it the states of all rows are for a drafter that reads them."""

@@ -145,10 +145,16 @@ class Worker:
 
     What is skipped is looked at when a step comes to a window. From then on none of that sequence's drafts behind it is
     computed there, so that no window has a hole where another one has cells.
+
+    A step comes to the first of neighbouring windows, and to no window before it was in all before that: where it had not
+    been, later steps would not find the cells that it leaves.
     """
 
     def __init__(self, windows: Mapping[int, HiddenWindow], kv_writer: WritesKv | None = None) -> None:
         self._windows = windows
+        entries = [window for window in sorted(windows) if window - 1 not in windows]
+        self._before = dict(zip(entries, [None, *entries], strict=False))
+        """By window that steps come to: the one that they come to before."""
         self._kv_writer = kv_writer
         self._following: dict[int, int] = {}
         self._skips: deque[int] = deque(maxlen=4 * MAX_SKIPPED)
@@ -160,13 +166,17 @@ class Worker:
     def receive(self, step: Step, hidden: Hidden) -> tuple[Step, Hidden]:
         """Compute ``step``, which is already judged (``decode_route``); what to send to the next device.
 
-        Raises ``SenderError`` when a step before it was lost or it has no numbers, ``EngineError`` when the window fails.
+        Raises ``SenderError`` when a step before it was lost, it was to be elsewhere first, or it has no numbers;
+        ``EngineError`` when the window fails.
         """
         expected = self._following.get(step.window, 0)
         if step.step != expected:
             raise SenderError(
                 f"{SENDER} sent step {step.step} but not step {expected}, or a connection was interrupted"
             )
+        before = self._before.get(step.window, step.window)
+        if before is not None and self._following.get(before, 0) <= step.step:
+            raise SenderError(f"{SENDER} sent step {step.step} for window {step.window} before it was in all others")
         self._following[step.window] = step.step + 1
         check_sent(step, hidden)
         if step.step in self._skips:

@@ -411,11 +411,26 @@ def test_a_step_that_came_back_with_other_rows_is_refused():
 
 
 def test_a_step_is_taken_once_for_each_window():
+    """Nobody can have the device before the head send it twice, so it is that one's fault."""
     ring = quiet_until_the_workers_answer()
     step = msgspec.structs.replace(a_step(0, 3, rows=2), outputs=[False, True])
     ring.head.receive(step, np.zeros((2, WIDTH), np.float32))
-    with pytest.raises(AlteredStepError, match=r"step 0 came back for window 3, where it has been already"):
+    with pytest.raises(SenderError, match=r"sent step 0 for window 3, where it has been already"):
         ring.head.receive(step, np.zeros((2, WIDTH), np.float32))
+
+
+def test_a_step_comes_back_for_no_window_before_it_was_in_all_others():
+    """In two rounds of three devices the head has windows 0, 3 and 6."""
+    nothing = np.zeros((2, WIDTH), np.float32)
+    for windows in [(6,), (3, 6)]:  # before it is sent into the second round, too
+        ring = FakeRing([[1, 1, 1], [1, 1, 1]], 2)
+        ring.head.submit(generate(1, [1, 2]))
+        ring.head.turn()
+        *before, last = [msgspec.structs.replace(a_step(0, each, rows=2), outputs=[False, True]) for each in windows]
+        for step in before:
+            ring.head.receive(step, nothing)
+        with pytest.raises(AlteredStepError, match=r"step 0 came back for window 6 before it was in all others"):
+            ring.head.receive(last, nothing)
 
 
 def test_a_step_that_is_over_is_refused():
@@ -589,6 +604,18 @@ def test_a_worker_computes_nothing_behind_a_step_that_was_lost():
         worker.receive(a_step(3, 3, 0), nothing)
     with pytest.raises(SenderError, match="sent step 1 but not step 0"):
         Worker({1: model.middle(1, 2)}).receive(a_step(1, 1, 0), nothing)
+
+
+def test_a_step_comes_to_no_window_of_a_worker_before_it_was_in_all_others():
+    """Else that window would lack its cells, and fail with a later step by no fault of its own."""
+    model = FakeModel(6)
+    windows = {1: model.middle(1, 2), 2: model.middle(2, 3), 4: model.middle(4, 5)}
+    nothing = np.empty((0, WIDTH), np.float32)
+    for window in (2, 4):
+        with pytest.raises(SenderError, match=f"sent step 0 for window {window} before it was in all others"):
+            Worker(windows).receive(a_step(0, window, 0), nothing)
+    worker = Worker(windows)
+    assert [worker.receive(a_step(0, window, 0), nothing)[0].window for window in (1, 4)] == [3, 5]
 
 
 @st.composite
