@@ -162,7 +162,10 @@ class WorkerRole:
         return True
 
     def _receive(self) -> None:
-        while len(self._arrived) < HIGH_WATER_STEPS and (message := self._links.receive()) is not None:
+        """Take what has arrived, some at a time: a device that never stops sending must not keep this one from computing."""
+        for _ in range(HIGH_WATER_STEPS - len(self._arrived)):
+            if (message := self._links.receive()) is None:
+                return
             if isinstance(message, Skip):
                 self._worker.skip(message)
                 self._links.overtake(message)
@@ -282,7 +285,10 @@ class HeadRole:
                 self._drafted = drafted
 
     def _receive(self) -> None:
-        while self._links is not None and (message := self._links.receive()) is not None:
+        """As a worker does."""
+        for _ in range(HIGH_WATER_STEPS):
+            if self._links is None or (message := self._links.receive()) is None:
+                return
             if isinstance(message, Skip):  # it was everywhere
                 continue
             self._head.receive(*message)

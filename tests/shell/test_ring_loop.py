@@ -40,6 +40,7 @@ from primad.ring.messages import (
     RingEvent,
     Sampled,
     Serving,
+    Skip,
     Status,
     Step,
     StepLimits,
@@ -545,6 +546,18 @@ def test_a_head_whose_next_device_is_gone_hears_its_daemon(head_windows):
         head.send(Connect(NOWHERE, NOBODY, opened.key), generate(1, [1]), Report())
         head.expect(Status)
         head.close()
+
+
+@pytest.mark.parametrize("opening", [opening_of_two(), a_head(step_timeout_s=1000.0)], ids=["worker", "head"])
+def test_a_device_before_this_one_that_sends_without_end_keeps_it_from_nothing(
+    windows, head_windows, monkeypatch, opening
+):
+    """Whoever took all that comes before it computed, or heard its daemon, would never do so."""
+    skip = Skip(protocol=PROTOCOL, ring=1, epoch=1, steps=[0])
+    monkeypatch.setattr(Links, "receive", lambda _: skip)
+    with started(opening, PATIENT) as (process, opened):
+        process.send(Connect(NOWHERE, NOBODY, opened.key))
+        assert process.status().steps == 0
 
 
 def test_a_head_tells_of_a_device_that_stopped_and_hears_its_daemon(model, windows, head_windows):
