@@ -58,6 +58,7 @@ class WindowLoad:
             lock=node.config.lock,
             flash=load.flash,
             small_windows=load.small_windows,
+            states=load.states,
             rope=load.rope,
             gpu="" if profile.gpu is None else profile.gpu.id,
             other_gpus=tuple(gpu.id for gpu in profile.other_gpus),

@@ -51,6 +51,7 @@ def limits_of(ring: int, epoch: int, windows: Iterable[int], width: int, options
         rows=options.rows,
         context=options.context,
         sequences=options.numbers,
+        states=options.states,
     )
 
 

@@ -172,7 +172,10 @@ RouteMessage = Step | Skip
 
 
 class StepLimits(msgspec.Struct, frozen=True):
-    """What a ring process accepts: fixed when the ring opens, so a header can be judged by itself."""
+    """What a ring process accepts: fixed when the ring opens, so a header can be judged by itself.
+
+    What a device keeps takes no more memory than was planned: so many ``states``, and in a step each cell once.
+    """
 
     ring: int
     epoch: int
@@ -181,6 +184,7 @@ class StepLimits(msgspec.Struct, frozen=True):
     rows: int
     context: int
     sequences: int
+    states: int = 0
 
 
 _route_decoder: Final[msgspec.msgpack.Decoder[RouteMessage]] = msgspec.msgpack.Decoder(RouteMessage)
@@ -209,6 +213,9 @@ def decode_route(header: bytes | memoryview, payload_bytes: int, limits: StepLim
     _check_rows(step, limits)
     for op in step.ops:
         _check_op(op, limits)
+    kept = sum(op.block.end - op.block.start for op in step.ops if isinstance(op, KvKeep))
+    if kept > limits.sequences * limits.context:
+        raise ProtocolError(f"step {step.step} keeps {kept} KV cells; there are {limits.sequences * limits.context}")
     return step
 
 
@@ -255,8 +262,8 @@ def _check_op(op: KvOp, limits: StepLimits) -> None:
                 raise ProtocolError(f"a KV operation loads what is no block: {printable(f'{key!r} up to {end}')}")
         case StateKeep(sequence, number, end) | StateRestore(sequence, number, end):
             sequences, span = [sequence], (0, end)
-            if not 0 <= number < MAX_STATES or end <= 0:
-                raise ProtocolError(f"KV operation {op} names a state that no ring has")
+            if not 0 <= number < limits.states or end <= 0:
+                raise ProtocolError(f"KV operation {op} names none of the {limits.states} states that are kept")
         case KvCopy(source, target, end):
             sequences, span = [source, target], (0, end)
             if source == target or end < 0:

@@ -17,7 +17,6 @@ from primad.kv.keys import KvBlock
 from primad.ring.grouping import Batching
 from primad.ring.messages import (
     MAX_HEADER_BYTES,
-    MAX_STATES,
     PROTOCOL,
     AlsoGenerate,
     Cancel,
@@ -61,7 +60,7 @@ from tests.fakes.wire import anything, assert_one_line, numbers, outcome
 KEY, OTHER = "0123456789abcdef" * 2, "f" * 32
 FIRST, BLOCK = KvBlock(KEY, "", 0, 4), KvBlock(OTHER, KEY, 4, 32)
 keys = st.sampled_from([KEY, OTHER, "", "../" + KEY, "F" * 32])
-LIMITS = StepLimits(ring=0xABC, epoch=4, windows=frozenset({2, 5}), width=6, rows=8, context=32, sequences=3)
+LIMITS = StepLimits(ring=0xABC, epoch=4, windows=frozenset({2, 5}), width=6, rows=8, context=32, sequences=3, states=6)
 
 
 def a_step(**changes: Any) -> Step:
@@ -128,7 +127,7 @@ def assert_within_limits(step: Step) -> None:
                 assert (len(key), end > 0) == (32, True)
             case StateKeep(sequence, number, end) | StateRestore(sequence, number, end):
                 named, span = {sequence}, (0, end)
-                assert 0 <= number < MAX_STATES
+                assert 0 <= number < LIMITS.states
                 assert end > 0
         assert all(0 <= sequence < LIMITS.sequences for sequence in named)
         assert 0 <= span[0] <= LIMITS.context
@@ -211,9 +210,11 @@ def test_another_ring_or_epoch_is_none_of_this_ring(changes):
         ({"ops": [KvKeep(0, KvBlock("F" * 100_000, "", 0, 4))]}, "no block"),
         ({"ops": [StateKeep(3, 0, 4)]}, "sequence"),
         ({"ops": [StateKeep(0, 0, 33)]}, "position"),
-        ({"ops": [StateKeep(0, 0, 0)]}, "a state that no ring has"),
-        ({"ops": [StateKeep(0, -1, 4)]}, "a state that no ring has"),
-        ({"ops": [StateRestore(0, MAX_STATES, 4)]}, "a state that no ring has"),
+        ({"ops": [StateKeep(0, 0, 0)]}, "none of the 6 states"),
+        ({"ops": [StateKeep(0, -1, 4)]}, "none of the 6 states"),
+        ({"ops": [StateKeep(0, 6, 4)]}, "none of the 6 states"),
+        ({"ops": [StateRestore(0, 511, 4)]}, "none of the 6 states"),
+        ({"ops": [KvKeep(0, KvBlock(KEY, "", 0, 32)), *[KvKeep(0, BLOCK)] * 3]}, "keeps 116 KV cells; there are 96"),
         ({"ops": [KvLoad(3, KEY, 4)]}, "sequence"),
         ({"ops": [KvLoad(0, KEY, 33)]}, "position"),
         ({"ops": [KvLoad(0, KEY, 0)]}, "no block"),

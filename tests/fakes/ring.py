@@ -148,6 +148,7 @@ class FakeRing:
                 rows=options.rows,
                 context=context,
                 sequences=options.numbers,
+                states=states,
             )
             for device in range(len(held))
         ]

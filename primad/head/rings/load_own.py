@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from halda.cost import checkpoints
 from primad.daemon.bring import bring_layers
 from primad.daemon.layer_files import copy_layers
 from primad.daemon.loaded_process import LoadedProcess
@@ -44,7 +43,7 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -
         batching=batching,
         pieces=inputs.forecast.pieces,
         keep_rows=inputs.keep_rows,
-        states=checkpoints(load.sequences) if model.profile.is_recurrent or load.small_windows else 0,
+        states=load.states,
         drafting=inputs.drafting,
         draft=inputs.draft,
         drafts_elsewhere=inputs.devices.draft_device is not None,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from halda import Plan
+from halda.cost import checkpoints
 from primad.errors import ModelError
 from primad.gguf.adapter import Adapter
 from primad.gguf.ranged_cutter import RangedCutter
@@ -110,6 +111,9 @@ def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers:
         kv_type=options.run.kv_type,
         flash=inputs.forecast.flash,
         small_windows=inputs.forecast.small_windows,
+        states=checkpoints(inputs.forecast.sequences)
+        if inputs.service.model.profile.is_recurrent or inputs.forecast.small_windows
+        else 0,
         keeps=inputs.keep_rows is not None,
         rope=options.rope,
         files=[] if ranged is None else list(ranged.files),
