@@ -6,6 +6,9 @@ break that it causes. So each break raises doubt about all its parties, whicheve
 most doubts is left out: after the first honest neighbour it is the liar. Two that only ever accuse each other are left
 out in turn. The head is trusted and never a party: a break between it and its neighbour is the neighbour's alone.
 
+A device that has to load again, as it has other room than it loaded for, is at fault for nothing; but one that says so for
+the third time while it is in doubt does what a liar would do.
+
 A connection may be interrupted once, for example by a restarting router. So no device is left out for the first break
 of a ring that served, if none of its parties was in doubt.
 """
@@ -19,6 +22,8 @@ from primad.membership.types import Device, RingFailed, State
 
 DOUBT_S: Final = 1800.0
 """A device that was party to no break for this long is beyond doubt."""
+MAX_RELOADS: Final = 3
+"""So often in a row no device has other room than it loaded for."""
 
 
 def doubt(state: State, event: RingFailed, now: float) -> State:
@@ -47,5 +52,7 @@ def culprit(state: State, event: RingFailed, *, served: bool) -> str | None:
         return device.doubts, name == event.device, -device.failures
 
     worst = max(parties, key=weight)  # of equals the first, the accused
+    if event.again and state.devices[worst].doubts < MAX_RELOADS:
+        return None
     is_first = event.device is None and state.devices[worst].doubts == 1
     return None if served and is_first else worst

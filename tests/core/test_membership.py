@@ -85,11 +85,11 @@ def members(shell: Shell) -> frozenset[str]:
     return shell.state.serving.members
 
 
-def broken(shell: Shell, device: str | None = None, *parties: str, lasting: bool = False) -> list[m.Effect]:
+def broken(shell: Shell, device: str | None = None, *parties: str, **how: bool) -> list[m.Effect]:
     """The attempt under way, or else the ring that serves, breaks by ``device``, or by one of ``parties``."""
     epoch = shell.attempt or shell.serving
     assert epoch is not None
-    return acts(shell.notify(m.RingFailed(epoch, device, "it broke", lasting, parties=parties)))
+    return acts(shell.notify(m.RingFailed(epoch, device, "it broke", parties=parties, **how)))
 
 
 def no_plan(shell: Shell) -> list[m.Effect]:

@@ -148,6 +148,26 @@ def test_a_doubt_is_forgotten_in_time():
     assert barred(shell) == set()
 
 
+@pytest.mark.parametrize("has_served", [False, True])
+def test_who_has_to_load_again_time_and_again_is_left_out(has_served):
+    """Nothing is wrong with it, it says; so nothing would ever be, and no ring would serve."""
+    shell = serving("ada", "liar") if has_served else head(wanted=2)
+    if not has_served:
+        welcome(shell, "ada", "liar")
+        solve(shell)
+    for _ in range(2):
+        broken(shell, None, "liar", again=True)
+        assert barred(shell) == set()
+        if has_served:
+            formed(shell, "ada", "liar")
+        else:
+            live(shell, 5.0, "ada", "liar")
+            solve(shell)
+    broken(shell, None, "liar", again=True)
+    assert barred(shell) == {"liar"}
+    assert formed(shell) == {"ada"}
+
+
 def test_parties_that_nobody_knows_are_none():
     shell = serving("ada", "bo")
     broken(shell, None, "eve", "head")

@@ -28,7 +28,6 @@ from primad.head.members.core import (
     StageError,
     StuckStepError,
     attributed,
-    loads_again,
 )
 from primad.head.members.stage import Stage
 from primad.head.rings import ring as head_ring
@@ -330,14 +329,10 @@ def test_what_the_heads_process_says_of_the_ring_is_believed():
     assert attributed(RingError("ended"), ALONE) == Attribution(reason="ended")
 
 
-def test_nobody_is_to_blame_for_layers_that_are_loaded_again():
+def test_nobody_is_to_blame_for_layers_that_are_loaded_again_but_who_says_so_is_remembered():
     error = StageError("lap: other programs need memory of the GPU", "lap", AGAIN)
-    assert attributed(error, PAIR) == Attribution(reason=str(error))
-    assert [loads_again(each) for each in (error, LoadAgainError("the same"), RingError("broken"))] == [
-        True,
-        True,
-        False,
-    ]
+    assert attributed(error, PAIR) == Attribution(reason=str(error), parties=("lap",), again=True)
+    assert attributed(LoadAgainError("as above"), PAIR) == Attribution(reason="as above", again=True)
 
 
 def test_a_first_worker_that_the_heads_process_does_not_reach_is_to_blame():

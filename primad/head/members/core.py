@@ -61,19 +61,15 @@ class StuckStepError(RingError):
 class Attribution:
     """``device`` is at fault, or one of the ``parties`` is, the accused first; None and empty: no worker.
 
-    ``reason`` names it. ``lasting``: it will not recover soon.
+    ``reason`` names it. ``lasting``: it will not recover soon. ``again``: nothing is wrong, a device has other room than it
+    loaded for; parties that say so time and again are at fault nonetheless.
     """
 
     reason: str
     device: str | None = None
     parties: tuple[str, ...] = ()
     lasting: bool = False
-
-
-def loads_again(error: PrimadError) -> bool:
-    """Whether the only cause of ``error``, which ended the ring, is that a device has more or less room than it loaded
-    for."""
-    return isinstance(error, LoadAgainError) or (isinstance(error, StageError) and error.fault == AGAIN)
+    again: bool = False
 
 
 def workers_of(plan: Plan) -> list[str]:
@@ -103,7 +99,11 @@ def attributed(error: PrimadError, plan: Plan) -> Attribution:
             return Attribution(reason=reason, parties=tuple(workers))
         case SenderError():
             return Attribution(reason=reason.replace(SENDER, workers[-1]), parties=(workers[-1],))
-        case StageError(device=device, fault=fault) if fault != AGAIN:
+        case LoadAgainError():
+            return Attribution(reason=reason, again=True)
+        case StageError(device=device, fault=fault) if fault == AGAIN:
+            return Attribution(reason=reason, parties=among(device), again=True)
+        case StageError(device=device, fault=fault):
             around = [plan.head, *workers, plan.head]
             before, after = (around[workers.index(device) + step] if device in workers else device for step in (0, 2))
             if fault == "next" and device == plan.head:

@@ -21,7 +21,7 @@ from primad.api.answering.backend import ServedModel
 from primad.daemon.node import Node
 from primad.daemon.reporter import Reporter
 from primad.errors import ModelError, PlanError, PrimadError
-from primad.head.members.core import Attribution, Core, attributed, loads_again
+from primad.head.members.core import Attribution, Core, attributed
 from primad.head.members.devices import Devices
 from primad.head.members.worker_link import WorkerLink
 from primad.head.model.learning import Learning
@@ -177,17 +177,7 @@ class Rings:
             await preparing
         except PrimadError as exc:
             self._model.remember(exc)
-            attribution = attributed(exc, ring.plan)
-            self._core.post(
-                types.RingFailed(
-                    epoch,
-                    attribution.device,
-                    attribution.reason,
-                    attribution.lasting,
-                    again=loads_again(exc),
-                    parties=attribution.parties,
-                )
-            )
+            self._core.post(_failed(epoch, attributed(exc, ring.plan)))
             return
         except Exception as exc:  # as above
             logger.exception("ring %d cannot be formed", epoch)
@@ -277,11 +267,7 @@ class Rings:
         """A ring broke, while it was formed or later."""
         if epoch in self._rings:
             self._model.remember(self._rings[epoch].broken_by)
-        self._core.post(
-            types.RingFailed(
-                epoch, attribution.device, attribution.reason, attribution.lasting, parties=attribution.parties
-            )
-        )
+        self._core.post(_failed(epoch, attribution))
 
     def memory_low(self, needed_bytes: int) -> None:
         """The head's own windows need memory that is not available."""
@@ -478,3 +464,14 @@ class Rings:
             self._tasks,
             self._plans[epoch],
         )
+
+
+def _failed(epoch: int, attribution: Attribution) -> types.RingFailed:
+    return types.RingFailed(
+        epoch,
+        attribution.device,
+        attribution.reason,
+        attribution.lasting,
+        again=attribution.again,
+        parties=attribution.parties,
+    )
