@@ -122,6 +122,8 @@ class HeadEnd:
     ) -> None:
         self.host, self.port, self.key = host, port, key
         self._timeout_s = timeout_s
+        self._refused = ""
+        """Why its last message was refused."""
         try:
             self._socket = open_socket(context, zmq.DEALER, identity=identity, server=key)
             self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_STATES_BYTES)
@@ -160,13 +162,21 @@ class HeadEnd:
                 async with asyncio.timeout(timeout_s):
                     frames = await self._socket.recv_multipart()
             except TimeoutError as exc:
-                raise ClusterError(f"no answer from {self.address} within {timeout_s:g} s") from exc
+                assert timeout_s is not None
+                raise self.unanswered(timeout_s) from exc
             try:
                 if len(frames) != 1:
                     raise ProtocolError(f"message of {len(frames)} frames; a control message has 1")
                 return decode_from_worker(frames[0])
             except ProtocolError as exc:
+                self._refused = str(exc)
                 self._complaints.add(f"refused a message of the device at {self.address}", exc)
+
+    def unanswered(self, timeout_s: float) -> ClusterError:
+        """The error of a device of which nothing could be understood for ``timeout_s``."""
+        if self._refused:
+            return ClusterError(f"what {self.address} answers is refused: {self._refused}")
+        return ClusterError(f"no answer from {self.address} within {timeout_s:g} s")
 
     async def wait_ended(self) -> None:
         """Wait until the other side's process has ended: its system refuses connections to its port.

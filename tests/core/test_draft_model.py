@@ -275,6 +275,7 @@ def test_another_process_takes_over_in_the_middle_and_is_told_all():
         {"parents": [-2]},
         {"known": -1},
         {"draft_s": float("inf")},
+        {"draft_s": 1e300},
         {"draft_s": -1.0},
     ],
     ids=lambda wrong: " ".join(f"{name}-{len(str(value))}" for name, value in wrong.items()),

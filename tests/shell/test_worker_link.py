@@ -50,6 +50,7 @@ from primad.settings.timings import NetworkTimings
 from primad.trust.identity import new_identity
 from tests.fakes.control import HEAD, HOST, FakeDevice, gated
 from tests.fakes.load import a_load
+from tests.fakes.profile import PROFILE
 
 PATIENCE_S = 60
 KEY, OTHER_KEY = new_identity().public, new_identity().public
@@ -290,6 +291,17 @@ def test_who_refuses_or_does_not_answer_is_one_clear_error():
             with pytest.raises(ClusterError, match=r"^no answer from 127\.0\.0\.1:\d+ within 0\.3 s$"):
                 await greet(caller(context, hello_timeout_s=0.3), end, heard, "nas")
             assert heard.gone == []
+
+    asyncio.run(once())
+
+
+def test_whose_profile_cannot_be_is_refused_for_that_and_not_for_silence():
+    async def once() -> None:
+        async with gated() as context:
+            device = FakeDevice(context, "nas", profile=dataclasses.replace(PROFILE, ram_read_bytes_per_s=-1.0))
+            end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
+            with pytest.raises(ClusterError, match="is refused: profile of 'nas' is impossible: ram_read_bytes_per_s"):
+                await greet(caller(context, hello_timeout_s=0.3), end, Heard(), "nas")
 
     asyncio.run(once())
 

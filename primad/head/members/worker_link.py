@@ -241,7 +241,7 @@ async def greet(caller: Caller, end: HeadEnd, post: Post, name: str) -> WorkerLi
                         continue  # messages for this head's last session
     except TimeoutError as exc:
         end.close()
-        raise ClusterError(f"no answer from {end.address} within {timeout_s:g} s") from exc
+        raise end.unanswered(timeout_s) from exc
     except BaseException:
         end.close()
         raise

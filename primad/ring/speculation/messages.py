@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Final
 
 import msgspec
@@ -16,6 +15,8 @@ MAX_REPORTED: Final = 8 * MAX_ROOM
 MAX_UNREPORTED_BYTES: Final = 1 << 20
 """A draft process may be so far behind, as while it loads; then it is as good as gone."""
 MAX_TEXT_TOKENS: Final = 1 << 20
+MAX_DRAFT_S: Final = 3600.0
+"""No draft takes longer on any device that drafts."""
 
 TextTokens = Annotated[list[int], Meta(max_length=MAX_TEXT_TOKENS)]
 
@@ -84,5 +85,5 @@ def check_drafted(drafted: Drafted, vocabulary: int) -> None:
     pairs = zip(drafted.tokens, drafted.sures, strict=True)
     if not all(0 <= token < vocabulary and 0 <= sure <= 1 for token, sure in pairs):
         raise ProtocolError(f"a draft that is none of {vocabulary} tokens, or surer than sure")
-    if drafted.draft_s is not None and not 0 <= drafted.draft_s < math.inf:
+    if drafted.draft_s is not None and not 0 <= drafted.draft_s <= MAX_DRAFT_S:
         raise ProtocolError("a draft that took no time that there is")
