@@ -46,13 +46,16 @@ class Outcome:
 def run(problem: Any, time_limit_s: float, *, maximum: float = math.inf, is_steep: bool = False) -> Outcome:
     """Solve ``problem`` for at most ``time_limit_s``; ``is_steep``: its figures are of very different sizes.
 
-    Solutions above ``maximum`` are not looked for.
+    Solutions above ``maximum`` are not looked for, and none is found of a program whose figures HiGHS does not take.
     """
     _let_it_introduce_itself()
     if maximum < math.inf:
         problem.addConstraint(problem.objective <= maximum, "no solution above the most")
     maximum -= float(problem.objective.constant)  # PuLP keeps it from HiGHS
-    problem.solve(_highs(time_limit_s, maximum, presolve="off" if is_steep else "choose"))
+    try:
+        problem.solve(_highs(time_limit_s, maximum, presolve="off" if is_steep else "choose"))
+    except IndexError:  # PuLP looks for the values of a program that was not read, as with a figure of 1e15
+        return Outcome(False, False, math.inf, 0.0, 0.0)
     seconds = float(problem.solutionCpuTime)
     if not is_steep and problem.solverModel.getModelStatus().name == "kSolveError":
         # What its presolve made smaller does not always hold in the whole program, by less than counts.

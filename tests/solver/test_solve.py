@@ -10,11 +10,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 
+import pulp
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from halda import OBJECTIVES, Infeasible, Instance, Limits, Objective, Solution, evaluate, solve
+from halda.solving import run
 from tests.fakes import planning
 from tests.solver.brute import Brute
 from tests.solver.small_fleets import small_instance, solved
@@ -115,6 +117,16 @@ def test_a_program_that_presolving_spoils_is_solved_without():
     answer = check_against_brute_force(*small_instance(random.Random(1360)))
     assert answer is not None
     assert answer.plan.rounds == 1
+
+
+def test_a_program_that_is_not_read_has_no_solution_and_is_no_error():
+    """A device's figures may differ by so much that HiGHS refuses them; there may be plans without it."""
+    problem = pulp.LpProblem("vast", pulp.LpMinimize)
+    layers = pulp.LpVariable("layers", 0, 10, cat="Integer")
+    problem += layers
+    problem.addConstraint(1e16 * layers >= 5, "vast")
+    outcome = run(problem, 5.0)
+    assert (outcome.found, outcome.proven, outcome.seconds) == (False, False, 0.0)
 
 
 def test_no_plan_is_lost_by_presolving():
