@@ -34,6 +34,7 @@ from primad.membership.due import LOAD_PARTS, LOAD_STALL_S, pursue, settled_s, w
 from primad.membership.transitions import (
     GREET_S,
     MAX_BAR_S,
+    MAX_FLAPS,
     abandon,
     bar,
     bar_s,
@@ -171,7 +172,8 @@ def _seen(state: State, name: str, trusted: bool, now: float) -> State:
         return put(state, name, Device(phase=phase, heard_s=now, greet_at_s=now))
     if is_spoken_to(known):
         return put(state, name, replace(known, in_sight=True))
-    return put(state, name, replace(known, phase=phase, in_sight=True, greet_at_s=now, greets=0))
+    greet_at_s = now if known.flaps <= MAX_FLAPS else known.greet_at_s
+    return put(state, name, replace(known, phase=phase, in_sight=True, greet_at_s=greet_at_s, greets=0))
 
 
 def _vanished(state: State, name: str, now: float) -> State:
@@ -196,7 +198,14 @@ def _welcomed(state: State, name: str, now: float, effects: list[Effect]) -> Sta
     if until_s > now + MAX_BAR_S:
         until_s = now + bar_s(known.failures)
     fresh = replace(
-        known, phase=DevicePhase.PROFILED, heard_s=now, greeting=False, greets=0, reason="", barred_until_s=until_s
+        known,
+        phase=DevicePhase.PROFILED,
+        heard_s=now,
+        welcomed_s=now,
+        greeting=False,
+        greets=0,
+        reason="",
+        barred_until_s=until_s,
     )
     return replace(put(state, name, fresh), agains=0)
 

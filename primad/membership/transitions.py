@@ -27,6 +27,10 @@ from primad.membership.types import (
 
 GREET_S: Final = 0.5
 """How long after its loss a device in sight is greeted again."""
+STEADY_S: Final = 10.0
+"""Who is lost sooner after it was welcomed is greeted later each time: it would have a line every half second."""
+MAX_FLAPS: Final = 3
+"""More often no device is greeted at once when it announces itself anew."""
 BAR_S: Final = 5.0
 LASTING_BAR_S: Final = 600.0
 MAX_BAR_S: Final = 300.0
@@ -83,7 +87,7 @@ def put(state: State, name: str, device: Device) -> State:
 def without(state: State, name: str, now: float) -> State:
     """The state without the device ``name``, which is not there; its faults are remembered until they expire."""
     device = state.devices[name]
-    is_remembered = device.failures or device.unproven
+    is_remembered = device.failures or device.unproven or device.flaps
     if is_remembered and now <= max(device.barred_until_s, device.heard_s) + FORGIVEN_S:
         return put(state, name, replace(device, in_sight=False, greeting=False))
     return replace(state, devices={key: device for key, device in state.devices.items() if key != name})
@@ -161,7 +165,11 @@ def lose(state: State, name: str, reason: str, now: float, effects: list[Effect]
         return state
     effects.append(Drop(name))
     left = device.leaving
-    device = replace(device, phase=DevicePhase.GONE, leaving=False, reason=reason, greet_at_s=now + GREET_S, greets=1)
+    flaps = device.flaps + 1 if now < device.welcomed_s + STEADY_S else 0
+    greet_at_s = now + min(GREET_S * 2.0 ** min(max(0, flaps - 1), 10), MAX_BAR_S)
+    device = replace(
+        device, phase=DevicePhase.GONE, leaving=False, reason=reason, greet_at_s=greet_at_s, greets=1, flaps=flaps
+    )
     state = replace(
         put(state, name, device),
         memory_recovered=state.memory_recovered - {name},

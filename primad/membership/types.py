@@ -69,7 +69,8 @@ class Device:
     show). A suspected device was in ``before``. It is greeted when ``greet_at_s`` has come and ``greeting`` is not under
     way; after ``failures`` it gets no part until ``barred_until_s``. It was party to ``doubts`` breaks, the last one at
     ``doubted_s``, of which nobody knows who did it. ``unproven``: a ring on its way failed by it, and none has served with
-    it since. Until ``measure_at_s`` nobody waits for its links. ``leaving``: it asked to go. ``reason`` is why it is where
+    it since. Until ``measure_at_s`` nobody waits for its links. It was welcomed at ``welcomed_s``, and lost soon after that
+    ``flaps`` times in a row. ``leaving``: it asked to go. ``reason`` is why it is where
     it is, one line or empty.
     """
 
@@ -80,6 +81,8 @@ class Device:
     greeting: bool = False
     greet_at_s: float = 0.0
     greets: int = 0
+    welcomed_s: float = 0.0
+    flaps: int = 0
     failures: int = 0
     barred_until_s: float = 0.0
     doubts: int = 0

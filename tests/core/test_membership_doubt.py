@@ -335,6 +335,23 @@ def test_attempts_that_fail_by_one_device_after_the_other_do_not_end_the_head_wh
 # ---- who comes and goes ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("announces", [False, True])
+def test_who_is_lost_as_soon_as_it_is_welcomed_is_greeted_later_each_time(announces):
+    """Else it would have two lines a second, for ever."""
+    shell, lost = serving("ada"), 0
+    shell.notify(m.Seen("liar", trusted=True))
+    for _ in range(2400):
+        if announces:
+            shell.notify(m.Vanished("liar"))
+            shell.notify(m.Seen("liar", trusted=True))
+        if "liar" in shell.greets:
+            shell.notify(m.Welcomed("liar"))
+            shell.notify(m.Lost("liar", "it refuses"))
+            lost += 1
+        live(shell, 0.25, "ada")
+    assert 5 <= lost <= 12
+
+
 def test_who_goes_out_of_sight_and_comes_back_is_not_forgiven_for_that():
     shell = serving("ada", "bo")
     pauses_s = []
