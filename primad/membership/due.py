@@ -32,6 +32,8 @@ LOAD_STALL_S: Final = 300.0
 LOAD_PARTS: Final = 16
 """Progress is this share of all missing bytes, or of its windows: so a device that needs more than 80 minutes is not
 waited for either."""
+MAX_NAMED: Final = 4
+"""Untrusted devices in the line about those that are waited for."""
 REGAIN_S: Final = 60.0
 """Between two searches for a better plan since devices have room again."""
 _ON_THEIR_WAY: Final = (DevicePhase.PAIRED, DevicePhase.PROFILED, DevicePhase.SUSPECTED)
@@ -312,8 +314,13 @@ def waiting_line(state: State, measuring: Collection[str], measuring_s: float, n
     known = [
         _standing(name, device)
         for name, device in sorted(state.devices.items())
-        if device.phase is not DevicePhase.READY and name not in measuring
+        if device.phase not in (DevicePhase.READY, DevicePhase.DISCOVERED) and name not in measuring
     ]
+    strangers = sorted(name for name, device in state.devices.items() if device.phase is DevicePhase.DISCOVERED)
+    if len(strangers) > MAX_NAMED:  # anyone can announce any number of names, and have a line for each
+        known.append("many untrusted devices are in sight")
+        strangers = []
+    known += [_standing(name, state.devices[name]) for name in strangers]
     known += [f"{name} is paired and is measuring itself, about {measuring_s:.0f} s more" for name in sorted(measuring)]
     on_their_way = {name for name, device in state.devices.items() if device.phase in _ON_THEIR_WAY}
     if left > len(on_their_way | set(measuring)):

@@ -35,6 +35,19 @@ def test_each_device_is_named_with_what_it_waits_for():
     )
 
 
+def test_many_strangers_are_not_named_and_one_more_is_no_news():
+    shell = head(1)
+    shell.notify(m.Seen("ada", True))
+    for number in range(5):
+        shell.notify(m.Seen(f"stranger-{number}", False))
+    said = line(shell)
+    assert said == (
+        "waiting for 1 of 1 devices: ada is paired, and is being asked for its profile; many untrusted devices are in sight"
+    )
+    shell.notify(m.Seen("another", False))
+    assert line(shell) == said
+
+
 def test_a_device_that_refused_is_told_with_its_reason():
     shell = head(1)
     shell.notify(m.Seen("ada", True))
