@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NoReturn
@@ -333,6 +334,31 @@ def test_nobody_is_to_blame_for_layers_that_are_loaded_again_but_who_says_so_is_
     error = StageError("lap: other programs need memory of the GPU", "lap", AGAIN)
     assert attributed(error, PAIR) == Attribution(reason=str(error), parties=("lap",), again=True)
     assert attributed(LoadAgainError("as above"), PAIR) == Attribution(reason="as above", again=True)
+
+
+def test_an_error_of_a_ring_that_is_given_up_is_not_left_for_the_log():
+    async def once() -> None:
+        async def fails() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                raise RingError("as it ends")
+
+        unheard: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+        ring = Home(lap="192.168.1.7", tab="192.168.1.8").ring
+        ring._form = fails
+        forming = asyncio.create_task(ring.form())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        forming.cancel()
+        await asyncio.wait([forming])
+        assert forming.cancelled()
+        del forming
+        gc.collect()
+        assert unheard == []
+
+    asyncio.run(once())
 
 
 def test_a_first_worker_that_the_heads_process_does_not_reach_is_to_blame():

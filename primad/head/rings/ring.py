@@ -165,7 +165,8 @@ class HeadRing:
             if not forming.done():
                 forming.cancel()
                 await asyncio.wait([forming])
-        if not forming.cancelled() and (error := forming.exception()) is not None:
+            error = None if forming.cancelled() else forming.exception()  # asyncio logs what nobody asks for
+        if error is not None:
             raise error
         if self._broken.done():
             raise self._broken.result()
