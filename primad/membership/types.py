@@ -340,8 +340,8 @@ class RingFailed:
     """Ring ``epoch`` broke, or could not be formed. ``device`` is at fault if that is known.
 
     Else one of the ``parties`` may be, the accused before the accuser (``doubt.py``); parties that ``device`` is one of may
-    have made it fail. ``lasting``: the device will not do better soon (as with a full disk). ``again``: form it once more, as
-    the parties have other room than they loaded for.
+    have made it fail. ``lasting``: the device will not do better soon (as with a full disk). ``again``: form it once more,
+    as the parties have other room than they loaded for.
     """
 
     epoch: int
