@@ -169,6 +169,11 @@ class LocalRing:
     ) -> None:
         await self._stack.aclose()
 
+    @property
+    def _states(self) -> int:
+        """States that are kept to go back to."""
+        return checkpoints(self.sequences) if self.small_windows or self._profile.is_recurrent else 0
+
     async def _open(self) -> None:
         plan, width = self.plan, self._profile.width
         cutter = ModelCutter(self._header, predicts=self.predicts) if len(plan.route) > 1 else None
@@ -186,6 +191,7 @@ class LocalRing:
                 lock=False,
                 flash=self.flash,
                 small_windows=self.small_windows,
+                states=self._states,
                 gpu=self.gpu,
                 branches=self.drafting.branches if self.drafting is not None else 0,
             )
@@ -219,7 +225,7 @@ class LocalRing:
                     min_rows=self.min_rows or self.rows,
                     batching=self.batching,
                     pieces=self.pieces,
-                    states=checkpoints(self.sequences) if self.small_windows or self._profile.is_recurrent else 0,
+                    states=self._states,
                     drafting=self.drafting,
                     draft=self.draft,
                     predicts=self.predicts,
