@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import zmq.asyncio
 
+from halda import LinkProfile
 from primad.errors import ClusterError
 from primad.head.members.core import DeviceLostError, StageError
 from primad.head.members.stage import MAX_REPEATS, MISSES, Stage
@@ -816,6 +817,24 @@ def test_a_measurement_may_be_cancelled():
             await asyncio.wait([measuring])
             assert measuring.cancelled()
             link.close()
+
+    asyncio.run(once())
+
+
+def test_at_which_address_others_reach_it_is_not_for_a_device_to_say():
+    async def once() -> None:
+        async with greeted() as (device, _, link):
+            device.measures = False
+            told = [
+                LinkProfile(source=source, target=target, address="10.9.9.9", round_trip_s=0.001, bytes_per_s=1e8)
+                for source, target in [("nas", "tab"), ("tab", "nas")]
+            ]
+            target = msgspec.structs.replace(device.target(), device="tab")
+            measuring = asyncio.create_task(link.measure_links([target], 600))
+            await device.hear(MeasureLinks)
+            await device.notify(LinksMeasured(links=told))
+            found = await measuring
+            assert [(each.source, each.address) for each in found.links] == [("nas", "10.9.9.9"), ("tab", "")]
 
     asyncio.run(once())
 

@@ -337,6 +337,7 @@ class WorkerLink:
             replace(link, source=self._swapped(link.source), target=self._swapped(link.target)) for link in found.links
         ]
         why = [msgspec.structs.replace(each, device=self._swapped(each.device)) for each in found.unreached]
+        links = [link if link.source == self.name else replace(link, address="") for link in links]
         return MeasuredLinks(
             links=[link for link in links if self._is_of(link, asked)],
             unreached=[each for each in why if each.device in asked],
