@@ -5,11 +5,7 @@ It ends with its standard input, whatever it computes: then whoever asked is gon
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,7 +22,7 @@ from primad.engine.embedding_messages import (
     TextsChecked,
 )
 from primad.errors import EngineError
-from primad.system.children.reply_stream import STACK_BYTES, answer_stream
+from primad.system.children.reply_stream import answer_tasks
 
 if TYPE_CHECKING:
     from primad.engine.embedder import Embedder
@@ -73,29 +69,10 @@ class _Process:
         return EmbeddedText(vector=vector.astype("<f4").tobytes())
 
 
-def _read(tasks: SimpleQueue[bytes]) -> None:
-    for line in sys.stdin.buffer:
-        tasks.put(line)
-    os._exit(0)
-
-
-def _work(tasks: SimpleQueue[bytes], answers: BinaryIO) -> None:
-    process, decoder = _Process(), msgspec.json.Decoder(EmbeddingTask)
-    try:
-        while True:
-            answers.write(msgspec.json.encode(process.answer(decoder.decode(tasks.get()))) + b"\n")
-            answers.flush()
-    finally:  # nothing but a mistake of ours: nobody is to wait for an answer that does not come
-        os._exit(1)
-
-
 def main() -> None:
     """Answer tasks until standard input ends."""
-    tasks = SimpleQueue[bytes]()
-    with answer_stream() as answers:
-        threading.stack_size(STACK_BYTES)
-        threading.Thread(target=_work, args=(tasks, answers), daemon=True).start()
-        _read(tasks)
+    process, decoder = _Process(), msgspec.json.Decoder(EmbeddingTask)
+    answer_tasks(iter, lambda line: msgspec.json.encode(process.answer(decoder.decode(line))) + b"\n")
 
 
 if __name__ == "__main__":

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
-import threading
 import traceback
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 import msgspec
@@ -36,7 +33,7 @@ from primad.head.model.text_messages import (
     TextReply,
 )
 from primad.system.children.channel import LENGTH, MAX_FRAME_BYTES, frame
-from primad.system.children.reply_stream import STACK_BYTES, answer_stream
+from primad.system.children.reply_stream import answer_tasks
 
 if TYPE_CHECKING:
     from primad.head.model.tokenizer import ModelVocabulary
@@ -155,30 +152,15 @@ def _bound_memory(more_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (data_bytes + more_bytes, hard))
 
 
-def _read(tasks: SimpleQueue[bytes]) -> None:
-    stream = sys.stdin.buffer
+def _frames(stream: BinaryIO) -> Iterator[bytes]:
     while len(length := stream.read(LENGTH.size)) == LENGTH.size:
-        tasks.put(stream.read(LENGTH.unpack(length)[0]))
-    os._exit(0)
-
-
-def _work(tasks: SimpleQueue[bytes], answers: BinaryIO) -> None:
-    process, decoder = _Process(), msgspec.msgpack.Decoder(PrepareTask)
-    try:
-        while True:
-            answers.write(frame(process.answer(decoder.decode(tasks.get()))))
-            answers.flush()
-    finally:  # nothing but a mistake of ours: nobody is to wait for an answer that does not come
-        os._exit(1)
+        yield stream.read(LENGTH.unpack(length)[0])
 
 
 def main() -> None:
     """Answer tasks until standard input ends."""
-    tasks = SimpleQueue[bytes]()
-    with answer_stream() as answers:
-        threading.stack_size(STACK_BYTES)
-        threading.Thread(target=_work, args=(tasks, answers), daemon=True).start()
-        _read(tasks)
+    process, decoder = _Process(), msgspec.msgpack.Decoder(PrepareTask)
+    answer_tasks(_frames, lambda body: frame(process.answer(decoder.decode(body))))
 
 
 if __name__ == "__main__":

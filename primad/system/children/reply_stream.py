@@ -1,11 +1,14 @@
-"""Standard output for the answers of a child process alone, whatever a library in it prints."""
+"""Standard output for the answers of a child process alone, whatever a library in it prints, and the loop of a child that
+answers tasks."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import BinaryIO, Final
 
 from primad.system.terminal import escape_uncaught
@@ -23,3 +26,24 @@ def answer_stream() -> Iterator[BinaryIO]:
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         yield answers
+
+
+def answer_tasks(tasks_in: Callable[[BinaryIO], Iterable[bytes]], answer: Callable[[bytes], bytes]) -> None:
+    """``answer`` each of ``tasks_in`` standard input, in a thread with a large stack. Ends the process with its input,
+    whatever is computed, and where ``answer`` raises: nobody is to wait for an answer that does not come."""
+    tasks = SimpleQueue[bytes]()
+
+    def work(answers: BinaryIO) -> None:
+        try:
+            while True:
+                answers.write(answer(tasks.get()))
+                answers.flush()
+        finally:
+            os._exit(1)
+
+    with answer_stream() as answers:
+        threading.stack_size(STACK_BYTES)
+        threading.Thread(target=work, args=(answers,), daemon=True).start()
+        for task in tasks_in(sys.stdin.buffer):
+            tasks.put(task)
+        os._exit(0)
