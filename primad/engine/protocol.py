@@ -139,6 +139,8 @@ KvType = Literal["f16", "q8_0", "q4_0"]
 
 KV_CELL_PADDING: Final = 256
 """llama.cpp rounds the KV cache up to whole groups of so many cells."""
+PREDICTOR_CELLS: Final = 16_384
+"""The KV cache of layers for multi-token prediction has room for so many tokens, or for the whole context."""
 
 _MASK_64: Final = (1 << 64) - 1
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from halda import ModelProfile
+from primad.engine.protocol import PREDICTOR_CELLS
 from primad.errors import ConfigError
 from primad.gguf.architectures.layers import drafting_layers, layer_count
 from primad.gguf.architectures.tensors import layer_of
@@ -15,8 +16,6 @@ from primad.planning.run_config import RunConfig
 
 MAX_SHARE: Final = 0.05
 """Of the head's memory, unless it was asked for: a layer of a large mixture of experts would have others stream."""
-CELLS: Final = 16_384
-"""Its KV cache has room for so many tokens, or all that the model knows."""
 
 
 def predicts(run: RunConfig, header: Header, why_not: str = "", *, free_bytes: int | None = None) -> bool:
@@ -48,5 +47,7 @@ def _weights(header: Header) -> Counter[str]:
 def with_predicting(profile: ModelProfile, header: Header) -> ModelProfile:
     """``profile`` with that layer and its KV cache, which lie with the output matrix and are read once a draft."""
     found, kinds = Counter(profile.output_bytes_by_type), _weights(header)
-    kinds[kinds.most_common(1)[0][0]] += min(CELLS, profile.context_tokens) * profile.layers[-1].kv_bytes_per_token
+    kinds[kinds.most_common(1)[0][0]] += (
+        min(PREDICTOR_CELLS, profile.context_tokens) * profile.layers[-1].kv_bytes_per_token
+    )
     return replace(profile, output_bytes_by_type=dict(found + kinds))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from primad.engine.protocol import PREDICTOR_CELLS
 from primad.errors import ConfigError
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import read_header
@@ -9,7 +10,7 @@ from primad.gguf.layers import LayerCut
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter
 from primad.planning.check_run import check_speculate
-from primad.planning.predicting import CELLS, predicts, with_predicting
+from primad.planning.predicting import predicts, with_predicting
 from primad.planning.run_config import RunConfig
 from tools import synth
 
@@ -58,7 +59,7 @@ def test_a_plan_counts_its_weights_and_cells_with_the_output_matrix(header):
     after = with_predicting(before, header)
     weights = sum(tensor.bytes for name, tensor in header.tensors.items() if name.startswith("blk.7."))
     more = sum(after.output_bytes_by_type.values()) - sum(before.output_bytes_by_type.values())
-    assert more == weights + min(CELLS, before.context_tokens) * before.layers[-1].kv_bytes_per_token
+    assert more == weights + min(PREDICTOR_CELLS, before.context_tokens) * before.layers[-1].kv_bytes_per_token
     assert after.layers == before.layers
 
 

@@ -24,11 +24,9 @@ from typing import Any, Final
 import numpy as np
 
 from primad.engine.binding import llama, nextn, why
-from primad.engine.protocol import EngineOptions, Hidden, LogitsRow
+from primad.engine.protocol import PREDICTOR_CELLS, EngineOptions, Hidden, LogitsRow
 from primad.errors import EngineError
 
-CELLS: Final = 16_384
-"""Rows that it has room for."""
 _PART_ROWS: Final = 64
 
 
@@ -39,7 +37,7 @@ class LlamaPredictor:
         self._context: Any = None
         if nextn is None:
             raise EngineError("this build of llama.cpp has no way to its layers for multi-token prediction")
-        params.n_ctx = self.cells = min(CELLS, -(-options.context // 256) * 256)
+        params.n_ctx = self.cells = min(PREDICTOR_CELLS, -(-options.context // 256) * 256)
         params.n_batch = params.n_ubatch = _PART_ROWS
         params.n_seq_max = params.n_outputs_max = params.n_outputs_max_per_seq = 1
         params.kv_unified = True
