@@ -26,7 +26,7 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final
@@ -195,7 +195,7 @@ class KvCache:
                 raw = np.empty(0, np.uint8)
             else:
                 taken = self._columns if self._transposed else self._rows
-                raw = _joined([taken(values, stream, *run).data for run in self._pieces(values, start, end)])
+                raw = self._taken(taken, values, stream, start, end)
             found.append(
                 LayerCells(
                     layer=self._first + layer,
@@ -203,11 +203,18 @@ class KvCache:
                     end=end,
                     key_type=keys.kind,
                     value_type=values.kind if values is not None else keys.kind,
-                    keys=_joined([self._rows(keys, stream, *run).data for run in self._pieces(keys, start, end)]).data,
+                    keys=self._taken(self._rows, keys, stream, start, end).data,
                     values=raw.data,
                 )
             )
         return found
+
+    def _taken(
+        self, take: Callable[[_Part, int, int, int], Raw], part: _Part, stream: int, start: int, end: int
+    ) -> Raw:
+        """What ``take`` gives of positions ``start <= p < end``: mostly one run of cells, which is not copied again."""
+        runs = [take(part, stream, *run) for run in self._pieces(part, start, end)]
+        return runs[0] if len(runs) == 1 else _joined([run.data for run in runs])
 
     def _pieces(self, part: _Part, start: int, end: int) -> Iterator[tuple[int, int]]:
         """The cells of positions ``start <= p < end``, as runs of them."""
@@ -292,12 +299,10 @@ class KvCache:
         for layers in self._caches:
             window = self._window_cells if layers and self._keys[layers[0]].cells == self._window_cells else None
             held = positions_of(count, window)
-            places = np.zeros(len(held), self._places)
-            places["position"], places["count"], places["sequence"] = held, 1, sequence
+            positions = held.copy()
             if window is not None and count >= window:
-                places["position"][count % window] = count
-            if self._places is PLACES_2D:
-                places["x"] = places["y"] = places["position"]
+                positions[count % window] = count
+            places = places_of(positions, sequence, self._places)
             pieces.append(struct.pack(f"<{1 + own + 1}I", self._streams, *[0] * own, len(held)))
             pieces += [places.tobytes(), struct.pack("<II", self._transposed, len(layers))]
             for layer in layers:
@@ -399,6 +404,15 @@ def positions_of(end: int, cells: int | None) -> NDArray[np.int64]:
     found = np.empty(held, np.int64)
     found[positions % max(held, 1) if cells is None else positions % cells] = positions
     return found
+
+
+def places_of(positions: NDArray[np.int64], sequence: int, form: np.dtype[np.void]) -> NDArray[np.void]:
+    """What llama.cpp's state says of cells that have these ``positions`` of ``sequence``, in the ``form`` of its build."""
+    places = np.zeros(len(positions), form)
+    places["position"], places["count"], places["sequence"] = positions, 1, sequence
+    if form is PLACES_2D:
+        places["x"] = places["y"] = positions
+    return places
 
 
 def _in_order(pieces: Sequence[Bytes], positions: NDArray[np.int64], end: int) -> Sequence[Bytes]:

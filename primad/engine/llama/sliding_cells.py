@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from primad.engine.kv_cache import PLACES, PLACES_2D, Raw, positions_of
+from primad.engine.kv_cache import PLACES, PLACES_2D, Raw, places_of, positions_of
 from primad.engine.protocol import KV_CELL_PADDING
 from primad.errors import EngineError
 
@@ -88,11 +88,7 @@ def _placed(state: Raw, end: int, cells: int, places: np.dtype[np.void]) -> Raw:
     cell = known["position"] % cells
     if not count or known["position"].max() != end - 1 or (known["position"] < end - held).any():
         raise ValueError
-    all_places = np.zeros(held, places)
-    all_places["count"], all_places["sequence"] = 1, sequence
-    all_places["position"] = numbers
-    for name in {"x", "y"} & set(places.names or ()):
-        all_places[name] = all_places["position"]
+    all_places = places_of(numbers, sequence, places)
     all_places[cell] = known
     if end >= cells:
         all_places["position"][end % cells] = end
