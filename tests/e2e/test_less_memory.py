@@ -1,6 +1,6 @@
 """A model in less memory than it has: the same text, nothing read twice, nobody killed or swapped out.
 
-How close what is read comes to the plan is for ``tools/bench endure`` to judge: a machine that is short of memory has the
+How close what is read comes to the plan is for ``tools/bench memory`` to judge: a machine that is short of memory has the
 process give back layers that were planned to stay, which is right, and read up to the whole model a token.
 """
 

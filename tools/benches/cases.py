@@ -1,18 +1,14 @@
 """``serve --case``: what must hold of several answers at once, each case with its figures and its bound.
 
-``prompt``: four answers are written while a prompt of 4,000 tokens comes, and one of 50 behind it. ``keys``: one key asks
-for eight answers at once, another one for one. ``streaming``: four answers at once of a model that does not fit, and one.
-``turn``: the second turn of a chat with 2,000 tokens before it. ``overhead``: what scheduler and Python take of a step.
-
-``prompt`` and ``turn`` ask ``primad serve`` over HTTP, on devices that count as machines with a core each; ``keys``, whose
-steps have one row, and ``streaming`` are rings without daemons.
+``prompt``: four answers are written while a prompt of 4,000 tokens comes, and one of 50 behind it. ``turn``:
+the second turn of a chat with 2,000 tokens before it. Both ask ``primad serve`` over HTTP, on devices that count as machines
+with a core each. ``streaming``: four answers at once of a model that does not fit, and one, in rings without daemons.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import statistics
 import threading
 import time
 from collections import Counter
@@ -20,29 +16,22 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final, cast
-
-import numpy as np
+from typing import Any, Final
 
 from halda import DeviceProfile
-from primad.engine.protocol import GREEDY, LogitsWindow, Rows
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import control_tokens
 from primad.profiler.effort import Effort
 from primad.profiler.measure import measure_home, ram_read_bytes_per_s
-from primad.ring.chunks import Chunking
 from primad.ring.grouping import Batching
-from primad.ring.head import Head, Notify
-from primad.ring.messages import Generate, Sampled, StepLimits
-from primad.ring.scheduler.scheduler import Scheduler
-from primad.ring.scheduler.state import SampledToken, SchedulerState
+from primad.ring.messages import Sampled
 from tools.lab import LabError
 from tools.lab.figures import Figure, Row, late
 from tools.lab.harness import Run
 from tools.lab.here import device_here, measured_cpu
 from tools.lab.http_servers import HttpServer, head_here
-from tools.lab.local_ring import LocalRing, even_windows
+from tools.lab.local_ring import LocalRing
 from tools.lab.memory import LimitedGroup
 from tools.lab.memory_runs import device_in, plan_single_device, prefetch_rate
 from tools.lab.plain_llama import prompt_of
@@ -55,7 +44,6 @@ HISTORY_TOKENS: Final = 2000
 STREAMING_SHARE: Final = 0.5
 """Of the model that does not fit, so much memory is there, and 350 MB."""
 BESIDE_BYTES: Final = 350 << 20
-OVERHEAD_STREAMS: Final = 16
 _CALM_TOKENS: Final = 50
 """Of each answer, before a prompt comes and behind it."""
 
@@ -75,9 +63,7 @@ class CaseRow(Row):
         for row in rows:
             for name, (minimum, maximum) in row.judged.items():
                 what = f"{row.model}, {row.devices} devices, case {row.case}: {name}"
-                is_ratio = not name.endswith("_us") and "_us_" not in name
-                values = (row.found[name],)
-                yield Figure(what=what, values=values, at_least=minimum, at_most=maximum, is_ratio=is_ratio)
+                yield Figure(what=what, values=(row.found[name],), at_least=minimum, at_most=maximum)
 
 
 class _Told:
@@ -98,12 +84,6 @@ def _head(run: Run, path: Path, devices: int, context: int, sequences: int) -> A
     head = ["--context", str(context), "--sequences", str(sequences), *(["--use-all"] if devices > 1 else [])]
     workers = [f"w{place}" for place in range(1, devices)]
     return head_here(path, run.homes(), workers, head=head, machines=True)
-
-
-def _ring(path: Path, devices: int, **options: Any) -> LocalRing:
-    layers = len(model_profile(open_model(path)).layers)
-    made: dict[str, Any] = {"flash": False, "threads": 1, "rows": ROWS, **options}
-    return LocalRing(path, even_windows(layers, devices), **made)
 
 
 def _add(
@@ -165,20 +145,6 @@ def _long_prompt(server: HttpServer) -> dict[str, float]:
         "short_first_ms": 1e3 * (short_s - begin_s),
         "long_first_ms": 1e3 * (end_s - begin_s),
     }
-
-
-async def keys(run: Run, path: Path, devices: int) -> None:
-    """A key with eight answers against one with one, in steps of one row each: half of the tokens would be fair."""
-    async with _ring(path, devices, context=512, sequences=9, batching=Batching(steps=devices)) as ring:
-        reported = _Told()
-        many = [await ring.ask(prompt_of(20 + i)[i:], 400, owner="many") for i in range(8)]
-        one = await ring.ask(prompt_of(40)[9:], 400, owner="one")
-        await reported.until(ring, lambda: reported.counts[one] >= 20)
-        begin = Counter({request: reported.counts[request] for request in (*many, one)})
-        await reported.until(ring, lambda: reported.counts[one] >= 220)
-        got = {request: reported.counts[request] - begin[request] for request in (*many, one)}
-    found = {"tokens": got, "of_fair_share": got[one] / (sum(got.values()) / 2)}
-    _add(run, "keys", path, devices, found, of_fair_share=(0.8, None))
 
 
 async def second_turn(run: Run, path: Path, devices: int) -> None:
@@ -251,99 +217,8 @@ async def _streamed(
         return tokens / took_s, (group.counters().read_bytes - before) / tokens
 
 
-async def overhead(run: Run, path: Path, devices: int) -> None:
-    """Microseconds of a step at 16 streams: of the scheduler, and of the head with a model that computes nothing."""
-    found: dict[str, float] = {}
-    for rows in (1, 4):
-        found[f"scheduler_us_{rows}_rows"] = statistics.median(_scheduler_s(rows) for _ in range(5)) * 1e6
-        found[f"head_us_{rows}_rows"] = statistics.median(_head_s(rows) for _ in range(5)) * 1e6
-    _add(run, "overhead", path, devices, found, **dict.fromkeys(found, (None, 100.0)))
-
-
-def _asked(tokens: int) -> list[Generate]:
-    return [
-        Generate(request=i, prompt=[i] * 20, sampled=[], max_tokens=tokens, sampling=GREEDY, logprobs=None)
-        for i in range(OVERHEAD_STREAMS)
-    ]
-
-
-def _scheduler(rows: int) -> Scheduler:
-    return Scheduler(
-        SchedulerState(
-            context=4096,
-            chunking=Chunking(rows=512, minimum=64, begins=lambda _: False),
-            depth=4,
-            sequences=OVERHEAD_STREAMS,
-            batching=Batching(rows=rows, steps=2),
-        )
-    )
-
-
-def _scheduler_s(rows: int) -> float:
-    scheduler, steps = _scheduler(rows), 0
-    for generate in _asked(200):
-        scheduler.submit(generate)
-    draw = SampledToken(token=5, ends=False)
-    begin_s = time.perf_counter()
-    while (step := scheduler.next_step(begin_s)) is not None:
-        scheduler.commit(step.step, {each.request: draw for _, each in scheduler.wants_samples(step.step)}, begin_s)
-        steps += 1
-    return (time.perf_counter() - begin_s) / steps
-
-
-class _Nothing:
-    """A whole model that computes nothing and samples one token."""
-
-    mirostat_mu: float | None = None
-
-    def forward(self, rows: Rows) -> None: ...
-
-    def logits(self, row: int) -> Any:
-        return np.zeros(1, np.float32)
-
-    def sampler(self, *_: object) -> _Nothing:
-        return self
-
-    def is_ready(self, wait_s: float) -> bool:
-        return True
-
-    def sample(self, row: int, kept: Any = None) -> int:
-        return 5
-
-    def is_end(self, token: int) -> bool:
-        return False
-
-    def kv_remove(self, sequence: int, start: int, end: int) -> None: ...
-
-    def kv_copy(self, source: int, target: int, end: int) -> None: ...
-
-    def release(self) -> None: ...
-
-
-def _head_s(rows: int) -> float:
-    head = Head(
-        windows={},
-        tail=cast(LogitsWindow, _Nothing()),  # of what it computes nothing is kept
-        route=1,
-        limits=StepLimits(
-            ring=1, epoch=1, windows=frozenset((0,)), width=1, rows=512, context=4096, sequences=OVERHEAD_STREAMS
-        ),
-        scheduler=_scheduler(rows),
-        step_timeout_s=60.0,
-        clock=time.perf_counter,
-    )
-    for generate in _asked(200):
-        head.submit(generate)
-    begin_s, steps = time.perf_counter(), 0
-    while isinstance(head.turn(), Notify):
-        steps += 1
-    return (time.perf_counter() - begin_s) / steps
-
-
 CASES: Final[Mapping[str, Callable[[Run, Path, int], Awaitable[None]]]] = {
     "prompt": long_prompt,
-    "keys": keys,
     "turn": second_turn,
     "streaming": streaming,
-    "overhead": overhead,
 }

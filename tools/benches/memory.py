@@ -1,7 +1,7 @@
 """``memory``: models larger than memory, plain llama.cpp beside primad under the same limit.
 
     tools/bench memory [--model FILE.gguf ... | --preset NAME ... [--folder DIR] [--keep]] [--limits SHARE ...] [--runs N]
-    tools/bench memory --rounds | --ring: ``streaming_rings.py``; --pressure: ``pressure.py``; --endure: ``endure.py``
+    tools/bench memory --rounds | --ring: ``streaming_rings.py``; --pressure: ``pressure.py``
 
 Every run is a process (or one a device) in a cgroup with that much memory, the page cache included. Plain llama.cpp maps
 the model and leaves the rest to the kernel. primad is planned as ever: this machine's profile with what is free in the
@@ -22,7 +22,7 @@ from halda import KV_TYPES, DeviceProfile, Infeasible, assignments
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from tools import synthetic
-from tools.benches import endure, pressure, streaming_rings
+from tools.benches import pressure, streaming_rings
 from tools.lab.figures import Figure, Row
 from tools.lab.harness import CORES, Bench, flag, model_named, threads_flag
 from tools.lab.harness import Run as Command
@@ -89,9 +89,7 @@ async def measure(run: Command, model: Path | None) -> None:
         return
     assert model is not None
     profile = measured_profile(run.folder(), options.threads)
-    if options.endure:
-        await endure.measure(run, model, profile)
-    elif options.streams:
+    if options.streams:
         await streaming_rings.measure_rounds(run, model, profile)
     elif options.ring:
         await streaming_rings.measure_ring(run, model, profile)
@@ -183,7 +181,7 @@ def _models(options: argparse.Namespace, stack: ExitStack) -> Sequence[Path | No
         return [None]  # made to measure
     if options.streams:
         return [model_named("deep-q4k")]
-    if options.ring or options.quick or options.endure:
+    if options.ring or options.quick:
         return [model_named("3b-q4k")]
     return list(map(model_named, ("3b-q4k", "8b-q4k")))
 
@@ -193,7 +191,7 @@ BENCH: Final = Bench(
     measure=measure,
     models=_models,
     rounds=None,
-    quick={"counted": 1, "tokens": 10, "seconds": 8.0, "prompt": 256},
+    quick={"counted": 1, "tokens": 10, "seconds": 8.0},
     flags=(
         flag("--preset", action="append", choices=[name for name in PRESETS if name.endswith("q4k")]),
         flag("--folder", type=Path, default=synthetic.MODELS, help="where models of --preset lie (default: .models)"),
@@ -207,17 +205,7 @@ BENCH: Final = Bench(
         ),
         flag("--ring", action="store_true", help="instead: a ring that holds the model, beside one of its devices"),
         flag("--pressure", action="store_true", help="instead: what a ring too small for its model takes from others"),
-        flag(
-            "--endure",
-            choices=list(endure.KINDS),
-            nargs="?",
-            const="both",
-            help="instead: what must hold in a long prompt, and beside a program that takes and frees memory",
-        ),
-        flag("--prompt", type=int, default=8192, help="tokens of the long prompt of --endure"),
-        flag("--neighbour", type=float, default=500, help="MB that the other program takes"),
-        flag("--kv-type", choices=KV_TYPES, help="of --endure and --pressure (default: the first that fits; f16)"),
-        flag("--answers", type=Path, help="keep what the whole model answers in --endure in this file"),
+        flag("--kv-type", choices=KV_TYPES, help="of --pressure (default: f16)"),
         flag("--memory", type=float, default=4.0, help="GB of a device in --pressure"),
         flag("--context", type=int, help="tokens of context in --pressure (default: what is computed)"),
         flag("--rows", type=int, help="rows of a step in --pressure (default: what the solver finds best)"),
@@ -227,7 +215,7 @@ BENCH: Final = Bench(
         flag("--cpus", type=float, help="CPU time of a device (default: 0.5 for --rounds, no limit for --ring)"),
         flag("--streamed", type=float, default=0.5, help="share of the layers to stream in --rounds"),
         flag("--runs", type=int, dest="counted", default=3, help="runs of each"),
-        flag("--tokens", type=int, help="tokens of a run (default: 24; 10 for --pressure, 200 for --endure)"),
+        flag("--tokens", type=int, help="tokens of a run (default: 24; 10 for --pressure)"),
         flag("--seconds", type=float, default=20.0, help="time after which plain llama.cpp is stopped"),
         threads_flag(None),
     ),

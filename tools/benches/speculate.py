@@ -16,9 +16,6 @@ overlap``), and steps wait for draft tokens down to a share that adapts, or is t
 need not be exact its drafts are a ``chain`` or may be a ``tree``. Questions: code to edit, a story to go on with, a chat
 over a text, and random tokens, of which nothing can be drafted. ``--way`` has some of the ways alone, ``--target f16`` the
 model requantised first, ``--draft`` the form of it that drafts.
-
-``differing`` asks for no speed: it counts of how many of 50 answers the text is another one where a step has up to 8 rows
-whether they are exact or not, as with ``--batching fast``.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ from primad.profiler.measure import measure_home, ram_read_bytes_per_s
 from primad.ring.speculation.drafter import MAX_ROOM, Drafting
 from primad.ring.speculation.messages import DraftModel
 from tools.lab import LabError
-from tools.lab.drafted import AS_SERVED, AT_LEAST, COPIES, Differing, Drafted, DraftedCompletion, KeptCompletion
+from tools.lab.drafted import AS_SERVED, AT_LEAST, COPIES, Drafted, DraftedCompletion
 from tools.lab.figures import late
 from tools.lab.harness import Bench, Run, flag
 from tools.lab.here import HOP, device_here, links_between, machines_here, measured_cpu
@@ -61,7 +58,7 @@ from tools.lab.local_ring import LocalRing, even_bytes
 from tools.lab.memory import LimitedGroup
 from tools.lab.memory_runs import device_in, plan_single_device, prefetch_rate
 from tools.lab.quantised import FORMS, quantised
-from tools.lab.questions import QUESTIONS, fifty
+from tools.lab.questions import QUESTIONS
 from tools.synth import write_model
 
 CONTEXT: Final = 1024
@@ -77,12 +74,6 @@ STREAMING: Final = (AS_SERVED, "model", "no overlap", "fixed", "chain", "tree", 
 SERVED: Final = (AS_SERVED, "model", "wrong model")
 """Ways that ``primad serve`` has."""
 WAYS: Final = (AS_SERVED, "one step", "no skipping", "fixed", "model", "wrong model", "no overlap", "chain", "tree")
-DIFFERING: Final = "differing"
-FAST_ROWS: Final = 8
-DIFFERING_S: Final = 0.01
-"""So much longer a hop takes there, that the draft model gets ahead of the ring."""
-AT_ONCE: Final = 4
-"""Answers of single rows there, which a ring of two has all at once."""
 DRAWN: Final = msgspec.structs.replace(GREEDY, temperature=1.0, seed=7)
 
 
@@ -122,8 +113,6 @@ async def measure(run: Run, model: Path) -> None:
     """All cases that are asked for."""
     for case, devices, latency_s in _rings_of(run.options):
         await _measure_case(run, case, devices, latency_s, model)
-    if DIFFERING in run.options.case:
-        run.add(await _differing(run, model))
 
 
 def _rings_of(options: argparse.Namespace) -> Iterator[tuple[str, int, float]]:
@@ -132,7 +121,7 @@ def _rings_of(options: argparse.Namespace) -> Iterator[tuple[str, int, float]]:
         if case == "far":
             far = itertools.product(options.windows, options.latency_ms)
             yield from ((case, devices, ms / 1e3) for devices, ms in far)
-        elif case != DIFFERING:
+        else:
             yield case, 2 if case == "two" else 1, 0.0
 
 
@@ -353,78 +342,17 @@ def _ask_head(
     return _completion(ids, times, begin_s, after[0] - drafted, after[1] - accepted)
 
 
-# ---- texts that differ ----------------------------------------------------------------------------------------------
-
-
-async def _differing(run: Run, path: Path) -> Differing:
-    """Of how many answers the text is another one where a step has several rows, whether they are exact or not.
-
-    Those of single rows come of a ring without long hops, several at once. An answer that ``options.kept`` has is not asked
-    for again.
-    """
-    options, folder = run.options, run.folder()
-    if options.target is not None:
-        path = await asyncio.to_thread(quantised, path, options.target, folder, 2)
-    found, done = Differing(model=path.stem, rows=FAST_ROWS), _kept(options, path.stem)
-    vocabulary = LlamaVocabulary(path)
-    run.stack.callback(vocabulary.release)
-    texts = fifty()[: options.prompts]
-    prompts = [vocabulary.tokenize(text, add_special=True, parse_special=True) for text in texts]
-    if missing := [number for number in range(len(prompts)) if number not in done]:
-        plain, fast = await _plain_and_fast(run, path, folder)
-        for few in (missing[at : at + AT_ONCE] for at in range(0, len(missing), AT_ONCE)):
-            answers = await plain.generate_all([prompts[number] for number in few], options.long_tokens)
-            for number, reported in zip(few, answers, strict=True):
-                on = await ask_ring(fast, _Question(prompts[number], GREEDY), options.long_tokens, True)
-                off = [each.token for each in reported]
-                done[number] = KeptCompletion(
-                    model=path.stem, number=number, maximum=options.long_tokens, off=off, on=on
-                )
-                _keep(options.kept, done[number])
-    for number in range(len(prompts)):
-        found.count(done[number].off, done[number].on)
-    return found
-
-
-def _kept(options: argparse.Namespace, model: str) -> dict[int, KeptCompletion]:
-    """The answers of ``model`` in the file ``options.kept``, by the number of their prompt."""
-    if options.kept is None or not Path(options.kept).exists():
-        return {}
-    every = (msgspec.json.decode(line, type=KeptCompletion) for line in Path(options.kept).read_bytes().splitlines())
-    return {each.number: each for each in every if (each.model, each.maximum) == (model, options.long_tokens)}
-
-
-def _keep(file: str | None, answer: KeptCompletion) -> None:
-    if file is not None:
-        with Path(file).open("ab") as kept:
-            kept.write(msgspec.json.encode(answer) + b"\n")
-
-
-async def _plain_and_fast(run: Run, path: Path, folder: Path) -> tuple[LocalRing, LocalRing]:
-    """A ring of two that computes single rows, and one that computes up to ``FAST_ROWS`` of drafts in a step."""
-    draft = _loaded(path, await asyncio.to_thread(quantised, path, "q2_k", folder, 2))
-    drafting = Drafting(rows=FAST_ROWS, costs=(1.0,) * FAST_ROWS, adapts=False)
-    windows = even_bytes(model_profile(open_model(path)), 2)
-    ring = partial(LocalRing, path, windows, context=CONTEXT, rows=ROWS, threads=1, folder=folder)
-    plain = await run.stack.enter_async_context(ring(sequences=AT_ONCE))
-    fast = await run.stack.enter_async_context(ring(latency_s=DIFFERING_S, drafting=drafting, draft=draft))
-    return plain, fast
-
-
 BENCH: Final = Bench(
     help="what drafts win",
     measure=measure,
     quick={"case": ["two", "streams"], "way": [AS_SERVED], "rounds": 1, "tokens": 64},
     flags=(
-        flag("--case", choices=[*AT_LEAST, DIFFERING], nargs="+", default=list(AT_LEAST)),
+        flag("--case", choices=list(AT_LEAST), nargs="+", default=list(AT_LEAST)),
         flag("--way", choices=WAYS, nargs="+", default=list(WAYS), help="what is compared (default: all)"),
         flag("--windows", type=int, nargs="+", default=[4], help="of far rings, a device each (default: 4)"),
         flag("--latency-ms", type=float, nargs="+", default=[10.0], help="of each hop of far rings (default: 10)"),
         flag("--target", choices=list(FORMS), help="requantise the model first"),
         flag("--draft", choices=list(FORMS), default="q2_k", help="form of the draft model"),
-        flag("--prompts", type=int, default=50, help="of the case differing (default: 50)"),
-        flag("--long-tokens", type=int, default=200, help="of its answers (default: 200)"),
-        flag("--kept", help="file of answers of the case differing: those in it are counted, others added to it"),
         flag("--tokens", type=int, default=128),
     ),
 )

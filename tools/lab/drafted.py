@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from tools.lab.endured import first_difference
 from tools.lab.figures import Figure, Row, number
 
 AS_SERVED: Final = "as served"
@@ -29,17 +28,6 @@ class DraftedCompletion:
     late_s: float
     drafted: int
     accepted: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptCompletion:
-    """What a model answered to prompt ``number`` in ``maximum`` tokens: with single rows the tokens ``off``, and ``on``."""
-
-    model: str
-    number: int
-    maximum: int
-    off: list[int]
-    on: DraftedCompletion
 
 
 @dataclass(kw_only=True)
@@ -120,38 +108,3 @@ class Drafted(Row):
                     if (plain.case, plain.model, plain.question, plain.way) == key:
                         what = f"{name}: tokens/s, of synchronous ones"
                         yield Figure(what=what, values=(each.times / plain.times,), at_least=1.5)
-
-
-@dataclass(kw_only=True)
-class Differing(Row):
-    """Answers beside those without drafts: of how many the text is another one, and where it first is.
-
-    ``first_at`` are those places, in tokens; ``drafted`` and ``accepted`` count rows of all steps of up to ``rows``.
-    """
-
-    model: str
-    rows: int
-    answers: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    first_at: list[int] = field(default_factory=list)
-
-    def count(self, off: Sequence[int], on: DraftedCompletion) -> None:
-        """One more answer, the tokens without drafts and what there is with."""
-        self.answers += 1
-        self.tokens += len(on.tokens)
-        self.drafted += on.drafted
-        self.accepted += on.accepted
-        if (first := first_difference(off, on.tokens)) is not None:
-            self.first_at.append(first)
-
-    def remarks(self) -> Iterator[str]:
-        yield str(self)
-
-    def __str__(self) -> str:
-        where = f", first behind {statistics.median(self.first_at):.0f} tokens (median)" if self.first_at else ""
-        return (
-            f"{self.model}, steps of up to {self.rows} rows: {len(self.first_at)} of {self.answers} answers differ{where}; "
-            f"{self.accepted} of {self.tokens} tokens were drafted"
-        )

@@ -1,6 +1,6 @@
 """Real servers of this machine, asked over HTTP by a benchmark: primad's heads with their workers, and any other command.
 
-What a daemon finds of itself is measured before any of them starts, one after the other, once for each name and number of
+What a daemon finds of itself is measured before any of them starts, one after the other, once for each core and number of
 threads. With ``machines`` each daemon has a host name of its own and one core: for primad a machine by itself, which shares
 neither processor nor memory with the others, so that its plans are those of several machines.
 """
@@ -23,11 +23,12 @@ from typing import Any, Final
 import psutil
 
 from primad.head.model.options import model_id
+from primad.settings.config import LOOPBACK
 from tools.lab.daemons import PRIMAD, daemon, environment
 from tools.lab.names import LabError
 from tools.lab.ports import free_port
 
-START_S: Final = 300.0
+START_S: Final = 600.0
 ANSWER_S: Final = 600.0
 PROFILE_S: Final = 300.0
 PROFILE_AGAIN: Final = 2
@@ -145,25 +146,27 @@ def head_here(
     machines: bool = False,
     bound: bool = True,
     started: Callable[[int], None] = lambda _: None,
+    host: str | None = LOOPBACK,
 ) -> Iterator[HttpServer]:
     """A head and ``workers`` by name in a cluster of their own, each with a home in ``homes``, a new folder in which no
     daemon ran. What was measured before for the same daemon in a folder beside it is used again.
 
     ``machines`` are ``bound`` to a core each, or not. ``every`` one has these options, and the ``head`` some more.
-    ``started`` is given the process of each that starts. Raises ``LabError`` when it does not come.
+    ``started`` is given the process of each that starts; all listen on ``host``, or everywhere. Raises ``LabError`` when it
+    does not come.
     """
     homes.mkdir(parents=True, exist_ok=True)
     names, cluster, port = ["head", *workers], f"bench-{secrets.token_hex(4)}", free_port()
     before = {name: as_machine(name, at if bound else None) if machines else [] for at, name in enumerate(names)}
     for name, words in before.items():
-        _profile(homes, name, words, every)
-    others = ["--wait", str(len(workers)), "--wait-timeout", "300"] if workers else ["--alone"]
+        _profile(homes / name, words, every)
+    others = ["--wait", str(len(workers)), "--wait-timeout", f"{START_S:g}"] if workers else ["--alone"]
     with ExitStack() as stack:
 
         def start(name: str, *words: str) -> subprocess.Popen[bytes]:
             log = stack.enter_context((homes / f"{name}.log").open("wb"))
             own = ["--home", str(homes / name), "--name", name, "--cluster", cluster]
-            process = stack.enter_context(daemon([*words, *own, *every], homes, log, before=before[name]))
+            process = stack.enter_context(daemon([*words, *own, *every], homes, log, before=before[name], host=host))
             started(process.pid)
             return process
 
@@ -175,19 +178,25 @@ def head_here(
         yield server
 
 
-def _profile(homes: Path, name: str, before: Sequence[str], every: Sequence[str]) -> None:
-    """Have the home of ``name`` profiled: as one beside it was, where that is the same, or now."""
+def _profile(home: Path, before: Sequence[str], every: Sequence[str]) -> None:
+    """Have ``home`` profiled: as one of another daemon was that is started alike, or now."""
     options = [
         word for option in ("--threads",) if option in every for word in (option, every[every.index(option) + 1])
     ]
-    kept = homes.parent / "profiled" / "-".join((name, "process", *before[-1:], *options))
+    kept = home.parent.parent / "profiled" / "-".join(("process", *before[-1:], *options))
     if not kept.exists():
-        command = [*before, str(PRIMAD), "profile", "--home", str(kept), "--name", name, *options]
-        how: dict[str, Any] = {"env": environment(homes), "timeout": PROFILE_S, "capture_output": True, "text": True}
+        command = [*before, str(PRIMAD), "profile", "--home", str(kept), *options]
+        how: dict[str, Any] = {
+            "env": environment(home.parent),
+            "timeout": PROFILE_S,
+            "capture_output": True,
+            "text": True,
+        }
         done = subprocess.run(command, check=False, **how)
         for _ in range(PROFILE_AGAIN):  # what a busy machine measures may be refused
             if done.returncode:
                 done = subprocess.run([*command, "--remeasure"], check=False, **how)
         if done.returncode:
-            raise LabError(f"{name}: cannot be profiled: {done.stderr.strip()[-300:]}")
-    shutil.copytree(kept, homes / name)
+            raise LabError(f"{home.name}: cannot be profiled: {done.stderr.strip()[-300:]}")
+    home.mkdir()
+    shutil.copy(kept / "profile.json", home)

@@ -38,8 +38,6 @@ WARM_TOKENS: Final = 3
 """Drawn before anything is measured: by then the page cache is what it stays."""
 ROWS: Final = (512, 256, 128, 64, 32)
 """Rows of a step, in the order in which they are tried: where memory is least, the compute buffer must be small."""
-SLACK: Final = 1.05
-"""What may be read, of what the plan says."""
 STEP_TIMEOUT_S: Final = 600.0
 RANDOM: Final = replace_fields(GREEDY, temperature=1000.0, seed=1)
 """All tokens are about as likely."""
@@ -108,19 +106,6 @@ def plan_single_device(
             if rows == ROWS[-1]:
                 raise
     raise AssertionError
-
-
-def reserved_bytes(solution: Solution, model: ModelProfile) -> int:
-    """What the plan for one device keeps that is neither weights nor read ahead: KV cache, buffers, what is left free."""
-    (device,) = solution.prediction.devices
-    weights = sum(layer.size_bytes for layer in model.layers) + model.output_bytes
-    return device.ram_bytes - (weights - device.streamed_bytes) - device.read_ahead_bytes
-
-
-def max_read_bytes(solution: Solution, others: int = 0) -> float:
-    """What a token may read: what the plan for one device says and what ``others`` take of its memory, and a little more."""
-    (device,) = solution.prediction.devices
-    return SLACK * (device.disk_bytes_per_token + others)
 
 
 def prefetch_rate(path: Path) -> float:

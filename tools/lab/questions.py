@@ -38,24 +38,6 @@ def _chat(question: str, begun: str = "") -> str:
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{begun}"
 
 
-_WHO: Final = ("a clockmaker", "a lighthouse keeper", "a young baker", "two sisters", "an old gardener")
-_WHAT: Final = (
-    "finds a small brass key in the snow",
-    "repairs a bridge before winter",
-    "loses a letter on the way to town",
-    "learns to sail in one summer",
-    "hears music behind a wall",
-)
-
-
-def fifty() -> list[str]:
-    """Fresh questions: stories to tell, and texts to say again with a change."""
-    pairs = [(who, what) for who in _WHO for what in _WHAT]
-    stories = [_chat(f"Tell how {who} {what}.") for who, what in pairs]
-    texts = [_chat(f"{who.capitalize()} {what}. {REPORT}\n\nSay this in other words.") for who, what in pairs]
-    return [each for pair in zip(stories, texts, strict=True) for each in pair]
-
-
 QUESTIONS: Final[Mapping[str, str]] = {
     "code": _chat(f"Write this code again without any change:\n```\n{CODE}```", "```\ndef settle(orders"),
     "chat": _chat(f"{REPORT}\n\nWrite this text again, word for word.", "The ferry from"),
