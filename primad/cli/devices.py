@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,7 +15,7 @@ from primad.cli.options import Cluster, Home, OnInterface
 from primad.cli.output import out, print_json
 from primad.cli.sight import DaemonReport, newest_of, peers_in_sight, report
 from primad.errors import ConfigError
-from primad.settings.config import is_loopback, load_config, split_address
+from primad.settings.config import load_config
 
 if TYPE_CHECKING:
     from primad.network.discovery import Peer
@@ -86,14 +86,15 @@ def devices(
 
     config = load_config({"home": home, "cluster": cluster, "host": host, "interface": interface})
     identity = load_identity(config.home)
-    found = rows(peers_in_sight(config, seconds), TrustStore(config.home, identity), report(config.home), config.name)
+    peers = peers_in_sight(config, seconds)
+    found = rows(peers, TrustStore(config.home, identity), report(config.home), config.name)
     if cluster is not None:
         found = [row for row in found if row.cluster == cluster]
     if json:
         print_json(found)
         return
     if found:
-        out.print(_table(found))
+        out.print(_table(found, {key_hex(peer.key) for peer in peers if peer.is_hidden}))
     else:
         out.print("no device in sight; start 'primad join' on one")
     own = f"this device is {config.name}, {fingerprint(identity.public)}\nits key: {key_hex(identity.public)}"
@@ -179,13 +180,9 @@ def _looks(peer: Peer) -> str:
     return "shows a code" if peer.pairing is not None else "in sight"
 
 
-def _is_hidden(row: Row) -> bool:
-    """Whether only programs of that device reach its HTTP server."""
-    return row.role == "head" and bool(row.places) and all(is_loopback(split_address(at)[0]) for at in row.places)
-
-
-def _table(found: Sequence[Row]) -> Table:
-    """All values in full, on several lines if needed: a truncated address is useless."""
+def _table(found: Sequence[Row], hidden: Collection[str]) -> Table:
+    """All values in full, on several lines if needed: a truncated address is useless. HTTP servers of ``hidden`` heads, by
+    key, are reached by programs of their device alone."""
     from rich.box import SIMPLE_HEAD
     from rich.text import Text
 
@@ -194,7 +191,7 @@ def _table(found: Sequence[Row]) -> Table:
         table.add_column(column, overflow="fold", no_wrap=column == "fingerprint")
     for row in found:
         name = f"{row.device} (calls itself {row.calls_itself})" if row.calls_itself else row.device
-        address = "\n".join(row.places) + (" (that device only)" if _is_hidden(row) else "")
+        address = "\n".join(row.places) + (" (that device only)" if row.key in hidden else "")
         halves = f"{row.fingerprint[:_HALF]}\n{row.fingerprint[_HALF + 1 :]}".strip()
         state = row.state if row.version in ("", __version__) else f"{row.state}, has primad {row.version}"
         table.add_row(*map(Text, (name, row.role, row.cluster, row.trusted, halves, state, address)))

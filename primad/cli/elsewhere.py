@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from primad.cli.output import err
 from primad.errors import ClusterError, printable
-from primad.settings.config import Config, split_address
+from primad.settings.config import Config, has_port, split_address
 
 if TYPE_CHECKING:
     from primad.network.local_heads import LocalHead
     from primad.network.peer import Peer
 
 _CONNECT_S: Final = 1.0
-_AT: Final = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[\w.-]+)?\]|[\w.-]+):[0-9]{1,5}", re.ASCII)
 
 
 def head_elsewhere(config: Config, wanted: str, here: Sequence[LocalHead]) -> str:
@@ -32,7 +30,7 @@ def head_elsewhere(config: Config, wanted: str, here: Sequence[LocalHead]) -> st
     found = sorted((peer for peer in called(config, wanted) if peer.role == "head"), key=lambda peer: peer.is_hidden)
     if len(found) == 1 or (found and found[1].is_hidden):
         return _url(found[0], wanted)
-    if not found and _AT.fullmatch(wanted):
+    if not found and has_port(wanted):
         return f"http://{wanted}"  # a name that the system knows
     if found:
         places = ", ".join(f"--head {peer.listens_at[0]}" for peer in found if peer.listens_at and not peer.is_hidden)
@@ -65,7 +63,7 @@ def _url(peer: Peer, wanted: str) -> str:
 
 
 def _is_address(text: str) -> bool:
-    if not _AT.fullmatch(text):
+    if not has_port(text):
         return False
     try:
         ipaddress.ip_address(split_address(text)[0])

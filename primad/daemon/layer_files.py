@@ -6,17 +6,16 @@ import asyncio
 import contextlib
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from halda import WindowAssignment
 from primad.engine.protocol import AdapterFile, WindowSource
 from primad.errors import ClusterError, WeightsError
 from primad.gguf.adapter import AdapterSpec, adapter_header
 from primad.gguf.layers import CHUNK_BYTES, HEADER_BYTES, LayerCut, LayerRef
-from primad.gguf.windows import WindowSpec
+from primad.gguf.windows import WindowPlan
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.layers.fetch import in_thread, missing_layers
@@ -87,21 +86,15 @@ async def _copy_layer(cutter: CutsLayers, cache: LayerCache, ref: LayerRef, copi
             copied(size)
 
 
-def place_windows(
-    place: Workspace,
-    specs: Sequence[WindowSpec],
-    assignments: Sequence[WindowAssignment],
-    extra_buffers: Sequence[bool],
-    number: int,
-) -> list[WindowSource]:
-    """Write metadata splits and layer headers of load ``number`` for ``specs``; every layer must be in the cache.
+def place_windows(place: Workspace, plans: Iterable[WindowPlan], number: int) -> list[WindowSource]:
+    """Write metadata splits and layer headers of load ``number`` for ``plans``; every layer must be in the cache.
 
     Raises ``ClusterError`` when the disk refuses.
     """
     seen: Counter[str] = Counter()
     placed = []
-    for spec, assignment, extra in zip(specs, assignments, extra_buffers, strict=True):
-        paths = []
+    for plan in plans:
+        spec, paths = plan.spec, []
         for layer, ref in enumerate(spec.layers):
             paths.append(str(place.cache.place(ref, number=layer, split=layer + 1, copy=seen[ref.digest])))
             seen[ref.digest] += 1
@@ -116,8 +109,8 @@ def place_windows(
                 window=spec.window,
                 metadata=str(metadata),
                 layers=tuple(paths),
-                assignment=assignment,
-                extra_buffers=extra,
+                assignment=plan.assignment,
+                extra_buffers=plan.extra_buffers,
                 adapters=adapters,
             )
         )

@@ -14,7 +14,7 @@ from primad.daemon.layer_files import Workspace, release_files
 from primad.daemon.ring_process import RingProcess
 from primad.engine.protocol import EngineOptions
 from primad.errors import LoadAgainError, PrimadError, RingError
-from primad.gguf.adapter import AdapterSpec
+from primad.gguf.windows import WindowPlan
 from primad.ring.messages import GpuLoaded, GpuLow, Opened, RingCommand, RingEvent
 from primad.system.children.stopped import wait_stopped
 
@@ -25,16 +25,12 @@ _EVENTS: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadKey:
-    """What a ring process has loaded, whatever its place in a route: windows (first, last, layers, layers on GPUs, those of
-    them without their experts, those on other GPUs than the first, whether the others are helped, adapters), and how.
-
-    For each window, ``extra_buffers`` says whether it has them. It ``keeps`` KV cells or does not. How much of it
-    stays in memory may change from one ring to the next.
+    """What a ring process has loaded, whatever its place in a route: the ``content`` of its windows, and how. It ``keeps``
+    KV cells or does not. How much stays in memory may change from one ring to the next.
     """
 
-    windows: tuple[tuple[int, int, tuple[str, ...], int, int, tuple[int, ...], bool, tuple[AdapterSpec, ...]], ...]
+    windows: tuple[WindowPlan, ...]
     width: int
-    extra_buffers: tuple[bool, ...]
     options: EngineOptions
     keeps: bool
 

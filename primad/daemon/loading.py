@@ -72,7 +72,7 @@ class WindowLoad:
     def layers(self) -> list[LayerRef]:
         """All layer files that this takes, some of them more than once."""
         own = [] if self._embedding is None else [self._embedding]
-        return [*own, *(ref for spec in self._load.windows for ref in spec.files)]
+        return [*own, *(ref for plan in self._load.windows for ref in plan.spec.files)]
 
     def named(self, name: str, digest: str, tree: bytes) -> None:
         """The layer of this origin turned out to be ``digest``: so it is called from now on, and leased."""
@@ -83,7 +83,10 @@ class WindowLoad:
         def called(ref: LayerRef) -> LayerRef:
             return LayerRef(digest, ref.size_bytes, ref.tensors) if ref.digest == name else ref
 
-        windows = [replace(spec, layers=tuple(map(called, spec.layers))) for spec in self._load.windows]
+        windows = [
+            replace(plan, spec=replace(plan.spec, layers=tuple(map(called, plan.spec.layers))))
+            for plan in self._load.windows
+        ]
         self._load = replace(self._load, windows=windows)
         self._embedding = None if self._embedding is None else called(self._embedding)
         lease_layers(self._place, self.number, self.layers)
@@ -111,21 +114,8 @@ class WindowLoad:
         """What the ring process will have loaded."""
         load = self._load
         return LoadKey(
-            windows=tuple(
-                (
-                    spec.first,
-                    spec.last,
-                    tuple(ref.digest for ref in spec.files),
-                    assignment.gpu_layers,
-                    assignment.cpu_experts,
-                    assignment.other_gpus,
-                    assignment.prefill_offload,
-                    spec.adapters,
-                )
-                for spec, assignment in zip(load.windows, load.assignments, strict=True)
-            ),
+            windows=tuple(plan.content for plan in load.windows),
             width=load.width,
-            extra_buffers=tuple(load.extra_buffers),
             options=self.options,
             keeps=load.keeps,
         )
@@ -136,7 +126,7 @@ class WindowLoad:
         Raises ``PrimadError`` when a disk refuses or no process can be started.
         """
         windows = await in_thread(self._place_windows)
-        uses_gpu = any(assignment.uses_gpu for assignment in self._load.assignments)
+        uses_gpu = any(plan.assignment.uses_gpu for plan in self._load.windows)
         ring = await RingProcess.start(
             self._place.run / f"ring-{self.number}.log",
             threads=max(self.options.threads, self.options.batch_threads),
@@ -158,19 +148,19 @@ class WindowLoad:
 
     def _place_windows(self) -> list[WindowSource]:
         load, head = self._load, self._head
-        if head is not None and load.route == 1 and not load.windows[0].layers:
-            (assignment,), (extra,) = load.assignments, load.extra_buffers
+        if head is not None and load.route == 1 and not load.windows[0].spec.layers:
+            (plan,) = load.windows
             return [
                 WindowSource(
                     window=0,
                     metadata=head.model,
                     layers=(),
-                    assignment=assignment,
-                    extra_buffers=extra,
+                    assignment=plan.assignment,
+                    extra_buffers=plan.extra_buffers,
                     adapters=head.adapters,
                 )
             ]
-        windows = place_windows(self._place, load.windows, load.assignments, load.extra_buffers, self.number)
+        windows = place_windows(self._place, load.windows, self.number)
         for window in windows:
             read_header(Path(window.metadata))  # the head wrote it: judged before llama.cpp sees it
         return windows

@@ -45,7 +45,7 @@ class _Events(asyncio.StreamReaderProtocol):
         super().__init__(reader)
         self.hear: Callable[[RingEvent], bool] = lambda _: False
         self._frames = Frames()
-        self._arrived = deque[bytes]()
+        self._arrived = deque[RingEvent]()
         self._news = asyncio.Event()
         self._is_gone = False
         self._error: Exception | None = None
@@ -61,9 +61,13 @@ class _Events(asyncio.StreamReaderProtocol):
             return
         try:
             for body in self._frames.feed(data):
-                if self._arrived or not self._hears(body):
-                    self._arrived.append(body)
+                event: RingEvent = event_decoder.decode(body)
+                if self._arrived or type(event) is RingBroken or not self.hear(event):
+                    self._arrived.append(event)
                     self._news.set()
+        except msgspec.DecodeError as exc:
+            self._error = ProtocolError(f"not an event of the ring process: {exc}")
+            self._news.set()
         except Exception as exc:  # noqa: BLE001 (whoever reads the events raises it)
             self._error = exc
             self._news.set()
@@ -78,8 +82,8 @@ class _Events(asyncio.StreamReaderProtocol):
         super().connection_lost(exc)
         self._end()
 
-    async def next(self) -> bytes | None:
-        """The next one that was not heard; None when it is gone. Raises what ``hear`` raised."""
+    async def next(self) -> RingEvent | None:
+        """The next one that was not heard; None when it is gone. Raises what ``hear`` raised, or ``ProtocolError``."""
         while not self._arrived:
             if self._error is not None:
                 raise self._error
@@ -87,17 +91,10 @@ class _Events(asyncio.StreamReaderProtocol):
                 return None
             self._news.clear()
             await self._news.wait()
-        body = self._arrived.popleft()
+        event = self._arrived.popleft()
         if not self._arrived and self._transport is not None and not self._is_gone:
             self._transport.resume_reading()
-        return body
-
-    def _hears(self, body: bytes) -> bool:
-        try:
-            event: RingEvent = event_decoder.decode(body)
-        except msgspec.DecodeError:
-            return False
-        return type(event) is not RingBroken and self.hear(event)
+        return event
 
     def _end(self) -> None:
         self._is_gone = True
@@ -165,17 +162,11 @@ class RingProcess:
         Raises the error that it broke by (``messages.FAULTS``), or ``WeightsError`` where that is its weights, and
         ``RingError`` when it ends; it never ends quietly.
         """
-        while True:
-            try:
-                body = await self._events.next()
-                if body is None:
-                    raise await self._obituary()
-                event: RingEvent = event_decoder.decode(body)
-            except msgspec.DecodeError as exc:
-                raise ProtocolError(f"not an event of the ring process: {exc}") from exc
+        while (event := await self._events.next()) is not None:
             if type(event) is RingBroken:
                 raise cause_of(event)
             yield event
+        raise await self._obituary()
 
     async def _obituary(self) -> PrimadError:
         try:

@@ -21,7 +21,9 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 from msgspec.structs import astuple
+from msgspec.structs import replace as replace_fields
 
+from halda import WindowAssignment
 from primad.errors import ModelError
 from primad.gguf.adapter import MAX_ADAPTERS, AdapterSpec
 from primad.gguf.architecture import Architecture
@@ -84,6 +86,23 @@ class WindowSpec(msgspec.Struct, frozen=True, kw_only=True):
     def files(self) -> tuple[LayerRef, ...]:
         """All layer files that it takes."""
         return (*self.layers, *(ref for adapter in self.adapters for ref in adapter.layers))
+
+
+class WindowPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A window as a device is to load it: its files in ``spec``; in ``assignment`` what of it is on GPUs, and how much stays
+    in memory. ``extra_buffers`` lets llama.cpp keep repacked or AMX copies of its weights.
+    """
+
+    spec: WindowSpec
+    assignment: WindowAssignment
+    extra_buffers: bool
+
+    @property
+    def content(self) -> WindowPlan:
+        """The same at any place of a route, whatever of it stays in memory."""
+        assignment = replace(self.assignment, output="none", layer_bytes=0, output_bytes=0, resident_bytes=0)
+        spec = replace_fields(self.spec, window=0, metadata=b"", hole_bytes=0)
+        return replace_fields(self, spec=spec, assignment=assignment)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from primad.errors import ProtocolError, printable
 from primad.gguf.adapter import check_adapter
 from primad.gguf.layers import check_ref
 from primad.gguf.origins import MAX_FILES, LayerOrigin, RemoteFile, check_origins
-from primad.gguf.windows import WindowSpec
+from primad.gguf.windows import WindowPlan, WindowSpec
 from primad.kv.cells import MAX_LAYERS, MAX_POSITIONS, is_block
 from primad.kv.cells import is_key as is_block_key
 from primad.kv.keys import KvBlock
@@ -49,8 +49,8 @@ from primad.settings.config import NAME
 from primad.settings.profiles import Implausible, check_profile
 from primad.trust.identity import is_key
 
-PROTOCOL: Final = 6
-OLDEST: Final = 6
+PROTOCOL: Final = 7
+OLDEST: Final = 7
 MAX_MESSAGE_BYTES: Final = 16 << 20
 Fault = Literal["fetch", "disk", "load", "ring", "next"]
 MAX_STAGES: Final = 64
@@ -142,23 +142,19 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """Take part in ring ``ring``, epoch ``epoch``: fetch the missing layers from ``sources``, load the windows, listen.
 
     ``place`` tells devices of this ring that share a machine apart (see ``ring.spawn.environment``). A worker may have
-    stages in several epochs at a time: the next ring is loaded while the last one serves. ``assignments[i]`` says which
-    part of ``windows[i]`` is on the GPU, whether the GPU does prefill offload and how much stays in memory,
-    ``extra_buffers[i]`` whether llama.cpp may repack its weights; ``read_ahead_bytes`` of streamed layers are read
-    ahead. ``kv_type`` is the type of the KV cache, ``flash`` whether attention is flash attention, with ``small_windows``
-    and ``states`` as in ``EngineOptions``, ``rope`` overrides RoPE. With ``keeps`` it saves the KV blocks of the step log.
-    Layers of ``origins`` may be fetched from the hub that has ``files``, or from the head, the first of ``sources``, by the
-    names of their origins.
+    stages in several epochs at a time: the next ring is loaded while the last one serves. ``read_ahead_bytes`` of
+    streamed layers are read ahead. ``kv_type`` is the type of the KV cache, ``flash`` whether attention is flash
+    attention, with ``small_windows`` and ``states`` as in ``EngineOptions``, ``rope`` overrides RoPE. With ``keeps`` it
+    saves the KV blocks of the step log. Layers of ``origins`` may be fetched from the hub that has ``files``, or from the
+    head, the first of ``sources``, by the names of their origins.
     """
 
     ring: int
     epoch: int
     route: Annotated[int, Meta(ge=2, le=100_000)]
     width: Annotated[int, Meta(ge=1, le=1 << 20)]
-    windows: Annotated[list[WindowSpec], Meta(min_length=1, max_length=MAX_LAYERS)]
-    assignments: Annotated[list[WindowAssignment], Meta(max_length=MAX_LAYERS)]
+    windows: Annotated[list[WindowPlan], Meta(min_length=1, max_length=MAX_LAYERS)]
     read_ahead_bytes: MemoryBytes
-    extra_buffers: Annotated[list[bool], Meta(max_length=MAX_LAYERS)]
     sources: Contacts
     context: Annotated[int, Meta(ge=1, le=1 << 26)]
     sequences: Annotated[int, Meta(ge=1, le=MAX_SEQUENCES)]
@@ -658,28 +654,27 @@ def _check_profile(profile: DeviceProfile) -> None:
 
 
 def _check_load(load: Load) -> None:
-    if not len(load.assignments) == len(load.extra_buffers) == len(load.windows):
-        raise ProtocolError("plan with incomplete windows for this device")
     if load.rows * load.width * 4 > MAX_STEP_BYTES or load.context * load.sequences > MAX_CELLS:
         raise ProtocolError(
             f"plan with steps of {load.rows} rows of {load.width}, or {load.sequences} sequences of {load.context} "
             "tokens, for which no device has memory"
         )
-    if len({spec.window for spec in load.windows}) != len(load.windows):
+    specs = [plan.spec for plan in load.windows]
+    if len({spec.window for spec in specs}) != len(specs):
         raise ProtocolError("plan with two windows at one place of the route")
-    for spec, assignment in zip(load.windows, load.assignments, strict=True):
-        _check_assignment(spec, assignment)
+    for plan in load.windows:
+        _check_assignment(plan.spec, plan.assignment)
     for source in load.sources:
         check_contact(source)
-    for spec in load.windows:
+    for spec in specs:
         if not 0 <= spec.first < spec.last or len(spec.layers) < spec.last - spec.first:
             raise ProtocolError(f"window {spec.window} of layers {spec.first} to {spec.last} is impossible")
         for ref in spec.files:
             check_ref(ref)
         for adapter in spec.adapters:
             check_adapter(adapter, spec.last - spec.first)
-    check_origins(load.files, load.origins, [ref for spec in load.windows for ref in spec.layers])
-    if any(not 0 < spec.window < load.route - 1 for spec in load.windows):
+    check_origins(load.files, load.origins, [ref for spec in specs for ref in spec.layers])
+    if any(not 0 < spec.window < load.route - 1 for spec in specs):
         raise ProtocolError("plan gives a worker the head's first or last window")
 
 

@@ -14,7 +14,6 @@ from primad.engine.llama.windows import FirstWindow, MiddleWindow, TailWindow, W
 from primad.engine.protocol import EngineOptions, HiddenWindow, RouteWindow, WindowSource
 from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.engine.streaming.units import WindowUnits, units_of_model, units_of_window
-from primad.engine.vocabulary import LlamaVocabulary
 from primad.errors import EngineError
 from primad.gguf.adapter import open_adapter
 from primad.gguf.architectures.layers import block_count, layer_count
@@ -144,9 +143,7 @@ def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple
     part = opening.head
     assert part is not None
     header = open_model(Path(part.model))
-    vocabulary = LlamaVocabulary(Path(part.model))
-    ends, size = vocabulary.ends, vocabulary.size
-    vocabulary.release()
+    ends = frozenset(part.ends)
     windows: dict[int, FirstWindow | MiddleWindow] = {}
     tail: TailWindow | WholeModel | None = None
     embedding = _embedding(part, header) if opening.route > 1 else None
@@ -159,7 +156,7 @@ def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple
                     window,
                     options,
                     ends,
-                    vocabulary=size,
+                    vocabulary=part.vocabulary,
                     file=header.path,
                     predicting=_predicting(header),
                     predicts=part.predicts,
@@ -172,7 +169,7 @@ def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple
                     window,
                     options,
                     ends,
-                    vocabulary=size,
+                    vocabulary=part.vocabulary,
                     file=header.path,
                     predicting=_predicting(read_header(Path(window.metadata))),
                     predicts=part.predicts,

@@ -465,10 +465,13 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     computed as ``drafting`` says, or none; the model ``draft`` drafts what they are, if there is one: here, unless
     another device ``drafts_elsewhere``. Or the model ``predicts`` itself, with layers that its tail has.
     Where ``model`` has the vocabulary alone, the token embedding is in the layer file ``embedding``. Whole files of
-    ``adapters`` are for the token embedding and for a model that is not cut.
+    ``adapters`` are for the token embedding and for a model that is not cut. Of the ``vocabulary``'s tokens ``ends`` end
+    a generation.
     """
 
     model: str
+    vocabulary: int
+    ends: tuple[int, ...]
     depth: int
     at_once: int
     chunk_rows: int

@@ -86,7 +86,7 @@ TABLES: Final = ("serve", "plan")
 """Commands whose options may stand in the file too, each in a table of its own (``tables.py``)."""
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
 """Names of devices and clusters, our own and those that others announce."""
-_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[A-Za-z0-9._-]+)?\]|[^:\s\[\]]+)(?::(\d{1,5}))?")
+_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[A-Za-z0-9._-]+)?\]|[\w.-]+)(?::([0-9]{1,5}))?")
 _DAY_S: Final = 86_400.0
 MIN_TRANSFER_BYTES_PER_S: Final = 1e6
 DEFAULT_KV_CACHE_BYTES: Final = 4_000_000_000
@@ -358,6 +358,12 @@ def check_address(address: Any, source: str) -> str:
             f"{source}: {address!r} is not a device address; give host:port, for example 192.168.1.20:7770"
         )
     return f"{match[1]}:{port}"
+
+
+def has_port(address: str) -> bool:
+    """Whether ``address`` is a host with a port."""
+    match = _ADDRESS.fullmatch(address)
+    return match is not None and match[2] is not None
 
 
 def join_address(host: str, port: int) -> str:

@@ -45,11 +45,11 @@ class Parking:
         reopen = Reopen(
             ring=load.ring,
             epoch=load.epoch,
-            windows=[spec.window for spec in load.windows],
+            windows=[plan.spec.window for plan in load.windows],
             route=load.route,
             host=self._config.host,
             step_timeout_s=load.step_timeout_s,
-            assignments=load.assignments,
+            assignments=[plan.assignment for plan in load.windows],
             read_ahead_bytes=load.read_ahead_bytes,
         )
         await process.send(reopen)
@@ -82,7 +82,8 @@ class Parking:
         It may have damaged weights mapped.
         """
         windows = () if self._kept is None else self._kept.content.windows
-        if any(ref.digest in digests for ref in refs for _, _, digests, *_ in windows):
+        loaded = {ref.digest for plan in windows for ref in plan.spec.files}
+        if any(ref.digest in loaded for ref in refs):
             await self.unload()
 
     async def close(self) -> None:

@@ -290,7 +290,7 @@ class Stages:
                 stage = self._own_stage(load)
                 if stage is not None:
                     stage.process = process
-                layers = ", ".join(f"{spec.first}-{spec.last - 1}" for spec in load.windows)
+                layers = ", ".join(f"{plan.spec.first}-{plan.spec.last - 1}" for plan in load.windows)
                 self._report_line(f"computing layers {layers}" + (f" for {self.head}" if self.head else ""))
                 downloaded = [] if stage is None else stage.downloaded
                 port = int(address.rsplit(":", 1)[1])

@@ -25,10 +25,10 @@ from halda import (
     TypeRows,
     WidthCost,
 )
-from halda.assignment import in_memory
+from halda.assignment import WindowAssignment, in_memory
 from primad.errors import ProtocolError
 from primad.gguf.layers import HEADER_BYTES, LayerRef, LayerTensor, check_ref, layer_header
-from primad.gguf.windows import WindowSpec
+from primad.gguf.windows import WindowPlan, WindowSpec
 from primad.network import layer_messages as transfer
 from primad.network import messages as cluster
 from primad.network.contacts import MAX_ADDRESSES, Contact
@@ -57,6 +57,9 @@ def a_ref(*tensors: LayerTensor, **changes: Any) -> LayerRef:
     return msgspec.structs.replace(LayerRef("ab" * 32, size, tensors), **changes)
 
 
+IN_MEMORY = in_memory(2, 4)
+
+
 def a_load(**changes: Any) -> cluster.Load:
     window = WindowSpec(window=1, first=2, last=4, metadata=b"GGUF", layers=(a_ref(), a_ref()))
     load = cluster.Load(
@@ -64,10 +67,8 @@ def a_load(**changes: Any) -> cluster.Load:
         epoch=2,
         route=4,
         width=64,
-        windows=[window],
-        assignments=[in_memory(2, 4)],
+        windows=[WindowPlan(spec=window, assignment=in_memory(2, 4), extra_buffers=False)],
         read_ahead_bytes=0,
-        extra_buffers=[False],
         sources=[SOURCE],
         context=128,
         sequences=1,
@@ -79,8 +80,10 @@ def a_load(**changes: Any) -> cluster.Load:
     return msgspec.structs.replace(load, **changes)
 
 
-def a_window(**changes: Any) -> WindowSpec:
-    return msgspec.structs.replace(a_load().windows[0], **changes)
+def a_window(assignment: WindowAssignment = IN_MEMORY, **changes: Any) -> WindowPlan:
+    window = a_load().windows[0]
+    spec = msgspec.structs.replace(window.spec, **changes)
+    return msgspec.structs.replace(window, spec=spec, assignment=assignment)
 
 
 IMPOSSIBLE_TIMES = [
@@ -240,9 +243,9 @@ def test_a_changed_message_is_refused_or_can_be_used(data):
 
 def assert_loadable(load: cluster.Load) -> None:
     """What the code behind ``decode_from_head`` relies on."""
-    numbers = [spec.window for spec in load.windows]
-    assert len(numbers) == len(load.assignments) == len(load.extra_buffers) == len(set(numbers)) > 0
-    for spec in load.windows:
+    specs = [window.spec for window in load.windows]
+    assert len(specs) == len({spec.window for spec in specs}) > 0
+    for spec in specs:
         assert len(spec.layers) >= spec.last - spec.first > 0
         for number, ref in enumerate(spec.layers):
             assert len(layer_header(ref.tensors, number=number, split=number + 1)) == HEADER_BYTES
@@ -262,23 +265,21 @@ def assert_loadable(load: cluster.Load) -> None:
         {"context": 1 << 40},
         {"sequences": 0},
         {"sequences": 1000},
-        {"windows": [], "assignments": []},
-        {"assignments": []},
-        {"assignments": [in_memory(2, 4), in_memory(2, 4)]},
-        {"assignments": [in_memory(2, 4, gpu_layers=-1)]},
-        {"assignments": [in_memory(2, 4, gpu_layers=3)]},
-        {"assignments": [in_memory(2, 4, gpu_layers=1, cpu_experts=2)]},
-        {"assignments": [in_memory(2, 4, gpu_layers=1, cpu_experts=-1)]},
-        {"assignments": [in_memory(2, 4, gpu_layers=1 << 40)]},
-        {"assignments": [in_memory(2, 5)]},
-        {"assignments": [in_memory(2, 4, output="cpu")]},
-        {"assignments": [dataclasses.replace(in_memory(2, 4), resident_bytes=1)]},
-        {"assignments": [dataclasses.replace(in_memory(2, 4), layer_bytes=1, resident_bytes=-1)]},
-        {"assignments": [dataclasses.replace(in_memory(2, 4), layer_bytes=1 << 60)]},
-        {"assignments": [dataclasses.replace(in_memory(2, 4), output_bytes=1)]},
+        {"windows": []},
+        {"windows": [a_window(in_memory(2, 4, gpu_layers=-1))]},
+        {"windows": [a_window(in_memory(2, 4, gpu_layers=3))]},
+        {"windows": [a_window(in_memory(2, 4, gpu_layers=1, cpu_experts=2))]},
+        {"windows": [a_window(in_memory(2, 4, gpu_layers=1, cpu_experts=-1))]},
+        {"windows": [a_window(in_memory(2, 4, gpu_layers=1 << 40))]},
+        {"windows": [a_window(in_memory(2, 5))]},
+        {"windows": [a_window(in_memory(2, 4, output="cpu"))]},
+        {"windows": [a_window(dataclasses.replace(in_memory(2, 4), resident_bytes=1))]},
+        {"windows": [a_window(dataclasses.replace(in_memory(2, 4), layer_bytes=1, resident_bytes=-1))]},
+        {"windows": [a_window(dataclasses.replace(in_memory(2, 4), layer_bytes=1 << 60))]},
+        {"windows": [a_window(dataclasses.replace(in_memory(2, 4), output_bytes=1))]},
         {"read_ahead_bytes": -1},
         {"read_ahead_bytes": 1 << 60},
-        {"windows": [a_window(), a_window()], "assignments": [in_memory(2, 4)] * 2, "extra_buffers": [False] * 2},
+        {"windows": [a_window(), a_window()]},
         {"windows": [a_window(window=0)]},
         {"windows": [a_window(window=3)]},
         {"windows": [a_window(window=-1)]},
@@ -287,8 +288,6 @@ def assert_loadable(load: cluster.Load) -> None:
         {"windows": [a_window(last=9)]},
         {"windows": [a_window(layers=())]},
         {"windows": [a_window(layers=(a_ref(), a_ref(digest="no")))]},
-        {"extra_buffers": []},
-        {"extra_buffers": [True, True]},
         {"step_timeout_s": 0.0},
         {"step_timeout_s": float("nan")},
         {"step_timeout_s": float("inf")},

@@ -13,7 +13,6 @@ import zmq
 import zmq.asyncio
 
 from primad.gguf.layers import LayerRef, LayerTensor
-from primad.gguf.windows import WindowSpec
 from primad.network.contacts import Contact
 from primad.network.layer_messages import CHUNK_BYTES, MAX_ASKED, AskPresent, FetchChunk, FetchDigests
 from primad.network.messages import (
@@ -165,8 +164,8 @@ def loads(count: int) -> list[HeadMessage]:
     """Parts in so many rings, as large as a device believes, of layers that nobody has."""
     nobody = Contact(device="nobody", key=new_identity().public, addresses=["127.0.0.1"], port=1)
     large = LayerRef("ab" * 32, 1 << 40, (LayerTensor("attn.weight", 0, (1 << 38,), 0, 1 << 40),))
-    window = WindowSpec(window=1, first=0, last=1, metadata=b"GGUF", layers=(large,))
-    absurd = {"rows": 8192, "context": 1 << 20, "sequences": 128, "width": 1 << 15, "windows": [window]}
+    windows = a_load(1, first=0, last=1, layers=(large,), metadata=b"GGUF").windows
+    absurd = {"rows": 8192, "context": 1 << 20, "sequences": 128, "width": 1 << 15, "windows": windows}
     return [msgspec.structs.replace(LOAD, epoch=number, sources=[nobody], **absurd) for number in range(1, count + 1)]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from gguf import GGMLQuantizationType
 from msgspec.structs import replace
 
-from halda.assignment import in_memory
+from halda.assignment import WindowAssignment, in_memory
 from primad.gguf.layers import LayerRef, LayerTensor
-from primad.gguf.windows import WindowSpec
+from primad.gguf.windows import WindowPlan, WindowSpec
 from primad.network.messages import Load
 
 LAYER = LayerRef("ab" * 32, 64, (LayerTensor("blk.*.attn_q.weight", int(GGMLQuantizationType.F32), (8, 2), 0, 64),))
@@ -21,6 +21,8 @@ def a_load(
     last: int = 4,
     layers: tuple[LayerRef, ...] = (LAYER, LAYER),
     metadata: bytes = b"",
+    assignment: WindowAssignment | None = None,
+    extra_buffers: bool = False,
     **changes: object,
 ) -> Load:
     """Layers ``first <= layer < last`` as ``window`` of the route, in the files ``layers``; ``changes`` are other fields."""
@@ -29,10 +31,14 @@ def a_load(
         epoch=epoch,
         route=3,
         width=8,
-        windows=[WindowSpec(window=window, first=first, last=last, metadata=metadata, layers=layers)],
-        assignments=[in_memory(first, last)],
+        windows=[
+            WindowPlan(
+                spec=WindowSpec(window=window, first=first, last=last, metadata=metadata, layers=layers),
+                assignment=assignment or in_memory(first, last),
+                extra_buffers=extra_buffers,
+            )
+        ],
         read_ahead_bytes=0,
-        extra_buffers=[False],
         sources=[],
         context=64,
         sequences=1,

@@ -16,7 +16,7 @@ from primad.engine.llama.model import gpus_in_order, n_gpu_layers, tensor_split
 from primad.engine.llama.windows import MiddleWindow, TailWindow, WholeModel
 from primad.engine.protocol import EngineOptions, WindowSource
 from primad.errors import EngineError
-from primad.gguf.windows import WindowSpec
+from primad.gguf.windows import WindowPlan, WindowSpec
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from tests.fakes.planning import model
@@ -76,7 +76,11 @@ def test_only_the_tail_has_an_output(tmp_path):
 
     def placed(output: OutputPlace) -> list[tuple[int, bool]]:
         kept = [in_memory(0, 2, gpu_layers=2), in_memory(4, 6, gpu_layers=1), in_memory(8, 10, output=output)]
-        placed = place_windows(place, specs, kept, [False] * 3, 1)
+        plans = [
+            WindowPlan(spec=spec, assignment=assignment, extra_buffers=False)
+            for spec, assignment in zip(specs, kept, strict=True)
+        ]
+        placed = place_windows(place, plans, 1)
         return [(source.assignment.gpu_layers, source.assignment.output == "gpu") for source in placed]
 
     assert placed("gpu") == [(2, False), (1, False), (0, True)]

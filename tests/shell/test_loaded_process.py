@@ -19,7 +19,6 @@ from primad.engine.rope import AS_IN_THE_MODEL, Rope
 from primad.errors import RingError
 from primad.gguf.adapter import AdapterSpec
 from primad.gguf.layers import LayerRef, LayerTensor
-from primad.gguf.windows import WindowSpec
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.ring.messages import Loading, Open, RingCommand, RingEvent
@@ -176,8 +175,7 @@ def test_a_load_that_is_given_up_over_opening_leaves_no_process_and_no_files(pla
     monkeypatch.setattr(loading, "read_header", lambda _: None)
     config = load_config({"home": place.run.parent, "name": "lap", "host": "127.0.0.1"}, {})
     open_home(config)
-    spec = WindowSpec(window=1, first=2, last=4, metadata=b"GGUF", layers=())
-    load = msgspec.structs.replace(a_load(1), windows=[spec])
+    load = a_load(1, metadata=b"GGUF", layers=())
 
     async def once() -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -203,12 +201,12 @@ def test_what_was_loaded_with_another_adapter_scale_or_angle_is_not_the_same(pla
     node = SimpleNamespace(workspace=place, config=config, gpu_care=GpuCare(NO_LIMITS))
     ref = LayerRef("ab" * 32, 32, (LayerTensor("blk.*.attn_q.weight.lora_a", 0, (4, 2), 0, 32),))
     adapter = AdapterSpec(architecture="llama", alpha=8.0, scale=1.0, numbers=(0,), layers=(ref,))
-    plain = WindowSpec(window=1, first=2, last=4, metadata=b"GGUF", layers=())
+    (plain,) = a_load(1, metadata=b"GGUF", layers=()).windows
     other = msgspec.structs.replace(ref, digest="cd" * 32)
 
     def key(*adapters: AdapterSpec, rope: Rope = AS_IN_THE_MODEL) -> object:
-        spec = msgspec.structs.replace(plain, adapters=adapters)
-        load = msgspec.structs.replace(a_load(1), windows=[spec], rope=rope)
+        spec = msgspec.structs.replace(plain.spec, adapters=adapters)
+        load = a_load(1, windows=[msgspec.structs.replace(plain, spec=spec)], rope=rope)
         return WindowLoad(load, 7, node, PROFILE).key()
 
     keys = [

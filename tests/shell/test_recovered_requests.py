@@ -11,6 +11,7 @@ from halda.assignment import in_memory
 from primad.engine.protocol import GREEDY, WindowSource
 from primad.gguf.architectures.layers import layer_count
 from primad.gguf.header import read_header
+from primad.gguf.windows import vocabulary_size
 from primad.ring.head import Notify
 from primad.ring.keeping import prompt_blocks
 from primad.ring.loading import open_head
@@ -41,7 +42,16 @@ class OneDevice:
             route=1,
             width=256,
             host="127.0.0.1",
-            head=HeadPart(model=str(path), depth=1, at_once=2, chunk_rows=16, min_rows=16, keep_rows=5),
+            head=HeadPart(
+                model=str(path),
+                vocabulary=vocabulary_size(header),
+                ends=(2,),
+                depth=1,
+                at_once=2,
+                chunk_rows=16,
+                min_rows=16,
+                keep_rows=5,
+            ),
             step_timeout_s=60,
             options=options,
             read_ahead_bytes=0,

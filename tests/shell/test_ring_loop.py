@@ -446,7 +446,9 @@ def head_limits(opening: Open) -> StepLimits:
 
 
 def a_head(**changes) -> Open:
-    return an_open(head=HeadPart(model="fake", depth=2, at_once=1, chunk_rows=8, min_rows=1), **changes)
+    return an_open(
+        head=HeadPart(model="fake", vocabulary=9, ends=(), depth=2, at_once=1, chunk_rows=8, min_rows=1), **changes
+    )
 
 
 def link(ring: list[tuple[Process, Opened]]) -> None:

@@ -69,7 +69,7 @@ def an_open(**changes) -> Open:
         route=1,
         width=8,
         host="127.0.0.1",
-        head=HeadPart(model="/nowhere/model.gguf", depth=1, at_once=1, chunk_rows=8, min_rows=1),
+        head=HeadPart(model="/nowhere/model.gguf", vocabulary=9, ends=(), depth=1, at_once=1, chunk_rows=8, min_rows=1),
         step_timeout_s=5,
         options=OPTIONS,
         read_ahead_bytes=0,

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from halda import Plan, Window
+from primad.api.answering.pieces import CONTROL, END, ModelPieces, PieceTable
 from primad.cli.progress import RichReporter
 from primad.daemon import loading
 from primad.daemon.layer_files import Workspace
@@ -66,7 +67,11 @@ class FakeProcess:
         """It has ended."""
 
 
-def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_its_process_ended(
+async def one_token() -> ModelPieces:
+    return ModelPieces(PieceTable.of([(b"a", 0), (b"", CONTROL | END)], bos="", eos="", chat_template=None))
+
+
+def test_the_head_passes_on_threads_ends_and_what_is_on_its_gpu_and_tells_once_that_its_process_ended(
     monkeypatch, smollm2, tmp_path
 ):
     process, broken = FakeProcess(), []
@@ -104,6 +109,7 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
                 ),
                 workload=default_workload(64, 16, "f16"),
             ),
+            pieces=one_token,
             devices=RingDevices(workers={}, holders={}, links=LinkBook(None, HEAD, "desk")),
             node=node,
             profile=DEVICE,
@@ -122,6 +128,7 @@ def test_the_head_passes_on_threads_and_what_is_on_its_gpu_and_tells_once_that_i
     assert broken == [(3, Attribution(reason="it ends here"))]
     (opening,) = process.opened
     assert (opening.options.threads, opening.options.batch_threads) == (3, 7)
+    assert (opening.head.vocabulary, opening.head.ends) == (2, (1,))
     assert process.threads == 7, "the process has room for the larger team"
     (opened,) = opening.windows
     assert (opened.metadata, opened.layers) == (str(header.path), ())

@@ -227,8 +227,8 @@ def test_what_was_loaded_stays_loaded_and_serves_the_same_windows_again(worker, 
         {"context": 128},
         {"rows": 8},
         {"width": 16},
-        {"assignments": [in_memory(2, 4, gpu_layers=1)]},
-        {"extra_buffers": [True]},
+        {"assignment": in_memory(2, 4, gpu_layers=1)},
+        {"extra_buffers": True},
     ],
     ids=str,
 )
@@ -562,7 +562,7 @@ def spoil(place: Workspace, ref: LayerRef) -> None:
 
 
 def of_layer(epoch: int, ref: LayerRef) -> Load:
-    return a_load(epoch, sources=[SOURCE], windows=[WindowSpec(window=1, first=2, last=3, metadata=b"", layers=(ref,))])
+    return a_load(epoch, last=3, layers=(ref,), sources=[SOURCE])
 
 
 def test_a_layer_that_changes_while_it_is_loaded_never_serves(worker, processes):
@@ -749,7 +749,7 @@ def test_a_lack_of_memory_is_told_with_what_a_plan_may_use(worker, monkeypatch):
 def test_layers_on_a_gpu_whose_memory_others_need_are_let_go_at_once_and_no_device_is_to_blame(worker):
     async def once() -> None:
         async with worker() as lap:
-            process = await lap.serve(a_load(1, assignments=[in_memory(2, 4, gpu_layers=2)]))
+            process = await lap.serve(a_load(1, assignment=in_memory(2, 4, gpu_layers=2)))
             process.report_line(GpuLoaded(layers=2, planned=2, held_bytes=1 << 30, why=""))
             process.report_line(GpuLow(free_bytes=0, needed_bytes=256 << 20))
             broken = await lap.breaks()
@@ -764,10 +764,10 @@ def test_layers_on_a_gpu_whose_memory_others_need_are_let_go_at_once_and_no_devi
 def test_a_ring_process_is_not_kept_while_another_one_lacks_its_room_on_the_gpu(worker):
     async def once() -> None:
         async with worker() as lap:
-            on_gpu = [in_memory(2, 4, gpu_layers=2)]
-            before = await lap.serve(a_load(1, assignments=on_gpu))
+            on_gpu = in_memory(2, 4, gpu_layers=2)
+            before = await lap.serve(a_load(1, assignment=on_gpu))
             before.report_line(GpuLoaded(layers=2, planned=2, held_bytes=1 << 30, why=""))
-            after = await lap.serve(a_load(2, assignments=on_gpu))
+            after = await lap.serve(a_load(2, assignment=on_gpu))
             after.report_line(GpuLoaded(layers=1, planned=2, held_bytes=1 << 29, why="out of memory"))
             after.report_line(STATUS)
             await lap.hears(WorkerStatus, lambda status: status.epoch == 2)

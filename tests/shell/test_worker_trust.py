@@ -54,7 +54,7 @@ WORDS_OF_A_HEAD: Final[Sequence[HeadMessage]] = (
     KvForget(keys=[], lasting=False),
     LoadDraft(
         epoch=1,
-        window=a_load(1, first=0, layers=(LAYER,) * 5).windows[0],
+        window=a_load(1, first=0, layers=(LAYER,) * 5).windows[0].spec,
         vocabulary=8,
         context=8,
         maximum=1,

@@ -23,9 +23,10 @@ from primad.daemon.layer_files import Workspace, copy_layers, place_windows
 from primad.daemon.ring_process import RingProcess
 from primad.engine.build import build_id
 from primad.engine.protocol import GREEDY, EngineOptions, KvType, Sampling, WindowSource
+from primad.engine.vocabulary import LlamaVocabulary
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from primad.gguf.windows import ModelCutter
+from primad.gguf.windows import ModelCutter, WindowPlan
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.planning.extra_buffers import is_faster
@@ -176,6 +177,8 @@ class LocalRing:
 
     async def _open(self) -> None:
         plan, width = self.plan, self._profile.width
+        vocabulary = LlamaVocabulary(self.model)
+        self._stack.callback(vocabulary.release)
         cutter = ModelCutter(self._header, predicts=self.predicts) if len(plan.route) > 1 else None
         for number, name in enumerate(plan.devices):
             assert self._folder is not None
@@ -219,6 +222,8 @@ class LocalRing:
                 if name != plan.head
                 else HeadPart(
                     model=str(self.model),
+                    vocabulary=vocabulary.size,
+                    ends=tuple(sorted(vocabulary.ends)),
                     depth=len(plan.devices),
                     at_once=self.sequences,
                     chunk_rows=self.rows,
@@ -319,9 +324,12 @@ class LocalRing:
         if cutter is None:
             path = str(self.model)
             return [WindowSource(window=0, metadata=path, layers=(), assignment=kept[0], extra_buffers=extra[0])]
-        specs = [cutter.spec(index, window.first, window.last) for index, window in self.plan.windows_of(name)]
-        await copy_layers(cutter, place.cache, (ref for spec in specs for ref in spec.layers), lambda _: None)
-        return place_windows(place, specs, kept, extra, 1)
+        plans = [
+            WindowPlan(spec=cutter.spec(index, each.first, each.last), assignment=assignment, extra_buffers=buffers)
+            for (index, each), assignment, buffers in zip(self.plan.windows_of(name), kept, extra, strict=True)
+        ]
+        await copy_layers(cutter, place.cache, (ref for plan in plans for ref in plan.spec.layers), lambda _: None)
+        return place_windows(place, plans, 1)
 
     async def _pump(self, events: asyncio.Queue[object], process: RingProcess) -> None:
         try:

@@ -45,9 +45,10 @@ class ModelPieces:
 
     def __init__(self, table: PieceTable) -> None:
         self._names, self._kinds = table.names, table.kinds
-        self._ends = [0, *accumulate(np.frombuffer(table.lengths, "<u4").tolist())]
+        self._offsets = [0, *accumulate(np.frombuffer(table.lengths, "<u4").tolist())]
         self.bos, self.eos, self.chat_template = table.bos, table.eos, table.chat_template
         self.size = len(table.kinds)
+        self.ends = tuple(token for token, kind in enumerate(table.kinds) if kind & END)
 
     def piece(self, token: int) -> bytes:
         """The bytes that ``token`` adds to a text; none for control tokens."""
@@ -62,4 +63,4 @@ class ModelPieces:
         return self._bytes(token).decode("utf-8", errors="replace")
 
     def _bytes(self, token: int) -> bytes:
-        return self._names[self._ends[token] : self._ends[token + 1]]
+        return self._names[self._offsets[token] : self._offsets[token + 1]]

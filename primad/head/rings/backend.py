@@ -15,7 +15,8 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from primad.api.answering.backend import Health, ModelSettings, Preparation, Prepared, ServedModel, TokenPieces
+from primad.api.answering.backend import Health, ModelSettings, Preparation, Prepared, ServedModel
+from primad.api.answering.pieces import ModelPieces
 from primad.errors import PrimadError, PromptTooLongError, RequestError, RingError
 from primad.kv.keys import KvBlock
 from primad.ring.chunks import ChunkSize
@@ -72,7 +73,7 @@ class GoOn:
 class Preparing(Protocol):
     """Prepares prompts of requests, outside this loop."""
 
-    async def pieces(self) -> TokenPieces:
+    async def pieces(self) -> ModelPieces:
         """The model's tokens as text. Raises ``EngineError``."""
 
     async def prepare(
@@ -224,7 +225,7 @@ class RingBackend:
     def model(self) -> ServedModel | None:
         return self._served
 
-    async def pieces(self) -> TokenPieces:
+    async def pieces(self) -> ModelPieces:
         """The model's tokens as text. Raises ``EngineError`` when its vocabulary cannot be loaded."""
         assert self._texts is not None, "a backend without texts serves what was prepared elsewhere"
         return await self._texts.pieces()

@@ -32,8 +32,11 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -
     Raises ``PrimadError`` if a disk refuses or llama.cpp cannot compute the model.
     """
     plan, batching, model = inputs.forecast.plan, inputs.forecast.batching, inputs.service.model
+    vocabulary = await inputs.pieces()
     own = HeadPart(
         model=str(model.file),
+        vocabulary=vocabulary.size,
+        ends=vocabulary.ends,
         depth=len(plan.devices),
         at_once=load.sequences
         if batching.rows > 1 or not plan.streaming

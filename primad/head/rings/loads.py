@@ -11,7 +11,7 @@ from halda.cost import checkpoints
 from primad.errors import ModelError
 from primad.gguf.adapter import Adapter
 from primad.gguf.ranged_cutter import RangedCutter
-from primad.gguf.windows import WindowSpec
+from primad.gguf.windows import WindowPlan, WindowSpec
 from primad.head.members.core import StageError
 from primad.head.members.stage import Stage
 from primad.head.rings.ring_inputs import RingInputs
@@ -93,15 +93,17 @@ def _ranged_specs(cutter: RangedCutter, plan: Plan) -> dict[str, list[WindowSpec
 def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers: list[bool]) -> Load:
     """The load of ``name``; a worker gets more details."""
     options, plan, ranged = inputs.service.options, inputs.forecast.plan, inputs.service.model.ranged
+    own = inputs.forecast.assignments[name]
     return Load(
         ring=inputs.session,
         epoch=inputs.epoch,
         route=len(plan.route),
         width=inputs.service.model.profile.hop_values,
-        windows=specs,
-        assignments=list(inputs.forecast.assignments[name].windows),
-        read_ahead_bytes=inputs.forecast.assignments[name].read_ahead_bytes,
-        extra_buffers=extra_buffers,
+        windows=[
+            WindowPlan(spec=spec, assignment=assignment, extra_buffers=extra)
+            for spec, assignment, extra in zip(specs, own.windows, extra_buffers, strict=True)
+        ],
+        read_ahead_bytes=own.read_ahead_bytes,
         sources=[],
         context=inputs.forecast.context_tokens,
         sequences=inputs.forecast.sequences,

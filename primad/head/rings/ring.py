@@ -356,11 +356,11 @@ class HeadRing:
         try:
             await process.listen(lambda event: self._hear(event, len(load.windows)))
         except WeightsError as exc:
-            if not any(spec.layers for spec in load.windows) and exc.file is None:  # then there is but one file
+            if not any(plan.spec.layers for plan in load.windows) and exc.file is None:  # then there is but one file
                 path = str(self._inputs.service.model.header.path)
                 raise WeightsError(f"{exc}: {path}", path) from exc
             # The next ring cuts damaged layers out of the model again.
-            refs = (ref for spec in load.windows for ref in spec.files)
+            refs = (ref for plan in load.windows for ref in plan.spec.files)
             raise distrust(self._inputs.node.workspace.cache, exc, refs) from exc
         except NextDeviceError as exc:
             raise StageError(f"{self.plan.head}: {exc}", self.plan.head, "next") from exc

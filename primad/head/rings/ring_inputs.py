@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import zmq.asyncio
 from msgspec.structs import replace
 
 from halda import DeviceProfile
+from primad.api.answering.pieces import ModelPieces
 from primad.daemon.node import Node
 from primad.daemon.reporter import Reporter
 from primad.head.members.core import Attribution
@@ -63,7 +64,7 @@ class RingDevices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingInputs:
-    """The inputs of a ring: the ``forecast`` of plan ``epoch`` for ``service``.
+    """The inputs of a ring: the ``forecast`` of plan ``epoch`` for ``service``, whose tokens are ``pieces``.
 
     ``session`` tells starts of the head apart. ``profile`` is the head's own; it serves layers on TCP port
     ``layer_port``.
@@ -73,6 +74,7 @@ class RingInputs:
     session: int
     forecast: Forecast
     service: Service
+    pieces: Callable[[], Awaitable[ModelPieces]]
     devices: RingDevices
     node: Node
     profile: DeviceProfile

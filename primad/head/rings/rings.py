@@ -134,10 +134,13 @@ class Rings:
 
     async def _solve(self, epoch: int, candidates: frozenset[str], instead: int | None) -> None:
         self._core.describe("planning")
+        self._tasks.start(self._read_pieces())
         try:
             await asyncio.to_thread(self._model.check)
             is_answering = self._backend.is_answering
-            forecast, value = await self._planner.plan(candidates, self._offered_forecast, keeps_attention=is_answering)
+            forecast, value = await self._planner.plan(
+                candidates, self._offered_forecast, keeps_attention=is_answering
+            )
             serving = self._plans.get(self._serving)
             serving_value = None if serving is None else await self._planner.value(serving)
         except (ModelError, PlanError, Infeasible) as exc:
@@ -170,10 +173,8 @@ class Rings:
         ring = HeadRing(self._inputs(epoch, await self._own.begin()))
         self._rings[epoch] = ring
         preparing = self._tasks.start(self._kv.prepare(ring, self._backend.chains()))
-        reading = self._tasks.start(self._read_pieces())
         try:
             await ring.form()
-            await self._backend.pieces()
             await preparing
         except PrimadError as exc:
             self._model.remember(exc)
@@ -185,11 +186,10 @@ class Rings:
             return
         finally:
             preparing.cancel()
-            reading.cancel()
         self._core.post(types.Formed(epoch))
 
     async def _read_pieces(self) -> None:
-        """While the ring forms; if they cannot be read, those that need them get the error."""
+        """While a plan is made; if they cannot be read, the ring that needs them gets the error."""
         with contextlib.suppress(PrimadError):
             await self._backend.pieces()
 
@@ -201,6 +201,7 @@ class Rings:
             session=self._devices.session,
             forecast=forecast,
             service=self._service,
+            pieces=self._backend.pieces,
             devices=RingDevices(
                 workers={name: workers[name] for name in forecast.plan.devices if name in workers},
                 holders=dict(workers),
