@@ -7,9 +7,7 @@ of each caller its requests; a client that leaves costs the others no more than 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
-import psutil
 
 from primad.engine.embedding_messages import (
     CheckTexts,
@@ -32,8 +29,8 @@ from primad.engine.embedding_messages import (
     TextsChecked,
 )
 from primad.errors import EngineError, PrimadError, RequestError, RingError
-from primad.system.children.spawn import environment, how_it_ended
-from primad.system.memory import staying
+from primad.system.children.asked_child import AskedChild, EndedError
+from primad.system.children.spawn import environment
 from primad.system.shares import Shares, Turns
 from primad.system.tasks import resolve
 
@@ -43,11 +40,8 @@ CHECKED_CHARS: Final = 1 << 16
 """Of texts that are counted in one turn, but for one that is longer."""
 TIMEOUT_S: Final = 300.0
 """The process is taken to hang when an answer takes longer."""
-GRACE_S: Final = 60.0
-"""A process that says no more ends before."""
-_LINE_BYTES: Final = 1 << 20
 
-_decoder = msgspec.json.Decoder(EmbeddingReply)
+_decoder = msgspec.msgpack.Decoder(EmbeddingReply)
 _Answer = TypeVar("_Answer", TextsChecked, EmbeddedText)
 _Text = str | list[int]
 _Turn = tuple[EmbeddingTask, "asyncio.Future[EmbeddingReply]"]
@@ -68,7 +62,7 @@ class EmbeddingService:
         self.name, self.created = name, int(time.time())
         self.max_text_tokens = self.width = 0
         self._path, self._threads, self._began, self._timeout_s = path, threads, began, timeout_s
-        self._child: asyncio.subprocess.Process | None = None
+        self._child: AskedChild | None = None
         self._places = Shares(2 * MAX_WAITING, minimum=1)
         self._turns = Turns[_Turn]()
         self._asked = asyncio.Event()
@@ -83,14 +77,11 @@ class EmbeddingService:
 
     def status(self) -> dict[str, Any]:
         """What it did and holds, for ``/status``; seconds are those that the process took for its answers."""
-        child, rss = self._child, None
-        if child is not None and child.returncode is None:
-            with contextlib.suppress(psutil.Error):
-                rss = psutil.Process(child.pid).memory_info().rss
+        rss = 0 if self._child is None else self._child.rss_bytes()
         return {
             "model": self.name,
-            "alive": rss is not None,
-            "rss_bytes": rss,
+            "alive": rss > 0,
+            "rss_bytes": rss or None,
             "starts": self._starts,
             "requests": self._requests,
             "errors": self._errors,
@@ -181,7 +172,7 @@ class EmbeddingService:
             if future.cancelled():
                 continue
             try:
-                if self._child is None or self._child.returncode is not None:
+                if self._child is None or not self._child.is_alive:
                     await self._load()
                 begin_s = time.perf_counter()
                 try:
@@ -196,18 +187,8 @@ class EmbeddingService:
 
     async def _load(self) -> EmbedderReady:
         await self._end()
-        self._child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "primad.engine.embedding_process",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            env=environment({"OMP_PROC_BIND": "false"} | os.environ, self._threads, 0),  # the ring has the cores
-            start_new_session=True,
-            limit=_LINE_BYTES,
-        )
-        staying.add(self._child.pid)
+        variables = environment({"OMP_PROC_BIND": "false"} | os.environ, self._threads, 0)  # the ring has the cores
+        self._child = await AskedChild.start("primad.engine.embedding_process", variables, "the embedding process")
         self._starts += 1
         self._began(self._child.pid)
         ready = await self._ask(LoadEmbedder(path=str(self._path), threads=self._threads))
@@ -217,45 +198,27 @@ class EmbeddingService:
 
     async def _ask(self, task: EmbeddingTask) -> EmbeddingReply:
         """Whoever leaves before the answer is there ends the process too: the answer would be taken for another's."""
-        child = self._child
-        assert child is not None
-        assert child.stdin is not None
-        assert child.stdout is not None
-        line = None
+        assert self._child is not None
         try:
             async with asyncio.timeout(self._timeout_s):
-                with contextlib.suppress(ConnectionError):  # it may be gone: then there is no answer
-                    child.stdin.write(msgspec.json.encode(task) + b"\n")
-                    await child.stdin.drain()
-                line = await child.stdout.readline()
+                answer: EmbeddingReply = _decoder.decode(await self._child.ask(task))
         except TimeoutError:
+            await self._end()
             raise RingError(f"the embedding process gave no answer in {self._timeout_s:g} s") from None
-        finally:
-            if line is None or not line.endswith(b"\n"):
-                await self._end(grace_s=0.0 if line is None else GRACE_S)
-        if not line.endswith(b"\n"):
-            assert child.returncode is not None, "its end was awaited"
-            raise RingError(f"the embedding process {how_it_ended(child.returncode)}")
-        answer: EmbeddingReply = _decoder.decode(line)
+        except EndedError as exc:
+            await self._end()
+            raise RingError(f"the embedding process {exc}") from None
+        except BaseException:
+            await self._end()
+            raise
         if isinstance(answer, EmbedderFailed):
             raise EngineError(answer.error)
         return answer
 
-    async def _end(self, *, grace_s: float = 0.0) -> None:
-        """End the process, unless it does so itself within ``grace_s``: to kill one that ends hides how it ended."""
+    async def _end(self) -> None:
         child, self._child = self._child, None
-        if child is None:
-            return
-        try:
-            if grace_s:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(child.wait(), grace_s)
-        finally:
-            if child.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    child.kill()
-            await child.wait()
-            staying.discard(child.pid)
+        if child is not None:
+            await child.end()
 
 
 def _parts(texts: Sequence[_Text]) -> Iterator[tuple[int, list[_Text]]]:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
@@ -21,6 +20,7 @@ from primad.profiler.device import is_disturbed, is_profiled, profile_device, un
 from primad.profiler.effort import QUICK, Effort
 from primad.profiler.process import MeasureRequest, Measuring, Unmeasured
 from primad.settings.config import Config
+from primad.system.children.child import begin_piped
 from primad.system.children.spawn import how_it_ended
 from primad.system.children.stop_flag import StopFlag
 from primad.system.memory import memory
@@ -115,13 +115,7 @@ class OwnProfile:
         stop = StopFlag(subprocess.Popen.terminate)
 
         def measuring() -> None:
-            with subprocess.Popen(
-                [sys.executable, "-m", "primad.profiler.process"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=dict(os.environ),  # this process hides GPUs from itself alone
-                start_new_session=True,
-            ) as child:
+            with begin_piped("primad.profiler.process", dict(os.environ)) as child:  # we hide GPUs from ourselves alone
                 assert child.stdin is not None
                 assert child.stdout is not None
                 stop.watch(child)

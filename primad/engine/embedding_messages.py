@@ -1,4 +1,4 @@
-"""What the head and its embedding process say to each other, as lines of JSON; vectors are float32, little-endian."""
+"""What the head and its embedding process say to each other, in frames of msgpack; vectors are float32, little-endian."""
 
 from __future__ import annotations
 

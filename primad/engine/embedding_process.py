@@ -1,4 +1,4 @@
-"""The embedding process: ``python -m primad.engine.embedding_process`` answers each line on standard input with one line.
+"""The embedding process: ``python -m primad.engine.embedding_process`` embeds the texts of its daemon.
 
 It ends with its standard input, whatever it computes: then whoever asked is gone.
 """
@@ -71,8 +71,7 @@ class _Process:
 
 def main() -> None:
     """Answer tasks until standard input ends."""
-    process, decoder = _Process(), msgspec.json.Decoder(EmbeddingTask)
-    answer_tasks(iter, lambda line: msgspec.json.encode(process.answer(decoder.decode(line))) + b"\n")
+    answer_tasks(msgspec.msgpack.Decoder(EmbeddingTask), _Process().answer)
 
 
 if __name__ == "__main__":

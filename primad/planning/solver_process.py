@@ -16,6 +16,7 @@ import msgspec
 from halda import CutOff, Infeasible
 from primad.errors import PlanError
 from primad.planning.plan import FoundPlan, PlanRequest, search
+from primad.system.children.child import begin_piped
 from primad.system.children.reply_stream import answer_stream
 from primad.system.children.spawn import how_it_ended
 from primad.system.children.stop_flag import StopFlag
@@ -51,13 +52,7 @@ async def solve_in_process(request: PlanRequest, *, background: bool = False, gr
 
 def _ask(request: PlanRequest, stop: StopFlag, background: bool, grace_s: float) -> FoundPlan:
     timeout_s = len(request.workloads) * request.time_limit_s + grace_s
-    with subprocess.Popen(
-        [sys.executable, "-m", "primad.planning.solver_process"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    ) as child:
+    with begin_piped("primad.planning.solver_process", errors=subprocess.PIPE) as child:
         stop.watch(child)
         if background:
             apply_nice(child.pid, MIN_NICE)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 
-import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -28,6 +27,7 @@ from primad.gguf.model import open_model
 from primad.gguf.windows import vocabulary_size
 from primad.head import serve
 from primad.head.serve import check_embedding
+from primad.system.children.channel import frame
 from primad.system.memory import Memory, children
 from tests.fakes.vocabulary import write_vocabulary
 from tools.synth import write_model
@@ -148,7 +148,7 @@ def test_its_memory_is_not_a_plans_to_have_and_it_ends_with_who_asks(smollm2):
         [sys.executable, "-m", "primad.engine.embedding_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     with process:
-        process.stdin.write(msgspec.json.encode(LoadEmbedder(path=str(smollm2), threads=1)) + b"\n")
+        process.stdin.write(frame(LoadEmbedder(path=str(smollm2), threads=1)))
         process.stdin.close()
         assert process.wait(PATIENCE_S) == 0
 
@@ -190,7 +190,7 @@ class Process:
     """An embedding process that answers at once, each vector with the text itself."""
 
     def __init__(self, monkeypatch) -> None:
-        self.returncode, self.pid, self.asked = None, 0, []
+        self.is_alive, self.pid, self.asked = True, 0, []
 
         async def load(service):
             service._child = self

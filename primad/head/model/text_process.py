@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -32,7 +32,7 @@ from primad.head.model.text_messages import (
     TextReady,
     TextReply,
 )
-from primad.system.children.channel import LENGTH, MAX_FRAME_BYTES, frame
+from primad.system.children.channel import MAX_FRAME_BYTES
 from primad.system.children.reply_stream import answer_tasks
 
 if TYPE_CHECKING:
@@ -152,15 +152,9 @@ def _bound_memory(more_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (data_bytes + more_bytes, hard))
 
 
-def _frames(stream: BinaryIO) -> Iterator[bytes]:
-    while len(length := stream.read(LENGTH.size)) == LENGTH.size:
-        yield stream.read(LENGTH.unpack(length)[0])
-
-
 def main() -> None:
     """Answer tasks until standard input ends."""
-    process, decoder = _Process(), msgspec.msgpack.Decoder(PrepareTask)
-    answer_tasks(_frames, lambda body: frame(process.answer(decoder.decode(body))))
+    answer_tasks(msgspec.msgpack.Decoder(PrepareTask), _Process().answer)
 
 
 if __name__ == "__main__":

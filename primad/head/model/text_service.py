@@ -11,11 +11,9 @@ its requests, slow or not, are only read where the slow ones are, those that wer
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
-import sys
 import typing
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -24,7 +22,6 @@ from functools import cache
 from typing import Any, Final
 
 import msgspec
-import psutil
 
 from primad.api.answering.backend import ModelSettings, Preparation, Prepared
 from primad.api.answering.job import SEEDS
@@ -40,10 +37,8 @@ from primad.head.model.text_messages import (
     TextReply,
 )
 from primad.settings.quantities import show_bytes
-from primad.system.children.channel import LENGTH, frame, frame_bytes
-from primad.system.children.spawn import how_it_ended
+from primad.system.children.asked_child import AskedChild, EndedError
 from primad.system.gpus import NO_GPU
-from primad.system.memory import staying
 from primad.system.processors import OwnTime
 from primad.system.shares import Shares, Turns
 from primad.system.tasks import Tasks, resolve
@@ -72,18 +67,14 @@ class TextLimits:
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """A request on its way. ``task`` is its frame."""
+    """A request on its way."""
 
-    task: bytes
+    task: Prepare
     owner: str
     answer: asyncio.Future[TextReply]
     is_slow: bool = False
     is_again: bool = False
     """A process ended over it, or had ended before, which need not be its fault; it gets one more."""
-
-
-class _EndedError(Exception):
-    """The process is gone; its text says how it ended."""
 
 
 class _TooMuchError(Exception):
@@ -94,50 +85,10 @@ class _LaterError(Exception):
     """The process was ended so that the request can go on when no other slow one does."""
 
 
-@dataclass(slots=True, eq=False)
-class _Child:
-    process: asyncio.subprocess.Process
-    is_busy: bool = True
-    loaded_bytes: int = 0
+class _Child(AskedChild):
+    is_busy = True
+    loaded_bytes = 0
     ending: asyncio.TimerHandle | None = None
-
-    async def ask(self, task: bytes, look: Callable[[OwnTime], None], look_s: float) -> TextReply:
-        """The answer to the frame ``task``; ``look`` is called now and then and raises what ends the process."""
-        assert self.process.stdin is not None
-        reading = asyncio.ensure_future(self._read())
-        own = OwnTime(self.process.pid)
-        try:
-            self.process.stdin.write(task)
-            while not reading.done():
-                await asyncio.wait([reading], timeout=look_s)
-                if not reading.done():
-                    look(own)
-            return await reading
-        except (ConnectionError, asyncio.IncompleteReadError):
-            raise _EndedError(how_it_ended(await self.process.wait())) from None
-        finally:
-            reading.cancel()
-
-    async def _read(self) -> TextReply:
-        assert self.process.stdout is not None
-        size = frame_bytes(await self.process.stdout.readexactly(LENGTH.size))
-        answer: TextReply = _decoder.decode(await self.process.stdout.readexactly(size))
-        return answer
-
-    def rss_bytes(self) -> int:
-        """What it holds."""
-        try:
-            return int(psutil.Process(self.process.pid).memory_info().rss)
-        except psutil.Error:
-            return 0
-
-    def kill(self) -> None:
-        """End it, and forget what it was still to be told."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        assert self.process.stdin is not None
-        if not self.process.stdin.transport.is_closing():
-            self.process.stdin.transport.abort()
 
 
 class TextService:
@@ -166,7 +117,7 @@ class TextService:
     @property
     def pids(self) -> list[int]:
         """The processes that run."""
-        return [child.process.pid for child in self._children]
+        return [child.pid for child in self._children]
 
     async def pieces(self) -> ModelPieces:
         """The model's tokens as text. Raises ``EngineError`` when the file cannot be loaded."""
@@ -197,7 +148,7 @@ class TextService:
             seed=secrets.randbelow(SEEDS),
             now=datetime.now().astimezone(),
         )
-        turn = _Turn(frame(task), owner, asyncio.get_running_loop().create_future())
+        turn = _Turn(task, owner, asyncio.get_running_loop().create_future())
         with self._places.held(owner):
             self._quick.add(owner, turn)
             self._pump()
@@ -288,23 +239,10 @@ class TextService:
 
     async def _begin(self, *, reports_pieces: bool) -> tuple[_Child, TextReady]:
         """A process with the vocabulary, which is busy until it is free. Raises ``EngineError``, ``RingError``."""
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "primad.head.model.text_process",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                env={**os.environ, **NO_GPU, "GGML_NO_BACKTRACE": "1"},
-                start_new_session=True,
-            )
-        except OSError as exc:  # as where memory or processes are at an end
-            raise RingError(f"the text process cannot be started: {exc.strerror or exc}") from exc
-        staying.add(process.pid)
-        child = _Child(process)
+        variables = {**os.environ, **NO_GPU, "GGML_NO_BACKTRACE": "1"}
+        child = await _Child.start("primad.head.model.text_process", variables, "the text process")
         self._children.append(child)
-        self._began(process.pid)
+        self._began(child.pid)
         load = LoadText(
             path=self._path,
             chat_template=self._chat_template,
@@ -317,8 +255,8 @@ class TextService:
                 raise _TooMuchError("took too long")
 
         try:
-            ready = await child.ask(frame(load), look, self._limits.look_s)
-        except (_EndedError, _TooMuchError) as exc:
+            ready: TextReply = _decoder.decode(await child.ask(load, look, self._limits.look_s))
+        except (EndedError, _TooMuchError) as exc:
             await self._bury(child)
             raise EngineError(f"{self._path}: the process that loads its vocabulary {exc}") from None
         except BaseException:
@@ -333,16 +271,17 @@ class TextService:
 
     async def _run(self, child: _Child, turn: _Turn) -> None:
         try:
-            answer = await child.ask(turn.task, lambda own: self._look(child, turn, own), self._limits.look_s)
+            came = await child.ask(turn.task, lambda own: self._look(child, turn, own), self._limits.look_s)
+            answer: TextReply = _decoder.decode(came)
             if isinstance(answer, RequestRefused) and answer.spent:
                 await self._bury(child)
             resolve(turn.answer, answer)
-        except (_LaterError, _EndedError, _TooMuchError) as exc:
+        except (_LaterError, EndedError, _TooMuchError) as exc:
             if not turn.is_slow:
                 self._rest(turn.owner)
             await self._bury(child)
-            if isinstance(exc, _LaterError) or (isinstance(exc, _EndedError) and not turn.is_again):
-                turn.is_again = turn.is_again or isinstance(exc, _EndedError)
+            if isinstance(exc, _LaterError) or (isinstance(exc, EndedError) and not turn.is_again):
+                turn.is_again = turn.is_again or isinstance(exc, EndedError)
                 turn.is_slow = True
                 self._slow.add(turn.owner, turn)
             else:
@@ -398,9 +337,7 @@ class TextService:
         self._children.remove(child)
         if child.ending is not None:
             child.ending.cancel()
-        child.kill()
-        await child.process.wait()
-        staying.discard(child.process.pid)
+        await child.end()
 
 
 def _refusal(exc: Exception) -> str:

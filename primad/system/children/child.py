@@ -1,4 +1,4 @@
-"""Child processes that hold one end of a socket pair and nothing else of ours."""
+"""Child processes that hold one end of a socket pair and nothing else of ours, or pipes."""
 
 from __future__ import annotations
 
@@ -31,6 +31,23 @@ def begin_child(
         process.stdin.write(theirs.share(process.pid))
         process.stdin.close()
     return process
+
+
+def begin_piped(
+    module: str, variables: Mapping[str, str] | None = None, errors: IO[bytes] | int | None = None
+) -> subprocess.Popen[bytes]:
+    """Run ``module`` with pipes as its standard input and output. Raises ``OSError``.
+
+    It has a session of its own: Ctrl-C in a terminal must not end it, which would look like a crash.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        env=variables,
+        start_new_session=True,
+    )
 
 
 def inherited(argument: str) -> socket.socket:

@@ -6,13 +6,17 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, TypeVar
 
+import msgspec
+
+from primad.system.children.channel import LENGTH, frame, frame_bytes
 from primad.system.terminal import escape_uncaught
 
+_Task = TypeVar("_Task")
 STACK_BYTES: Final = 256 << 20
 """Of the thread that makes tokens of texts: a pre-tokenizer of llama.cpp takes up to some kB of stack for each character of
 a run of equal ones."""
@@ -28,15 +32,15 @@ def answer_stream() -> Iterator[BinaryIO]:
         yield answers
 
 
-def answer_tasks(tasks_in: Callable[[BinaryIO], Iterable[bytes]], answer: Callable[[bytes], bytes]) -> None:
-    """``answer`` each of ``tasks_in`` standard input, in a thread with a large stack. Ends the process with its input,
+def answer_tasks(decoder: msgspec.msgpack.Decoder[_Task], answer: Callable[[_Task], msgspec.Struct]) -> None:
+    """``answer`` each task of standard input, a frame, in a thread with a large stack. Ends the process with its input,
     whatever is computed, and where ``answer`` raises: nobody is to wait for an answer that does not come."""
     tasks = SimpleQueue[bytes]()
 
     def work(answers: BinaryIO) -> None:
         try:
             while True:
-                answers.write(answer(tasks.get()))
+                answers.write(frame(answer(decoder.decode(tasks.get()))))
                 answers.flush()
         finally:
             os._exit(1)
@@ -44,6 +48,6 @@ def answer_tasks(tasks_in: Callable[[BinaryIO], Iterable[bytes]], answer: Callab
     with answer_stream() as answers:
         threading.stack_size(STACK_BYTES)
         threading.Thread(target=work, args=(answers,), daemon=True).start()
-        for task in tasks_in(sys.stdin.buffer):
-            tasks.put(task)
+        while len(length := sys.stdin.buffer.read(LENGTH.size)) == LENGTH.size:
+            tasks.put(sys.stdin.buffer.read(frame_bytes(length)))
         os._exit(0)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from primad.system.children.child import begin_piped
 from primad.system.children.spawn import how_it_ended
 from primad.system.processors import OwnTime
 
@@ -43,17 +43,9 @@ class TaskChild:
         self._errors.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """A child with a session of its own: Ctrl-C in a terminal must not end it, which would look like a crash."""
         self._errors.seek(0)
         self._errors.truncate()
-        return subprocess.Popen(
-            [sys.executable, "-m", self._module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=self._variables,
-            start_new_session=True,
-        )
+        return begin_piped(self._module, self._variables, self._errors)
 
     def ask(self, task: msgspec.Struct, kind: type[Answer]) -> Answer | str:
         """The answer to ``task``, or in one line how the child ended over it."""

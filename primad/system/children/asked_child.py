@@ -1,0 +1,95 @@
+"""A child process that is asked one task after the other, each a frame, answered with one (``reply_stream.py``)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Callable, Mapping
+from typing import Final, Self
+
+import msgspec
+import psutil
+
+from primad.errors import RingError
+from primad.system.children.channel import frame
+from primad.system.children.spawn import how_it_ended, read_frame
+from primad.system.memory import staying
+from primad.system.processors import OwnTime
+
+GRACE_S: Final = 60.0
+"""A process that says no more ends before."""
+
+
+class EndedError(Exception):
+    """The process is gone; its text says how it ended."""
+
+
+class AskedChild:
+    """``start`` it, ``ask`` it, and ``end`` it: also when ``ask`` raised, since its reply would be taken for another's."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process, self.pid = process, process.pid
+
+    @classmethod
+    async def start(cls, module: str, variables: Mapping[str, str], what: str) -> Self:
+        """A process that runs ``module``. Raises ``RingError`` where ``what`` it is cannot be started."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", module),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=DEVNULL,
+                env=variables,
+                start_new_session=True,
+            )
+        except OSError as exc:  # as where memory or processes are at an end
+            raise RingError(f"{what} cannot be started: {exc.strerror or exc}") from exc
+        staying.add(process.pid)
+        return cls(process)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.returncode is None
+
+    async def ask(
+        self, task: msgspec.Struct, look: Callable[[OwnTime], None] = lambda _: None, look_s: float | None = None
+    ) -> bytes:
+        """The reply to ``task``; ``look`` is called now and then and may raise. Raises ``EndedError``."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        reading = asyncio.ensure_future(read_frame(self._process.stdout))
+        own = OwnTime(self.pid)
+        try:
+            self._process.stdin.write(frame(task))
+            while not reading.done():
+                await asyncio.wait([reading], timeout=look_s)
+                if not reading.done():
+                    look(own)
+            return await reading
+        except (ConnectionError, asyncio.IncompleteReadError):
+            with contextlib.suppress(TimeoutError):  # to kill one that ends hides how it ended
+                await asyncio.wait_for(self._process.wait(), GRACE_S)
+            raise EndedError(how_it_ended(await self.end())) from None
+        finally:
+            reading.cancel()
+
+    def rss_bytes(self) -> int:
+        """What it holds."""
+        try:
+            return int(psutil.Process(self.pid).memory_info().rss) if self.is_alive else 0
+        except psutil.Error:
+            return 0
+
+    async def end(self) -> int:
+        """End it, whatever it does, and forget what it was still to be told; its exit code."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        assert self._process.stdin is not None
+        if not self._process.stdin.transport.is_closing():
+            self._process.stdin.transport.abort()
+        code = await self._process.wait()
+        staying.discard(self.pid)
+        return code
