@@ -62,6 +62,11 @@ OLD_WORDS: Final = {
     "most": "max",
 }
 """Words that a name may not be made of, and what the field says."""
+ROOM_WORDS: Final = dict.fromkeys(
+    ("primad/api/", "primad/head/", "primad/ring/"),
+    dict.fromkeys(("answer", "answers", "answered", "answering"), "request, completion, response; reply"),
+)
+"""The same in rooms that have to do with what a model generates."""
 OLD_PROSE: Final = {
     r"\bgo(?:es|ing)? on with\b": "continue, resume",
     r"\bwhat of\b": "the part of",
@@ -74,9 +79,9 @@ OLD_PROSE: Final = {
 }
 """Phrases that the text of the product and the documents do not have, and what they say."""
 KEPT_NAMES: Final = frozenset(
-    {"at_least", "at_most", "_at_least", "_at_most", "AT_LEAST", "most_likely", "c_void_p", "_BRIDGE"}
+    {"at_least", "at_most", "_at_least", "_at_most", "AT_LEAST", "most_likely", "c_void_p", "_BRIDGE", "answers_open"}
 )
-"""Names with one of them in plain English, or of a library."""
+"""Names with one of them in plain English, of a library, or of a field that others read."""
 FOR_TESTS: Final = ("tools.lab", "tools.research", "tools.synth", "tools.synthetic")
 
 
@@ -194,10 +199,11 @@ def old_words(root: Path) -> Iterator[str]:
     """Lines about names that are made of a word that the field has another one for; ``docs/architecture.md`` has the
     words."""
     for path, tree in trees(root, *PRODUCT):
+        words = {**OLD_WORDS, **next((own for room, own in ROOM_WORDS.items() if path.startswith(room)), {})}
         for name, line in named(tree):
             for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name):
-                if word.lower() in OLD_WORDS and name not in KEPT_NAMES:
-                    yield f"{path}:{line}: {name}: say {OLD_WORDS[word.lower()]}, not {word.lower()}"
+                if word.lower() in words and name not in KEPT_NAMES:
+                    yield f"{path}:{line}: {name}: say {words[word.lower()]}, not {word.lower()}"
     for file in (each for folder in (*PRODUCT, "tests", "tools") for each in sorted((root / folder).rglob("*.py"))):
         for word in file.stem.split("_"):
             if word in OLD_WORDS:

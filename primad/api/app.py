@@ -105,17 +105,17 @@ class _Server:
         return (
             Route(path="/", handler=self.about, methods=("GET", "HEAD")),
             *(
-                Route(path=path, handler=self.health, methods=("GET",), answers="HealthBody")
+                Route(path=path, handler=self.health, methods=("GET",), responses="HealthBody")
                 for path in ("/health", "/v1/health")
             ),
-            Route(path="/status", handler=self.status, methods=("GET",), answers="StatusBody"),
+            Route(path="/status", handler=self.status, methods=("GET",), responses="StatusBody"),
             Route(path="/metrics", handler=self.metrics, methods=("GET",)),
         )
 
     async def about(self, request: Request) -> Response:
         """The page for browsers, a short description for others."""
         if files.wants_page(request):
-            return files.answer(request, files.INDEX)
+            return files.response(request, files.INDEX)
         return json_response({"name": "primad", "version": __version__, "api": "OpenAI-compatible, under /v1"})
 
     async def health(self, request: Request) -> Response:
@@ -149,7 +149,7 @@ class Api(Starlette):
     """``routes``, documented by their response types."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
-        self._documented = [route for route in routes if route.answers is not None]
+        self._documented = [route for route in routes if route.responses is not None]
         document = Route(path="/openapi.json", handler=self._document, methods=("GET",))
         super().__init__(routes=[_served(route) for route in (*routes, document)])
         self.router.redirect_slashes = False
@@ -166,8 +166,8 @@ class Api(Starlette):
 
         writer = FastAPI(title="primad", version=__version__)
         for route in self._documented:
-            methods, asks, answers = list(route.methods), _asks(route), _answers(route)
-            writer.add_api_route(route.path, route.handler, methods=methods, openapi_extra=asks, responses=answers)
+            methods, asks, responses = list(route.methods), _asks(route), _responses(route)
+            writer.add_api_route(route.path, route.handler, methods=methods, openapi_extra=asks, responses=responses)
         document = writer.openapi()
         document.setdefault("components", {}).setdefault("schemas", {}).update(schemas(DIALECTS))
         self._written = document
@@ -242,10 +242,10 @@ def _asks(route: Route) -> dict[str, Any]:
     return documented
 
 
-def _answers(route: Route) -> dict[int | str, dict[str, Any]] | None:
-    if route.answers is None:
+def _responses(route: Route) -> dict[int | str, dict[str, Any]] | None:
+    if route.responses is None:
         return None
-    whole = {"$ref": COMPONENT.format(route.answers)}
+    whole = {"$ref": COMPONENT.format(route.responses)}
     some: dict[str, Any] = {"type": "object"}
     schema = {"anyOf": [whole, some, {"type": "array", "items": some}]} if route.picks else whole
     content: dict[str, Any] = {"application/json": {"schema": schema}}

@@ -203,10 +203,10 @@ class Links:
                 return
             version, number, *_, key = question
             is_sender = len(key) == 32 and z85.encode(key).decode() == self._sender
-            answer = [b"200", b"", z85.encode(key)] if is_sender else [b"300", b"not the device before this one", b""]
+            reply = [b"200", b"", z85.encode(key)] if is_sender else [b"300", b"not the device before this one", b""]
             if not is_sender:
                 self._complaints.add("refused a connection to the ring", "it is not the device before this one")
-            self.zap.send_multipart([version, number, *answer, b""])
+            self.zap.send_multipart([version, number, *reply, b""])
 
     def receive(self) -> tuple[Step, Hidden] | Skip | None:
         """What has arrived next, or None. What is not of the device before this one is refused with a log line.

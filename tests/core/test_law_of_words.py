@@ -36,6 +36,13 @@ def test_a_name_made_of_an_old_word_is_named_with_its_line_and_the_new_word(tmp_
     assert ": say " in line
 
 
+@pytest.mark.parametrize(("room", "lines"), [("api", 1), ("ring", 1), ("doctor", 0)])
+def test_what_a_model_generates_is_no_answer(tmp_path: Path, room: str, lines: int) -> None:
+    (tmp_path / "primad" / room).mkdir(parents=True)
+    (tmp_path / "primad" / room / "a.py").write_text("def answered(): ...")
+    assert len(broken(tmp_path)) == lines
+
+
 @pytest.mark.parametrize("text", ["at_most = 1", "almost = 1", "from primad.head import promise", "laptop = 2"])
 def test_plain_english_parts_of_other_words_and_imports_are_free(tmp_path: Path, text: str) -> None:
     (tmp_path / "primad").mkdir()

@@ -306,7 +306,7 @@ def test_what_was_learnt_is_kept(tmp_path):
     learning = Learning(tmp_path)
     assert learning.planned(PROFILES) == USED
     slow = msgspec.structs.replace(LAP_SLOW["lap"], prompt=PromptStatus(rows=100, row_s=1e9))
-    learning.answered(1, dataclasses.replace(FORECAST, question=QUESTION), LAP_SLOW | {"lap": slow})
+    learning.completed(1, dataclasses.replace(FORECAST, question=QUESTION), LAP_SLOW | {"lap": slow})
     assert Learning(tmp_path).corrections == learning.corrections
     assert learning.corrections.devices["lap"].prompts == pytest.approx(1.5)
     assert learning.corrections.devices["lap"].compute == pytest.approx(1.5)
@@ -331,7 +331,7 @@ def test_what_was_learnt_is_kept(tmp_path):
 def test_a_file_that_is_damaged_counts_as_none(tmp_path, change):
     learning = Learning(tmp_path)
     learning.planned(PROFILES)
-    learning.answered(1, FORECAST, LAP_SLOW)
+    learning.completed(1, FORECAST, LAP_SLOW)
     file = corrections_file(tmp_path)
     assert b"1.5" in file.read_bytes()
     file.write_bytes(change(file.read_bytes()))
@@ -342,7 +342,7 @@ def test_a_file_that_is_damaged_counts_as_none(tmp_path, change):
 def test_a_home_that_cannot_be_written_is_no_reason_to_end(tmp_path, caplog):
     learning = Learning(tmp_path / "gone")
     learning.planned(PROFILES)
-    assert learning.answered(1, FORECAST, LAP_SLOW) is not None
+    assert learning.completed(1, FORECAST, LAP_SLOW) is not None
     assert "cannot save corrections" in caplog.text
     assert learning.corrections.devices["lap"].compute == pytest.approx(1.5)
 
@@ -351,7 +351,7 @@ def test_a_home_that_cannot_be_written_is_no_reason_to_end(tmp_path, caplog):
 
 
 def test_a_plan_that_comes_true_is_not_told_of(tmp_path, caplog):
-    measured = Learning(tmp_path).answered(1, FORECAST, AS_PLANNED)
+    measured = Learning(tmp_path).completed(1, FORECAST, AS_PLANNED)
     assert measured == CompletionFigures(tpot_ms=pytest.approx(54), predicted_tpot_ms=pytest.approx(54), wrong=None)
     assert not caplog.records
 
@@ -360,8 +360,8 @@ def test_a_plan_that_is_off_is_told_of_with_its_term_once(tmp_path, caplog):
     learning = Learning(tmp_path)
     learning.planned(PROFILES)
     with caplog.at_level(logging.WARNING):
-        measured = learning.answered(1, FORECAST, LAP_SLOW)
-        learning.answered(1, FORECAST, LAP_SLOW)
+        measured = learning.completed(1, FORECAST, LAP_SLOW)
+        learning.completed(1, FORECAST, LAP_SLOW)
     assert measured.wrong.term == "compute"
     assert measured.wrong.device == "lap"
     assert not measured.wrong.is_beyond
@@ -369,11 +369,11 @@ def test_a_plan_that_is_off_is_told_of_with_its_term_once(tmp_path, caplog):
         "epoch 1: a token takes 84.0 ms, not 54.0 ms as planned; "
         "the worst term is computing on lap: 60.0 ms, not 30.0 ms"
     ]
-    learning.answered(1, FORECAST, LAP_SLOW | {"desk": status(0.05, token_s=0.114)})
+    learning.completed(1, FORECAST, LAP_SLOW | {"desk": status(0.05, token_s=0.114)})
     assert len(caplog.records) == 1
-    learning.answered(1, FORECAST, LAP_SLOW | {"desk": status(0.12, token_s=0.184)})
+    learning.completed(1, FORECAST, LAP_SLOW | {"desk": status(0.12, token_s=0.184)})
     assert len(caplog.records) == 2, "it became much worse"
-    learning.answered(2, FORECAST, LAP_SLOW)
+    learning.completed(2, FORECAST, LAP_SLOW)
     assert len(caplog.records) == 3, "another plan"
 
 
@@ -382,7 +382,7 @@ def test_what_no_factor_may_make_up_for_is_called_amiss(tmp_path):
     learning = Learning(tmp_path)
     learning.planned(PROFILES)
     for _ in range(9):
-        measured = learning.answered(1, FORECAST, statuses)
+        measured = learning.completed(1, FORECAST, statuses)
     assert measured.wrong.is_beyond
     assert wrong_line(measured).endswith("check what else runs there")
     quicker = msgspec.structs.replace(measured, wrong=msgspec.structs.replace(measured.wrong, measured_ms=0.1))
@@ -392,18 +392,18 @@ def test_what_no_factor_may_make_up_for_is_called_amiss(tmp_path):
 
 def test_what_a_plan_by_hand_took_is_not_judged(tmp_path):
     by_hand = Forecast.of(PLAN, model(), None, context_tokens=64)
-    assert Learning(tmp_path).answered(1, by_hand, LAP_SLOW) is None
+    assert Learning(tmp_path).completed(1, by_hand, LAP_SLOW) is None
 
 
 def test_another_plan_is_worth_a_look_once_much_was_learnt_for_sure(tmp_path):
     learning = Learning(tmp_path)
     learning.planned(PROFILES)
     assert learning.worth_a_plan(1, FORECAST) == set()
-    while learning.answered(1, FORECAST, LAP_SLOW) and not learning.worth_a_plan(1, FORECAST):
+    while learning.completed(1, FORECAST, LAP_SLOW) and not learning.worth_a_plan(1, FORECAST):
         assert learning.corrections.devices["lap"].compute < MAX
     settled = learning.corrections
     assert settled.devices["lap"].compute == pytest.approx(MAX, rel=NEAR)
-    learning.answered(1, FORECAST, LAP_SLOW)
+    learning.completed(1, FORECAST, LAP_SLOW)
     assert learning.corrections == settled
     assert learning.worth_a_plan(1, FORECAST) == set(), "as much was known then"
     assert learning.worth_a_plan(2, FORECAST) == {"lap"}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primad.api.dialects.openai.chat_fields import Message, answer_room, shifted
+from primad.api.dialects.openai.chat_fields import Message, completion_room, shifted
 from primad.errors import PromptTooLongError
 from tests.core.test_api_job import chat, served
 
@@ -54,9 +54,9 @@ def test_no_more_is_left_out_than_must_be(roles, maximum):
 
 
 def test_room_is_left_for_the_answer():
-    assert answer_room(100, None) == 25
-    assert answer_room(100, 10) == 10
-    assert answer_room(100, 90) == 50
+    assert completion_room(100, None) == 25
+    assert completion_room(100, 10) == 10
+    assert completion_room(100, 90) == 50
 
 
 def test_a_long_conversation_is_answered_where_the_context_shifts():

@@ -13,7 +13,7 @@ import zmq.asyncio
 from halda import LinkProfile
 from primad.head.members import link_book as links_module
 from primad.head.members.core import DeviceLostError
-from primad.head.members.link_book import ANSWER_S, LinkBook
+from primad.head.members.link_book import REPLY_S, LinkBook
 from primad.head.members.worker_link import Caller, WorkerLink, greet
 from primad.membership import types
 from primad.network import linkprobe
@@ -433,7 +433,7 @@ def test_a_worker_is_asked_for_one_link_at_a_time(monkeypatch):
             monkeypatch.setattr(WorkerLink, "measure_links", noted)
             await book_of(context).measure(workers, {"c": [f"192.0.2.{at}" for at in range(60)]}, Lines())
             assert made[0].asked == [["b"], ["c"]]
-            assert set(waited) == {MAX_S + ANSWER_S}
+            assert set(waited) == {MAX_S + REPLY_S}
             for worker in workers:
                 worker.close()
 

@@ -36,7 +36,7 @@ class Route:
     handler: Callable[[Request], Awaitable[Response]]
     methods: tuple[str, ...] = ("POST",)
     asks: str | None = None
-    answers: str | None = None
+    responses: str | None = None
     streamed: tuple[str, ...] = ()
     stream_type: str | None = None
     picks: bool = False
@@ -52,7 +52,7 @@ class Dialect:
     error_body: Callable[[PrimadError], msgspec.Struct]
     error_name: str
     requests: tuple[type[BaseModel], ...] = ()
-    answers: tuple[type[msgspec.Struct], ...] = ()
+    responses: tuple[type[msgspec.Struct], ...] = ()
 
 
 def schemas(dialects: Sequence[Dialect]) -> dict[str, Any]:
@@ -61,6 +61,6 @@ def schemas(dialects: Sequence[Dialect]) -> dict[str, Any]:
     for request in (request for dialect in dialects for request in dialect.requests):
         schema = request.model_json_schema(ref_template=COMPONENT.format("{model}"))
         found |= schema.pop("$defs", {}) | {request.__name__: schema}
-    answers = dict.fromkeys(answer for dialect in dialects for answer in dialect.answers)
-    _, components = msgspec.json.schema_components(list(answers), ref_template=COMPONENT.format("{name}"))
+    responses = dict.fromkeys(response for dialect in dialects for response in dialect.responses)
+    _, components = msgspec.json.schema_components(list(responses), ref_template=COMPONENT.format("{name}"))
     return found | components

@@ -87,9 +87,9 @@ class Endpoint:
         self, request: Request, served: ServedModel, job: Job, clocks: Sequence[CompletionClock] = ()
     ) -> list[WrittenChoice]:
         """All complete choices of ``job``, each observed by its clock, or all by one; it stops if the client leaves."""
-        return await while_connected(request.receive, self._answered(served, job, clocks))
+        return await while_connected(request.receive, self._completed(served, job, clocks))
 
-    async def _answered(self, served: ServedModel, job: Job, clocks: Sequence[CompletionClock]) -> list[WrittenChoice]:
+    async def _completed(self, served: ServedModel, job: Job, clocks: Sequence[CompletionClock]) -> list[WrittenChoice]:
         parts: list[list[Written]] = [[] for _ in job.choices]
         begins = [partial(self.write, served, job, choice) for choice in job.choices]
         who, listed = caller(), 0

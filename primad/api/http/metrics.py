@@ -165,7 +165,7 @@ class Metrics:
             ["path", "code"],
             registry=self._registry,
         )
-        self._answers = Counter(
+        self._responses = Counter(
             "primad_answers",
             "Requests by outcome: stop, length, tool_calls, error, refused, or left (the client disconnected).",
             ["end"],
@@ -277,7 +277,7 @@ class Metrics:
             raise
         finally:
             self._open.dec()
-            self._answers.labels(end or "error").inc()
+            self._responses.labels(end or "error").inc()
 
 
 class Counted:

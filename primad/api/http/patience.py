@@ -199,7 +199,7 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
 
     def handle_events(self) -> None:
         """The client sent data, perhaps a whole request, which begins in its turn."""
-        if self._is_answering():
+        if self._is_responding():
             super().handle_events()
             return
         self._wait_for_turn()
@@ -219,14 +219,14 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
             return
         self.flow.resume_reading()
         super().handle_events()
-        if self._is_answering():
+        if self._is_responding():
             self._patience.has_asked(self)
 
     def on_response_complete(self) -> None:
         """The response was written; the next request may have come with the last."""
         super().on_response_complete()
         self.flow.resume_reading()  # the rest of a request that was sent ahead
-        if not self._is_answering() and not self.flow.write_paused and self not in self._patience.starts:
+        if not self._is_responding() and not self.flow.write_paused and self not in self._patience.starts:
             self._patience.is_silent(self)
 
     def pause_writing(self) -> None:
@@ -238,7 +238,7 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
         """It has read most of that."""
         super().resume_writing()
         self._patience.is_read(self)
-        if not self._is_answering():
+        if not self._is_responding():
             self._patience.is_silent(self)
 
     def send_400_response(self, msg: str) -> None:
@@ -262,7 +262,7 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
         self.flow.let_go()  # type: ignore[attr-defined]
         self.transport.close()
 
-    def _is_answering(self) -> bool:
+    def _is_responding(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def give_up(self) -> None:

@@ -72,7 +72,7 @@ def files() -> dict[str, _File]:
     return found
 
 
-def answer(request: Request, name: str) -> Response:
+def response(request: Request, name: str) -> Response:
     """The file ``name``, or 304 if the browser has it. Raises ``RequestError`` (404)."""
     file = files().get(name)
     if file is None:

@@ -95,7 +95,7 @@ class Page:
 
     async def file(self, request: Request) -> Response:
         """A file of the page."""
-        return files.answer(request, request.path_params["name"])
+        return files.response(request, request.path_params["name"])
 
     async def events(self, request: Request) -> Response:
         """The status, once a second, as server-sent events."""

@@ -29,7 +29,7 @@ from primad.trust.identity import Identity
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S: Final = 15.0
+REPLY_S: Final = 15.0
 """How much later a busy worker may report its measurements."""
 
 
@@ -161,7 +161,7 @@ class LinkBook:
         else:
             found = MeasuredLinks(links=[], unreached=[])
             for target in targets:  # one by one: its allowed silence does not grow with their number
-                one = await workers[source].measure_links([_for_others(target)], MAX_S + ANSWER_S)
+                one = await workers[source].measure_links([_for_others(target)], MAX_S + REPLY_S)
                 found.links.extend(one.links)
                 found.unreached.extend(one.unreached)
         cut = {(link.source, link.target) for link in found.links if link.round_trip_s >= UNREACHABLE_S}

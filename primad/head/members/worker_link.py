@@ -367,8 +367,8 @@ class WorkerLink:
         Raises ``ClusterError`` if it does not reply.
         """
         number = next(self._hold_numbers)
-        answer: asyncio.Future[list[bool]] = asyncio.get_running_loop().create_future()
-        self._holds[number] = answer
+        reply: asyncio.Future[list[bool]] = asyncio.get_running_loop().create_future()
+        self._holds[number] = reply
         try:
             async with asyncio.timeout(timeout_s + HELD_S):
                 await self.end.send(
@@ -381,7 +381,7 @@ class WorkerLink:
                         verify=verify,
                     )
                 )
-                held = await answer
+                held = await reply
         except TimeoutError as exc:
             raise ClusterError(f"{self.name} does not report which KV cache it holds") from exc
         finally:
@@ -401,8 +401,8 @@ class WorkerLink:
         self._drafts.pop(drafts.epoch, None)
 
     def _end_holds(self) -> None:
-        for answer in self._holds.values():
-            resolve(answer, [])
+        for reply in self._holds.values():
+            resolve(reply, [])
 
     def attend(self, stage: Stage) -> None:
         """Pass messages about its epoch to ``stage``."""

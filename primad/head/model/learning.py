@@ -105,7 +105,7 @@ class Learning:
         self.corrections = self.corrections.noted(profiles)
         return self.corrections
 
-    def answered(
+    def completed(
         self, epoch: int, forecast: Forecast, statuses: Mapping[str, Status | None]
     ) -> CompletionFigures | None:
         """Learn from a response of ring ``epoch``, whose devices report ``statuses``; returns its times per token.

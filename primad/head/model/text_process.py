@@ -49,7 +49,7 @@ class _Process:
     def __init__(self) -> None:
         self._vocabulary: ModelVocabulary | None = None
 
-    def answer(self, task: PrepareTask) -> TextReply:
+    def reply(self, task: PrepareTask) -> TextReply:
         match task:
             case LoadText():
                 return self._load(task)
@@ -154,7 +154,7 @@ def _bound_memory(more_bytes: int) -> None:
 
 def main() -> None:
     """Answer tasks until standard input ends."""
-    answer_tasks(msgspec.msgpack.Decoder(PrepareTask), _Process().answer)
+    answer_tasks(msgspec.msgpack.Decoder(PrepareTask), _Process().reply)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class _Turn:
 
     task: Prepare
     owner: str
-    answer: asyncio.Future[TextReply]
+    reply: asyncio.Future[TextReply]
     is_slow: bool = False
     is_again: bool = False
     """A process ended over it, or had ended before, which need not be its fault; it gets one more."""
@@ -152,8 +152,8 @@ class TextService:
         with self._places.held(owner):
             self._quick.add(owner, turn)
             self._pump()
-            answer = await turn.answer
-        match answer:
+            reply = await turn.reply
+        match reply:
             case PreparedRequest() as prepared:
                 for line in prepared.lines:
                     logger.info("%s", line)
@@ -195,7 +195,7 @@ class TextService:
             lanes += [(self._quick, ()), (self._slow, ())]
         for turns, left_out in lanes:
             while (turn := turns.next_but(left_out)) is not None:
-                if not turn.answer.done():
+                if not turn.reply.done():
                     return turn
         return None
 
@@ -272,10 +272,10 @@ class TextService:
     async def _run(self, child: _Child, turn: _Turn) -> None:
         try:
             came = await child.ask(turn.task, lambda own: self._look(child, turn, own), self._limits.look_s)
-            answer: TextReply = _decoder.decode(came)
-            if isinstance(answer, RequestRefused) and answer.spent:
+            reply: TextReply = _decoder.decode(came)
+            if isinstance(reply, RequestRefused) and reply.spent:
                 await self._bury(child)
-            resolve(turn.answer, answer)
+            resolve(turn.reply, reply)
         except (_LaterError, EndedError, _TooMuchError) as exc:
             if not turn.is_slow:
                 self._rest(turn.owner)
@@ -285,7 +285,7 @@ class TextService:
                 turn.is_slow = True
                 self._slow.add(turn.owner, turn)
             else:
-                resolve(turn.answer, RequestRefused(message=_refusal(exc), status=400, code="unreadable_request"))
+                resolve(turn.reply, RequestRefused(message=_refusal(exc), status=400, code="unreadable_request"))
         except BaseException:  # cancelled, or our own mistake: nobody is to wait for ever
             _fail(turn, RingError("primad is stopping, or failed over this request"))
             raise
@@ -302,12 +302,12 @@ class TextService:
         if child.rss_bytes() > child.loaded_bytes + limits.memory_bytes:
             raise _TooMuchError(f"took more than {show_bytes(limits.memory_bytes)} of memory")
         took_s = limits.max_s - own.left_s(limits.max_s)
-        if turn.is_slow and turn.answer.done():
+        if turn.is_slow and turn.reply.done():
             raise _LaterError
         if took_s >= limits.max_s:
             raise _TooMuchError(f"took more than {limits.max_s:g} s")
         if took_s >= limits.quick_s and not turn.is_slow:
-            if self._slow_runs or turn.answer.done():
+            if self._slow_runs or turn.reply.done():
                 raise _LaterError  # or never, where its client left
             turn.is_slow = True
             self._pump()
@@ -349,8 +349,8 @@ def _refusal(exc: Exception) -> str:
 
 
 def _fail(turn: _Turn, error: PrimadError) -> None:
-    if not turn.answer.done():
-        turn.answer.set_exception(error)
+    if not turn.reply.done():
+        turn.reply.set_exception(error)
 
 
 @cache

@@ -246,7 +246,7 @@ class RingBackend:
         return len(self._open)
 
     @property
-    def is_answering(self) -> bool:
+    def is_generating(self) -> bool:
         """Whether a ring has computed something for an open generation."""
         return any(each.computed and not each.ended for each in self._open.values())
 

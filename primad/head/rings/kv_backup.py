@@ -279,13 +279,13 @@ class KvBackup:
         *,
         verify: bool,
     ) -> set[str]:
-        answers = await asyncio.gather(
+        replies = await asyncio.gather(
             *(
                 self._hold(name, blocks, _layers(plan, name), sources.get(name, []), timeout_s, verify=verify)
                 for name in plan.devices
             )
         )
-        return {block.key for block, held in zip(blocks, zip(*answers, strict=True), strict=True) if all(held)}
+        return {block.key for block, held in zip(blocks, zip(*replies, strict=True), strict=True) if all(held)}
 
     def _patience_s(self, plan: Plan, blocks: Sequence[KvBlock]) -> float:
         """Twice the time of the slowest link for the device with most data, and longer if more would be recomputed
@@ -411,13 +411,13 @@ class KvBackup:
         patience_s = max(MIN_FIND_S, self._prompt_row_s * sum(block.end - block.start for block in blocks))
         devices = [(name, layers, self._sources.get(name, [])) for name, layers in self._layers.items()]
         try:
-            answers = await asyncio.gather(
+            replies = await asyncio.gather(
                 *(self._hold(name, blocks, layers, of, patience_s, verify=True) for name, layers, of in devices)
             )
         except BaseException:
             self._drop([block.key for block in blocks if block.key not in self._blocks])
             raise
-        held = [block for block, each in zip(blocks, zip(*answers, strict=True), strict=True) if all(each)]
+        held = [block for block, each in zip(blocks, zip(*replies, strict=True), strict=True) if all(each)]
         found = [block for block, here in zip(blocks, held, strict=False) if block == here]
         self._lasting.update(block.key for block in blocks)
         self._drop([block.key for block in blocks[len(found) :] if block.key not in self._blocks])

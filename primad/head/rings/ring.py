@@ -281,10 +281,10 @@ class HeadRing:
 
     async def _ask_all(self) -> dict[str, Any]:
         names = self.plan.devices
-        answers = await asyncio.gather(*(self._ask(name) for name in names))
-        self._latest = {name: report.status for name, report in zip(names, answers, strict=True)}
+        replies = await asyncio.gather(*(self._ask(name) for name in names))
+        self._latest = {name: report.status for name, report in zip(names, replies, strict=True)}
         devices = []
-        for name, report in zip(names, answers, strict=True):
+        for name, report in zip(names, replies, strict=True):
             status = report.status
             costs = self._costs.get(name, Costs())
             if status is not None:
@@ -345,12 +345,12 @@ class HeadRing:
     async def _worker_status(self, name: str, timeout_s: float) -> _DeviceReport:
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._workers[name].wait_status()
+                reply = await self._workers[name].wait_status()
         except TimeoutError:
             return _DeviceReport(computes=bool(self._open_requests))
         except ClusterError:
             return _DeviceReport()
-        return _DeviceReport() if answer is None else _DeviceReport(answer.status, answer.daemon_rss_bytes)
+        return _DeviceReport() if reply is None else _DeviceReport(reply.status, reply.daemon_rss_bytes)
 
     async def _attend_own(self, process: LoadedProcess, load: Load) -> None:
         try:
@@ -416,8 +416,8 @@ class HeadRing:
         """
         names = workers_of(self.plan)
         timeout_s = self._inputs.node.timings.head.overdue_timeout_s
-        answers = await asyncio.gather(*(self._worker_status(name, timeout_s) for name in names))
-        silent = [name for name, report in zip(names, answers, strict=True) if report.status is None]
+        replies = await asyncio.gather(*(self._worker_status(name, timeout_s) for name in names))
+        silent = [name for name, report in zip(names, replies, strict=True) if report.status is None]
         waited_s = overdue.waited_s + timeout_s * bool(silent)
         if silent:
             self._parties, self._looked = silent[:1], None
@@ -430,7 +430,7 @@ class HeadRing:
         ):  # it computes another step, and may not have looked at what arrived
             self._looked = None
             return
-        had = [report.status is not None and report.status.steps > overdue.ring_passes for report in answers]
+        had = [report.status is not None and report.status.steps > overdue.ring_passes for report in replies]
         place = had.index(False) if False in had else len(names)
         before, self._looked = self._looked, (overdue.step, place)
         self._parties = names[max(0, place - 1) : place + 1]

@@ -137,9 +137,9 @@ class Rings:
         self._tasks.start(self._read_pieces())
         try:
             await asyncio.to_thread(self._model.check)
-            is_answering = self._backend.is_answering
+            is_generating = self._backend.is_generating
             forecast, value = await self._planner.plan(
-                candidates, self._offered_forecast, keeps_attention=is_answering
+                candidates, self._offered_forecast, keeps_attention=is_generating
             )
             serving = self._plans.get(self._serving)
             serving_value = None if serving is None else await self._planner.value(serving)
@@ -158,7 +158,7 @@ class Rings:
             self._no_plan(epoch, "the best one has the same windows", instead)
             return
         self._plans[epoch] = forecast
-        if not is_answering:
+        if not is_generating:
             self._idle_plans.add(epoch)
         members = frozenset(forecast.plan.devices) - {forecast.plan.head}
         self._core.post(types.Solved(epoch, members, value, serving_value))
@@ -240,7 +240,7 @@ class Rings:
         )
         if ring is None or forecast is None or is_disturbed:
             return
-        measured = self._learning.answered(epoch, forecast, await ring.statuses())
+        measured = self._learning.completed(epoch, forecast, await ring.statuses())
         if measured is None:
             return
         ring.measured = measured
@@ -362,7 +362,7 @@ class Rings:
     def _changes_attention(self, epoch: int) -> bool:
         """Whether running requests would resume with other attention in ring ``epoch``, and so with other tokens."""
         before = self._offered_forecast
-        return before is not None and before.attention != self._plans[epoch].attention and self._backend.is_answering
+        return before is not None and before.attention != self._plans[epoch].attention and self._backend.is_generating
 
     def _refuse(self, epoch: int, instead: int | None) -> None:
         """Requests began after ring ``epoch`` was planned: have one planned that keeps their attention."""

@@ -13,14 +13,14 @@ from starlette.responses import Response
 from primad.api.answering.backend import ServedModel
 from primad.api.answering.job import Job
 from primad.api.dialects.anthropic import prepared
-from primad.api.dialects.anthropic.answers import (
+from primad.api.dialects.anthropic.prepared import TokenCount
+from primad.api.dialects.anthropic.responses import (
     AnthropicError,
     AnthropicMessage,
     MessageResponse,
     anthropic_error,
     error_event,
 )
-from primad.api.dialects.anthropic.prepared import TokenCount
 from primad.api.dialects.anthropic.schema import CountRequest, MessagesRequest
 from primad.api.http.dialect import Dialect, Route
 from primad.api.http.endpoint import Endpoint, json_response
@@ -58,25 +58,27 @@ class _Routes:
         """Continue a conversation."""
         served = self._endpoint.serving()
         asked = await self._endpoint.prepare(request, prepared.messages, served)
-        answer = MessageResponse(
+        response = MessageResponse(
             id=f"msg_{secrets.token_hex(12)}",
             model=asked.model,
             prompt_tokens=asked.job.prompt_tokens,
             shows_thoughts=asked.shows_thoughts,
         )
         if asked.stream:
-            return self._endpoint.stream(self._stream(served, asked.job, answer), _EVENTS)
-        answered = await self._endpoint.whole(request, served, asked.job)
-        return json_response(answer.whole(answered[0]))
+            return self._endpoint.stream(self._stream(served, asked.job, response), _EVENTS)
+        completed = await self._endpoint.whole(request, served, asked.job)
+        return json_response(response.whole(completed[0]))
 
-    async def _stream(self, served: ServedModel, job: Job, answer: MessageResponse) -> AsyncGenerator[NamedEvent, None]:
+    async def _stream(
+        self, served: ServedModel, job: Job, response: MessageResponse
+    ) -> AsyncGenerator[NamedEvent, None]:
         begun = False
         async with aclosing(self._endpoint.write(served, job, job.choices[0])) as written:
             async for part in written:
                 if not begun:
                     begun = True
-                    yield answer.opening()
-                for event in answer.events(part):
+                    yield response.opening()
+                for event in response.events(part):
                     yield event
 
 
@@ -88,10 +90,10 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
             path="/v1/messages",
             handler=here.messages,
             asks="MessagesRequest",
-            answers="AnthropicMessage",
+            responses="AnthropicMessage",
             stream_type=EVENT_STREAM,
         ),
-        Route(path="/v1/messages/count_tokens", handler=here.count, asks="CountRequest", answers="TokenCount"),
+        Route(path="/v1/messages/count_tokens", handler=here.count, asks="CountRequest", responses="TokenCount"),
     )
 
 
@@ -101,5 +103,5 @@ DIALECT: Final = Dialect(
     error_body=anthropic_error,
     error_name="AnthropicError",
     requests=(CountRequest, MessagesRequest),
-    answers=(AnthropicMessage, TokenCount, AnthropicError),
+    responses=(AnthropicMessage, TokenCount, AnthropicError),
 )

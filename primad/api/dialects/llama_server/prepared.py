@@ -147,8 +147,8 @@ def apply_template(body: bytes, asking: Asking) -> WholeBody:
     return _whole(TemplatedPrompt(prompt=prompt))
 
 
-def _whole(answer: msgspec.Struct) -> WholeBody:
-    return WholeBody(body=msgspec.json.encode(answer))
+def _whole(response: msgspec.Struct) -> WholeBody:
+    return WholeBody(body=msgspec.json.encode(response))
 
 
 def pieces(tokens: list[int], vocabulary: Vocabulary) -> list[dict[str, Any]]:

@@ -18,8 +18,8 @@ from primad.api.answering.choices import together
 from primad.api.answering.job import Job
 from primad.api.answering.timings import CompletionClock
 from primad.api.dialects.llama_server import prepared
-from primad.api.dialects.llama_server.answers import CompletionEnd, CompletionPart, RawCompletion, Slot, picked, props
 from primad.api.dialects.llama_server.prepared import DetokenizedText, TemplatedPrompt, TokenList
+from primad.api.dialects.llama_server.responses import CompletionEnd, CompletionPart, RawCompletion, Slot, picked, props
 from primad.api.dialects.llama_server.schema import (
     DetokenizeRequest,
     InfillRequest,
@@ -81,7 +81,7 @@ class _Routes:
         served = self._endpoint.serving()
         asked = await self._endpoint.prepare(request, preparation, served)
         job, begun_s = asked.job, time.perf_counter()
-        answers = [
+        responses = [
             RawCompletion(
                 model=asked.model,
                 prompt=asked.prompts[choice.index // job.n],
@@ -95,41 +95,41 @@ class _Routes:
             for choice in job.choices
         ]
         if asked.stream:
-            return self._endpoint.stream(self._stream(served, job, answers, asked.fields), _EVENTS)
-        answered = await self._endpoint.whole(request, served, job, [answer.clock for answer in answers])
+            return self._endpoint.stream(self._stream(served, job, responses, asked.fields), _EVENTS)
+        completed = await self._endpoint.whole(request, served, job, [response.clock for response in responses])
         now_s, results, long = time.perf_counter(), list[Any](), LongResponse()
-        for answer, each in zip(answers, answered, strict=True):
-            chances = await long.list_of(msgspec.json.encode(chance) for chance in answer.chances(each.tokens))
-            results.append(picked(answer.whole(each, chances, now_s), asked.fields))
+        for response, each in zip(responses, completed, strict=True):
+            chances = await long.list_of(msgspec.json.encode(chance) for chance in response.chances(each.tokens))
+            results.append(picked(response.whole(each, chances, now_s), asked.fields))
         return long.response(results[0] if len(results) == 1 else results)
 
     async def _stream(
-        self, served: ServedModel, job: Job, answers: list[RawCompletion], fields: Sequence[str]
+        self, served: ServedModel, job: Job, responses: list[RawCompletion], fields: Sequence[str]
     ) -> AsyncGenerator[Any, None]:
         begins = [partial(self._endpoint.write, served, job, choice) for choice in job.choices]
         async with aclosing(together(begins, served.sequences)) as written:
             async for place, part in written:
-                answer = answers[place]
-                event = answer.part(part, time.perf_counter())
+                response = responses[place]
+                event = response.part(part, time.perf_counter())
                 if part.text or part.tokens:
                     yield event
                 if part.finish is not None:
-                    yield picked(answer.end(part.finish, part.stopped_by, time.perf_counter()), fields)
+                    yield picked(response.end(part.finish, part.stopped_by, time.perf_counter()), fields)
 
 
 def _routes(endpoint: Endpoint) -> Sequence[Route]:
     here = _Routes(endpoint)
     return (
-        Route(path="/tokenize", handler=here.tokenize, asks="TokenizeRequest", answers="TokenList"),
-        Route(path="/detokenize", handler=here.detokenize, asks="DetokenizeRequest", answers="DetokenizedText"),
-        Route(path="/apply-template", handler=here.apply_template, asks="TemplateRequest", answers="TemplatedPrompt"),
+        Route(path="/tokenize", handler=here.tokenize, asks="TokenizeRequest", responses="TokenList"),
+        Route(path="/detokenize", handler=here.detokenize, asks="DetokenizeRequest", responses="DetokenizedText"),
+        Route(path="/apply-template", handler=here.apply_template, asks="TemplateRequest", responses="TemplatedPrompt"),
         Route(path="/props", handler=here.props, methods=("GET",)),
         Route(path="/slots", handler=here.slots, methods=("GET",)),
         Route(
             path="/completion",
             handler=here.complete,
             asks="RawCompletionRequest",
-            answers="CompletionEnd",
+            responses="CompletionEnd",
             picks=True,
             streamed=("CompletionPart", "CompletionEnd"),
             stream_type=EVENT_STREAM,
@@ -138,7 +138,7 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
             path="/infill",
             handler=here.infill,
             asks="InfillRequest",
-            answers="CompletionEnd",
+            responses="CompletionEnd",
             picks=True,
             streamed=("CompletionPart", "CompletionEnd"),
             stream_type=EVENT_STREAM,
@@ -152,5 +152,5 @@ DIALECT: Final = Dialect(
     error_body=error_body,
     error_name="ErrorBody",
     requests=(TokenizeRequest, DetokenizeRequest, TemplateRequest, RawCompletionRequest, InfillRequest),
-    answers=(TokenList, DetokenizedText, TemplatedPrompt, CompletionEnd, CompletionPart),
+    responses=(TokenList, DetokenizedText, TemplatedPrompt, CompletionEnd, CompletionPart),
 )

@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from primad.api.answering.backend import Embeddings
 from primad.api.dialects.ollama import prepared
-from primad.api.dialects.ollama.answers import iso, nanoseconds
 from primad.api.dialects.ollama.job import LATEST
+from primad.api.dialects.ollama.responses import iso, nanoseconds
 from primad.api.http.dialect import Route
 from primad.api.http.endpoint import Endpoint, json_response
 from primad.api.http.long_response import LongResponse
@@ -49,14 +49,14 @@ class _Handlers:
         if asked.texts is not None:
             found = await embed(self._endpoint, request, asked.texts)
             vectors, tokens = await long.list_of(found.encoded()), found.tokens
-        answer = OllamaEmbedded(
+        response = OllamaEmbedded(
             model=asked.model,
             embeddings=vectors,
             total_duration=nanoseconds(time.perf_counter() - begun_s),
             load_duration=0,
             prompt_eval_count=tokens,
         )
-        return long.response(answer)
+        return long.response(response)
 
     async def embed_one(self, request: Request) -> Response:
         """The vector of a prompt; none without a prompt."""
@@ -72,9 +72,9 @@ def routes(endpoint: Endpoint) -> tuple[Route, ...]:
     """Both paths."""
     here = _Handlers(endpoint)
     return (
-        Route(path="/api/embed", handler=here.embed, asks="OllamaEmbedRequest", answers="OllamaEmbedded"),
+        Route(path="/api/embed", handler=here.embed, asks="OllamaEmbedRequest", responses="OllamaEmbedded"),
         Route(
-            path="/api/embeddings", handler=here.embed_one, asks="OllamaEmbeddingsRequest", answers="OllamaEmbedding"
+            path="/api/embeddings", handler=here.embed_one, asks="OllamaEmbeddingsRequest", responses="OllamaEmbedding"
         ),
     )
 
@@ -94,4 +94,4 @@ def listed(embeddings: Embeddings) -> dict[str, Any]:
 
 
 REQUESTS: Final = (prepared.OllamaEmbedRequest, prepared.OllamaEmbeddingsRequest)
-ANSWERS: Final = (OllamaEmbedded, OllamaEmbedding)
+RESPONSES: Final = (OllamaEmbedded, OllamaEmbedding)

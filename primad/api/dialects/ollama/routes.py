@@ -16,7 +16,7 @@ from primad.api.answering.backend import Preparation, ServedModel
 from primad.api.answering.job import Job
 from primad.api.answering.timings import CompletionClock
 from primad.api.dialects.ollama import embedding, prepared
-from primad.api.dialects.ollama.answers import (
+from primad.api.dialects.ollama.responses import (
     API_VERSION,
     LinesResponse,
     OllamaError,
@@ -82,7 +82,7 @@ class _Routes:
         served = self._endpoint.serving()
         asked = await self._endpoint.prepare(request, preparation, served)
         job = asked.job
-        answer = LinesResponse(
+        response = LinesResponse(
             model=asked.model,
             is_chat=asked.is_chat,
             shows_thoughts=asked.shows_thoughts,
@@ -91,21 +91,21 @@ class _Routes:
             clock=CompletionClock(prompt_tokens=0 if job is None else job.prompt_tokens, begun_s=time.perf_counter()),
         )
         if job is None:
-            return json_response(answer.loaded())
+            return json_response(response.loaded())
         if asked.stream:
-            framing = replace(_LINES, waiting=_line(answer.nothing()))
-            return self._endpoint.stream(self._stream(served, job, answer), framing)
-        answered = await self._endpoint.whole(request, served, job, [answer.clock])
+            framing = replace(_LINES, waiting=_line(response.nothing()))
+            return self._endpoint.stream(self._stream(served, job, response), framing)
+        completed = await self._endpoint.whole(request, served, job, [response.clock])
         long = LongResponse()
-        entries = await long.list_of(answer.entries(answered[0]))
-        return long.response(answer.whole(answered[0], entries, time.perf_counter()))
+        entries = await long.list_of(response.entries(completed[0]))
+        return long.response(response.whole(completed[0], entries, time.perf_counter()))
 
     async def _stream(
-        self, served: ServedModel, job: Job, answer: LinesResponse
+        self, served: ServedModel, job: Job, response: LinesResponse
     ) -> AsyncGenerator[msgspec.Struct, None]:
         async with aclosing(self._endpoint.write(served, job, job.choices[0])) as written:
             async for part in written:
-                line = answer.part(part, time.perf_counter())
+                line = response.part(part, time.perf_counter())
                 if line is not None:
                     yield line
 
@@ -123,7 +123,7 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
                 path=path,
                 handler=handler,
                 asks=asks,
-                answers="OllamaLine",
+                responses="OllamaLine",
                 streamed=("OllamaLine",),
                 stream_type=_LINES.media_type,
             )
@@ -141,5 +141,5 @@ DIALECT: Final = Dialect(
     error_body=ollama_error,
     error_name="OllamaError",
     requests=(OllamaChatRequest, OllamaGenerateRequest, *embedding.REQUESTS),
-    answers=(OllamaLine, OllamaError, *embedding.ANSWERS),
+    responses=(OllamaLine, OllamaError, *embedding.RESPONSES),
 )

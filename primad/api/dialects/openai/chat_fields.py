@@ -182,7 +182,7 @@ class ChatFields(TemplateFields, ToolFields):
         return found[:-1] if len(found) > 1 and self.messages[-1].is_empty else found
 
 
-def answer_room(context_tokens: int, limit: int | None) -> int:
+def completion_room(context_tokens: int, limit: int | None) -> int:
     """The number of tokens to leave for a response of at most ``limit``: never more than half of the context."""
     return min(context_tokens // _MIN_SHARE if limit is None else limit, context_tokens // 2)
 

@@ -98,11 +98,11 @@ def routes(endpoint: Endpoint) -> tuple[Route, ...]:
     here = _Handlers(endpoint)
     return (
         *(
-            Route(path=path, handler=here.embed, asks="EmbeddingRequest", answers="EmbeddingList")
+            Route(path=path, handler=here.embed, asks="EmbeddingRequest", responses="EmbeddingList")
             for path in ("/v1/embeddings", "/embeddings")
         ),
         *(
-            Route(path=path, handler=here.rerank, asks="RerankRequest", answers="Ranking")
+            Route(path=path, handler=here.rerank, asks="RerankRequest", responses="Ranking")
             for path in ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking")
         ),
     )
@@ -121,4 +121,4 @@ def listed(embeddings: Embeddings) -> Model:
 
 
 REQUESTS: Final = (EmbeddingRequest, RerankRequest)
-ANSWERS: Final = (EmbeddingList, Ranking)
+RESPONSES: Final = (EmbeddingList, Ranking)

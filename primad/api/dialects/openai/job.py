@@ -11,10 +11,10 @@ from primad.api.answering.chat import tokenize_prompt
 from primad.api.answering.fill_in import fill_in_prompt
 from primad.api.answering.job import Job, Prompt, check_model, check_tokens
 from primad.api.answering.reading import CompletionReading
-from primad.api.dialects.openai.chat_fields import Message, answer_room, shifted
+from primad.api.dialects.openai.chat_fields import Message, completion_room, shifted
 from primad.api.dialects.openai.sampling import first_seed, grammar_of, sampling_of
 from primad.api.dialects.openai.schema import MAX_CHOICES, MAX_ECHO_CHARS, ChatRequest, CompletionRequest
-from primad.api.dialects.openai.tool_use import answer_rules, chat_text
+from primad.api.dialects.openai.tool_use import chat_text, completion_rules
 from primad.errors import PromptTooLongError, RequestError
 
 
@@ -26,7 +26,7 @@ def chat_job(request: ChatRequest, served: TextModel, *, seed: int, now: datetim
     Raises ``RequestError`` for what the served model does not support and ``ModelError`` for a broken chat template.
     """
     check_model(request.model, [served])
-    maximum = served.context_tokens - answer_room(served.context_tokens, request.token_limit)
+    maximum = served.context_tokens - completion_room(served.context_tokens, request.token_limit)
     longest = served.vocabulary.longest_chars
     max_chars = None if longest is None else (served.context_tokens - 1) * longest
 
@@ -47,7 +47,7 @@ def chat_job(request: ChatRequest, served: TextModel, *, seed: int, now: datetim
     if prompt is None:
         check_length(text, served, at="messages")
     assert prompt is not None, "what is too long was refused"
-    rules = answer_rules(request, served, text)
+    rules = completion_rules(request, served, text)
     return _job(request, served, [(prompt, "")], grammar=rules.grammar, reading=rules.reading, seed=seed, at="messages")
 
 

@@ -22,7 +22,7 @@ from primad.api.answering.timings import CompletionClock, CompletionTimings
 from primad.api.dialects.anthropic.models import ANTHROPIC, model_entry, model_list
 from primad.api.dialects.openai import embeddings, schema, shapes
 from primad.api.dialects.openai import prepared as preparations
-from primad.api.dialects.openai.answers import ApiResponse, ChatResponse, CompletionResponse
+from primad.api.dialects.openai.responses import ApiResponse, ChatResponse, CompletionResponse
 from primad.api.dialects.openai.shapes import (
     CompletionTokensDetails,
     Model,
@@ -104,7 +104,7 @@ class _Routes:
         self, request: Request, prepared: preparations.PreparedCompletion, served: ServedModel, kind: type[ApiResponse]
     ) -> Response:
         job = prepared.job
-        answer = kind(
+        response = kind(
             id=f"{kind.PREFIX}-{secrets.token_hex(12)}",
             created=int(time.time()),
             model=prepared.model,
@@ -113,20 +113,22 @@ class _Routes:
             include_usage=prepared.include_usage,
         )
         if prepared.stream:
-            chunks = self._stream(served, job, answer, times_parts=prepared.times_parts)
+            chunks = self._stream(served, job, response, times_parts=prepared.times_parts)
             return self._endpoint.stream(chunks, EVENTS)
         clock = CompletionClock(prompt_tokens=job.prompt_tokens, begun_s=time.perf_counter())
-        answered = await self._endpoint.whole(request, served, job, [clock])
+        completed = await self._endpoint.whole(request, served, job, [clock])
         timings = clock.timings(time.perf_counter())
-        ended = [(each.choice, each.cached) for each in answered]
-        draft_counts = sum((each.draft_counts for each in answered), NO_DRAFTS_COUNTED)
-        usage = _usage(job, sum(each.sampled for each in answered), ended, draft_counts)
+        ended = [(each.choice, each.cached) for each in completed]
+        draft_counts = sum((each.draft_counts for each in completed), NO_DRAFTS_COUNTED)
+        usage = _usage(job, sum(each.sampled for each in completed), ended, draft_counts)
         long = LongResponse()
-        lists = [{name: await long.list_of(items) for name, items in answer.entries(each).items()} for each in answered]
-        return long.response(_timed(answer.whole(answered, lists, usage), timings))
+        lists = [
+            {name: await long.list_of(items) for name, items in response.entries(each).items()} for each in completed
+        ]
+        return long.response(_timed(response.whole(completed, lists, usage), timings))
 
     async def _stream(
-        self, served: ServedModel, job: Job, answer: ApiResponse, *, times_parts: bool
+        self, served: ServedModel, job: Job, response: ApiResponse, *, times_parts: bool
     ) -> AsyncGenerator[msgspec.Struct, None]:
         begin_s, ended = time.perf_counter(), list[tuple[Choice, int]]()
         whole = CompletionClock(prompt_tokens=job.prompt_tokens, begun_s=begin_s)
@@ -147,7 +149,7 @@ class _Routes:
                 for each in (clock, whole):
                     each.count(part.sampled, part.cached, now_s)
                 timings = clock.timings(now_s) if times_parts else UNSET
-                opening = None if place in begun else answer.opening(choice)
+                opening = None if place in begun else response.opening(choice)
                 if opening is not None:
                     yield opening
                 begun.add(place)
@@ -156,15 +158,15 @@ class _Routes:
                     read = ReadPrompt(
                         total=len(choice.prompt), cache=part.cached, processed=part.read_tokens, time_ms=took_ms
                     )
-                    yield answer.progress(choice, read)
-                if part.is_not_empty or (part.tokens and answer.with_logprobs):
-                    yield _timed(answer.piece(choice, part), timings)
+                    yield response.progress(choice, read)
+                if part.is_not_empty or (part.tokens and response.with_logprobs):
+                    yield _timed(response.piece(choice, part), timings)
                 if part.finish is not None:
                     ended.append((choice, part.cached))
                     draft_counts += part.draft_counts
-                    yield _timed(answer.closing(choice, part.finish), clock.timings(now_s))
-        if answer.include_usage:
-            counts = answer.counts(_usage(job, whole.predicted, ended, draft_counts))
+                    yield _timed(response.closing(choice, part.finish), clock.timings(now_s))
+        if response.include_usage:
+            counts = response.counts(_usage(job, whole.predicted, ended, draft_counts))
             yield _timed(counts, whole.timings(time.perf_counter()))
 
 
@@ -173,17 +175,19 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
     return (
         *embeddings.routes(endpoint),
         *(
-            Route(path=path, handler=here.models, methods=("GET",), answers="ModelList")
+            Route(path=path, handler=here.models, methods=("GET",), responses="ModelList")
             for path in ("/v1/models", "/models")
         ),
-        Route(path="/v1/chat/completions/input_tokens", handler=here.count, asks="ChatRequest", answers="InputTokens"),
-        Route(path="/v1/models/{model_id:path}", handler=here.model, methods=("GET",), answers="Model"),
+        Route(
+            path="/v1/chat/completions/input_tokens", handler=here.count, asks="ChatRequest", responses="InputTokens"
+        ),
+        Route(path="/v1/models/{model_id:path}", handler=here.model, methods=("GET",), responses="Model"),
         *(
             Route(
                 path=path,
                 handler=here.chat,
                 asks="ChatRequest",
-                answers="ChatCompletion",
+                responses="ChatCompletion",
                 streamed=("ChatChunk",),
                 stream_type=EVENT_STREAM,
             )
@@ -194,7 +198,7 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
                 path=path,
                 handler=here.complete,
                 asks="CompletionRequest",
-                answers="Completion",
+                responses="Completion",
                 streamed=("Completion",),
                 stream_type=EVENT_STREAM,
             )
@@ -240,5 +244,5 @@ DIALECT: Final = Dialect(
     error_body=error_body,
     error_name="ErrorBody",
     requests=(schema.ChatRequest, schema.CompletionRequest, *embeddings.REQUESTS),
-    answers=(*shapes.ANSWERS, *embeddings.ANSWERS),
+    responses=(*shapes.RESPONSES, *embeddings.RESPONSES),
 )

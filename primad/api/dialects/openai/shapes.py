@@ -244,5 +244,5 @@ class HealthBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None
 
 
-ANSWERS = (ChatCompletion, ChatChunk, Completion, Model, ModelList, InputTokens, HealthBody, StatusBody, ErrorBody)
+RESPONSES = (ChatCompletion, ChatChunk, Completion, Model, ModelList, InputTokens, HealthBody, StatusBody, ErrorBody)
 """All response types of a route, for the OpenAPI document."""

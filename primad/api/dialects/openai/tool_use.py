@@ -50,7 +50,7 @@ class CompletionRules:
     grammar: str | None
 
 
-def answer_rules(request: ChatRequest, served: TextModel, text: str) -> CompletionRules:
+def completion_rules(request: ChatRequest, served: TextModel, text: str) -> CompletionRules:
     """The rules for the response to ``request``, whose prompt is ``text``.
 
     A required call is constrained to its format and its function's parameters. If only the text is constrained, a

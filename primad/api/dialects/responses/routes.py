@@ -16,7 +16,7 @@ from primad.api.answering.backend import ServedModel
 from primad.api.answering.job import Job
 from primad.api.dialects.openai.routes import EVENTS
 from primad.api.dialects.responses import prepared as preparations
-from primad.api.dialects.responses.answers import ResponseBody, ResponseStream
+from primad.api.dialects.responses.responses import ResponseBody, ResponseStream
 from primad.api.dialects.responses.schema import ResponsesRequest
 from primad.api.http.dialect import Dialect, Route
 from primad.api.http.endpoint import Endpoint, json_response
@@ -39,7 +39,7 @@ class _Routes:
         """Continue a conversation."""
         served = self._endpoint.serving()
         prepared = await self._endpoint.prepare(request, preparations.respond, served)
-        answer = ResponseStream(
+        response = ResponseStream(
             id=f"resp_{secrets.token_hex(16)}",
             created=int(time.time()),
             model=prepared.model,
@@ -47,37 +47,39 @@ class _Routes:
             prompt_tokens=prepared.job.prompt_tokens,
         )
         if prepared.stream:
-            return self._endpoint.stream(self._stream(served, prepared.job, answer), _EVENTS)
-        answered = await self._endpoint.whole(request, served, prepared.job)
-        return json_response(answer.whole(answered[0]))
+            return self._endpoint.stream(self._stream(served, prepared.job, response), _EVENTS)
+        completed = await self._endpoint.whole(request, served, prepared.job)
+        return json_response(response.whole(completed[0]))
 
-    async def _stream(self, served: ServedModel, job: Job, answer: ResponseStream) -> AsyncGenerator[NamedEvent, None]:
+    async def _stream(
+        self, served: ServedModel, job: Job, response: ResponseStream
+    ) -> AsyncGenerator[NamedEvent, None]:
         begun = False
         async with aclosing(self._endpoint.write(served, job, job.choices[0])) as written:
             try:
                 async for part in written:
                     if not begun:
                         begun = True
-                        for event in answer.opening():
+                        for event in response.opening():
                             yield event
-                    for event in answer.events(part):
+                    for event in response.events(part):
                         yield event
             except PrimadError as exc:
                 if not begun:
                     raise
-                yield answer.failed(exc)
+                yield response.failed(exc)
 
 
 def _routes(endpoint: Endpoint) -> Sequence[Route]:
     here = _Routes(endpoint)
     return (
-        Route(path="/v1/responses/input_tokens", handler=here.count, asks="ResponsesRequest", answers="InputTokens"),
+        Route(path="/v1/responses/input_tokens", handler=here.count, asks="ResponsesRequest", responses="InputTokens"),
         *(
             Route(
                 path=path,
                 handler=here.respond,
                 asks="ResponsesRequest",
-                answers="ResponseBody",
+                responses="ResponseBody",
                 stream_type=EVENT_STREAM,
             )
             for path in ("/v1/responses", "/responses")
@@ -91,5 +93,5 @@ DIALECT: Final = Dialect(
     error_body=error_body,
     error_name="ErrorBody",
     requests=(ResponsesRequest,),
-    answers=(ResponseBody,),
+    responses=(ResponseBody,),
 )

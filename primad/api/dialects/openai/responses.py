@@ -84,10 +84,12 @@ class ChatResponse(_Headed):
     def counts(self, usage: Usage) -> ChatChunk:
         return ChatChunk(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
 
-    def entries(self, answered: WrittenChoice) -> dict[str, Iterator[bytes]]:
-        return {"content": encoded_chat(answered.tokens, self.vocabulary)} if self.with_logprobs else {}
+    def entries(self, completed: WrittenChoice) -> dict[str, Iterator[bytes]]:
+        return {"content": encoded_chat(completed.tokens, self.vocabulary)} if self.with_logprobs else {}
 
-    def whole(self, answered: Sequence[WrittenChoice], lists: Sequence[dict[str, Any]], usage: Usage) -> ChatCompletion:
+    def whole(
+        self, completed: Sequence[WrittenChoice], lists: Sequence[dict[str, Any]], usage: Usage
+    ) -> ChatCompletion:
         choices = [
             ChatChoice(
                 index=each.choice.index,
@@ -95,7 +97,7 @@ class ChatResponse(_Headed):
                 logprobs=ChatLogprobs(**logprobs) if self.with_logprobs else None,
                 finish_reason=each.finish,
             )
-            for each, logprobs in zip(answered, lists, strict=True)
+            for each, logprobs in zip(completed, lists, strict=True)
         ]
         return ChatCompletion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
 
@@ -130,10 +132,10 @@ class CompletionResponse(_Headed):
     def counts(self, usage: Usage) -> Completion:
         return Completion(id=self.id, created=self.created, model=self.model, choices=[], usage=usage)
 
-    def entries(self, answered: WrittenChoice) -> dict[str, Iterator[bytes]]:
-        return encoded_completion(answered.tokens, self.vocabulary) if self.with_logprobs else {}
+    def entries(self, completed: WrittenChoice) -> dict[str, Iterator[bytes]]:
+        return encoded_completion(completed.tokens, self.vocabulary) if self.with_logprobs else {}
 
-    def whole(self, answered: Sequence[WrittenChoice], lists: Sequence[dict[str, Any]], usage: Usage) -> Completion:
+    def whole(self, completed: Sequence[WrittenChoice], lists: Sequence[dict[str, Any]], usage: Usage) -> Completion:
         choices = [
             CompletionChoice(
                 index=each.choice.index,
@@ -141,7 +143,7 @@ class CompletionResponse(_Headed):
                 logprobs=CompletionLogprobs(**logprobs) if self.with_logprobs else None,
                 finish_reason=each.finish,
             )
-            for each, logprobs in zip(answered, lists, strict=True)
+            for each, logprobs in zip(completed, lists, strict=True)
         ]
         return Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
 
@@ -164,11 +166,11 @@ ApiResponse = ChatResponse | CompletionResponse
 """A request's response in the shapes of its endpoint."""
 
 
-def _message(answered: WrittenChoice) -> AssistantMessage:
+def _message(completed: WrittenChoice) -> AssistantMessage:
     return AssistantMessage(
-        content=None if answered.calls and not answered.text else answered.text,
-        reasoning_content=answered.thought or UNSET,
-        tool_calls=[_message_call(call) for call in answered.calls] or UNSET,
+        content=None if completed.calls and not completed.text else completed.text,
+        reasoning_content=completed.thought or UNSET,
+        tool_calls=[_message_call(call) for call in completed.calls] or UNSET,
     )
 
 

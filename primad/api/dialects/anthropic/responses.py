@@ -90,16 +90,16 @@ class MessageResponse:
     blocks: int = field(default=0, init=False)
     open_kind: str | None = field(default=None, init=False)
 
-    def whole(self, answered: WrittenChoice) -> AnthropicMessage:
+    def whole(self, completed: WrittenChoice) -> AnthropicMessage:
         """All of it at once."""
         content: list[dict[str, Any]] = []
-        if answered.thought and self.shows_thoughts:
-            content.append({"type": "thinking", "thinking": answered.thought, "signature": ""})
-        if answered.text:
-            content.append({"type": "text", "text": answered.text})
-        content += [_tool_use(call) | {"input": call.input} for call in answered.calls]
-        reason, self.cached = stop_reason(answered.finish, answered.stopped_by), answered.cached
-        return self._message(content, reason, answered.stopped_by, answered.sampled)
+        if completed.thought and self.shows_thoughts:
+            content.append({"type": "thinking", "thinking": completed.thought, "signature": ""})
+        if completed.text:
+            content.append({"type": "text", "text": completed.text})
+        content += [_tool_use(call) | {"input": call.input} for call in completed.calls]
+        reason, self.cached = stop_reason(completed.finish, completed.stopped_by), completed.cached
+        return self._message(content, reason, completed.stopped_by, completed.sampled)
 
     def opening(self) -> NamedEvent:
         """The message that the stream fills."""

@@ -110,13 +110,13 @@ class LinesResponse:
         is_something = written.text or written.thought or calls or (written.tokens and self.vocabulary is not None)
         return self._line(written, calls) if is_something else None
 
-    def entries(self, answered: WrittenChoice) -> Iterator[bytes]:
+    def entries(self, completed: WrittenChoice) -> Iterator[bytes]:
         """Its log-probabilities, if requested."""
-        return iter(()) if self.vocabulary is None else encoded_chat(answered.tokens, self.vocabulary)
+        return iter(()) if self.vocabulary is None else encoded_chat(completed.tokens, self.vocabulary)
 
-    def whole(self, answered: WrittenChoice, entries: Any, now_s: float) -> OllamaLine:
+    def whole(self, completed: WrittenChoice, entries: Any, now_s: float) -> OllamaLine:
         """The whole response, with its ``entries``; the ``clock`` observed its generation."""
-        line = self._end(answered, answered.calls, answered.finish, now_s)
+        line = self._end(completed, completed.calls, completed.finish, now_s)
         return msgspec.structs.replace(line, logprobs=entries) if entries else line
 
     def nothing(self) -> OllamaLine:

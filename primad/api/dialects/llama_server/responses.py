@@ -127,14 +127,14 @@ class RawCompletion:
         text = piece.decode("utf-8", "ignore")
         return {"id": token, "token": text, "bytes": list(piece), "logprob": max(logprob, IMPOSSIBLE)}
 
-    def whole(self, answered: WrittenChoice, chances: Any, now_s: float) -> CompletionEnd:
+    def whole(self, completed: WrittenChoice, chances: Any, now_s: float) -> CompletionEnd:
         """The whole response, with its ``chances``; the ``clock`` observed its generation."""
-        end = self.end(answered.finish, answered.stopped_by, now_s)
+        end = self.end(completed.finish, completed.stopped_by, now_s)
         return msgspec.structs.replace(
             end,
-            content=answered.text,
-            has_new_line="\n" in answered.text,
-            tokens=[placed.entry.token for placed in answered.tokens],
+            content=completed.text,
+            has_new_line="\n" in completed.text,
+            tokens=[placed.entry.token for placed in completed.tokens],
             completion_probabilities=chances or UNSET,
         )
 

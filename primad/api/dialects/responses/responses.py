@@ -61,16 +61,16 @@ class ResponseStream:
     open_call: list[GivenPart] = field(default_factory=list, init=False)
     events_sent: int = field(default=0, init=False)
 
-    def whole(self, answered: WrittenChoice) -> ResponseBody:
+    def whole(self, completed: WrittenChoice) -> ResponseBody:
         """All of it at once."""
-        self.sampled, self.cached = answered.sampled, answered.cached
-        status = _status(answered.finish)
-        if answered.thought:
-            is_last = not (answered.text or answered.calls)
-            self.output.append(self._item("reasoning", status if is_last else "completed", answered.thought))
-        if answered.text or not (answered.thought or answered.calls):
-            self.output.append(self._item("message", "completed" if answered.calls else status, answered.text))
-        for call in answered.calls:
+        self.sampled, self.cached = completed.sampled, completed.cached
+        status = _status(completed.finish)
+        if completed.thought:
+            is_last = not (completed.text or completed.calls)
+            self.output.append(self._item("reasoning", status if is_last else "completed", completed.thought))
+        if completed.text or not (completed.thought or completed.calls):
+            self.output.append(self._item("message", "completed" if completed.calls else status, completed.text))
+        for call in completed.calls:
             self.output.append(self._called(call, _call_status(call), call.arguments))
         return self._body(status, self.output)
 
