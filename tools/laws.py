@@ -62,11 +62,16 @@ OLD_WORDS: Final = {
     "most": "max",
 }
 """Words that a name may not be made of, and what the field says."""
-ROOM_WORDS: Final = dict.fromkeys(
-    ("primad/api/", "primad/head/", "primad/ring/"),
-    dict.fromkeys(("answer", "answers", "answered", "answering"), "request, completion, response; reply"),
+_GENERATED: Final = dict.fromkeys(
+    ("answer", "answers", "answered", "answering"), "request, completion, response; reply"
 )
-"""The same in rooms that have to do with what a model generates."""
+_CELLS: Final = {"cells": "KV blocks, KV cache"}
+ROOM_WORDS: Final = {
+    **dict.fromkeys(("primad/api/", "primad/head/"), _GENERATED | _CELLS),
+    **dict.fromkeys(("primad/cli/", "primad/daemon/", "primad/settings/", "primad/worker/"), _CELLS),
+    "primad/ring/": _GENERATED,
+}
+"""The same in rooms that have to do with what a model generates, or with KV blocks and not with what is in them."""
 OLD_PROSE: Final = {
     r"\bgo(?:es|ing)? on with\b": "continue, resume",
     r"\bwhat of\b": "the part of",

@@ -34,7 +34,7 @@ IN_USE_S = 600.0
 cache_app = CommandGroup(no_args_is_help=True, help="The layers that this device keeps on disk.")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: bytes, and Unix times.")]
-CellsFolder = Annotated[
+KvFolder = Annotated[
     str | None,
     typer.Option(
         "--kv-cache",
@@ -46,7 +46,7 @@ CellsFolder = Annotated[
 
 
 @cache_app.command("list")
-def list_layers(home: Home = None, kv_cache: CellsFolder = None, json: Json = False) -> None:
+def list_layers(home: Home = None, kv_cache: KvFolder = None, json: Json = False) -> None:
     """List the layers on disk, least recently used first, and the size of the KV cache.
 
     Examples:
@@ -56,7 +56,7 @@ def list_layers(home: Home = None, kv_cache: CellsFolder = None, json: Json = Fa
         primad cache list --json
     """
     config, cache = _open(home, kv_cache)
-    cells = _cells(config)
+    stored = _kept_blocks(config)
     layers, partial_bytes = cache.layers(), cache.partial_bytes()
     total = sum(layer.size_bytes for layer in layers)
     limit = config.limits.disk_bytes
@@ -77,9 +77,9 @@ def list_layers(home: Home = None, kv_cache: CellsFolder = None, json: Json = Fa
                 else {
                     "folder": str(config.kv_cache),
                     "limit_bytes": config.kv_cache_limit_bytes,
-                    "total_bytes": sum(block.size_bytes for block in cells),
-                    "blocks": len(cells),
-                    "oldest_used_s": cells[0].used_s if cells else None,
+                    "total_bytes": sum(block.size_bytes for block in stored),
+                    "blocks": len(stored),
+                    "oldest_used_s": stored[0].used_s if stored else None,
                 },
             }
         )
@@ -91,9 +91,9 @@ def list_layers(home: Home = None, kv_cache: CellsFolder = None, json: Json = Fa
     if partial_bytes:
         out.print(f"{_size(partial_bytes)} of incomplete layers")
     if config.kv_cache is not None:
-        oldest = f", used since {_when(cells[0].used_s)}" if cells else ""
+        oldest = f", used since {_when(stored[0].used_s)}" if stored else ""
         out.print(
-            f"{_blocks(cells)} of KV cache, {_size(sum(block.size_bytes for block in cells))} of at most "
+            f"{_blocks(stored)} of KV cache, {_size(sum(block.size_bytes for block in stored))} of at most "
             f"{_size(config.kv_cache_limit_bytes)}{oldest}, in {config.kv_cache}"
         )
 
@@ -163,7 +163,7 @@ def prune(
         typer.Option(help="Remove what was not used for this many days.", metavar="DAYS", min=0, show_default=False),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all layers and KV cache.")] = False,
-    kv_cache: CellsFolder = None,
+    kv_cache: KvFolder = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
     json: Json = False,
 ) -> None:
@@ -185,7 +185,7 @@ def prune(
 
     size = None if to is None else parse_bytes(to, "--to")
     config, cache = _open(home, kv_cache)
-    cells = _old_cells(_cells(config), older, everything=everything)
+    stored = _old_blocks(_kept_blocks(config), older, everything=everything)
     layers = cache.layers()
     idle = sum(size_bytes for _, size_bytes in cache.idle_partial())
     excess = _excess(layers, cache.partial_bytes(), size)
@@ -197,22 +197,22 @@ def prune(
             gained = cache.drop_partial()
         cache.remove(chosen)
         expert_usage.remove(counts)
-        _forget_cells(config, cells)
-    freed = gained + sum(layer.size_bytes for layer in chosen) + sum(block.size_bytes for block in cells)
+        _forget_blocks(config, stored)
+    freed = gained + sum(layer.size_bytes for layer in chosen) + sum(block.size_bytes for block in stored)
     held = [layer for layer in layers if layer.held]
     if json:
         print_json(
             {
                 "removed": [layer.digest for layer in chosen],
                 "removed_counts": len(counts),
-                "removed_blocks": len(cells),
+                "removed_blocks": len(stored),
                 "freed_bytes": freed,
                 "dry_run": dry_run,
                 "in_use": len(held),
             }
         )
         return
-    kept = f" and {_blocks(cells)} of KV cache" if cells else ""
+    kept = f" and {_blocks(stored)} of KV cache" if stored else ""
     out.print(f"{'would remove' if dry_run else 'removed'} {_count(chosen)}{kept}, {_size(freed)}")
     if counts:
         counted = show_count(len(counts), "layer")
@@ -247,30 +247,30 @@ def _chosen(
     return chosen
 
 
-def _cells(config: Config) -> list[StoredBlock]:
+def _kept_blocks(config: Config) -> list[StoredBlock]:
     """The KV blocks in the cache, least recently used first."""
     from primad.kv.store import KvStore
 
     return [] if config.kv_cache is None else KvStore(config.kv_cache).list()
 
 
-def _old_cells(cells: list[StoredBlock], older_days: float | None, *, everything: bool) -> list[StoredBlock]:
+def _old_blocks(stored: list[StoredBlock], older_days: float | None, *, everything: bool) -> list[StoredBlock]:
     """The blocks that may be removed. A running primad may use those of the last minutes."""
     if not everything and older_days is None:
         return []
     before_s = time.time() - max(IN_USE_S, 0.0 if everything or older_days is None else older_days * DAY_S)
-    return [block for block in cells if block.used_s < before_s]
+    return [block for block in stored if block.used_s < before_s]
 
 
-def _forget_cells(config: Config, cells: list[StoredBlock]) -> None:
+def _forget_blocks(config: Config, stored: list[StoredBlock]) -> None:
     from primad.kv.store import KvStore
 
     if config.kv_cache is not None:
-        KvStore(config.kv_cache).forget(block.key for block in cells)
+        KvStore(config.kv_cache).forget(block.key for block in stored)
 
 
-def _blocks(cells: list[StoredBlock]) -> str:
-    return show_count(len(cells), "block")
+def _blocks(stored: list[StoredBlock]) -> str:
+    return show_count(len(stored), "block")
 
 
 def _open(home: Path | None, kv_cache: str | None = None) -> tuple[Config, LayerCache]:

@@ -119,7 +119,7 @@ def _show(answer: FitResult) -> None:
         numbers = column in ("size", "a second", "first token", "context", "devices")
         table.add_column(column, justify="right" if numbers else "left", overflow="fold")
     for each in reversed(answer.models):  # the best ones come last, next to the prompt
-        table.add_row(*_cells(each))
+        table.add_row(*_columns(each))
     tables.print(table)
     if answer.help:
         tables.print(f"What would help most: {answer.help}.")
@@ -154,7 +154,7 @@ def next_commands(answer: FitResult) -> list[str]:
     return ["Next, for one of them:", *commands]
 
 
-def _cells(each: Fit) -> list[str]:
+def _columns(each: Fit) -> list[str]:
     mark = "*" if each.is_best else ""
     if each.runs == "no":
         return [mark, each.name, show_bytes(each.bytes), "no", "", "", "", "", each.why]

@@ -29,7 +29,7 @@ class Workspace:
     """
 
     cache: LayerCache
-    cells: KvStore
+    kv: KvStore
     run: Path
     usage: Path
     build: str

@@ -182,5 +182,5 @@ class WindowLoad:
             options=self.options,
             read_ahead_bytes=load.read_ahead_bytes,
             usage=str(self._place.usage),
-            cells=str(self._place.cells.folder) if load.keeps else None,
+            cells=str(self._place.kv.folder) if load.keeps else None,
         )

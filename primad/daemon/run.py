@@ -113,7 +113,7 @@ def own_node(config: Config) -> Iterator[Node]:
         try:
             yield Node(config=config, workspace=home_place(config), identity=identity, trust=trust)
         finally:
-            _forget_cells(config)
+            _forget_blocks(config)
 
 
 def home_place(config: Config) -> Workspace:
@@ -122,9 +122,9 @@ def home_place(config: Config) -> Workspace:
         path.unlink(missing_ok=True)
     for path in config.run.glob("ring-*.log"):
         path.unlink(missing_ok=True)
-    _forget_cells(config)
-    cells = KvStore(config.cells, None if config.kv_cache is None else config.kv_cache_limit_bytes)
-    if lacking := cells.lacking():
+    _forget_blocks(config)
+    kv = KvStore(config.kv_folder, None if config.kv_cache is None else config.kv_cache_limit_bytes)
+    if lacking := kv.lacking():
         limit = show_bytes(config.kv_cache_limit_bytes)
         logger.warning(
             "--kv-cache %s: not all of %s fit there: %s; prompts for which there is no room are computed again; make room, "
@@ -133,17 +133,17 @@ def home_place(config: Config) -> Workspace:
         )
     return Workspace(
         cache=LayerCache(config.layers, config.limits.disk_bytes),
-        cells=cells,
+        kv=kv,
         run=config.run,
         usage=usage_folder(config.home),
         build=build_id(),
     )
 
 
-def _forget_cells(config: Config) -> None:
+def _forget_blocks(config: Config) -> None:
     """No KV cell outlives its daemon, unless in the owner's cache."""
     if config.kv_cache is None:
-        shutil.rmtree(config.cells, ignore_errors=True)  # what cannot be removed is never asked for
+        shutil.rmtree(config.kv_folder, ignore_errors=True)  # what cannot be removed is never asked for
 
 
 def profile(config: Config, reporter: Reporter, *, again: bool = False, effort: Effort = QUICK) -> DeviceProfile:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import zmq.asyncio
 
-from primad.daemon.cells import HeldCells
+from primad.daemon.kv_blocks import HeldBlocks
 from primad.daemon.measuring import OwnProfile
 from primad.daemon.memory_watch import MemoryWatch, ram_room
 from primad.daemon.node import Node
@@ -108,9 +108,9 @@ class HeadDaemon:
         learning = Learning(config.home)
         self._device_limits = DeviceLimits(config.home)
         self._planner = Planner(service, own, self._devices, learning, self._device_limits)
-        self._cells = HeldCells(node, self._context)
-        self._kv = KvBackup(node, service, self._devices, self._cells, reporter)
-        backend.find_cells = self._kv.find
+        self._held = HeldBlocks(node, self._context)
+        self._kv = KvBackup(node, service, self._devices, self._held, reporter)
+        backend.find_blocks = self._kv.find
         backend.around = self._around
         self._rings = Rings(
             node,
@@ -173,7 +173,7 @@ class HeadDaemon:
                 self._config.host,
                 self._node.identity,
                 self._rings.find_layer,
-                cells=self._node.workspace.cells,
+                cells=self._node.workspace.kv,
                 bytes_per_s=self._config.transfer_limit_bytes_per_s,
                 allows=self._node.trust.trusts,
             )
@@ -206,7 +206,7 @@ class HeadDaemon:
                         service.cancel()
                     # Concurrently: to say goodbye takes a while, and so does the end of a ring process.
                     await asyncio.gather(self._devices.farewell(), sight.aclose(), self._rings.close())
-                    await self._cells.clear()
+                    await self._held.clear()
 
     async def _drive(self) -> None:
         """Pass every event to the core, and carry out its decisions."""

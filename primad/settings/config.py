@@ -132,8 +132,8 @@ class Config:
         return layer_folder(self.home)
 
     @property
-    def cells(self) -> Path:
-        """The folder of KV cells: the cache, or one that is emptied at each start."""
+    def kv_folder(self) -> Path:
+        """The folder of KV blocks: the cache, or one that is emptied at each start."""
         return self.kv_cache if self.kv_cache is not None else self.home / "run" / "cells"
 
     @property

@@ -19,7 +19,7 @@ import msgspec
 import zmq.asyncio
 
 from halda import DeviceProfile
-from primad.daemon.cells import HeldCells
+from primad.daemon.kv_blocks import HeldBlocks
 from primad.daemon.measuring import OwnProfile
 from primad.daemon.memory_watch import MemoryWatch, ram_room
 from primad.daemon.node import Node
@@ -139,11 +139,11 @@ class WorkerDaemon:
             config.host,
             identity,
             node.workspace.cache.reader,
-            cells=node.workspace.cells,
+            cells=node.workspace.kv,
             bytes_per_s=config.transfer_limit_bytes_per_s,
             allows=self._admits,
         )
-        self._cells = HeldCells(node, self._context)
+        self._held = HeldBlocks(node, self._context)
         self._memory_watch = MemoryWatch(
             partial(ram_room, config.limits), self._memory_recovered, look_every_s=node.timings.memory_look_every_s
         )
@@ -437,7 +437,7 @@ class WorkerDaemon:
                 hold = msgspec.structs.replace(message, sources=scopes.of_contacts(message.sources))
                 self._holding.start(self._hold(hold))
             case KvForget(keys=keys, lasting=lasting):
-                await self._cells.forget(keys, lasting=lasting)
+                await self._held.forget(keys, lasting=lasting)
             case LoadDraft() if self._pause.paused is None:
                 draft_token = msgspec.structs.replace(message, sources=scopes.of_contacts(message.sources))
                 threads = lease.profile.cpu.threads
@@ -455,7 +455,7 @@ class WorkerDaemon:
 
     async def _hold(self, hold: KvHold) -> None:
         async with self._turns:
-            held = await self._cells.hold(hold.blocks, hold.layers, hold.sources, hold.timeout_s, verify=hold.verify)
+            held = await self._held.hold(hold.blocks, hold.layers, hold.sources, hold.timeout_s, verify=hold.verify)
         await self._notify(KvHeld(number=hold.number, held=held))
 
     async def _measure_links(self, targets: list[Contact]) -> None:
@@ -503,7 +503,7 @@ class WorkerDaemon:
     async def _end_holding(self) -> None:
         """KV blocks are not held for anybody any more."""
         await self._holding.close()
-        await self._cells.clear()
+        await self._held.clear()
 
     def _stop_measuring(self) -> None:
         """Nobody waits for the running link measurements any more."""

@@ -285,8 +285,8 @@ class Stages:
         match event:
             case Loading(windows):
                 await self._notify(Progress(epoch=load.epoch, phase="load", done=windows, total=len(load.windows)))
-            case Opened(address, key, keeps, cells):
-                self._place.cells.expect(cells)
+            case Opened(address, key, keeps, shapes):
+                self._place.kv.expect(shapes)
                 stage = self._own_stage(load)
                 if stage is not None:
                     stage.process = process

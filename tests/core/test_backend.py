@@ -523,7 +523,7 @@ def test_requests_have_their_places_while_kept_cells_are_looked_for():
             await looked.wait()
             return "", []
 
-        backend.find_cells = find
+        backend.find_blocks = find
         first = Reader(ask(backend))
         await settled()
         with pytest.raises(RequestError, match="waiting already"):
@@ -807,7 +807,7 @@ def test_what_is_there_of_a_prompt_goes_with_it_unless_the_ring_changed_meanwhil
             await found.wait()
             return "root", blocks
 
-        backend.find_cells = find
+        backend.find_blocks = find
         first = await attach(backend, 1)
         readers = [Reader(ask(backend, 1, 2))]
         found.set()

@@ -36,11 +36,14 @@ def test_a_name_made_of_an_old_word_is_named_with_its_line_and_the_new_word(tmp_
     assert ": say " in line
 
 
-@pytest.mark.parametrize(("room", "lines"), [("api", 1), ("ring", 1), ("doctor", 0)])
-def test_what_a_model_generates_is_no_answer(tmp_path: Path, room: str, lines: int) -> None:
-    (tmp_path / "primad" / room).mkdir(parents=True)
-    (tmp_path / "primad" / room / "a.py").write_text("def answered(): ...")
-    assert len(broken(tmp_path)) == lines
+@pytest.mark.parametrize(
+    ("text", "rooms"), [("def answered(): ...", ["api", "head", "ring"]), ("cells = 1", ["api", "daemon", "head"])]
+)
+def test_some_words_are_refused_in_some_rooms(tmp_path: Path, text: str, rooms: list[str]) -> None:
+    for room in ("api", "daemon", "engine", "head", "ring"):
+        (tmp_path / "primad" / room).mkdir(parents=True)
+        (tmp_path / "primad" / room / "a.py").write_text(text)
+    assert [line.split("/")[1] for line in broken(tmp_path)] == rooms
 
 
 @pytest.mark.parametrize("text", ["at_most = 1", "almost = 1", "from primad.head import promise", "laptop = 2"])

@@ -180,11 +180,11 @@ class FakeRing:
 
     def keep(self, request: int, *blocks: KvBlock) -> None:
         """All its devices keep ``blocks`` of ``request``."""
-        self.inputs.listener.cells(self.epoch, KvKept(request=request, blocks=list(blocks)))
+        self.inputs.listener.kv_changed(self.epoch, KvKept(request=request, blocks=list(blocks)))
 
     def forget(self, *blocks: KvBlock) -> None:
         """It needs ``blocks`` no more."""
-        self.inputs.listener.cells(self.epoch, KvForgotten(keys=[block.key for block in blocks]))
+        self.inputs.listener.kv_changed(self.epoch, KvForgotten(keys=[block.key for block in blocks]))
 
     def finish(self, request: int, tokens: int = 1) -> None:
         """``request`` is over, after so many ``tokens``."""

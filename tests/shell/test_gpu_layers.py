@@ -70,7 +70,7 @@ def test_a_plan_of_one_window_says_what_of_the_whole_model_is_on_the_gpu(gpu_lay
 
 def test_only_the_tail_has_an_output(tmp_path):
     place = Workspace(
-        cache=LayerCache(tmp_path), cells=KvStore(tmp_path / "cells"), run=tmp_path, usage=tmp_path / "usage", build="b"
+        cache=LayerCache(tmp_path), kv=KvStore(tmp_path / "cells"), run=tmp_path, usage=tmp_path / "usage", build="b"
     )
     specs = [WindowSpec(window=i, first=2 * i, last=2 * i + 2, metadata=b"GGUF", layers=()) for i in (0, 2, 4)]
 

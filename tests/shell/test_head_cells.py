@@ -235,7 +235,7 @@ def test_a_prompt_is_found_for_its_key_and_for_all_where_prefixes_are_shared(lab
         here.start(kv_cache=str(tmp_path / "cache"))
         ring = await here.serves("nas")
         assert here.daemon is not None
-        here.daemon._cells.store.limit_bytes = 1 << 30
+        here.daemon._held.store.limit_bytes = 1 << 30
         generate = await asked(here, ring, "ann")
         assert generate.blocks == []
         blocks = blocks_of(here, generate)

@@ -201,7 +201,7 @@ class Lab:
         )
         place = Workspace(
             cache=LayerCache(config.layers),
-            cells=KvStore(self.home / "cells"),
+            kv=KvStore(self.home / "cells"),
             run=config.run,
             usage=self.home / "v",
             build="a build",

@@ -96,8 +96,8 @@ def test_what_is_said_when_nobody_waits_for_it_any_more_is_no_trouble():
     """Forming was cancelled, and the process not ended yet."""
 
     async def once() -> None:
-        cells = SimpleNamespace(expect=lambda _: None)
-        ring = HeadRing(SimpleNamespace(node=SimpleNamespace(workspace=SimpleNamespace(cells=cells))))
+        kv = SimpleNamespace(expect=lambda _: None)
+        ring = HeadRing(SimpleNamespace(node=SimpleNamespace(workspace=SimpleNamespace(kv=kv))))
         for wanted in (ring._own, ring._serving, ring._drained):
             wanted.cancel()
         for event in (Opened("tcp://127.0.0.1:1", "key"), Serving(), Drained()):

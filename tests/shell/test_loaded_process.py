@@ -36,7 +36,7 @@ def place(tmp_path: Path) -> Workspace:
     (tmp_path / "run").mkdir()
     return Workspace(
         cache=LayerCache(tmp_path / "layers"),
-        cells=KvStore(tmp_path / "cells"),
+        kv=KvStore(tmp_path / "cells"),
         run=tmp_path / "run",
         usage=tmp_path / "v",
         build="b",

@@ -86,7 +86,7 @@ def test_the_head_passes_on_threads_ends_and_what_is_on_its_gpu_and_tells_once_t
             config=config,
             workspace=Workspace(
                 cache=LayerCache(tmp_path / "layers"),
-                cells=KvStore(tmp_path / "cells"),
+                kv=KvStore(tmp_path / "cells"),
                 run=config.run,
                 usage=tmp_path / "v",
                 build="b",

@@ -186,7 +186,7 @@ class Lab:
             config=config,
             workspace=Workspace(
                 cache=LayerCache(config.layers),
-                cells=KvStore(home / "cells"),
+                kv=KvStore(home / "cells"),
                 run=config.run,
                 usage=home / "v",
                 build="a build",
@@ -959,7 +959,7 @@ def test_kv_cells_are_held_for_a_head_until_it_forgets_them(lab):
         async with lab() as lap:
             desk = lap.head()
             await desk.takes()
-            store = lap.daemon._cells.store
+            store = lap.daemon._held.store
             store.put(HERE, cells_of(HERE))
             await desk.report_line(hold(1, HERE, NOT_HERE))
             assert await desk.hear(KvHeld) == KvHeld(number=1, held=[True, False])
@@ -977,10 +977,10 @@ def test_when_its_head_is_gone_only_a_cache_keeps_kv_cells(lab, tmp_path, has_ca
     async def once() -> None:
         async with lab() as lap:
             if has_cache:
-                lap.daemon._cells.store.limit_bytes = 1 << 20
+                lap.daemon._held.store.limit_bytes = 1 << 20
             desk = lap.head()
             await desk.takes(gone_after_s=SILENCE_S)
-            store = lap.daemon._cells.store
+            store = lap.daemon._held.store
             store.put(HERE, cells_of(HERE))
             await desk.report_line(hold(1, HERE))
             assert (await desk.hear(KvHeld)).held == [True]

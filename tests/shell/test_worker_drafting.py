@@ -57,7 +57,7 @@ class Worker:
         open_home(config)
         self.place = Workspace(
             cache=LayerCache(home / "layers"),
-            cells=KvStore(home / "cells"),
+            kv=KvStore(home / "cells"),
             run=config.run,
             usage=home / "usage",
             build="b",

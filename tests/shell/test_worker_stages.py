@@ -71,7 +71,7 @@ class Worker:
         self.processes = processes
         self.place = Workspace(
             cache=LayerCache(home / "layers"),
-            cells=KvStore(home / "cells"),
+            kv=KvStore(home / "cells"),
             run=config.run,
             usage=home / "v",
             build="b",

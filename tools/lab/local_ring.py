@@ -200,7 +200,7 @@ class LocalRing:
             )
             place = Workspace(
                 cache=LayerCache(self._folder / name),
-                cells=KvStore(self._folder / "cells"),
+                kv=KvStore(self._folder / "cells"),
                 run=run,
                 usage=self._folder / "usage",
                 build=build_id(),

@@ -352,7 +352,7 @@ class WorkerLink:
             link.target == self.name and link.source in asked
         )
 
-    async def hold_cells(
+    async def hold_blocks(
         self,
         blocks: Sequence[KvBlock],
         layers: LayerRuns,

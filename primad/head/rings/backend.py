@@ -82,14 +82,14 @@ class Preparing(Protocol):
         """Like ``api.backend.Backend.prepare``."""
 
 
-class PromptCells(Protocol):
+class FindsBlocks(Protocol):
     """Finds KV cache of prompts."""
 
     def __call__(self, prompt: Sequence[int], owner: str) -> Awaitable[tuple[str, list[KvBlock]]]:
         """The root of the KV cache for ``prompt`` of ``owner``, and the existing blocks."""
 
 
-async def _no_cells(prompt: Sequence[int], owner: str) -> tuple[str, list[KvBlock]]:
+async def _no_blocks(prompt: Sequence[int], owner: str) -> tuple[str, list[KvBlock]]:
     return "", []
 
 
@@ -127,19 +127,19 @@ class _Open:
             if block.before == (self.chain[-1].key if self.chain else ""):
                 self.chain.append(block)
 
-    def to_go_on(self, cells: GoOn) -> Generate:
-        """The request for a ring that has not seen it yet, but holds ``cells``."""
-        self.chain = list(cells.blocks.get(self.generate.request, ()))
+    def to_go_on(self, go_on: GoOn) -> Generate:
+        """The request for a ring that has not seen it yet, but holds the blocks of ``go_on``."""
+        self.chain = list(go_on.blocks.get(self.generate.request, ()))
         if not self.computed:
-            self.chunks = cells.chunks
+            self.chunks = go_on.chunks
         there = max(len(self.generate.prompt), self.chain[-1].end if self.chain else 0)
         return msgspec.structs.replace(
             self.generate,
             sampled=list(self.sampled),
             sampling=msgspec.structs.replace(self.generate.sampling, mirostat_mu=self.mirostat_mu),
-            root=cells.root(self.generate.owner),
+            root=go_on.root(self.generate.owner),
             blocks=list(self.chain),
-            replays_rows=cells.max_rows is None or self.computed - there <= cells.max_rows,
+            replays_rows=go_on.max_rows is None or self.computed - there <= go_on.max_rows,
             chunks=self.chunks,
         )
 
@@ -210,7 +210,7 @@ class RingBackend:
         self._requests = count(1)
         self._open: dict[int, _Open] = {}
         self._unsent: list[Generate] = []
-        self.find_cells: PromptCells = _no_cells
+        self.find_blocks: FindsBlocks = _no_blocks
         self.around: Callable[[], dict[str, Any]] = dict
         """The rest of the status, also without a ring."""
         self.created = int(time.time())
@@ -275,13 +275,13 @@ class RingBackend:
         send: SendCommands,
         status: StatusOf,
         detail: str,
-        cells: GoOn = GoOn(root=lambda _: "", blocks={}, max_rows=None),
+        go_on: GoOn = GoOn(root=lambda _: "", blocks={}, max_rows=None),
     ) -> None:
         """Ring ``epoch`` serves from now on: every open generation resumes there, in the order of their requests.
 
         One whose prompt does not fit the new context ends with an error.
         """
-        self._served, self._ring, self._detail = served, _Ring(epoch, send, status, cells.chunks), detail
+        self._served, self._ring, self._detail = served, _Ring(epoch, send, status, go_on.chunks), detail
         self._holding = False
         self._handing_over = False
         self._rest()
@@ -290,7 +290,7 @@ class RingBackend:
             if len(generation.generate.prompt) >= served.context_tokens:
                 generation.fail(f"the prompt exceeds the available context size, which is now {served.context_tokens}")
             elif request in self._open and not generation.ended:  # a client may leave while the others are sent
-                await send(generation.to_go_on(cells))
+                await send(generation.to_go_on(go_on))
 
     def hand_over(self) -> None:
         """The serving ring finishes its steps; it gets no new generations, the next one does."""
@@ -380,7 +380,7 @@ class RingBackend:
             raise PromptTooLongError(len(prompt), self._served.context_tokens, "prompt")
         with self._places.held(owner):
             ring = self._ring
-            root, blocks = await self.find_cells(prompt, owner)
+            root, blocks = await self.find_blocks(prompt, owner)
             request = next(self._requests)
             generate = Generate(
                 request=request,

@@ -21,7 +21,7 @@ import msgspec
 
 from halda import DeviceProfile, Plan
 from primad.api.http.status import CopyStatus, KvStatus
-from primad.daemon.cells import HeldCells
+from primad.daemon.kv_blocks import HeldBlocks
 from primad.daemon.node import Node
 from primad.daemon.reporter import Reporter
 from primad.errors import ClusterError
@@ -98,7 +98,7 @@ class _Copy:
 class KvBackup:
     """All blocks of this head. ``run`` it next to the rings."""
 
-    def __init__(self, node: Node, service: Service, devices: Devices, held: HeldCells, reporter: Reporter) -> None:
+    def __init__(self, node: Node, service: Service, devices: Devices, held: HeldBlocks, reporter: Reporter) -> None:
         self._node, self._service, self._devices = node, service, devices
         self._held, self._reporter = held, reporter
         self._head = node.config.name
@@ -230,7 +230,7 @@ class KvBackup:
             return await self._held.hold(blocks, layers, sources, timeout_s, verify=verify)
         try:
             worker = self._devices.workers[device]
-            return await worker.hold_cells(blocks, layers, sources, timeout_s, verify=verify)
+            return await worker.hold_blocks(blocks, layers, sources, timeout_s, verify=verify)
         except (KeyError, ClusterError) as exc:
             logger.info("%s holds no requested KV cache: %s", device, exc)
             return [False] * len(blocks)

@@ -376,15 +376,15 @@ class HeadRing:
                 self._inputs.listener.deliver(self.epoch, event)
             case Loading(done):
                 self._inputs.reporter.progress(self.plan.head, "load", done, windows)
-            case Opened(address, key, keeps, cells):
-                self._inputs.node.workspace.cells.expect(cells)
+            case Opened(address, key, keeps, shapes):
+                self._inputs.node.workspace.kv.expect(shapes)
                 self._own_keeps = keeps
                 resolve(self._own, (address, key))
             case RequestDrafts(task):
                 if self._remote_drafter is not None:
                     self._remote_drafter.ask(task)
             case KvKept() | KvForgotten():
-                self._inputs.listener.cells(self.epoch, event)
+                self._inputs.listener.kv_changed(self.epoch, event)
             case Serving():
                 resolve(self._serving, None)
             case Drained():

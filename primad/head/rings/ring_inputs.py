@@ -30,7 +30,7 @@ class RingListener(Protocol):
     def deliver(self, epoch: int, event: GenerationEvent) -> None:
         """An event of a generation, and its epoch."""
 
-    def cells(self, epoch: int, event: KvKept | KvForgotten) -> None:
+    def kv_changed(self, epoch: int, event: KvKept | KvForgotten) -> None:
         """Ring ``epoch`` keeps KV blocks, or does not need them any more."""
 
     def progressed(self, epoch: int, device: str, stage: LoadStage, share: float) -> None:

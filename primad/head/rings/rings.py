@@ -249,7 +249,7 @@ class Rings:
             self._precompute(epoch)
             self._core.post(types.DevicesCorrected(frozenset(changed)))
 
-    def cells(self, epoch: int, event: KvKept | KvForgotten) -> None:
+    def kv_changed(self, epoch: int, event: KvKept | KvForgotten) -> None:
         """Ring ``epoch`` keeps KV blocks, or does not need them any more."""
         if isinstance(event, KvKept):
             self._kv.kept(epoch, event.blocks, self._backend.kept(epoch, event))
@@ -339,13 +339,13 @@ class Rings:
             blocks = {}  # the cache has other contents then
         blocks = {request: blocks.get(request, []) for request in self._backend.chains()}  # some ended meanwhile
         self._kv.serve(ring, await ring.sources(), epoch, forecast, blocks)
-        cells = GoOn(
+        go_on = GoOn(
             root=self._kv.root, blocks=blocks, max_rows=self._kv.max_rows(forecast), chunks=self._kv.chunks(forecast)
         )
         self._kv.went_on(*self._backend.rows_again(blocks))
         detail = f"serving with {show_count(len(ring.plan.devices), 'device')}"
         served = await self._served(forecast)
-        await self._backend.attach(served, epoch, ring.send, self._status_of(ring), detail, cells)
+        await self._backend.attach(served, epoch, ring.send, self._status_of(ring), detail, go_on)
         if instead is not None:
             self._tasks.start(self._abandon(instead))
         for name in frozenset(ring.plan.devices) - {ring.plan.head} - self._device_limits.unpaused(ring.plan.devices):

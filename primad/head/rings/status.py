@@ -173,8 +173,8 @@ def attention_line(forecast: Forecast) -> str:
     if not forecast.is_exact or forecast.plan.uses_gpu or forecast.plan.prefill_offload:
         return ""
     has_windows = forecast.question is not None and forecast.question.model.has_windows
-    cells = " --swa-full" if has_windows and not forecast.small_windows else ""
-    return f"output equals llama.cpp's with --flash-attn {'on' if forecast.flash else 'off'}{cells}"
+    swa = " --swa-full" if has_windows and not forecast.small_windows else ""
+    return f"output equals llama.cpp's with --flash-attn {'on' if forecast.flash else 'off'}{swa}"
 
 
 def chains_line(forecast: Forecast, keep_rows: int | None) -> str:

@@ -140,7 +140,7 @@ class RawCompletion:
 
     def end(self, finish: str, stopped_by: str | None, now_s: float) -> CompletionEnd:
         """The last event."""
-        cells = self.clock.prompt_tokens + self.clock.predicted
+        total = self.clock.prompt_tokens + self.clock.predicted
         return CompletionEnd(
             index=self.choice.index,
             content="",
@@ -148,11 +148,11 @@ class RawCompletion:
             model=self.model,
             tokens_predicted=self.clock.predicted,
             tokens_evaluated=self.clock.prompt_tokens,
-            tokens_cached=cells,
+            tokens_cached=total,
             generation_settings=self.settings,
             prompt=self.prompt,
             has_new_line=self.has_new_line,
-            truncated=finish == "length" and cells >= self.served.context_tokens,
+            truncated=finish == "length" and total >= self.served.context_tokens,
             stop_type="limit" if finish == "length" else "eos" if stopped_by is None else "word",
             stopping_word=stopped_by or "",
             timings=self.clock.timings(now_s),

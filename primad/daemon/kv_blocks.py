@@ -1,4 +1,4 @@
-"""The KV cells that this device holds for a head: those of its own windows, and copies of another device's."""
+"""The KV blocks that this device holds for a head: those of its own windows, and copies of another device's."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MAX_HELD: Final = 1 << 18
 """Blocks: of 256 answers of 100,000 tokens, 100 tokens each."""
 
 
-class HeldCells:
+class HeldBlocks:
     """Blocks that somebody needs. Where the owner has a cache, others stay until there is no room for them."""
 
     def __init__(self, node: Node, context: zmq.asyncio.Context) -> None:
-        self.store = node.workspace.cells
+        self.store = node.workspace.kv
         self._held: set[str] = set()
         self._evict_at_s = 0.0
         self._fetcher = CellsFetcher(
