@@ -36,7 +36,6 @@ def test_a_neighbour_says_how_often_it_took_memory() -> None:
     group = Anywhere()
     with Neighbour(group, 1_000_000) as other:  # type: ignore[arg-type]
         assert group.pids
-        assert other.own_bytes > 1_000_000
         assert other.end() >= 0
 
 

@@ -72,6 +72,11 @@ class LimitRow(Row):
         """Whether they are those of plain llama.cpp, for a table."""
         return "same" if self.same_tokens else "DIFFERENT"
 
+    def failures(self) -> Sequence[str]:
+        held = {"tokens are plain llama.cpp's": self.same_tokens, "nobody is killed": not self.oom_kills}
+        held["nothing is swapped"] = not self.swap_bytes
+        return [f"{self.model} at {self.limit_share:g}: not so: {what}" for what, holds in held.items() if not holds]
+
     @classmethod
     def figures(cls, rows: Sequence[LimitRow]) -> Iterator[Figure]:
         for row in rows:

@@ -21,7 +21,7 @@ import psutil
 from msgspec.structs import replace as replace_fields
 
 from halda import DeviceProfile, Infeasible, ModelProfile, Plan, Solution, Workload, solve
-from primad.engine.protocol import GREEDY, KvType
+from primad.engine.protocol import GREEDY
 from primad.engine.streaming.pages import FileRange, Pages
 from primad.planning.question import default_workload
 from primad.ring.messages import Sampled, Status
@@ -93,13 +93,10 @@ def plan_single_device(
     device: DeviceProfile,
     model: ModelProfile,
     context: int,
-    *,
-    kv_type: KvType = "f16",
-    prompt_tokens: int | None = None,
 ) -> tuple[Solution, Workload]:
     """The solver's plan for one device, with as many rows a step as its memory allows. Raises ``Infeasible``."""
     for rows in ROWS:
-        workload = default_workload(context, rows, kv_type, prompt_tokens=prompt_tokens)
+        workload = default_workload(context, rows, "f16")
         try:
             return solve([device], [], model, workload), workload
         except Infeasible:

@@ -12,7 +12,6 @@ import select
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -25,15 +24,11 @@ END_S = 180.0
 
 
 class Neighbour:
-    """The program in ``group``, taking at most ``max_bytes``; it ends with the block at the latest.
-
-    ``own_bytes`` is what it holds of memory that belongs to no file while it has taken none.
-    """
+    """The program in ``group``, taking at most ``max_bytes``; it ends with the block at the latest."""
 
     def __init__(self, group: LimitedGroup, max_bytes: int) -> None:
         self._group = group
         self.max_bytes = max_bytes
-        self.own_bytes = 0
         self._process: subprocess.Popen[str]
 
     def __enter__(self) -> Self:
@@ -44,7 +39,6 @@ class Neighbour:
             assert self._process.stdout is not None
             if self._process.stdout.readline() != "ready\n":
                 raise RuntimeError(f"the neighbour ended with code {self._process.wait(10)}")
-            self.own_bytes = _anonymous_bytes(self._process.pid)
         except BaseException:
             self._kill()
             raise
@@ -66,12 +60,6 @@ class Neighbour:
         self._process.kill()
         with self._process, suppress(BrokenPipeError):
             pass  # closes its pipes and waits for it
-
-
-def _anonymous_bytes(pid: int) -> int:
-    """Memory of a process that belongs to no file."""
-    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:"))
 
 
 def main() -> None:

@@ -24,7 +24,6 @@ import numpy as np
 import psutil
 from llama_cpp._ggml import libggml
 
-KV_TYPES = {"f16": llama.GGML_TYPE_F16, "q8_0": llama.GGML_TYPE_Q8_0, "q4_0": llama.GGML_TYPE_Q4_0}
 SEQUENCE = 0
 
 
@@ -52,7 +51,6 @@ class Plain:
         extra_buffers: bool,
         context: int,
         rows: int,
-        kv_type: str,
         sequences: int,
         library: str,
         servers: Sequence[str],
@@ -73,9 +71,6 @@ class Plain:
         params.n_threads = params.n_threads_batch = threads
         params.n_seq_max, params.kv_unified = sequences, True
         params.no_perf = True
-        params.type_k = params.type_v = KV_TYPES[kv_type]
-        if kv_type != "f16":  # llama.cpp quantises values only for it
-            params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
         self.context = llama.llama_init_from_model(self.model, params)
         self.memory = llama.llama_get_memory(self.context)
         self.vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self.model))
