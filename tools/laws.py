@@ -67,7 +67,8 @@ _GENERATED: Final = dict.fromkeys(
 )
 _CELLS: Final = {"cells": "KV blocks, KV cache"}
 ROOM_WORDS: Final = {
-    **dict.fromkeys(("primad/api/", "primad/head/"), _GENERATED | _CELLS),
+    "primad/api/": _GENERATED | _CELLS,
+    "primad/head/": _GENERATED | _CELLS | dict.fromkeys(("row", "rows"), "token, tokens"),
     **dict.fromkeys(("primad/cli/", "primad/daemon/", "primad/settings/", "primad/worker/"), _CELLS),
     "primad/ring/": _GENERATED,
 }

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MAX_NAME_CHARS: Final = 512
 """The longest model name that a client may send."""
-MAX_BACKUP_ROWS: Final = 4096
+MAX_BACKUP_TOKENS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +295,7 @@ def _serve_options(
 
 def _backup(text: str) -> int | None:
     """Tokens per block, 0 for off and None for auto."""
-    return 0 if text == "off" else parse_count(text, MAX_BACKUP_ROWS, "--kv-backup")
+    return 0 if text == "off" else parse_count(text, MAX_BACKUP_TOKENS, "--kv-backup")
 
 
 def _aliases(text: str) -> tuple[str, ...]:

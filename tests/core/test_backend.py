@@ -741,10 +741,10 @@ def test_the_next_ring_gets_the_blocks_that_it_holds_and_the_chain_goes_on_from_
         backend.kept(1, KvKept(request=1, blocks=blocks[1:]))
         backend.kept(7, KvKept(request=1, blocks=chain(2, root="that of another ring")))
         assert backend.chains() == {1: blocks}
-        assert backend.rows_again({1: blocks[:2]}) == (4, 3)
+        assert backend.tokens_again({1: blocks[:2]}) == (4, 3)
         backend.hold("lost")
         ring = FakeRing(2)
-        held = GoOn(root=lambda owner: f"root of {owner!r}", blocks={1: blocks[:2]}, max_rows=3)
+        held = GoOn(root=lambda owner: f"root of {owner!r}", blocks={1: blocks[:2]}, max_replayed=3)
         await backend.attach(SERVED, 2, ring.send, ring.status, "serving 2", held)
         (sent,) = ring.generates
         assert (sent.root, sent.blocks, sent.replays_rows) == ("root of ''", blocks[:2], True)
@@ -769,7 +769,7 @@ def test_rows_are_computed_one_by_one_as_long_as_they_are_not_too_many(maximum, 
             backend.deliver(1, sampled(1, token))
         ring = FakeRing(2)
         await backend.attach(
-            SERVED, 2, ring.send, ring.status, "", GoOn(root=lambda _: "", blocks={}, max_rows=maximum)
+            SERVED, 2, ring.send, ring.status, "", GoOn(root=lambda _: "", blocks={}, max_replayed=maximum)
         )
         assert ring.generates[0].replays_rows == by_rows
         await reader.cancel()
@@ -784,7 +784,7 @@ def test_an_answer_that_was_begun_keeps_its_chunks_and_the_others_have_those_of_
         readers = list[Reader]()
         for epoch, size in enumerate(sizes, 1):
             ring = FakeRing(epoch)
-            cells = GoOn(root=lambda _: "", blocks={}, max_rows=None, chunks=size)
+            cells = GoOn(root=lambda _: "", blocks={}, max_replayed=None, chunks=size)
             await backend.attach(SERVED, epoch, ring.send, ring.status, "", cells)
             sent.append([(each.request, each.chunks) for each in ring.generates])
             readers.append(Reader(ask(backend, epoch)))

@@ -37,7 +37,12 @@ def test_a_name_made_of_an_old_word_is_named_with_its_line_and_the_new_word(tmp_
 
 
 @pytest.mark.parametrize(
-    ("text", "rooms"), [("def answered(): ...", ["api", "head", "ring"]), ("cells = 1", ["api", "daemon", "head"])]
+    ("text", "rooms"),
+    [
+        ("def answered(): ...", ["api", "head", "ring"]),
+        ("cells = 1", ["api", "daemon", "head"]),
+        ("rows = 1", ["head"]),
+    ],
 )
 def test_some_words_are_refused_in_some_rooms(tmp_path: Path, text: str, rooms: list[str]) -> None:
     for room in ("api", "daemon", "engine", "head", "ring"):

@@ -325,7 +325,7 @@ def test_prompts_are_computed_in_the_chunks_that_the_plan_reckons_with(lab, larg
             )
         here.start()
         ring = await here.serves()
-        assert ring.inputs.rows == (larger or 16)
+        assert ring.inputs.step_tokens == (larger or 16)
 
     run(lab, test)
 

@@ -105,7 +105,7 @@ def test_the_head_passes_on_threads_ends_and_what_is_on_its_gpu_and_tells_once_t
                     run=RunConfig(chunk_rows=16, extra_buffers="off"),
                     rope=AS_IN_THE_MODEL,
                     step_timeout_s=5.0,
-                    keep_rows=lambda has_cache: None,
+                    block_tokens=lambda has_cache: None,
                 ),
                 workload=default_workload(64, 16, "f16"),
             ),

@@ -16,7 +16,7 @@ from primad.network.own_places import own_hosts
 from primad.planning.run_config import DEFAULT_RUN, RunConfig
 from primad.settings.config import LOOPBACK, Config, join_address
 
-KEEP_ROWS: Final = 16
+BLOCK_TOKENS: Final = 16
 """The most tokens lost with a device, besides those on their way to its replica."""
 
 
@@ -32,7 +32,7 @@ class ServeOptions:
     web pages of ``cors_origins``. ``embedding`` is a model file for embeddings. With ``api_key`` or ``api_key_file``
     clients need a key. ``draft`` is the file of the draft model, if there is one (``auto``: one on this device). A
     request that has not begun after ``max_wait_s`` is refused (None: no limit). KV cache is replicated every
-    ``kv_backup`` tokens (None: every ``KEEP_ROWS`` if links carry it; 0: not). Prompts of all API keys share their
+    ``kv_backup`` tokens (None: every ``BLOCK_TOKENS`` if links carry it; 0: not). Prompts of all API keys share their
     cache with ``share_prefixes``. Lost tokens are recomputed one by one if that takes at most ``exact_replay_s``.
     ``rope`` overrides RoPE, ``lora`` are adapters of the model, with their scales.
     """
@@ -63,14 +63,14 @@ class ServeOptions:
     rope: Rope = AS_IN_THE_MODEL
     lora: tuple[tuple[Path, float], ...] = ()
 
-    def keep_rows(self, *, has_cache: bool) -> int | None:
+    def block_tokens(self, *, has_cache: bool) -> int | None:
         """The number of tokens per saved KV block; None: nothing is saved.
 
         A head that serves alone has no replicas, and saves blocks only for a cache.
         """
         if not has_cache and (self.single_device or self.kv_backup == 0):
             return None
-        return self.kv_backup or KEEP_ROWS
+        return self.kv_backup or BLOCK_TOKENS
 
     @property
     def url(self) -> str:

@@ -60,13 +60,13 @@ StatusOf = Callable[[], Awaitable[dict[str, Any]]]
 class GoOn:
     """The state of the requests that a ring resumes: the ``blocks`` of KV cache that all its devices hold, by request.
 
-    ``root`` names, by owner, whose cache it is; empty without a cache. At most ``max_rows`` tokens of a request are
+    ``root`` names, by owner, whose cache it is; empty without a cache. At most ``max_replayed`` tokens of a request are
     recomputed one by one. It cuts new prompts into ``chunks``.
     """
 
     root: Callable[[str], str]
     blocks: Mapping[int, Sequence[KvBlock]]
-    max_rows: int | None
+    max_replayed: int | None
     chunks: ChunkSize | None = None
 
 
@@ -139,7 +139,7 @@ class _Open:
             sampling=msgspec.structs.replace(self.generate.sampling, mirostat_mu=self.mirostat_mu),
             root=go_on.root(self.generate.owner),
             blocks=list(self.chain),
-            replays_rows=go_on.max_rows is None or self.computed - there <= go_on.max_rows,
+            replays_rows=go_on.max_replayed is None or self.computed - there <= go_on.max_replayed,
             chunks=self.chunks,
         )
 
@@ -258,7 +258,7 @@ class RingBackend:
         """The blocks of every open generation that has some."""
         return {request: list(each.chain) for request, each in self._open.items() if each.chain and not each.ended}
 
-    def rows_again(self, blocks: Mapping[int, Sequence[KvBlock]]) -> tuple[int, int]:
+    def tokens_again(self, blocks: Mapping[int, Sequence[KvBlock]]) -> tuple[int, int]:
         """For all open generations, how many tokens are in ``blocks`` and how many computed ones are not."""
         there = again = 0
         for request, generation in self._open.items():
@@ -275,7 +275,7 @@ class RingBackend:
         send: SendCommands,
         status: StatusOf,
         detail: str,
-        go_on: GoOn = GoOn(root=lambda _: "", blocks={}, max_rows=None),
+        go_on: GoOn = GoOn(root=lambda _: "", blocks={}, max_replayed=None),
     ) -> None:
         """Ring ``epoch`` serves from now on: every open generation resumes there, in the order of their requests.
 

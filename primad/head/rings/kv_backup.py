@@ -48,7 +48,7 @@ MAX_COPIED: Final = 1024
 MAX_TRIES: Final = 20
 """A block that its device fails to deliver this often is gone there."""
 MIN_RESTORE_S: Final = 2.0
-WAITED_A_ROW_S: Final = 0.005
+WAITED_A_TOKEN_S: Final = 0.005
 """Half of the time to recompute a token if that is quick."""
 MAX_RESTORE_S: Final = 30.0
 """The longest that a request waits before missing blocks are recomputed."""
@@ -115,7 +115,7 @@ class KvBackup:
         self._layers: dict[str, Layers] = {}
         self._sources: dict[str, list[Contact]] = {}
         self._chunking: Chunking | None = None
-        self._prompt_row_s = 0.0
+        self._prompt_token_s = 0.0
         """The predicted time per prompt token."""
         self._roots: dict[str, str] = {}
         self._computed: tuple[object, ...] = True, 0
@@ -290,10 +290,10 @@ class KvBackup:
     def _patience_s(self, plan: Plan, blocks: Sequence[KvBlock]) -> float:
         """Twice the time of the slowest link for the device with most data, and longer if more would be recomputed
         otherwise, within bounds."""
-        rows = sum(block.end - block.start for block in blocks)
+        tokens = sum(block.end - block.start for block in blocks)
         rates = [link.bytes_per_s for link in self._devices.book.between(plan.devices)]
         maximum = max(self._token_bytes(plan).values())
-        return min(MAX_RESTORE_S, MIN_RESTORE_S + rows * (WAITED_A_ROW_S + 2 * maximum / min(rates, default=1e9)))
+        return min(MAX_RESTORE_S, MIN_RESTORE_S + tokens * (WAITED_A_TOKEN_S + 2 * maximum / min(rates, default=1e9)))
 
     def serve(
         self,
@@ -308,27 +308,27 @@ class KvBackup:
         self._epoch, self._keeps, self._sources = epoch, ring.keeps, sources
         turning = forecast.context_tokens if turns_by_context(self._service.model.header) else 0
         computed: tuple[object, ...] = forecast.flash, turning
-        if forecast.small_windows:  # their cells are added up in an order that depends on the rows of a step
-            computed = *computed, "small windows", self._rows_of(forecast)
+        if forecast.small_windows:  # their cells are added up in an order that depends on the tokens of a step
+            computed = *computed, "small windows", self._step_tokens(forecast)
         if self._computed != computed:
             self._computed = computed
             self._roots.clear()
         self._layers = {name: _layers(ring.plan, name) for name in ring.plan.devices}
         has_cache = self._node.config.kv_cache is not None
-        if not ring.keeps and self._service.options.keep_rows(has_cache=has_cache) is not None:
+        if not ring.keeps and self._service.options.block_tokens(has_cache=has_cache) is not None:
             self._report_once(
                 "the KV cache is not saved, as not every device can; after a loss requests are recomputed whole"
             )
         needed = {block.key: block for chain in blocks.values() for block in chain}
         self._chunking = self._chunking_of(forecast) if ring.keeps else None
         if (predicted := forecast.prediction) is not None:
-            self._prompt_row_s = predicted.prefill_chunk_s / predicted.chunk_rows
+            self._prompt_token_s = predicted.prefill_chunk_s / predicted.chunk_rows
         self._copies = self._new_copies(ring, forecast) if ring.keeps else []
         self._drop([key for key in self._blocks if key not in needed])
         self._need(needed.values(), 0)  # new replicas are told with what this ring keeps: resuming has priority
 
-    def _rows_of(self, forecast: Forecast) -> int:
-        """The most rows of a step."""
+    def _step_tokens(self, forecast: Forecast) -> int:
+        """The most tokens of a step."""
         predicted = forecast.prediction
         return self._service.options.run.chunk_rows if predicted is None else predicted.step_rows
 
@@ -408,7 +408,7 @@ class KvBackup:
 
     async def _found(self, blocks: Sequence[KvBlock]) -> list[KvBlock]:
         """Those that every device has, or gets sooner than they are computed."""
-        patience_s = max(MIN_FIND_S, self._prompt_row_s * sum(block.end - block.start for block in blocks))
+        patience_s = max(MIN_FIND_S, self._prompt_token_s * sum(block.end - block.start for block in blocks))
         devices = [(name, layers, self._sources.get(name, [])) for name, layers in self._layers.items()]
         try:
             replies = await asyncio.gather(
@@ -430,22 +430,22 @@ class KvBackup:
 
     def chunks(self, forecast: Forecast) -> ChunkSize:
         """The size of chunks of new prompts."""
-        rows = self._service.options.run.chunk_rows if forecast.prediction is None else forecast.prediction.chunk_rows
-        return ChunkSize(rows=rows, minimum=min_rows(forecast.plan, rows))
+        tokens = self._service.options.run.chunk_rows if forecast.prediction is None else forecast.prediction.chunk_rows
+        return ChunkSize(rows=tokens, minimum=min_rows(forecast.plan, tokens))
 
-    def max_rows(self, forecast: Forecast) -> int | None:
+    def max_replayed(self, forecast: Forecast) -> int | None:
         """How many tokens of a request are recomputed one by one; None: all, since output must be exact."""
         if self._service.options.run.batching == "exact":
             return None
-        rows_per_s = _tokens_per_s(forecast) * forecast.batching.replays
-        return int(self._service.options.exact_replay_s * rows_per_s)
+        per_s = _tokens_per_s(forecast) * forecast.batching.replays
+        return int(self._service.options.exact_replay_s * per_s)
 
     # ---- figures -------------------------------------------------------------------------------------------------------
 
-    def went_on(self, restored_tokens: int, again_rows: int) -> None:
+    def went_on(self, restored_tokens: int, again_tokens: int) -> None:
         """The amounts restored and recomputed for requests that this ring resumes from another one."""
         self._restored_tokens += restored_tokens
-        self._again += again_rows
+        self._again += again_tokens
 
     def status(self) -> KvStatus | None:
         """The state of replication; None without it."""
@@ -456,8 +456,8 @@ class KvBackup:
                 CopyStatus(device=copy.kept.device, replica=copy.kept.replica, why=copy.kept.why)
                 for copy in self._copies
             ],
-            replicated_bytes=sum(self._rows(copy.held) * copy.kept.token_bytes for copy in self._copies),
-            lag_tokens=max((self._rows(copy.pending) for copy in self._copies), default=0),
+            replicated_bytes=sum(self._tokens(copy.held) * copy.kept.token_bytes for copy in self._copies),
+            lag_tokens=max((self._tokens(copy.pending) for copy in self._copies), default=0),
             restores=self._restores,
             restored_tokens=self._restored_tokens,
             restore_s=self._restore_s,
@@ -465,7 +465,7 @@ class KvBackup:
             found_tokens=self._found_tokens,
         )
 
-    def _rows(self, keys: Iterable[str]) -> int:
+    def _tokens(self, keys: Iterable[str]) -> int:
         return sum(block.end - block.start for key in keys if (block := self._blocks.get(key)) is not None)
 
     def _token_bytes(self, plan: Plan) -> dict[str, int]:

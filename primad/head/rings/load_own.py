@@ -41,11 +41,11 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -
         at_once=load.sequences
         if batching.rows > 1 or not plan.streaming
         else 1,  # every step reads streamed layers again
-        chunk_rows=inputs.chunk_rows,
-        min_rows=min_rows(plan, inputs.chunk_rows),
+        chunk_rows=inputs.chunk_tokens,
+        min_rows=min_rows(plan, inputs.chunk_tokens),
         batching=batching,
         pieces=inputs.forecast.pieces,
-        keep_rows=inputs.keep_rows,
+        keep_rows=inputs.block_tokens,
         states=load.states,
         drafting=inputs.drafting,
         draft=inputs.draft,

@@ -107,7 +107,7 @@ def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers:
         sources=[],
         context=inputs.forecast.context_tokens,
         sequences=inputs.forecast.sequences,
-        rows=inputs.rows,
+        rows=inputs.step_tokens,
         step_timeout_s=options.step_timeout_s,
         place=0,
         kv_type=options.run.kv_type,
@@ -116,7 +116,7 @@ def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers:
         states=checkpoints(inputs.forecast.sequences)
         if inputs.service.model.profile.is_recurrent or inputs.forecast.small_windows
         else 0,
-        keeps=inputs.keep_rows is not None,
+        keeps=inputs.block_tokens is not None,
         rope=options.rope,
         files=[] if ranged is None else list(ranged.files),
         origins=[] if ranged is None else ranged.origins_of(spec.layers for spec in specs),

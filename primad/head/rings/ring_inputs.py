@@ -84,14 +84,14 @@ class RingInputs:
     reporter: Reporter
 
     @property
-    def keep_rows(self) -> int | None:
+    def block_tokens(self) -> int | None:
         """The tokens per KV block; None: none are kept."""
-        return self.service.options.keep_rows(has_cache=self.node.config.kv_cache is not None)
+        return self.service.options.block_tokens(has_cache=self.node.config.kv_cache is not None)
 
     @property
     def drafting(self) -> Drafting | None:
         """How drafts are computed."""
-        return self.forecast.drafting_with(self.keep_rows)
+        return self.forecast.drafting_with(self.block_tokens)
 
     @property
     def draft(self) -> DraftModel | None:
@@ -106,13 +106,13 @@ class RingInputs:
         return replace(draft, context=min(draft.context, self.forecast.context_tokens), first=first)
 
     @property
-    def rows(self) -> int:
-        """Rows per step, as planned if the plan was solved."""
+    def step_tokens(self) -> int:
+        """Tokens per step, as planned if the plan was solved."""
         prediction = self.forecast.prediction
         return self.service.options.run.chunk_rows if prediction is None else prediction.step_rows
 
     @property
-    def chunk_rows(self) -> int:
+    def chunk_tokens(self) -> int:
         """Tokens per prompt chunk, likewise."""
         prediction = self.forecast.prediction
-        return self.rows if prediction is None else prediction.chunk_rows
+        return self.step_tokens if prediction is None else prediction.chunk_rows

@@ -340,9 +340,12 @@ class Rings:
         blocks = {request: blocks.get(request, []) for request in self._backend.chains()}  # some ended meanwhile
         self._kv.serve(ring, await ring.sources(), epoch, forecast, blocks)
         go_on = GoOn(
-            root=self._kv.root, blocks=blocks, max_rows=self._kv.max_rows(forecast), chunks=self._kv.chunks(forecast)
+            root=self._kv.root,
+            blocks=blocks,
+            max_replayed=self._kv.max_replayed(forecast),
+            chunks=self._kv.chunks(forecast),
         )
-        self._kv.went_on(*self._backend.rows_again(blocks))
+        self._kv.went_on(*self._backend.tokens_again(blocks))
         detail = f"serving with {show_count(len(ring.plan.devices), 'device')}"
         served = await self._served(forecast)
         await self._backend.attach(served, epoch, ring.send, self._status_of(ring), detail, go_on)
@@ -414,7 +417,7 @@ class Rings:
         for line in [*ring.describe(), *why]:
             self._reporter.report_line(line)
         options, has_cache = self._service.options, self._node.config.kv_cache is not None
-        if chains := chains_line(forecast, options.keep_rows(has_cache=has_cache)):
+        if chains := chains_line(forecast, options.block_tokens(has_cache=has_cache)):
             self._reporter.report_line(chains)
         draft = self._service.draft
         if draft is not None and forecast.drafting is not None and forecast.draft_device is None:

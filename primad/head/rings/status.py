@@ -177,13 +177,13 @@ def attention_line(forecast: Forecast) -> str:
     return f"output equals llama.cpp's with --flash-attn {'on' if forecast.flash else 'off'}{swa}"
 
 
-def chains_line(forecast: Forecast, keep_rows: int | None) -> str:
+def chains_line(forecast: Forecast, block_tokens: int | None) -> str:
     """The reason why drafts of a step are not a tree although they could be; empty otherwise."""
-    planned, drafting = forecast.drafting, forecast.drafting_with(keep_rows)
+    planned, drafting = forecast.drafting, forecast.drafting_with(block_tokens)
     if planned is None or drafting is None or planned.branches == drafting.branches:
         return ""
     asks = ["--sequences 1"] * (forecast.sequences > 1) + ["--kv-backup off without --kv-cache"] * (
-        keep_rows is not None
+        block_tokens is not None
     )
     return f"drafts are chains; trees, which may gain more, need {' and '.join(asks)}"
 
