@@ -57,8 +57,11 @@ async def attach(backend: RingBackend, epoch: int) -> FakeRing:
 
 
 def ask(backend: RingBackend, *prompt: int, tokens: int = 8, **options: Any) -> AsyncGenerator[GenerationEvent, None]:
+    may_expire = options.pop("may_expire", True)
     asked = {"max_tokens": tokens, "sampling": GREEDY, "logprobs": None} | options
-    return backend.generate(list(prompt or (1, 2)), **asked)
+    return backend.generate(
+        Generate(request=0, prompt=list(prompt or (1, 2)), sampled=[], **asked), may_expire=may_expire
+    )
 
 
 class Reader:
@@ -636,7 +639,7 @@ def test_one_that_may_not_expire_waits_on():
     async def once() -> None:
         backend = RingBackend(max_wait_s=0.0)
         ring = await attach(backend, 1)
-        more = backend.generate([1], max_tokens=8, sampling=GREEDY, logprobs=None, may_expire=False)
+        more = ask(backend, 1, may_expire=False)
         readers = [Reader(more), Reader(ask(backend))]
         await asyncio.wait([readers[1].task])
         assert isinstance(readers[1].task.exception(), RequestError)

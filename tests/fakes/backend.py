@@ -18,7 +18,7 @@ from primad.api.answering.backend import FillInTokens, Health, ModelSettings, Pr
 from primad.engine.protocol import biases_in
 from primad.head.model.text_messages import Failed, Prepare, PreparedRequest, RequestRefused
 from primad.head.model.text_process import prepared
-from primad.ring.messages import Finished, GenerationEvent, PromptProgress, Sampled, Sampling
+from primad.ring.messages import Finished, Generate, GenerationEvent, PromptProgress, Sampled, Sampling
 
 BOS, EOS, IM_START, IM_END = 256, 257, 258, 259
 SPECIAL = {"<s>": BOS, "</s>": EOS, "<|im_start|>": IM_START, "<|im_end|>": IM_END}
@@ -146,19 +146,9 @@ class FakeBackend:
     def model(self) -> ServedModel | None:
         return self.served
 
-    async def generate(
-        self,
-        prompt: list[int],
-        *,
-        max_tokens: int,
-        sampling: Sampling,
-        logprobs: int | None,
-        reuses: bool = True,
-        owner: str = "",
-        priority: int = 0,
-        may_expire: bool = True,
-        speculates: bool = True,
-    ) -> AsyncGenerator[GenerationEvent, None]:
+    async def generate(self, asked: Generate, *, may_expire: bool = True) -> AsyncGenerator[GenerationEvent, None]:
+        prompt, max_tokens, sampling, logprobs = asked.prompt, asked.max_tokens, asked.sampling, asked.logprobs
+        assert (asked.sampled, asked.blocks, asked.root) == ([], [], ""), "that is the backend's"
         assert self.state.taken, "asked while not serving"
         assert self.served is not None, "asked without a model"
         assert prompt, "the prompt is empty"
@@ -168,7 +158,17 @@ class FakeBackend:
         check_sampling(sampling, self.served.context_tokens)
         open_calls = sum(not call.closed.is_set() for call in self.calls)
         assert open_calls < self.served.sequences, "one request at a time: the last was not closed"
-        call = Call(list(prompt), max_tokens, sampling, logprobs, reuses, owner, priority, may_expire, speculates)
+        call = Call(
+            list(prompt),
+            max_tokens,
+            sampling,
+            logprobs,
+            asked.reuses,
+            asked.owner,
+            asked.priority,
+            may_expire,
+            asked.speculates,
+        )
         self.calls.append(call)
         try:
             async with aclosing(self._answer(call)) as events:

@@ -210,7 +210,8 @@ def test_more_than_some_seconds_of_rows_are_computed_in_chunks(lab, max_s, rows)
 async def asked(here: Lab, ring: FakeRing, owner: str, prompt: list[int] = PROMPT) -> Generate:
     """What ``ring`` is told of an answer to ``prompt`` for ``owner``, who leaves again."""
     before = len(ring.generates)
-    answer = here.backend.generate(prompt, max_tokens=9, sampling=GREEDY, logprobs=None, owner=owner)
+    asked = Generate(request=0, prompt=prompt, sampled=[], max_tokens=9, sampling=GREEDY, logprobs=None, owner=owner)
+    answer = here.backend.generate(asked)
     reading = asyncio.create_task(anext(answer))
     await here.rings.find(lambda each: each is ring and len(each.generates) > before)
     reading.cancel()

@@ -45,7 +45,7 @@ from primad.planning.corrections import MIN_TOKENS
 from primad.planning.forecast import Forecast
 from primad.planning.plan import PlanRequest
 from primad.planning.run_config import RunConfig
-from primad.ring.messages import DecodeStatus, Finished, Sampled, Status
+from primad.ring.messages import DecodeStatus, Finished, Generate, Sampled, Status
 from primad.settings.config import load_config, open_home
 from primad.settings.timings import HeadTimings, MembershipTimings, NetworkTimings, Timings
 from primad.system.memory import Memory
@@ -84,7 +84,9 @@ class Stream:
         self.task = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        answer = self._backend.generate([1, 2], max_tokens=50, sampling=GREEDY, logprobs=None)
+        answer = self._backend.generate(
+            Generate(request=0, prompt=[1, 2], sampled=[], max_tokens=50, sampling=GREEDY, logprobs=None)
+        )
         async for event in answer:
             if isinstance(event, Sampled):
                 self.tokens.append(event.token)

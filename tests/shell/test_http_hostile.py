@@ -9,9 +9,11 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from primad.api.app import create_app
 from primad.head.model.text_service import TextService
-from primad.ring.messages import GenerationEvent
+from primad.ring.messages import Generate, GenerationEvent
 from tests.fakes.backend import Call, FakeBackend, replies
 from tests.fakes.embeddings import FakeEmbeddings
 from tests.fakes.vocabulary import write_vocabulary
@@ -81,8 +83,9 @@ HOSTILE: list[tuple[str, Body]] = [
 class GradualBackend(FakeBackend):
     """Answers a token a turn of the loop, as a ring does, and believes the prompt."""
 
-    async def generate(self, prompt: list[int], **asked: Any) -> AsyncGenerator[GenerationEvent, None]:
-        async with aclosing(super().generate(prompt[-9:], **asked)) as events:
+    async def generate(self, asked: Generate, **how: Any) -> AsyncGenerator[GenerationEvent, None]:
+        short = msgspec.structs.replace(asked, prompt=asked.prompt[-9:])
+        async with aclosing(super().generate(short, **how)) as events:
             async for event in events:
                 await asyncio.sleep(0)
                 yield event

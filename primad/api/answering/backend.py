@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from primad.ring.messages import GenerationEvent, Sampling
+from primad.ring.messages import Generate, GenerationEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,24 +243,11 @@ class Backend(Protocol):
         Takes seconds at most; concurrent calls share one query.
         """
 
-    def generate(
-        self,
-        prompt: list[int],
-        *,
-        max_tokens: int,
-        sampling: Sampling,
-        logprobs: int | None,
-        reuses: bool = True,
-        owner: str = "",
-        priority: int = 0,
-        may_expire: bool = True,
-        speculates: bool = True,
-    ) -> AsyncGenerator[GenerationEvent, None]:
+    def generate(self, asked: Generate, *, may_expire: bool = True) -> AsyncGenerator[GenerationEvent, None]:
         """Any number of ``PromptProgress``, then of ``Sampled``, and finally exactly one ``Finished``.
 
-        ``prompt`` has 1 to ``context_tokens - 1`` tokens and ``max_tokens`` is at least 1; prompt and response together
-        fit the context. ``logprobs``, ``reuses``, ``owner``, ``priority`` and ``speculates`` are as in
-        ``ring.messages.Generate``. The backend chooses the request's number. A request that ``may_expire`` waits for
+        The prompt has 1 to ``context_tokens - 1`` tokens and ``max_tokens`` is at least 1; prompt and response together
+        fit the context. The backend chooses the request's number and its KV blocks. A request that ``may_expire`` waits for
         others at most as long as this server's owner allows. ``aclose()``, even while it waits, cancels the request in
         the ring and frees its sequence.
 

@@ -18,7 +18,7 @@ from primad.api.answering.job import Choice, FinishReason, Job
 from primad.api.answering.reading import CompletionReading
 from primad.api.answering.text import Placed, Released, Transcript
 from primad.errors import RequestError, RingError
-from primad.ring.messages import Finished, PromptProgress, Sampled
+from primad.ring.messages import Finished, Generate, PromptProgress, Sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +175,10 @@ async def write(
     last: Written | None = None
     cached, draft_counts = 0, NO_DRAFTS_COUNTED
     until_s: float | None = None
-    events = backend.generate(
-        choice.prompt,
+    asked = Generate(
+        request=0,
+        prompt=choice.prompt,
+        sampled=[],
         max_tokens=max(1, choice.max_tokens),
         sampling=choice.sampling,
         logprobs=job.logprobs,
@@ -184,8 +186,9 @@ async def write(
         owner=owner,
         priority=job.priority,
         speculates=job.speculates,
-        may_expire=choice.index == 0,  # one that waits behind others of its request is part of an answer that has begun
     )
+    # One that waits behind others of its request is part of a response that has begun.
+    events = backend.generate(asked, may_expire=choice.index == 0)
     async with aclosing(events):
         async for event in events:
             match event:

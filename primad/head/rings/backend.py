@@ -29,7 +29,6 @@ from primad.ring.messages import (
     PromptProgress,
     RingCommand,
     Sampled,
-    Sampling,
 )
 from primad.system.shares import Shares
 
@@ -357,19 +356,8 @@ class RingBackend:
             generation.kept(event.blocks)
         return len(generation.generate.prompt)
 
-    async def generate(
-        self,
-        prompt: list[int],
-        *,
-        max_tokens: int,
-        sampling: Sampling,
-        logprobs: int | None,
-        reuses: bool = True,
-        owner: str = "",
-        priority: int = 0,
-        may_expire: bool = True,
-        speculates: bool = True,
-    ) -> AsyncGenerator[GenerationEvent, None]:
+    async def generate(self, asked: Generate, *, may_expire: bool = True) -> AsyncGenerator[GenerationEvent, None]:
+        prompt, owner = asked.prompt, asked.owner
         if self._ring is None and not self._holding:
             raise RingError(f"the model cannot be served now: {self._detail}")
         if may_expire and not self._places.has_room(owner):
@@ -382,26 +370,18 @@ class RingBackend:
             ring = self._ring
             root, blocks = await self.find_blocks(prompt, owner)
             request = next(self._requests)
-            generate = Generate(
+            generate = msgspec.structs.replace(
+                asked,
                 request=request,
-                prompt=prompt,
-                max_tokens=max_tokens,
-                sampling=sampling,
-                sampled=[],
-                logprobs=logprobs,
-                reuses=reuses,
-                owner=owner,
-                priority=priority,
                 reports_begin=may_expire and self._max_wait_s is not None,
                 root=root,
                 blocks=blocks if ring is self._ring else [],
-                speculates=speculates,
             )
             generation = _Open(
                 generate=generate,
                 chain=list(generate.blocks),
                 chunks=None if self._ring is None else self._ring.chunks,
-                events=asyncio.Queue(MAX_UNREAD // (1 + (logprobs or 0)) + 1),
+                events=asyncio.Queue(MAX_UNREAD // (1 + (asked.logprobs or 0)) + 1),
             )
             self._open[request] = generation
             finished = False
