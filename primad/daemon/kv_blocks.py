@@ -12,9 +12,8 @@ import zmq.asyncio
 
 from primad.daemon.node import Node
 from primad.errors import DiskError
-from primad.kv.keys import KvBlock
-from primad.layers.cells import CellsFetcher, LayerRuns
-from primad.network.contacts import Contact
+from primad.layers.cells import CellsFetcher
+from primad.network.messages import KvHold
 
 logger = logging.getLogger(__name__)
 
@@ -39,23 +38,15 @@ class HeldBlocks:
             timings=node.timings.layers,
         )
 
-    async def hold(
-        self,
-        blocks: Sequence[KvBlock],
-        layers: LayerRuns,
-        sources: Sequence[Contact],
-        timeout_s: float,
-        *,
-        verify: bool = False,
-    ) -> list[bool]:
-        """Hold ``blocks`` from now on, and say of which all ``layers`` are here, ``timeout_s`` later at the latest."""
-        keys = [block.key for block in blocks]
+    async def hold(self, hold: KvHold) -> list[bool]:
+        """Hold the blocks of ``hold``, and say of which all layers are here, ``timeout_s`` later at the latest."""
+        keys = [block.key for block in hold.blocks]
         if len(self._held.union(keys)) > MAX_HELD:
             logger.warning("KV cells of %d more blocks are not held: %d are the most", len(keys), MAX_HELD)
             return [False] * len(keys)
         self._held.update(keys)
         self.store.lease("held", self._held)
-        held = await self._fetcher.hold(blocks, layers, sources, timeout_s, verify=verify)
+        held = await self._fetcher.hold(hold.blocks, hold.layers, hold.sources, hold.timeout_s, verify=hold.verify)
         gone = [key for key in keys if key not in self._held]
         if gone:  # forgotten while they were on their way
             await self._do(self.store.forget, gone)

@@ -455,7 +455,7 @@ class WorkerDaemon:
 
     async def _hold(self, hold: KvHold) -> None:
         async with self._turns:
-            held = await self._held.hold(hold.blocks, hold.layers, hold.sources, hold.timeout_s, verify=hold.verify)
+            held = await self._held.hold(hold)
         await self._notify(KvHeld(number=hold.number, held=held))
 
     async def _measure_links(self, targets: list[Contact]) -> None:

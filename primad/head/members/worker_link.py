@@ -20,8 +20,6 @@ from halda import DeviceProfile, LinkProfile
 from primad.errors import ClusterError
 from primad.head.members.core import DeviceLostError
 from primad.head.members.stage import MAX_REPEATS, MISSES, Stage, Unheard
-from primad.kv.keys import KvBlock
-from primad.layers.cells import LayerRuns
 from primad.membership import types
 from primad.membership.memory_recovery import lowered
 from primad.network.contacts import Contact
@@ -352,41 +350,21 @@ class WorkerLink:
             link.target == self.name and link.source in asked
         )
 
-    async def hold_blocks(
-        self,
-        blocks: Sequence[KvBlock],
-        layers: LayerRuns,
-        sources: Sequence[Contact],
-        timeout_s: float,
-        *,
-        verify: bool = False,
-    ) -> list[bool]:
-        """Have the worker hold ``layers`` of ``blocks`` from now on; returns those that it has after ``timeout_s`` at
-        the latest.
-
-        Raises ``ClusterError`` if it does not reply.
-        """
+    async def hold_blocks(self, hold: KvHold) -> list[bool]:
+        """Have the worker hold the blocks of ``hold``, whose number is chosen here; returns those that it has after
+        ``timeout_s`` at the latest. Raises ``ClusterError`` if it does not reply."""
         number = next(self._hold_numbers)
         reply: asyncio.Future[list[bool]] = asyncio.get_running_loop().create_future()
         self._holds[number] = reply
         try:
-            async with asyncio.timeout(timeout_s + HELD_S):
-                await self.end.send(
-                    KvHold(
-                        number=number,
-                        blocks=list(blocks),
-                        layers=list(layers),
-                        sources=list(sources),
-                        timeout_s=timeout_s,
-                        verify=verify,
-                    )
-                )
+            async with asyncio.timeout(hold.timeout_s + HELD_S):
+                await self.end.send(msgspec.structs.replace(hold, number=number))
                 held = await reply
         except TimeoutError as exc:
             raise ClusterError(f"{self.name} does not report which KV cache it holds") from exc
         finally:
             del self._holds[number]
-        if len(held) != len(blocks):
+        if len(held) != len(hold.blocks):
             raise ClusterError(f"{self.name} {'went away' if self._lost else 'reports other KV cache'}")
         return held
 

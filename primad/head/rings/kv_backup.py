@@ -31,7 +31,7 @@ from primad.head.members.devices import Devices
 from primad.head.model.service import Service
 from primad.kv.keys import KvBlock
 from primad.network.contacts import Contact
-from primad.network.messages import MAX_BLOCKS, KvForget
+from primad.network.messages import MAX_BLOCKS, KvForget, KvHold
 from primad.planning.batching import min_rows
 from primad.planning.forecast import Forecast
 from primad.planning.replicas import Kept, holders, replicas, token_bytes
@@ -226,11 +226,11 @@ class KvBackup:
         verify: bool,
     ) -> list[bool]:
         """Those of ``blocks`` that ``device`` has now; none if it does not reply."""
+        hold = KvHold(number=0, blocks=list(blocks), layers=layers, sources=sources, timeout_s=timeout_s, verify=verify)
         if device == self._head:
-            return await self._held.hold(blocks, layers, sources, timeout_s, verify=verify)
+            return await self._held.hold(hold)
         try:
-            worker = self._devices.workers[device]
-            return await worker.hold_blocks(blocks, layers, sources, timeout_s, verify=verify)
+            return await self._devices.workers[device].hold_blocks(hold)
         except (KeyError, ClusterError) as exc:
             logger.info("%s holds no requested KV cache: %s", device, exc)
             return [False] * len(blocks)
