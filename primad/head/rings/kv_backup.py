@@ -266,26 +266,24 @@ class KvBackup:
             return set()
         began_s = time.monotonic()
         sources, patience_s = await ring.sources(), self._patience_s(ring.plan, blocks)
-        held = await self._held_by_all(ring.plan, blocks, sources, patience_s, verify=verify)
+        devices = [(name, _layers(ring.plan, name), sources.get(name, [])) for name in ring.plan.devices]
+        held = await self._held_by_all(devices, blocks, patience_s, verify=verify)
         self._restore_s += time.monotonic() - began_s
-        return held
+        return {block.key for block in held}
 
     async def _held_by_all(
         self,
-        plan: Plan,
+        devices: Iterable[tuple[str, Layers, list[Contact]]],
         blocks: Sequence[KvBlock],
-        sources: Mapping[str, list[Contact]],
         timeout_s: float,
         *,
         verify: bool,
-    ) -> set[str]:
+    ) -> list[KvBlock]:
+        """Those of ``blocks`` that all ``devices`` have, or get from their sources in time, in their layers."""
         replies = await asyncio.gather(
-            *(
-                self._hold(name, blocks, _layers(plan, name), sources.get(name, []), timeout_s, verify=verify)
-                for name in plan.devices
-            )
+            *(self._hold(name, blocks, layers, of, timeout_s, verify=verify) for name, layers, of in devices)
         )
-        return {block.key for block, held in zip(blocks, zip(*replies, strict=True), strict=True) if all(held)}
+        return [block for block, held in zip(blocks, zip(*replies, strict=True), strict=True) if all(held)]
 
     def _patience_s(self, plan: Plan, blocks: Sequence[KvBlock]) -> float:
         """Twice the time of the slowest link for the device with most data, and longer if more would be recomputed
@@ -411,13 +409,10 @@ class KvBackup:
         patience_s = max(MIN_FIND_S, self._prompt_token_s * sum(block.end - block.start for block in blocks))
         devices = [(name, layers, self._sources.get(name, [])) for name, layers in self._layers.items()]
         try:
-            replies = await asyncio.gather(
-                *(self._hold(name, blocks, layers, of, patience_s, verify=True) for name, layers, of in devices)
-            )
+            held = await self._held_by_all(devices, blocks, patience_s, verify=True)
         except BaseException:
             self._drop([block.key for block in blocks if block.key not in self._blocks])
             raise
-        held = [block for block, each in zip(blocks, zip(*replies, strict=True), strict=True) if all(each)]
         found = [block for block, here in zip(blocks, held, strict=False) if block == here]
         self._lasting.update(block.key for block in blocks)
         self._drop([block.key for block in blocks[len(found) :] if block.key not in self._blocks])
