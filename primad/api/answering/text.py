@@ -4,7 +4,7 @@ A token is a run of bytes: a character may be split over several tokens, and so 
 tokens and returns text as soon as it is certain:
 
 * Bytes are decoded as UTF-8 incrementally; a character whose bytes are still coming waits. What can never become a
-  character is U+FFFD, exactly as decoding the whole answer at once would have it.
+  character is U+FFFD, exactly as decoding the whole text at once would have it.
 * The longest end of the text that could begin a stop string is held back. The stop string that is *completed* first
   ends the text (of several completed by the same character, the longest), so that the result does not depend on how
   the text was cut into tokens and no token is sampled in vain. The stop string itself is not part of the text.

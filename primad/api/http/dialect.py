@@ -26,7 +26,7 @@ COMPONENT: Final = "#/components/schemas/{}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One path of a dialect. ``asks``, ``answers`` and ``streamed`` name schemas for the OpenAPI document.
+    """One path of a dialect. ``asks``, ``responses`` and ``streamed`` name schemas for the OpenAPI document.
 
     ``stream_type`` is the media type of its streams, None without streams. Named events have no ``streamed``. If it
     ``picks``, a request may select fields of the response, and several prompts have a list of them.
@@ -44,7 +44,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """``error_body`` shapes refusals under ``prefixes``, as the schema ``error_name``; ``requests`` and ``answers`` are
+    """``error_body`` shapes refusals under ``prefixes``, as the schema ``error_name``; ``requests`` and ``responses`` are
     the types of its routes."""
 
     routes: Callable[[Endpoint], Sequence[Route]]

@@ -86,7 +86,7 @@ def prepared(task: Prepare, vocabulary: Vocabulary | None) -> PreparedRequest | 
         with _logged() as lines:
             made = msgspec.msgpack.encode(_preparation(task.what)(task.body, _asking(task, vocabulary)))
         if len(made) > MAX_MADE_BYTES:
-            raise RequestError(f"the answer would have {len(made)} bytes; ask for less at a time")
+            raise RequestError(f"the response would have {len(made)} bytes; ask for less at a time")
         return PreparedRequest(made=made, lines=lines)
     except PrimadError as exc:
         return RequestRefused.of(exc)
@@ -153,7 +153,7 @@ def _bound_memory(more_bytes: int) -> None:
 
 
 def main() -> None:
-    """Answer tasks until standard input ends."""
+    """Reply to tasks until standard input ends."""
     answer_tasks(msgspec.msgpack.Decoder(PrepareTask), _Process().reply)
 
 

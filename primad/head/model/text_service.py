@@ -164,7 +164,7 @@ class TextService:
             case Failed() as failed:
                 raise AssertionError(f"the text process: {failed.message}")
             case other:
-                raise AssertionError(f"an answer to another question: {other}")
+                raise AssertionError(f"a reply to another task: {other}")
 
     async def close(self) -> None:
         """End all processes; who waits hears that primad stops."""

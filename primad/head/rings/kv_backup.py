@@ -353,7 +353,7 @@ class KvBackup:
             self._reported.add(line)
             self._reporter.report_line(line)
 
-    # ---- answers -------------------------------------------------------------------------------------------------------
+    # ---- requests ------------------------------------------------------------------------------------------------------
 
     def root(self, owner: str) -> str:
         """The root for the KV cache of requests of ``owner``; empty if it is not kept.

@@ -60,7 +60,7 @@ class OllamaReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of an answer, or all of it: ``message`` in a chat, ``response`` from generate; counts when it is done."""
+    """One line of a response, or all of it: ``message`` in a chat, ``response`` from generate; counts when it is done."""
 
     model: str
     created_at: str
