@@ -141,6 +141,19 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
+def quick_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2's layers and vocabulary with a tenth of its work and random weights, for tests of who computes what.
+
+    Its greedy text wanders: a cell or a token that is lost changes all that follows.
+    """
+    from tools.synth import write_model  # noqa: PLC0415 (not for the core)
+
+    path = tmp_path_factory.mktemp("quick") / "quick-30-layers.gguf"
+    write_model(path, layers=30, vocabulary=f"from:{smollm2}", quantisation="q8_0", tied=True)
+    return path
+
+
+@pytest.fixture(scope="session")
 def gemma3() -> Path:
     """Gemma 3 270M Q4_K_M: 18 layers, sliding windows."""
     return _model("gemma3-270m-q4_k_m.gguf")

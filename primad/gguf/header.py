@@ -203,6 +203,7 @@ _INSTEAD: Final = {
 }
 """What a download may have brought in place of the file, by its first bytes."""
 _OTHER: Final = "give a model in GGUF format"
+_LENGTH: Final = struct.Struct("<Q")
 
 
 class ReadsForward(Protocol):
@@ -343,11 +344,19 @@ def _read_value(cursor: _Cursor, key: str) -> Value:
             f"{cursor.path}: cut short or damaged: {what} has {count} strings, {left} bytes are left of the file; "
             "fetch the file again"
         )
-    body = bytearray(head)
-    for _ in range(count):
-        length = cursor.take(8, what)
-        body += length + cursor.take(int.from_bytes(length, "little"), what)
-    return Value(kind, bytes(body))
+    return Value(kind, _take_texts(cursor, head, count, what))
+
+
+def _take_texts(cursor: _Cursor, head: bytes, count: int, what: str) -> bytes:
+    """``head`` and ``count`` texts behind it, of at least the 8 bytes of their length each, in few reads."""
+    data, at = bytearray(head), len(head)
+    while count:
+        data += cursor.take(at + 8 * count - len(data), what)
+        last = len(data) - 8
+        while count and at <= last:
+            at += 8 + _LENGTH.unpack_from(data, at)[0]
+            count -= 1
+    return bytes(data + cursor.take(at - len(data), what))
 
 
 def _value_type(cursor: _Cursor, what: str) -> GGUFValueType:

@@ -70,16 +70,16 @@ def houses(tmp_path_factory) -> Iterator[ExitStack]:
 
 
 @pytest.fixture(scope="module")
-def house(smollm2: Path, module_home, tmp_path_factory) -> Iterator[House]:
+def house(quick_model: Path, module_home, tmp_path_factory) -> Iterator[House]:
     with houses(tmp_path_factory) as stack:
-        yield House(stack, smollm2, module_home, "--windows", "2,28", "--rounds", 1)
+        yield House(stack, quick_model, module_home, "--windows", "2,28", "--rounds", 1)
 
 
 @pytest.fixture
-def planned_house(smollm2: Path, module_home, tmp_path_factory) -> Iterator[House]:
+def planned_house(quick_model: Path, module_home, tmp_path_factory) -> Iterator[House]:
     """One whose head may go on alone."""
     with houses(tmp_path_factory) as stack:
-        yield House(stack, smollm2, module_home, "--wait", 1, "--use-all")
+        yield House(stack, quick_model, module_home, "--wait", 1, "--use-all")
 
 
 @pytest.fixture

@@ -26,14 +26,14 @@ MAX_BYTES = 256 << 20
     [(36, 8, 0), pytest.param(1000, 32, 2, marks=pytest.mark.matrix)],
 )
 def test_every_request_of_a_crowd_ends_and_nothing_is_left_of_it(
-    smollm2: Path, module_home, requests, clients, workers
+    quick_model: Path, module_home, requests, clients, workers
 ):
     cluster = f"crowd-{secrets.token_hex(6)}"
     with ExitStack() as stack:
         stack.enter_context(all_joined([module_home(f"w{workers}-{i}") for i in range(workers)], cluster))
         who = ("--wait", workers, "--use-all") if workers else ("--alone",)
         arguments = (*who, "--context", 512, "--sequences", 4)
-        head = stack.enter_context(heading(smollm2, module_home(f"head-{workers}"), cluster, *arguments))
+        head = stack.enter_context(heading(quick_model, module_home(f"head-{workers}"), cluster, *arguments))
         head.wait_serving()
         alone = ask(head, tokens=16).text
         asyncio.run(Crowd(head.url, seed=1).ask(clients, clients))  # threads and buffers that stay are made now

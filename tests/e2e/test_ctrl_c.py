@@ -135,29 +135,29 @@ def test_worker_idle(new_home, cluster, temporary, number):
 
 
 @both_signals
-def test_head_that_serves_alone(smollm2, new_home, cluster, temporary, number):
+def test_head_that_serves_alone(quick_model, new_home, cluster, temporary, number):
     home = new_home("head")
-    with heading(smollm2, home, cluster, "--alone", temporary=temporary) as head:
+    with heading(quick_model, home, cluster, "--alone", temporary=temporary) as head:
         head.wait_serving()
         assert_ends(head.run, number, temporary, home)
 
 
 @interrupted
-def test_head_that_waits_for_devices(smollm2, new_home, cluster, temporary, number):
+def test_head_that_waits_for_devices(quick_model, new_home, cluster, temporary, number):
     home = new_home("head")
-    with heading(smollm2, home, cluster, "--wait", 1, temporary=temporary) as head:
+    with heading(quick_model, home, cluster, "--wait", 1, temporary=temporary) as head:
         head.wait_health("looking for devices")
         assert_ends(head.run, number, temporary, home)
 
 
 @both_signals
-def test_head_and_worker_that_measure_links(smollm2, new_home, cluster, temporary, number):
+def test_head_and_worker_that_measure_links(quick_model, new_home, cluster, temporary, number):
     for number_of_try in itertools.count():
         home, other, another = (new_home(f"{name}-{number_of_try}") for name in ("head", "first", "second"))
         with (
             joined(other, cluster, temporary=temporary) as worker,
             joined(another, cluster) as second,
-            heading(smollm2, home, cluster, "--wait", 2, temporary=temporary) as head,
+            heading(quick_model, home, cluster, "--wait", 2, temporary=temporary) as head,
         ):
             seen: list[tuple[int, str]] = []
 
@@ -235,9 +235,9 @@ def test_worker_that_fetches(large, new_home, cluster, temporary, number):
 
 @both_signals
 @pytest.mark.parametrize("command", ["join", "serve"])
-def test_first_profile(smollm2, tmp_path, cluster, temporary, command, number):
+def test_first_profile(quick_model, tmp_path, cluster, temporary, command, number):
     home = tmp_path / "home"
-    arguments = ("serve", "--model", smollm2, "--port", 0) if command == "serve" else ("join",)
+    arguments = ("serve", "--model", quick_model, "--port", 0) if command == "serve" else ("join",)
     cache = str(tmp_path / "cache")  # this machine was never measured
     with primad(*arguments, "--home", home, "--cluster", cluster, temporary=temporary, XDG_CACHE_HOME=cache) as run:
         wait_until(
@@ -247,11 +247,11 @@ def test_first_profile(smollm2, tmp_path, cluster, temporary, command, number):
 
 
 @both_signals
-def test_head_and_worker_that_generate(smollm2, new_home, cluster, temporary, number):
+def test_head_and_worker_that_generate(quick_model, new_home, cluster, temporary, number):
     home, worker_home = new_home("head"), new_home("worker")
     with (
         joined(worker_home, cluster, temporary=temporary) as worker,
-        heading(smollm2, home, cluster, "--wait", 1, "--use-all", temporary=temporary) as head,
+        heading(quick_model, home, cluster, "--wait", 1, "--use-all", temporary=temporary) as head,
     ):
         head.wait_serving()
         with streaming(head):
@@ -260,11 +260,11 @@ def test_head_and_worker_that_generate(smollm2, new_home, cluster, temporary, nu
 
 
 @interrupted
-def test_worker_that_hands_over_and_is_interrupted_again(smollm2, new_home, cluster, temporary, number):
+def test_worker_that_hands_over_and_is_interrupted_again(quick_model, new_home, cluster, temporary, number):
     worker_home = new_home("worker")
     with (
         joined(worker_home, cluster, temporary=temporary) as worker,
-        heading(smollm2, new_home("head"), cluster, "--wait", 1, "--use-all") as head,
+        heading(quick_model, new_home("head"), cluster, "--wait", 1, "--use-all") as head,
     ):
         head.wait_serving()
         with streaming(head) as lines:
@@ -278,9 +278,9 @@ def test_worker_that_hands_over_and_is_interrupted_again(smollm2, new_home, clus
 
 
 @terminated
-def test_head_in_a_long_prompt(smollm2, new_home, cluster, temporary, number):
+def test_head_in_a_long_prompt(quick_model, new_home, cluster, temporary, number):
     home = new_home("head")
-    with heading(smollm2, home, cluster, "--alone", temporary=temporary) as head:
+    with heading(quick_model, home, cluster, "--alone", temporary=temporary) as head:
         head.wait_serving()
         body = {"prompt": "word " * 3500, "max_tokens": 1}
 
@@ -316,8 +316,8 @@ def sockets(run: Primad) -> list[object]:
 
 
 @both_signals
-def test_chat(smollm2, new_home, cluster, temporary, number):
-    with serving(smollm2, new_home("head"), cluster, "--alone") as head:
+def test_chat(quick_model, new_home, cluster, temporary, number):
+    with serving(quick_model, new_home("head"), cluster, "--alone") as head:
         arguments = ("--url", head.url, "--max-tokens", 3000, "--seed", 1)
         wait_computing = computing(head)
         with primad("chat", "Tell me a long story.", *arguments, temporary=temporary) as run:

@@ -81,12 +81,12 @@ class Listener:
         self._thread.join()
 
 
-def test_hostile_requests_hold_up_neither_health_nor_others_and_leave_nothing(smollm2: Path, module_home):
+def test_hostile_requests_hold_up_neither_health_nor_others_and_leave_nothing(quick_model: Path, module_home):
     cluster = f"hostile-{secrets.token_hex(6)}"
     with ExitStack() as stack:
         stack.enter_context(all_joined([module_home("worker")], cluster))
         arguments = ("--wait", 1, "--use-all", "--context", 8192, "--sequences", 4)
-        head = stack.enter_context(heading(smollm2, module_home("head"), cluster, *arguments))
+        head = stack.enter_context(heading(quick_model, module_home("head"), cluster, *arguments))
         head.wait_serving()
         alone = ask(head, tokens=200).text
         bodies = [(to, body if isinstance(body, bytes) else json.dumps(body).encode()) for to, body in HOSTILE]

@@ -28,13 +28,13 @@ def answer(head: Head, prompt: str = PROMPT) -> tuple[str, int]:
     return reply["choices"][0]["text"], reply["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_a_prompt_is_found_again_after_every_device_was_started_anew(smollm2, module_home, tmp_path):
+def test_a_prompt_is_found_again_after_every_device_was_started_anew(quick_model, module_home, tmp_path):
     cluster = f"prompts-{secrets.token_hex(6)}"
     worker_home, head_home = module_home("worker"), module_home("head")
     caches = {"worker": ("--kv-cache", tmp_path / "w"), "head": ("--kv-cache", tmp_path / "h")}
     arguments = ("--wait", 1, "--use-all", "--context", 2048, "--sequences", 1, *caches["head"])
     with ExitStack() as heads:
-        head = heads.enter_context(heading(smollm2, head_home, cluster, *arguments, config=""))
+        head = heads.enter_context(heading(quick_model, head_home, cluster, *arguments, config=""))
         with joined(worker_home, cluster, *caches["worker"]) as worker:
             head.wait_serving()
             reported, before = answer(head)
@@ -48,7 +48,7 @@ def test_a_prompt_is_found_again_after_every_device_was_started_anew(smollm2, mo
     for _ in range(MAX_STARTS):
         with (
             joined(worker_home, cluster, *caches["worker"]),
-            heading(smollm2, head_home, cluster, *arguments, config="") as again,
+            heading(quick_model, head_home, cluster, *arguments, config="") as again,
         ):
             again.wait_serving()
             text, found = answer(again)

@@ -20,12 +20,12 @@ def ended(*words: object, code: int = 0, **environment: str) -> str:
         return run.output
 
 
-def test_keys_of_a_head_that_runs_come_and_go_and_its_own_user_needs_none(smollm2, new_home, cluster):
+def test_keys_of_a_head_that_runs_come_and_go_and_its_own_user_needs_none(quick_model, new_home, cluster):
     home = new_home("head")
     keys = ("--home", str(home))
     printed = ended("key", "add", "laptop", *keys)
     (key,) = [line for line in printed.splitlines() if line.startswith("primad-")]
-    with heading(smollm2, home, cluster, "--alone", "--api-key-file", home / "api-keys") as head:
+    with heading(quick_model, home, cluster, "--alone", "--api-key-file", home / "api-keys") as head:
         head.wait_serving()
         assert [models(head.url, each) for each in (None, "wrong", key)] == [401, 401, 200]
         assert "requires an API key" in ended("status", "--url", head.url, code=2)

@@ -28,6 +28,9 @@ from tests.figures import note
 
 pytestmark = pytest.mark.slow
 
+TOKENS = 200
+"""Most are sampled after what happens, also where a command has to start for it."""
+
 
 class Lab:
     """A head that gives every device layers, and workers that come and go."""
@@ -43,7 +46,7 @@ class Lab:
         self.head: Head = stack.enter_context(heading(model, make_home("head"), self.cluster, *arguments, config=""))
         self.head.wait_serving()
         self.at_once = self.head.status()["sequences"]
-        self.undisturbed = ask(self.head).text
+        self.undisturbed = ask(self.head, tokens=TOKENS).text
 
     def add(self, count: int) -> list[str]:
         """Start more workers, all together; their names."""
@@ -84,7 +87,7 @@ class Lab:
     ) -> None:
         """Ask, ``act`` in the middle, and judge the answer; the head says ``printed`` about it (a regular expression)."""
         before = len(self.head.run.lines)
-        reported = ask(self.head, act)
+        reported = ask(self.head, act, tokens=TOKENS)
         note(promise, reported.gap_s, what)
         assert (reported.text, reported.finish, reported.error) == (self.undisturbed, "length", None), (
             self.head.run.output
@@ -97,9 +100,9 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(smollm2: Path, module_home) -> Iterator[Lab]:
+def lab(quick_model: Path, module_home) -> Iterator[Lab]:
     with ExitStack() as stack:
-        yield Lab(stack, smollm2, module_home)
+        yield Lab(stack, quick_model, module_home)
 
 
 def command(*arguments: object) -> str:
@@ -135,7 +138,7 @@ def test_a_worker_freezes_and_comes_back(lab):
     finally:
         freeze(run, signal.SIGCONT)
     lab.wait_computing(stays, lost)
-    assert ask(lab.head).text == lab.undisturbed
+    assert ask(lab.head, tokens=TOKENS).text == lab.undisturbed
 
 
 def test_the_ring_process_of_a_worker_is_killed(lab):
@@ -176,7 +179,7 @@ def test_an_answer_that_must_fit_a_schema_still_does(lab):
 def test_what_mirostat_learnt_is_not_lost(lab, version):
     """Its memory follows from the probabilities of tokens that are not drawn again: it goes with them to the next ring."""
     _, lost = lab.two()
-    fields = {"mirostat": version, "mirostat_tau": 2.0, "temperature": 1.5, "seed": 5, "tokens": 40}
+    fields = {"mirostat": version, "mirostat_tau": 2.0, "temperature": 1.5, "seed": 5, "tokens": 90, "middle": 20}
     undisturbed = ask(lab.head, **fields)
     act = lab.workers[lost].kill if version == 1 else ring_process(lab.head.run).kill
     reported = ask(lab.head, act, **fields)
@@ -212,7 +215,7 @@ def test_a_worker_pauses_and_resumes(lab):
     assert lab.workers[paused].process.poll() is None
     command("resume", "--home", home)
     lab.wait_computing(stays, paused)
-    assert ask(lab.head).text == lab.undisturbed
+    assert ask(lab.head, tokens=TOKENS).text == lab.undisturbed
 
 
 def test_a_worker_joins(lab):
@@ -221,7 +224,7 @@ def test_a_worker_joins(lab):
     gaps: list[float] = []
 
     def all_compute() -> bool:
-        reported = ask(lab.head)
+        reported = ask(lab.head, tokens=TOKENS)
         assert (reported.text, reported.finish, reported.error) == (lab.undisturbed, "length", None)
         gaps.append(reported.gap_s)
         return lab.computing() == {first, second, third}

@@ -61,8 +61,8 @@ class Rings:
 
 
 @pytest.fixture(scope="module")
-def rings(smollm2: Path) -> Iterator[Rings]:
-    made = Rings(smollm2)
+def rings(quick_model: Path) -> Iterator[Rings]:
+    made = Rings(quick_model)
     yield made
     made.close()
 

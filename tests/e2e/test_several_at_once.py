@@ -17,7 +17,7 @@ from tests.e2e.streams import STORY, Reported, ask, show
 pytestmark = pytest.mark.slow
 
 PROMPTS = (STORY, "The capital of France is", f"{STORY} there lived a baker. " * 12, "One, two,")
-TOKENS = 60
+TOKENS = 120
 
 
 def ask_all(head: Head, streams: int, act: Callable[[], object] | None = None, **fields: object) -> list[Reported]:
@@ -32,7 +32,7 @@ def ask_all(head: Head, streams: int, act: Callable[[], object] | None = None, *
 
 @pytest.mark.parametrize(("streams", "sequences"), [(4, 3), pytest.param(8, 8, marks=pytest.mark.matrix)])
 def test_answers_at_once_are_what_each_is_alone_though_a_worker_is_killed(
-    smollm2: Path, module_home, streams, sequences
+    quick_model: Path, module_home, streams, sequences
 ):
     cluster = f"several-{secrets.token_hex(6)}"
     with ExitStack() as stack:
@@ -40,7 +40,7 @@ def test_answers_at_once_are_what_each_is_alone_though_a_worker_is_killed(
         first, second = stack.enter_context(all_joined(homes, cluster))
         arguments = ("--wait", 2, "--use-all", "--context", 1024, "--sequences", sequences, "--batching", "exact")
         home = module_home(f"head-{streams}")
-        head: Head = stack.enter_context(heading(smollm2, home, cluster, *arguments, config=""))
+        head: Head = stack.enter_context(heading(quick_model, home, cluster, *arguments, config=""))
         head.wait_serving()
         alone = [ask(head, tokens=TOKENS, prompt=prompt).text for prompt in PROMPTS]
         assert all(alone)

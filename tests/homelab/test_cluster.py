@@ -15,13 +15,13 @@ PROMPT = "Why is the sky blue?"
 
 
 @pytest.mark.slow
-def test_devices_that_know_each_other_answer_together(make_lab: MakeLab, smollm2: Path) -> None:
+def test_devices_that_know_each_other_answer_together(make_lab: MakeLab, quick_model: Path) -> None:
     lab = make_lab(
         DeviceSpec(name="a", memory_bytes=2 << 30),
         DeviceSpec(name="b", memory_bytes=1 << 30, latency_ms=2),
         DeviceSpec(name="c", memory_bytes=1 << 30, disk_bytes=1 << 30, mbit_per_s=900),
     )
-    with Cluster(lab, smollm2) as cluster:
+    with Cluster(lab, quick_model) as cluster:
         cluster.start()
         status, body = cluster.health()
         assert (status, body["detail"]) == (200, "serving with 3 devices")
@@ -36,10 +36,10 @@ def test_devices_that_know_each_other_answer_together(make_lab: MakeLab, smollm2
 
 
 @pytest.mark.slow
-def test_devices_with_link_local_addresses_alone_answer_together(make_lab: MakeLab, smollm2: Path) -> None:
+def test_devices_with_link_local_addresses_alone_answer_together(make_lab: MakeLab, quick_model: Path) -> None:
     """Such an address leads nowhere without the interface that it belongs to, which is another one on every device."""
     lab = make_lab(*(DeviceSpec(name=name, memory_bytes=1 << 30, ipv4=False) for name in "abc"))
-    with Cluster(lab, smollm2) as cluster:
+    with Cluster(lab, quick_model) as cluster:
         cluster.start()
         assert cluster.health()[1]["detail"] == "serving with 3 devices"
         stream = cluster.stream(PROMPT, max_tokens=8)
@@ -49,9 +49,9 @@ def test_devices_with_link_local_addresses_alone_answer_together(make_lab: MakeL
 
 
 @pytest.mark.slow
-def test_strangers_pair_by_a_code_and_answer(make_lab: MakeLab, smollm2: Path) -> None:
+def test_strangers_pair_by_a_code_and_answer(make_lab: MakeLab, quick_model: Path) -> None:
     lab = make_lab(DeviceSpec(name="a", memory_bytes=2 << 30), DeviceSpec(name="b", memory_bytes=1 << 30))
-    with Cluster(lab, smollm2, trusting=False) as cluster:
+    with Cluster(lab, quick_model, trusting=False) as cluster:
         cluster.prepare()
         cluster.start_head("--wait", 1, "--use-all").wait_for(CODE)
         cluster.pair("b")
