@@ -84,7 +84,6 @@ def pytest_configure() -> None:
 
 def pytest_collection_finish() -> None:
     """What was collected stays to the end: looking through it for garbage again and again takes a tenth of the time."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 

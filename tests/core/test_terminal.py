@@ -23,7 +23,7 @@ from primad.errors import printable
 from primad.system import terminal
 from primad.system.terminal import LineFormatter, safe, safe_json
 
-OBEYED = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) in ("Cc", "Zl", "Zp", "Cs")]
+OBEYED = [char for char in map(chr, range(0x10000)) if unicodedata.category(char) in ("Cc", "Zl", "Zp", "Cs")]
 BIDI = list("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 HOSTILE = "\x1b[2J\x1b]0;pwned\x07\r\x9b2J\x85\u2028\u202eexe.gpj\u2066\x7f\x00"
 TEXTS = st.text(st.sampled_from([*OBEYED[:66], *BIDI, "\n", "\t", "a", "ü", "字", "\u200d"]), max_size=30)

@@ -23,6 +23,7 @@ from primad.ring.messages import Sampled
 from tests.e2e.reference import CONTEXT, THREADS, TOP, Continuation, Plain
 from tests.shell.test_cut_exact import Route
 from tools.lab.local_ring import LocalRing
+from tools.synth import write_model
 
 pytestmark = pytest.mark.slow
 
@@ -162,15 +163,28 @@ def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_another(t
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("windows", "rounds"), [(None, 1), ((2, 6), 2)])
-def test_a_small_cache_of_windows_gives_what_plain_llama_says_with_its_own(gemma3, layers, windows, rounds):
+@pytest.mark.parametrize(
+    ("which", "windows", "rounds", "chunk"),
+    [
+        ("synthetic", None, 1, 64),
+        ("synthetic", (2, 6), 2, 64),
+        pytest.param("real", (2, 6), 2, CHUNKS["gemma3"], marks=pytest.mark.matrix),
+    ],
+)
+def test_a_small_cache_of_windows_gives_what_plain_llama_says_with_its_own(
+    gemma3, tmp_path, which, windows, rounds, chunk
+):
     """Behind its last cell, also where a prompt goes back to a kept state, and in a ring that goes on with an answer."""
-    expected = truth(gemma3, CHUNKS["gemma3"], (1300,), swa_full=False)
+    model = gemma3
+    if which == "synthetic":
+        model = tmp_path / "gemma3.gguf"
+        write_model(model, architecture="gemma3", layers=18, sliding_window=chunk, vocabulary=f"from:{gemma3}")
+    expected = truth(model, chunk, (2 * chunk + 60,), swa_full=False)
     (whole,), (answer,) = expected.prompts.values(), expected.answers.values()
     other = whole[: 2 * expected.chunk + 20] + whole[30:50]
 
     async def run():
-        async with ring_of(expected, windows, rounds, layers, small_windows=True) as ring:
+        async with ring_of(expected, windows, rounds, tmp_path, small_windows=True) as ring:
             alone, _ = await ring.generate(other, TOKENS, logprobs=TOP)
             sampled, _ = await ring.generate(whole, TOKENS, logprobs=0)
             rows = [(await ring.status(ring.plan.head)).rows]

@@ -34,8 +34,8 @@ DRAWS = 5_000
 class Ring:
     """A ``LocalRing`` that a test calls without ``await``."""
 
-    def __init__(self, runner: asyncio.Runner, ring: LocalRing) -> None:
-        self._runner, self._ring = runner, ring
+    def __init__(self, runner: asyncio.Runner, ring: LocalRing, is_alone: bool) -> None:
+        self._runner, self._ring, self.is_alone = runner, ring, is_alone
 
     def tokens(self, prompt: list[int], count: int, sampling=GREEDY, **changes) -> list[int]:
         """``count`` tokens after ``prompt``."""
@@ -70,7 +70,7 @@ def opened(model: Path, windows: tuple[int, ...] | None) -> Iterator[Ring]:
         ring = LocalRing(model, windows, context=512, threads=1)
         runner.run(ring.__aenter__())
         try:
-            yield Ring(runner, ring)
+            yield Ring(runner, ring, windows is None)
         finally:
             runner.run(ring.__aexit__(None, None, None))
 
@@ -167,7 +167,7 @@ CHAINS = [
     "chain", CHAINS, ids=["temperature", "truncated", "penalised", "sigma", "typical", "xtc", "range", "dry"]
 )
 def test_every_draw_is_that_of_plain_llama_cpp(ring, model, chain):
-    for seed in (0, 11, 2**32 - 2):
+    for seed in (0, 2**32 - 2) if ring.is_alone else (11,):
         plain = model.sampled(seed, **chain)
         assert ring.tokens(model.prompt, len(plain), SAMPLED, seed=seed, **chain) == plain
 
@@ -223,10 +223,10 @@ def test_truncation_restricts_what_can_be_drawn(one, model):
         "min_p": ({"min_p": 0.1}, order[ranked >= 0.1 * ranked[0]]),
     }
     for name, (change, support) in allowed.items():
-        sampled = one.draws(model.start, 100, temperature=2.0, **change)
+        sampled = one.draws(model.start, 60, temperature=2.0, **change)
         assert set(sampled) <= set(map(int, support)), name
         assert len(sampled) > 0.5 * len(support), f"{name} lets through less than it should"
-    outside = one.draws(model.start, 100, temperature=2.0)
+    outside = one.draws(model.start, 60, temperature=2.0)
     assert not set(outside) <= set(map(int, nucleus)), "without truncation other tokens are sampled too"
 
 
@@ -236,7 +236,7 @@ def test_mirostat_keeps_the_surprise_where_it_is_asked_for(one, model, version):
     calm, wild = (
         [
             token
-            for seed in range(6)
+            for seed in range(3)
             for token in one.tokens(
                 model.prompt, 24, SAMPLED, seed=seed, temperature=2.0, mirostat=version, mirostat_tau=tau
             )
