@@ -31,6 +31,8 @@ ANSWER_TOKENS: Final = 1024
 
 HURRIED_S: Final = 0.05
 """What is only compared is solved for so long: by plans that are quick to make."""
+MIN_ROWS: Final = 128
+"""The solver's smallest chunks where memory is short."""
 _STREAMS: Final = "have layers read from a disk for every token"
 
 SolvedPlan = tuple[Solution, list[DeviceProfile]]
@@ -87,7 +89,7 @@ def with_wanted_context(
         return small()
     wide = replace(work, context_tokens=wanted_tokens)
     asked, asked_wide = instance_of(work), instance_of(wide)
-    if _must_stream(asked_wide) and not _must_stream(asked):
+    if _must_stream(asked_wide) and not _must_stream(asked) and _may_fit(solve(work, True)[0].plan, asked):
         found = small(_STREAMS)
         if not found.solution.plan.streaming:
             return found
@@ -127,9 +129,22 @@ def _kv_bytes(asked: Instance) -> int:
     return sum(asked.kv_bytes[kind] for kind in asked.kind_of)
 
 
+def _may_fit(hurried: Plan, asked: Instance) -> bool:
+    """Whether there may be a plan in memory where this one was made in a hurry: of what its devices hold each may be off by
+    some layers."""
+    streamed = sum(each.streamed_bytes - each.read_ahead_bytes for each in hurried.streaming)
+    each_off = 2 * asked.model.cut_multiple * asked.model.largest_layer_bytes + asked.reserve_bytes
+    return len(hurried.devices) < len(asked.devices) or streamed <= len(asked.devices) * each_off
+
+
 def _must_stream(asked: Instance) -> bool:
-    """Whether layers and KV cache alone are more than all memory."""
-    room = sum(member.ram_limit + member.vram_limit for member in asked.members)
+    """Whether layers and KV cache alone are more than all memory besides the smallest buffers."""
+    smallest = asked.with_rows(min(MIN_ROWS, asked.workload.chunk_rows))
+    room = 0
+    for member in smallest.members:
+        gpus = range(member.gpu_count)
+        vram = sum(max(0, member.vram_limits[i] - smallest.gpu_besides(member, i, 1)) for i in gpus)
+        room += max(0, member.ram_limit - smallest.runtime_bytes(1)) + vram
     layers = sum(layer.size_bytes for layer in asked.model.layers)
     return layers + _kv_bytes(asked) > room
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from msgspec import structs
+
 from halda import DeviceProfile, Infeasible, Solution
 from primad import __version__
 from primad.errors import PlanError
@@ -25,7 +27,7 @@ from primad.planning.describe import (
 )
 from primad.planning.draft_gain import draft_part, with_room_for_draft
 from primad.planning.extra_buffers import why_extra
-from primad.planning.plan import Planned, PlanRequest, plan, search
+from primad.planning.plan import Planned, PlanRequest, Settled, plan, search
 from primad.planning.question import Question
 from primad.planning.schema import SCHEMA, Explanation, GivenUpJson, LeftOutJson, SingleDeviceJson, WhatIf
 from primad.settings.quantities import show_ms
@@ -49,7 +51,7 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
         chosen = best_plan(question)
     except Infeasible as exc:
         raise PlanError(_no_plan(f"{exc}{_because_of_tail(question)}", earlier)) from exc
-    ring, as_solved = ring_part(_described(question, chosen)), _as_solved(question, chosen)
+    ring, settled = ring_part(_described(question, chosen)), _as_settled(chosen)
     solution = chosen.solved.solution
     return Explanation(
         schema=SCHEMA,
@@ -65,21 +67,22 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
         model=model_part(question),
         workload=workload_part(chosen),
         proof=proof_part(question, solution),
-        left_out=_left_out(as_solved, chosen),
+        left_out=_left_out(question, chosen, settled),
         single_device=_single_device(question),
         load=load_part(chosen.batches),
         kept=kept_part(chosen),
         what_if=earlier,
         draft=draft_part(question.draft, chosen.drafting, chosen.draft_device, chosen.plan, chosen.question),
-        tail=_tail(as_solved, solution),
+        tail=_tail(question, solution, settled),
         given_up=[GivenUpJson(what=each.what, objective_ms=each.objective_s * 1e3) for each in solution.given_up],
     )
 
 
-def _as_solved(question: Question, chosen: Planned) -> Question:
-    """``question`` for the context that ``chosen`` was solved with, so that others are compared with the same."""
-    tokens = chosen.solved.workload.context_tokens
-    return replace(question, run=replace(question.run, context_tokens=tokens))
+def _as_settled(chosen: Planned) -> Settled:
+    """What ``chosen`` settled: others are compared with the same context, attention and chunks."""
+    found = chosen.solved.solution.prediction
+    work = chosen.solved.workload.with_rows(found.chunk_rows, found.step_rows)
+    return Settled(workload=work, prefill_offload=frozenset(chosen.plan.prefill_offload))
 
 
 def _with_room(question: Question) -> Question:
@@ -103,7 +106,9 @@ def best_plan(question: Question) -> Planned:
     return plan(request_of(question))
 
 
-def request_of(question: Question, require: frozenset[str] = frozenset()) -> PlanRequest:
+def request_of(
+    question: Question, require: frozenset[str] = frozenset(), settled: Settled | None = None
+) -> PlanRequest:
     """What the planner is asked. The head stands in front of the others."""
     devices = sorted(question.devices, key=lambda device: device.device != question.head)
     return PlanRequest(
@@ -116,6 +121,7 @@ def request_of(question: Question, require: frozenset[str] = frozenset()) -> Pla
         require=require,
         draft=question.draft,
         may_be_several=question.may_be_several,
+        settled=settled,
         time_limit_s=question.time_limit_s,
     )
 
@@ -161,9 +167,9 @@ def _no_plan(reason: str, earlier: WhatIf | None) -> str:
     return f"no plan with {changes}: {reason}; without, a token takes {show_ms(earlier.before.predicted.tpot_ms)}"
 
 
-def _tail(question: Question, solution: Solution) -> str | None:
+def _tail(question: Question, solution: Solution, settled: Settled) -> str | None:
     """What it costs that the last window has some layers at the least; None where it costs nothing."""
-    free = _with_any_tail(question)
+    free = _with_any_tail(question, settled)
     if free is None or solution.objective_s <= free.objective_s * (1 + _SAME):
         return None
     costs_s = solution.objective_s - free.objective_s
@@ -176,14 +182,14 @@ def _because_of_tail(question: Question) -> str:
     return "" if _with_any_tail(question) is None else f"; {_needs_tail(question)}: take a head with more memory"
 
 
-def _with_any_tail(question: Question) -> Solution | None:
+def _with_any_tail(question: Question, settled: Settled | None = None) -> Solution | None:
     """What were best if the last window could have any layers; None where it can, or nothing fits."""
     if question.model.tail_layers == 1 or question.run.windows is not None:
         return None
     time_limit_s = min(LEFT_OUT_TIME_LIMIT_S, question.time_limit_s)
     free = replace(question, model=replace(question.model, tail_layers=1), time_limit_s=time_limit_s)
     try:
-        return search(request_of(free)).solution
+        return search(request_of(free, settled=settled)).solution
     except Infeasible:
         return None
 
@@ -192,27 +198,32 @@ def _needs_tail(question: Question) -> str:
     return f"the head's last window has at least {question.model.tail_layers} layers, which need each other's KV cells"
 
 
-def _left_out(question: Question, chosen: Planned) -> list[LeftOutJson]:
+def _left_out(question: Question, chosen: Planned, settled: Settled) -> list[LeftOutJson]:
     reasons = {left.device: left.reason for left in chosen.plan.left_out}
     names = [device.device for device in question.devices if device.device not in chosen.plan.devices]
-    parts = []
+    asked = request_of(question).instance(settled.workload, chosen.plan.head)
+    parts = list[LeftOutJson]()
     for i, name in enumerate(names):
         reason = reasons.get(name, "the plan is better without it")
         if question.run.windows is not None:
             reason = "--windows gives it no layers"
         if question.run.windows is not None or i >= MAX_LEFT_OUT:
             parts.append(LeftOutJson(name=name, reason=reason, slower_ms=None, objective_ms=None))
-        else:
-            parts.append(_with_device(question, chosen, name))
+            continue
+        alike = next((each for each in parts if each.slower_ms is not None and asked.are_alike(each.name, name)), None)
+        parts.append(
+            _with_device(question, chosen, settled, name) if alike is None else structs.replace(alike, name=name)
+        )
     return parts
 
 
-def _with_device(question: Question, chosen: Planned, name: str) -> LeftOutJson:
-    """What it would cost to have ``name`` take part, with the same head."""
+def _with_device(question: Question, chosen: Planned, settled: Settled, name: str) -> LeftOutJson:
+    """What it would cost to have ``name`` take part, with the same head and what else is ``settled``."""
     time_limit_s = min(LEFT_OUT_TIME_LIMIT_S, question.time_limit_s)
-    asked = replace(question, head=chosen.plan.head, time_limit_s=time_limit_s)
+    devices = tuple(chosen.solved.devices)
+    asked = replace(question, devices=devices, head=chosen.plan.head, time_limit_s=time_limit_s)
     try:
-        forced = search(request_of(asked, frozenset({name}))).solution
+        forced = search(request_of(asked, frozenset({name}), settled)).solution
     except Infeasible as exc:
         return LeftOutJson(name=name, reason=f"cannot take part: {exc}", slower_ms=None, objective_ms=None)
     solution = chosen.solved.solution

@@ -25,6 +25,7 @@ from halda import (
     evaluate,
     instance,
 )
+from halda.time_limit import TimeLimit
 from primad.planning.batching import Batches, batches_of
 from primad.planning.by_hand import plan_by_hand, with_context_by_hand
 from primad.planning.context import attends_plainly
@@ -41,13 +42,21 @@ if TYPE_CHECKING:
     from primad.ring.speculation.drafter import Drafting
 
 
+class Settled(msgspec.Struct, frozen=True, kw_only=True):
+    """What another plan settled: context, attention and rows of chunks in ``workload``, and whose GPUs help with prompts."""
+
+    workload: Workload
+    prefill_offload: frozenset[str]
+
+
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan is made from: ``devices`` as they were measured, ``links`` between them, and how ``model`` is to ``run``.
 
     One of ``heads`` is the head (none: the first device), devices of ``require`` have layers, and no device uses more than
     its ``limits``. The plan that ``served`` before hands its sequences on, if they fit, and its context; with
     ``keeps_attention`` its attention too, and with ``keeps_context`` its context stays as it is. A model has one request at
-    a time unless it ``may_be_several``. ``draft`` is the draft model; the head's memory is without its part.
+    a time unless it ``may_be_several``. ``draft`` is the draft model; the head's memory is without its part. What is
+    ``settled`` is not looked for again, nor is a plan that asks less of devices: it is found to be compared.
     """
 
     devices: list[DeviceProfile]
@@ -62,6 +71,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     keeps_attention: bool = False
     keeps_context: bool = False
     may_be_several: bool = True
+    settled: Settled | None = None
     time_limit_s: float = SOLVE_S
 
     @property
@@ -71,6 +81,8 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
         The context and attention of what was served go first; then flash attention, which takes less memory; where nobody
         asked for the context, the small one comes last.
         """
+        if self.settled is not None:
+            return [self.settled.workload]
         first, served = workload_of(self.run, self.model), self.served
         work = first
         if served is not None:
@@ -85,13 +97,14 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def may_have_small_windows(self) -> bool:
         """Whether sliding layers may have a small cache: with it there are no drafts, which nobody must have asked for."""
-        is_kept = self.keeps_attention and self.served is not None
+        is_kept = self.settled is not None or (self.keeps_attention and self.served is not None)
         return self.model.has_windows and self.run.speculate in ("auto", "off") and not is_kept
 
     @property
     def wanted_tokens(self) -> int:
         """The context that a plan is to have if it costs little; 0: what its workload says."""
-        is_set = self.run.context_tokens is not None or (self.served is not None and self.keeps_context)
+        is_kept = self.settled is not None or (self.served is not None and self.keeps_context)
+        is_set = self.run.context_tokens is not None or is_kept
         return 0 if is_set else wanted_context(self.model)
 
     def instance(self, work: Workload, head: str | None = None) -> Instance:
@@ -144,16 +157,16 @@ def search(request: PlanRequest) -> FoundPlan:
     """The best plan for the first workload that has one. Raises as ``plan``."""
     if request.run.windows is not None:
         return _search_by_hand(request)
-    works = request.workloads
+    works, budget = request.workloads, TimeLimit(request.time_limit_s)
     everyone = frozenset(device.device for device in request.devices)
     for work in works:
         try:
             if not request.run.use_all or request.require == everyone:
-                return _search(request, work, request.require)
+                return _search(request, work, request.require, budget)
             try:
-                return _search(request, work, everyone)
+                return _search(request, work, everyone, budget)
             except CutOff:  # not all devices can be in one ring
-                return _search(request, work, request.require)
+                return _search(request, work, request.require, budget)
         except CutOff:
             raise
         except Infeasible:
@@ -162,24 +175,27 @@ def search(request: PlanRequest) -> FoundPlan:
     raise AssertionError("there is a workload")
 
 
+SOLVE_SHARE: Final = 0.6
+"""Of the time that is left, for one question to the solver: it may be asked again, for a small context, or for devices as
+they are in the plan."""
 SMALL_WINDOWS_GAIN: Final = 0.05
 """Cells of whole contexts are worth so much: drafts, and any prefix instead of kept ones."""
 
 
-def _search(request: PlanRequest, work: Workload, require: frozenset[str]) -> FoundPlan:
+def _search(request: PlanRequest, work: Workload, require: frozenset[str], budget: TimeLimit) -> FoundPlan:
     """The best plan for ``work``; with a small cache of sliding windows where that is worth what goes with the others."""
     small = replace(work, small_windows=True)
     if small == work or not request.may_have_small_windows:
-        return _search_for(request, work, require)
+        return _search_for(request, work, require, budget)
     try:
-        found = _search_for(request, work, require)
+        found = _search_for(request, work, require, budget)
     except CutOff:
         raise
     except Infeasible:
-        return _search_for(request, small, require)
+        return _search_for(request, small, require, budget)
     if not _is_short(found):
         return found
-    other = _search_for(request, small, require)
+    other = _search_for(request, small, require, budget)
     is_wider = other.workload.context_tokens > found.workload.context_tokens
     gains = other.solution.objective_s < (1 - SMALL_WINDOWS_GAIN) * found.solution.objective_s
     return other if is_wider or gains else found
@@ -193,10 +209,10 @@ def _is_short(found: FoundPlan) -> bool:
     )
 
 
-def _search_for(request: PlanRequest, work: Workload, require: frozenset[str]) -> FoundPlan:
+def _search_for(request: PlanRequest, work: Workload, require: frozenset[str], budget: TimeLimit) -> FoundPlan:
     from halda import CHUNKS, solve  # only a process that solves loads the solver
 
-    run, devices = request.run, request.devices
+    run, devices, settled = request.run, request.devices, request.settled
     if run.extra_buffers != "on":
         devices = [suited(device, work, run.objective) for device in devices]
 
@@ -211,11 +227,13 @@ def _search_for(request: PlanRequest, work: Workload, require: frozenset[str]) -
                 heads=request.heads,
                 limits=request.limits,
                 require=require,
-                chunks=CHUNKS,
-                time_limit_s=min(HURRIED_S, request.time_limit_s) if hurries else request.time_limit_s,
+                chunks=CHUNKS if settled is None else (),
+                time_limit_s=HURRIED_S if hurries else max(HURRIED_S, SOLVE_SHARE * budget.left_s),
                 offloads=run.may_help,
+                prefill_offload=None if settled is None else settled.prefill_offload,
                 experts=run.experts,
                 settles=True,
+                simplifies=settled is None,
             )
 
         return solved_as_planned(of, devices, request.model, run.extra_buffers)

@@ -200,7 +200,7 @@ def cached(cpu: CpuProfile, model: ModelProfile) -> CpuProfile:
     A machine may have all of the model to compute or a part of it, which is known only with the plan; all is counted. Even
     between the sizes that were measured, the rates hold beyond them.
     """
-    ratio = _cache_ratio(cpu.caches, read_bytes(model))
+    ratio = _cache_ratio(cpu.caches, read_bytes(model)) if cpu.caches else 1.0
     if ratio == 1:
         return cpu
     speeds = (replace(each, decode_bytes_per_s=each.decode_bytes_per_s / ratio) for each in cpu.speeds)

@@ -43,9 +43,10 @@ def good_cuts(
 
     Members that are not ``required`` are left out where that is cheaper.
     """
-    orders, found = list(orders), []
+    orders, found, widest = list(orders), [], None
     for columns, tail in _shapes(instance, max(2, 1 + len(required - {0})), rounds):
-        pricing = _Pricing(instance, rounds, columns, tail, request_weights(objective, instance.workload))
+        pricing = _Pricing(instance, rounds, columns, tail, request_weights(objective, instance.workload), widest)
+        widest = pricing if rounds == 1 and widest is None else widest
         for order in orders:
             cut = pricing.cheapest(order, required)
             if cut is not None and sum(end > first for first, end in pairwise([0, *(each.end for each in cut[1])])) > 1:
@@ -141,6 +142,12 @@ class _Priced:
     tail_gpu: Any
     tail_experts_on_cpu: Any
 
+    def first(self, columns: int) -> _Priced:
+        """The same for so many columns."""
+        if len(self.price) == columns + 1:
+            return self
+        return _Priced(*(getattr(self, name)[: columns + 1, : columns + 1] for name in self.__slots__))
+
     def cut(self, first: int, end: int) -> _Cut:
         """The window from ``first`` to ``end``."""
         found = (
@@ -180,9 +187,21 @@ class _Need(NamedTuple):
 
 
 class _Pricing:
-    """Prices of windows for rounds of ``columns`` layers and a tail from layer ``tail`` on."""
+    """Prices of windows for rounds of ``columns`` layers and a tail from layer ``tail`` on.
 
-    def __init__(self, instance: Instance, rounds: int, columns: int, tail: int, weights: RequestWeights) -> None:
+    In one round fewer columns are the first ones of the ``widest``.
+    """
+
+    def __init__(
+        self,
+        instance: Instance,
+        rounds: int,
+        columns: int,
+        tail: int,
+        weights: RequestWeights,
+        widest: _Pricing | None = None,
+    ) -> None:
+        self._widest = widest or self
         self._instance = instance
         self._rounds = rounds
         self._columns = columns
@@ -228,16 +247,31 @@ class _Pricing:
         return high, best[1]
 
     def _beside(self, m: int, order: Sequence[int]) -> _Priced:
-        """Member ``m``, of a machine that it shares with others of ``order`` with an equal share of the memory."""
+        """Member ``m``, of a machine that it shares with others of ``order`` with an equal share of the memory.
+
+        What it costs hangs on the tail where it is the head; else others with the same figures cost as much.
+        """
         here = next(host for host in self._instance.hosts if m in host)
         count = sum(other in order for other in here)
-        if (m, count) not in self._priced:
-            member = self._instance.members[m]
-            vram = tuple(limit // count for limit in member.vram_limits)
-            share = replace(member, ram_limit=member.ram_limit // count, vram_limits=vram)
-            self._priced[m, count] = self._member(share, is_head=m == 0)
-            np.fill_diagonal(self._priced[m, count].disk_s, 0.0)
-        return self._priced[m, count]
+        if m == 0:
+            if (m, count) not in self._priced:
+                self._priced[m, count] = self._shared(m, count)
+            return self._priced[m, count]
+        name, prices, widest = self._instance.members[m].name, self._instance.prices, self._widest
+        key = self._weights, self._rounds, widest._columns, self._instance.costing_as[name], count
+        if key not in prices:
+            prices[key] = widest._shared(m, count)
+        priced: _Priced = prices[key]
+        return priced.first(self._columns)
+
+    def _shared(self, m: int, count: int) -> _Priced:
+        """Member ``m`` with the memory of a machine over ``count``."""
+        member = self._instance.members[m]
+        vram = tuple(limit // count for limit in member.vram_limits)
+        share = replace(member, ram_limit=member.ram_limit // count, vram_limits=vram)
+        priced = self._member(share, is_head=m == 0)
+        np.fill_diagonal(priced.disk_s, 0.0)
+        return priced
 
     def _chain(self, priced: Sequence[_Priced], disk_s: float) -> tuple[float, list[_Cut]] | None:
         costs = np.full(self._columns + 1, math.inf)

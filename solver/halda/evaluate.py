@@ -16,7 +16,7 @@ and disk.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple
 
@@ -262,10 +262,9 @@ class _Share:
 
     def window_s(self, window: Window, phase: Phase, plan: Plan, instance: Instance) -> float:
         """Seconds that a window computes."""
-        on_cpu = _dot(_by_kind(window.on_cpu, instance), phase.cpu)
-        on_gpu = _dot(_by_gpu(window, window.on_gpu, self.member, instance), phase.gpu)
-        experts = _dot(_by_gpu(window, window.experts_on_cpu, self.member, instance), phase.experts_on_cpu)
-        return on_cpu + on_gpu + experts + self.step_s(plan, phase)
+        counts = _counts(window, self.member, instance)
+        layers_s = _dot(counts.cpu, phase.cpu) + _dot(counts.gpu, phase.gpu)
+        return layers_s + _dot(counts.experts_on_cpu, phase.experts_on_cpu) + self.step_s(plan, phase)
 
     def has_long_stop(self, plan: Plan) -> bool:
         """Whether one of a token's stops here has the tail besides a window."""
@@ -598,15 +597,11 @@ def _shares(plan: Plan, instance: Instance) -> list[_Share]:
 def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
     windows = [window for _, window in plan.windows_of(member.name)]
     streaming = plan.streaming_of(member.name)
-
-    def counted(layers: Callable[[Window], range]) -> tuple[int, ...]:
-        return _by_kind([layer for window in windows for layer in layers(window)], instance)
-
-    def on_gpus(layers: Callable[[Window], range], windows: Sequence[Window]) -> tuple[int, ...]:
-        return _summed(_by_gpu(window, layers(window), member, instance) for window in windows)
-
-    gpu = on_gpus(lambda window: window.on_gpu, windows)
-    streamable = _total(counted(lambda window: window.in_ram), instance.streamable)
+    counts = [_counts(window, member, instance) for window in windows]
+    cpu, gpu, experts_on_cpu = (_summed(each) for each in zip(*counts, strict=True))
+    kinds = len(instance.kinds)
+    in_ram = _summed((cpu, *(experts_on_cpu[at : at + kinds] for at in range(0, len(experts_on_cpu), kinds))))
+    streamable = _total(in_ram, instance.streamable)
     assert streaming.streamed_bytes <= max(0, streamable - instance.pool_bytes)
     assert not any(gpu) or member.has_gpu
     assert member.has_gpu or member.name != plan.head or not plan.output_on_gpu
@@ -617,16 +612,34 @@ def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
         member=member,
         is_head=member.name == plan.head,
         windows=len(windows),
-        cpu=counted(lambda window: window.on_cpu),
+        cpu=cpu,
         gpu=gpu,
         streamable_bytes=streamable,
         streamed_bytes=streaming.streamed_bytes,
         read_ahead_bytes=streaming.read_ahead_bytes,
-        tail_cpu=_by_kind(windows[-1].on_cpu, instance),
-        tail_gpu=on_gpus(lambda window: window.on_gpu, windows[-1:]),
-        experts_on_cpu=on_gpus(lambda window: window.experts_on_cpu, windows),
-        tail_experts_on_cpu=on_gpus(lambda window: window.experts_on_cpu, windows[-1:]),
+        tail_cpu=counts[-1].cpu,
+        tail_gpu=counts[-1].gpu,
+        experts_on_cpu=experts_on_cpu,
+        tail_experts_on_cpu=counts[-1].experts_on_cpu,
     )
+
+
+class _Counts(NamedTuple):
+    """Layers of a window by kind, as in ``_Share``."""
+
+    cpu: tuple[int, ...]
+    gpu: tuple[int, ...]
+    experts_on_cpu: tuple[int, ...]
+
+
+def _counts(window: Window, member: Member, instance: Instance) -> _Counts:
+    gpus = max(1, member.gpu_count)
+    key = window.first, window.last, window.gpu_layers, window.cpu_experts, window.other_gpus, gpus
+    found: _Counts | None = instance.window_counts.get(key)
+    if found is None:
+        on_gpu, experts = (_by_gpu(window, each, gpus, instance) for each in (window.on_gpu, window.experts_on_cpu))
+        found = instance.window_counts[key] = _Counts(_by_kind(window.on_cpu, instance), on_gpu, experts)
+    return found
 
 
 def _dot(counts: Sequence[int], seconds: Sequence[float]) -> float:
@@ -637,24 +650,24 @@ def _total(counts: Sequence[int], sizes: Sequence[int]) -> int:
     return sum(n * size for n, size in zip(counts, sizes, strict=True))
 
 
-def _by_kind(layers: Sequence[int], instance: Instance) -> tuple[int, ...]:
-    counts = [0] * len(instance.kinds)
-    for layer in layers:
-        counts[instance.kind_of[layer]] += 1
-    return tuple(counts)
+def _by_kind(layers: range, instance: Instance) -> tuple[int, ...]:
+    if not layers:
+        return (0,) * len(instance.kinds)
+    return tuple(before[layers.stop] - before[layers.start] for before in instance.kinds_before)
 
 
-def _by_gpu(window: Window, layers: range, member: Member, instance: Instance) -> tuple[int, ...]:
-    """``layers`` of ``window``, all on GPUs, by kind for each GPU of ``member``."""
+def _by_gpu(window: Window, layers: range, gpus: int, instance: Instance) -> tuple[int, ...]:
+    """``layers`` of ``window``, all on GPUs, by kind for each of so many GPUs."""
     on_each = window.on_each_gpu
-    assert len(on_each) <= max(1, member.gpu_count)
-    found = [_by_kind([layer for layer in here if layer in layers], instance) for here in on_each]
-    missing = (max(1, member.gpu_count) - len(on_each)) * len(instance.kinds)
+    assert len(on_each) <= gpus
+    both = (range(max(here.start, layers.start), min(here.stop, layers.stop)) for here in on_each)
+    found = [_by_kind(here, instance) for here in both]
+    missing = (gpus - len(on_each)) * len(instance.kinds)
     return (*(count for counts in found for count in counts), *(0,) * missing)
 
 
-def _summed(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(map(sum, zip(*rows, strict=True)))
+def _summed(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return rows[0] if len(rows) == 1 else tuple(map(sum, zip(*rows, strict=True)))
 
 
 def _by_host(shares: Sequence[_Share]) -> tuple[tuple[int, ...], ...]:

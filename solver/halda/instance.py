@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Final, Literal, get_args
 
 from halda import cost, streaming
@@ -31,6 +32,22 @@ DEFAULT_ROUND_TRIP_S: Final = 0.002
 DEFAULT_LINK_BYTES_PER_S: Final = 100e6
 """What a link is taken for that was not measured: a home network of 1 Gbit/s."""
 NO_LIMITS: Final = Limits()
+_OF_MODEL: Final = frozenset(
+    (
+        *(
+            "kinds",
+            "sample",
+            "kind_of",
+            "kinds_before",
+            "kind_totals",
+            "size_bytes",
+            "largest_layer_bytes",
+            "by_expert",
+        ),
+        *("expert_bytes", "streamable", "reserve_bytes", "pool_bytes", "window_counts"),
+    )
+)
+"""What of a question follows from its model alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +197,21 @@ class Instance:
         return tuple(kinds)
 
     @cached_property
+    def sample(self) -> ModelProfile:
+        """The model with one layer of each kind, for what no number of layers matters to."""
+        return replace(self.model, layers=self.kinds)
+
+    @cached_property
     def kind_of(self) -> tuple[int, ...]:
         """For each layer the index of its kind."""
         return tuple(self.kinds.index(layer) for layer in self.model.layers)
+
+    @cached_property
+    def kinds_before(self) -> tuple[tuple[int, ...], ...]:
+        """For each kind how many layers of it are before each layer, and before the end."""
+        return tuple(
+            tuple(accumulate((kind == each for each in self.kind_of), initial=0)) for kind in range(len(self.kinds))
+        )
 
     @cached_property
     def kind_totals(self) -> tuple[int, ...]:
@@ -212,7 +241,7 @@ class Instance:
     @cached_property
     def by_expert(self) -> bool:
         """Whether what streams are experts, one by one."""
-        return streaming.by_expert(self.model)
+        return streaming.by_expert(self.sample)
 
     @property
     def parts(self) -> bool:
@@ -227,17 +256,17 @@ class Instance:
     @cached_property
     def streamable(self) -> tuple[int, ...]:
         """What of a layer of each kind may stream."""
-        return tuple(streaming.streamable_bytes(kind, self.model) for kind in self.kinds)
+        return tuple(streaming.streamable_bytes(kind, self.sample) for kind in self.kinds)
 
     @cached_property
     def reserve_bytes(self) -> int:
         """What a device that streams leaves free."""
-        return streaming.reserve_bytes(self.model)
+        return streaming.reserve_bytes(self.sample)
 
     @cached_property
     def pool_bytes(self) -> int:
         """What of it a device that streams keeps in any case."""
-        return streaming.pool_bytes(self.model) if self.by_expert else 0
+        return streaming.pool_bytes(self.sample) if self.by_expert else 0
 
     @cached_property
     def members(self) -> tuple[Member, ...]:
@@ -251,8 +280,7 @@ class Instance:
 
     def only(self, members: Sequence[int]) -> Instance:
         """The part of the question with these members alone, which cost what they do here."""
-        part = replace(self, devices=tuple(self.devices[m] for m in members), crowded=self.shared_hosts)
-        vars(part).update({name: getattr(self, name) for name in ("kinds", "kind_of", "largest_layer_bytes")})
+        part = self.changed(devices=tuple(self.devices[m] for m in members), crowded=self.shared_hosts)
         vars(part)["members"] = tuple(self.members[m] for m in members)
         return part
 
@@ -273,18 +301,49 @@ class Instance:
 
     def with_head(self, head: str) -> Instance:
         """The same question with ``head`` in front."""
-        ordered = sorted(self.devices, key=lambda device: device.device != head)
-        return replace(self, devices=tuple(ordered))
+        ordered = sorted(range(len(self.devices)), key=lambda m: self.devices[m].device != head)
+        found = self.changed(devices=tuple(self.devices[m] for m in ordered))
+        vars(found)["members"] = tuple(self.members[m] for m in ordered)
+        vars(found).update(costing_as=self.costing_as, prices=self.prices)
+        return found
+
+    def changed(self, **changes: Any) -> Instance:
+        """The question with ``changes`` that are not of the model: what follows from that alone is kept."""
+        found, _ = replace(self, **changes), (self.largest_layer_bytes, self.kinds_before, self.window_counts)
+        vars(found).update({name: value for name, value in vars(self).items() if name in _OF_MODEL})
+        return found
+
+    @cached_property
+    def costing_as(self) -> Mapping[str, str]:
+        """For each device the one of those with the same figures that is named first."""
+        found, figures = dict[str, str](), list[tuple[str, object]]()
+        for member in sorted(self.members, key=lambda each: each.name):
+            own = replace(member, profile=replace(member.profile, device="", host=""))
+            alike = next((name for name, other in figures if own == other), None)
+            if alike is None:
+                figures.append((member.name, own))
+            found[member.name] = alike or member.name
+        return found
+
+    @cached_property
+    def prices(self) -> dict[Any, Any]:
+        """What windows of devices were found to cost, whoever is head (``cuts.py``)."""
+        return {}
+
+    @cached_property
+    def window_counts(self) -> dict[Any, Any]:
+        """How many layers of each kind a window has where (``evaluate.py``)."""
+        return {}
 
     def unlike(self, heads: Sequence[str]) -> list[str]:
         """``heads`` without those that make the same question as one before: like devices with like links."""
         found: list[str] = []
         for head in heads:
-            if not any(self._are_alike(head, before) for before in found):
+            if not any(self.are_alike(head, before) for before in found):
                 found.append(head)
         return found
 
-    def _are_alike(self, one: str, other: str) -> bool:
+    def are_alike(self, one: str, other: str) -> bool:
         """Whether nothing changes if the two change places."""
         here, there = ({device.device: device for device in self.devices}[name] for name in (one, other))
         changed = {one: other, other: one}
@@ -304,13 +363,12 @@ class Instance:
 
     def with_rows(self, chunk_rows: int, step_rows: int = 0) -> Instance:
         """The same question with chunks of so many rows, and buffers of as many or of ``step_rows``."""
-        buffer_rows = step_rows if step_rows > chunk_rows else 0
-        return replace(self, workload=replace(self.workload, chunk_rows=chunk_rows, buffer_rows=buffer_rows))
+        return self.changed(workload=self.workload.with_rows(chunk_rows, step_rows))
 
     def offloading(self, plan: Plan) -> Instance:
         """The same question where those devices of ``plan`` are helped that are in it."""
         differ = self.prefill_offload.symmetric_difference(plan.prefill_offload).intersection(plan.devices)
-        return replace(self, prefill_offload=frozenset(plan.prefill_offload)) if differ else self
+        return self.changed(prefill_offload=frozenset(plan.prefill_offload)) if differ else self
 
     def gpu_rooms(self, member: int, windows: int) -> list[int]:
         """How many layers each GPU of a member with so many windows, or more, can hold at most; one 0 without any."""
@@ -335,7 +393,7 @@ class Instance:
     @cached_property
     def buffer_bytes(self) -> int:
         """Compute buffer of a window while it computes a chunk of a prompt."""
-        return cost.compute_buffer_bytes(self.model, self.workload)
+        return cost.compute_buffer_bytes(self.sample, self.workload)
 
     @cached_property
     def gpu_buffer_bytes(self) -> int:
@@ -343,12 +401,12 @@ class Instance:
         backends = {gpu.backend for device in self.devices for gpu in device.gpus}
         lacks = any(cost.lacks_flash(backend, self.model) for backend in backends)
         work = replace(self.workload, flash=self.workload.flash and not lacks)
-        return cost.compute_buffer_bytes(self.model, work)
+        return cost.compute_buffer_bytes(self.sample, work)
 
     @cached_property
     def window_bytes(self) -> int:
         """What each window takes of RAM besides weights and KV cache."""
-        return cost.window_bytes(self.model, self.workload)
+        return cost.window_bytes(self.sample, self.workload)
 
     def runtime_bytes(self, windows: int) -> int:
         """RAM of a device with so many windows besides weights and KV cache.
@@ -377,7 +435,7 @@ class Instance:
     @cached_property
     def copied_bytes(self) -> int:
         """What a window that is helped needs for copies."""
-        return cost.copied_bytes(self.model, self.workload)
+        return cost.copied_bytes(self.sample, self.workload)
 
     @property
     def output_copy_bytes(self) -> int:
@@ -452,7 +510,7 @@ class Instance:
         return [[seconds(self.link(a, b)) if a != b else math.inf for b in members] for a in members]
 
     def _member(self, device: DeviceProfile) -> Member:
-        model, work = self.model, self.workload
+        model, work = self.sample, self.workload
         limits = self.limits.get(device.device, NO_LIMITS)
         able = [gpu for gpu in device.gpus if gpu.prefill_offload]
         offloads_prefill = device.device in self.prefill_offload and bool(able)
@@ -460,7 +518,7 @@ class Instance:
             device = device.without_extra_buffers()
         _, chunk = cost.prefill_chunks(work)
         rows = self.decode_rows
-        cpu = cost.cached(device.cpu, model)
+        cpu = cost.cached(device.cpu, self.model)
         processors = device.gpus or (None,)
 
         def phase(cpu: CpuProfile, rows: float, kv: float, spare_bytes: int, *, is_chunk: bool) -> Phase:

@@ -481,3 +481,7 @@ class Workload:
     def step_rows(self) -> int:
         """Rows that a step may have."""
         return max(self.chunk_rows, self.buffer_rows)
+
+    def with_rows(self, chunk_rows: int, step_rows: int = 0) -> Workload:
+        """The same work with chunks of so many rows, and buffers of as many or of ``step_rows``."""
+        return replace(self, chunk_rows=chunk_rows, buffer_rows=step_rows if step_rows > chunk_rows else 0)

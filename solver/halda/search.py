@@ -12,9 +12,8 @@ are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
 from typing import Any, Final
 
@@ -43,6 +42,7 @@ from halda.profile import KV_TYPES, DeviceProfile, Limits, LinkProfile, ModelPro
 from halda.simpler import simpler
 from halda.solution import Solution
 from halda.solving import Outcome, run
+from halda.time_limit import TimeLimit
 from halda.variables import MS
 
 CHUNKS: Final = (128, 256, 1024, 2048)
@@ -67,15 +67,16 @@ _CUTS_TRIED: Final = 5
 _ORDERS_OF: Final = 5
 _MIN_S: Final = 0.05
 _FIRST_S: Final = 5.0
-_HURRIED_S: Final = 1.0
-"""Whether smaller buffers let other windows be better is looked at for so long: with less it depends on how busy the machine
-is."""
-_HURRIED_SHARE: Final = 0.25
-"""Nor for a larger share of the time that there is."""
-_AGAIN_SHARE: Final = 0.5
-"""To look for the best plan with the chunks that a ring is to have."""
+_EARLY_SHARE: Final = 0.5
+"""Of the time that is left, for each head and each set of devices that are helped: the likely ones come first."""
+_MAIN_SHARE: Final = 0.75
+"""Of the time that there is, before simpler plans are looked for."""
 _SIMPLER_SHARE: Final = 0.1
-"""Of the time that there is, for each simpler plan that is looked for."""
+"""For each of them."""
+_FIRST_SHARE: Final = 0.6
+"""Of the time for a head, with the chunks that were asked for."""
+_AGAIN_SHARE: Final = 0.5
+"""Of what is then left, with each other size of chunks."""
 _LONG_S: Final = 1.5
 """With more devices than orders are tried of, a program ends after so long. By then its plans are near the best, and so is
 its bound."""
@@ -92,6 +93,10 @@ _KEPT_OF_ROUNDS: Final = 4
 """Of so many quick plans of as many rounds, the cheapest by their prices, it is worked out what streams."""
 _FAR_PRICE: Final = 1.5
 """Not of those that are dearer by so much than the cheapest of as many rounds or fewer."""
+_NEAR: Final = 1.1
+"""Nor of those that are dearer by so much than the best plan so far takes."""
+_NEAR_ROUNDS: Final = 2
+"""Between plans of about as good questions there are so many rounds at most, as a rule."""
 _WORSE_ROUNDS: Final = 4
 """After so many more rounds without a better price no quick plans of still more are made."""
 _SAME: Final = 1e-9
@@ -113,61 +118,100 @@ def solve(
     chunks: Sequence[int] = (),
     time_limit_s: float = 10.0,
     offloads: bool = False,
+    prefill_offload: frozenset[str] | None = None,
     experts: ExpertPlace = "auto",
     settles: bool = False,
+    simplifies: bool = True,
 ) -> Solution:
     """The plan that makes ``objective`` smallest, with the best of ``heads`` (none: the first device) as head.
 
     They share the time limit, which is of the processor's time; of those that are alike one is tried. ``require`` names
     devices that must take part. Where layers stream, a chunk of the prompt may have as many rows as one of ``chunks``
     says instead of ``workload.chunk_rows``; where there is no plan, those with the fewest rows come first. With
-    ``offloads`` GPUs may help with prompts, as in ``helping.py``; ``experts`` of layers on a GPU are where the plan has
-    them, or all in its memory, or all in RAM. Where it ``settles`` for a plan about as good, that fills the ring
-    (``filling.py``) and asks less of devices (``simpler.py``). Raises ``Infeasible``, which says which limit is short
-    and by how much, and ``CutOff`` where a link that does not work would be needed.
+    ``offloads`` GPUs may help with prompts, as in ``helping.py``; where it is known which (``prefill_offload``) only that
+    is tried. ``experts`` of layers on a GPU are where the plan has them, or all in its memory, or all in RAM. Where it
+    ``settles`` for a plan about as good, that fills the ring (``filling.py``) and, if it ``simplifies``, asks less of
+    devices (``simpler.py``). Raises ``Infeasible``, which says which limit is short and by how much, and ``CutOff`` where
+    a link that does not work would be needed.
     """
     question = replace(instance(devices, links, model, workload, limits or {}), experts=experts)
-    heads = heads or [devices[0].device]
+    heads, budget = heads or [devices[0].device], TimeLimit(time_limit_s)
 
-    def ask(question: Instance, heads: Sequence[str], time_limit_s: float) -> Solution:
-        there = require.intersection(device.device for device in question.devices)
-        return _with_offload(question, heads, objective, there, chunks, time_limit_s, offloads=offloads, fills=settles)
+    able = able_to_offload(question) if offloads else frozenset[str]()
+    tried = [frozenset[str]() if prefill_offload is None else prefill_offload & able]
+    if prefill_offload is None and objective in OF_FIRST_TOKEN:
+        tried += others_to_try(able)
 
-    found = ask(question, heads, time_limit_s)
-    if settles:
-        hurried_s = _SIMPLER_SHARE * time_limit_s
-        found = simpler(found, question, heads, require, lambda asked, others: ask(asked, others, hurried_s))
+    def ask(question: Instance, heads: Sequence[str], budget: TimeLimit, beaten: _Beaten) -> Solution | None:
+        names = frozenset(device.device for device in question.devices)
+        goal = _Goal(objective, require & names, tuple(chunks), settles)
+        sets = list(dict.fromkeys(each & names for each in tried))
+        return _with_offload(question, heads, goal, budget, beaten, sets, able & names)
+
+    found = ask(question, heads, budget.part(_MAIN_SHARE if settles and simplifies else 1.0), _Beaten())
+    assert found is not None
+    if settles and simplifies:
+
+        def in_a_hurry(question: Instance, heads: Sequence[str], quickest: Solution, below_s: float) -> Solution | None:
+            return ask(question, heads, budget.part(1.0, _SIMPLER_SHARE * time_limit_s), _Beaten(below_s, quickest))
+
+        found = simpler(found, question, heads, require, in_a_hurry)
     _check_links(found.plan.devices, question)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    """What is looked for with every head: what is made small, who must take part, other chunks, and whether it fills."""
+
+    objective: Objective
+    require: frozenset[str]
+    chunks: tuple[int, ...]
+    fills: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Beaten:
+    """Plans are looked for that take less than ``below_s``; the best of others so far is ``best``."""
+
+    below_s: float = math.inf
+    best: Solution | None = None
 
 
 def _with_offload(
     question: Instance,
     heads: Sequence[str],
-    objective: Objective,
-    require: frozenset[str],
-    chunks: Sequence[int],
-    time_limit_s: float,
-    *,
-    offloads: bool,
-    fills: bool,
-) -> Solution:
-    """The best plan, with prompts helped by GPUs where that is allowed. Raises ``Infeasible``."""
-    able = able_to_offload(question) if offloads else frozenset[str]()
+    goal: _Goal,
+    budget: TimeLimit,
+    beaten: _Beaten,
+    tried: Sequence[frozenset[str]],
+    able: frozenset[str],
+) -> Solution | None:
+    """The best plan with prompts helped as in one of ``tried``; None where none beats what is to be ``beaten``.
 
-    def best(prefill_offload: frozenset[str], time_limit_s: float) -> Solution:
-        found = _with_best_head(
-            replace(question, prefill_offload=prefill_offload), heads, objective, require, chunks, time_limit_s, fills
-        )
-        return with_offload(found, question.with_head(found.plan.head), able) if able else found
+    Raises ``Infeasible`` where there is none, whatever it takes.
+    """
+    best: Solution | None = None
+    searches = list[_Heads]()
 
-    tried = others_to_try(able) if objective in OF_FIRST_TOKEN else []
-    found = best(frozenset(), time_limit_s / (1 + len(tried)))
-    for prefill_offload in tried:
-        with suppress(Infeasible):
-            other = best(prefill_offload, time_limit_s / (1 + len(tried)))
-            found = min(found, other, key=lambda each: each.objective_s)
-    return found
+    def take(search: _Heads, found: Solution | None) -> None:
+        nonlocal best, beaten
+        if found is not None:
+            best = with_offload(found, search.question.with_head(found.plan.head), able) if able else found
+            beaten = _Beaten(best.objective_s, best)
+
+    for i, prefill_offload in enumerate(tried):
+        if beaten.best is not None and budget.left_s <= 0:
+            break
+        search = _Heads(question.changed(prefill_offload=prefill_offload), goal, beaten)
+        found = search.best_of(heads, budget.part(max(_EARLY_SHARE, 1 / (len(tried) - i))))
+        if found is None and beaten.best is None:
+            raise search.infeasible()
+        take(search, found)
+        searches.append(search)
+    for search in searches:
+        take(search, search.again(beaten, budget))
+    return best
 
 
 def _check_links(ring: Sequence[str], question: Instance) -> None:
@@ -180,36 +224,205 @@ def _check_links(ring: Sequence[str], question: Instance) -> None:
             )
 
 
-def _with_best_head(
-    question: Instance,
-    heads: Sequence[str],
-    objective: Objective,
-    require: frozenset[str],
-    chunks: Sequence[int],
-    time_limit_s: float,
-    fills: bool,
-) -> Solution:
-    """The plan with the best of ``heads``. Raises ``Infeasible``."""
-    best: Solution | None = None
-    failures, bound_s, of_heads = [], math.inf, []
-    heads = question.unlike(heads)
-    limit_s = time_limit_s / len(heads)
-    for head in heads:
-        try:
-            of_heads.append(_with_head(question.with_head(head), objective, require, chunks, limit_s, fills))
-        except Infeasible as exc:
-            failures.append(exc)
-    for first, overlapped in sorted(of_heads, key=lambda each: each[0].objective_s):
-        # Smaller chunks save no more than the time to the first token: a head that is behind by more cannot win.
-        may_win = best is None or first.objective_s - first.prediction.ttft_s < best.objective_s
-        found = _overlapping(first, overlapped, require, limit_s, fills) if overlapped and may_win else first
-        bound_s = min(bound_s, found.bound_s)
-        if best is None or found.objective_s < best.objective_s * (1 - _SAME):
-            best = found
-    if best is None:
-        raise min(failures, key=lambda failure: failure.short_bytes)
-    proven = bound_s >= best.quickest_s * (1 - _PROVEN)
-    return replace(best, bound_s=min(bound_s, best.quickest_s), proven=proven)
+class _Heads:
+    """The best plan of a question among heads and sizes of chunks. Only what is better than the best so far is looked for.
+
+    A plan whose buffers are for fewer rows than were asked for has to gain ``FEWER_GAIN``: with other prompts than the
+    typical one it may be slower. So objectives are compared as ``_weighed_s``.
+    """
+
+    def __init__(self, question: Instance, goal: _Goal, beaten: _Beaten) -> None:
+        self.question = self._question = question
+        self._goal, self._beaten = goal, beaten
+        self._best: Solution | None = None
+        self._bound_s = math.inf
+        self._without_plan: list[_Search] = []
+        self._asked: set[tuple[str, Workload]] = set()
+        self._open: list[_Search] = []
+        self._is_usual = False
+        """Whether there are plans with the chunks that were asked for."""
+
+    def best_of(self, heads: Sequence[str], budget: TimeLimit) -> Solution | None:
+        """The plan with the best of ``heads``; None where none is better than what is to be beaten."""
+        questions = [self._question.with_head(head) for head in self._question.unlike(heads)]
+        todo = self._searches(questions, budget)
+        self._begin(todo, budget)
+        todo += self._searches([other for search in todo for other in self._in_other_rows(search, questions)], budget)
+        self._begin(todo, budget)
+        while todo:
+            if self._best_yet is not None and budget.left_s <= 0:
+                self._bound_s = 0.0
+                break
+            search = todo.pop(0)
+            self._look(search, budget.part(max(_EARLY_SHARE, 1 / (1 + len(todo)))))
+            todo += self._searches(self._in_other_rows(search, questions), budget)
+        return self._proven(self._best)
+
+    def again(self, beaten: _Beaten, budget: TimeLimit) -> Solution | None:
+        """A plan that is better than what was found meanwhile, where time was too short; None where there is none."""
+        self._best, self._beaten = None, beaten
+        for open_search in sorted(self._open, key=lambda search: search.bound_s):
+            below_s = self._best_s * self._handicap(open_search.question.workload.step_rows)
+            if budget.left_s > 0 and open_search.bound_s < below_s * (1 - _PROVEN):
+                self._look(_Search(open_search.question, self._goal, budget), budget.part(_EARLY_SHARE))
+        return self._proven(self._best)
+
+    def _proven(self, best: Solution | None) -> Solution | None:
+        if best is None:
+            return None
+        proven = self._bound_s >= best.quickest_s * (1 - _PROVEN)
+        return replace(best, bound_s=min(self._bound_s, best.quickest_s), proven=proven)
+
+    def infeasible(self) -> Infeasible:
+        """Which limit is short with the head that is closest to a plan."""
+        return min((search.infeasible() for search in self._without_plan), key=lambda failure: failure.short_bytes)
+
+    def _searches(self, questions: Iterable[Instance], budget: TimeLimit) -> list[_Search]:
+        """A search for each of ``questions`` that there was none for."""
+        new = {(each.devices[0].device, each.workload): each for each in questions}
+        found = [_Search(each, self._goal, budget) for key, each in new.items() if key not in self._asked]
+        self._asked.update(new)
+        return found
+
+    def _begin(self, todo: list[_Search], budget: TimeLimit) -> None:
+        """Begin the searches, and sort them: their quick plans tell which is likely to have the best one.
+
+        Others can then be given up early.
+        """
+        if len(todo) == 1 or len(self._question.devices) > EXACT_DEVICES:
+            return
+        best_s, rounds = self._best_s, self._rounds
+        for search in todo:
+            if best_s < math.inf and budget.left_s <= 0:
+                break
+            search.begin(_NEAR * best_s * self._handicap(search.question.workload.step_rows), rounds)
+            if self._weighed_s(search) < best_s:
+                best_s, rounds = self._weighed_s(search), search.quick_rounds
+        todo.sort(key=self._weighed_s)
+
+    def _in_other_rows(self, search: _Search, questions: Sequence[Instance]) -> Iterator[Instance]:
+        """Of all ``questions``, those with larger chunks where the plan of ``search`` streams, and those with smaller
+        buffers where it misses memory, or there is none.
+
+        With another buffer other windows, more layers of a GPU or other layers that stream may be the best.
+        """
+        question, chunks, usual = search.question, self._goal.chunks, self._question.workload.chunk_rows
+        is_usual = question.workload.chunk_rows == usual
+        self._is_usual = self._is_usual or (is_usual and search.quick_s < math.inf)
+        if not chunks or not search.is_begun or (self._is_usual and not is_usual):
+            return
+        rows = list[int]()
+        if search.quick_s < math.inf:
+            found = search.solution()
+            rows += _other_chunks(found, question, chunks)
+            is_short = _is_short(found.plan, question)
+        else:
+            is_short = self._best_yet is None
+        if is_short and min(chunks) < usual:
+            rows.append(min(chunks))
+        yield from (each.with_rows(count) for count in rows for each in questions)
+
+    def _handicap(self, step_rows: int) -> float:
+        return 1 - FEWER_GAIN if step_rows < self._question.workload.chunk_rows else 1.0
+
+    def _weighed_s(self, search: _Search) -> float:
+        return search.quick_s / self._handicap(search.question.workload.step_rows)
+
+    @property
+    def _best_s(self) -> float:
+        """What others have to be below, weighed."""
+        best = self._best_yet
+        seconds = self._beaten.below_s if self._best is None else self._best.objective_s
+        return seconds if best is None else seconds / self._handicap(best.prediction.step_rows)
+
+    @property
+    def _best_yet(self) -> Solution | None:
+        return self._best or self._beaten.best
+
+    @property
+    def _rounds(self) -> int:
+        return 0 if self._best_yet is None else self._best_yet.plan.rounds
+
+    def _look(self, search: _Search, budget: TimeLimit) -> None:
+        """Look for a better plan with the head and the chunks of ``search``."""
+        question, before = search.question, self._best_yet
+        usual, chunks = question.workload.chunk_rows == self._question.workload.chunk_rows, self._goal.chunks
+        part = budget.part(_FIRST_SHARE)
+        found = self._searched(search, part, is_certain=usual)
+        if part.left_s <= 0:
+            self._open.append(search)
+        if not search.found:
+            self._without_plan.append(search)
+        if found is not None:
+            if chunks and self._goal.objective not in OF_FIRST_TOKEN and not found.plan.streaming:
+                found = _in_smaller_chunks(found, question)
+            self._take(found)
+        best = self._best_yet
+        is_overlapping = chunks and self._goal.objective in OF_FIRST_TOKEN and len(question.processors) > 1
+        if is_overlapping and best is not None and not best.plan.streaming:
+            self._overlap(found, question, budget, is_first=before is None)
+
+    def _searched(
+        self, search: _Search, budget: TimeLimit, *, gain: float = 0.0, is_certain: bool = True
+    ) -> Solution | None:
+        """What ``search`` finds that is better than the best so far, by a share of ``gain``; filled where that is asked.
+
+        What it leaves open counts where the search ``is_certain`` to be for all plans that might be the best.
+        """
+        below_s = self._best_s * self._handicap(search.question.workload.step_rows) * (1 - gain)
+        search.run(budget, below_s, self._rounds)
+        is_better = search.quick_s < below_s
+        if is_certain or is_better:
+            self._bound_s = min(self._bound_s, search.bound_s)
+        if not is_better:
+            return None
+        found = search.solution()
+        found = _filled(found, search.question) if self._goal.fills else found
+        return found if found.objective_s < below_s else None
+
+    def _take(self, found: Solution) -> None:
+        """Keep ``found`` if it is the best so far."""
+        below_s = self._best_s * self._handicap(found.prediction.step_rows)
+        if found.objective_s < below_s * (1 - _SAME * (self._best is not None)):
+            self._best = found
+
+    def _overlap(self, found: Solution | None, question: Instance, budget: TimeLimit, *, is_first: bool) -> None:
+        """Look for a plan that has a prompt sooner, as several devices compute smaller chunks of it at the same time.
+
+        In one round: with more of them chunks follow each other a little closer, and tokens go round more often.
+        """
+        if found is not None:
+            # Of like splits one in which no machine has most of a chunk gains most from smaller ones.
+            even = found if self._goal.fills else _filled(found, question)
+            self._take(_in_smaller_chunks(even, question))
+        best, work = self._best_yet, question.workload
+        assert best is not None
+        if best.prediction.ttft_s <= FEWER_GAIN * best.objective_s:
+            return
+        usual = best.prediction.chunk_rows == work.chunk_rows
+        wanted = [best.prediction.chunk_rows, *[_OVERLAP_ROWS] * (is_first or usual)]
+        tried = {work.chunk_rows} | ({found.prediction.chunk_rows} if found is not None else set())
+        while wanted and budget.left_s > 0:
+            rows = wanted.pop(0)
+            if rows not in tried and rows < work.prompt_tokens:
+                tried.add(rows)
+                wanted += self._with_rows(rows, question, budget)
+
+    def _with_rows(self, rows: int, question: Instance, budget: TimeLimit) -> list[int]:
+        """Look for a better ring with chunks of so many rows. Answers with how many it is best."""
+        best, work = self._best_yet, question.workload
+        assert best is not None
+        is_usual = best is self._best and best.prediction.chunk_rows == work.chunk_rows
+        step_rows = best.prediction.step_rows if rows == best.prediction.chunk_rows else work.step_rows
+        asked, gain = question.with_rows(rows, step_rows), FEWER_GAIN * is_usual
+        search = _Search(asked, self._goal, budget, is_one_round=True)
+        found = self._searched(search, budget.part(_AGAIN_SHARE), gain=gain, is_certain=not is_usual)
+        if found is None or found.plan.streaming:
+            return []
+        even = _in_smaller_chunks(found if self._goal.fills else _filled(found, asked), asked)
+        better = min(found, even, key=lambda each: each.objective_s)
+        self._take(better)
+        return [better.prediction.chunk_rows]
 
 
 def _filled(found: Solution, question: Instance) -> Solution:
@@ -221,85 +434,6 @@ def _filled(found: Solution, question: Instance) -> Solution:
     objective_s = prediction.objective_s(found.objective, question.workload.answer_tokens)
     given_up_s = found.given_up_s + objective_s - found.objective_s
     return replace(found, plan=plan, prediction=prediction, objective_s=objective_s, given_up_s=given_up_s)
-
-
-def _with_head(
-    question: Instance,
-    objective: Objective,
-    require: frozenset[str],
-    chunks: Sequence[int],
-    time_limit_s: float,
-    fills: bool,
-) -> tuple[Solution, Instance | None]:
-    """The best plan with the head of ``question``, and what smaller chunks may have a prompt of sooner, if they may."""
-
-    def search(question: Instance) -> _Search:
-        search = _Search(question, objective, require, time_limit_s)
-        search.run()
-        return search
-
-    first = search(question)
-    rows = question.workload.chunk_rows
-    fewest = min(chunks, default=rows)
-    if not first.found and fewest < rows:
-        question = question.with_rows(fewest)
-        first = search(question)
-    if not first.found:
-        raise first.infeasible()
-    found = _filled(first.solution(), question) if fills else first.solution()
-    other = _other_chunks(found, question, chunks)
-    if other is None and fewest < question.workload.chunk_rows and _is_short(found.plan, question):
-        # Smaller buffers may also let other windows, or more layers of a GPU, be the best.
-        hurried_s = min(_HURRIED_S, _HURRIED_SHARE * time_limit_s)
-        hurried = _Search(question.with_rows(fewest), objective, require, hurried_s)
-        if hurried.run() and hurried.solution().objective_s < found.objective_s * (1 - FEWER_GAIN):
-            other = question.with_rows(fewest)
-    if other is None and chunks and objective in OF_FIRST_TOKEN:
-        return found, question
-    if other is None:
-        return (_in_smaller_chunks(found, question) if chunks and not found.plan.streaming else found), None
-    # With another buffer other layers may be the best ones to stream, so it is worth another search.
-    again = search(other)
-    if not again.found:
-        return found, None
-    better = _filled(again.solution(), other) if fills else again.solution()
-    return (better if better.objective_s < found.objective_s else found), None
-
-
-def _overlapping(
-    found: Solution, question: Instance, require: frozenset[str], time_limit_s: float, fills: bool
-) -> Solution:
-    """``found``, or a plan that has a prompt sooner, as several devices compute smaller chunks of it at the same time.
-
-    In one round: with more of them chunks follow each other a little closer, and tokens go round more often.
-    """
-    may_gain = found.prediction.ttft_s > FEWER_GAIN * found.objective_s
-    if len(question.processors) == 1 or found.plan.streaming or not may_gain:
-        return found
-
-    def searched(rows: int, share: float) -> Solution:
-        asked = question.with_rows(rows, question.workload.step_rows)
-        search = _Search(asked, found.objective, require, share * time_limit_s, is_one_round=True)
-        if not search.run() or search.solution().plan.streaming:
-            return found
-        return _filled(search.solution(), asked) if fills else search.solution()
-
-    # Of like splits one in which no machine has most of a chunk gains most from smaller ones.
-    best, other = _in_smaller_chunks(_filled(found, question), question), found
-    if question.workload.prompt_tokens > _OVERLAP_ROWS < question.workload.chunk_rows:
-        other = searched(_OVERLAP_ROWS, _HURRIED_SHARE)
-        asked = question.with_rows(other.prediction.chunk_rows, question.workload.step_rows)
-        other = _in_smaller_chunks(_filled(other, asked), question)
-    if other.objective_s < best.objective_s * (
-        1 - (_SAME if best.prediction.chunk_rows < found.prediction.chunk_rows else FEWER_GAIN)
-    ):
-        best = other
-    if best.prediction.chunk_rows == found.prediction.chunk_rows:
-        return found
-    again = searched(best.prediction.chunk_rows, _AGAIN_SHARE)
-    if again.quickest_s <= best.quickest_s * (1 + _SAME):
-        return again
-    return replace(best, bound_s=min(again.bound_s, best.quickest_s), proven=False)
 
 
 def _in_smaller_chunks(found: Solution, question: Instance) -> Solution:
@@ -327,16 +461,15 @@ def _is_short(plan: Plan, question: Instance) -> bool:
     return bool(plan.streaming) or (has_gpu and any(len(window.in_ram) for window in plan.route))
 
 
-def _other_chunks(found: Solution, question: Instance, chunks: Sequence[int]) -> Instance | None:
-    """``question`` with the rows of a chunk with which the plan that was found, as it then has to stream, is best.
+def _other_chunks(found: Solution, question: Instance, chunks: Sequence[int]) -> list[int]:
+    """How many rows of a chunk are best for the plan that was found, as it then has to stream, if others are than it has.
 
-    None where nothing streams, or none of ``chunks`` is better: fewer rows have to be clearly better, and more rows than a
-    prompt has are of no use.
+    Fewer rows have to be clearly better, and more rows than a prompt has are of no use.
     """
     rows, work = question.workload.chunk_rows, question.workload
     if not found.plan.streaming:
-        return None
-    best, best_s = None, found.objective_s
+        return []
+    best, best_s = list[int](), found.objective_s
     more = sorted(chunk for chunk in chunks if chunk > rows and work.prompt_tokens > rows)
     fewer = sorted((chunk for chunk in chunks if chunk < rows), reverse=True)
     for chunk in more + fewer:
@@ -347,7 +480,7 @@ def _other_chunks(found: Solution, question: Instance, chunks: Sequence[int]) ->
         gain = _SAME if chunk > rows else FEWER_GAIN
         too_long = chunk > rows and prediction.prefill_chunk_s > MAX_CHUNK_S
         if value < best_s * (1 - gain) and not prediction.short and not too_long:
-            best, best_s = other, value
+            best, best_s = [chunk], value
     return best
 
 
@@ -357,18 +490,19 @@ class _Search:
     def __init__(
         self,
         question: Instance,
-        objective: Objective,
-        require: frozenset[str],
-        time_limit_s: float,
+        goal: _Goal,
+        budget: TimeLimit,
         *,
         is_one_round: bool = False,
     ) -> None:
-        self._instance = question
+        self.question = self._instance = question
         self._is_one_round = is_one_round
-        self._objective: Objective = objective
-        self._required = frozenset(m for m, device in enumerate(question.devices) if device.device in require)
-        self._left_s = time_limit_s
-        self._limit_s = time_limit_s
+        self._objective: Objective = goal.objective
+        self._required = frozenset(m for m, device in enumerate(question.devices) if device.device in goal.require)
+        self._budget = budget
+        self._below_s = math.inf
+        self.is_begun = self._has_quick = False
+        self._quick: list[tuple[float, int, tuple[Window, ...]]] = []
         self._best: tuple[float, Plan] | None = None
         self._best_is_quick = False
         self._open_bound_s = float("inf")
@@ -377,63 +511,89 @@ class _Search:
 
     @property
     def found(self) -> bool:
-        """Whether there is a plan."""
+        """Whether there is a plan, of those below the bound."""
         return self._best is not None
 
-    def run(self) -> bool:
-        """Look for the best plan. Answers whether there is any."""
-        max_rounds = 1 if self._is_one_round else self._instance.model.max_rounds
-        if not self._required - {0}:
+    @property
+    def bound_s(self) -> float:
+        """No plan is better, as far as is known."""
+        return min(self._best_s, self._open_bound_s)
+
+    @property
+    def quick_s(self) -> float:
+        """The objective of the best plan so far."""
+        return math.inf if self._best is None else self._best[0]
+
+    @property
+    def quick_rounds(self) -> int:
+        """Its rounds; 0 without one."""
+        return 0 if self._best is None else self._best[1].rounds
+
+    def run(self, budget: TimeLimit, below_s: float = math.inf, near_rounds: int = 0) -> None:
+        """Look for the best plan, of those with an objective of less than ``below_s``; quick ones as in ``begin``."""
+        self._budget, self._below_s, self.is_begun = budget, below_s, True
+        if not self._required - {0} and not self._is_one_round:
             self._single_device()
         if len(self._instance.devices) > 1:
             orders = (
                 exact_orders(self._instance, self._objective) if len(self._instance.devices) <= EXACT_DEVICES else None
             )
             if orders is None and not self._may_win(1, orders):
-                return self.found  # with many devices it takes seconds to look for plans that there are not
-            self._begin(max_rounds)
-            self._rounds(1, orders)
+                return  # with many devices it takes seconds to look for plans that there are not
+            self.begin(below_s, near_rounds)
+            self._polish()
+            first = 1 if self._is_one_round else max(1, self.quick_rounds)
+            self._rounds(first, orders)
+            if first > 1:
+                self._rounds(1, orders)
             if self._is_one_round:
                 self._leave_more_rounds(orders)
             else:
-                self._more_rounds(max_rounds, orders)
-        return self.found
+                self._more_rounds(orders, {first})
 
     def _leave_more_rounds(self, orders: Sequence[RingOrder] | None) -> None:
         """Of more rounds only the bound is of interest: how much better they might be."""
         if self._instance.model.max_rounds > 1 and self._may_win(2, orders):
             self._open_bound_s = min(self._open_bound_s, self._min_s)
 
-    def _more_rounds(self, max_rounds: int, orders: Sequence[RingOrder] | None) -> None:
+    def _more_rounds(self, orders: Sequence[RingOrder] | None, done: set[int]) -> None:
         """Rings of two rounds or more: first of as many as the best so far has: others are then soon known to be worse.
 
         More rounds add only hops and memory to what the bound leaves open: where it cannot win the search ends. It is asked
         at numbers of rounds half as large again, and when there is a better plan.
         """
-        first, asked_of, ask_at = 0, math.inf, 2
-        for rounds in range(2, max_rounds + 1):
+        asked_of, ask_at = math.inf, 2
+        for rounds in range(2, self._instance.model.max_rounds + 1):
             if rounds == ask_at or self._best_s < asked_of:
                 if not self._may_win(rounds, orders):
                     return
                 asked_of, ask_at = self._best_s, rounds + max(1, rounds // 2)
-            if rounds == 2 and self._best is not None and self._best[1].rounds > 1:
-                first = self._best[1].rounds
-                self._rounds(first, orders)
-            if rounds != first:
-                self._rounds(rounds, orders)
+            for each in (max(2, self.quick_rounds), rounds) if rounds == 2 else (rounds,):
+                if each not in done:
+                    done.add(each)
+                    self._rounds(each, orders)
 
-    def _begin(self, max_rounds: int) -> None:
+    def begin(self, below_s: float = math.inf, near_rounds: int = 0) -> None:
         """Keep the best of the plans that are quick to make: of one round, and of more as long as more rounds help.
+
+        Of those with an objective of less than ``below_s`` alone, and, where it is known of how many rounds other
+        questions' best plan is, near these.
 
         All of them have equal rounds and a tail, as the programs' plans have, so a search that proves its answer the best
         proves it against the same plans.
         """
         question = self._instance
+        self.is_begun = True
+        if self._has_quick or len(question.devices) == 1:
+            return
+        self._below_s = min(self._below_s, below_s)
+        self._has_quick, max_rounds = True, 1 if self._is_one_round else question.model.max_rounds
         everyone, best_before_s, worse = range(len(question.devices)), math.inf, 0
         one_a_machine = sorted({host[0] for host in question.hosts} | self._required)
         orders = dict.fromkeys(good_order(question, members).members for members in (everyone, one_a_machine))
-        found = []
         for rounds in range(1, max_rounds + 1):
+            if near_rounds and rounds > 1 and abs(rounds - near_rounds) > _NEAR_ROUNDS:
+                continue
             if rounds > 1 and self._best is not None and not self._best[1].streaming:
                 break  # rounds serve streaming alone
             cuts = good_cuts(question, orders, rounds, self._objective, self._required)
@@ -441,19 +601,28 @@ class _Search:
                 break  # more rounds take more memory
             best_s = min((price for price, _ in cuts), default=math.inf)
             for price, route in cuts[:_KEPT_OF_ROUNDS]:
-                if price <= _FAR_PRICE * min(best_s, best_before_s):
-                    found.append((price, rounds, route))
+                if price <= min(_FAR_PRICE * min(best_s, best_before_s), self._near_s):
+                    self._quick.append((price, rounds, route))
                     self._keep(residency(self._plan(rounds, route), question, self._objective_s), is_quick=True)
             worse = 0 if best_s < best_before_s else worse + 1
             best_before_s = min(best_s, best_before_s)
             if worse == _WORSE_ROUNDS:
                 break
-        for _, rounds, route in sorted(found, key=lambda each: each[0])[:_POLISHED]:
-            self._offer(rounds, route)
+
+    def _polish(self) -> None:
+        """Settle what streams of the best quick plans."""
+        for price, rounds, route in sorted(self._quick, key=lambda each: each[0])[:_POLISHED]:
+            if price <= self._near_s:
+                self._offer(rounds, route)
 
     @property
     def _best_s(self) -> float:
-        return self._best[0] if self._best is not None else float("inf")
+        return min(self._below_s, self.quick_s)
+
+    @property
+    def _near_s(self) -> float:
+        """Quick plans of a larger price are not looked at. A price has one chunk of a prompt, and all of a token."""
+        return math.inf if self._objective == "throughput" else _NEAR * self._best_s
 
     def solution(self) -> Solution:
         """The best plan."""
@@ -518,7 +687,7 @@ class _Search:
         self._min_s = max(self._min_s, outcome.bound / MS)
         if self._min_s >= self._best_s * (1 - _SAME):
             return False
-        if self._left_s <= 0:
+        if self._budget.left_s <= 0:
             self._open_bound_s = min(self._open_bound_s, self._min_s)
             return False
         return True
@@ -599,7 +768,7 @@ class _Search:
                 if outcome.bound / MS >= self._best_s * (1 - _SAME):
                     continue
             for sequence in device_sequences(self._instance):
-                if self._left_s <= 0:
+                if self._budget.left_s <= 0:
                     self._open_bound_s = min(self._open_bound_s, bound_s)
                     return
                 if bound_s >= self._best_s * (1 - _SAME):
@@ -670,6 +839,10 @@ class _Search:
     def _offer(self, rounds: int, route: tuple[Window, ...]) -> None:
         """Keep the plan with these windows, and the streaming that suits them best, if it is the best so far."""
         plan, problem = self._plan(rounds, route), new_problem("fixed")
+        in_memory = self._in_memory(plan)
+        if in_memory is not None:
+            self._keep(in_memory, is_quick=False)
+            return
         index = {device.device: m for m, device in enumerate(self._instance.devices)}
         members = self._instance.only([index[name] for name in plan.devices])
         outcome, program = self._run(problem, fixed_layout(members, plan), members, required=frozenset())
@@ -684,6 +857,18 @@ class _Search:
                 if self._is_on_shared_machine(name):
                     minimum[name] = math.ceil(program.streams.bytes[m].value() * unit) + 1
         self._keep(stream(plan, self._instance, read_ahead, minimum), is_quick=False)
+
+    def _in_memory(self, plan: Plan) -> Plan | None:
+        """``plan`` with the better place for the output matrix, if RAM is enough for all; None where something streams."""
+        here = evaluate(plan, self._instance)
+        if any(short.what == "RAM" for short in here.short):
+            return None
+        if plan.output_on_gpu or not self._instance.members[0].has_gpu:
+            return plan
+        other = replace(plan, output_on_gpu=True)
+        there = evaluate(other, self._instance)
+        is_better = self._value(there) < self._value(here) * (1 - _SAME)
+        return other if here.short or (is_better and not there.short) else plan
 
     def _plan(self, rounds: int, route: tuple[Window, ...]) -> Plan:
         """A plan with these windows that streams nothing; all are helped that the question says.
@@ -708,7 +893,7 @@ class _Search:
         if not is_regular(plan, self._instance):
             return
         prediction = evaluate(plan, self._instance)
-        value = self._objective_s(prediction) + TIE * prediction.tpot_s
+        value = self._value(prediction)
         slack = _SAME if not is_quick and self._wins_ties(plan.rounds) else -_SAME
         if not prediction.short and value < self._best_s * (1 + slack):
             self._best, self._best_is_quick = (value, plan), is_quick
@@ -719,6 +904,9 @@ class _Search:
         Of plans of as many rounds a program's leaves the most memory, which a quick one's need not.
         """
         return self._best is not None and (rounds < self._best[1].rounds or self._best_is_quick)
+
+    def _value(self, prediction: Prediction) -> float:
+        return self._objective_s(prediction) + TIE * prediction.tpot_s
 
     def _objective_s(self, prediction: Prediction) -> float:
         return prediction.objective_s(self._objective, self._instance.workload.answer_tokens)
@@ -746,16 +934,13 @@ class _Search:
             self._required if required is None else required,
             elastic=False,
         )
-        maximum = math.inf
-        if cutoff and self._best is not None:
+        maximum, is_known = math.inf, self._best_s < math.inf
+        if cutoff and is_known:
             slack = self._best_s * MS * _SAME
             maximum = self._best_s * MS + (slack + EVEN_MS if self._wins_ties(layout.rounds) else -slack)
         # Without any plan yet a program gets time enough to find one.
-        min_s = _MIN_S if self._best is not None else _FIRST_S
-        is_steep = _STEEP_S < self._best_s < math.inf
-        outcome = run(problem, max(min_s, min(max_s, self._left_s)), maximum=maximum, is_steep=is_steep)
-        self._left_s -= outcome.seconds
-        return outcome, program
+        limit_s = max(_MIN_S if is_known else _FIRST_S, min(max_s, self._budget.left_s))
+        return run(problem, limit_s, maximum=maximum, is_steep=_STEEP_S < self._best_s < math.inf), program
 
     def infeasible(self) -> Infeasible:
         """Which limit is short for the plan of one round that is closest to fitting."""
@@ -788,7 +973,7 @@ class _Search:
         build(problem, question, layout, self._objective, required, elastic=True)
         outcome = run(problem, _SHORT_S)
         if not (outcome.found or outcome.proven):
-            outcome = run(problem, max(_FIRST_S, self._limit_s))
+            outcome = run(problem, max(_FIRST_S, self._budget.seconds))
         if not outcome.found:
             return None
         unit = self._instance.largest_layer_bytes

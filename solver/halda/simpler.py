@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from halda.instance import NO_LIMITS, Instance
-from halda.plan import Infeasible, LeftOut
+from halda.plan import LeftOut
 from halda.solution import GivenUp, Solution
 
 GAIN: Final = 0.05
@@ -22,8 +22,8 @@ FULL: Final = 0.95
 MAX_TRIED: Final = 4
 _SAME: Final = 1e-9
 
-Ask = Callable[[Instance, Sequence[str]], Solution]
-"""Solve a question with the best of some heads. Raises ``Infeasible``."""
+Ask = Callable[[Instance, Sequence[str], Solution, float], Solution | None]
+"""Solve a question with the best of some heads, given the quickest plan; None where none takes less than so many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,8 @@ def simpler(found: Solution, question: Instance, heads: Sequence[str], require: 
         if trial is None:
             break
         tried.add(trial.what)
-        try:
-            other = ask(trial.question, trial.heads)
-        except Infeasible:
+        other = ask(trial.question, trial.heads, found, quickest_s * (1 + GAIN))
+        if other is None:
             continue
         if other.objective_s > quickest_s * (1 + GAIN) or _burdens(other, question) >= _burdens(taken, question):
             continue

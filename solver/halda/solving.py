@@ -14,16 +14,22 @@ import ctypes
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
 import highspy
+import numpy as np
 import pulp
+
+from halda.time_limit import TimeLimit
 
 _GAP: Final = 1e-9
 _TOLERANCE: Final = 1e-9
 _FINITE: Final = 1e29
+_SOLVED: Final = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kModelEmpty)
+_INFEASIBLE: Final = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
 _SUBSTITUTIONS: Final = 1 << 8 | 1 << 12
 """The presolve rules that substitute free columns, and variables by equations."""
 
@@ -32,41 +38,46 @@ _SUBSTITUTIONS: Final = 1 << 8 | 1 << 12
 class Outcome:
     """How a program ended: ``found`` a solution (its values are in the variables), ``proven`` the best one.
 
-    ``bound`` is below every solution; it is infinite for a program without any. ``seconds`` of the processor that it took:
-    what else a machine does must not make plans worse.
+    ``bound`` is below every solution; it is infinite for a program without any.
     """
 
     found: bool
     proven: bool
     value: float
     bound: float
-    seconds: float
 
 
 def run(problem: Any, time_limit_s: float, *, maximum: float = math.inf, is_steep: bool = False) -> Outcome:
-    """Solve ``problem`` for at most ``time_limit_s``; ``is_steep``: its figures are of very different sizes.
+    """Solve ``problem`` in at most ``time_limit_s`` of the processor; ``is_steep``: its figures are of very different sizes.
 
     Solutions above ``maximum`` are not looked for, and none is found of a program whose figures HiGHS does not take.
     """
     _let_it_introduce_itself()
+    budget = TimeLimit(time_limit_s)
     if maximum < math.inf:
         problem.addConstraint(problem.objective <= maximum, "no solution above the most")
-    maximum -= float(problem.objective.constant)  # PuLP keeps it from HiGHS
-    try:
-        problem.solve(_highs(time_limit_s, maximum, presolve="off" if is_steep else "choose"))
-    except IndexError:  # PuLP looks for the values of a program that was not read, as with a figure of 1e15
-        return Outcome(False, False, math.inf, 0.0, 0.0)
-    seconds = float(problem.solutionCpuTime)
-    if not is_steep and problem.solverModel.getModelStatus().name == "kSolveError":
+    maximum -= float(problem.objective.constant)  # HiGHS does not know of it
+    variables = problem.variables()
+    model = _model(problem, variables)
+    highs = _highs(maximum, presolve="off" if is_steep else "choose")
+    if highs.passModel(model) == highspy.HighsStatus.kError:  # as with a figure of 1e15
+        return Outcome(False, False, math.inf, 0.0)
+    _solve(highs, budget)
+    if not is_steep and highs.getModelStatus() == highspy.HighsModelStatus.kSolveError:
         # What its presolve made smaller does not always hold in the whole program, by less than counts.
-        problem.solve(_highs(time_limit_s, maximum, presolve="off"))
-        seconds += float(problem.solutionCpuTime)
-    solved = problem.sol_status == pulp.LpSolutionOptimal
-    found = solved or problem.sol_status == pulp.LpSolutionIntegerFeasible
-    if problem.status == pulp.LpStatusInfeasible:
-        return Outcome(False, True, math.inf, math.inf, seconds)
-    value = float(pulp.value(problem.objective)) if found else math.inf
-    return Outcome(found, solved, value, value if solved else _bound(problem), seconds)
+        highs = _highs(maximum, presolve="off")
+        highs.passModel(model)
+        _solve(highs, budget)
+    status, info = highs.getModelStatus(), highs.getInfo()
+    if status in _INFEASIBLE:
+        return Outcome(False, True, math.inf, math.inf)
+    solved = status in _SOLVED
+    if not solved and info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+        return Outcome(False, False, math.inf, _bound(problem, info))
+    for variable, value in zip(variables, highs.getSolution().col_value, strict=True):
+        variable.varValue = value
+    value = float(pulp.value(problem.objective))
+    return Outcome(True, solved, value, value if solved else _bound(problem, info))
 
 
 @cache
@@ -90,26 +101,72 @@ def _let_it_introduce_itself() -> None:
         library.fflush(None)
 
 
-def _highs(time_limit_s: float, maximum: float, *, presolve: str) -> Any:
+def _model(problem: Any, variables: Sequence[Any]) -> highspy.HighsLp:
+    """``problem`` as HiGHS takes it at once: PuLP would pass row by row, which takes as long as small programs do."""
+    place = {id(variable): i for i, variable in enumerate(variables)}
+    starts, columns, values, lower, upper = [0], list[int](), list[float](), list[float](), list[float]()
+    for row in problem._constraints.values():
+        for variable, value in row.items():
+            if value:
+                columns.append(place[id(variable)])
+                values.append(value)
+        starts.append(len(columns))
+        lower.append(-highspy.kHighsInf if row.sense == pulp.LpConstraintLE else -row.constant)
+        upper.append(highspy.kHighsInf if row.sense == pulp.LpConstraintGE else -row.constant)
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = len(variables), len(lower)
+    costs = np.zeros(len(variables))
+    for variable, cost in problem.objective.items():
+        costs[place[id(variable)]] = cost
+    model.col_cost_ = costs
+    model.col_lower_ = [-highspy.kHighsInf if each.lowBound is None else each.lowBound for each in variables]
+    model.col_upper_ = [highspy.kHighsInf if each.upBound is None else each.upBound for each in variables]
+    model.row_lower_, model.row_upper_ = lower, upper
+    model.integrality_ = [
+        highspy.HighsVarType.kInteger if each.cat == pulp.LpInteger else highspy.HighsVarType.kContinuous
+        for each in variables
+    ]
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.num_col_, model.a_matrix_.num_row_ = len(variables), len(lower)
+    model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = starts, columns, values
+    return model
+
+
+def _solve(highs: highspy.Highs, budget: TimeLimit) -> None:
+    """Run ``highs`` until ``budget`` ends: its own limit is of the time on the wall."""
+
+    def look(_kind: object, _message: str, _out: object, into: Any, _data: object) -> None:
+        into.user_interrupt = budget.left_s <= 0
+
+    highs.setCallback(look, None)
+    highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
+    highs.startCallback(highspy.cb.HighsCallbackType.kCallbackSimplexInterrupt)
+    highs.run()
+
+
+def _highs(maximum: float, *, presolve: str) -> highspy.Highs:
     # HiGHS cuts off more with the bound than with the constraint alone. Where the two say that nothing is left to find but
     # what is better than a plan near the best, it looks for that in vain in smaller programs.
     searches = {} if maximum == math.inf else {"mip_heuristic_run_rins": False, "mip_heuristic_run_rens": False}
-    return pulp.HiGHS(
-        msg=False,
-        gapRel=_GAP,
-        gapAbs=_GAP,
-        threads=1,
-        timeLimit=time_limit_s,
-        mip_feasibility_tolerance=_TOLERANCE,
-        primal_feasibility_tolerance=_TOLERANCE,
-        objective_bound=maximum,
-        presolve=presolve,
-        presolve_rule_off=_SUBSTITUTIONS,
-        mip_allow_restart=False,
+    highs = highspy.Highs()  # type: ignore[no-untyped-call]
+    options: dict[str, Any] = {
+        "output_flag": False,
+        "mip_rel_gap": _GAP,
+        "mip_abs_gap": _GAP,
+        "threads": 1,
+        "mip_feasibility_tolerance": _TOLERANCE,
+        "primal_feasibility_tolerance": _TOLERANCE,
+        "objective_bound": maximum,
+        "presolve": presolve,
+        "presolve_rule_off": _SUBSTITUTIONS,
+        "mip_allow_restart": False,
         **searches,
-    )
+    }
+    for name, value in options.items():
+        highs.setOptionValue(name, value)
+    return highs
 
 
-def _bound(problem: Any) -> float:
-    bound = float(problem.solverModel.getInfo().mip_dual_bound)
+def _bound(problem: Any, info: Any) -> float:
+    bound = float(info.mip_dual_bound)
     return bound + float(problem.objective.constant) if abs(bound) < _FINITE else 0.0

@@ -126,7 +126,7 @@ def test_a_program_that_is_not_read_has_no_solution_and_is_no_error():
     problem += layers
     problem.addConstraint(1e16 * layers >= 5, "vast")
     outcome = run(problem, 5.0)
-    assert (outcome.found, outcome.proven, outcome.seconds) == (False, False, 0.0)
+    assert (outcome.found, outcome.proven, outcome.bound) == (False, False, 0.0)
 
 
 def test_no_plan_is_lost_by_presolving():
