@@ -145,7 +145,7 @@ def quick_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
     Its greedy text wanders: a cell or a token that is lost changes all that follows.
     """
-    from tools.synth import write_model  # noqa: PLC0415 (not for the core)
+    from tools.synth import write_model  # not for tests of the core
 
     path = tmp_path_factory.mktemp("quick") / "quick-30-layers.gguf"
     write_model(path, layers=30, vocabulary=f"from:{smollm2}", quantisation="q8_0", tied=True)
