@@ -33,8 +33,11 @@ from primad.planning.schema import SCHEMA, Explanation, GivenUpJson, LeftOutJson
 from primad.settings.quantities import show_ms
 
 MAX_LEFT_OUT: Final = 8
-"""Devices for which it is worked out what they would cost; of more only the solver's reason is given."""
-LEFT_OUT_TIME_LIMIT_S: Final = 2.0
+"""Unlike devices for which it is worked out what they would cost; of more only the solver's reason is given."""
+LEFT_OUT_TIME_LIMIT_S: Final = 1.0
+"""For all of them."""
+ALONE_TIME_LIMIT_S: Final = 1.0
+"""For each device without the others, of all together."""
 _SAME: Final = 0.001
 """Relative difference that is not worth a number."""
 _OF: Final = {"latency": "a token", "ttft": "the first token", "throughput": "a token of all", "balanced": "a request"}
@@ -202,26 +205,30 @@ def _left_out(question: Question, chosen: Planned, settled: Settled) -> list[Lef
     reasons = {left.device: left.reason for left in chosen.plan.left_out}
     names = [device.device for device in question.devices if device.device not in chosen.plan.devices]
     asked = request_of(question).instance(settled.workload, chosen.plan.head)
-    parts = list[LeftOutJson]()
-    for i, name in enumerate(names):
+    parts, tried = list[LeftOutJson](), 0
+    for name in names:
         reason = reasons.get(name, "the plan is better without it")
         if question.run.windows is not None:
             reason = "--windows gives it no layers"
-        if question.run.windows is not None or i >= MAX_LEFT_OUT:
-            parts.append(LeftOutJson(name=name, reason=reason, slower_ms=None, objective_ms=None))
-            continue
         alike = next((each for each in parts if each.slower_ms is not None and asked.are_alike(each.name, name)), None)
-        parts.append(
-            _with_device(question, chosen, settled, name) if alike is None else structs.replace(alike, name=name)
-        )
+        if alike is not None:
+            parts.append(structs.replace(alike, name=name))
+        elif question.run.windows is not None or tried >= MAX_LEFT_OUT:
+            parts.append(LeftOutJson(name=name, reason=reason, slower_ms=None, objective_ms=None))
+        else:
+            tried += 1
+            parts.append(_with_device(question, chosen, settled, name, LEFT_OUT_TIME_LIMIT_S / len(names)))
     return parts
 
 
-def _with_device(question: Question, chosen: Planned, settled: Settled, name: str) -> LeftOutJson:
+def _with_device(question: Question, chosen: Planned, settled: Settled, name: str, time_limit_s: float) -> LeftOutJson:
     """What it would cost to have ``name`` take part, with the same head and what else is ``settled``."""
-    time_limit_s = min(LEFT_OUT_TIME_LIMIT_S, question.time_limit_s)
-    devices = tuple(chosen.solved.devices)
-    asked = replace(question, devices=devices, head=chosen.plan.head, time_limit_s=time_limit_s)
+    asked = replace(
+        question,
+        devices=tuple(chosen.solved.devices),
+        head=chosen.plan.head,
+        time_limit_s=min(time_limit_s, question.time_limit_s),
+    )
     try:
         forced = search(request_of(asked, frozenset({name}), settled)).solution
     except Infeasible as exc:
@@ -250,10 +257,10 @@ def _verdict(question: Question, slower_s: float, tpot_s: float, objective_s: fl
 
 def _single_device(question: Question) -> list[SingleDeviceJson]:
     """Each device without the others, the best one first."""
-    parts = []
+    parts, time_limit_s = [], min(ALONE_TIME_LIMIT_S, question.time_limit_s) / len(question.devices)
     for device in question.devices:
         try:
-            planned = _plan_alone(question, device, question.time_limit_s / len(question.devices))
+            planned = _plan_alone(question, device, time_limit_s)
         except Infeasible as exc:
             parts.append((float("inf"), SingleDeviceJson(name=device.device, predicted=None, reason=str(exc))))
         else:

@@ -6,6 +6,7 @@ the plan has room for besides: requests at once, context, attention, chunks, dra
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -18,6 +19,7 @@ from halda import (
     Limits,
     LinkProfile,
     ModelProfile,
+    NotBelow,
     Plan,
     Prediction,
     Solution,
@@ -175,7 +177,7 @@ def search(request: PlanRequest) -> FoundPlan:
     raise AssertionError("there is a workload")
 
 
-SOLVE_SHARE: Final = 0.6
+SOLVE_SHARE: Final = 0.7
 """Of the time that is left, for one question to the solver: it may be asked again, for a small context, or for devices as
 they are in the plan."""
 SMALL_WINDOWS_GAIN: Final = 0.05
@@ -195,7 +197,12 @@ def _search(request: PlanRequest, work: Workload, require: frozenset[str], budge
         return _search_for(request, small, require, budget)
     if not _is_short(found):
         return found
-    other = _search_for(request, small, require, budget)
+    try:
+        # A wider context is of interest whatever it takes.
+        below_s = math.inf if found.why_context else (1 - SMALL_WINDOWS_GAIN) * found.solution.objective_s
+        other = _search_for(request, small, require, budget, below_s, found.solution)
+    except NotBelow:
+        return found
     is_wider = other.workload.context_tokens > found.workload.context_tokens
     gains = other.solution.objective_s < (1 - SMALL_WINDOWS_GAIN) * found.solution.objective_s
     return other if is_wider or gains else found
@@ -209,7 +216,14 @@ def _is_short(found: FoundPlan) -> bool:
     )
 
 
-def _search_for(request: PlanRequest, work: Workload, require: frozenset[str], budget: TimeLimit) -> FoundPlan:
+def _search_for(
+    request: PlanRequest,
+    work: Workload,
+    require: frozenset[str],
+    budget: TimeLimit,
+    below_s: float = math.inf,
+    other: Solution | None = None,
+) -> FoundPlan:
     from halda import CHUNKS, solve  # only a process that solves loads the solver
 
     run, devices, settled = request.run, request.devices, request.settled
@@ -234,6 +248,8 @@ def _search_for(request: PlanRequest, work: Workload, require: frozenset[str], b
                 experts=run.experts,
                 settles=True,
                 simplifies=settled is None,
+                below_s=math.inf if hurries else below_s,
+                other=None if hurries or below_s == math.inf else other,
             )
 
         return solved_as_planned(of, devices, request.model, run.extra_buffers)

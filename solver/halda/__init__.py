@@ -19,7 +19,7 @@ from halda.evaluate import (
     residency,
 )
 from halda.instance import EXPERT_PLACES, ExpertPlace, Instance, instance
-from halda.plan import CutOff, Infeasible, LeftOut, Plan, Streaming, Window
+from halda.plan import CutOff, Infeasible, LeftOut, NotBelow, Plan, Streaming, Window
 from halda.profile import (
     BATCH_ROWS,
     KV_BLOCK,
@@ -90,6 +90,7 @@ __all__ = [
     "LinkProfile",
     "MessageTime",
     "ModelProfile",
+    "NotBelow",
     "Objective",
     "OffloadSpeed",
     "Plan",

@@ -18,6 +18,10 @@ class Infeasible(Exception):  # noqa: N818  (the solver's word for it)
         self.short_bytes = short_bytes
 
 
+class NotBelow(Exception):  # noqa: N818
+    """No plan was found that takes less than was asked for; there may be others."""
+
+
 class CutOff(Infeasible):
     """No plan of the devices that must take part does without a link that does not work."""
 

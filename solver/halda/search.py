@@ -12,8 +12,9 @@ are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise, permutations
 from typing import Any, Final
 
@@ -37,7 +38,7 @@ from halda.orders import (
     induced_orders,
     min_hops,
 )
-from halda.plan import CutOff, Infeasible, LeftOut, Plan, Window, on_gpus_of
+from halda.plan import CutOff, Infeasible, LeftOut, NotBelow, Plan, Window, on_gpus_of
 from halda.profile import KV_TYPES, DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
 from halda.simpler import simpler
 from halda.solution import Solution
@@ -75,7 +76,7 @@ _SIMPLER_SHARE: Final = 0.1
 """For each of them."""
 _FIRST_SHARE: Final = 0.6
 """Of the time for a head, with the chunks that were asked for."""
-_AGAIN_SHARE: Final = 0.5
+_AGAIN_SHARE: Final = 0.7
 """Of what is then left, with each other size of chunks."""
 _LONG_S: Final = 1.5
 """With more devices than orders are tried of, a program ends after so long. By then its plans are near the best, and so is
@@ -94,7 +95,7 @@ _KEPT_OF_ROUNDS: Final = 4
 _FAR_PRICE: Final = 1.5
 """Not of those that are dearer by so much than the cheapest of as many rounds or fewer."""
 _NEAR: Final = 1.1
-"""Nor of those that are dearer by so much than the best plan so far takes."""
+"""Nor of those that are dearer by so much than the best plan of other questions takes."""
 _NEAR_ROUNDS: Final = 2
 """Between plans of about as good questions there are so many rounds at most, as a rule."""
 _WORSE_ROUNDS: Final = 4
@@ -122,6 +123,8 @@ def solve(
     experts: ExpertPlace = "auto",
     settles: bool = False,
     simplifies: bool = True,
+    below_s: float = math.inf,
+    other: Solution | None = None,
 ) -> Solution:
     """The plan that makes ``objective`` smallest, with the best of ``heads`` (none: the first device) as head.
 
@@ -131,8 +134,9 @@ def solve(
     ``offloads`` GPUs may help with prompts, as in ``helping.py``; where it is known which (``prefill_offload``) only that
     is tried. ``experts`` of layers on a GPU are where the plan has them, or all in its memory, or all in RAM. Where it
     ``settles`` for a plan about as good, that fills the ring (``filling.py``) and, if it ``simplifies``, asks less of
-    devices (``simpler.py``). Raises ``Infeasible``, which says which limit is short and by how much, and ``CutOff`` where
-    a link that does not work would be needed.
+    devices (``simpler.py``). Raises ``Infeasible``, which says which limit is short and by how much, ``CutOff`` where a
+    link that does not work would be needed, and ``NotBelow`` where a plan is of interest only if it takes less than
+    ``below_s``, and none does. The ``other`` plan to which it is compared tells which chunks are likely.
     """
     question = replace(instance(devices, links, model, workload, limits or {}), experts=experts)
     heads, budget = heads or [devices[0].device], TimeLimit(time_limit_s)
@@ -148,8 +152,9 @@ def solve(
         sets = list(dict.fromkeys(each & names for each in tried))
         return _with_offload(question, heads, goal, budget, beaten, sets, able & names)
 
-    found = ask(question, heads, budget.part(_MAIN_SHARE if settles and simplifies else 1.0), _Beaten())
-    assert found is not None
+    found = ask(question, heads, budget.part(_MAIN_SHARE if settles and simplifies else 1.0), _Beaten(below_s, other))
+    if found is None:
+        raise NotBelow
     if settles and simplifies:
 
         def in_a_hurry(question: Instance, heads: Sequence[str], quickest: Solution, below_s: float) -> Solution | None:
@@ -205,7 +210,7 @@ def _with_offload(
             break
         search = _Heads(question.changed(prefill_offload=prefill_offload), goal, beaten)
         found = search.best_of(heads, budget.part(max(_EARLY_SHARE, 1 / (len(tried) - i))))
-        if found is None and beaten.best is None:
+        if found is None and beaten == _Beaten():
             raise search.infeasible()
         take(search, found)
         searches.append(search)
@@ -238,7 +243,8 @@ class _Heads:
         self._bound_s = math.inf
         self._without_plan: list[_Search] = []
         self._asked: set[tuple[str, Workload]] = set()
-        self._open: list[_Search] = []
+        self._open: list[tuple[_Search, Callable[[TimeLimit], object]]] = []
+        """Searches that time was too short for, and how to look again."""
         self._is_usual = False
         """Whether there are plans with the chunks that were asked for."""
 
@@ -261,10 +267,11 @@ class _Heads:
     def again(self, beaten: _Beaten, budget: TimeLimit) -> Solution | None:
         """A plan that is better than what was found meanwhile, where time was too short; None where there is none."""
         self._best, self._beaten = None, beaten
-        for open_search in sorted(self._open, key=lambda search: search.bound_s):
-            below_s = self._best_s * self._handicap(open_search.question.workload.step_rows)
-            if budget.left_s > 0 and open_search.bound_s < below_s * (1 - _PROVEN):
-                self._look(_Search(open_search.question, self._goal, budget), budget.part(_EARLY_SHARE))
+        unsettled, self._open, self._asked = self._open, [], set()
+        for search, look in sorted(unsettled, key=lambda each: each[0].bound_s):
+            below_s = self._best_s * self._handicap(search.question.workload.step_rows)
+            if budget.left_s > 0 and search.bound_s < below_s * (1 - _PROVEN):
+                look(budget.part(_AGAIN_SHARE))
         return self._proven(self._best)
 
     def _proven(self, best: Solution | None) -> Solution | None:
@@ -350,7 +357,7 @@ class _Heads:
         part = budget.part(_FIRST_SHARE)
         found = self._searched(search, part, is_certain=usual)
         if part.left_s <= 0:
-            self._open.append(search)
+            self._open.append((search, lambda budget: self._look(_Search(question, self._goal, budget), budget)))
         if not search.found:
             self._without_plan.append(search)
         if found is not None:
@@ -415,8 +422,12 @@ class _Heads:
         is_usual = best is self._best and best.prediction.chunk_rows == work.chunk_rows
         step_rows = best.prediction.step_rows if rows == best.prediction.chunk_rows else work.step_rows
         asked, gain = question.with_rows(rows, step_rows), FEWER_GAIN * is_usual
-        search = _Search(asked, self._goal, budget, is_one_round=True)
-        found = self._searched(search, budget.part(_AGAIN_SHARE), gain=gain, is_certain=not is_usual)
+        if not self._searches([asked], budget):
+            return []
+        search, part = _Search(asked, self._goal, budget, is_one_round=True), budget.part(_AGAIN_SHARE)
+        found = self._searched(search, part, gain=gain, is_certain=not is_usual)
+        if part.left_s <= 0:
+            self._open.append((search, partial(self._with_rows, rows, question)))
         if found is None or found.plan.streaming:
             return []
         even = _in_smaller_chunks(found if self._goal.fills else _filled(found, asked), asked)
@@ -622,7 +633,7 @@ class _Search:
     @property
     def _near_s(self) -> float:
         """Quick plans of a larger price are not looked at. A price has one chunk of a prompt, and all of a token."""
-        return math.inf if self._objective == "throughput" else _NEAR * self._best_s
+        return math.inf if self._objective == "throughput" else _NEAR * self._below_s
 
     def solution(self) -> Solution:
         """The best plan."""

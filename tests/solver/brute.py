@@ -20,7 +20,6 @@ from operator import le
 import pulp
 
 from halda import Instance, Objective, Plan, Streaming, Window, cost
-from halda.instance import Phase
 
 CLOSE = 1e-9
 UNIT = 1e6
@@ -51,6 +50,24 @@ class Times:
             of_group = min(left, maximum / len(self.picked))
             left, read = left - of_group, read + picked * of_group
         return read
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A window on a member, with so many layers on its CPU and each GPU: bytes, and seconds of decode and of a chunk on the
+    CPU and besides."""
+
+    cpu: int
+    uses_cpu: bool
+    gpus: tuple[int, ...]
+    vram: tuple[int, ...]
+    ram: int
+    size: int
+    streamable: int
+    cpu_s: tuple[float, float]
+    rest_s: tuple[float, float]
+    laps: tuple[tuple[float, int], ...]
+    """Of each window: seconds of a chunk, and the experts that are in RAM."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,6 +140,9 @@ class Brute:
     def __init__(self, instance: Instance, objective: Objective) -> None:
         self._instance, self._objective = instance, objective
         self._options = cache(self._find_options)
+        self._parts = cache(self._find_part)
+        self._windows = cache(self._find_windows)
+        self._steps = cache(self._find_steps)
         self._hops = cache(self._find_hops)
         self._costs = cache(self._find_costs)
         model = instance.model
@@ -132,6 +152,9 @@ class Brute:
         self._checkpoints = [instance.checkpoint_bytes[kind] for kind in instance.kind_of]
         self._experts = [layer.expert_bytes for layer in model.layers]
         self._by_expert = any(self._experts)
+        self._held_bytes = [size + kv for size, kv in zip(self._sizes, self._kv, strict=True)]
+        uses = model.expert_use or [model.experts_used / model.experts] if self._by_expert else [1.0]
+        self._uses = sorted(uses)
         self._buffer = cost.compute_buffer_bytes(model, instance.workload)
         self._window = cost.window_bytes(model, instance.workload)
         self._copied = max(max(math.ceil(size / 2), kv) for size, kv in zip(self._sizes, self._kv, strict=True))
@@ -207,14 +230,11 @@ class Brute:
         if ranges and (ranges[0][0] or len(ranges) > 1):
             width -= kept
         tail_width -= kept if tail else 0
-        for gpu, tail_gpu in product(*(list(_splits(count, member.gpu_count)) for count in (width, tail_width))):
-            outputs = (True,) if any(tail_gpu) else (False, True) if tail and member.has_gpu else (False,)
-            for output_on_gpu, experts_on_cpu, tail_experts_on_cpu in product(
-                outputs, self._apart(sum(gpu)), self._apart(sum(tail_gpu))
-            ):
-                option = self._option(
-                    m, ranges, tail, ring, (gpu, experts_on_cpu), (tail_gpu, tail_experts_on_cpu), output_on_gpu
-                )
+        ways = [self._splits_of(m, ranges, width), self._splits_of(m, (tail,) if tail else (), tail_width)]
+        for of_window, of_tail in product(*ways):
+            outputs = (True,) if any(of_tail[0]) else (False, True) if tail and member.has_gpu else (False,)
+            for output_on_gpu in outputs:
+                option = self._option(m, ranges, tail, ring, of_window, of_tail, output_on_gpu)
                 if option is not None and self._min_read_ahead(option) is not None:
                     found.append(option)
         kept: list[tuple[tuple[float, ...], Option]] = []
@@ -222,6 +242,17 @@ class Brute:
             if not any(all(map(le, other, figures)) for other, _ in kept):
                 kept.append((figures, option))
         return [option for _, option in kept]
+
+    def _splits_of(self, m: int, ranges: tuple[tuple[int, int], ...], width: int) -> list[tuple[tuple[int, ...], int]]:
+        """How many layers of such windows may be on each GPU, and of how many of them the experts on the CPU, as far as GPUs
+        have room for these layers alone."""
+        limits = self._instance.members[m].vram_limits
+        return [
+            (gpus, experts_on_cpu)
+            for gpus in _splits(width, len(limits))
+            for experts_on_cpu in self._apart(sum(gpus))
+            if not ranges or all(map(le, self._windows(m, ranges, gpus, experts_on_cpu).vram, limits))
+        ]
 
     def _apart(self, on_gpu: int) -> range:
         """Of how many layers on a GPU the experts may be on the CPU."""
@@ -257,20 +288,20 @@ class Brute:
         output_on_gpu: bool,
     ) -> Option | None:
         """``of_window`` and ``of_tail`` are layers on each GPU, and of how many of them the experts are on the CPU."""
-        instance, member, sizes, kv = self._instance, self._instance.members[m], self._sizes, self._kv
-        parts = [_placed(a, b, *of_window) for a, b in ranges] + ([_placed(*tail, *of_tail)] if tail else [])
-        on_cpu, experts_on_cpu = ([layer for part in parts for layer in part[i]] for i in (0, 2))
-        on_gpus = [[layer for part in parts for layer in part[1][gpu]] for gpu in range(member.gpu_count)]
-        on_gpu = [layer for layers in on_gpus for layer in layers]
+        instance, member = self._instance, self._instance.members[m]
+        parts = [self._windows(m, ranges, *of_window)] if ranges else []
+        parts += [self._parts(m, *tail, *of_tail)] if tail else []
         windows = len(ranges) + (tail is not None)
         output = instance.model.output_bytes if tail else 0
-        uses_gpus = [bool(layers) or (output_on_gpu and gpu == 0) for gpu, layers in enumerate(on_gpus)]
+        on_cpu = sum(part.cpu for part in parts)
+        uses_gpus = [
+            any(part.gpus[gpu] for part in parts) or (output_on_gpu and gpu == 0) for gpu in range(member.gpu_count)
+        ]
         vrams, offloads = [], member.offloads_prefill
-        for gpu, layers in enumerate(on_gpus):
-            vram = sum(sizes[i] + kv[i] for i in layers) + (output if output_on_gpu and gpu == 0 else 0)
-            vram -= sum(self._experts[i] for i in experts_on_cpu if i in layers)
+        for gpu, uses in enumerate(uses_gpus):
+            vram = sum(part.vram[gpu] for part in parts) + (output if output_on_gpu and gpu == 0 else 0)
             helps = offloads and gpu == member.offloading_gpu
-            if uses_gpus[gpu] or helps:
+            if uses or helps:
                 context = member.profile.gpus[gpu].context_bytes or cost.GPU_RUNTIME_BYTES
                 vram += context + windows * (self._buffer + (self._copied if helps else 0))
             if helps and not output_on_gpu:
@@ -278,56 +309,37 @@ class Brute:
             vrams.append(vram)
         if any(vram > limit for vram, limit in zip(vrams, member.vram_limits, strict=True)):
             return None
-        if ring > 1 and sum(sizes[i] for i in (*on_cpu, *on_gpu)) > member.disk_limit:
+        if ring > 1 and sum(part.size for part in parts) > member.disk_limit:
             return None
-        ram = sum(sizes[i] + kv[i] for i in on_cpu) + sum(self._experts[i] for i in experts_on_cpu)
-        ram += sum(self._checkpoints[i] for i in (*on_cpu, *on_gpu))
-        ram += self._besides + windows * self._window
+        ram = sum(part.ram for part in parts) + self._besides + windows * self._window
         ram += (instance.head_bytes(windows) if tail else 0) + (0 if output_on_gpu else output)
         over = ram + sum(member.in_ram(vrams)) - member.ram_limit
         if offloads and over > 0:
             return None  # what streams would travel twice
-        maximum = (
-            sum(self._experts[i] for i in (*on_cpu, *experts_on_cpu))
-            if self._by_expert
-            else sum(sizes[i] for i in on_cpu)
-        )
+        maximum = sum(part.streamable for part in parts)
         pool = max(self._experts) if self._by_expert else 0
         output_s = (member.gpu_output_s if output_on_gpu else member.cpu_output_s) if tail else 0.0
-        kinds, both, steps_s = instance.kind_of, [], []
-        for phase, out, spare in ((member.decode, output_s, self._buffer), (member.prefill, 0.0, 0)):
-            step_s = member.step_s * bool(on_cpu or experts_on_cpu)
+        both, steps_s = [], []
+        for i, (phase, out, spare) in enumerate(((member.decode, output_s, self._buffer), (member.prefill, 0.0, 0))):
+            step_s = member.step_s * any(part.uses_cpu for part in parts)
             step_s += sum(seconds for seconds, uses in zip(phase.gpu_steps_s, uses_gpus, strict=True) if uses)
             steps_s.append(step_s)
-            rest, count = 0.0, len(instance.kinds)
-            for gpu, layers in enumerate(on_gpus):
-                rest += sum(phase.gpu[gpu * count + kinds[i]] for i in layers)
-                rest += sum(phase.experts_on_cpu[gpu * count + kinds[i]] for i in experts_on_cpu if i in layers)
-            rest += out + windows * step_s
-            compute = rest + sum(phase.cpu[kinds[i]] for i in on_cpu)
-            tail_s = 0.0
+            cpu_s = sum(part.cpu_s[i] for part in parts)
+            rest = sum(part.rest_s[i] for part in parts) + out + windows * step_s
+            compute, tail_s = rest + cpu_s, 0.0
             if tail and ring > 1:
-                tail_s = _computed(instance, phase, parts[-1]) + step_s
+                tail_s = parts[-1].cpu_s[i] + parts[-1].rest_s[i] + step_s
                 rest -= out + step_s + sum(of_tail[0]) * max(phase.gpu)
-            model = instance.model
-            uses = sorted(model.expert_use or [model.experts_used / model.experts]) if self._by_expert else [1.0]
-            picked = tuple(1 - (1 - use) ** phase.rows for use in uses)
-            layers = sum(phase.cpu[kinds[i]] for i in on_cpu)
-            both.append(Times(compute, rest, tail_s, 2 * min(phase.cpu), layers, spare, picked))
+            picked = tuple(1 - (1 - use) ** phase.rows for use in self._uses)
+            both.append(Times(compute, rest, tail_s, 2 * min(phase.cpu), cpu_s, spare, picked))
         disk, slows = member.disk_bytes_per_s, member.profile.disk.slows_s_per_byte
         window, k = ranges[0][1] - sum(of_window[0]) - ranges[0][0] if ranges else 0, len(ranges)
-        tail_cpu = len(parts[-1][0]) if tail else 0
+        tail_cpu = parts[-1].cpu if tail else 0
         longer = tail_cpu - window
         regular = not tail or k < 2 or self._by_expert or -(k // 2) <= longer <= -(-k // 2)
-        stop_share = (tail_cpu + window) / max(1, len(on_cpu))
+        stop_share = (tail_cpu + window) / max(1, on_cpu)
         steps = self._steps(m)
-        laps = tuple(
-            (
-                _computed(instance, member.prefill, part) + steps_s[1],
-                sum(self._experts[i] for i in (*part[0], *part[2])),
-            )
-            for part in parts
-        )
+        laps = tuple((seconds + steps_s[1], size) for part in parts for seconds, size in part.laps)
         return Option(
             *both,
             output_s,
@@ -344,11 +356,55 @@ class Brute:
             regular,
             stop_share,
             steps,
-            len(on_cpu),
+            on_cpu,
             laps,
         )
 
-    def _steps(self, m: int) -> tuple[tuple[float, int, int], ...]:
+    def _find_part(self, m: int, first: int, last: int, gpus: tuple[int, ...], experts_on_cpu: int) -> Part:
+        on_cpu, on_gpus, apart = _placed(first, last, gpus, experts_on_cpu)
+        member, kinds = self._instance.members[m], self._instance.kind_of
+        held, experts, count = self._held_bytes, self._experts, len(self._instance.kinds)
+        seconds = []
+        for phase in (member.decode, member.prefill):
+            rest = 0.0
+            for gpu, layers in enumerate(on_gpus):
+                rest += sum(phase.gpu[gpu * count + kinds[i]] for i in layers)
+                rest += sum(phase.experts_on_cpu[gpu * count + kinds[i]] for i in apart if i in layers)
+            seconds.append((sum(phase.cpu[kinds[i]] for i in on_cpu), rest))
+        in_ram = sum(experts[i] for i in apart)
+        of_cpu = sum(experts[i] for i in on_cpu)
+        return Part(
+            cpu=len(on_cpu),
+            uses_cpu=bool(on_cpu or apart),
+            gpus=gpus,
+            vram=tuple(sum(held[i] - experts[i] * (i in apart) for i in layers) for layers in on_gpus),
+            ram=sum(held[i] for i in on_cpu) + in_ram + sum(self._checkpoints[first:last]),
+            size=sum(self._sizes[first:last]),
+            streamable=of_cpu + in_ram if self._by_expert else sum(self._sizes[i] for i in on_cpu),
+            cpu_s=(seconds[0][0], seconds[1][0]),
+            rest_s=(seconds[0][1], seconds[1][1]),
+            laps=((sum(seconds[1]), of_cpu + in_ram),),
+        )
+
+    def _find_windows(
+        self, m: int, ranges: tuple[tuple[int, int], ...], gpus: tuple[int, ...], experts_on_cpu: int
+    ) -> Part:
+        """The windows of all rounds as one."""
+        parts = [self._parts(m, first, last, gpus, experts_on_cpu) for first, last in ranges]
+        return Part(
+            cpu=sum(part.cpu for part in parts),
+            uses_cpu=any(part.uses_cpu for part in parts),
+            gpus=gpus,
+            vram=tuple(map(sum, zip(*(part.vram for part in parts), strict=True))),
+            ram=sum(part.ram for part in parts),
+            size=sum(part.size for part in parts),
+            streamable=sum(part.streamable for part in parts),
+            cpu_s=(sum(part.cpu_s[0] for part in parts), sum(part.cpu_s[1] for part in parts)),
+            rest_s=(sum(part.rest_s[0] for part in parts), sum(part.rest_s[1] for part in parts)),
+            laps=tuple(lap for part in parts for lap in part.laps),
+        )
+
+    def _find_steps(self, m: int) -> tuple[tuple[float, int, int], ...]:
         """Shares that may stream with what is then read ahead: a part, what is read while a layer is computed; two."""
         if self._by_expert:
             return ((1.0, 0, 0),)
@@ -751,13 +807,3 @@ def _placed(first: int, last: int, split: tuple[int, ...], experts_on_cpu: int) 
         on_gpus.append(range(end - count, end))
         end -= count
     return range(first, end), on_gpus, range(end, end + experts_on_cpu)
-
-
-def _computed(instance: Instance, phase: Phase, placed: tuple[range, list[range], range]) -> float:
-    on_cpu, on_gpus, experts_on_cpu = placed
-    kinds, total = instance.kind_of, sum(phase.cpu[instance.kind_of[i]] for i in on_cpu)
-    for gpu, layers in enumerate(on_gpus):
-        for i in layers:
-            at = gpu * len(instance.kinds) + kinds[i]
-            total += phase.gpu[at] + phase.experts_on_cpu[at] * (i in experts_on_cpu)
-    return total
