@@ -166,6 +166,16 @@ def test_a_file_that_is_no_model_is_one_error(tmp_path):
     with_service(path, work, starts=False)
 
 
+def test_a_process_that_cannot_be_started_is_an_error_of_who_asks(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+
+    async def work(service):
+        with pytest.raises(EngineError, match="the embedding process cannot be started: No such file"):
+            await service.start()
+
+    with_service(tmp_path / "none.gguf", work, starts=False)
+
+
 def test_a_model_without_room_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
     path = tmp_path / "tiny.gguf"
     write_model(path)

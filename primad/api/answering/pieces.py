@@ -48,7 +48,7 @@ class ModelPieces:
         self._offsets = [0, *accumulate(np.frombuffer(table.lengths, "<u4").tolist())]
         self.bos, self.eos, self.chat_template = table.bos, table.eos, table.chat_template
         self.size = len(table.kinds)
-        self.ends = tuple(token for token, kind in enumerate(table.kinds) if kind & END)
+        self.ends = tuple(np.flatnonzero(np.frombuffer(table.kinds, np.uint8) & END).tolist())
 
     def piece(self, token: int) -> bytes:
         """The bytes that ``token`` adds to a text; none for control tokens."""
