@@ -36,8 +36,10 @@ from primad.api.http.endpoint import Endpoint, json_response
 from primad.api.http.errors import error_response
 from primad.api.http.framing import EVENT_STREAM
 from primad.api.http.guard import HostGuard, KeyGuard
+from primad.api.http.health import PATHS, HealthChecks
 from primad.api.http.metrics import MEDIA_TYPE, Counted, Metrics
 from primad.api.http.paths import TidyPaths
+from primad.api.http.shared import Shared
 from primad.api.http.status import StatusBody, status_body
 from primad.api.page import files
 from primad.api.page.admin_api import AdminApi
@@ -54,6 +56,8 @@ DIALECTS: Final = (
     ollama.DIALECT,
     responses.DIALECT,
 )
+SCRAPE_PAUSE_S: Final = 0.1
+"""A text of the metrics takes milliseconds; all who ask meanwhile get the next one."""
 
 
 def create_app(
@@ -73,7 +77,7 @@ def create_app(
     ``hosts`` are names, besides localhost and IP addresses, by which clients may reach it; web pages of ``origins`` are
     admitted. ``door`` admits clients. ``embeddings`` is a second model, if there is one. Holders of ``owner_key`` may
     change things at ``admin_api`` through the page. Its ``state.close()`` ends everything that is open when the server
-    ends.
+    ends; its ``state.checks`` answer plain health checks without it.
     """
     metrics = Metrics()
     endpoint = Endpoint(backend, metrics, timings, names, embeddings)
@@ -92,6 +96,7 @@ def create_app(
     app.add_middleware(TidyPaths)
     _handle_errors(app)
     app.state.close = page.close
+    app.state.checks = HealthChecks(server.look_at_health, hosts, metrics.count)
     return app
 
 
@@ -100,14 +105,12 @@ class _Server:
 
     def __init__(self, endpoint: Endpoint, metrics: Metrics) -> None:
         self._endpoint, self._backend, self._metrics = endpoint, endpoint.backend, metrics
+        self._text = Shared(self._render, SCRAPE_PAUSE_S)
 
     def routes(self) -> tuple[Route, ...]:
         return (
             Route(path="/", handler=self.about, methods=("GET", "HEAD")),
-            *(
-                Route(path=path, handler=self.health, methods=("GET",), responses="HealthBody")
-                for path in ("/health", "/v1/health")
-            ),
+            *(Route(path=path, handler=self.health, methods=("GET",), responses="HealthBody") for path in PATHS),
             Route(path="/status", handler=self.status, methods=("GET",), responses="StatusBody"),
             Route(path="/metrics", handler=self.metrics, methods=("GET",)),
         )
@@ -120,13 +123,18 @@ class _Server:
 
     async def health(self, request: Request) -> Response:
         """200 when requests can be served, 503 with Retry-After while the model is loading or nothing can serve it."""
+        body, status = self.look_at_health()
+        return json_response(body, status=status)
+
+    def look_at_health(self) -> tuple[HealthBody, int]:
+        """The response to a health check of this moment, and its status."""
         health, served = self._backend.health(), self._backend.model()
         body = HealthBody(
             status="ok" if health.serving else "loading",
             detail=health.detail,
             model=served.id if served else None,
         )
-        return json_response(body, status=200 if health.serving else 503)
+        return body, 200 if health.serving else 503
 
     async def status(self, request: Request) -> Response:
         """Windows, state and memory of every device."""
@@ -134,8 +142,10 @@ class _Server:
 
     async def metrics(self, request: Request) -> Response:
         """Requests, tokens, times, and the state of every device, for Prometheus."""
-        status = await self.look()
-        return Response(self._metrics.render(status), media_type=MEDIA_TYPE)
+        return Response(await self._text.get(), media_type=MEDIA_TYPE)
+
+    async def _render(self) -> bytes:
+        return self._metrics.render(await self.look())
 
     async def look(self) -> StatusBody:
         """The status of this moment."""

@@ -302,10 +302,11 @@ def _http_server(
     )
     descriptors = raise_descriptor_limit()
     maximum = MAX_CONNECTIONS if descriptors is None else min(MAX_CONNECTIONS, descriptors // 2)
+    patience = Patience(timings.request_timeout_s, timings.send_timeout_s, maximum=maximum, checks=app.state.checks)
     config = uvicorn.Config(
         app,
         lifespan="off",
-        http=Patience(timings.request_timeout_s, timings.send_timeout_s, maximum=maximum).protocol,  # type: ignore[arg-type]
+        http=patience.protocol,  # type: ignore[arg-type]
         ws="none",
         log_level="error",  # it warns once per invalid request, as many as anybody likes to send
         access_log=False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from primad.api.http.starts import MAX_STARTS, Starts
+from primad.api.http.starts import BESIDE_CHECKS, MAX_CHECKS, MAX_STARTS, Starts
 from primad.api.http.turns import TURN_S
 
 
@@ -111,13 +111,26 @@ def test_what_takes_long_to_begin_ends_a_turn():
     assert here.at_each_turn()[1:] == [["long 3", "long 2"], ["long 1", "long 0"]]
 
 
-def test_a_health_check_goes_before_those_who_come_without_end_and_checks_take_half_of_a_turn():
+def test_a_health_check_is_answered_at_once_however_many_wait():
     here = Connections()
-    for number in range(MAX_STARTS):
+    for number in range(99):
         here.ready(f"{number}")
-    for number in range(MAX_STARTS):
-        here.ready(f"check {number}", is_check=True)
-        here.ready(f"new {number}")
-    turns = here.at_each_turn()[1:]
-    assert turns[0][0] == "check 0"
-    assert [sum("check" in name for name in turn) for turn in turns] == [MAX_STARTS // 2] * 2
+    here.ready("check", is_check=True)
+    assert here.begun[-1] == "check"
+
+
+def test_many_health_checks_take_turns_and_others_begin_all_the_same():
+    here = Connections()
+    for number in range(2 * MAX_CHECKS + 1):
+        here.ready(f"check {number}", "greedy", is_check=True)
+        here.ready(f"new {number}", "greedy")
+    here.ready("modest check", "other", is_check=True)
+    first, second, third, fourth, *_ = here.at_each_turn()
+    assert [sum("check" in name for name in turn) for turn in (first, second, third, fourth)] == [
+        MAX_CHECKS,
+        MAX_CHECKS,
+        2,
+        0,
+    ]
+    assert [sum("new" in name for name in turn) for turn in (second, third)] == [BESIDE_CHECKS, MAX_STARTS]
+    assert "modest check" in second

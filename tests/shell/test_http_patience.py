@@ -8,53 +8,24 @@ import json
 import socket
 import sys
 import weakref
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from primad.api.app import create_app
 from primad.api.http import patience as http_patience
 from primad.api.http.patience import Patience
 from primad.api.http.starts import MAX_STARTS
-from primad.settings.timings import ApiTimings
 from tests.fakes.backend import FakeBackend, replies
-from tests.fakes.http import PATIENCE_S
 from tests.fakes.watchdog import watched_loop
 from tests.shell.gated import raw, until_closed
+from tests.shell.patient import patient
 
 REQUEST = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
-
-
-@asynccontextmanager
-async def patient(
-    backend: FakeBackend,
-    *,
-    timeout_s: float = ApiTimings().request_timeout_s,
-    send_timeout_s: float = ApiTimings().send_timeout_s,
-    app: ASGIApp | None = None,
-    kind: type[Patience] = Patience,
-    **limits: int,
-) -> AsyncIterator[int]:
-    """The app as ``primad serve`` runs it; its port."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    patience = kind(timeout_s, send_timeout_s, **limits)
-    config = uvicorn.Config(
-        app or create_app(backend), log_config=None, lifespan="off", ws="none", http=patience.protocol
-    )
-    server = uvicorn.Server(config)
-    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
-        group.create_task(server.serve(sockets=[listener]))
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
 
 
 @pytest.mark.parametrize(

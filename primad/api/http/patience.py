@@ -27,6 +27,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from primad.api.http.access import machine_of
+from primad.api.http.health import HealthChecks
 from primad.api.http.starts import Starts
 from primad.api.http.strict import MAX_HEAD_BYTES, StrictConnection
 from primad.system.shares import Shares
@@ -44,7 +45,6 @@ MIN_READ_BYTES: Final = 64
 FEW_PARTS: Final = 8
 MAX_PARTS: Final = 64
 """For all connections that send many parts, in one turn of the loop."""
-_CHECK: Final = b"GET /health "
 _BUSY: Final = (
     b'{"error": {"message": "too many connections; close some or try again later", "code": "too_many_connections"}}'
 )
@@ -57,7 +57,7 @@ _REFUSAL: Final = (
 class Patience:
     """The connections of a server: ``maximum`` of them, of which ``max_silent`` have not sent a request, each for
     ``request_timeout_s``, and ``max_unread_bytes`` of responses wait, each for ``send_timeout_s`` without being
-    read."""
+    read. ``checks`` answer plain health checks."""
 
     def __init__(
         self,
@@ -67,10 +67,11 @@ class Patience:
         max_silent: int = MAX_SILENT,
         maximum: int = MAX_CONNECTIONS,
         max_unread_bytes: int = MAX_UNREAD_BYTES,
+        checks: HealthChecks | None = None,
     ) -> None:
         self._request_timeout_s, self._send_timeout_s = request_timeout_s, send_timeout_s
         self._max_silent, self._max_unread_bytes = max_silent, max_unread_bytes
-        self.places = Shares(maximum)
+        self.places, self.checks = Shares(maximum), checks
         self._silent: dict[PatientProtocol, asyncio.TimerHandle] = {}  # the one that waits longest first
         self._unread: dict[PatientProtocol, asyncio.TimerHandle] = {}
         self._in_parts: set[PatientProtocol] = set()
@@ -204,9 +205,12 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
             return
         self._wait_for_turn()
 
-    def _wait_for_turn(self) -> None:
-        is_check = self._strict.trailing_data[0].startswith(_CHECK)
-        self._patience.starts.ready(self, self._machine, is_new=self.cycle is None, is_check=is_check)
+    def _wait_for_turn(self, *, was_answered: bool = False) -> None:
+        check = self._check()
+        is_check = bool(check) and len(check) == len(self._strict.trailing_data[0])  # of those sent ahead one waits
+        self._patience.starts.ready(
+            self, self._machine, is_new=not was_answered and self.cycle is None, is_check=is_check
+        )
         if self in self._patience.starts:
             self.flow.pause_reading()
 
@@ -218,9 +222,36 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
+        if check := self._check():
+            self._answer(check)
+            return
         super().handle_events()
         if self._is_responding():
             self._patience.has_asked(self)
+
+    def _check(self) -> bytes:
+        """The plain health check that is next; empty if something else is."""
+        checks = self._patience.checks
+        if checks is None or self._strict.their_state is not h11.IDLE or self.flow.write_paused:
+            return b""
+        return checks.first_in(self._strict.trailing_data[0])
+
+    def _answer(self, check: bytes) -> None:
+        assert self._patience.checks is not None
+        text, closes = self._patience.checks.answer(check, self.server_state.default_headers)
+        self._strict.skip(len(check))
+        self.transport.write(text)
+        self.server_state.total_requests += 1
+        if closes:
+            self.transport.close()
+        elif self._strict.trailing_data[0]:
+            self._wait_for_turn(was_answered=True)
+        else:
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+            self._patience.is_silent(self)
 
     def on_response_complete(self) -> None:
         """The response was written; the next request may have come with the last."""

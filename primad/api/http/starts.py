@@ -1,9 +1,11 @@
 """Which request begins next where many come at once: some at a turn of the loop.
 
 A thousand connections with a request each took a turn of half a second, and a health check waits for some turns. Who has
-just come is first, and machines take turns: so one that asks now and then is heard while others ask without end. Health
-checks go before all of them, every other time: who comes without end is always newer. Behind
+just come is first, and machines take turns: so one that asks now and then is heard while others ask without end. Behind
 those are connections that were answered before, each in its turn, and those whose requests come in many small parts.
+
+Plain health checks, which take a hundredth of a millisecond or two, go before all of them. Of those too machines take
+turns, and where more come than are answered at a turn, a few others begin all the same.
 """
 
 from __future__ import annotations
@@ -15,10 +17,15 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from primad.api.http.turns import TURN_S
+from primad.system.shares import Turns
 
 MAX_STARTS: Final = 8
 """At one turn of the loop; each takes some tenths of a millisecond, most of them in the next turn, and one whose body
 comes in many parts takes milliseconds, so a turn ends after ``TURN_S`` too."""
+MAX_CHECKS: Final = 64
+"""Health checks at one turn of the loop."""
+BESIDE_CHECKS: Final = 2
+"""Other requests at a turn that leaves health checks waiting."""
 _OTHERS_EVERY: Final = 4
 """One of so many is of a connection that was answered before, if one waits."""
 
@@ -40,28 +47,32 @@ class Starts:
         self._new: dict[str, list[Starting]] = {}
         """By machine, the newest last; the machine whose turn it is first."""
         self._others: deque[Starting] = deque()
-        self._checks: deque[Starting] = deque()
+        self._checks: Turns[Starting] = Turns()
         self._waiting: set[Starting] = set()
-        self._begun = 0
+        self._begun = self._checked = 0
         self._is_due = False
 
     def __contains__(self, connection: Starting) -> bool:
         return connection in self._waiting
 
     def ready(self, connection: Starting, machine: str, *, is_new: bool, is_check: bool = False) -> None:
-        """Let ``connection`` begin, now or in its turn; ``is_check``: it asks for health."""
+        """Let ``connection`` begin, now or in its turn; ``is_check``: it is a plain health check."""
         if not self._is_due:
             self._is_due = True
             connection.loop.call_soon(self._turn, connection.loop)
         if connection in self._waiting:
             return
-        if not self._waiting and self._begun < MAX_STARTS:
+        if is_check and not self._checks and self._checked < MAX_CHECKS:
+            self._checked += 1
+            connection.begin()
+            return
+        if not is_check and not self._waiting and self._begun < MAX_STARTS:
             self._begun += 1
             connection.begin()
             return
         self._waiting.add(connection)
         if is_check:
-            self._checks.append(connection)
+            self._checks.add(machine, connection)
         elif is_new:
             self._new.setdefault(machine, []).append(connection)
         else:
@@ -72,20 +83,26 @@ class Starts:
         self._waiting.discard(connection)
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        was_idle, self._begun = not self._begun, 0
+        was_idle, self._begun, self._checked = not (self._begun or self._checked), 0, 0
+        while self._checks and self._checked < MAX_CHECKS:
+            self._checked += self._begin(self._checks.next())
+        maximum = BESIDE_CHECKS if self._checks else MAX_STARTS
         until_s = self._clock() + TURN_S
-        while self._begun < MAX_STARTS and self._clock() < until_s and (connection := self._next()) is not None:
-            if connection in self._waiting:
-                self._waiting.remove(connection)
-                self._begun += 1
-                connection.begin()
-        self._is_due = not was_idle or bool(self._begun)
+        while self._begun < maximum and self._clock() < until_s and (connection := self._next()) is not None:
+            self._begun += self._begin(connection)
+        self._is_due = not was_idle or bool(self._begun or self._checked)
         if self._is_due:
             loop.call_soon(self._turn, loop)
 
+    def _begin(self, connection: Starting) -> bool:
+        """Whether it was still there."""
+        if connection not in self._waiting:
+            return False
+        self._waiting.remove(connection)
+        connection.begin()
+        return True
+
     def _next(self) -> Starting | None:
-        if self._checks and (self._begun % 2 == 0 or not (self._others or self._new)):
-            return self._checks.popleft()
         if self._others and (not self._new or self._begun % _OTHERS_EVERY == _OTHERS_EVERY - 1):
             return self._others.popleft()
         if not self._new:

@@ -36,6 +36,11 @@ class StrictConnection(h11.Connection):
         """What was received of requests behind the one that is being answered."""
         return len(self.trailing_data[0]) if self.their_state is h11.DONE else 0
 
+    def skip(self, size: int) -> None:
+        """Forget the first ``size`` bytes received: a request that was answered without it."""
+        assert self.their_state is h11.IDLE
+        self._receive_buffer.maybe_extract_at_most(size)
+
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
         """Like h11's, which takes 10 us to put a chunk of a stream between its length and its end."""
         if type(event) is h11.Data and self._is_chunked and self.our_state is h11.SEND_BODY:

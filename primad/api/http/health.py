@@ -1,0 +1,83 @@
+"""Answers to plain health checks, written before there is a request.
+
+Through all that a request passes a health check takes 0.3 ms, and it is asked most of all when a crowd keeps the head
+busy. So a plain one is known by its bytes and answered in a tenth of that; one with a header that changes anything, or
+for a foreign host, is a request like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from functools import lru_cache
+from http import HTTPStatus
+from typing import Final
+
+import h11
+import msgspec
+
+from primad.api.http.errors import RETRY_AFTER_S
+from primad.api.http.guard import is_allowed
+from primad.api.http.strict import StrictConnection
+
+PATHS: Final = ("/health", "/v1/health")
+MAX_BYTES: Final = 1 << 10
+"""Of a plain health check."""
+_BEGINS: Final = tuple(b"GET %b HTTP/1.1\r\n" % path.encode() for path in PATHS)
+_END: Final = b"\r\n\r\n"
+_CHANGING: Final = frozenset((b"content-length", b"expect", b"origin", b"transfer-encoding", b"upgrade"))
+_ENDS: Final = (h11.MUST_CLOSE, h11.CLOSED)
+
+
+class HealthChecks:
+    """Health checks by the names ``hosts``: ``look()`` is the response and its status, and ``count`` is called with the
+    path and status of each."""
+
+    def __init__(
+        self,
+        look: Callable[[], tuple[msgspec.Struct, int]],
+        hosts: Collection[str],
+        count: Callable[[str, int], None],
+    ) -> None:
+        self._look, self._count = look, count
+        names = frozenset(host.lower() for host in hosts)
+        self._read = lru_cache(maxsize=256)(lambda head: _read(head, names))
+
+    def first_in(self, received: bytes) -> bytes:
+        """The plain health check that ``received`` begins with; empty if it is something else."""
+        if not received.startswith(_BEGINS):
+            return b""
+        size = received.find(_END, 0, MAX_BYTES) + len(_END)
+        return received[:size] if size >= len(_END) and self._read(received[:size]) is not None else b""
+
+    def answer(self, check: bytes, headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, bool]:
+        """The response to a plain ``check``, with the server's ``headers``, and whether the connection ends with it."""
+        read = self._read(check)
+        assert read is not None
+        path, closes = read
+        body, status = self._look()
+        text = msgspec.json.encode(body)
+        self._count(path, status)
+        lines = [b"HTTP/1.1 %d %b" % (status, HTTPStatus(status).phrase.encode())]
+        lines += [b"%b: %b" % header for header in headers]
+        lines += [b"content-length: %d" % len(text), b"content-type: application/json"]
+        if status == 503:
+            lines.append(b"retry-after: %d" % RETRY_AFTER_S)
+        if closes:
+            lines.append(b"connection: close")
+        return b"\r\n".join((*lines, b"", text)), closes
+
+
+def _read(head: bytes, hosts: Collection[str]) -> tuple[str, bool] | None:
+    """The path, and whether the connection ends with it; None if it is no plain health check."""
+    connection = StrictConnection(h11.SERVER, MAX_BYTES)
+    connection.receive_data(head)
+    try:
+        request, end = connection.next_event(), connection.next_event()
+    except h11.RemoteProtocolError:
+        return None
+    if not isinstance(request, h11.Request) or not isinstance(end, h11.EndOfMessage):
+        return None
+    headers = dict(request.headers)
+    if _CHANGING & headers.keys() or not is_allowed(headers.get(b"host", b"").decode("latin-1"), hosts):
+        return None
+    return request.target.decode("ascii"), connection.their_state in _ENDS
