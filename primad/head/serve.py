@@ -18,6 +18,7 @@ from primad.api.app import create_app
 from primad.api.http.access import OF_THIS_MACHINE, OPEN, Door
 from primad.api.http.key_file import KeyFile
 from primad.api.http.keys import ApiKey, digest_of, new_key
+from primad.api.http.listener import Listener
 from primad.api.http.patience import MAX_CONNECTIONS, Patience
 from primad.certify.first import certified, warning
 from primad.certify.verdict import load_verdict, with_verdict
@@ -250,9 +251,13 @@ def local_url(host: str, port: int) -> str:
 class _HttpServer(uvicorn.Server):
     """uvicorn without its own signal handlers: the daemon decides when it ends."""
 
-    def __init__(self, config: uvicorn.Config, close: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, patience: Patience, close: Callable[[], None]) -> None:
         super().__init__(config)
-        self._close = close
+        self._patience, self._close = patience, close
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve whom there is room for, from now on with other objects for ``sockets``."""
+        await super().serve([Listener(each, self._patience) for each in sockets or ()])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End; listening pages are disconnected first."""
@@ -312,4 +317,4 @@ def _http_server(
         access_log=False,
         timeout_graceful_shutdown=HTTP_GRACE_S,
     )
-    return _HttpServer(config, app.state.close)
+    return _HttpServer(config, patience, app.state.close)

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from primad.api.app import create_app
 from primad.api.http.health import HealthChecks
+from primad.api.http.listener import Listener
 from primad.api.http.patience import Patience
 from primad.settings.timings import ApiTimings
 from tests.fakes.backend import FakeBackend
@@ -32,6 +33,7 @@ async def patient(
 ) -> AsyncIterator[int]:
     """Its port; it serves ``app``, or else the API over ``backend``, and ``checks`` or else its own."""
     listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
     if app is None:
         app = own = create_app(backend)
         checks = own.state.checks
@@ -39,8 +41,8 @@ async def patient(
     config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", http=patience.protocol)
     server = uvicorn.Server(config)
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
-        group.create_task(server.serve(sockets=[listener]))
+        group.create_task(server.serve(sockets=[Listener(listener, patience)]))
         try:
-            yield listener.getsockname()[1]
+            yield port
         finally:
             server.should_exit = True

@@ -119,13 +119,16 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             result = await work
             leaving.cancel()
     except BaseExceptionGroup as failures:
-        # Both tasks may have failed; the first one is the reason for the other.
-        raise first_of(failures) from None
-    return result
+        failed = [first_of(failures)]
+    else:
+        return result
+    raise failed.pop()
 
 
 def first_of(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first of ``failures``, which are freed without the collector: a task group's own frame holds them."""
+    """The first of ``failures``, which is the reason for the others. They are freed without the collector: a task
+    group's own frame holds them. Raise it where they are no longer handled, or it has them, and from where no name is
+    left of it."""
     failures.__traceback__ = None
     return failures.exceptions[0]
 
@@ -192,7 +195,10 @@ class MessageStream(Response):
                 for task in beside:
                     task.cancel()
         except BaseExceptionGroup as failures:
-            raise first_of(failures) from None
+            failed = [first_of(failures)]
+        else:
+            return
+        raise failed.pop()
 
     async def _lose_patience(self) -> None:
         """Raises ``ClientDisconnect`` if the client does not take a message in time; messages cost nothing here."""

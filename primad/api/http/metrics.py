@@ -306,6 +306,7 @@ class Counted:
             raise
         finally:  # without a response it is our mistake, which is handled further out
             self._metrics.count(scope["path"], 500 if code is None else code)
+            del scope[SEND_BODY]  # it has the scope, which would be left to the collector
 
 
 class _Ring(Collector):

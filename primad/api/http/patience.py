@@ -25,6 +25,7 @@ from typing import Any, Final
 import h11
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from primad.api.http.access import machine_of
 from primad.api.http.health import HealthChecks
@@ -48,7 +49,7 @@ MAX_PARTS: Final = 64
 _BUSY: Final = (
     b'{"error": {"message": "too many connections; close some or try again later", "code": "too_many_connections"}}'
 )
-_REFUSAL: Final = (
+REFUSAL: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
     b"retry-after: 5\r\nconnection: close\r\n\r\n%b" % (len(_BUSY), _BUSY)
 )
@@ -77,10 +78,18 @@ class Patience:
         self._in_parts: set[PatientProtocol] = set()
         self._making_room: asyncio.TimerHandle | None = None
         self.starts = Starts()
+        self._server: ServerState | None = None
 
     def protocol(self, *arguments: Any, **options: Any) -> PatientProtocol:
         """A new connection of the server; give this to uvicorn as ``http``."""
-        return PatientProtocol(self, *arguments, **options)
+        made = PatientProtocol(self, *arguments, **options)
+        self._server = made.server_state
+        return made
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers of every response."""
+        return [] if self._server is None else self._server.default_headers
 
     def is_silent(self, connection: PatientProtocol) -> None:
         """It may send a request from now on."""
@@ -182,7 +191,7 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
             self._patience.places.take(self._machine)
             self._has_place = True
         else:
-            transport.write(_REFUSAL)
+            transport.write(REFUSAL)
             transport.close()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -238,7 +247,7 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
 
     def _answer(self, check: bytes) -> None:
         assert self._patience.checks is not None
-        text, closes = self._patience.checks.answer(check, self.server_state.default_headers)
+        text, closes = self._patience.checks.answer(check, self._patience.headers)
         self._strict.skip(len(check))
         self.transport.write(text)
         self.server_state.total_requests += 1
@@ -291,7 +300,9 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
         # A thousand at once that leave themselves to the collector make it stand for 200 ms.
         self.cycle = None  # type: ignore[assignment]
         self.flow.let_go()  # type: ignore[attr-defined]
+        self._unset_keepalive_if_required()
         self.transport.close()
+        vars(self.transport).pop("_read_ready_cb", None)  # asyncio's method of the transport, which has it
 
     def _is_responding(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete

@@ -40,6 +40,8 @@ _EVENTS: Final = replace(EVENTS, end=b"")
 class _Routes:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
+        self._props: tuple[ServedModel | None, bytes] = (None, b"")
+        """Of the model that was served last."""
 
     async def tokenize(self, request: Request) -> Response:
         """A text as token ids."""
@@ -59,7 +61,10 @@ class _Routes:
 
     async def props(self, request: Request) -> Response:
         """The context and the chat template."""
-        return json_response(props(self._endpoint.serving()))
+        served, model = self._endpoint.serving(), self._endpoint.backend.model()
+        if model is not self._props[0]:
+            self._props = model, msgspec.json.encode(props(served))
+        return Response(self._props[1], media_type="application/json")
 
     async def slots(self, request: Request) -> Response:
         """Running requests."""
