@@ -8,11 +8,13 @@ import json
 import socket
 import sys
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
@@ -21,7 +23,7 @@ from primad.api.http import patience as http_patience
 from primad.api.http.listener import MAX_REFUSED
 from primad.api.http.patience import Patience
 from primad.api.http.starts import MAX_STARTS
-from tests.fakes.backend import FakeBackend, replies
+from tests.fakes.backend import Call, FakeBackend, Item, replies
 from tests.fakes.watchdog import watched_loop
 from tests.shell.gated import raw, until_closed
 from tests.shell.patient import patient
@@ -422,6 +424,33 @@ def test_a_connection_that_is_gone_leaves_nothing_to_the_collector(sent):
                 assert not [
                     each for each in gc.get_objects() if isinstance(each, (RequestResponseCycle, ExceptionGroup))
                 ]
+            finally:
+                gc.enable()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_its_answer_leaves_nothing_to_the_collector(stream):
+    async def run() -> None:
+        begun, waits = asyncio.Event(), replies("Hi", asyncio.Event())
+
+        def begin(call: Call) -> Iterable[Item]:
+            begun.set()
+            return waits(call)
+
+        async with patient(FakeBackend(begin), kind=Seen) as port:
+            gc.collect()
+            gc.disable()
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(asked(stream=stream))
+                await begun.wait()
+                writer.transport.abort()
+                for _ in range(1000):
+                    await asyncio.sleep(0)
+                assert not seen[-1]
+                assert not [each for each in gc.get_objects() if isinstance(each, ClientDisconnect)]
             finally:
                 gc.enable()
 

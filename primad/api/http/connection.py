@@ -120,16 +120,19 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             leaving.cancel()
     except BaseExceptionGroup as failures:
         failed = [first_of(failures)]
+        del leaving  # it has what it failed with, whose traceback has this frame
     else:
         return result
     raise failed.pop()
 
 
 def first_of(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first of ``failures``, which is the reason for the others. They are freed without the collector: a task
-    group's own frame holds them. Raise it where they are no longer handled, or it has them, and from where no name is
+    """The first of ``failures``, which is the reason for the others. They are freed without the collector: frames
+    of task groups hold them. Raise it where they are no longer handled, or it has them, and from where no name is
     left of it."""
-    failures.__traceback__ = None
+    freed: BaseException | None = failures
+    while freed is not None:  # behind it is what the work was cancelled with
+        freed.__traceback__, freed = None, freed.__context__
     return failures.exceptions[0]
 
 
