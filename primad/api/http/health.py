@@ -49,7 +49,7 @@ class HealthChecks:
         size = received.find(_END, 0, MAX_BYTES) + len(_END)
         return received[:size] if size >= len(_END) and self._read(received[:size]) is not None else b""
 
-    def answer(self, check: bytes, headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, bool]:
+    def reply(self, check: bytes, headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, bool]:
         """The response to a plain ``check``, with the server's ``headers``, and whether the connection ends with it."""
         read = self._read(check)
         assert read is not None

@@ -42,4 +42,4 @@ class Listener(socket.socket):
             received = connection.recv(MAX_BYTES)
         checks = self._patience.checks
         check = b"" if checks is None else checks.first_in(received)
-        connection.send(REFUSAL if checks is None or not check else checks.answer(check, self._patience.headers)[0])
+        connection.send(REFUSAL if checks is None or not check else checks.reply(check, self._patience.headers)[0])

@@ -214,11 +214,11 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
             return
         self._wait_for_turn()
 
-    def _wait_for_turn(self, *, was_answered: bool = False) -> None:
+    def _wait_for_turn(self, *, has_replied: bool = False) -> None:
         check = self._check()
         is_check = bool(check) and len(check) == len(self._strict.trailing_data[0])  # of those sent ahead one waits
         self._patience.starts.ready(
-            self, self._machine, is_new=not was_answered and self.cycle is None, is_check=is_check
+            self, self._machine, is_new=not has_replied and self.cycle is None, is_check=is_check
         )
         if self in self._patience.starts:
             self.flow.pause_reading()
@@ -232,7 +232,7 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
             return
         self.flow.resume_reading()
         if check := self._check():
-            self._answer(check)
+            self._reply(check)
             return
         super().handle_events()
         if self._is_responding():
@@ -245,16 +245,16 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
             return b""
         return checks.first_in(self._strict.trailing_data[0])
 
-    def _answer(self, check: bytes) -> None:
+    def _reply(self, check: bytes) -> None:
         assert self._patience.checks is not None
-        text, closes = self._patience.checks.answer(check, self._patience.headers)
+        text, closes = self._patience.checks.reply(check, self._patience.headers)
         self._strict.skip(len(check))
         self.transport.write(text)
         self.server_state.total_requests += 1
         if closes:
             self.transport.close()
         elif self._strict.trailing_data[0]:
-            self._wait_for_turn(was_answered=True)
+            self._wait_for_turn(has_replied=True)
         else:
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(
