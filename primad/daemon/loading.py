@@ -59,6 +59,7 @@ class WindowLoad:
             flash=load.flash,
             small_windows=load.small_windows,
             states=load.states,
+            rollback=load.rollback,
             rope=load.rope,
             gpu="" if profile.gpu is None else profile.gpu.id,
             other_gpus=tuple(gpu.id for gpu in profile.other_gpus),

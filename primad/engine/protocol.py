@@ -169,7 +169,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     the one that helps with prompts ("": the first). Beside a single sequence there may be so many ``branches`` of it, which
     are numbered behind it and share its cells: rows are then not bit for bit what they are in a sequence of their own.
     With ``small_windows`` layers with a sliding window have little more cells than that, and go back to kept states alone.
-    So many ``states`` may be kept.
+    So many ``states`` may be kept. Where layers have one, so many rows of a sequence's last step can be taken back
+    (``rollback``), as long as one of them stays and no step of several sequences came since.
     """
 
     context: int
@@ -187,9 +188,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     offloading_gpu: str = ""
     small_windows: bool = False
     states: int = 0
+    rollback: int = 0
 
     def __post_init__(self) -> None:
         assert not self.branches or (self.sequences == 1 and not self.small_windows)
+        assert not self.rollback or not (self.branches or self.small_windows)
 
     @property
     def numbers(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from halda import StateKind
+
 
 class Embedding(Enum):
     """How llama.cpp turns rows of ``token_embd.weight`` into the first layer's input."""
@@ -75,6 +77,10 @@ class Architecture:
     drops: frozenset[str] = frozenset()
     """Keys that windows do without."""
     recurrent: Recurrent = Recurrent.NEVER
+    state: StateKind | None = None
+    """How its layers compute theirs, where devices compare several rows of that."""
+    takes_back: bool = False
+    """The last rows of a step can be taken back from its layers' states."""
     output_norm: str = "output_norm"
     exit: str = "l_out-{layer}"
     """What the graph calls a layer's output, by the ``layer`` or the one ``after`` it."""

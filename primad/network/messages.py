@@ -42,7 +42,7 @@ from primad.kv.cells import is_key as is_block_key
 from primad.kv.keys import KvBlock
 from primad.network.contacts import Contact, DeviceName, TcpPort, check_contact, is_address
 from primad.network.unreached import Unreached
-from primad.ring.messages import MAX_ROWS, MAX_SEQUENCES, MAX_STATES, Status
+from primad.ring.messages import MAX_ROLLBACK, MAX_ROWS, MAX_SEQUENCES, MAX_STATES, Status
 from primad.ring.speculation.drafter import MAX_ROOM
 from primad.ring.speculation.messages import MAX_TEXT_TOKENS, Drafted, TextTask
 from primad.settings.config import NAME
@@ -144,9 +144,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     ``place`` tells devices of this ring that share a machine apart (see ``ring.spawn.environment``). A worker may have
     stages in several epochs at a time: the next ring is loaded while the last one serves. ``read_ahead_bytes`` of
     streamed layers are read ahead. ``kv_type`` is the type of the KV cache, ``flash`` whether attention is flash
-    attention, with ``small_windows`` and ``states`` as in ``EngineOptions``, ``rope`` overrides RoPE. With ``keeps`` it
-    saves the KV blocks of the step log. Layers of ``origins`` may be fetched from the hub that has ``files``, or from the
-    head, the first of ``sources``, by the names of their origins.
+    attention; ``small_windows``, ``states`` and ``rollback`` are as in ``EngineOptions``, ``rope`` overrides RoPE. With
+    ``keeps`` it saves the KV blocks of the step log. Layers of ``origins`` may be fetched from the hub that has ``files``,
+    or from the head, the first of ``sources``, by the names of their origins.
     """
 
     ring: int
@@ -165,6 +165,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     flash: bool = True
     small_windows: bool = False
     states: Annotated[int, Meta(ge=0, le=MAX_STATES)] = 0
+    rollback: Annotated[int, Meta(ge=0, le=MAX_ROLLBACK)] = 0
     keeps: bool = False
     rope: Rope = Rope()
     files: Annotated[list[RemoteFile], Meta(max_length=MAX_FILES)] = []

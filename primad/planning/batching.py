@@ -2,9 +2,10 @@
 
 Several rows of a step are bit for bit what each is alone as far as the kernels go that llama.cpp chooses for so many: the
 profile of every device says that for each type of weights (``CpuProfile.exact_rows``). Flash attention computes a single row
-in parts, one a thread, from ``SPLIT_CELLS`` cells on, and several rows in another way. What experts, GPUs and recurrent
-layers compute is not compared, and taken for exact one by one alone. Several rows of one sequence are single ones with flash
-attention alone; an answer that another ring began is computed anew so many at a time.
+in parts, one a thread, from ``SPLIT_CELLS`` cells on, and several rows in another way. What experts and GPUs compute is not
+compared, and taken for exact one by one alone; so are layers with a state of a kind that is not (``exact_states``). Several
+rows of one sequence are single ones with flash attention alone; an answer that another ring began is computed anew so many
+at a time.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
-from halda import DeviceProfile, ModelProfile, Plan, TypeRows, evaluate
+from halda import DeviceProfile, ModelProfile, Plan, StateKind, TypeRows, evaluate
 from halda.instance import Instance
 from halda.load import UnderLoad, under_load
 from primad.engine.protocol import KV_CELL_PADDING
+from primad.gguf.architectures.table import SUPPORTED
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 
@@ -58,8 +60,6 @@ def batches_of(mode: BatchingMode, plan: Plan, question: Instance, sequences: in
     """The batches of ``plan`` for so many ``sequences``, as ``mode`` asks for."""
     profiles = _profiles(plan, question)
     work, maximum = question.workload, min(sequences, question.workload.chunk_rows)
-    if question.model.is_recurrent:
-        maximum = 1
     rows = min(maximum, exact_rows(plan, profiles, question.model))
     splits = work.flash and work.kv_type == "f16" and any(device.cpu.threads > 1 for device in profiles)
     exact = under_load(plan, question, sequences=sequences, max_rows=1 if splits else rows)
@@ -72,7 +72,9 @@ def batches_of(mode: BatchingMode, plan: Plan, question: Instance, sequences: in
             rows=rows if is_exact else maximum,
             steps=fast.machines,
             cells=cells,
-            pads=bool(plan.streaming) and cells is None,
+            pads=bool(plan.streaming)
+            and cells is None
+            and not question.model.is_recurrent,  # a state takes no such row
             replays=replay_rows(plan, question, profiles) if cells is not None or not splits else 1,
         ),
         is_exact=is_exact,
@@ -117,17 +119,27 @@ def piece_rows(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfil
 
 def _known(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfile) -> list[TypeRows]:
     """What is known of each type of ``model`` on each device: of what was not compared, that single rows are exact."""
-    is_compared = not (model.experts or plan.uses_gpu or model.is_recurrent)
+    state = _state_of(model)
+    is_compared = not (model.experts or plan.uses_gpu or (model.is_recurrent and state is None))
     types = {kind for layer in model.layers for kind in layer.bytes_by_type} | set(model.output_bytes_by_type)
     size = sum(layer.bytes_by_type.get("F32", 0) for layer in model.layers)
     if size <= _LITTLE * model.size_bytes:
         types.discard("F32")
     types |= {kind for layer in model.layers for kind in layer.adapter_reads}
+    if state is not None:
+        types.add(state)
     return [
-        {each.type: each for each in profile.cpu.exact_rows if is_compared}.get(kind, TypeRows(type=kind, rows=1))
+        found.get(kind, TypeRows(type=kind, rows=1))
         for profile in profiles
+        for found in [{each.type: each for each in (*profile.cpu.exact_rows, *profile.cpu.exact_states) if is_compared}]
         for kind in types
     ]
+
+
+def _state_of(model: ModelProfile) -> StateKind | None:
+    """How layers of ``model`` that keep a state compute it, where that is compared."""
+    entry = SUPPORTED.get(model.architecture)
+    return entry.state if entry is not None and model.is_recurrent else None
 
 
 def multiple_of_pieces(plan: Plan, question: Instance, sequences: int) -> int:

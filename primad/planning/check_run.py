@@ -8,6 +8,7 @@ from halda import ModelProfile
 from primad.errors import ConfigError
 from primad.gguf.architectures.table import SUPPORTED
 from primad.planning.by_hand import plan_by_hand
+from primad.planning.drafting import not_taken_back, takes_back
 from primad.planning.question import workload_of
 from primad.planning.run_config import RunConfig
 
@@ -39,8 +40,6 @@ def check_speculate(run: RunConfig, model: ModelProfile, draft: Path | None) -> 
         raise ConfigError("--speculate draft: needs a draft model; give it with --draft FILE.gguf, or --draft auto")
     if mode in ("off", "lookup", "mtp") and draft is not None:
         raise ConfigError(f"--draft {draft}: contradicts --speculate {mode}; leave one of them out")
-    if model.is_recurrent and (mode not in ("auto", "off") or draft is not None):
+    if not takes_back(model) and (mode not in ("auto", "off") or draft is not None):
         asked = f"--speculate {mode}" if draft is None else f"--draft {draft}"
-        raise ConfigError(
-            f"{asked}: layers of {model.name} keep a state that cannot be cut back to the tokens that held; leave it out"
-        )
+        raise ConfigError(f"{asked}: {not_taken_back(model)}; leave it out")

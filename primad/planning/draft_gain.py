@@ -15,7 +15,7 @@ from halda import DeviceProfile, ModelProfile, Plan, arrange, evaluate, instance
 from halda.cost import message_s
 from halda.instance import Instance
 from primad.planning.batching import batches_of
-from primad.planning.drafting import drafting_of
+from primad.planning.drafting import drafting_of, not_taken_back, takes_back
 from primad.planning.question import PlannedDraft, Question, default_workload
 from primad.planning.schema import DraftJson, GainJson
 from primad.ring.speculation.drafter import Drafting
@@ -208,8 +208,10 @@ def _together(costs: Sequence[float], ring_pass_s: float, token_s: float, late_s
 
 
 def _why_none(plan: Plan, question: Instance) -> str:
-    if question.model.is_recurrent:
-        return f"layers of {question.model.name} keep a state that cannot be cut back to the tokens that held"
+    if not takes_back(question.model):
+        return not_taken_back(question.model)
+    if question.model.is_recurrent and not question.workload.rollback:
+        return "layers keep a state, which takes memory for drafts; --speculate lookup, draft or mtp plans it"
     fast = batches_of("fast", plan, question, question.workload.sequences)
     if drafting_of("auto", "fast", plan, question, fast) is not None:
         return "it is not known that several rows in one step are exact here; --batching fast takes them"

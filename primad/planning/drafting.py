@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final, Literal, get_args
 
-from halda import Plan, evaluate
+from halda import ModelProfile, Plan, evaluate
 from halda.instance import Instance
 from halda.load import under_load
+from primad.gguf.architectures.table import SUPPORTED
 from primad.planning.batching import Batches, BatchingMode
 from primad.ring.speculation.drafter import MAX_ROOM, Drafting
 
@@ -25,6 +26,25 @@ WAITING: Final = 1
 three devices that do not take equally long, and no fewer elsewhere."""
 MAX_ROWS: Final = 8
 """Of one step: of drafts that hold four times in five seven are right in a row once in five times."""
+ROLLBACK: Final = 3
+"""Drafts of one step where layers have a state: each takes as much memory as the states of all sequences."""
+
+
+def takes_back(model: ModelProfile) -> bool:
+    """Whether drafts that did not hold can be taken back from layers of ``model`` that have a state, if some have."""
+    entry = SUPPORTED.get(model.architecture)
+    return not model.is_recurrent or (entry is not None and entry.takes_back)
+
+
+def not_taken_back(model: ModelProfile) -> str:
+    """Why ``model`` has no drafts, if it does not ``takes_back``."""
+    return f"layers of {model.name} keep a state, from which llama.cpp takes no tokens back for '{model.architecture}'"
+
+
+def rollback_of(mode: SpeculateMode, batching: BatchingMode, model: ModelProfile) -> int:
+    """So many drafts a step, of which a plan has the states in memory: only where it is sure that there will be some."""
+    is_sure = mode not in ("auto", "off") or (mode == "auto" and batching == "fast")
+    return ROLLBACK if is_sure and model.is_recurrent and takes_back(model) else 0
 
 
 def drafting_of(
@@ -32,22 +52,26 @@ def drafting_of(
 ) -> Drafting | None:
     """How drafts are computed under ``plan``; None: not at all, as where ``auto`` sees no room for them.
 
-    Neither a state nor a small cache of windows can be cut back to what held. Steps of several rows of one sequence are
+    A small cache of windows cannot be cut back to what held. From a state the last rows of one step are taken back, where
+    the plan has memory for that, so drafts go with the next token alone. Steps of several rows of one sequence are
     computed where they are bit for bit single ones, and with fast ``batching`` everywhere. Trees are for the latter alone,
     where weights stream on one device: their rows lie in the KV cache in another order, and so are not bit for bit those of
     a chain.
     """
-    if mode == "off" or question.model.is_recurrent or question.workload.small_windows:
+    work, has_state = question.workload, question.model.is_recurrent
+    if mode == "off" or work.small_windows or (has_state and not work.rollback):
         return None
     ring_passes = _ring_passes(plan, question)
     room = 1 if round(ring_passes) <= 1 else min(round(ring_passes) + WAITING, MAX_ROOM)
     if mode != "auto":
         room = max(room, min(len(plan.devices), MAX_ROOM))
     maximum = MAX_ROWS if batching == "fast" else batches.batching.replays
-    costs = _costs(plan, question, min(maximum, MAX_ROWS, question.workload.chunk_rows))
+    if has_state:
+        room, maximum = 1, min(maximum, 1 + work.rollback)
+    costs = _costs(plan, question, min(maximum, MAX_ROWS, work.chunk_rows))
     if room == 1 and len(costs) == 1:
         return None
-    has_trees = batching == "fast" and bool(plan.streaming) and len(plan.devices) == 1
+    has_trees = batching == "fast" and bool(plan.streaming) and len(plan.devices) == 1 and not has_state
     branches = BRANCHES if has_trees else 0
     return Drafting(room=room, rows=len(costs), costs=costs, branches=branches, ring_passes=ring_passes)
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from halda import KV_BLOCK, CacheType, DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
@@ -14,6 +14,7 @@ from halda.cost import WITHOUT_FLASH
 from halda.instance import DEFAULT_LINK_BYTES_PER_S, DEFAULT_ROUND_TRIP_S
 from primad.errors import ConfigError
 from primad.planning.default_context import first_context
+from primad.planning.drafting import rollback_of
 from primad.planning.run_config import DEFAULT_RUN, RunConfig
 from primad.settings.quantities import parse_bytes, parse_rate, parse_seconds
 
@@ -149,7 +150,7 @@ def workload_of(run: RunConfig, model: ModelProfile) -> Workload:
     Raises ``ConfigError`` where prompt and answer, or the KV cache, do not suit the model.
     """
     check_kv_type(run.kv_type, model)
-    return default_workload(
+    work = default_workload(
         first_context(run.context_tokens, model),
         run.chunk_rows,
         run.kv_type,
@@ -157,6 +158,7 @@ def workload_of(run: RunConfig, model: ModelProfile) -> Workload:
         prompt_tokens=run.prompt_tokens,
         answer_tokens=run.answer_tokens,
     )
+    return replace(work, rollback=rollback_of(run.speculate, run.batching, model))
 
 
 def default_workload(

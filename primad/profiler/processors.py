@@ -20,7 +20,14 @@ from primad.errors import EngineError
 from primad.profiler.beside import VOCABULARIES, head_costs, measure_wake
 from primad.profiler.effort import Budget, Effort
 from primad.profiler.routing import measure_routing
-from primad.profiler.shapes import measure_attention, measure_caches, measure_exact, measure_rows, measure_widths
+from primad.profiler.shapes import (
+    measure_attention,
+    measure_caches,
+    measure_exact,
+    measure_rows,
+    measure_states,
+    measure_widths,
+)
 from primad.profiler.speeds import (
     MAIN,
     Bench,
@@ -120,7 +127,7 @@ def measure_cpu(
         layer_s, speeds = measure_types(types, step_s, advance)
         caches = measure_caches(bench, speeds[0], step_s, layer_s)
         attention = measure_attention(bench, speeds[0])
-        exact_rows = measure_exact(bench, speeds)
+        exact_rows, exact_states = measure_exact(bench, speeds), measure_states(bench)
         row_s = measure_rows(bench, speeds[0], step_s, layer_s)
         widths = measure_widths(bench, speeds[0], step_s, layer_s)
         found = CpuProfile(
@@ -134,6 +141,7 @@ def measure_cpu(
             widths=widths,
             row_s=row_s,
             exact_rows=exact_rows,
+            exact_states=exact_states,
             caches=caches,
             routing=RoutingCost(),
             **attention,

@@ -10,9 +10,9 @@ import logging
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, get_args
 
-from halda import PREFILL_ROWS, RATE_WIDTH, CacheCost, TypeRows, TypeSpeed, WidthCost
+from halda import PREFILL_ROWS, RATE_WIDTH, CacheCost, StateKind, TypeRows, TypeSpeed, WidthCost
 from primad.profiler.effort import TYPES
 from primad.profiler.speeds import Bench, answered
 from primad.profiler.synthetic import BIG, MIDDLE, NARROW, WIDE, LayerShape
@@ -122,6 +122,11 @@ def measure_exact(bench: Bench, speeds: Sequence[TypeSpeed]) -> tuple[TypeRows, 
         else bench.exact_rows(kind, extra=False)
         for kind in TYPES
     )
+
+
+def measure_states(bench: Bench) -> tuple[TypeRows, ...]:
+    """The same of layers that keep a state, by its kind: what is no product with a matrix is the same for all types."""
+    return tuple(bench.exact_states(state, TYPES[0]) for state in get_args(StateKind))
 
 
 def _both(one: TypeRows, other: TypeRows) -> TypeRows:

@@ -21,9 +21,11 @@ from typing import Final
 
 import msgspec
 
-from halda import BATCH_ROWS, OffloadSpeed, RowSpeed, TypeRows, TypeSpeed
+from halda import BATCH_ROWS, OffloadSpeed, RowSpeed, StateKind, TypeRows, TypeSpeed
 from primad.errors import EngineError
 from primad.profiler.effort import TYPES, Budget, Effort
+from primad.profiler.state_windows import WIDTH as STATE_WIDTH
+from primad.profiler.state_windows import write_state_window
 from primad.profiler.synthetic import BIG, MIDDLE, SMALL, LayerShape, write_window
 from primad.profiler.trial import FEWEST_ROWS
 from primad.profiler.trial_messages import CompareRows, TimeWindow, TrialTimes
@@ -167,6 +169,16 @@ class Bench:
         if isinstance(found, str):
             return TypeRows(type=kind, rows=1)
         return TypeRows(type=kind, rows=found.rows, piece_rows=found.piece_rows, replay_rows=found.replay_rows)
+
+    def exact_states(self, state: StateKind, kind: str) -> TypeRows:
+        """The same of layers with such a ``state``, whose matrices are of type ``kind``."""
+        with TemporaryDirectory(prefix="window-", dir=self.folder) as name:
+            window = write_state_window(Path(name), state, kind)
+            task = CompareRows(window=window, width=STATE_WIDTH, threads=self.threads, has_state=True)
+            found = self.trials.compare(task)
+        if isinstance(found, str):
+            return TypeRows(type=state, rows=1)
+        return TypeRows(type=state, rows=found.rows, piece_rows=found.piece_rows, replay_rows=found.replay_rows)
 
     def _time(
         self,

@@ -104,8 +104,8 @@ SMALL: Final = LayerShape(width=256, feed_forward=256, heads=4, heads_kv=1)
 def write_window(folder: Path, shape: LayerShape, kind: str, layers: int, gpu_layers: int) -> WindowSource:
     """Write a window of ``layers`` layers of type ``kind`` to ``folder``. Raises ``OSError``."""
     tensors = _tensors(shape, kind)
-    piece = _piece(kind)
-    norms, router = np.ones(shape.width, np.float32).tobytes(), _piece("F32")
+    piece = piece_of(kind)
+    norms, router = np.ones(shape.width, np.float32).tobytes(), piece_of("F32")
     paths = []
     for number in range(layers):
         path = folder / f"layer-{number}.gguf"
@@ -113,7 +113,7 @@ def write_window(folder: Path, shape: LayerShape, kind: str, layers: int, gpu_la
             file.write(layer_header(tensors, number=number, split=number + 1))
             for tensor in tensors:
                 is_norm, is_router = len(tensor.shape) == 1, "_inp." in tensor.name
-                _fill(file, norms if is_norm else router if is_router else piece, tensor.size_bytes)
+                fill(file, norms if is_norm else router if is_router else piece, tensor.size_bytes)
                 file.write(bytes(-tensor.size_bytes % ALIGNMENT))
         paths.append(str(path))
     metadata = folder / "window.gguf"
@@ -124,7 +124,8 @@ def write_window(folder: Path, shape: LayerShape, kind: str, layers: int, gpu_la
     )
 
 
-def _fill(file: BinaryIO, piece: bytes, size: int) -> None:
+def fill(file: BinaryIO, piece: bytes, size: int) -> None:
+    """Write ``size`` bytes, ``piece`` again and again."""
     for _ in range(size // len(piece)):
         file.write(piece)
     file.write(piece[: size % len(piece)])
@@ -171,7 +172,8 @@ def _metadata(shape: LayerShape, layers: int, tensors: int) -> bytes:
     return metadata_split(values, small, splits=1 + layers, tensors=len(small) + layers * tensors)
 
 
-def _piece(kind: str) -> bytes:
+def piece_of(kind: str) -> bytes:
+    """Weights of type ``kind``."""
     random = np.random.default_rng(0)
     if kind in ("F32", "F16"):
         numbers = random.standard_normal(_PIECE_BYTES // 4).astype(np.float32) * np.float32(0.02)

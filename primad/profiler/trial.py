@@ -50,6 +50,8 @@ CHUNK: Final = 43
 """Rows of that chunk: a multiple of nothing that kernels take together."""
 BEFORE: Final = KV_CELL_PADDING - 16
 """Rows before it, so that its pieces attend to other numbers of cells than the whole does."""
+STEPS: Final = 3
+"""Rows of each sequence, where layers keep a state: the first one has none yet."""
 REPLAYED: Final = 24
 """Rows that are compared with single ones as an answer is computed anew."""
 FEWEST_ROWS: Final = OFFLOAD_FEW_ROWS
@@ -130,14 +132,16 @@ def _compare(task: CompareRows) -> ExactRows:
         )
 
     def together(sequences: range) -> Hidden:
+        """What they give (steps, rows, width)."""
         for sequence in sequences:
             window.kv_remove(sequence, 0, -1)
-        return computed(sequences, [0] * len(sequences), sequences)
+        steps = range(STEPS if task.has_state else 1)
+        return np.stack([computed(sequences, [step] * len(sequences), sequences) for step in steps])
 
-    alone = np.concatenate([together(range(row, row + 1)) for row in range(maximum)])
+    alone = np.concatenate([together(range(row, row + 1)) for row in range(maximum)], axis=1)
     exact = 1
     for count in COMPARED:
-        if together(range(count)).tobytes() != alone[:count].tobytes():
+        if together(range(count)).tobytes() != alone[:, :count].tobytes():
             break
         exact = count
 
@@ -147,7 +151,9 @@ def _compare(task: CompareRows) -> ExactRows:
 
     def chunk(rows: int) -> bytes:
         """What one sequence's rows give in pieces of so many, the last of which may be larger."""
-        window.kv_remove(0, BEFORE, -1)
+        window.kv_remove(0, 0 if task.has_state else BEFORE, -1)
+        if task.has_state:
+            piece(0, BEFORE)
         starts = range(BEFORE, BEFORE + CHUNK - rows + 1, rows)
         return b"".join(map(piece, starts, [*starts[1:], BEFORE + CHUNK]))
 

@@ -52,11 +52,13 @@ class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
 
 class CompareRows(msgspec.Struct, frozen=True, kw_only=True, tag="compare"):
     """Compare what ``window`` computes of the rows of several sequences, and of one, together with what it computes of each
-    alone, and what it computes of a chunk with what it computes of its pieces."""
+    alone, and what it computes of a chunk with what it computes of its pieces. One that ``has_state`` begins anew each time,
+    and computes several steps of each sequence."""
 
     window: WindowSource
     width: int
     threads: int
+    has_state: bool = False
 
 
 class ExactRows(msgspec.Struct, frozen=True, tag="exact"):

@@ -59,6 +59,8 @@ MAX_OPS: Final = 8192
 MAX_HOPS: Final = 4096
 MAX_STATES: Final = 2 * MAX_SEQUENCES
 """Of all sequences that a ring keeps: each takes as much memory in every window as the state of a sequence does."""
+MAX_ROLLBACK: Final = 16
+"""Rows of one step that can be taken back where layers have a state: each takes as much, of every sequence."""
 
 
 # ---- along the route ------------------------------------------------------------------------------------------------

@@ -167,6 +167,19 @@ class Slots:
         """Have the next step do ``ops`` first, whosever it is."""
         self._first += ops
 
+    @property
+    def have_states(self) -> bool:
+        """Whether layers have one, which cannot be cut anywhere."""
+        return self._checkpoints.are_needed
+
+    def take_back(self, sequence: KvSequence, cells: int) -> None:
+        """What ``sequence`` has behind so many ``cells`` is forgotten: of a state now, while that can be."""
+        op = KvRemove(sequence.number, cells, -1)
+        if self._checkpoints.are_needed:
+            self._first.append(op)
+        else:
+            sequence.ops.append(op)
+
     def back(self, step: int) -> None:
         """``step`` was in all windows."""
         self._keeping.back(step)

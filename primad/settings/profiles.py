@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args
 
 from halda import (
     CacheCost,
@@ -20,6 +20,7 @@ from halda import (
     OffloadSpeed,
     RoutingCost,
     RowSpeed,
+    StateKind,
     TypeRows,
     TypeSpeed,
     WidthCost,
@@ -181,6 +182,10 @@ def check_cpu(cpu: CpuProfile, ram_read_bytes_per_s: float) -> None:
     _check_types(cpu.exact_rows, "cpu.exact_rows")
     for number, exact in enumerate(cpu.exact_rows):
         _check_bounds(exact, f"cpu.exact_rows[{number}].")
+    for number, exact in enumerate(cpu.exact_states):
+        if exact.type not in get_args(StateKind):
+            raise Implausible(f"cpu.exact_states[{number}].type", shown(exact.type), "no kind of state")
+        _check_bounds(exact, f"cpu.exact_states[{number}].")
     _check_bounds(cpu.routing, "cpu.routing.")
     _check_speeds(cpu.speeds, "cpu.speeds", ram_read_bytes_per_s, "ram_read_bytes_per_s")
 

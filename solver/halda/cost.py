@@ -480,7 +480,8 @@ def kv_cells(layer: LayerProfile, workload: Workload, tokens: float | None = Non
 
 def kv_bytes(layer: LayerProfile, workload: Workload) -> int:
     """KV cache of one layer, or its state, for all sequences, and adapters, which lie in memory as it does."""
-    each = kv_bytes_per_token(layer, workload.kv_type) * kv_cells(layer, workload) + layer.state_bytes
+    states = (1 + workload.rollback) * layer.state_bytes
+    each = kv_bytes_per_token(layer, workload.kv_type) * kv_cells(layer, workload) + states
     return each * workload.sequences + layer.adapter_bytes
 
 
@@ -516,7 +517,7 @@ def compute_buffer_bytes(model: ModelProfile, workload: Workload) -> int:
         keys = max(layer.kv_bytes_per_token for layer in model.layers)  # and values, twice
         scores = model.attention_heads * cells
         values = max(values, scores + 3 * model.width + 2 * model.attention_width + keys)
-    states = workload.sequences * max(layer.state_bytes for layer in model.layers)
+    states = workload.sequences * (1 + workload.rollback) * max(layer.state_bytes for layer in model.layers)
     cell_bytes = masks * mask_bytes + cells * model.cell_bytes
     return math.ceil(_largest_rows(workload) * (values * ACTIVATION_BYTES + cell_bytes)) + states
 

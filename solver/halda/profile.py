@@ -107,6 +107,11 @@ class TypeRows:
     replay_rows: int = 1
 
 
+StateKind = Literal["delta", "scan", "convolution"]
+"""How layers that keep a state compute it, of those that are compared: by a gated delta rule, a scan as Mamba 2 has it, or
+a short convolution alone."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingCost:
     """What a layer with experts costs besides their bytes: the router, picking, and collecting rows for each expert.
@@ -132,7 +137,8 @@ class CpuProfile:
     which rates hold for rows of ``RATE_WIDTH`` values; ``attention_s`` what a token in the KV cache costs for each channel
     of the queries of one row, ``plain_attention_s`` the same without flash attention, ``rows_attention_s`` where rows of a
     sequence are computed as a matrix (0: as its products are). ``exact_rows`` are of the types that were compared, with
-    extra buffers and without. ``routing`` is what layers with experts cost besides.
+    extra buffers and without; ``exact_states`` those of layers that keep a state, by its kind. ``routing`` is what layers
+    with experts cost besides.
     """
 
     name: str
@@ -151,6 +157,7 @@ class CpuProfile:
     plain_attention_s: float = 0.0
     rows_attention_s: float = 0.0
     exact_rows: tuple[TypeRows, ...] = ()
+    exact_states: tuple[TypeRows, ...] = ()
     caches: tuple[CacheCost, ...] = ()
     routing: RoutingCost = RoutingCost()
 
@@ -465,6 +472,7 @@ class Workload:
     Buffers hold as many, or ``buffer_rows`` if that is more: a ring that follows may go on with larger chunks.
     Attention is llama.cpp's ``flash`` attention, or keeps the scores of all tokens: that takes more memory, and on a CPU
     less time for a token. With ``small_windows`` layers that attend to a window have little more of a KV cache than that.
+    Layers with a state have as many more of a sequence as rows can be taken back (``rollback``).
     """
 
     context_tokens: int
@@ -476,6 +484,7 @@ class Workload:
     flash: bool = True
     buffer_rows: int = 0
     small_windows: bool = False
+    rollback: int = 0
 
     @property
     def step_rows(self) -> int:

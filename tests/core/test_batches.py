@@ -199,6 +199,29 @@ def test_what_was_not_compared_is_computed_alone():
     assert exact_rows(plan, devices, replace(model(), layers=(wide,) * 20)) == 1
 
 
+def test_states_are_computed_together_as_far_as_the_device_computes_such_ones_exactly():
+    layer = replace(model().layers[0], state_bytes=1000)
+    hybrid = replace(model(), layers=(layer,) * 20, architecture="qwen35")
+    (known,) = [exactly(7, device("a"))]
+    assert exact_rows(ALONE, [known], hybrid) == 1, "it is not known of states"
+    rows = (TypeRows(type="delta", rows=4, piece_rows=16, replay_rows=3), TypeRows(type="scan", rows=2))
+    compared = replace(known, cpu=replace(known.cpu, exact_states=rows))
+    assert exact_rows(ALONE, [compared], hybrid) == 4
+    assert piece_rows(ALONE, [compared], hybrid) == 16
+    assert exact_rows(ALONE, [compared], replace(hybrid, architecture="nemotron_h")) == 2
+    assert exact_rows(ALONE, [compared], replace(hybrid, architecture="jamba")) == 1, "of a kind that is not compared"
+    assert exact_rows(ALONE, [known, compared], hybrid) == 1
+    assert exact_rows(ALONE, [compared], replace(hybrid, experts=8, experts_used=2)) == 1
+
+
+def test_no_row_of_nobody_is_computed_in_a_state():
+    asked = question(exactly(8, device("a", ram=3 * GB, disk=0.3e9)))
+    layer = replace(asked.model.layers[0], state_bytes=1000)
+    hybrid = replace(asked, model=replace(asked.model, layers=(layer,) * 20, architecture="qwen35"))
+    for each, pads in ((asked, True), (hybrid, False)):
+        assert batches_of("fast", residency(ALONE, each), each, 4).batching.pads == pads
+
+
 def test_chunks_are_small_where_several_answers_were_asked_for():
     asked = question(exactly(8, device("a")), exactly(8, device("b")))
     assert rows_of_chunks(PLAN, asked, 1, asked=False) == 512
@@ -274,12 +297,12 @@ def test_chunks_that_each_read_all_that_streams_stay_large():
     assert min_rows(plan, 512) == 256
 
 
-def test_rows_of_a_model_with_states_are_computed_one_by_one():
+def test_rows_of_states_that_were_not_compared_are_exact_one_by_one_alone_as_of_other_models():
     asked = question(exactly(8, device("a", rate=1e9)), exactly(8, device("b", rate=1e9)))
     states = tuple(replace(layer, kv_bytes_per_token=0, state_bytes=1 << 20) for layer in asked.model.layers)
     asked = replace(asked, model=replace(asked.model, layers=states))
     assert set(asked.kv_bytes) == {1 << 20}
-    for mode in ("exact", "auto", "fast"):
+    for mode, rows in (("exact", 1), ("fast", 4)):
         batches = batches_of(mode, PLAN, asked, sequences=4)
-        assert (batches.batching.rows, batches.batching.replays, batches.pieces) == (1, 1, None)
-        assert batches.is_exact
+        assert (batches.batching.rows, batches.batching.replays, batches.pieces) == (rows, 1, None)
+        assert batches.is_exact == (mode == "exact")

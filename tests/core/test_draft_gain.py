@@ -52,7 +52,10 @@ def test_where_nothing_would_be_guessed_it_says_why():
     plan = residency(ALONE, question)
     for asked_for, why in (
         (question, "it is not known that several rows in one step are exact here; --batching fast takes them"),
-        (recurrent, f"layers of {recurrent.model.name} keep a state that cannot be cut back to the tokens that held"),
+        (
+            recurrent,
+            f"layers of {recurrent.model.name} keep a state, from which llama.cpp takes no tokens back for 'llama'",
+        ),
     ):
         found = draft_gain(drafting_for(plan, asked_for), plan, asked_for, SMALL)
         assert (found.kind, found.rows, found.why) == ("none", 0, why)

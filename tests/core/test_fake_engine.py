@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -121,6 +122,22 @@ def test_an_operation_that_does_not_fit_the_cache_is_noticed():
         window.kv_remove(3, 0, -1)
     window.kv_remove(0, 2, -1)
     assert window.held(0) == 2
+
+
+def test_a_state_takes_back_rows_of_its_last_step_alone_of_which_one_stays():
+    options = msgspec.structs.replace(model().options, rollback=2)
+    window = replace(model(), has_state=True, options=options).whole()
+    window.forward(rows([1, 2]))
+    window.forward(rows([3, 4, 5, 6], start=2))
+    window.forward(rows([9], sequences=(1,)))
+    window.kv_remove(0, 4, -1)
+    for start in (3, 1):
+        with pytest.raises(AssertionError, match=f"cut back to {start}"):
+            window.kv_remove(0, start, -1)
+    window.forward(rows([3, 4], start=4))
+    for start in (4, 3):
+        with pytest.raises(AssertionError, match=f"cut back to {start}"):
+            window.kv_remove(0, start, -1)
 
 
 def test_a_state_goes_back_to_where_it_was_kept_of_the_same_text_and_nowhere_else():

@@ -574,6 +574,7 @@ def test_every_number_of_a_profile_has_bounds():
         PROFILE.cpu,
         speeds=(dataclasses.replace(speed, plain=speed),),
         exact_rows=(TypeRows(type="Q4_K", rows=4, piece_rows=8, replay_rows=2),),
+        exact_states=(TypeRows(type="delta", rows=4, piece_rows=8, replay_rows=2),),
         widths=(WidthCost(weights=1_000_000, ratio=1.0, many_ratio=1.0),),
         caches=(CacheCost(bytes=1_000_000, ratio=0.5),),
     )

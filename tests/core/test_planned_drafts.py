@@ -10,7 +10,8 @@ from halda import DeviceProfile, LayerProfile, evaluate, instance, residency
 from halda.instance import Instance
 from primad.planning.batching import BatchingMode, batches_of
 from primad.planning.drafting import MAX_ROWS, SpeculateMode, drafting_of
-from primad.planning.question import default_workload
+from primad.planning.question import default_workload, workload_of
+from primad.planning.run_config import RunConfig
 from primad.ring.speculation.drafter import MAX_ROOM, Drafting
 from tests.core.test_batches import exactly
 from tests.fakes.planning import GB, device, link, model
@@ -92,7 +93,7 @@ def test_no_more_rows_are_computed_at_once_than_are_exact():
     assert drafting(plan, question) is None, "of its rows it is known that single ones are exact"
 
 
-def test_a_state_that_cannot_be_cut_back_has_no_drafts():
+def test_a_state_has_drafts_with_the_next_token_alone_where_memory_is_planned_for_them():
     question = asked(*map(device, "abcd"))
     layer = LayerProfile(
         bytes_by_type={"Q4_K": GB // 4}, expert_bytes_by_type={}, kv_bytes_per_token=0, state_bytes=1000
@@ -100,4 +101,29 @@ def test_a_state_that_cannot_be_cut_back_has_no_drafts():
     recurrent = replace(question, model=replace(question.model, layers=(layer,) * 20))
     assert recurrent.model.is_recurrent
     assert evaluate(FOUR, recurrent).tpot_s > 0
-    assert drafting(FOUR, recurrent, "lookup") is None
+    assert drafting(FOUR, recurrent, "lookup", "fast") is None
+    planned = replace(recurrent, workload=replace(recurrent.workload, rollback=3))
+    found = drafting(FOUR, planned, "lookup", "fast")
+    assert found is not None
+    assert (found.room, found.rows, found.branches) == (1, 4, 0)
+    assert drafting(FOUR, planned, "lookup") is None, "of its rows it is known that single ones are exact"
+    bytes_of = [sum(each.ram_bytes for each in evaluate(FOUR, each).devices) for each in (recurrent, planned)]
+    assert bytes_of[1] > bytes_of[0] + 3 * 20 * 1000
+
+
+@pytest.mark.parametrize(
+    ("mode", "batching", "architecture", "rows"),
+    [
+        ("lookup", "exact", "qwen35", 3),
+        ("auto", "fast", "qwen35", 3),
+        ("auto", "auto", "qwen35", 0),
+        ("off", "fast", "qwen35", 0),
+        ("lookup", "fast", "qwen3next", 0),
+    ],
+)
+def test_memory_for_drafts_of_states_is_planned_where_there_will_be_some(mode, batching, architecture, rows):
+    layer = LayerProfile(bytes_by_type={"Q4_K": 9}, expert_bytes_by_type={}, kv_bytes_per_token=0, state_bytes=9)
+    found = replace(model(), layers=(layer,) * 20, architecture=architecture)
+    run = RunConfig(speculate=mode, batching=batching)
+    assert workload_of(run, found).rollback == rows
+    assert not workload_of(run, replace(model(), architecture=architecture)).rollback

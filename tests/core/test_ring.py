@@ -35,7 +35,9 @@ from primad.ring.messages import (
     Step,
 )
 from primad.ring.scheduler import admission
+from primad.ring.speculation.drafter import Drafting
 from primad.ring.worker import Worker
+from tests.core.test_speculation import knowing
 from tests.fakes.engine import VOCABULARY, WIDTH, FakeModel
 from tests.fakes.kv_writer import FakeKvWriter
 from tests.fakes.replica import FakeReplica
@@ -684,10 +686,11 @@ batchings = st.builds(
 
 
 @st.composite
-def rings_for_several(draw, shape: Shape, shelves: Sequence[FakeKvWriter] = ()):
+def rings_for_several(draw, shape: Shape, sampling: Sampling, shelves: Sequence[FakeKvWriter] = ()):
     """A ring of the layers of ``shape`` as it might be formed anew, of devices that have ``shelves`` or none.
 
-    It runs another number of generations in other batches, chunks and pieces, and keeps blocks of another size.
+    It runs another number of generations in other batches, chunks and pieces, and keeps blocks of another size. Where layers
+    have a state there may be drafts.
     """
     rows = draw(st.sampled_from([shape.rows, shape.rows, 3, 16]))
     batching = draw(batchings)
@@ -708,6 +711,8 @@ def rings_for_several(draw, shape: Shape, shelves: Sequence[FakeKvWriter] = ()):
         pieces=draw(cuts_of_chunks),
         keep_rows=draw(st.sampled_from([None, 1, 3, 16])),
         states=states,
+        drafting=Drafting(rows=3, costs=(1.0, 1.1, 1.2)) if states and rows >= 3 and draw(st.booleans()) else None,
+        drafter=knowing(sampling, 0.7),
         shelves=shelves,
         seed=draw(st.integers(0, 2**32)),
     )
@@ -719,7 +724,7 @@ class Service:
 
     def __init__(self, data, shape: Shape, sampling: Sampling) -> None:
         self.data, self.shape, self.sampling = data, shape, sampling
-        self.ring = data.draw(rings_for_several(shape))
+        self.ring = data.draw(rings_for_several(shape, sampling))
         self.replica = FakeReplica()
         self.texts: dict[int, list[int]] = {}
         self.roots: dict[int, str] = {}
@@ -759,7 +764,13 @@ class Service:
         )
 
     def move(self, maximum: int) -> None:
-        """Some moves of the ring. One that lacks cells that it is to load breaks."""
+        """Some moves of the ring."""
+        if self.breaks(maximum):
+            self.form(self.ring.shelves)
+        self.note()
+
+    def breaks(self, maximum: int) -> bool:
+        """Whether the ring breaks in so many moves: one does that lacks cells that it is to load."""
         try:
             moves = (self.ring.move() for _ in range(maximum))
             while next(moves, False):
@@ -767,8 +778,8 @@ class Service:
         except RingError as exc:
             if not re.fullmatch(r"KV block [0-9a-f]{32}, with layers .* is not here", str(exc)):
                 raise
-            self.form(self.ring.shelves)
-        self.note()
+            return True
+        return False
 
     def note(self) -> None:
         for event in self.ring.events:
@@ -789,9 +800,7 @@ class Service:
     def drain(self) -> None:
         """A planned change: nothing is told behind ``Drained``, and what is computed is kept."""
         self.ring.head.drain()
-        while self.ring.move():
-            pass
-        assert self.ring.events[-1] == Drained()
+        assert self.breaks(100_000) or self.ring.events[-1] == Drained()
         self.note()
         self.form(self.ring.shelves)
 
@@ -799,7 +808,7 @@ class Service:
         """The next ring, of devices of the last one that are ``left``, in any order, and of others."""
         left = self.data.draw(st.permutations(left))
         self.note()
-        self.ring = self.data.draw(rings_for_several(self.shape, left))
+        self.ring = self.data.draw(rings_for_several(self.shape, self.sampling, left))
         if self.ring.keep_rows is None:
             self.replica.chains.clear()
         self.replica.move(self.ring, left)
@@ -818,7 +827,8 @@ class Service:
             self.move(1000)
         self.ring.run()
         for request in range(100, 100 + self.ring.model.options.sequences):
-            self.ring.head.submit(msgspec.structs.replace(generate(request, [1], tokens=1), reuses=False))
+            asked = generate(request, [1], tokens=1, sampling=self.sampling)
+            self.ring.head.submit(msgspec.structs.replace(asked, reuses=False))
             self.reported[request] = []
         self.ring.run()
         self.note()

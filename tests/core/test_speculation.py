@@ -116,7 +116,8 @@ def short_turns():
 
 @st.composite
 def drafting_rings(draw, sampling: Sampling = GREEDY, **options):
-    """Any ring of two devices or more, with a drafter that is right, wrong or in between."""
+    """Any ring of two devices or more, with a drafter that is right, wrong or in between. Where layers have a state drafts
+    are rows of the next token's step alone."""
     devices, rounds = draw(st.integers(2, 4)), draw(st.integers(1, 2))
     sizes = st.lists(st.integers(1, 2), min_size=devices, max_size=devices)
     drafter = knowing(
@@ -126,16 +127,22 @@ def drafting_rings(draw, sampling: Sampling = GREEDY, **options):
         seed=draw(st.integers(0, 99)),
         late=draw(st.sampled_from([0.0, 0.5, 1.0])),
     )
+    states = draw(st.sampled_from([0, 0, 3]))
     settled = {
         "rows": draw(st.sampled_from([4, 64])),
+        "minimum": draw(st.sampled_from([None, 2])),
+        "states": states,
         "depth": draw(st.integers(1, 3)),
         "sequences": draw(st.integers(1, 3)),
         "keep_rows": draw(st.sampled_from([None, 2])),
         "batching": Batching(
-            rows=draw(st.integers(1, 3)), steps=draw(st.integers(1, 3)), pads=draw(st.booleans()), replays=3
+            rows=draw(st.integers(1, 3)),
+            steps=draw(st.integers(1, 3)),
+            pads=not states and draw(st.booleans()),
+            replays=3,
         ),
         "drafting": Drafting(
-            room=draw(st.integers(1, 6)),
+            room=1 if states else draw(st.integers(1, 6)),
             rows=draw(st.sampled_from([1, 4])),
             costs=COSTS,
             skips=draw(st.booleans()),

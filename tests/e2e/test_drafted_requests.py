@@ -25,6 +25,7 @@ from tests.e2e.cluster import Head, all_joined, heading, wait_until
 from tests.e2e.reference import Plain
 from tests.e2e.streams import STORY, ask
 from tests.e2e.test_several_at_once import ask_all
+from tools import synth
 from tools.lab.controlled import write_controlled
 from tools.lab.local_ring import GREEDY, LocalRing
 
@@ -43,11 +44,15 @@ SHAPE = (10, 12, 7)
 
 
 async def reported(
-    model: Path, prompts: Sequence[list[int]], kinds: Sequence[Sampling], **options: Any
+    model: Path,
+    prompts: Sequence[list[int]],
+    kinds: Sequence[Sampling],
+    shape: Sequence[int] | None = SHAPE,
+    **options: Any,
 ) -> tuple[list[list[Sampled]], int]:
-    """What a ring of three says to each kind of ``prompts`` that are asked together, and how many drafts it accepted."""
+    """What a ring of ``shape`` says to each kind of ``prompts`` that are asked together, and how many drafts it accepted."""
     accepted = 0
-    async with LocalRing(model, SHAPE, context=512, threads=1, sequences=len(prompts), **options) as ring:
+    async with LocalRing(model, shape, context=512, threads=1, sequences=len(prompts), **options) as ring:
         found: list[list[Sampled]] = []
         for sampling in kinds:
             answers: dict[int, list[Sampled]] = {}
@@ -89,6 +94,24 @@ def test_drafts_change_no_token_and_no_log_probability(smollm2: Path):
     for drafting in (Drafting(room=4), Drafting(rows=4, costs=(1.0,) * 4, adapts=False)):
         found, accepted = asyncio.run(reported(smollm2, prompts, kinds, drafting=drafting, batching=batching))
         assert found == expected
+        assert accepted > 0
+
+
+@pytest.mark.parametrize("architecture", ["qwen35", pytest.param("nemotron_h", marks=pytest.mark.matrix)])
+def test_states_take_drafts_back_and_several_are_computed_in_one_step(tmp_path: Path, architecture):
+    """In a ring and alone: prompts one by one, together, and with drafts, of which some hold: few tokens are likely."""
+    model, prompts = tmp_path / "model.gguf", [[1 + (7 * i + each) % 90 for i in range(40 + each)] for each in range(3)]
+    synth.write_model(model, architecture=architecture, layers=12)
+    few = packed_biases([(token, 50.0) for token in (28, 29, 30)])
+    kinds = [msgspec.structs.replace(each, logit_bias=few) for each in (GREEDY, SAMPLED)]
+    alone = [asyncio.run(reported(model, [prompt], kinds, None))[0] for prompt in prompts]
+    drafting = Drafting(rows=4, costs=(1.0,) * 4, adapts=False)
+    for shape in ((4, 4), None):
+        together, _ = asyncio.run(reported(model, prompts, kinds, shape, batching=Batching(rows=3)))
+        assert together == [each[kind] for kind in range(len(kinds)) for each in alone]
+        options = {"drafting": drafting, "batching": Batching(replays=4)}
+        found, accepted = asyncio.run(reported(model, prompts[:1], kinds, shape, **options))
+        assert found == alone[0]
         assert accepted > 0
 
 

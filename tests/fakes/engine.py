@@ -151,6 +151,8 @@ class _Window:
         self._states: dict[int, tuple[int, list[int]]] = {}
         self._kept_from: dict[int, int] = {}
         """By sequence: of what is before only a state is known."""
+        self._last_step: dict[int, int] = {}
+        """By sequence: where its last step begins, until rows of it are taken back, or a step of several others comes."""
         self._open = True
         self.failure: EngineError | None = None
         """Set it, and the next ``forward`` raises it."""
@@ -170,7 +172,9 @@ class _Window:
         cells = self._cells.get(sequence, [])
         assert 0 <= start <= len(cells), f"removal from position {start} of a sequence of {len(cells)}"
         assert end == -1 or end >= len(cells), f"removal up to {end} would leave a hole in {len(cells)} positions"
-        assert not self._model.has_state or start in (0, len(cells)), f"a state behind {len(cells)} cut back to {start}"
+        if self._model.has_state and 0 < start < len(cells):
+            begins, maximum = self._last_step.pop(sequence, start), self._model.options.rollback
+            assert begins < start >= len(cells) - maximum, f"a state behind {len(cells)} cut back to {start}"
         del cells[start:]
         self._kept_from[sequence] = min(start, self._kept_from.get(sequence, 0))
 
@@ -190,6 +194,7 @@ class _Window:
         assert end == len(cells), f"state {number} is behind {len(cells)} positions, not {end}"
         assert self._cells.get(sequence, [])[:end] == cells, "the state of another text"
         del self._cells[sequence][end:]
+        self._last_step.pop(sequence, None)
         self._kept_from[sequence] = end
 
     def state_forget(self) -> None:
@@ -277,6 +282,9 @@ class _Window:
             for layer in range(self._first, self._last):
                 trail = _through(trail, layer)
             leaving.append(_Row(self._last, position, row.token, trail, row.history))
+        firsts = zip(reversed(rows.positions), reversed(rows.sequences), strict=True)
+        found = {sequence: position for position, sequences in firsts for sequence in sequences}
+        self._last_step = found if len(found) > 1 else self._last_step | found
         return leaving
 
     def _tokens(self, rows: Rows) -> list[_Row]:

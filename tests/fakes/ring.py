@@ -120,6 +120,7 @@ class FakeRing:
             kv_type="f16",
             lock=False,
             branches=drafting.branches if drafting is not None else 0,
+            rollback=drafting.rows - 1 if drafting is not None and states else 0,
         )
         self.model = FakeModel(cuts[-1], ends, has_state=states > 0, options=options)
         if seed % 2:

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from halda import RATE_WIDTH, GpuProfile
+from halda import RATE_WIDTH, GpuProfile, StateKind
 from primad.cli import main as cli
 from primad.engine import devices
 from primad.engine.devices import GpuDevice, find_gpu, list_gpus, own_memory_of, reserve_bytes
@@ -36,10 +36,12 @@ from primad.profiler.speeds import (
     measure_types,
     speed,
 )
+from primad.profiler.state_windows import WIDTH as STATE_WIDTH
+from primad.profiler.state_windows import write_state_window
 from primad.profiler.store import load_profiles
 from primad.profiler.synthetic import BIG, MIDDLE, NARROW, SMALL, WIDE, LayerShape, write_window
 from primad.profiler.trial import affordable_rows
-from primad.profiler.trial_messages import SteppedOn, TimeWindow, TrialTimes
+from primad.profiler.trial_messages import CompareRows, ExactRows, SteppedOn, TimeWindow, TrialTimes
 from primad.profiler.trials import child_trials
 from primad.settings import profiles
 from primad.settings.limits import NO_LIMITS
@@ -118,7 +120,7 @@ def has_weights() -> None:
 def _no_weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows have holes for weights: a ``Machine`` asks for their size alone, and gigabytes take their time."""
     if "has_weights" not in request.fixturenames:
-        monkeypatch.setattr(synthetic, "_fill", lambda file, piece, size: file.truncate(file.seek(size, os.SEEK_CUR)))
+        monkeypatch.setattr(synthetic, "fill", lambda file, piece, size: file.truncate(file.seek(size, os.SEEK_CUR)))
 
 
 def bench(
@@ -390,6 +392,16 @@ def test_llama_cpp_computes_a_window_of_every_type(tmp_path, has_weights):
             assert (len(one.decode_s), one.batch_s, one.prefill_s) == (1, (), ()), "once, where there is no time"
             assert (many.decode_s, len(many.batch_s), len(many.prefill_s)) == ((), 1, 1)
             assert min(one.decode_s + many.batch_s + many.prefill_s) > 0
+
+
+def test_several_rows_of_every_kind_of_state_are_compared(tmp_path, has_weights):
+    with child_trials(1) as children:
+        for state in get_args(StateKind):
+            (folder := tmp_path / state).mkdir()
+            window = write_state_window(folder, state, "Q4_K")
+            found = children.compare(CompareRows(window=window, width=STATE_WIDTH, threads=1, has_state=True))
+            assert isinstance(found, ExactRows), f"{state}: {found}"
+            assert found.rows > 1, "on all processors that were tried"
 
 
 def test_a_crash_is_an_answer_and_the_next_task_gets_a_new_child(tmp_path, has_weights):

@@ -1,15 +1,18 @@
 """States that cannot be cut back are put back: what is computed from there on is the same, bit for bit."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
+import numpy as np
 import pytest
 
+from primad.engine.protocol import Rows
 from primad.errors import EngineError
 from primad.gguf.architecture import Sliding
 from primad.gguf.architectures.table import SUPPORTED
-from tests.shell.test_cut_exact import EVERY_KIND, HYBRIDS, OPTIONS, PROMPT, Route, cuts_of
+from tests.shell.test_cut_exact import EVERY_KIND, HYBRIDS, OPTIONS, PROMPT, Route, cuts_of, rows
 from tests.shell.test_kv_exact import Kept, Whole, restore, written
 
 SLIDES = {name for name, each in SUPPORTED.items() if each.sliding is not Sliding.NEVER}
@@ -20,7 +23,7 @@ ANSWER = 6
 
 def some_quick(names):
     """``names``, of which all but some are slow."""
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(names)]
 
 
 def printed(route, sequence, chunks, position):
@@ -63,6 +66,106 @@ def test_a_sequence_goes_back_to_where_its_state_was_kept(architecture, tmp_path
                 each(route, lambda window, own=own, state=state, end=end: window.state_restore(state, own, end))
                 again = printed(route, own, CHUNKS[chunk:], end)
                 assert all((one == other).all() for one, other in zip(again, expected[chunk:], strict=True)), (cut, end)
+
+
+TAKES_BACK = sorted(name for name in HYBRIDS if name in SUPPORTED and SUPPORTED[name].takes_back)
+LATENT = {"bailingmoe3"}
+"""Whose attention sums several rows in another order without flash attention."""
+WRONG = [7, 9, 11]
+"""Drafts that do not hold."""
+
+
+def step(route, tokens, position, sequence):
+    """The logits behind each of ``tokens``, which are computed in one step."""
+    route.forward(replace(rows(np.array(tokens, np.int32), position, sequence), outputs=[True] * len(tokens)))
+    return [route.windows[-1].logits(row).copy() for row in range(len(tokens))]
+
+
+@pytest.mark.parametrize("architecture", some_quick(TAKES_BACK))
+def test_drafts_that_did_not_hold_are_taken_back_and_the_answer_is_the_same(architecture, tmp_path):
+    header = written(tmp_path, architecture)
+    for number, (cut, sequences) in enumerate([(None, 1), (cuts_of(header)[0], 3)]):
+        own, found = sequences - 1, []
+        for rollback in (0, len(WRONG)):
+            options = msgspec.structs.replace(OPTIONS, sequences=sequences, rollback=rollback)
+            (folder := tmp_path / f"{number}-{rollback}").mkdir()
+            route = Whole(header, options) if cut is None else Route(header, cut, folder, options)
+            if not rollback:
+                expected = printed(route, own, CHUNKS, 0)[len(CHUNKS) - 1 :]
+                text = [int(logits.argmax()) for logits in expected]
+                route.release()
+                continue
+            found.append(printed(route, own, CHUNKS, 0)[len(CHUNKS) - 1])
+            each(route, lambda window, own=own: window.kv_remove(own, 0, -1))
+            for tokens, position in zip(CHUNKS, (0, 40, 64), strict=True):
+                route.logits(tokens, position, own)
+            others = -1
+            while len(found) <= ANSWER:
+                at = len(found) - 1
+                held = text[at : at + 1 + at % 2]
+                found += step(route, [*held, *WRONG[: 4 - len(held)]], len(PROMPT) + at, own)[: len(held)]
+                end = len(PROMPT) + len(found) - 1
+                if own:
+                    route.logits([at], others := others + 1, 0)
+                each(route, lambda window, own=own, end=end: window.kv_remove(own, end, -1))
+            route.release()
+        assert all((one == other).all() for one, other in zip(found, expected, strict=False)), cut
+
+
+def test_only_rows_of_the_last_step_are_taken_back_and_one_of_them_stays(tmp_path):
+    """llama.cpp takes back others as well, and what it computes from there on is wrong."""
+    route = Whole(written(tmp_path, "qwen35"), msgspec.structs.replace(OPTIONS, sequences=3, rollback=3))
+    (window,) = route.windows
+
+    def several():
+        content, outputs = np.ones(2, np.int32), [True] * 2
+        route.forward(Rows(content=content, positions=[0, 0], sequences=[[1], [2]], outputs=outputs))
+
+    def go_back():
+        window.state_keep(0, 0, 46)
+        window.state_restore(0, 0, 46)
+
+    for start, between in (
+        (40, None),  # all of them
+        (39, None),
+        (42, None),  # more than are kept
+        (43, several),
+        (44, lambda: window.kv_remove(0, 45, -1)),
+        (45, go_back),
+    ):
+        each(route, lambda window: [window.kv_remove(sequence, 0, -1) for sequence in range(3)])
+        route.logits(CHUNKS[0], 0)
+        step(route, WRONG * 2, 40, 0)
+        if between is not None:
+            between()
+        with pytest.raises(EngineError, match=f"^positions {start} to .* of sequence 0 cannot be taken back"):
+            window.kv_remove(0, start, -1)
+    route.release()
+
+
+@pytest.mark.parametrize("architecture", some_quick(set(HYBRIDS) - LATENT))
+def test_rows_of_several_sequences_in_one_step_are_what_each_is_alone(architecture, tmp_path):
+    header, each_from = written(tmp_path, architecture), (40, 64, 52)
+    for number, flash in enumerate((True, False)):
+        (folder := tmp_path / str(number)).mkdir()
+        options = msgspec.structs.replace(OPTIONS, sequences=3, flash=flash)
+        for route in (Whole(header, options), Route(header, cuts_of(header)[0], folder, options)):
+            alone = []
+            for together in (False, True):
+                for sequence in (2, 0, 1):
+                    each(route, lambda window, sequence=sequence: window.kv_remove(sequence, 0, -1))
+                    route.logits(PROMPT[: each_from[sequence]], 0, sequence)
+                for at in range(ANSWER):
+                    tokens, positions = [WRONG[(at + i) % 3] for i in range(3)], [at + end for end in each_from]
+                    if not together:
+                        alone.append([step(route, [tokens[i]], positions[i], i)[0] for i in range(3)])
+                        continue
+                    content = np.array(tokens, np.int32)
+                    several = Rows(content=content, positions=positions, sequences=[[0], [1], [2]], outputs=[True] * 3)
+                    route.forward(several)
+                    found = [route.windows[-1].logits(i) for i in range(3)]
+                    assert all((one == other).all() for one, other in zip(found, alone[at], strict=True)), (flash, at)
+            route.release()
 
 
 SLIDING = sorted(set(EVERY_KIND) & SLIDES - set(HYBRIDS))

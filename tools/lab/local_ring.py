@@ -195,6 +195,7 @@ class LocalRing:
                 flash=self.flash,
                 small_windows=self.small_windows,
                 states=self._states,
+                rollback=self.drafting.rows - 1 if self.drafting is not None and self._profile.is_recurrent else 0,
                 gpu=self.gpu,
                 branches=self.drafting.branches if self.drafting is not None else 0,
             )

@@ -17,7 +17,7 @@ from primad.engine.kv_cache import KvCache
 from primad.engine.layer_inputs import LayerInputs
 from primad.engine.llama.batch import LlamaBatch
 from primad.engine.llama.sliding_cells import window_cells
-from primad.engine.llama.states import SequenceStates
+from primad.engine.llama.states import LastRows, SequenceStates
 from primad.engine.llama.tap import EVAL_CALLBACK, Tap, ggml_base
 from primad.engine.protocol import (
     KV_CELL_PADDING,
@@ -249,6 +249,10 @@ class LlamaModel:
         self._quiet = Quiet(ggml_base, self._context, self._callback)
         self._memory = llama.llama_get_memory(self._context)
         self._states = SequenceStates(self._context, self._window_cells)
+        self._last_rows = LastRows(options.rollback)
+        if self._is_recurrent and options.rollback and llama.llama_n_rs_seq(self._context) < options.rollback:
+            self.release()
+            raise EngineError("this build of llama.cpp takes no rows back from the states of this model")
         self._is_fed = known is not None and known.is_fed
         self._width = int(llama.llama_model_n_embd(self._model))
         tap.find(known or SUPPORTED["llama"], source.assignment.layers, self._width, is_whole=self._takes_tokens)
@@ -275,7 +279,9 @@ class LlamaModel:
         params.n_ctx = -(-options.context // KV_CELL_PADDING) * KV_CELL_PADDING * options.sequences
         rows = options.rows
         if self._is_recurrent:
-            rows = -(-rows // options.numbers) * options.numbers  # else llama.cpp aborts over Kimi Linear
+            rows = max(rows, options.rollback + 2)  # else llama.cpp aborts
+            rows = -(-rows // options.numbers) * options.numbers  # over Kimi Linear as well
+            params.n_rs_seq = options.rollback
         params.n_batch = params.n_ubatch = rows
         params.n_seq_max = options.numbers
         params.n_outputs_max = max(min(outputs, options.rows), options.numbers)  # with fewer llama.cpp aborts
@@ -304,12 +310,19 @@ class LlamaModel:
         self._tap.stream = stream
 
     def kv_remove(self, sequence: int, start: int, end: int) -> None:
+        if self._is_recurrent:
+            has = llama.llama_memory_seq_pos_max(self._memory, sequence) + 1
+            if 0 < start < has:
+                self._last_rows.take_back(sequence, start, has if end < 0 else end)
+            elif not start:
+                self._last_rows.forget(sequence)
         if not llama.llama_memory_seq_rm(self._memory, sequence, start, end):
             raise EngineError(f"llama.cpp cannot forget positions {start} to {end} of sequence {sequence}")
 
     def kv_copy(self, source: int, target: int, end: int) -> None:
         # Sequences with cells of their own are copied whole: llama.cpp aborts where a part is asked for. Of one that shares
         # them what it had before is not forgotten.
+        self._last_rows.forget(source, target)
         if self._options.sequences == 1:
             self.kv_remove(target, 0, -1)
         llama.llama_memory_seq_cp(self._memory, source, target, -1, -1)
@@ -320,6 +333,7 @@ class LlamaModel:
         self._states.keep(number, sequence, end)
 
     def state_restore(self, number: int, sequence: int, end: int) -> None:
+        self._last_rows.forget(sequence)
         self._states.restore(number, sequence, end)
 
     def state_forget(self) -> None:
@@ -418,6 +432,8 @@ class LlamaModel:
         if code != 0:
             raise EngineError(f"llama.cpp failed to compute a step (code {code}): {why('it does not say why')}")
         self._tap.end()
+        if self._is_recurrent:
+            self._last_rows.computed(rows)
         if self._tap.is_scratch_full:
             llama.llama_synchronize(self._context)
             self._tap.give_back()

@@ -41,6 +41,7 @@ class LlamaPredictor:
         params.n_batch = params.n_ubatch = _PART_ROWS
         params.n_seq_max = params.n_outputs_max = params.n_outputs_max_per_seq = 1
         params.kv_unified = True
+        params.n_rs_seq = 0
         params.cb_eval = type(params.cb_eval)()
         params.ctx_type = llama.LLAMA_CONTEXT_TYPE_MTP
         self._context = llama.llama_init_from_model(model, params)

@@ -3,6 +3,11 @@
 A recurrent layer's state goes on from row to row. To go back, the state of an earlier position is put back whole, and the
 cells of layers that attend are cut there. So it is with the small cache of sliding windows (``sliding_cells.py``), which has
 lost what it would need (``llama_state_seq_*_ext`` with ``LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY``).
+
+Some architectures also leave the states behind the last rows of a step (``n_rs_seq``), so that these are taken back.
+llama.cpp does not know how many rows the step had: further back, or behind all of them, it answers that it went back, and
+what is computed from there on is wrong. A step of several sequences may move what others left, but for those states. So that
+is for ``LastRows`` to know.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from numpy.typing import NDArray
 
 from primad.engine.binding import llama
 from primad.engine.llama.sliding_cells import placed
+from primad.engine.protocol import Rows
 from primad.errors import EngineError
 
 _PARTIAL = llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
@@ -61,6 +67,39 @@ class SequenceStates:
     def forget(self) -> None:
         """Keep none any more."""
         self._held.clear()
+
+
+class LastRows:
+    """Which rows can be taken back, ``maximum`` at most: those of the last step of a sequence but for its first one, once,
+    until there is a step of several other sequences."""
+
+    def __init__(self, maximum: int) -> None:
+        self._maximum = maximum
+        self._of: dict[int, range] = {}
+
+    def computed(self, rows: Rows) -> None:
+        """``rows`` are those of a step."""
+        firsts = {
+            sequence: rows.positions[row] for row, of in reversed([*enumerate(rows.sequences)]) for sequence in of
+        }
+        lasts = {sequence: rows.positions[row] for row, of in enumerate(rows.sequences) for sequence in of}
+        if len(firsts) > 1:
+            self._of.clear()
+        self._of |= {sequence: range(first, lasts[sequence] + 1) for sequence, first in firsts.items()}
+
+    def forget(self, *sequences: int) -> None:
+        """Of these none can be taken back."""
+        for sequence in sequences:
+            self._of.pop(sequence, None)
+
+    def take_back(self, sequence: int, start: int, end: int) -> None:
+        """Those of ``sequence`` from ``start`` to ``end`` are taken back. Raises ``EngineError`` where that cannot be."""
+        last = self._of.pop(sequence, range(0))
+        if not (last.start < start < last.stop == end and end - start <= self._maximum):
+            raise EngineError(
+                f"positions {start} to {end - 1} of sequence {sequence} cannot be taken back: layers have a state, and its "
+                f"last step had {len(last)} rows that are known still; all but one can go, {self._maximum} at most"
+            )
 
 
 def _bytes_at(array: NDArray[np.uint8]) -> Any:

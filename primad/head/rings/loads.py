@@ -116,11 +116,18 @@ def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers:
         states=checkpoints(inputs.forecast.sequences)
         if inputs.service.model.profile.is_recurrent or inputs.forecast.small_windows
         else 0,
+        rollback=_rollback(inputs),
         keeps=inputs.block_tokens is not None,
         rope=options.rope,
         files=[] if ranged is None else list(ranged.files),
         origins=[] if ranged is None else ranged.origins_of(spec.layers for spec in specs),
     )
+
+
+def _rollback(inputs: RingInputs) -> int:
+    """Rows of a step that are taken back from states where drafts did not hold."""
+    drafting = inputs.drafting
+    return drafting.rows - 1 if drafting is not None and inputs.service.model.profile.is_recurrent else 0
 
 
 def _place_of(inputs: RingInputs, name: str) -> int:

@@ -34,7 +34,14 @@ from primad.head.rings.kv_backup import KvBackup
 from primad.head.rings.planner import OwnDevice, Planner
 from primad.head.rings.ring import HeadRing
 from primad.head.rings.ring_inputs import RingDevices, RingInputs
-from primad.head.rings.status import at_once_line, attention_line, chains_line, left_out_line, predicted_line
+from primad.head.rings.status import (
+    at_once_line,
+    attention_line,
+    chains_line,
+    left_out_line,
+    no_drafts_line,
+    predicted_line,
+)
 from primad.layers.server import LayerSource
 from primad.membership import types
 from primad.planning.corrections import MIN_TOKENS
@@ -419,6 +426,8 @@ class Rings:
         options, has_cache = self._service.options, self._node.config.kv_cache is not None
         if chains := chains_line(forecast, options.block_tokens(has_cache=has_cache)):
             self._reporter.report_line(chains)
+        if lacking := no_drafts_line(self._model.profile, options.run.speculate):
+            self._reporter.report_line(lacking)
         draft = self._service.draft
         if draft is not None and forecast.drafting is not None and forecast.draft_device is None:
             self._reporter.report_line(f"--draft {draft.path}: drafts nothing: {no_room(draft.memory_bytes)}")

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from halda import Assignment, LinkProfile, Plan, Prediction
+from halda import Assignment, LinkProfile, ModelProfile, Plan, Prediction
 from halda.evaluate import GpuPrediction
 from halda.load import UnderLoad
 from primad.api.http.status import (
@@ -22,6 +22,7 @@ from primad.api.http.status import (
     RingFigures,
     RingForecast,
 )
+from primad.planning.drafting import SpeculateMode, not_taken_back, takes_back
 from primad.planning.forecast import Forecast
 from primad.ring.messages import Status
 from primad.settings.quantities import show_count, show_gpu
@@ -186,6 +187,11 @@ def chains_line(forecast: Forecast, block_tokens: int | None) -> str:
         block_tokens is not None
     )
     return f"drafts are chains; trees, which may gain more, need {' and '.join(asks)}"
+
+
+def no_drafts_line(model: ModelProfile, mode: SpeculateMode) -> str:
+    """The reason why ``model`` never has drafts, unless nobody wants any; empty otherwise."""
+    return "" if takes_back(model) or mode == "off" else f"no drafts: {not_taken_back(model)}"
 
 
 def predicted_line(prediction: Prediction, load: UnderLoad | None, prompt_tokens: int) -> str:

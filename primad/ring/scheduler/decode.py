@@ -23,9 +23,11 @@ def may_decode(state: SchedulerState) -> bool:
 def decode_step(state: SchedulerState, ready: Sequence[Running], first: Running) -> PlannedStep:
     """The next token of ``first`` and of those among ``ready`` that come with it."""
     by_number = {each.sequence.number: each for each in ready}
+    # Behind a step of several sequences no state of another one is taken back.
+    others = [] if state.may_take_back else [other for other in ready if other is not first]
     candidates = [
         Candidate(sequence=each.sequence.number, owner=each.generate.owner, cells=each.sequence.cells)
-        for each in (first, *(other for other in ready if other is not first))
+        for each in (first, *others)
     ]
     step = PlannedStep(step=state.steps, requests=[], tokens=[], positions=[], sequences=[], samples={}, ops=[])
     chosen: list[Running] = []

@@ -119,7 +119,7 @@ def resolve(state: SchedulerState, running: Running | None, tree: TreeRows, samp
     if holder is not None:
         state.slots.first(KvCopy(holder, sequence.number, cells))
     elif cells < sequence.cells:
-        sequence.ops.append(KvRemove(sequence.number, cells, -1))
+        state.slots.take_back(sequence, cells)
     sequence.cells = cells
     state.slots.first(*removes)
 

@@ -102,7 +102,7 @@ class SchedulerState:
     ) -> None:
         self.context = context
         branches = drafting.branches if drafting is not None else 0
-        assert not states or drafting is None, "drafts are taken back, which a state cannot be"
+        assert not states or drafting is None or (drafting.room == 1 and not branches), "rows of the last step go back"
         assert not branches or (sequences == 1 and keep_rows is None), "branches share the cells of one sequence"
         self.pool = range(sequences, sequences + branches)
         self.drafting, self.drafter = drafting, drafter
@@ -165,6 +165,11 @@ class SchedulerState:
     @property
     def decoding(self) -> int:
         return sum(running.is_decoding for running in self.running.values())
+
+    @property
+    def may_take_back(self) -> bool:
+        """Whether drafts are on their way that may have to be taken back from a state."""
+        return self.slots.have_states and any(step.tree.nodes for step in self.in_flight.values())
 
     def is_full(self, generate: Generate, sampled: int) -> bool:
         """Whether ``sampled`` tokens are all that ``generate`` may have."""
