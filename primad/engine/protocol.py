@@ -271,7 +271,8 @@ class EngineWindow(Protocol):
         """Keep what cannot be cut back of ``sequence``, which has ``end`` positions, as ``number``, in place of another."""
 
     def state_restore(self, number: int, sequence: int, end: int) -> None:
-        """Go back: ``sequence`` has its first ``end`` positions again, behind which its state was kept as ``number``."""
+        """Go back: ``sequence`` has its first ``end`` positions again, behind which its state was kept as ``number``, unless
+        it has no more of them."""
 
     def state_forget(self) -> None:
         """Keep no state of any sequence any more."""

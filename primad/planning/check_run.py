@@ -8,7 +8,6 @@ from halda import ModelProfile
 from primad.errors import ConfigError
 from primad.gguf.architectures.table import SUPPORTED
 from primad.planning.by_hand import plan_by_hand
-from primad.planning.drafting import not_taken_back, takes_back
 from primad.planning.question import workload_of
 from primad.planning.run_config import RunConfig
 
@@ -34,12 +33,9 @@ def check_sequences(run: RunConfig, model: ModelProfile) -> None:
 
 
 def check_speculate(run: RunConfig, model: ModelProfile, draft: Path | None) -> None:
-    """Raises ``ConfigError`` where drafts were asked for and ``model`` cannot take back what was computed of them."""
+    """Raises ``ConfigError`` where what was asked for of drafts contradicts itself."""
     mode = run.speculate
     if mode == "draft" and draft is None:
         raise ConfigError("--speculate draft: needs a draft model; give it with --draft FILE.gguf, or --draft auto")
     if mode in ("off", "lookup", "mtp") and draft is not None:
         raise ConfigError(f"--draft {draft}: contradicts --speculate {mode}; leave one of them out")
-    if not takes_back(model) and (mode not in ("auto", "off") or draft is not None):
-        asked = f"--speculate {mode}" if draft is None else f"--draft {draft}"
-        raise ConfigError(f"{asked}: {not_taken_back(model)}; leave it out")

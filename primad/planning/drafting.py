@@ -29,16 +29,23 @@ MAX_ROWS: Final = 8
 ROLLBACK: Final = 3
 """Drafts of one step where layers have a state: each takes as much memory as the states of all sequences."""
 
+FOR_STATES: Final = 0.5
+"""Of the memory that a plan leaves a device, for states in front of drafts: other things take memory as well."""
+
 
 def takes_back(model: ModelProfile) -> bool:
-    """Whether drafts that did not hold can be taken back from layers of ``model`` that have a state, if some have."""
+    """Whether drafts of one step that did not hold can be taken back from layers of ``model`` with a state, if some have
+    one."""
     entry = SUPPORTED.get(model.architecture)
     return not model.is_recurrent or (entry is not None and entry.takes_back)
 
 
 def not_taken_back(model: ModelProfile) -> str:
-    """Why ``model`` has no drafts, if it does not ``takes_back``."""
-    return f"layers of {model.name} keep a state, from which llama.cpp takes no tokens back for '{model.architecture}'"
+    """Why ``model``, if it does not ``takes_back``, has no drafts but in rings of several machines."""
+    return (
+        f"layers of {model.name} keep a state, from which llama.cpp takes no tokens back for '{model.architecture}'; drafts "
+        "need several machines with memory to spare"
+    )
 
 
 def rollback_of(mode: SpeculateMode, batching: BatchingMode, model: ModelProfile) -> int:
@@ -52,14 +59,15 @@ def drafting_of(
 ) -> Drafting | None:
     """How drafts are computed under ``plan``; None: not at all, as where ``auto`` sees no room for them.
 
-    A small cache of windows cannot be cut back to what held. From a state the last rows of one step are taken back, where
-    the plan has memory for that, so drafts go with the next token alone. Steps of several rows of one sequence are
-    computed where they are bit for bit single ones, and with fast ``batching`` everywhere. Trees are for the latter alone,
+    A small cache of windows cannot be cut back to what held. States go back to those that are kept in front of drafts in
+    steps of their own, and the last rows of one step are taken back from them, both where there is memory for that. Steps of
+    several rows of one sequence are computed where they are bit for bit single ones, and with fast ``batching`` everywhere.
+    Trees are for the latter alone,
     where weights stream on one device: their rows lie in the KV cache in another order, and so are not bit for bit those of
     a chain.
     """
     work, has_state = question.workload, question.model.is_recurrent
-    if mode == "off" or work.small_windows or (has_state and not work.rollback):
+    if mode == "off" or work.small_windows:
         return None
     ring_passes = _ring_passes(plan, question)
     room = 1 if round(ring_passes) <= 1 else min(round(ring_passes) + WAITING, MAX_ROOM)
@@ -67,7 +75,7 @@ def drafting_of(
         room = max(room, min(len(plan.devices), MAX_ROOM))
     maximum = MAX_ROWS if batching == "fast" else batches.batching.replays
     if has_state:
-        room, maximum = 1, min(maximum, 1 + work.rollback)
+        room, maximum = _room_for_states(plan, question, room), min(maximum, 1 + work.rollback)
     costs = _costs(plan, question, min(maximum, MAX_ROWS, work.chunk_rows))
     if room == 1 and len(costs) == 1:
         return None
@@ -82,6 +90,17 @@ def _ring_passes(plan: Plan, question: Instance) -> float:
         return 1.0
     ring_pass_s = evaluate(plan, _single_device(question)).tpot_s
     return ring_pass_s * under_load(plan, question, sequences=MAX_ROOM, max_rows=1).tokens_per_s
+
+
+def _room_for_states(plan: Plan, question: Instance, room: int) -> int:
+    """As many of ``room`` rows as every device has memory for states in front of them, besides what it computes with."""
+    limits = {member.profile.device: member.ram_limit for member in question.members}
+    for each in evaluate(plan, question).devices:
+        layers = [layer for _, window in plan.windows_of(each.device) for layer in window.layers]
+        size = sum(question.model.layers[layer].state_bytes for layer in layers)
+        if size:
+            room = min(room, int(FOR_STATES * (limits[each.device] - each.ram_bytes) / size))
+    return max(1, room)
 
 
 def _costs(plan: Plan, question: Instance, maximum: int) -> tuple[float, ...]:

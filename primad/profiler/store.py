@@ -27,7 +27,17 @@ VERSION: Final = 2
 MAX_FILE_BYTES: Final = 1 << 20
 _NEW_KEYS: Final = {old: new for new, old in KEYS.items()}
 _MAY_LACK: Final = frozenset(
-    {"prefill_offload", "disk_id", "routing", "attention_flop_per_s", "cores", "other_gpus", "context_bytes", "pci"}
+    {
+        "prefill_offload",
+        "disk_id",
+        "routing",
+        "attention_flop_per_s",
+        "cores",
+        "other_gpus",
+        "context_bytes",
+        "pci",
+        "exact_states",
+    }
 )
 """Fields that files from before there were such do not have."""
 _CURE: Final = "correct it there, or write the file anew with 'primad profile --remeasure --save FILE'"

@@ -21,7 +21,7 @@ from primad.kv.keys import KvBlock
 from primad.ring.checkpoints import Checkpoints
 from primad.ring.chunks import Chunking, Computed
 from primad.ring.keeping import Chain, Keeping, Usable, usable
-from primad.ring.messages import Generate, KvCopy, KvForgotten, KvKept, KvLoad, KvOp, KvRemove
+from primad.ring.messages import Generate, KvCopy, KvForgotten, KvKept, KvLoad, KvOp, KvRemove, StateKeep, StateRestore
 from primad.ring.speculation.speculation import Speculation
 
 COPIED_CELLS: Final = 128
@@ -45,6 +45,8 @@ class KvSequence:
     chain: Chain = field(default_factory=Chain)
     ending: LogitsRow | None = None
     """The logits of the last row of the prompt that its cells are of, where they are known."""
+    ahead: dict[int, int] = field(default_factory=dict)
+    """By where a draft begins in a step of its own: the number of the state in front of it, where layers have one."""
 
     def take_ops(self) -> list[KvOp]:
         """Its ``ops``, which a step does now."""
@@ -137,13 +139,23 @@ class Slots:
     """The ``sequences`` of a ring, each with a context of ``context`` tokens.
 
     The cells of every ``keep_rows`` rows of an answer are kept, and those of prompts; None: nothing is, and nothing loaded.
-    So many ``states`` are kept, to which alone sequences go back; with 0 they do anywhere.
+    So many ``states`` are kept, to which alone sequences go back; with 0 they do anywhere. So many more of them are kept in
+    front of drafts that are ``ahead``.
     """
 
     def __init__(
-        self, count: int, *, context: int, chunking: Chunking, keep_rows: int | None = None, states: int = 0
+        self,
+        count: int,
+        *,
+        context: int,
+        chunking: Chunking,
+        keep_rows: int | None = None,
+        states: int = 0,
+        ahead: int = 0,
     ) -> None:
         assert keep_rows is None or keep_rows > 0
+        self._ahead = list(range(states, states + ahead))
+        """Numbers of states that are free."""
         self._checkpoints = Checkpoints(states)
         self._minimum = context // COPIED_CELLS
         self._chunking = chunking
@@ -174,11 +186,30 @@ class Slots:
 
     def take_back(self, sequence: KvSequence, cells: int) -> None:
         """What ``sequence`` has behind so many ``cells`` is forgotten: of a state now, while that can be."""
-        op = KvRemove(sequence.number, cells, -1)
-        if self._checkpoints.are_needed:
-            self._first.append(op)
+        number = sequence.ahead.get(cells)
+        if number is not None:
+            self._first.append(StateRestore(sequence.number, number, cells))
         else:
-            sequence.ops.append(op)
+            ops = self._first if self.have_states else sequence.ops
+            ops.append(KvRemove(sequence.number, cells, -1))
+        self.settle(sequence)
+
+    @property
+    def may_be_ahead(self) -> bool:
+        """Whether a draft in a step of its own can be taken back."""
+        return bool(self._ahead) or not self.have_states
+
+    def keep_ahead(self, sequence: KvSequence) -> list[KvOp]:
+        """What a step does before the row of a draft alone that it has behind the cells of ``sequence``."""
+        if not self.have_states:
+            return []
+        sequence.ahead[sequence.cells] = number = self._ahead.pop()
+        return [StateKeep(sequence.number, number, sequence.cells)]
+
+    def settle(self, sequence: KvSequence, known: int | None = None) -> None:
+        """No draft of ``sequence`` before its ``known`` cells is taken back any more (None: none is)."""
+        for end in [end for end in sequence.ahead if known is None or end < known]:
+            self._ahead.append(sequence.ahead.pop(end))
 
     def back(self, step: int) -> None:
         """``step`` was in all windows."""

@@ -55,8 +55,10 @@ def apply(window: RouteWindow, step: Step, kv_writer: WritesKv | None) -> None:
 
     Raises ``RingError`` for KV cells that are to be loaded and are not here, ``EngineError`` where the window cannot.
     """
+    skipped = {sequence for of in step.sequences for sequence in of} if step.skipped else set()
     for op in step.ops:
-        _apply(window, op, kv_writer)
+        if not (isinstance(op, StateKeep) and op.sequence in skipped):  # that of rows which are not here
+            _apply(window, op, kv_writer)
     if kv_writer is not None and not step.shape[0]:
         kv_writer.flush()
 

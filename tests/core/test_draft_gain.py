@@ -54,7 +54,8 @@ def test_where_nothing_would_be_guessed_it_says_why():
         (question, "it is not known that several rows in one step are exact here; --batching fast takes them"),
         (
             recurrent,
-            f"layers of {recurrent.model.name} keep a state, from which llama.cpp takes no tokens back for 'llama'",
+            f"layers of {recurrent.model.name} keep a state, from which llama.cpp takes no tokens back for 'llama'; drafts "
+            "need several machines with memory to spare",
         ),
     ):
         found = draft_gain(drafting_for(plan, asked_for), plan, asked_for, SMALL)

@@ -158,7 +158,7 @@ def test_a_state_goes_back_to_where_it_was_kept_of_the_same_text_and_nowhere_els
     window.state_restore(4, 0, 3)
     assert window.held(0) == 3
     window.kv_remove(0, 0, -1)
-    window.forward(rows([1, 2, 4]))
+    window.forward(rows([1, 2, 4, 5]))
     with pytest.raises(AssertionError, match="another text"):
         window.state_restore(4, 0, 3)
     window.state_forget()

@@ -93,7 +93,7 @@ def test_no_more_rows_are_computed_at_once_than_are_exact():
     assert drafting(plan, question) is None, "of its rows it is known that single ones are exact"
 
 
-def test_a_state_has_drafts_with_the_next_token_alone_where_memory_is_planned_for_them():
+def test_a_state_has_drafts_with_the_next_token_where_memory_is_planned_for_them_and_ahead_where_some_is_left():
     question = asked(*map(device, "abcd"))
     layer = LayerProfile(
         bytes_by_type={"Q4_K": GB // 4}, expert_bytes_by_type={}, kv_bytes_per_token=0, state_bytes=1000
@@ -101,12 +101,19 @@ def test_a_state_has_drafts_with_the_next_token_alone_where_memory_is_planned_fo
     recurrent = replace(question, model=replace(question.model, layers=(layer,) * 20))
     assert recurrent.model.is_recurrent
     assert evaluate(FOUR, recurrent).tpot_s > 0
-    assert drafting(FOUR, recurrent, "lookup", "fast") is None
+    ahead = drafting(FOUR, recurrent, "lookup", "fast")
+    assert ahead is not None
+    assert (ahead.room, ahead.rows, ahead.states) == (5, 1, 5)
     planned = replace(recurrent, workload=replace(recurrent.workload, rollback=3))
-    found = drafting(FOUR, planned, "lookup", "fast")
-    assert found is not None
-    assert (found.room, found.rows, found.branches) == (1, 4, 0)
-    assert drafting(FOUR, planned, "lookup") is None, "of its rows it is known that single ones are exact"
+    both = drafting(FOUR, planned, "lookup", "fast")
+    assert both is not None
+    assert (both.room, both.rows, both.branches) == (5, 4, 0)
+    large = replace(layer, state_bytes=3 * GB)
+    full = replace(planned, model=replace(question.model, layers=(large,) * 20))
+    together = drafting(FOUR, full, "lookup", "fast")
+    assert together is not None
+    assert (together.room, together.rows) == (1, 4)
+    assert drafting(FOUR, full, "lookup") is None, "of its rows it is known that single ones are exact"
     bytes_of = [sum(each.ram_bytes for each in evaluate(FOUR, each).devices) for each in (recurrent, planned)]
     assert bytes_of[1] > bytes_of[0] + 3 * 20 * 1000
 

@@ -711,7 +711,9 @@ def rings_for_several(draw, shape: Shape, sampling: Sampling, shelves: Sequence[
         pieces=draw(cuts_of_chunks),
         keep_rows=draw(st.sampled_from([None, 1, 3, 16])),
         states=states,
-        drafting=Drafting(rows=3, costs=(1.0, 1.1, 1.2)) if states and rows >= 3 and draw(st.booleans()) else None,
+        drafting=Drafting(room=draw(st.sampled_from([1, 4])), rows=3, costs=(1.0, 1.1, 1.2))
+        if states and rows >= 3 and draw(st.booleans())
+        else None,
         drafter=knowing(sampling, 0.7),
         shelves=shelves,
         seed=draw(st.integers(0, 2**32)),

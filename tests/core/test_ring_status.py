@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
@@ -21,9 +22,11 @@ from primad.head.rings.status import (
     device_status,
     left_out_line,
     link_status,
+    no_drafts_line,
     plan_lines,
     predicted_status,
 )
+from primad.planning.drafting import SpeculateMode
 from primad.planning.forecast import Forecast
 from primad.ring.messages import DecodeStatus, MemoryStatus, PromptStatus, Status
 from primad.ring.meter import TOKENS_KEPT, Meter
@@ -397,6 +400,21 @@ def test_one_layer_is_not_one_layers():
 )
 def test_who_is_left_out_is_told_what_it_would_cost(slowdown, line):
     assert left_out_line("mini", "the others are faster without it", slowdown) == line
+
+
+def test_why_a_model_with_states_has_no_drafts_is_named():
+    def line(architecture: str, mode: SpeculateMode = "auto", drafting: Drafting | None = None, state: int = 9) -> str:
+        layer = replace(model().layers[0], state_bytes=state)
+        hybrid = replace(model(), layers=(layer,) * 20, architecture=architecture)
+        forecast = Forecast(plan=PLAN, prediction=None, assignments={}, context_tokens=64, drafting=drafting)
+        return no_drafts_line(forecast, hybrid, mode)
+
+    assert line("qwen3next").startswith("no drafts: layers of")
+    assert "'qwen3next'" in line("qwen3next")
+    assert not line("qwen3next", drafting=Drafting(room=2))
+    assert not line("qwen3next", "off")
+    assert not line("qwen35")
+    assert not line("llama", state=0)
 
 
 def test_what_alone_keeps_guesses_from_being_a_tree_is_named():

@@ -116,8 +116,8 @@ def short_turns():
 
 @st.composite
 def drafting_rings(draw, sampling: Sampling = GREEDY, **options):
-    """Any ring of two devices or more, with a drafter that is right, wrong or in between. Where layers have a state drafts
-    are rows of the next token's step alone."""
+    """Any ring of two devices or more, with a drafter that is right, wrong or in between. Layers may have
+    a state."""
     devices, rounds = draw(st.integers(2, 4)), draw(st.integers(1, 2))
     sizes = st.lists(st.integers(1, 2), min_size=devices, max_size=devices)
     drafter = knowing(
@@ -142,7 +142,7 @@ def drafting_rings(draw, sampling: Sampling = GREEDY, **options):
             replays=3,
         ),
         "drafting": Drafting(
-            room=1 if states else draw(st.integers(1, 6)),
+            room=draw(st.integers(1, 6)),
             rows=draw(st.sampled_from([1, 4])),
             costs=COSTS,
             skips=draw(st.booleans()),

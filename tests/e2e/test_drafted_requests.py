@@ -97,22 +97,26 @@ def test_drafts_change_no_token_and_no_log_probability(smollm2: Path):
         assert accepted > 0
 
 
-@pytest.mark.parametrize("architecture", ["qwen35", pytest.param("nemotron_h", marks=pytest.mark.matrix)])
-def test_states_take_drafts_back_and_several_are_computed_in_one_step(tmp_path: Path, architecture):
+@pytest.mark.parametrize(
+    ("architecture", "rows"),
+    [("qwen35", 4), ("granitehybrid", 1), pytest.param("nemotron_h", 4, marks=pytest.mark.matrix)],
+)
+def test_states_go_back_behind_drafts_and_several_are_computed_in_one_step(tmp_path: Path, architecture, rows):
     """In a ring and alone: prompts one by one, together, and with drafts, of which some hold: few tokens are likely."""
     model, prompts = tmp_path / "model.gguf", [[1 + (7 * i + each) % 90 for i in range(40 + each)] for each in range(3)]
     synth.write_model(model, architecture=architecture, layers=12)
     few = packed_biases([(token, 50.0) for token in (28, 29, 30)])
     kinds = [msgspec.structs.replace(each, logit_bias=few) for each in (GREEDY, SAMPLED)]
     alone = [asyncio.run(reported(model, [prompt], kinds, None))[0] for prompt in prompts]
-    drafting = Drafting(rows=4, costs=(1.0,) * 4, adapts=False)
     for shape in ((4, 4), None):
         together, _ = asyncio.run(reported(model, prompts, kinds, shape, batching=Batching(rows=3)))
         assert together == [each[kind] for kind in range(len(kinds)) for each in alone]
-        options = {"drafting": drafting, "batching": Batching(replays=4)}
-        found, accepted = asyncio.run(reported(model, prompts[:1], kinds, shape, **options))
-        assert found == alone[0]
-        assert accepted > 0
+        ahead, with_next = Drafting(room=3, adapts=False), Drafting(rows=rows, costs=(1.0,) * rows, adapts=False)
+        for drafting in [ahead] * (shape is not None) + [with_next] * (rows > 1):
+            options = {"drafting": drafting, "batching": Batching(replays=4)}
+            found, accepted = asyncio.run(reported(model, prompts[:1], kinds, shape, **options))
+            assert found == alone[0]
+            assert accepted > 0
 
 
 def guessing(model: Path) -> DraftModel:

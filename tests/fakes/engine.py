@@ -188,13 +188,15 @@ class _Window:
 
     def state_restore(self, number: int, sequence: int, end: int) -> None:
         self._check_open()
+        self._last_step.pop(sequence, None)
+        if self.held(sequence) == end:
+            return
         assert number in self._states, f"state {number} is not kept"
         kept, cells = self._states[number]
         assert kept == sequence, f"state {number} is one of sequence {kept}, not of {sequence}"
         assert end == len(cells), f"state {number} is behind {len(cells)} positions, not {end}"
         assert self._cells.get(sequence, [])[:end] == cells, "the state of another text"
         del self._cells[sequence][end:]
-        self._last_step.pop(sequence, None)
         self._kept_from[sequence] = end
 
     def state_forget(self) -> None:

@@ -109,6 +109,7 @@ class FakeRing:
         drafter: BeginsDrafter = PromptLookup,
         predictor: FakePredictor | None = None,
     ) -> None:
+        states += drafting.states if drafting is not None and states else 0
         owners = [device for sizes in rounds for device in range(len(sizes))] + [0]
         cuts = [0, *accumulate([size for sizes in rounds for size in sizes] + [tail])]
         options = EngineOptions(

@@ -118,19 +118,6 @@ def test_more_answers_at_once_than_llama_cpp_has_room_for_are_refused(served):
         check_sequences(RunConfig(sequences=9), profile)
 
 
-def test_a_state_from_which_no_tokens_are_taken_back_is_refused_by_name(served):
-    profile = model_profile(served)
-    recurrent = replace(profile, layers=tuple(replace(layer, state_bytes=9) for layer in profile.layers))
-    for mode in ("auto", "off"):
-        check_speculate(RunConfig(speculate=mode), recurrent, None)
-    with pytest.raises(
-        ConfigError,
-        match=f"^--speculate lookup: layers of {profile.name} keep a state, from which llama.cpp takes no tokens back",
-    ):
-        check_speculate(RunConfig(speculate="lookup"), recurrent, None)
-    check_speculate(RunConfig(speculate="lookup"), replace(recurrent, architecture="qwen35"), None)
-
-
 # ---- auto ------------------------------------------------------------------------------------------------------------
 
 

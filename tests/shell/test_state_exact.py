@@ -239,6 +239,8 @@ def test_a_state_of_another_position_is_refused(tmp_path):
     with pytest.raises(EngineError, match="sequence 0 has 40 positions; its state is to be kept behind 41"):
         window.state_keep(0, 0, 41)
     window.state_keep(0, 0, 40)
+    window.state_restore(1, 0, 40)  # it is there
+    route.logits([5], 40)
     for number, end in ((1, 40), (0, 39)):
         with pytest.raises(EngineError, match=f"state {number} behind {end} positions is not kept here"):
             window.state_restore(number, 0, end)

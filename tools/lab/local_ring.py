@@ -173,7 +173,9 @@ class LocalRing:
     @property
     def _states(self) -> int:
         """States that are kept to go back to."""
-        return checkpoints(self.sequences) if self.small_windows or self._profile.is_recurrent else 0
+        if not (self.small_windows or self._profile.is_recurrent):
+            return 0
+        return checkpoints(self.sequences) + (0 if self.drafting is None else self.drafting.states)
 
     async def _open(self) -> None:
         plan, width = self.plan, self._profile.width

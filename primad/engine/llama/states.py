@@ -54,7 +54,10 @@ class SequenceStates:
         self._held[number] = end, held
 
     def restore(self, number: int, sequence: int, end: int) -> None:
-        """Put ``number`` back, which was kept of this ``sequence`` behind ``end`` positions; what is behind is forgotten."""
+        """Put ``number`` back, which was kept of this ``sequence`` behind ``end`` positions; what is behind is forgotten.
+        Where nothing is, since it was skipped, nothing need be kept."""
+        if llama.llama_memory_seq_pos_max(self._memory, sequence) + 1 == end:
+            return
         kept, held = self._held.get(number, (0, np.empty(0, np.uint8)))
         if kept != end:
             raise EngineError(f"state {number} behind {end} positions is not kept here")

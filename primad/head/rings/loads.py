@@ -113,15 +113,20 @@ def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers:
         kv_type=options.run.kv_type,
         flash=inputs.forecast.flash,
         small_windows=inputs.forecast.small_windows,
-        states=checkpoints(inputs.forecast.sequences)
-        if inputs.service.model.profile.is_recurrent or inputs.forecast.small_windows
-        else 0,
+        states=_states(inputs),
         rollback=_rollback(inputs),
         keeps=inputs.block_tokens is not None,
         rope=options.rope,
         files=[] if ranged is None else list(ranged.files),
         origins=[] if ranged is None else ranged.origins_of(spec.layers for spec in specs),
     )
+
+
+def _states(inputs: RingInputs) -> int:
+    """States that are kept to go back to, those in front of drafts among them."""
+    if not (inputs.service.model.profile.is_recurrent or inputs.forecast.small_windows):
+        return 0
+    return checkpoints(inputs.forecast.sequences) + (0 if inputs.drafting is None else inputs.drafting.states)
 
 
 def _rollback(inputs: RingInputs) -> int:

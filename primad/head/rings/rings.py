@@ -426,7 +426,7 @@ class Rings:
         options, has_cache = self._service.options, self._node.config.kv_cache is not None
         if chains := chains_line(forecast, options.block_tokens(has_cache=has_cache)):
             self._reporter.report_line(chains)
-        if lacking := no_drafts_line(self._model.profile, options.run.speculate):
+        if lacking := no_drafts_line(forecast, self._model.profile, options.run.speculate):
             self._reporter.report_line(lacking)
         draft = self._service.draft
         if draft is not None and forecast.drafting is not None and forecast.draft_device is None:

@@ -189,9 +189,11 @@ def chains_line(forecast: Forecast, block_tokens: int | None) -> str:
     return f"drafts are chains; trees, which may gain more, need {' and '.join(asks)}"
 
 
-def no_drafts_line(model: ModelProfile, mode: SpeculateMode) -> str:
-    """The reason why ``model`` never has drafts, unless nobody wants any; empty otherwise."""
-    return "" if takes_back(model) or mode == "off" else f"no drafts: {not_taken_back(model)}"
+def no_drafts_line(forecast: Forecast, model: ModelProfile, mode: SpeculateMode) -> str:
+    """The reason why ``model``, whose layers keep a state, has no drafts; empty where it has some, or they are off."""
+    if forecast.drafting is not None or mode == "off" or takes_back(model):
+        return ""
+    return f"no drafts: {not_taken_back(model)}"
 
 
 def predicted_line(prediction: Prediction, load: UnderLoad | None, prompt_tokens: int) -> str:

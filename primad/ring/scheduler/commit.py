@@ -69,6 +69,7 @@ def one_drawn(state: SchedulerState, running: Running, sample: SampledToken, now
         accepted = running.speculation.accepted
         if not running.speculation.took(sample.token, now):
             state.take_back(running, running.known - 1)
+        state.slots.settle(running.sequence, running.known)
         state.tally.accepted += running.speculation.accepted - accepted
     sampled = Sampled(
         request=request, token=sample.token, logprob=sample.logprob, top=sample.top, mirostat_mu=sample.mirostat_mu

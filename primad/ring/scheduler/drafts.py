@@ -38,7 +38,7 @@ def next_draft(state: SchedulerState, running: Running) -> DraftToken | None:
     speculation = running.speculation
     if speculation is None or not running.sampled or not running.is_decoding or running.has_step:
         return None
-    if running.held_back_s is not None:
+    if running.held_back_s is not None or not state.slots.may_be_ahead:
         return None
     return speculation.next() if drafts_wanted(state, running) else None
 
@@ -60,7 +60,7 @@ def step_ahead(state: SchedulerState, running: Running, draft_token: DraftToken)
         positions=[sequence.cells],
         sequences=[sequence.number],
         samples={0: [generate]},
-        ops=sequence.take_ops(),
+        ops=[*sequence.take_ops(), *state.slots.keep_ahead(sequence)],
     )
     sequence.cells += 1
     assert running.speculation is not None

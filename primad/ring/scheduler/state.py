@@ -13,7 +13,6 @@ from primad.ring.messages import (
     Generate,
     GenerationEvent,
     KvOp,
-    KvRemove,
 )
 from primad.ring.slots import Running, Slots
 from primad.ring.speculation.drafter import Drafting
@@ -82,7 +81,8 @@ class SchedulerState:
     """The state of one ``Scheduler``, whose parts read and change it.
 
     ``context`` is that of each of the ring's ``sequences``. Of prompts, and of every ``keep_rows`` rows of an answer, the
-    cells are kept (``keeping.py``); None: of nothing. So many ``states`` are kept, where sequences go back to such alone.
+    cells are kept (``keeping.py``); None: of nothing. So many ``states`` are kept, where sequences go back to such alone,
+    those in front of drafts among them.
     ``drafting`` says how drafts are computed, which a ``drafter`` makes; None: there are none.
     """
 
@@ -102,7 +102,8 @@ class SchedulerState:
     ) -> None:
         self.context = context
         branches = drafting.branches if drafting is not None else 0
-        assert not states or drafting is None or (drafting.room == 1 and not branches), "rows of the last step go back"
+        assert not states or not branches, "branches go back to no state"
+        ahead = drafting.states if drafting is not None and states else 0
         assert not branches or (sequences == 1 and keep_rows is None), "branches share the cells of one sequence"
         self.pool = range(sequences, sequences + branches)
         self.drafting, self.drafter = drafting, drafter
@@ -118,7 +119,9 @@ class SchedulerState:
         self.running: dict[int, Running] = {}
         self.set_back: dict[int, Running] = {}
         """Those that wait again, as they were."""
-        self.slots = Slots(sequences, context=context, chunking=chunking, keep_rows=keep_rows, states=states)
+        self.slots = Slots(
+            sequences, context=context, chunking=chunking, keep_rows=keep_rows, states=states - ahead, ahead=ahead
+        )
         self.in_flight: dict[int, StepInFlight] = {}
         self.begun: list[GenerationEvent] = []
         self.steps = 0
@@ -187,7 +190,7 @@ class SchedulerState:
                 self.discarded.append(number)
         speculation.take_back()
         sequence.cells = cells
-        sequence.ops.append(KvRemove(sequence.number, cells, -1))
+        self.slots.take_back(sequence, cells)
 
     def release(self, request: int) -> None:
         self.take_back(self.running[request], self.running[request].certain)

@@ -40,6 +40,11 @@ class Drafting:
         """How many rows follow each other in a ring pass: one that waits gives no more of them."""
         return max(1.0, self.room if self.ring_passes is None else min(self.ring_passes, self.room))
 
+    @property
+    def states(self) -> int:
+        """How many states are kept in front of drafts in steps of their own, where layers have one."""
+        return self.room if self.room > 1 else 0
+
     def rate_ahead(self, share: float) -> float:
         """Tokens in the time of a ring pass if the ``share`` of drafts holds and rows follow each other: behind one
         that did not the ring fills anew.
