@@ -444,8 +444,14 @@ LATENT = [*NEEDED, "blk.6.attn_q_a.weight", "blk.6.attn_k_b.weight"]
         (model("deepseek2", 7, nextn_predict_layers=1, tensors=NEEDED), 0),
         (model("deepseek2", 7, nextn_predict_layers=1, tensors=LATENT, attention__temperature_scale=0.5), 0),
         (model("mistral4", 7, nextn_predict_layers=1, tensors=NEEDED), 0),
+        (model("qwen35moe", 7, nextn_predict_layers=1, tensors=NEEDED), 1),
+        (model("qwen35", 7, nextn_predict_layers=1, tensors=NEEDED), 0),
+        (model("qwen35", 7, nextn_predict_layers=1, tensors=[*NEEDED[:3], "blk.6.ffn_gate.weight"]), 1),
     ],
-    ids=["one", "without its matrix", "two", "none", "latent", "with heads", "scaled", "another graph"],
+    ids=[
+        *("one", "without its matrix", "two", "none", "latent", "with heads", "scaled", "another graph"),
+        *("behind states", "without experts", "dense"),
+    ],
 )
 def test_one_whole_layer_drafts_where_llama_cpps_graph_for_it_is_known(header, count):
     assert drafting_layers(header) == count

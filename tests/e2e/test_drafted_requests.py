@@ -119,6 +119,20 @@ def test_states_go_back_behind_drafts_and_several_are_computed_in_one_step(tmp_p
             assert accepted > 0
 
 
+def test_the_own_layer_of_a_model_with_states_drafts_and_changes_nothing(tmp_path: Path):
+    """Right by construction, so that what it drafts holds if it is the most likely."""
+    model = tmp_path / "model.gguf"
+    sampled = msgspec.structs.replace(SAMPLED, temperature=write_controlled(model, architecture="qwen35", layers=13))
+    prompts, kinds = [[1 + 7 * i % 90 for i in range(90)]], [GREEDY, sampled]
+    expected, _ = asyncio.run(reported(model, prompts, kinds, None, rows=64))
+    ahead, with_next = Drafting(room=3, adapts=False), Drafting(rows=4, costs=(1.0,) * 4, adapts=False)
+    for shape, drafting in (((4, 4), ahead), (None, with_next)):
+        options = {"drafting": drafting, "predicts": True, "batching": Batching(replays=4)}
+        found, accepted = asyncio.run(reported(model, prompts, kinds, shape, rows=64, **options))
+        assert found == expected
+        assert accepted > 0.5 * TOKENS
+
+
 def guessing(model: Path) -> DraftModel:
     """The model as the one that drafts for itself."""
     return draft_model(model, open_model(model), context=512, threads=1)

@@ -16,15 +16,23 @@ from gguf.constants import GGMLQuantizationType as GgufType
 from numpy.typing import NDArray
 
 from primad.gguf.architectures.layers import layer_count
-from primad.gguf.header import Header, TensorInfo, read_header
+from primad.gguf.constants import GGUFValueType
+from primad.gguf.header import Header, TensorInfo, read_header, scalar_value
 from tools import synth
 
-ADDS: tuple[str, ...] = ("attn_output.weight", "ffn_down.weight", "ffn_down_exps.weight", "ffn_down_shexp.weight")
+ADDS: tuple[str, ...] = (
+    "attn_output.weight",
+    "ssm_out.weight",
+    "ffn_down.weight",
+    "ffn_down_exps.weight",
+    "ffn_down_shexp.weight",
+)
 
 
-def write_controlled(path: Path, **shape: Any) -> float:
+def write_controlled(path: Path, architecture: str = "glm4moe", **shape: Any) -> float:
     """Write one of ``shape``, as ``synth.write_model`` takes it; the temperature at which 7 drafts of 10 hold."""
-    synth.write_model(path, architecture="glm4moe", **shape)
+    values = {f"{architecture}.nextn_predict_layers": scalar_value(GGUFValueType.UINT32, 1)}
+    synth.write_model(path, architecture=architecture, values=values, **shape)
     header = read_header(path)
     predicting = f"blk.{layer_count(header)}."
     with path.open("r+b") as file:

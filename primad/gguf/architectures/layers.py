@@ -52,7 +52,7 @@ def drafting_layers(header: Header) -> int:
     entry, layers = known(header), layer_count(header)
     if entry is None or not entry.drafts or block_count(header) != layers + 1:
         return 0
-    names = {"nextn.eh_proj", "nextn.enorm", "nextn.hnorm", "ffn_gate_inp"}
+    names = {"nextn.eh_proj", "nextn.enorm", "nextn.hnorm", "ffn_gate" if entry.name == "qwen35" else "ffn_gate_inp"}
     if entry.name == "deepseek2":
         names |= {"attn_q_a", "attn_k_b"}
         if header.number("deepseek2.attention.temperature_scale", 0.0):

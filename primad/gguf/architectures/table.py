@@ -291,6 +291,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
                 by_layer=_STATES,
                 is_fed=True,
                 predicts=True,
+                drafts=True,
             )
             for name in ("qwen35", "qwen35moe")
         ),
@@ -301,6 +302,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
             by_layer=_STATES,
             is_fed=True,
             predicts=True,
+            drafts=True,
         ),
     )
 }
