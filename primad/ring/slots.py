@@ -164,6 +164,8 @@ class Slots:
         self.sequences = [KvSequence(number) for number in range(count)]
         self._free = list(self.sequences)
         self._first: list[KvOp] = []
+        self._back: list[KvOp] = []
+        """What takes drafts back from states, before anything is kept or copied."""
 
     @property
     def keeps(self) -> bool:
@@ -172,8 +174,9 @@ class Slots:
 
     def take_first(self, step: int) -> list[KvOp]:
         """What ``step``, the next one, does first, whosever it is: cells that are kept or copied may be gone after it."""
+        back, self._back = self._back, []
         copies, self._first = self._first, []
-        return [*self._keeping.hand_out(step), *copies]
+        return [*back, *self._keeping.hand_out(step), *copies]
 
     def first(self, *ops: KvOp) -> None:
         """Have the next step do ``ops`` first, whosever it is."""
@@ -188,9 +191,9 @@ class Slots:
         """What ``sequence`` has behind so many ``cells`` is forgotten: of a state now, while that can be."""
         number = sequence.ahead.get(cells)
         if number is not None:
-            self._first.append(StateRestore(sequence.number, number, cells))
+            self._back.append(StateRestore(sequence.number, number, cells))
         else:
-            ops = self._first if self.have_states else sequence.ops
+            ops = self._back if self.have_states else sequence.ops
             ops.append(KvRemove(sequence.number, cells, -1))
         self.settle(sequence)
 

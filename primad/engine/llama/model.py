@@ -322,7 +322,7 @@ class LlamaModel:
     def kv_copy(self, source: int, target: int, end: int) -> None:
         # Sequences with cells of their own are copied whole: llama.cpp aborts where a part is asked for. Of one that shares
         # them what it had before is not forgotten.
-        self._last_rows.forget(source, target)
+        self._last_rows.forget(target)
         if self._options.sequences == 1:
             self.kv_remove(target, 0, -1)
         llama.llama_memory_seq_cp(self._memory, source, target, -1, -1)

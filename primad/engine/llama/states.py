@@ -90,10 +90,9 @@ class LastRows:
             self._of.clear()
         self._of |= {sequence: range(first, lasts[sequence] + 1) for sequence, first in firsts.items()}
 
-    def forget(self, *sequences: int) -> None:
-        """Of these none can be taken back."""
-        for sequence in sequences:
-            self._of.pop(sequence, None)
+    def forget(self, sequence: int) -> None:
+        """None of ``sequence`` can be taken back."""
+        self._of.pop(sequence, None)
 
     def take_back(self, sequence: int, start: int, end: int) -> None:
         """Those of ``sequence`` from ``start`` to ``end`` are taken back. Raises ``EngineError`` where that cannot be."""
