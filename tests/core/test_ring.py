@@ -698,7 +698,7 @@ def rings_for_several(draw, shape: Shape, sampling: Sampling, shelves: Sequence[
     states = 0 if batching.pads else draw(st.sampled_from([0, 0, 2, 5]))
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=4))) if layers > 1 else []
     sizes = [last - first for first, last in pairwise([0, *cuts, layers])]
-    is_cut_anew = draw(st.booleans())
+    is_cut_anew, keep_rows = draw(st.booleans()), draw(st.sampled_from([None, 1, 3, 16]))
     return FakeRing(
         shape.rounds if not is_cut_anew else [sizes[:-1]] if cuts else [],
         shape.tail if not is_cut_anew else sizes[-1],
@@ -709,10 +709,10 @@ def rings_for_several(draw, shape: Shape, sampling: Sampling, shelves: Sequence[
         sequences=draw(st.integers(1, 5)),
         batching=replace(batching, replays=min(batching.replays, rows)),
         pieces=draw(cuts_of_chunks),
-        keep_rows=draw(st.sampled_from([None, 1, 3, 16])),
+        keep_rows=keep_rows,
         states=states,
         drafting=Drafting(room=draw(st.sampled_from([1, 4])), rows=3, costs=(1.0, 1.1, 1.2))
-        if states and rows >= 3 and draw(st.booleans())
+        if states and keep_rows is None and rows >= 3
         else None,
         drafter=knowing(sampling, 0.7),
         shelves=shelves,
