@@ -89,7 +89,10 @@ def with_wanted_context(
         return small()
     wide = replace(work, context_tokens=wanted_tokens)
     asked, asked_wide = instance_of(work), instance_of(wide)
-    if _must_stream(asked_wide) and not _must_stream(asked) and _may_fit(solve(work, True)[0].plan, asked):
+    may_fit = _must_stream(asked_wide) and not _must_stream(asked)
+    if may_fit and len(asked.devices) > 1:
+        may_fit = _may_fit(solve(work, True)[0].plan, asked)
+    if may_fit:
         found = small(_STREAMS)
         if not found.solution.plan.streaming:
             return found

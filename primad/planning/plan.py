@@ -177,7 +177,7 @@ def search(request: PlanRequest) -> FoundPlan:
     raise AssertionError("there is a workload")
 
 
-SOLVE_SHARE: Final = 0.7
+SOLVE_SHARE: Final = 0.8
 """Of the time that is left, for one question to the solver: it may be asked again, for a small context, or for devices as
 they are in the plan."""
 SMALL_WINDOWS_GAIN: Final = 0.05

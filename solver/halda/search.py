@@ -68,7 +68,7 @@ _CUTS_TRIED: Final = 5
 _ORDERS_OF: Final = 5
 _MIN_S: Final = 0.05
 _FIRST_S: Final = 5.0
-_EARLY_SHARE: Final = 0.5
+_EARLY_SHARE: Final = 0.65
 """Of the time that is left, for each head and each set of devices that are helped: the likely ones come first."""
 _MAIN_SHARE: Final = 0.75
 """Of the time that there is, before simpler plans are looked for."""

@@ -1,0 +1,49 @@
+"""What another plan settled is not looked for again; a plan that has to beat another one does, or there is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from halda import NotBelow, solve
+from primad.planning.explain import best_plan, explain, request_of
+from primad.planning.plan import Settled, search
+from primad.planning.question import Question, ask
+from tests.fakes.planning import GB, device, model, wishes
+
+DESK, LAPTOP = device("desk", ram=12 * GB), device("laptop", ram=12 * GB, rate=10e9)
+
+
+def question(*devices) -> Question:
+    return ask(wishes(links=("1Gbit/s,1ms",)), devices or (DESK, LAPTOP), (), model())
+
+
+def test_a_plan_keeps_what_is_settled():
+    asked = question()
+    best = best_plan(asked).solved.workload
+    for rows in (512, 64):
+        work = best.with_rows(rows, 512)
+        settled = Settled(workload=replace(work, context_tokens=2048), prefill_offload=frozenset())
+        found = search(request_of(asked, frozenset({"laptop"}), settled))
+        assert found.workload == settled.workload
+        assert (found.solution.prediction.chunk_rows, found.solution.prediction.step_rows) == (rows, 512)
+        assert "laptop" in found.solution.plan.devices
+
+
+def test_devices_that_are_alike_cost_the_same_when_they_are_left_out():
+    slow = [device(name, ram=2 * GB, rate=1e9, disk=0.1e9) for name in ("one", "other")]
+    left = {part.name: part for part in explain(question(DESK, *slow)).left_out}
+    assert set(left) == {"one", "other"}
+    assert left["one"].objective_ms == left["other"].objective_ms
+    assert left["one"].slower_ms is not None
+
+
+@pytest.mark.parametrize("settles", [False, True])
+def test_a_plan_that_has_to_take_less_does_or_there_is_none(settles):
+    work = question().workload
+    best = solve([DESK, LAPTOP], [], model(), work, settles=settles)
+    beaten = solve([DESK, LAPTOP], [], model(), work, settles=settles, below_s=best.objective_s * 1.01, other=best)
+    assert beaten.objective_s == pytest.approx(best.objective_s)
+    with pytest.raises(NotBelow):
+        solve([DESK, LAPTOP], [], model(), work, settles=settles, below_s=best.quickest_s * 0.99, other=best)
