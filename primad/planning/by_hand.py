@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from halda import Infeasible, ModelProfile, Objective, Plan, Solution, Workload, arrange, evaluate, residency
+from halda.chunks import in_best_chunks
 from halda.instance import Instance
 from primad.errors import PlanError
 from primad.planning.default_context import SolvedPlan, WithContext, with_wanted_context
@@ -57,9 +58,10 @@ def with_context_by_hand(plan: Plan, question: Instance, wanted_tokens: int, obj
         if work != question.workload and prediction.short:
             raise Infeasible("the windows do not fit", short_bytes=0)
         value_s = prediction.objective_s(objective, work.answer_tokens)
-        return Solution(
+        solution = Solution(
             plan=found, prediction=prediction, objective=objective, objective_s=value_s, bound_s=0.0, proven=False
-        ), [*question.devices]
+        )
+        return in_best_chunks(solution, asked(work)), [*question.devices]
 
     stream_by_hand(plan, question)
     return with_wanted_context(question.workload, wanted_tokens, placed, asked)

@@ -35,7 +35,7 @@ from primad.planning.default_context import HURRIED_S, WithContext, wanted_conte
 from primad.planning.draft_gain import draft_place
 from primad.planning.drafting import drafting_of
 from primad.planning.extra_buffers import solved_as_planned, suited
-from primad.planning.fitting import Served, fitted
+from primad.planning.fitting import Fitted, Served, fitted
 from primad.planning.question import SOLVE_S, PlannedDraft, workload_of
 from primad.planning.run_config import RunConfig
 
@@ -274,23 +274,12 @@ def _search_by_hand(request: PlanRequest) -> FoundPlan:
 
 def complete(request: PlanRequest, solved: FoundPlan) -> Planned:
     """The plan of ``solved`` as it is run."""
-    if request.run.windows is not None:
-        return _complete_by_hand(request, solved)
-    run, served, solution = request.run, request.served, solved.solution
-    plan = solution.plan
-    there = msgspec.structs.replace(request, devices=solved.devices)
-    widens = run.context_tokens is None and (served is None or solved.workload.context_tokens < served.context_tokens)
-    found = fitted(
-        solution,
-        there.instance(solved.workload, plan.head),
-        served,
-        run=run,
-        widens=widens,
-        keeps_attention=request.keeps_attention,
-        why_context=solved.why_context,
-        may_be_several=request.may_be_several,
-    )
+    run, plan = request.run, solved.solution.plan
+    asked = msgspec.structs.replace(request, devices=solved.devices).instance(solved.workload, plan.head)
+    found = _fitted(request, solved, asked) if run.windows is None else _fitted_by_hand(request, solved, asked)
     drafting = drafting_of(run.speculate, run.batching, plan, found.question, found.batches)
+    # A device that has no window by hand may draft.
+    everyone = found.question if run.windows is None else request.instance(found.question.workload, plan.head)
     return Planned(
         solved=solved,
         question=found.question,
@@ -300,30 +289,39 @@ def complete(request: PlanRequest, solved: FoundPlan) -> Planned:
         why_sequences=found.why_sequences,
         why_context=found.why_context,
         drafting=drafting,
-        draft_device=draft_place(request.draft, run.draft_on, drafting, plan, found.question),
+        draft_device=draft_place(request.draft, run.draft_on, drafting, plan, everyone),
     )
 
 
-def _complete_by_hand(request: PlanRequest, solved: FoundPlan) -> Planned:
+def _fitted(request: PlanRequest, solved: FoundPlan, asked: Instance) -> Fitted:
+    run, served = request.run, request.served
+    return fitted(
+        solved.solution,
+        asked,
+        served,
+        run=run,
+        widens=run.context_tokens is None
+        and (served is None or solved.workload.context_tokens < served.context_tokens),
+        keeps_attention=request.keeps_attention,
+        why_context=solved.why_context,
+        may_be_several=request.may_be_several,
+    )
+
+
+def _fitted_by_hand(request: PlanRequest, solved: FoundPlan, asked: Instance) -> Fitted:
     """Attention is chosen as for other plans; sequences and context are as they were asked for."""
-    run, plan, work = request.run, solved.solution.plan, solved.workload
-    there = msgspec.structs.replace(request, devices=solved.devices)
+    run, plan, chunks = request.run, solved.solution.plan, solved.solution.prediction
+    work = asked.workload.with_rows(chunks.chunk_rows, chunks.step_rows)
     kept = request.served if request.keeps_attention else None
-    flash = not attends_plainly(plan, there.instance(work, plan.head), work) if kept is None else kept.flash
+    flash = not attends_plainly(plan, asked.changed(workload=work), work) if kept is None else kept.flash
     work = replace(work, flash=flash, small_windows=kept is not None and kept.small_windows)
-    question = there.instance(work, plan.head)
-    batches = batches_of(run.batching, plan, question, work.sequences)
-    drafting = drafting_of(run.speculate, run.batching, plan, question, batches)
+    question = asked.changed(workload=work)
     prediction = evaluate(plan, question)
-    everyone = request.instance(work, plan.head)
-    return Planned(
-        solved=solved,
+    return Fitted(
         question=question,
         prediction=prediction,
         objective_s=prediction.objective_s(run.objective, work.answer_tokens),
-        batches=batches,
+        batches=batches_of(run.batching, plan, question, work.sequences),
         why_sequences="--sequences sets it" if run.sequences is None else "",
         why_context=solved.why_context,
-        drafting=drafting,
-        draft_device=draft_place(request.draft, run.draft_on, drafting, plan, everyone),
     )

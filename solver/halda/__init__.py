@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from halda.arrange import arrange
 from halda.assignment import Assignment, WindowAssignment, assignments
+from halda.chunks import CHUNKS
 from halda.evaluate import (
     OBJECTIVES,
     DevicePrediction,
@@ -50,9 +51,9 @@ from halda.profile import (
 from halda.solution import Solution
 
 if TYPE_CHECKING:
-    from halda.search import CHUNKS, solve
+    from halda.search import solve
 
-_SOLVING = ("CHUNKS", "solve")
+_SOLVING = ("solve",)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from halda import NotBelow, solve
+from halda import NotBelow, evaluate, solve
 from primad.planning.explain import best_plan, explain, request_of
 from primad.planning.plan import Settled, search
 from primad.planning.question import Question, ask
@@ -47,3 +47,13 @@ def test_a_plan_that_has_to_take_less_does_or_there_is_none(settles):
     assert beaten.objective_s == pytest.approx(best.objective_s)
     with pytest.raises(NotBelow):
         solve([DESK, LAPTOP], [], model(), work, settles=settles, below_s=best.quickest_s * 0.99, other=best)
+
+
+def test_windows_by_hand_have_the_chunks_that_suit_their_ring():
+    asked = question()
+    asked = replace(asked, run=replace(asked.run, windows=(10, 9), context_tokens=4096))
+    found = best_plan(asked)
+    assert found.plan.devices == ("desk", "laptop")
+    assert found.prediction.chunk_rows < 512 == found.prediction.step_rows
+    whole = evaluate(found.plan, found.question.with_rows(512))
+    assert found.objective_s < whole.objective_s(asked.run.objective, found.question.workload.answer_tokens)

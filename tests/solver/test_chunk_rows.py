@@ -24,8 +24,8 @@ from halda import (
     instance,
     solve,
 )
+from halda.chunks import FEWER_GAIN, RING_CHUNKS, RING_GAIN
 from halda.profile import DeviceProfile, ModelProfile
-from halda.search import FEWER_GAIN, RING_CHUNKS, RING_GAIN
 from halda.streaming import RESERVE_BYTES
 from tests.fakes import planning
 from tests.fakes.planning import GB, device, link
