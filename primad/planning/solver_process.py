@@ -24,8 +24,9 @@ from primad.system.niceness import apply_nice
 
 MIN_NICE: Final = 19
 GRACE_S: Final = 60.0
-"""The solver keeps to its time limit by and large, and needs it again for devices that have no extra buffers after all; this
-much later it hangs."""
+"""The solver keeps to its time limit, which is of the processor; this much later it hangs."""
+BACKGROUND_TIMES: Final = 10
+"""So many times as long where all other work goes first."""
 
 
 class _Found(msgspec.Struct, frozen=True, tag="solved"):
@@ -51,7 +52,7 @@ async def solve_in_process(request: PlanRequest, *, background: bool = False, gr
 
 
 def _ask(request: PlanRequest, stop: StopFlag, background: bool, grace_s: float) -> FoundPlan:
-    timeout_s = len(request.workloads) * request.time_limit_s + grace_s
+    timeout_s = (request.time_limit_s + grace_s) * (BACKGROUND_TIMES if background else 1)
     with begin_piped("primad.planning.solver_process", errors=subprocess.PIPE) as child:
         stop.watch(child)
         if background:

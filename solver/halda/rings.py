@@ -141,7 +141,8 @@ class Search:
             orders = (
                 exact_orders(self._instance, self._objective) if len(self._instance.devices) <= EXACT_DEVICES else None
             )
-            if orders is None and not self._may_win(1, orders):
+            is_unlikely = orders is None or (below_s < math.inf and not self._has_quick)
+            if is_unlikely and not self._may_win(1, orders):
                 return  # with many devices it takes seconds to look for plans that there are not
             self.begin(below_s, near_rounds)
             self._polish()

@@ -221,7 +221,7 @@ class _Heads:
 
         Others can then be given up early.
         """
-        if len(todo) == 1 or len(self._question.devices) > EXACT_DEVICES:
+        if len(todo) == 1 or len(self._question.devices) > EXACT_DEVICES or self._beaten.best is not None:
             return
         best_s, rounds = self._best_s, self._rounds
         for search in todo:
