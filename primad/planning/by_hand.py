@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from halda import Infeasible, ModelProfile, Objective, Plan, Solution, Workload, arrange, evaluate, residency
-from halda.chunks import in_best_chunks
+from halda.chunk_rows import in_best_chunks
 from halda.instance import Instance
 from primad.errors import PlanError
 from primad.planning.default_context import SolvedPlan, WithContext, with_wanted_context

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from halda.arrange import arrange
 from halda.assignment import Assignment, WindowAssignment, assignments
-from halda.chunks import CHUNKS
+from halda.chunk_rows import CHUNKS
 from halda.evaluate import (
     OBJECTIVES,
     DevicePrediction,

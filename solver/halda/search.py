@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from halda.chunks import FEWER_GAIN, in_smaller_chunks, other_chunks
+from halda.chunk_rows import FEWER_GAIN, in_smaller_chunks, other_chunks
 from halda.evaluate import Objective, evaluate
 from halda.filling import filled
 from halda.helping import OF_FIRST_TOKEN, able_to_offload, others_to_try, with_offload

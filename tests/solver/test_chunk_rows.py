@@ -24,7 +24,7 @@ from halda import (
     instance,
     solve,
 )
-from halda.chunks import FEWER_GAIN, RING_CHUNKS, RING_GAIN
+from halda.chunk_rows import FEWER_GAIN, RING_CHUNKS, RING_GAIN
 from halda.profile import DeviceProfile, ModelProfile
 from halda.streaming import RESERVE_BYTES
 from tests.fakes import planning
