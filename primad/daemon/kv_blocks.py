@@ -48,7 +48,7 @@ class HeldBlocks:
         self.store.lease("held", self._held)
         held = await self._fetcher.hold(hold.blocks, hold.layers, hold.sources, hold.timeout_s, verify=hold.verify)
         gone = [key for key in keys if key not in self._held]
-        if gone:  # forgotten while they were on their way
+        if gone and self.store.limit_bytes is None:  # forgotten while they were on their way; a cache has room for them
             await self._do(self.store.forget, gone)
         await self._do(self.store.touch, keys)
         return held

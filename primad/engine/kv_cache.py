@@ -34,6 +34,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from primad.engine.state_cells import StateCells
 from primad.engine.tensor import Tensor
 from primad.errors import EngineError
 from primad.kv.cells import MAX_POSITIONS, Bytes, CellShape, LayerCells
@@ -42,7 +43,7 @@ from primad.system.allocator import without_top
 with without_top("llama_cpp"):
     from llama_cpp import llama_cpp as llama
 
-_NAME: Final = re.compile(rb"cache_([kv])_l(\d+)")
+_NAME: Final = re.compile(rb"cache_([kvrs])_l(\d+)")
 _MAGIC: Final = 0xAF143CD8
 _PROBED: Final = 2
 """Cells of the round trip: so many that keys and values which are stored the other way round do not look the same."""
@@ -63,6 +64,8 @@ class CacheTensors:
         self._ggml = ggml
         self.keys: dict[int, int] = {}
         self.values: dict[int, int] = {}
+        self.recurrent: set[int] = set()
+        """Layers with a state."""
 
     def note(self, node: int, name: bytes) -> None:
         """``node``, which is called ``name``, is a tensor of a graph."""
@@ -73,7 +76,11 @@ class CacheTensors:
             return  # of a build with another struct
         place = tensor.view_source or node
         if match := _NAME.fullmatch(self._ggml.ggml_get_name(place)):
-            (self.keys if match[1] == b"k" else self.values)[int(match[2])] = place
+            layer = int(match[2])
+            if match[1] in b"rs":
+                self.recurrent.add(layer)
+            else:
+                (self.keys if match[1] == b"k" else self.values)[layer] = place
 
 
 def bind(ggml: ctypes.CDLL) -> None:
@@ -111,8 +118,8 @@ class _Part:
 
 class KvCache:
     """The KV cache of ``context``, whose ``tensors`` are known, of a window of layers from ``first`` on, of which the last
-    ``sharing`` use the cells of others: their own are empty. Those that slide have so many ``window_cells``, or as many as
-    the others (None).
+    ``sharing`` use the cells of others: their own are empty, and so are those of layers with a state alone. Those that slide
+    have so many ``window_cells``, or as many as the others (None).
 
     Made while ``sequence`` has no cells: a round trip of two made-up cells there finds out how this build stores them.
     Raises ``EngineError`` when it stores them in no known way.
@@ -135,28 +142,39 @@ class KvCache:
         self._context = context
         self._memory = llama.llama_get_memory(context)
         self._first, self._layers = first, layers
-        if tensors.keys.keys() != set(range(layers - sharing)) or not tensors.values.keys() <= tensors.keys.keys():
+        own = tensors.keys.keys() if tensors.recurrent else set(range(layers - sharing))
+        if tensors.keys.keys() != own or not tensors.values.keys() <= own:
             raise EngineError(f"llama.cpp's graph shows keys of {len(tensors.keys)} of {layers - sharing} layers")
+        self._states: StateCells | None = None
+        if tensors.recurrent:
+            self._states = StateCells(context, tensors.recurrent, first=first, layers=layers, sequence=sequence)
         self._keys = {layer: _Part.of(place) for layer, place in tensors.keys.items()}
         self._values = {layer: _Part.of(place) for layer, place in tensors.values.items()}
         parts = (*self._keys.values(), *self._values.values())
         sizes, streams = {part.cells for part in parts} - {window_cells}, {part.streams for part in parts}
-        if len(sizes) > 1 or len(streams) != 1:
+        if len(sizes) > 1 or len(streams) > 1 or not (streams or self._states):
             raise EngineError("the caches of llama.cpp's layers have different sizes")
         self._cells = sizes.pop() if sizes else MAX_POSITIONS  # where all slide positions are bounded by none
-        self._streams = streams.pop()
+        self._streams = streams.pop() if streams else 0
         self._caches: list[list[int]] = []
         self._transposed = False
         self._places: np.dtype[np.void] = PLACES
-        self._find_layout(sequence)
+        if self._keys:
+            self._find_layout(sequence)
 
     def shapes(self) -> list[CellShape]:
-        """What the cells of each layer are made of."""
-        return [self._shape(layer) for layer in range(self._layers)]
+        """What the cells of each layer are made of, and the states of those that have some."""
+        states = self._states.shapes() if self._states is not None else []
+        return [*(self._shape(layer) for layer in range(self._layers)), *states]
+
+    @property
+    def _kind(self) -> int:
+        """The type of cells that are none."""
+        return next((part.kind for _, part in sorted(self._keys.items())), 0)
 
     def _shape(self, layer: int) -> CellShape:
         keys, values = self._keys.get(layer), self._values.get(layer)
-        kind = (keys or self._keys[0]).kind
+        kind = keys.kind if keys is not None else self._kind
         return CellShape(
             self._first + layer,
             kind,
@@ -168,20 +186,24 @@ class KvCache:
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def read(self, sequence: int, start: int, end: int) -> list[LayerCells]:
-        """The cells at positions ``start <= p < end``, of every layer. Raises ``EngineError`` where there are none."""
-        first = llama.llama_memory_seq_pos_min(self._memory, sequence)
+        """The cells at positions ``start <= p < end``, of every layer, or the state behind all. Raises ``EngineError`` where
+        there are none."""
+        if start == end and self._states is not None:
+            llama.llama_synchronize(self._context)
+            return self._states.read(sequence, end)
+        first = llama.llama_memory_seq_pos_min(self._memory, sequence) if self._states is None else 0
         last = llama.llama_memory_seq_pos_max(self._memory, sequence)
         if not 0 <= first <= start < end <= last + 1 or (first and self._window_cells is None):
             raise EngineError(
                 f"sequence {sequence} has no KV cells at positions {start} to {end}; it ends at {last + 1}"
             )
         llama.llama_synchronize(self._context)
-        sharing = range(len(self._keys), self._layers)
-        return [*self._read(sequence, start, end), *(self._none(layer, start, end) for layer in sharing)]
+        own = iter(self._read(sequence, start, end))
+        return [next(own) if layer in self._keys else self._none(layer, start, end) for layer in range(self._layers)]
 
     def _none(self, layer: int, start: int, end: int) -> LayerCells:
-        """The cells of a layer that uses those of another."""
-        kind = self._keys[0].kind
+        """The cells of a layer that uses those of another, or has none."""
+        kind = self._kind
         return LayerCells(
             layer=self._first + layer, start=start, end=end, key_type=kind, value_type=kind, keys=b"", values=b""
         )
@@ -242,15 +264,20 @@ class KvCache:
     def restore(self, sequence: int, blocks: Sequence[Sequence[LayerCells]]) -> None:
         """Forget ``sequence``; ``blocks`` follow each other from position 0 on, each with every layer of the window.
 
+        Where layers have a state the last one is that behind the others.
+
         Raises ``EngineError`` for cells that are not this window's, or too many; then the sequence has none.
         """
         self._forget(sequence)
+        state: Sequence[LayerCells] = []
+        if self._states is not None and blocks:
+            *blocks, state = blocks
         for number, block in enumerate(blocks):
             self._judge(block, blocks[number - 1][0].end if number else 0)
         if not blocks or blocks[-1][0].end > self._cells:
             raise EngineError(f"{blocks[-1][0].end if blocks else 0} KV cells do not fit a cache of {self._cells}")
         llama.llama_synchronize(self._context)
-        if not self._write(sequence, blocks):
+        if not self._write(sequence, blocks, state):
             raise EngineError("llama.cpp does not take KV cells that it gave; its build is unknown to primad")
 
     def _judge(self, block: Sequence[LayerCells], start: int) -> None:
@@ -259,11 +286,12 @@ class KvCache:
                 f"KV cells of layers {[cells.layer for cells in block]} are not those of a window of layers "
                 f"{self._first} to {self._first + self._layers - 1}"
             )
-        for cells in block[len(self._keys) :]:
-            if cells != self._none(cells.layer - self._first, start, block[0].end):
-                raise EngineError(f"layer {cells.layer} has no KV cells of its own")
-        for cells in block[: len(self._keys)]:
-            keys, values = self._keys[cells.layer - self._first], self._values.get(cells.layer - self._first)
+        for layer, cells in enumerate(block):
+            if layer not in self._keys:
+                if cells != self._none(layer, start, block[0].end):
+                    raise EngineError(f"layer {cells.layer} has no KV cells of its own")
+                continue
+            keys, values = self._keys[layer], self._values.get(layer)
             count, value_bytes = cells.end - cells.start, values.cell_bytes if values is not None else 0
             kinds = (keys.kind, values.kind if values is not None else keys.kind)
             if (cells.start, cells.end) != (start, block[0].end) or count < 1:
@@ -274,11 +302,14 @@ class KvCache:
             ):
                 raise EngineError(f"the KV cells of layer {cells.layer} have other types or sizes than this window's")
 
-    def _write(self, sequence: int, blocks: Sequence[Sequence[LayerCells]]) -> bool:
-        """Whether llama.cpp takes the state of ``blocks``; where it does not, the sequence has no cells."""
-        state = self._state(sequence, blocks)
-        pointer = ctypes.cast(state.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
-        took = llama.llama_state_seq_set_data(self._context, pointer, state.nbytes, sequence) == state.nbytes
+    def _write(self, sequence: int, blocks: Sequence[Sequence[LayerCells]], state: Sequence[LayerCells] = ()) -> bool:
+        """Whether llama.cpp takes ``blocks`` and the ``state`` behind; where it does not, the sequence has no cells."""
+        pieces = self._pieces_of(sequence, blocks)
+        if self._states is not None:
+            pieces += self._states.pieces(state, blocks[-1][0].end) if state else [self._states.empty]
+        whole = _joined(pieces)
+        pointer = ctypes.cast(whole.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
+        took = llama.llama_state_seq_set_data(self._context, pointer, whole.nbytes, sequence) == whole.nbytes
         if took and self._cut(sequence, blocks[-1][0].end):
             return True
         self._forget(sequence)
@@ -291,7 +322,7 @@ class KvCache:
     def _forget(self, sequence: int) -> None:
         llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
 
-    def _state(self, sequence: int, blocks: Sequence[Sequence[LayerCells]]) -> Raw:
+    def _pieces_of(self, sequence: int, blocks: Sequence[Sequence[LayerCells]]) -> list[Any]:
         """``blocks`` in llama.cpp's layout."""
         count = blocks[-1][0].end
         own = sequence if self._streams > 1 else 0
@@ -312,7 +343,7 @@ class KvCache:
             for layer in layers:
                 pieces += self._state_values(layer, blocks, held)
             pieces.append(bytes(4 * (self._streams - own - 1)))
-        return _joined(pieces)
+        return pieces
 
     def _state_values(self, layer: int, blocks: Sequence[Sequence[LayerCells]], held: NDArray[np.int64]) -> list[Any]:
         values = self._values.get(layer)
@@ -334,13 +365,14 @@ class KvCache:
     def _find_layout(self, sequence: int) -> None:
         """Try the layouts that there are; llama.cpp refuses one that is not its own, and takes it back with others."""
         size, each = llama.llama_state_seq_get_size(self._context, sequence) - 8, 4 + 4 * self._streams
+        size -= len(self._states.empty) if self._states is not None else 0
         if size not in (each, 2 * each):
             raise EngineError("llama.cpp's state of an empty sequence has an unknown form")
-        caches = list(self._orders()) if size == 2 * each else [[list(range(len(self._keys)))]]
+        caches = list(self._orders()) if size == 2 * each else [[sorted(self._keys)]]
         narrow = self._narrow_values()
         for values in [self._values] if narrow == self._values else [self._values, narrow]:
             self._values = values
-            marks = [self._mark(layer) for layer in range(len(self._keys))]
+            marks = self._marks()
             for form in product((False, True), (PLACES, PLACES_2D), caches):
                 self._transposed, self._places, self._caches = form
                 if self._write(sequence, [marks]):
@@ -358,7 +390,7 @@ class KvCache:
     def _orders(self) -> Iterator[list[list[int]]]:
         """What layers may be in the one cache and in the other: some and the rest, where all take as much, else those that
         take as much."""
-        layers = range(len(self._keys))
+        layers = sorted(self._keys)
         sizes = [(self._keys[i].cell_bytes, self._values[i].cell_bytes if i in self._values else 0) for i in layers]
         for size in dict.fromkeys(sizes):
             yield [[i for i in layers if sizes[i] == size], [i for i in layers if sizes[i] != size]]
@@ -367,7 +399,10 @@ class KvCache:
 
     def _recognise(self, sequence: int, marks: list[LayerCells]) -> None:
         """Which layers' cells went where; leaves the cells that it found zero, as they were."""
-        took = {(bytes(cells.keys), bytes(cells.values)): i for i, cells in enumerate(self._read(sequence, 0, _PROBED))}
+        took = {
+            (bytes(cells.keys), bytes(cells.values)): cells.layer - self._first
+            for cells in self._read(sequence, 0, _PROBED)
+        }
         try:
             self._caches = [
                 [took[bytes(marks[layer].keys), bytes(marks[layer].values)] for layer in cache]
@@ -375,13 +410,20 @@ class KvCache:
             ]
         except KeyError as exc:
             raise EngineError("llama.cpp puts KV cells in other places than its graph shows") from exc
-        blank = [self._mark(layer, blank=True) for layer in range(len(marks))]
-        if not self._write(sequence, [blank]) or self._read(sequence, 0, _PROBED) != blank:
+        blank = self._marks(blank=True)
+        own = [blank[layer] for layer in sorted(self._keys)]
+        if not self._write(sequence, [blank]) or self._read(sequence, 0, _PROBED) != own:
             raise EngineError("llama.cpp does not give back the KV cells that it took")
         self._forget(sequence)
 
+    def _marks(self, *, blank: bool = False) -> list[LayerCells]:
+        """Two cells of each layer as no other one has them."""
+        return [
+            self._mark(layer, blank=blank) if layer in self._keys else self._none(layer, 0, _PROBED)
+            for layer in range(self._layers)
+        ]
+
     def _mark(self, layer: int, *, blank: bool = False) -> LayerCells:
-        """Two cells as no other layer has them."""
         keys, values = self._keys[layer], self._values.get(layer)
         random = np.random.default_rng(layer)
         sizes = [_PROBED * part.cell_bytes if part is not None else 0 for part in (keys, values)]

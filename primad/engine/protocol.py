@@ -259,7 +259,10 @@ class EngineWindow(Protocol):
         """Forget positions ``start <= p < end`` of ``sequence``; ``end = -1`` means to the end."""
 
     def kv_copy(self, source: int, target: int, end: int) -> None:
-        """Forget ``target``, and let it have the cells that ``source`` has at positions before ``end``."""
+        """Forget ``target``, and let it have the cells that ``source`` has at positions before ``end``.
+
+        Where ``source`` has more, and its state cannot be cut back, one of ``end`` is put back next.
+        """
 
     def kv_cells(self, sequence: int, start: int, end: int) -> list[LayerCells]:
         """The cells of ``sequence`` at positions ``start <= p < end``, for each layer of the window, copied."""

@@ -30,6 +30,8 @@ MAX_LAYERS: Final = 1024
 MAX_POSITIONS: Final = 1 << 24
 MAX_CELL_BYTES: Final = 1 << 20
 """Of keys, or of values, of one cell in one layer."""
+MAX_STATE_BYTES: Final = 1 << 27
+"""Of each of the two parts of one layer's state; 3 MB in a model of 27 billion weights."""
 
 _KEY: Final = re.compile(rf"[0-9a-f]{{{KEY_HEX}}}")
 _HEAD: Final = struct.Struct("<8sI")
@@ -54,7 +56,9 @@ class LayerCells:
 
     ``keys`` and ``values`` hold cell behind cell, of ggml types ``key_type`` and ``value_type``; every cell of a layer takes
     the same number of bytes. A layer that remembers keys alone (DeepSeek's latent attention) has no ``values``, and one that
-    uses another's cells neither. The ``digest`` is known of cells that were read from a file.
+    uses another's cells, or has a state in their place, neither. Without positions this is the state of a layer behind
+    ``end``: ``keys`` are what its convolution goes on from, ``values`` the rest. The ``digest`` is known of what was read
+    from a file.
     """
 
     layer: int
@@ -68,21 +72,27 @@ class LayerCells:
 
 
 class CellShape(msgspec.Struct, frozen=True, array_like=True):
-    """The types of a cell's keys and values in one layer, and their bytes."""
+    """The types of a cell's keys and values in one layer, and their bytes; or those of a state."""
 
     layer: int
     key_type: int
     value_type: int
     key_bytes: int
     value_bytes: int
+    is_state: bool = False
 
 
 def shape_of(cells: LayerCells) -> CellShape:
-    """What each of ``cells``, of which there is one at least, is made of."""
-    count = cells.end - cells.start
-    return CellShape(
-        cells.layer, cells.key_type, cells.value_type, len(cells.keys) // count, len(cells.values) // count
+    """What each of ``cells``, or a state, is made of."""
+    return _shape(
+        cells.layer, cells.key_type, cells.value_type, len(cells.keys), len(cells.values), cells.end - cells.start
     )
+
+
+def _shape(layer: int, key_type: int, value_type: int, key_bytes: int, value_bytes: int, count: int) -> CellShape:
+    """That of ``count`` cells, or of a state (0), of so many bytes."""
+    each = max(1, count)
+    return CellShape(layer, key_type, value_type, key_bytes // each, value_bytes // each, not count)
 
 
 def are_numbers(cells: LayerCells) -> bool:
@@ -117,12 +127,12 @@ def is_key(text: str) -> bool:
 
 
 def is_block(block: KvBlock) -> bool:
-    """Whether ``block`` has keys of their shape and some positions, and is behind another one unless it is the first.
+    """Whether ``block`` has keys of their shape, and is behind another one unless it is the first, which has positions.
 
     Where positions begin and end is judged by who knows how many there are.
     """
     is_behind = is_key(block.before) if block.start else not block.before
-    return is_key(block.key) and is_behind and block.start < block.end
+    return is_key(block.key) and is_behind and 0 != block.end >= block.start
 
 
 def _digest(*parts: Bytes) -> bytes:
@@ -189,7 +199,7 @@ class CellsFile:
         """What the cells of each layer are made of."""
         count = self.block.end - self.block.start
         return [
-            CellShape(part.layer, part.key_type, part.value_type, part.key_bytes // count, part.value_bytes // count)
+            _shape(part.layer, part.key_type, part.value_type, part.key_bytes, part.value_bytes, count)
             for _, _, part in self._places.values()
         ]
 
@@ -242,7 +252,8 @@ def _judge(listing: _Listing) -> None:
         if not (0 <= part.key_type <= _MAX_TYPE and 0 <= part.value_type <= _MAX_TYPE):
             raise CellsError(f"the KV cells of layer {part.layer} have a type that is none")
         for size in (part.key_bytes, part.value_bytes):
-            if size % cells or not 0 <= size <= cells * MAX_CELL_BYTES:
+            maximum = MAX_STATE_BYTES if block.is_state else cells * MAX_CELL_BYTES
+            if size % max(1, cells) or not 0 <= size <= maximum:
                 raise CellsError(f"{cells} KV cells of layer {part.layer} cannot take {size} bytes")
         if part.value_bytes and not part.key_bytes:
             raise CellsError(f"the KV cells of layer {part.layer} have no keys")

@@ -3,12 +3,15 @@
 What a cell holds follows from all tokens up to it, from the model, and, in the last bits, from which rows were computed
 together. So a *block*, the cells of positions ``start <= p < end`` of a sequence, is known by a digest over the block before
 it, its tokens and the ends of the steps that computed them. Blocks make a chain: the key of the last one names all of them.
+
+Some layers have one state of all tokens before, in place of cells or beside them. Behind a block of cells there may be one
+of that state, which has no positions. It is no link of the chain: cells go on behind cells, whether there is a state or not.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -17,12 +20,20 @@ KEY_HEX = 32
 
 
 class KvBlock(msgspec.Struct, frozen=True, array_like=True):
-    """Positions ``start <= p < end`` of a sequence, known by ``key``, behind the block ``before`` (empty: the first)."""
+    """Positions ``start <= p < end`` of a sequence, known by ``key``, behind the block ``before`` (empty: the first).
+
+    Without positions it is the state behind the cells of ``before``.
+    """
 
     key: str
     before: str
     start: int
     end: int
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it has a state in place of cells."""
+        return self.start == self.end
 
 
 def block(root: str, before: KvBlock | None, tokens: Sequence[int], ends: Sequence[int]) -> KvBlock:
@@ -35,3 +46,51 @@ def block(root: str, before: KvBlock | None, tokens: Sequence[int], ends: Sequen
     body = msgspec.msgpack.encode((root, before.key if before is not None else "", start, list(tokens), list(ends)))
     key = hashlib.blake2b(body, digest_size=KEY_HEX // 2).hexdigest()
     return KvBlock(key=key, before=before.key if before is not None else "", start=start, end=start + len(tokens))
+
+
+def state_behind(cells: KvBlock) -> KvBlock:
+    """The block of the state behind ``cells``."""
+    body = msgspec.msgpack.encode(("state", cells.key))
+    key = hashlib.blake2b(body, digest_size=KEY_HEX // 2).hexdigest()
+    return KvBlock(key=key, before=cells.key, start=cells.end, end=cells.end)
+
+
+def last_cells(chain: Sequence[KvBlock]) -> KvBlock | None:
+    """The last block of ``chain`` that is no state."""
+    return next((each for each in reversed(chain) if not each.is_state), None)
+
+
+def follows(chain: Sequence[KvBlock], block: KvBlock) -> bool:
+    """Whether ``block`` is the next one of ``chain``, or the state behind its last cells."""
+    if block.is_state and chain and chain[-1].is_state:
+        return False
+    last = last_cells(chain)
+    before = ("", 0) if last is None else (last.key, last.end)
+    return (block.before, block.start) == before
+
+
+def is_chain(blocks: Iterable[KvBlock]) -> bool:
+    """Whether ``blocks`` are a chain from position 0 on."""
+    before = ("", 0)
+    for each in blocks:
+        if (each.before, each.start) != before:
+            return False
+        before = before if each.is_state else (each.key, each.end)
+    return True
+
+
+def up_to_lacking(chain: Iterable[KvBlock], is_held: Callable[[KvBlock], bool]) -> list[KvBlock]:
+    """The blocks of ``chain`` that are held, up to the first cells that are not: a state may be lacking."""
+    found = []
+    for each in chain:
+        if is_held(each):
+            found.append(each)
+        elif not each.is_state:
+            break
+    return found
+
+
+def to_go_on_from(chain: Sequence[KvBlock]) -> list[KvBlock]:
+    """``chain`` up to its last state."""
+    end = next((place for place in range(len(chain), 0, -1) if chain[place - 1].is_state), 0)
+    return list(chain[:end])

@@ -16,7 +16,7 @@ from primad.kv.store import KvStore
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES: Final = 64 << 20
-"""More than this does not wait to be written: whoever keeps more waits for the disk."""
+"""More than this, and a state, does not wait to be written: whoever keeps more waits for the disk."""
 PATIENCE_S: Final = 10.0
 """A disk that takes longer has stopped; what would wait for it is not kept."""
 
@@ -30,6 +30,9 @@ class KvWriter:
     def __init__(self, store: KvStore, shapes: Sequence[CellShape] = ()) -> None:
         self._store = store
         self.shapes = list(shapes)
+        self._may_wait_bytes = MAX_WAITING_BYTES + sum(
+            shape.key_bytes + shape.value_bytes for shape in shapes if shape.is_state
+        )
         store.expect(shapes)
         self._waiting: deque[tuple[KvBlock, Sequence[LayerCells], int]] = deque()
         self._waiting_bytes = 0
@@ -78,7 +81,7 @@ class KvWriter:
         self._writer.join(PATIENCE_S)
 
     def _has_room(self, size_bytes: int) -> bool:
-        return not self._waiting_bytes or self._waiting_bytes + size_bytes <= MAX_WAITING_BYTES
+        return not self._waiting_bytes or self._waiting_bytes + size_bytes <= self._may_wait_bytes
 
     def _write(self) -> None:
         while self._write_next():

@@ -69,14 +69,15 @@ class KvStore:
         self.folder = folder
         self.limit_bytes = limit_bytes
         self._leases: dict[str, frozenset[str]] = {}
-        self._shapes: dict[int, CellShape] = {}
+        self._shapes: dict[tuple[int, bool], CellShape] = {}
+        """By layer, and whether it is that of a state."""
         self._numbers = count()
         self._counted_bytes: int | None = None
         self._written_bytes = 0
 
     def expect(self, shapes: Iterable[CellShape]) -> None:
         """This device's windows have such cells from now on: copies of other forms in their layers are not taken, and go."""
-        self._shapes = {shape.layer: shape for shape in shapes}
+        self._shapes = {(shape.layer, shape.is_state): shape for shape in shapes}
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
@@ -112,7 +113,7 @@ class KvStore:
 
     def _judge(self, shapes: Iterable[CellShape]) -> None:
         for shape in shapes:
-            if self._shapes.get(shape.layer, shape) != shape:
+            if self._shapes.get((shape.layer, shape.is_state), shape) != shape:
                 raise CellsError(f"KV cells of layer {shape.layer} have other types or sizes than those of this device")
 
     def read(self, key: str, first: int, last: int) -> list[LayerCells]:

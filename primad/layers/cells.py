@@ -19,7 +19,7 @@ from typing import Final
 import zmq.asyncio
 
 from primad.errors import DiskError, ProtocolError
-from primad.kv.cells import CellsError
+from primad.kv.cells import MAX_STATE_BYTES, CellsError
 from primad.kv.keys import KvBlock
 from primad.kv.store import KvStore
 from primad.layers.fetch import MAX_SOURCES, in_thread
@@ -39,6 +39,8 @@ _CELLS_AT_ONCE: Final = 256
 """Positions times layers that are asked for at a time."""
 _MAX_CELL_BYTES: Final = 64 << 10
 """Keys and values of one cell in one layer take no more in any model that is known."""
+_STATES_AT_ONCE: Final = 1
+"""Layers that are asked for at a time of a state, of which each may have megabytes."""
 _INDEX_BYTES: Final = 1 << 20
 
 
@@ -184,8 +186,9 @@ class _Fetch:
 
     def _wanted(self, key: str, refused: Mapping[str, int]) -> range:
         """The first run of layers that are lacking of a block, but for those that were ``refused``; empty for none."""
-        rows = self._blocks[key].end - self._blocks[key].start
-        return first_run(self._lacking.get(key, 0) & ~refused.get(key, 0))[: max(1, _CELLS_AT_ONCE // rows)]
+        block = self._blocks[key]
+        count = _STATES_AT_ONCE if block.is_state else max(1, _CELLS_AT_ONCE // (block.end - block.start))
+        return first_run(self._lacking.get(key, 0) & ~refused.get(key, 0))[:count]
 
     async def _take(self, refused: Mapping[str, int]) -> _Asked | None:
         """Blocks of which the same layers are lacking, to ask for; None at the end. Waits while others are asked."""
@@ -255,7 +258,8 @@ class _Fetch:
             raise ProtocolError(f"answered with a {type(reply).__name__} that was not asked for")
         for key, size in zip(keys, reply.sizes, strict=False):
             rows = self._blocks[key].end - self._blocks[key].start
-            if not 0 <= size <= _INDEX_BYTES + rows * len(layers) * _MAX_CELL_BYTES:
+            each_bytes = rows * _MAX_CELL_BYTES if rows else 2 * MAX_STATE_BYTES
+            if not 0 <= size <= _INDEX_BYTES + len(layers) * each_bytes:
                 raise ProtocolError(f"says that {rows} KV cells in {len(layers)} layers take {size} bytes")
         came = bytearray(data if data is not None else b"")
         if len(came) > sum(reply.sizes) - offset:

@@ -97,9 +97,9 @@ def load_part(batches: Batches) -> LoadJson | None:
 def kept_part(planned: Planned) -> list[KeptJson]:
     """Where the KV cells of the workers are kept a second time."""
     plan, asked, tokens_per_s = planned.plan, planned.question, planned.batches.load.tokens_per_s
-    bytes_of = token_bytes(plan, asked.model.layers, asked.workload.kv_type)
-    devices = holders({each.device: each for each in asked.devices if each.device in bytes_of}, bytes_of)
     links = {pair: link.bytes_per_s for pair, link in asked.links.items()}
+    bytes_of = token_bytes(plan, asked.model.layers, asked.workload.kv_type, links, tokens_per_s)
+    devices = holders({each.device: each for each in asked.devices if each.device in bytes_of}, bytes_of)
     return [
         KeptJson(
             device=kept.device,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Final, Self
 
 from halda import Assignment, Instance, ModelProfile, Plan, Prediction, assignments
 from primad.planning.batching import Batches
@@ -14,6 +14,9 @@ from primad.planning.plan import Planned
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 from primad.ring.speculation.drafter import Drafting
+
+FIRST_TOKENS_PER_S: Final = 20.0
+"""The assumed tokens per second if nothing was predicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,13 @@ class Forecast:
     def attention(self) -> tuple[bool, bool]:
         """What answers would go on with other last bits if it changed."""
         return self.flash, self.small_windows
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The predicted throughput of all requests together."""
+        if self.batches is not None:
+            return self.batches.load.tokens_per_s
+        return FIRST_TOKENS_PER_S if self.prediction is None else 1 / self.prediction.tpot_s
 
     def drafting_with(self, keep_rows: int | None) -> Drafting | None:
         """How drafts are computed: as trees only where one sequence has all cells, and none of them is kept elsewhere."""

@@ -16,6 +16,10 @@ from halda.cost import kv_bytes_per_token
 
 LINK_SHARE: Final = 0.2
 """Copies take no more of a link."""
+STATES_WITHOUT_NAMES: Final = frozenset({"plamo2"})
+STATE_TOKENS: Final = (128, 512, 2048)
+"""A state is kept behind so many tokens of an answer, which are computed again at most: the fewest that links carry. It has
+some MB for each layer, as much as the cells of some hundred tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +54,38 @@ def holders(profiles: Mapping[str, DeviceProfile], bytes_of: Mapping[str, int]) 
     ]
 
 
-def token_bytes(plan: Plan, layers: Sequence[LayerProfile], kv_type: CacheType) -> dict[str, int]:
+def token_bytes(
+    plan: Plan,
+    layers: Sequence[LayerProfile],
+    kv_type: CacheType,
+    links: Mapping[tuple[str, str], float],
+    tokens_per_s: float,
+) -> dict[str, int]:
+    """For each device of ``plan`` the bytes of a token in its layers: of cells, and its share of a state."""
+    cells, states = cell_bytes(plan, layers, kv_type), state_bytes(plan, layers)
+    rows = state_tokens(plan, layers, kv_type, links, tokens_per_s)
+    return {name: cells[name] + states[name] // rows for name in plan.devices}
+
+
+def state_tokens(
+    plan: Plan,
+    layers: Sequence[LayerProfile],
+    kv_type: CacheType,
+    links: Mapping[tuple[str, str], float],
+    tokens_per_s: float,
+) -> int:
+    """Behind how many tokens of an answer a state is kept: the fewest with which some link of each worker carries it."""
+    cells, states = cell_bytes(plan, layers, kv_type), state_bytes(plan, layers)
+
+    def is_carried(name: str, rows: int) -> bool:
+        rate = max((links.get((name, other), 0.0) for other in plan.devices if other != name), default=0.0)
+        return (cells[name] + states[name] // rows) * tokens_per_s <= LINK_SHARE * rate
+
+    workers = [name for name in plan.devices if name != plan.head]
+    return next((rows for rows in STATE_TOKENS if all(is_carried(name, rows) for name in workers)), STATE_TOKENS[0])
+
+
+def cell_bytes(plan: Plan, layers: Sequence[LayerProfile], kv_type: CacheType) -> dict[str, int]:
     """For each device of ``plan`` the bytes of cells of a token in its layers."""
     return {
         name: sum(
@@ -60,13 +95,21 @@ def token_bytes(plan: Plan, layers: Sequence[LayerProfile], kv_type: CacheType) 
     }
 
 
+def state_bytes(plan: Plan, layers: Sequence[LayerProfile]) -> dict[str, int]:
+    """For each device of ``plan`` the bytes of one state of its layers."""
+    return {
+        name: sum(layers[layer].state_bytes for _, window in plan.windows_of(name) for layer in window.layers)
+        for name in plan.devices
+    }
+
+
 def why_not_kept(model: ModelProfile) -> str:
     """Why the windows of ``model`` give out no KV cells, which the engine finds when it loads them; empty where they do."""
-    if model.is_recurrent:
-        return "some layers of the model have a state"
     if model.cell_bytes:
         return "a second cache chooses the cells that its attention sees"
-    if not all(layer.kv_bytes_per_token for layer in model.layers[: model.last_cut + 1]):
+    if model.architecture in STATES_WITHOUT_NAMES:
+        return "llama.cpp's graph does not show where its states are"
+    if not model.is_recurrent and not all(layer.kv_bytes_per_token for layer in model.layers[: model.last_cut + 1]):
         return "some layers of the model have none"
     return ""
 

@@ -53,17 +53,17 @@ class Checkpoints:
             (each.end for each in self._kept.values() if each.sequence == sequence and each.end <= end), default=0
         )
 
-    def keep(self, sequence: int, chunking: Chunking, prompt: Sequence[int], end: int, step: int) -> list[StateKeep]:
-        """``step`` computed a chunk of ``prompt`` up to ``end`` in ``sequence``: keep its state, if that is worth it."""
-        if not self._count:
-            return []
+    def is_place(self, sequence: int, chunking: Chunking, prompt: Sequence[int], end: int) -> bool:
+        """Whether a state is worth keeping where a chunk of ``prompt`` ends at ``end`` in ``sequence``."""
         left = end
         for _ in range(2):
             left = chunking.end(prompt, left) if left < len(prompt) else left
         is_far = end - self.last(sequence, end) >= EVERY_TOKENS
-        if left < len(prompt) and not is_far:
-            return []
-        self._kept[_NEW] = _Checkpoint(sequence, end, step, end == len(prompt))
+        return self.are_needed and (left >= len(prompt) or is_far)
+
+    def keep(self, sequence: int, end: int, step: int, *, is_whole: bool) -> list[StateKeep]:
+        """``step`` computed a chunk up to ``end`` in ``sequence``, its whole prompt or not: keep the state of there."""
+        self._kept[_NEW] = _Checkpoint(sequence, end, step, is_whole)
         free = next((i for i in range(self._count) if i not in self._kept), None)
         number = self._first_to_go() if free is None else free
         if number == _NEW:
@@ -72,11 +72,11 @@ class Checkpoints:
         self._kept[number] = self._kept.pop(_NEW)
         return [StateKeep(sequence, number, end)]
 
-    def restore(self, sequence: int, end: int, step: int) -> StateRestore:
-        """Have ``sequence`` end behind ``end``, where a state of it was kept."""
+    def restore(self, sequence: int, end: int, step: int, *, target: int | None = None) -> StateRestore:
+        """Have ``sequence``, or a ``target`` with its cells, end behind ``end``, where a state of ``sequence`` was kept."""
         number = next(i for i, each in self._kept.items() if (each.sequence, each.end) == (sequence, end))
         self._kept[number].used = step
-        return StateRestore(sequence, number, end)
+        return StateRestore(sequence if target is None else target, number, end)
 
     def cut(self, sequence: int, end: int) -> None:
         """``sequence`` has other tokens behind its first ``end``."""

@@ -4,6 +4,10 @@ A chunk of a prompt is a block once its last row is in the log, and so is every 
 computed again. The operation that keeps it goes in front of the next step: then each window has computed it, and nobody has
 had its sequence since. A block is told as kept once that step is back, and as forgotten when no sequence has it any more.
 
+Where layers have a state, which only the latest row has, it is kept in the same way right behind the block that ends there.
+A chain goes on from the last one that all devices have, so the latest of them are needed: where a prompt ends there are
+three at once, and the last one may not be copied yet. Those before are forgotten; a cache may have them still.
+
 Pieces of a chunk, and rows of a known answer that are computed some at a time, have the bits of the whole and of single
 rows: they make the same blocks.
 """
@@ -14,11 +18,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Final
 
-from primad.kv.keys import KvBlock
+from primad.kv.keys import KvBlock, last_cells, state_behind, to_go_on_from
 from primad.kv.keys import block as block_of
 from primad.ring.chunks import Chunking
 from primad.ring.messages import Generate, KvForgotten, KvKeep, KvKept
+
+STATES_OF_CHAIN: Final = 3
+"""So many of its states are needed, the latest."""
+STATES_BROUGHT: Final = 2
+"""So many are brought to devices that lack them: the latest, and one if that is not to be had."""
 
 
 def prompt_blocks(chunking: Chunking, prompt: Sequence[int], root: str) -> list[KvBlock]:
@@ -32,6 +42,12 @@ def _prompt_blocks(chunking: Chunking, prompt: Sequence[int], root: str) -> Iter
         end = chunking.end(prompt, first)
         last = block_of(root, last, prompt[first:end], (end,))
         yield last
+
+
+def without_old_states(chain: Sequence[KvBlock]) -> list[KvBlock]:
+    """``chain`` with the states that a new generation may begin with."""
+    old = {each.key for each in [each for each in chain if each.is_state][:-STATES_BROUGHT]}
+    return [each for each in chain if each.key not in old]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +66,24 @@ class Usable:
         return self.blocks[-1].end if self.blocks else 0
 
 
-def usable(chunking: Chunking, generate: Generate) -> Usable:
-    """What of ``generate.blocks`` may be used.
+def usable(chunking: Chunking, generate: Generate, *, needs_state: bool = False) -> Usable:
+    """What of ``generate.blocks`` may be used; where it ``needs_state``, up to one.
 
     Without a token of its answer only whole chunks, never all: what follows is drawn from the logits of the last one. An
     answer that was begun goes on with its own cells, but for that of the last token that is known.
     """
     given, prompt = generate.blocks, generate.prompt
-    pairs = zip(given, _prompt_blocks(chunking, prompt, generate.root), strict=False) if generate.root else ()
+    cells = [each for each in given if not each.is_state]
+    pairs = zip(cells, _prompt_blocks(chunking, prompt, generate.root), strict=False) if generate.root else ()
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     if not generate.root or not (generate.sampled or generate.reuses):
         return Usable([], 0)
     last = len(prompt) + len(generate.sampled) - 1
-    found = list(takewhile(lambda each: each.end <= last, given if generate.sampled else given[:same]))
-    return Usable(found, min(same, len(found)))
+    if not generate.sampled:
+        last = min(last, cells[same - 1].end if same else 0)
+    found = list(takewhile(lambda each: each.end <= last, given))
+    found = to_go_on_from(found) if needs_state else found
+    return Usable(found, min(same, sum(not each.is_state for each in found)))
 
 
 @dataclass(slots=True)
@@ -132,7 +152,21 @@ class Keeping:
 
     def add(self, chain: Chain, sequence: int, tokens: Sequence[int], ends: Sequence[int]) -> None:
         """The next block of ``chain`` is computed in ``sequence``, by the steps handed out so far."""
-        found = block_of(chain.root, chain.blocks[-1] if chain.blocks else None, tokens, ends)
+        self._add(chain, sequence, block_of(chain.root, last_cells(chain.blocks), tokens, ends))
+
+    def add_state(self, chain: Chain, sequence: int) -> None:
+        """``sequence`` is where ``chain`` ends: keep its state."""
+        before = last_cells(chain.blocks)
+        if before is None or chain.blocks[-1].is_state:
+            return
+        self._add(chain, sequence, state_behind(before))
+        old = [each for each in chain.blocks if each.is_state][:-STATES_OF_CHAIN]
+        for each in old:
+            chain.reported -= chain.blocks.index(each) < chain.reported
+            chain.blocks.remove(each)
+        self._drop(old)
+
+    def _add(self, chain: Chain, sequence: int, found: KvBlock) -> None:
         chain.blocks.append(found)
         self._need(found)
         is_out = any(found.key in keys for keys in self._out.values())

@@ -207,6 +207,7 @@ def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple
                 batching=part.batching,
                 keep_rows=part.keep_rows if kv_writer is not None else None,
                 states=part.states,
+                state_rows=part.state_rows if kv_writer is not None else None,
                 drafting=part.drafting,
                 drafter=drafter,
             )

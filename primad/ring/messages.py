@@ -44,7 +44,7 @@ from primad.ring.grouping import Batching
 from primad.ring.speculation.drafter import Drafting
 from primad.ring.speculation.messages import Drafted, DraftModel, TextTask
 
-PROTOCOL: Final = 7
+PROTOCOL: Final = 8
 """The version of every message in this file. It grows when an older peer could misread a newer one."""
 
 HIDDEN_DTYPE: Final = "f32"
@@ -83,14 +83,17 @@ class KvCopy(msgspec.Struct, frozen=True, tag="copy", array_like=True):
 
 
 class KvKeep(msgspec.Struct, frozen=True, tag="keep", array_like=True):
-    """Hand the cells of ``block`` of ``sequence`` to this device's store of KV cells."""
+    """Hand the cells of ``block`` of ``sequence``, or the state that it has there, to this device's store of KV cells."""
 
     sequence: int
     block: KvBlock
 
 
 class KvLoad(msgspec.Struct, frozen=True, tag="load", array_like=True):
-    """Forget ``sequence``, and fill its positions before ``end`` from the blocks whose chain ends with ``key``."""
+    """Forget ``sequence``, and fill its positions before ``end`` from the blocks whose chain ends with ``key``.
+
+    That is the key of a state where layers have one.
+    """
 
     sequence: int
     key: str
@@ -106,7 +109,8 @@ class StateKeep(msgspec.Struct, frozen=True, tag="state-keep", array_like=True):
 
 
 class StateRestore(msgspec.Struct, frozen=True, tag="state-restore", array_like=True):
-    """Have ``sequence`` end behind ``end`` positions, where its state was kept as ``number``."""
+    """Have ``sequence`` end behind ``end`` positions, where its state, or that of the one it is a copy of, was kept as
+    ``number``."""
 
     sequence: int
     number: int
@@ -218,6 +222,11 @@ def decode_route(header: bytes | memoryview, payload_bytes: int, limits: StepLim
     kept = sum(op.block.end - op.block.start for op in step.ops if isinstance(op, KvKeep))
     if kept > limits.sequences * limits.context:
         raise ProtocolError(f"step {step.step} keeps {kept} KV cells; there are {limits.sequences * limits.context}")
+    kept = sum(isinstance(op, KvKeep) and op.block.is_state for op in step.ops)
+    if kept > (limits.sequences if limits.states else 0):
+        raise ProtocolError(
+            f"step {step.step} keeps {kept} states with KV cells; there are {limits.sequences} sequences"
+        )
     return step
 
 
@@ -463,9 +472,10 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     It keeps at most ``depth`` steps in flight and runs so many generations ``at_once``, whose next tokens are computed
     together as ``batching`` says. A chunk of a prompt has at most ``chunk_rows``, and ``min_rows`` or more before a
     message; beside other answers it is computed in ``pieces``. Of an answer the cells of every ``keep_rows`` rows are kept,
-    or none. So many ``states`` of sequences are kept, where some layers have one; 0: they can be cut back. Drafts are
-    computed as ``drafting`` says, or none; the model ``draft`` drafts what they are, if there is one: here, unless
-    another device ``drafts_elsewhere``. Or the model ``predicts`` itself, with layers that its tail has.
+    or none. So many ``states`` of sequences are kept, where some layers have one; 0: they can be cut back. Where cells do
+    not go on without a state, one is kept with every ``state_rows`` rows of an answer; None: they do. Drafts are computed as
+    ``drafting`` says, or none; the model ``draft`` drafts what they are, if there is one: here, unless another device
+    ``drafts_elsewhere``. Or the model ``predicts`` itself, with layers that its tail has.
     Where ``model`` has the vocabulary alone, the token embedding is in the layer file ``embedding``. Whole files of
     ``adapters`` are for the token embedding and for a model that is not cut. Of the ``vocabulary``'s tokens ``ends`` end
     a generation.
@@ -482,6 +492,7 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     pieces: Pieces | None = None
     keep_rows: int | None = None
     states: int = 0
+    state_rows: int | None = None
     drafting: Drafting | None = None
     draft: DraftModel | None = None
     drafts_elsewhere: bool = False

@@ -10,7 +10,7 @@ Cells that the devices keep (``keeping.py``) are loaded where they reach further
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -139,8 +139,9 @@ class Slots:
     """The ``sequences`` of a ring, each with a context of ``context`` tokens.
 
     The cells of every ``keep_rows`` rows of an answer are kept, and those of prompts; None: nothing is, and nothing loaded.
-    So many ``states`` are kept, to which alone sequences go back; with 0 they do anywhere. So many more of them are kept in
-    front of drafts that are ``ahead``.
+    So many ``states`` are kept, to which alone sequences go back; with 0 they do anywhere. So many more of
+    them are kept in front of drafts that are ``ahead``. Where cells do not go on without
+    a state, it is kept with those of prompts, and behind every ``state_rows`` rows of an answer; None: they do.
     """
 
     def __init__(
@@ -151,15 +152,17 @@ class Slots:
         chunking: Chunking,
         keep_rows: int | None = None,
         states: int = 0,
+        state_rows: int | None = None,
         ahead: int = 0,
     ) -> None:
         assert keep_rows is None or keep_rows > 0
+        assert state_rows is None or (states + ahead and state_rows > 0)
         self._ahead = list(range(states, states + ahead))
         """Numbers of states that are free."""
         self._checkpoints = Checkpoints(states)
         self._minimum = context // COPIED_CELLS
         self._chunking = chunking
-        self._keep_rows = keep_rows
+        self._keep_rows, self._state_rows = keep_rows, state_rows
         self._keeping = Keeping()
         self.sequences = [KvSequence(number) for number in range(count)]
         self._free = list(self.sequences)
@@ -272,13 +275,40 @@ class Slots:
             return
         while (ends := self._ends(running)) and ends[-1] <= running.certain:
             self._keeping.add(chain, sequence.number, running.tokens(chain.end, ends[-1]), ends)
+        if self._state_rows is not None and chain.end >= self._state_end(running) + self._state_rows:
+            self._add_state(running)
+
+    def keep_certain(self, running: Iterable[Running]) -> None:
+        """Have the state kept of those that are where it is to be: with drafts in a step they are there once it is back.
+
+        Not while cells of somebody are still to come.
+        """
+        if self._state_rows is not None and not self._first:
+            for each in running:
+                self.keep(each)
+
+    def _state_end(self, running: Running) -> int:
+        """Where the last state of its chain is; not before its prompt ends."""
+        ends = (each.end for each in reversed(running.sequence.chain.blocks) if each.is_state)
+        return max(len(running.generate.prompt), next(ends, 0))
+
+    def _add_state(self, running: Running) -> None:
+        """Have its state kept with its cells, if it has just these: it is past none that are to be forgotten."""
+        sequence, chain = running.sequence, running.sequence.chain
+        is_there = chain.end == sequence.cells == running.certain and not sequence.ops
+        if running.behind is None and chain.root and is_there:
+            self._keeping.add_state(chain, sequence.number)
 
     def keep_state(self, running: Running, step: int) -> None:
         """``step`` has a chunk of its prompt, up to its last cell: its state is kept in front of the next one, if it is."""
-        sequence = running.sequence
+        sequence, prompt = running.sequence, running.generate.prompt
+        if not self._checkpoints.is_place(sequence.number, running.chunking, prompt, sequence.cells):
+            return
         self._first += self._checkpoints.keep(
-            sequence.number, running.chunking, running.generate.prompt, sequence.cells, step
+            sequence.number, sequence.cells, step, is_whole=sequence.cells == len(prompt)
         )
+        if self._keep_rows is not None and self._state_rows is not None:
+            self._add_state(running)
 
     def keep_rest(self, running: Running) -> None:
         """Have kept the rows of its answer that are in no block, as a shorter one."""
@@ -287,6 +317,8 @@ class Slots:
         is_known = running.is_decoding and chain.end >= max(len(running.generate.prompt), running.chunk_end)
         if self._keep_rows is not None and chain.root and is_known and rows:
             self._keeping.add(chain, sequence.number, running.tokens(chain.end, running.certain), rows)
+        if self._keep_rows is not None and self._state_rows is not None:
+            self._add_state(running)
 
     def _ends(self, running: Running) -> Sequence[int]:
         """The ends of the steps that compute its next block; none where these are not known yet."""
@@ -315,7 +347,9 @@ class Slots:
         kept, _, sequence = max(
             ((reused(each), -each.used, each) for each in self._free), key=lambda candidate: candidate[:2]
         )
-        loaded = usable(running.chunking, generate) if self._keep_rows is not None and generate.blocks else None
+        loaded = None
+        if self._keep_rows is not None and generate.blocks:
+            loaded = usable(running.chunking, generate, needs_state=self._state_rows is not None)
         leader, shared = self._leader(running, others)
         if shared - max(kept, loaded.end if loaded is not None else 0) > self._minimum:
             running.behind, running.shared = leader, shared
@@ -352,7 +386,7 @@ class Slots:
         generate, sequence = running.generate, running.sequence
         running.reused = 0 if generate.sampled else loaded.end
         self._keeping.begin(sequence.chain, generate, loaded.blocks, reported=True)
-        ends = [each.end for each in loaded.blocks]
+        ends = [each.end for each in loaded.blocks if not each.is_state]
         running.is_foreign = any(end <= len(generate.prompt) for end in ends[loaded.chunks :])
         sequence.computed = Computed(generate.prompt, ends[: loaded.chunks])
         self._first.append(KvLoad(sequence.number, loaded.blocks[-1].key, loaded.end))
@@ -365,21 +399,35 @@ class Slots:
         if root or running.sequence.chain.root:
             blocks = source.before(cells, root) if root else []
             generate = running.generate
-            if self._checkpoints.are_needed and cells != (blocks[-1].end if blocks else 0):
+            if self._loses_cells and cells != (blocks[-1].end if blocks else 0):
                 generate, blocks = msgspec.structs.replace(generate, root=""), []  # those of before are gone
             self._keeping.begin(running.sequence.chain, generate, blocks, reported=False)
+
+    @property
+    def _loses_cells(self) -> bool:
+        """Whether a sequence that goes back has no cells of before that could be kept: those of small windows."""
+        return self._keep_rows is not None and self._checkpoints.are_needed and self._state_rows is None
 
     def _leader(self, running: Running, others: Collection[Running]) -> tuple[Running | None, int]:
         """The one of the ``others`` whose prompt has most in common with that of ``running``, and how much."""
         generate, chunking = running.generate, running.chunking
         best: tuple[Running | None, int] = (None, 0)
-        for each in others if generate.reuses and not self._checkpoints.are_needed else ():
-            if each.behind is None and not each.is_foreign and each.chunking == chunking:
+        for each in others if generate.reuses else ():
+            is_kept = not self._loses_cells or each.sequence.chain.root == generate.root
+            if each.behind is None and not each.is_foreign and each.chunking == chunking and is_kept:
                 prompt = each.generate.prompt
                 is_same = not each.is_decoding and prompt == generate.prompt
                 common = len(prompt) if is_same else chunking.common(generate.prompt, prompt)
-                best = max(best, (each, common), key=lambda pair: pair[1])
+                best = max(best, (each, self._copied(each.sequence, common)), key=lambda pair: pair[1])
         return best
+
+    def _copied(self, source: KvSequence, cells: int) -> int:
+        """How many of the first ``cells`` of ``source`` can be copied: where it is past them, as many as a state is kept of.
+
+        Where it is not, it will be there exactly: a chunk ends there, and what waits is looked at before each step.
+        """
+        is_past = self._checkpoints.are_needed and source.cells > cells
+        return self._checkpoints.last(source.number, cells) if is_past else cells
 
     def go_on(self, running: Mapping[int, Running], steps: int) -> None:
         """Those that wait for another one's prompt go on once enough of it is in the log, or will not be."""
@@ -387,7 +435,10 @@ class Slots:
             leader = each.behind
             if leader is None:
                 continue
-            if running.get(leader.generate.request) is not leader:
+            if (
+                running.get(leader.generate.request) is not leader
+                or self._copied(leader.sequence, each.shared) < each.shared
+            ):
                 self._free.append(each.sequence)
                 self._place(each, [other for other in running.values() if other is not each])
             elif each.shared <= leader.sequence.cells:
@@ -397,9 +448,13 @@ class Slots:
         """Take over, behind so many ``steps``, what it shares with the one that it waited for."""
         leader, sequence, shared = running.behind, running.sequence, running.shared
         assert leader is not None
-        self._first.append(KvCopy(leader.sequence.number, sequence.number, shared))
+        source = leader.sequence
+        self._first.append(KvCopy(source.number, sequence.number, shared))
+        self._checkpoints.cut(sequence.number, 0)
+        if self._checkpoints.are_needed and source.cells > shared:
+            self._first.append(self._checkpoints.restore(source.number, shared, steps, target=sequence.number))
         running.behind, running.reused = None, shared
-        self._begin_chain(running, leader.sequence.chain, shared)
-        ends = [end for end in leader.sequence.computed.ends if end <= shared]
+        self._begin_chain(running, source.chain, shared)
+        ends = [end for end in source.computed.ends if end <= shared]
         sequence.computed, sequence.cells = Computed(running.generate.prompt, ends), shared
         sequence.ops, sequence.used = [], steps

@@ -491,11 +491,11 @@ def checkpoints(sequences: int) -> int:
 
 
 def checkpoint_bytes(layer: LayerProfile, workload: Workload) -> int:
-    """RAM of one layer for what is kept of states, wherever the layer is."""
-    size = layer.state_bytes
+    """RAM of one layer for what is kept of states, and for one that is on its way to the disk, wherever the layer is."""
+    size, kept = layer.state_bytes, checkpoints(workload.sequences)
     if workload.small_windows and layer.window_tokens:
         size += kv_bytes_per_token(layer, workload.kv_type) * min(layer.window_tokens, workload.context_tokens)
-    return checkpoints(workload.sequences) * size
+    return kept * size + layer.state_bytes
 
 
 def compute_buffer_bytes(model: ModelProfile, workload: Workload) -> int:

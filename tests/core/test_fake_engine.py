@@ -151,7 +151,7 @@ def test_a_state_goes_back_to_where_it_was_kept_of_the_same_text_and_nowhere_els
     window.state_keep(4, 0, 3)
     window.forward(rows([7], start=3))
     for number, sequence, end, why in (
-        (3, 0, 3, "not kept"), (4, 1, 3, "of sequence 0"), (4, 0, 2, "behind 3")
+        (3, 0, 3, "not kept"), (4, 1, 3, "another text"), (4, 0, 2, "behind 3")
     ):  # fmt: skip
         with pytest.raises(AssertionError, match=why):
             window.state_restore(number, sequence, end)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from primad.errors import DiskError
 from primad.kv import keys
 from primad.kv import kv_writer as shelf
-from primad.kv.cells import CellsError, shape_of
+from primad.kv.cells import CellsError, LayerCells, shape_of
 from primad.kv.kv_writer import KvWriter
 from primad.kv.store import KvStore
 from tests.fakes.kv_cache import cells_of
@@ -414,3 +414,38 @@ def test_copies_with_values_that_are_no_numbers_are_not_taken(tmp_path, kind):
                 with pytest.raises(CellsError, match="not numbers"):
                     store.add_part(FIRST, part, range(0, 9))
                 assert not store.layers(FIRST.key)
+
+
+STATE = keys.state_behind(SECOND)
+
+
+def state(size: int = 1000) -> list[LayerCells]:
+    """That of layer 5 behind two blocks."""
+    (none,) = cells(STATE, 5)
+    return [replace(none, keys=b"r" * size, values=b"s" * 3 * size)]
+
+
+def test_a_state_ends_a_chain_and_has_a_form_of_its_own(tmp_path):
+    store = KvStore(tmp_path / "cells", limit_bytes=10_000)
+    writer = KvWriter(store, [shape_of(each) for each in (*cells(FIRST, 5), *state())])
+    kept = [(FIRST, cells(FIRST, 5)), (SECOND, cells(SECOND, 5)), (STATE, state())]
+    for block, each in kept:
+        writer.keep(block, each)
+    assert writer.chain(STATE.key, 5, 6) == [each for _, each in kept]
+    assert writer.chain(SECOND.key, 5, 6) == [each for _, each in kept[:2]]
+    writer.close()
+    assert next(each for each in store.list() if each.key == STATE.key).size_bytes > 4000
+    mine, source = KvStore(tmp_path / "mine"), KvStore(tmp_path / "source")
+    mine.expect(shape_of(each) for each in (*cells(FIRST, 5), *state(999)))
+    source.put(STATE, state())
+    with pytest.raises(CellsError, match="layer 5 have other types or sizes"):
+        mine.add_part(STATE, source.part(STATE.key, 5, 6), range(9))
+    mine.expect(shape_of(each) for each in state())
+    assert mine.add_part(STATE, source.part(STATE.key, 5, 6), range(9)) == range(5, 6)
+
+
+def test_states_count_for_the_limit(tmp_path):
+    store = KvStore(tmp_path / "cells", limit_bytes=10_000)
+    store.put(FIRST, cells(FIRST, 5))
+    store.put(STATE, state(3000))
+    assert [each.key for each in store.list()] == []

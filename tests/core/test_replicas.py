@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halda import LayerProfile, Plan, Window
-from primad.planning.replicas import LINK_SHARE, Holder, replicas, token_bytes
+from primad.planning.replicas import LINK_SHARE, Holder, cell_bytes, replicas, state_tokens, token_bytes
 
 FAST = 1e9
 
@@ -69,8 +69,21 @@ def test_a_token_takes_what_the_layers_of_a_device_say():
         Window(device=name, first=at, last=at + 1, gpu_layers=0) for at, name in enumerate(("desk", "lap", "desk"))
     )
     plan = Plan(rounds=1, route=route, output_on_gpu=False, streaming=(), left_out=())
-    assert token_bytes(plan, layers, "f16") == {"desk": 500, "lap": 200}
-    assert token_bytes(plan, layers, "q8_0")["lap"] < 200
+    assert cell_bytes(plan, layers, "f16") == {"desk": 500, "lap": 200}
+    assert cell_bytes(plan, layers, "q8_0")["lap"] < 200
+
+
+@pytest.mark.parametrize(("rate", "rows"), [(47e6, 128), (46e6, 512), (12e6, 512), (11e6, 2048), (2e6, 128)])
+def test_a_state_is_kept_as_often_as_links_carry_it(rate, rows):
+    """100 MB behind every 128 tokens, of which 12 are written in a second, are 9.4 MB/s."""
+    layer = LayerProfile(bytes_by_type={}, expert_bytes_by_type={}, kv_bytes_per_token=1000, state_bytes=100_000_000)
+    route = tuple(
+        Window(device=name, first=at, last=at + 1, gpu_layers=0) for at, name in enumerate(("desk", "lap", "desk"))
+    )
+    plan = Plan(rounds=1, route=route, output_on_gpu=False, streaming=(), left_out=())
+    asked = (plan, [layer] * 3, "f16", {("lap", "desk"): rate}, 12.0)
+    assert state_tokens(*asked) == rows
+    assert token_bytes(*asked)["lap"] == 1000 + 100_000_000 // rows
 
 
 @given(

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from primad.engine.protocol import packed_biases
 from primad.errors import AlteredStepError, EngineError, NotFiniteError, RingError, SenderError
+from primad.kv import keys
 from primad.kv.keys import KvBlock
 from primad.ring.chunks import ChunkSize, Pieces
 from primad.ring.grouping import Batching
 from primad.ring.head import Notify, Send, log_softmax, most_likely
-from primad.ring.keeping import prompt_blocks
+from primad.ring.keeping import prompt_blocks, without_old_states
 from primad.ring.messages import (
     PROTOCOL,
     Drained,
@@ -60,6 +61,8 @@ class Shape:
     rows: int
     depth: int
     seed: int
+    needs_state: bool = False
+    """Its model's cells go on with a state alone."""
 
     def ring(self, **options) -> FakeRing:
         return FakeRing(
@@ -77,6 +80,7 @@ def shapes(draw, min_devices=1):
         rows=draw(st.sampled_from([1, 7, 64, 512])),
         depth=draw(st.integers(1, 6)),
         seed=draw(st.integers(0, 2**32)),
+        needs_state=draw(st.booleans()),
     )
 
 
@@ -695,7 +699,9 @@ def rings_for_several(draw, shape: Shape, sampling: Sampling, shelves: Sequence[
     rows = draw(st.sampled_from([shape.rows, shape.rows, 3, 16]))
     batching = draw(batchings)
     layers = sum(map(sum, shape.rounds)) + shape.tail
-    states = 0 if batching.pads else draw(st.sampled_from([0, 0, 2, 5]))
+    state_rows = draw(st.sampled_from([1, 4, 40])) if shape.needs_state else None
+    batching = replace(batching, pads=False) if shape.needs_state else batching
+    states = 0 if batching.pads else draw(st.sampled_from([1, 2, 5] if shape.needs_state else [0, 0, 2, 5]))
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=4))) if layers > 1 else []
     sizes = [last - first for first, last in pairwise([0, *cuts, layers])]
     is_cut_anew, keep_rows = draw(st.booleans()), draw(st.sampled_from([None, 1, 3, 16]))
@@ -711,6 +717,7 @@ def rings_for_several(draw, shape: Shape, sampling: Sampling, shelves: Sequence[
         pieces=draw(cuts_of_chunks),
         keep_rows=keep_rows,
         states=states,
+        state_rows=state_rows,
         drafting=Drafting(room=draw(st.sampled_from([1, 4])), rows=3, costs=(1.0, 1.1, 1.2))
         if states and keep_rows is None and rows >= 3
         else None,
@@ -755,15 +762,13 @@ class Service:
         self.roots[request] = root = self.data.draw(st.sampled_from(["", "ann", "ann", "ben"]))
         self.owners[request] = self.data.draw(st.sampled_from(["ann", "ben", "cleo"]))
         devices = list(zip(self.ring.shelves, self.ring.layers, strict=True))
-        self.submit(
-            request,
-            list(
-                takewhile(
-                    lambda each: all(kv_writer.holds(each.key, layers) for kv_writer, layers in devices),
-                    prompt_blocks(self.ring.chunking, text, root),
-                )
-            ),
+        blocks = prompt_blocks(self.ring.chunking, text, root)
+        if self.shape.needs_state:
+            blocks = [each for cells in blocks for each in (cells, keys.state_behind(cells))]
+        held = keys.up_to_lacking(
+            blocks, lambda each: all(kv_writer.holds(each.key, layers) for kv_writer, layers in devices)
         )
+        self.submit(request, without_old_states(held))
 
     def move(self, maximum: int) -> None:
         """Some moves of the ring."""

@@ -81,6 +81,7 @@ def a_step(**changes: Any) -> Step:
             KvCopy(0, 1, 32),
             KvKeep(2, BLOCK),
             KvKeep(2, FIRST),
+            KvKeep(2, KvBlock(KEY, OTHER, 4, 4)),
             KvLoad(1, KEY, 32),
             StateKeep(2, 5, 32),
             StateRestore(1, 0, 1),
@@ -117,7 +118,7 @@ def assert_within_limits(step: Step) -> None:
                 assert end >= 0
             case KvKeep(sequence, block):
                 named, span = {sequence}, (block.start, block.end)
-                assert block.start < block.end
+                assert block.start <= block.end != 0
                 assert set(block.key) <= set("0123456789abcdef")
                 assert len(block.key) == 32
                 assert len(block.before) == (32 if block.start else 0)
@@ -202,7 +203,9 @@ def test_another_ring_or_epoch_is_none_of_this_ring(changes):
         ({"ops": [KvKeep(0, KvBlock(KEY, OTHER, 4, 33))]}, "position"),
         ({"ops": [KvKeep(0, KvBlock(KEY, "", -1, 4))]}, "no block"),
         ({"ops": [KvKeep(0, KvBlock(KEY, OTHER, -1, 4))]}, "position"),
-        ({"ops": [KvKeep(0, KvBlock(KEY, OTHER, 4, 4))]}, "no block"),
+        ({"ops": [KvKeep(0, KvBlock(KEY, "", 0, 0))]}, "no block"),
+        ({"ops": [KvKeep(0, KvBlock(KEY, OTHER, 5, 4))]}, "no block"),
+        ({"ops": [KvKeep(0, KvBlock(KEY, OTHER, 4, 4))] * 4}, "keeps 4 states with KV cells; there are 3 sequences"),
         ({"ops": [KvKeep(0, KvBlock(KEY, OTHER, 0, 4))]}, "no block"),
         ({"ops": [KvKeep(0, KvBlock(KEY, "", 4, 8))]}, "no block"),
         ({"ops": [KvKeep(0, KvBlock("../" + KEY[3:], "", 0, 4))]}, "no block"),

@@ -52,6 +52,11 @@ def test_cells_and_bytes_are_by_kind_of_layer():
     assert cost.checkpoint_bytes(FULL, WORK) == 0
 
 
+def test_a_state_that_is_on_its_way_to_the_disk_has_room_beside_those_that_are_kept():
+    recurrent = dataclasses.replace(FULL, kv_bytes_per_token=0, state_bytes=1 << 20)
+    assert cost.checkpoint_bytes(recurrent, WORK) == (cost.checkpoints(WORK.sequences) + 1) << 20
+
+
 def test_attention_looks_at_no_more_cells_than_there_are():
     assert (cost.kv_cells(SLIDING, WORK, 300.5), cost.kv_cells(SLIDING, WORK, 4000)) == (301, 1536)
 

@@ -90,6 +90,8 @@ class FakeModel:
     gives_cells: bool = True
     has_state: bool = False
     """Its layers remember all tokens in one state, which cannot be cut back."""
+    needs_state: bool = False
+    """They have their cells of before as well, which go on with such a state alone."""
     late: Callable[[Sampling], int] = lambda _: 0
     """How often a generation's next mask is looked for before it is there."""
     open_windows: int = 0
@@ -192,8 +194,7 @@ class _Window:
         if self.held(sequence) == end:
             return
         assert number in self._states, f"state {number} is not kept"
-        kept, cells = self._states[number]
-        assert kept == sequence, f"state {number} is one of sequence {kept}, not of {sequence}"
+        _, cells = self._states[number]
         assert end == len(cells), f"state {number} is behind {len(cells)} positions, not {end}"
         assert self._cells.get(sequence, [])[:end] == cells, "the state of another text"
         del self._cells[sequence][end:]
@@ -210,7 +211,8 @@ class _Window:
         assert source != target, f"sequence {source} copied onto itself"
         origin = self._cells.get(source, [])
         assert 0 < end <= len(origin), f"copy of positions up to {end} of {len(origin)}"
-        self._cells[target] = origin[:end]
+        self._cells[target] = origin[:] if self._model.has_state else origin[:end]
+        self._kept_from[target] = self._kept_from.get(source, 0)
 
     @property
     def layers(self) -> range:
@@ -222,15 +224,21 @@ class _Window:
 
     @property
     def kv_shapes(self) -> list[CellShape]:
-        return [CellShape(layer, CELL_TYPE, CELL_TYPE, 8, 1) for layer in self.layers]
+        states = [False, True] if self._model.needs_state else [False]
+        return [CellShape(layer, CELL_TYPE, CELL_TYPE, 8, 1, each) for each in states for layer in self.layers]
 
     def kv_cells(self, sequence: int, start: int, end: int) -> list[LayerCells]:
         self._check_open()
         self._check_sequence(sequence)
         cells = self._cells.get(sequence, [])
-        assert 0 <= start < end <= len(cells), f"cells {start} to {end} of {len(cells)}"
-        assert not self._model.has_state or start >= self._kept_from.get(sequence, 0), "cells that are gone"
-        keys = np.array(cells[start:end], np.int64).tobytes()
+        is_state = self._model.needs_state and start == end
+        if is_state:
+            assert 0 < end == len(cells), f"a state behind {end} of {len(cells)} positions"
+        else:
+            assert 0 <= start < end <= len(cells), f"cells {start} to {end} of {len(cells)}"
+            is_here = self._model.needs_state or start >= self._kept_from.get(sequence, 0)
+            assert not self._model.has_state or is_here, "cells that are gone"
+        keys = np.array(cells[-1:] if is_state else cells[start:end], np.int64).tobytes()
         return [
             LayerCells(
                 layer=layer,
@@ -239,7 +247,7 @@ class _Window:
                 key_type=CELL_TYPE,
                 value_type=CELL_TYPE,
                 keys=keys,
-                values=bytes([layer]) * (end - start),
+                values=bytes([layer]) * max(1, end - start),
             )
             for layer in self.layers
         ]
@@ -248,6 +256,12 @@ class _Window:
         self._check_open()
         self._check_sequence(sequence)
         histories: list[int] = []
+        if self._model.needs_state:
+            *blocks, state = blocks
+            for each in state:
+                assert each.start == each.end == blocks[-1][0].end, "a state of another place"
+                assert each.keys == bytes(blocks[-1][0].keys)[-8:], "the state of another text"
+                assert each.values == bytes([each.layer]), "the state of another layer"
         for block in blocks:
             assert [each.layer for each in block] == list(self.layers), "a block has other layers than the window"
             for each in block:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
 
-from primad.kv.keys import KvBlock
+from primad.kv.keys import KvBlock, follows, up_to_lacking
+from primad.ring.keeping import without_old_states
 from primad.ring.messages import Generate, KvForgotten, KvKept
 from tests.fakes.kv_writer import FakeKvWriter
 from tests.fakes.ring import FakeRing
@@ -22,13 +22,15 @@ class FakeReplica:
         match event:
             case KvKept(request=request, blocks=blocks):
                 assert blocks
-                assert all(each.before == before.key and each.start == before.end for before, each in pairwise(blocks))
                 if request in self.chains:
-                    known = self.chains[request]
-                    behind = [each for each in known if each.end <= blocks[0].start]
-                    assert (behind[-1].key if behind else "") == blocks[0].before, "not the next of its chain"
-                    self.chains[request] = [*behind, *blocks]
+                    chain = [each for each in self.chains[request] if each.end <= blocks[0].start]
+                    for each in blocks:
+                        assert follows(chain, each), "not the next of its chain"
+                        chain.append(each)
+                    self.chains[request] = without_old_states(chain)
             case KvForgotten(keys=keys):
+                for request, chain in self.chains.items():
+                    self.chains[request] = [each for each in chain if not (each.is_state and each.key in keys)]
                 leased = {each.key for chain in self.chains.values() for each in chain}
                 for kv_writer in shelves:
                     kv_writer.forget(set(keys) - leased)
@@ -44,11 +46,10 @@ class FakeReplica:
             for kv_writer, layers in zip(shelves, ring.layers, strict=True):
                 for each in chain:
                     kv_writer.fetch(each.key, layers, sources)
-            held = [
-                all(kv_writer.holds(each.key, layers) for kv_writer, layers in zip(shelves, ring.layers, strict=True))
-                for each in chain
-            ]
-            self.chains[request] = chain[: held.index(False) if False in held else None]
+            devices = list(zip(shelves, ring.layers, strict=True))
+            self.chains[request] = up_to_lacking(
+                chain, lambda each, devices=devices: all(shelf.holds(each.key, layers) for shelf, layers in devices)
+            )
         needed = {each.key for chain in self.chains.values() for each in chain}
         for kv_writer in shelves:
             kv_writer.forget(kv_writer.cells.keys() - needed)

@@ -83,7 +83,8 @@ class FakeRing:
 
     Without rounds the head computes the whole model of ``tail`` layers. ``now_s`` is the head's clock. Chunks of a prompt
     that have ``minimum`` rows end before a token that ``begins_message``. Each device has a shelf for cells of its
-    ``layers``. With ``states``, of which so many are kept, no cells can be cut back. With an odd ``seed`` masks are late. A
+    ``layers``. With ``states``, of which so many are kept, no cells can be cut back; with ``state_rows`` they go on with a
+    state alone. With an odd ``seed`` masks are late. A
     ``predictor`` drafts from the states that the tail leaves.
     """
 
@@ -102,6 +103,7 @@ class FakeRing:
         pieces: Pieces | None = None,
         keep_rows: int | None = None,
         states: int = 0,
+        state_rows: int | None = None,
         shelves: Sequence[FakeKvWriter] = (),
         seed: int = 0,
         step_rows: int = 0,
@@ -123,7 +125,9 @@ class FakeRing:
             branches=drafting.branches if drafting is not None else 0,
             rollback=drafting.rows - 1 if drafting is not None and states else 0,
         )
-        self.model = FakeModel(cuts[-1], ends, has_state=states > 0, options=options)
+        self.model = FakeModel(
+            cuts[-1], ends, has_state=states > 0, needs_state=state_rows is not None, options=options
+        )
         if seed % 2:
             looks = random.Random(seed)
             self.model.late = lambda _: looks.choice((0, 0, 1, 2, 3, 9, 40))
@@ -170,6 +174,7 @@ class FakeRing:
                 batching=batching,
                 keep_rows=keep_rows,
                 states=states,
+                state_rows=state_rows,
                 drafting=drafting,
                 drafter=drafter,
             )

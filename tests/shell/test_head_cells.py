@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from primad.head.rings import kv_backup
+from primad.head.rings.kv_backup import KvBackup
 from primad.kv import keys
 from primad.kv.cells import LayerCells
 from primad.kv.keys import KvBlock
@@ -265,6 +267,29 @@ def test_what_a_worker_does_not_have_of_a_prompt_is_computed(lab, tmp_path):
         nas.lacks.add(blocks[1].key)
         assert (await asked(here, ring, "")).blocks == blocks[:1]
         assert (await nas.hear(KvForget)).keys == [blocks[1].key]
+
+    run(lab, test)
+
+
+def test_a_prompt_of_a_model_with_states_is_found_up_to_one_that_every_device_has(lab, tmp_path, monkeypatch):
+    monkeypatch.setattr(KvBackup, "_has_states", True)
+    monkeypatch.setattr(kv_backup, "MIN_FIND_S", 30.0)
+
+    async def test(here: Lab) -> None:
+        here.rings.keeps = True
+        nas = here.device("nas")
+        here.start(kv_cache=str(tmp_path / "cache"))
+        ring = await here.serves("nas")
+        assert here.daemon is not None
+        here.daemon._held.store.limit_bytes = 1 << 30
+        first, second = blocks_of(here, await asked(here, ring, ""))
+        begin = [first, keys.state_behind(first)]
+        own_cells(here, [*begin, second])
+        assert (await asked(here, ring, "")).blocks == begin
+        ring.forget(*begin)
+        own_cells(here, [keys.state_behind(second)])
+        nas.lacks.add(keys.state_behind(second).key)
+        assert (await asked(here, ring, "")).blocks == begin
 
     run(lab, test)
 

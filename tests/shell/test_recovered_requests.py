@@ -12,6 +12,7 @@ from primad.engine.protocol import GREEDY, WindowSource
 from primad.gguf.architectures.layers import layer_count
 from primad.gguf.header import read_header
 from primad.gguf.windows import vocabulary_size
+from primad.kv.keys import to_go_on_from
 from primad.ring.head import Notify
 from primad.ring.keeping import prompt_blocks
 from primad.ring.loading import open_head
@@ -28,7 +29,7 @@ WIDE = {"width": 256, "head_width": 64}
 class OneDevice:
     """The head's part of a ring process that has the whole model, and what it told."""
 
-    def __init__(self, path, cells, options, *, streams=False) -> None:
+    def __init__(self, path, cells, options, *, streams=False, states=0) -> None:
         header = read_header(path)
         assignment = in_memory(0, layer_count(header), output="cpu")
         if streams:
@@ -51,6 +52,8 @@ class OneDevice:
                 chunk_rows=16,
                 min_rows=16,
                 keep_rows=5,
+                states=states,
+                state_rows=5 if states else None,
             ),
             step_timeout_s=60,
             options=options,
@@ -163,3 +166,42 @@ def test_a_prompt_is_found_again_by_another_process(device):
     second.run(asked(blocks=found))
     assert second.reported(1) == first.reported(1)
     assert [each.reused for each in second.events if isinstance(each, PromptProgress)] == [32]
+
+
+FAMILIES = ["qwen35", "qwen35moe", "qwen3next", "nemotron_h", "granitehybrid", "lfm2", "falcon-h1"]
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_model_with_states_goes_on_from_one_and_finds_prompts_up_to_one(architecture, tmp_path):
+    """Two requests at once that begin alike; one goes on in another process, and a prompt is found again there."""
+    path, options = tmp_path / "model.gguf", msgspec.structs.replace(OPTIONS, rows=16, sequences=2)
+    synth.write_model(path, architecture=architecture, **WIDE)
+    longer, opened = [*PROMPT[:32], *PROMPT[:20]], []
+
+    def device() -> OneDevice:
+        opened.append(OneDevice(path, tmp_path / "cells", options, states=5))
+        return opened[-1]
+
+    undisturbed = device()
+    for request in (asked(1, root=""), asked(2, root="", prompt=longer, reuses=False)):
+        undisturbed.run(request)
+    first = device()
+    first.run(
+        asked(1), asked(2, prompt=longer), until=lambda events: sum(isinstance(each, Sampled) for each in events) == 27
+    )
+    assert [each.reused for each in first.events if isinstance(each, PromptProgress) and each.reused] == [32]
+    first.head.kv_writer.flush()
+    second = device()
+    for request, prompt in ((1, PROMPT), (2, longer)):
+        reported, kept = first.reported(request), to_go_on_from(first.kept(request))
+        assert len(prompt) + len(reported) - 1 - kept[-1].end < 10
+        second.head.submit(asked(request, prompt=prompt, sampled=[token for token, _ in reported], blocks=kept))
+    second.run()
+    for request in (1, 2):
+        assert first.reported(request) + second.reported(request) == undisturbed.reported(request)
+    third, prompt_kept = device(), [each for each in first.kept(1) if each.end <= 32]
+    third.run(asked(1, blocks=prompt_kept))
+    assert third.reported(1) == undisturbed.reported(1)
+    assert [each.reused for each in third.events if isinstance(each, PromptProgress)] == [32]
+    for each in opened:
+        each.close()

@@ -13,7 +13,7 @@ from primad.errors import EngineError
 from primad.gguf.architecture import Sliding
 from primad.gguf.architectures.table import SUPPORTED
 from tests.shell.test_cut_exact import EVERY_KIND, HYBRIDS, OPTIONS, PROMPT, Route, cuts_of, rows
-from tests.shell.test_kv_exact import Kept, Whole, restore, written
+from tests.shell.test_kv_exact import NOT_KEPT, Kept, Whole, restore, written
 
 SLIDES = {name for name, each in SUPPORTED.items() if each.sliding is not Sliding.NEVER}
 QUICK = ("qwen35", "nemotron_h", "gemma3", "gpt-oss")
@@ -248,3 +248,63 @@ def test_a_state_of_another_position_is_refused(tmp_path):
     with pytest.raises(EngineError, match="is not kept here"):
         window.state_restore(0, 0, 40)
     route.release()
+
+
+def state_of(route, sequence, end):
+    return [layer for window in route.windows for layer in window.kv_cells(sequence, end, end)]
+
+
+@pytest.mark.parametrize("architecture", some_quick(sorted(set(HYBRIDS) - NOT_KEPT)))
+def test_cells_and_a_state_go_to_windows_of_another_cut(architecture, tmp_path):
+    header = written(tmp_path, architecture)
+    options = msgspec.structs.replace(OPTIONS, sequences=2)
+    with ExitStack() as stack:
+        routes = [Whole(header, options)]
+        for number, cut in enumerate(cuts_of(header)):
+            (tmp_path / str(number)).mkdir()
+            routes.append(Route(header, cut, tmp_path / str(number), options))
+        for route in routes:
+            stack.callback(route.release)
+            assert all(window.kv_supported for window in route.windows)
+        source, end = routes[1], len(PROMPT) + 1
+        kept = Kept(source, 1)
+        logits = [kept.add(tokens) for tokens in CHUNKS][-1]
+        kept.add([int(logits.argmax())])
+        state = state_of(source, 1, end)
+        expected = printed(source, 1, [PROMPT[:3]], end)
+        for route in (*routes[::-1], source):
+            restore(route, [*kept.blocks, state], 1)
+            assert state_of(route, 1, end) == state
+            again = printed(route, 1, [PROMPT[:3]], end)
+            assert all((one == other).all() for one, other in zip(again, expected, strict=True))
+        (window,) = routes[0].windows
+        with pytest.raises(EngineError, match="the state of layer 0 has another type, size or place"):
+            window.kv_restore(1, [*kept.blocks[:-1], state])
+        with pytest.raises(EngineError, match=f"sequence 1 has no state behind {end} positions"):
+            window.kv_cells(1, end, end)
+
+
+@pytest.mark.parametrize("architecture", some_quick([*HYBRIDS, *SLIDING]))
+def test_a_copy_goes_on_from_where_a_state_was_kept(architecture, tmp_path):
+    """Of a sequence that is past it, or is there now."""
+    header = written(tmp_path, architecture)
+    options = msgspec.structs.replace(OPTIONS, context=1024, sequences=3, small_windows=architecture in SLIDING)
+    ends = [0, *ENDS[:7], 400]
+    chunks = [LONG[first:last] for first, last in pairwise(ends)]
+    route = Route(header, cuts_of(header)[0], tmp_path, options)
+    expected = printed(route, 0, chunks, 0)
+    for position, tokens in zip(ends, chunks[:-1], strict=False):
+        route.logits(tokens, position, 2)
+        if position == 296:
+            each(route, lambda window: window.state_keep(3, 2, 300))
+    each(route, lambda window: window.kv_copy(2, 0, 364))
+    is_same(printed(route, 0, chunks[-1:], 364), expected)
+    each(route, lambda window: window.kv_copy(2, 1, 300))
+    each(route, lambda window: window.state_restore(3, 1, 300))
+    is_same(printed(route, 1, chunks[-2:], 300), expected)
+    is_same(printed(route, 2, chunks[-1:], 364), expected)
+    route.release()
+
+
+def is_same(again, expected):
+    assert all((one == other).all() for one, other in zip(again, expected[-len(again) :], strict=True))

@@ -53,6 +53,8 @@ _MAX_LOADS: Final = 100
 """Of one adapter, until it lies where it is to."""
 
 
+_LOOKED: Final = -1
+"""The number of a state that is put back at once."""
 _STOP: Final = llama.ggml_abort_callback(lambda _: True)
 _GO_ON: Final = llama.ggml_abort_callback()
 
@@ -326,13 +328,16 @@ class LlamaModel:
         if self._options.sequences == 1:
             self.kv_remove(target, 0, -1)
         llama.llama_memory_seq_cp(self._memory, source, target, -1, -1)
-        self.kv_remove(target, end, -1)
+        if not self._is_recurrent:  # where the source goes on behind ``end``, a state of there is put back next
+            self.kv_remove(target, end, -1)
         self._is_copying = self._options.sequences > 1
 
     def state_keep(self, number: int, sequence: int, end: int) -> None:
         self._states.keep(number, sequence, end)
 
     def state_restore(self, number: int, sequence: int, end: int) -> None:
+        if self._is_copying and self._window_cells is not None:  # else what is copied comes over what is put back
+            self._look(0, stops=True)
         self._last_rows.forget(sequence)
         self._states.restore(number, sequence, end)
 
@@ -350,36 +355,34 @@ class LlamaModel:
 
     @cached_property
     def _kv(self) -> KvCache | None:
-        if self._is_recurrent:
-            logger.info(
-                "KV cells of layers %d to %d are not kept: some have a state", self.layers.start, self.layers.stop - 1
-            )
+        if self._is_recurrent and self._window_cells is not None:
             return None
         free = range(self._options.sequences)
         sequence = next((i for i in free if llama.llama_memory_seq_pos_max(self._memory, i) < 0), None)
         assert sequence is not None, "whether KV cells can leave must be asked before every sequence has some"
-        try:
-            for stops in (True, False):
-                if len(self._tap.cache.keys) < len(self.layers) - self._sharing:
+        why_not: EngineError | None = None
+        for stops in (True, False):
+            try:
+                if self._is_recurrent or len(self._tap.cache.keys) < len(self.layers) - self._sharing:
                     self._look(sequence, stops=stops)
-            cache = KvCache(
-                ggml_base,
-                self._context,
-                self._tap.cache,
-                first=self.layers.start,
-                layers=len(self.layers),
-                sharing=self._sharing,
-                sequence=sequence,
-                window_cells=self._window_cells,
-            )
-        except EngineError as exc:
-            logger.warning(
-                "KV cells of layers %d to %d cannot be kept: %s", self.layers.start, self.layers.stop - 1, exc
-            )
-            return None
-        finally:
-            forget()
-        return cache
+                return KvCache(
+                    ggml_base,
+                    self._context,
+                    self._tap.cache,
+                    first=self.layers.start,
+                    layers=len(self.layers),
+                    sharing=self._sharing,
+                    sequence=sequence,
+                    window_cells=self._window_cells,
+                )
+            except EngineError as exc:  # the first time, of layers that a step which stops does not come to
+                why_not = exc
+            finally:
+                forget()
+        logger.warning(
+            "KV cells of layers %d to %d cannot be kept: %s", self.layers.start, self.layers.stop - 1, why_not
+        )
+        return None
 
     def kv_cells(self, sequence: int, start: int, end: int) -> list[LayerCells]:
         return self._settled().read(sequence, start, end)
@@ -398,6 +401,8 @@ class LlamaModel:
     def _look(self, sequence: int, *, stops: bool) -> None:
         """Have llama.cpp prepare a step of one row and, if it ``stops``, not compute it, where its backend can leave it."""
         position = llama.llama_memory_seq_pos_max(self._memory, sequence) + 1
+        if self._is_recurrent and position:  # what it would leave there cannot be cut
+            self._states.keep(_LOOKED, sequence, position)
         hidden = np.zeros((1, llama.llama_model_n_embd(self._model)), np.float32)
         content = np.zeros(1, np.int32) if self._takes_tokens or self._is_fed else hidden
         rows = Rows(content=content, positions=[position], sequences=[[sequence]], outputs=[True])
@@ -409,7 +414,11 @@ class LlamaModel:
         llama.llama_set_abort_callback(self._context, _GO_ON, None)
         self._tap.looks = False
         self._is_copying = False
-        self.kv_remove(sequence, position, -1)
+        if self._is_recurrent and position:
+            self._states.restore(_LOOKED, sequence, position)
+            self._states.drop(_LOOKED)
+        else:
+            self.kv_remove(sequence, position, -1)
 
     def release(self) -> None:
         self.__dict__.pop("_kv", None)

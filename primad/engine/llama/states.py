@@ -67,6 +67,10 @@ class SequenceStates:
         if took != held.nbytes or not llama.llama_memory_seq_rm(self._memory, sequence, end, -1):
             raise EngineError(f"llama.cpp does not take back the state of sequence {sequence} that it gave")
 
+    def drop(self, number: int) -> None:
+        """Keep ``number`` no more."""
+        del self._held[number]
+
     def forget(self) -> None:
         """Keep none any more."""
         self._held.clear()

@@ -100,6 +100,10 @@ class LinkBook:
         """The measured working links between ``devices``."""
         return [link for link in self.all_between(devices) if link.works]
 
+    def rates(self, devices: Iterable[str]) -> dict[tuple[str, str], float]:
+        """Bytes/s from one of ``devices`` to another, of those links."""
+        return {(link.source, link.target): link.bytes_per_s for link in self.between(devices)}
+
     def all_between(self, devices: Iterable[str]) -> list[LinkProfile]:
         """The links between ``devices``, for a plan, including failed ones."""
         names = set(devices)

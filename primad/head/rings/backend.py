@@ -18,7 +18,7 @@ import msgspec
 from primad.api.answering.backend import Health, ModelSettings, Preparation, Prepared, ServedModel
 from primad.api.answering.pieces import ModelPieces
 from primad.errors import PrimadError, PromptTooLongError, RequestError, RingError
-from primad.kv.keys import KvBlock
+from primad.kv.keys import KvBlock, follows
 from primad.ring.chunks import ChunkSize
 from primad.ring.messages import (
     Cancel,
@@ -123,7 +123,7 @@ class _Open:
         for block in blocks:
             while self.chain and self.chain[-1].end > block.start:
                 self.chain.pop()
-            if block.before == (self.chain[-1].key if self.chain else ""):
+            if follows(self.chain, block):
                 self.chain.append(block)
 
     def to_go_on(self, go_on: GoOn) -> Generate:

@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Final, Protocol
 
 import msgspec
@@ -29,14 +28,14 @@ from primad.gguf.architectures.tensors import turns_by_context
 from primad.gguf.windows import control_tokens
 from primad.head.members.devices import Devices
 from primad.head.model.service import Service
-from primad.kv.keys import KvBlock
+from primad.kv.keys import KvBlock, state_behind, to_go_on_from, up_to_lacking
 from primad.network.contacts import Contact
 from primad.network.messages import MAX_BLOCKS, KvForget, KvHold
 from primad.planning.batching import min_rows
 from primad.planning.forecast import Forecast
-from primad.planning.replicas import Kept, holders, replicas, token_bytes
+from primad.planning.replicas import Kept, cell_bytes, holders, replicas, state_bytes, token_bytes
 from primad.ring.chunks import Chunking, ChunkSize
-from primad.ring.keeping import prompt_blocks
+from primad.ring.keeping import prompt_blocks, without_old_states
 from primad.system.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -57,8 +56,6 @@ MIN_FIND_S: Final = 0.1
 """How long a prompt waits for cached blocks of other devices, or as long as computing it takes."""
 MAX_ROOTS: Final = 1024
 """The number of owners whose root is remembered."""
-FIRST_TOKENS_PER_S: Final = 20.0
-"""The assumed tokens per second if nothing was predicted."""
 
 Layers = list[tuple[int, int]]
 
@@ -259,7 +256,10 @@ class KvBackup:
                 await asyncio.sleep(pause_s)
                 held |= await self._bring(ring, lacking, verify=False)
         self._restores += not again
-        return {request: list(takewhile(lambda each: each.key in held, chain)) for request, chain in chains.items()}
+        return {
+            request: self._to_begin_with(up_to_lacking(chain, lambda block: block.key in held))
+            for request, chain in chains.items()
+        }
 
     async def _bring(self, ring: KeptRing, blocks: Sequence[KvBlock], *, verify: bool) -> set[str]:
         if not blocks:
@@ -290,8 +290,10 @@ class KvBackup:
         otherwise, within bounds."""
         tokens = sum(block.end - block.start for block in blocks)
         rates = [link.bytes_per_s for link in self._devices.book.between(plan.devices)]
-        maximum = max(self._token_bytes(plan).values())
-        return min(MAX_RESTORE_S, MIN_RESTORE_S + tokens * (WAITED_A_TOKEN_S + 2 * maximum / min(rates, default=1e9)))
+        maximum = max(cell_bytes(plan, self._service.model.profile.layers, self._service.options.run.kv_type).values())
+        rate, states = min(rates, default=1e9), sum(block.is_state for block in blocks)
+        states_s = 2 * states * max(state_bytes(plan, self._service.model.profile.layers).values()) / rate
+        return min(MAX_RESTORE_S, MIN_RESTORE_S + tokens * (WAITED_A_TOKEN_S + 2 * maximum / rate) + states_s)
 
     def serve(
         self,
@@ -344,9 +346,10 @@ class KvBackup:
         options = self._service.options
         if options.kv_backup == 0:
             return []
-        devices = holders(ring.profiles, self._token_bytes(ring.plan))
-        links = {(link.source, link.target): link.bytes_per_s for link in self._devices.book.between(ring.plan.devices)}
-        return replicas(devices, ring.plan.head, links, _tokens_per_s(forecast), always=options.kv_backup is not None)
+        links, tokens_per_s = self._devices.book.rates(ring.plan.devices), forecast.tokens_per_s
+        layers, kv_type = self._service.model.profile.layers, options.run.kv_type
+        devices = holders(ring.profiles, token_bytes(ring.plan, layers, kv_type, links, tokens_per_s))
+        return replicas(devices, ring.plan.head, links, tokens_per_s, always=options.kv_backup is not None)
 
     def _report_once(self, line: str) -> None:
         if line not in self._reported:
@@ -389,6 +392,8 @@ class KvBackup:
         if not root or self._chunking is None or self._node.config.kv_cache is None:
             return root, []
         blocks = prompt_blocks(self._chunking, prompt, root)[:-1]
+        if self._has_states:
+            blocks = [each for one in blocks for each in (one, state_behind(one))]
         own = await asyncio.to_thread(self._here, blocks)
         if all(block.key in self._blocks for block in own):
             return root, []
@@ -402,20 +407,29 @@ class KvBackup:
 
     def _here(self, blocks: Iterable[KvBlock]) -> list[KvBlock]:
         """Those that this head has: the device that computed them may lack some layers of other windows."""
-        return list(takewhile(lambda block: self._held.store.layers(block.key), blocks))
+        return self._to_begin_with(up_to_lacking(blocks, lambda block: bool(self._held.store.layers(block.key))))
+
+    @property
+    def _has_states(self) -> bool:
+        """Whether cells do not go on without a state."""
+        return self._service.model.profile.is_recurrent
+
+    def _to_begin_with(self, chain: list[KvBlock]) -> list[KvBlock]:
+        """What of ``chain`` a sequence can be filled with."""
+        return without_old_states(to_go_on_from(chain)) if self._has_states else chain
 
     async def _found(self, blocks: Sequence[KvBlock]) -> list[KvBlock]:
         """Those that every device has, or gets sooner than they are computed."""
         patience_s = max(MIN_FIND_S, self._prompt_token_s * sum(block.end - block.start for block in blocks))
         devices = [(name, layers, self._sources.get(name, [])) for name, layers in self._layers.items()]
         try:
-            held = await self._held_by_all(devices, blocks, patience_s, verify=True)
+            held = set(await self._held_by_all(devices, blocks, patience_s, verify=True))
         except BaseException:
             self._drop([block.key for block in blocks if block.key not in self._blocks])
             raise
-        found = [block for block, here in zip(blocks, held, strict=False) if block == here]
+        found = self._to_begin_with(up_to_lacking(blocks, lambda block: block in held))
         self._lasting.update(block.key for block in blocks)
-        self._drop([block.key for block in blocks[len(found) :] if block.key not in self._blocks])
+        self._drop([block.key for block in blocks if block not in found and block.key not in self._blocks])
         return found
 
     def _chunking_of(self, forecast: Forecast) -> Chunking:
@@ -432,7 +446,7 @@ class KvBackup:
         """How many tokens of a request are recomputed one by one; None: all, since output must be exact."""
         if self._service.options.run.batching == "exact":
             return None
-        per_s = _tokens_per_s(forecast) * forecast.batching.replays
+        per_s = forecast.tokens_per_s * forecast.batching.replays
         return int(self._service.options.exact_replay_s * per_s)
 
     # ---- figures -------------------------------------------------------------------------------------------------------
@@ -452,7 +466,7 @@ class KvBackup:
                 for copy in self._copies
             ],
             replicated_bytes=sum(self._tokens(copy.held) * copy.kept.token_bytes for copy in self._copies),
-            lag_tokens=max((self._tokens(copy.pending) for copy in self._copies), default=0),
+            lag_tokens=max((max(self._tokens(copy.pending), len(copy.pending)) for copy in self._copies), default=0),
             restores=self._restores,
             restored_tokens=self._restored_tokens,
             restore_s=self._restore_s,
@@ -463,21 +477,12 @@ class KvBackup:
     def _tokens(self, keys: Iterable[str]) -> int:
         return sum(block.end - block.start for key in keys if (block := self._blocks.get(key)) is not None)
 
-    def _token_bytes(self, plan: Plan) -> dict[str, int]:
-        return token_bytes(plan, self._service.model.profile.layers, self._service.options.run.kv_type)
-
 
 def _blocks_of(chains: Mapping[int, Sequence[KvBlock]]) -> list[KvBlock]:
-    return list({block.key: block for chain in chains.values() for block in chain}.values())[:MAX_BLOCKS]
+    needed = map(without_old_states, chains.values())
+    return list({block.key: block for chain in needed for block in chain}.values())[:MAX_BLOCKS]
 
 
 def _layers(plan: Plan, device: str) -> Layers:
     """The layers of the windows of ``device``."""
     return [(window.first, window.last) for _, window in plan.windows_of(device)]
-
-
-def _tokens_per_s(forecast: Forecast) -> float:
-    """The predicted throughput of all requests together."""
-    if forecast.batches is not None:
-        return forecast.batches.load.tokens_per_s
-    return FIRST_TOKENS_PER_S if forecast.prediction is None else 1 / forecast.prediction.tpot_s

@@ -47,6 +47,7 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -
         pieces=inputs.forecast.pieces,
         keep_rows=inputs.block_tokens,
         states=load.states,
+        state_rows=inputs.state_tokens,
         drafting=inputs.drafting,
         draft=inputs.draft,
         drafts_elsewhere=inputs.devices.draft_device is not None,

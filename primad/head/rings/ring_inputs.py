@@ -19,6 +19,7 @@ from primad.head.members.worker_link import WorkerLink
 from primad.head.model.service import Service
 from primad.membership.types import LoadStage
 from primad.planning.forecast import Forecast
+from primad.planning.replicas import state_tokens
 from primad.ring.messages import GenerationEvent, KvForgotten, KvKept
 from primad.ring.speculation.drafter import Drafting
 from primad.ring.speculation.messages import DraftModel
@@ -87,6 +88,17 @@ class RingInputs:
     def block_tokens(self) -> int | None:
         """The tokens per KV block; None: none are kept."""
         return self.service.options.block_tokens(has_cache=self.node.config.kv_cache is not None)
+
+    @property
+    def state_tokens(self) -> int | None:
+        """The tokens of an answer per saved state; None if cells go on without one. A cache needs those of prompts alone."""
+        if not self.service.model.profile.is_recurrent:
+            return None
+        plan, options = self.forecast.plan, self.service.options
+        if len(plan.devices) == 1 or options.kv_backup == 0:
+            return self.forecast.context_tokens
+        links, layers = self.devices.links.rates(plan.devices), self.service.model.profile.layers
+        return state_tokens(plan, layers, options.run.kv_type, links, self.forecast.tokens_per_s)
 
     @property
     def drafting(self) -> Drafting | None:

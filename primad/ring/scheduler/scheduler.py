@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 from primad.engine.protocol import LogitsRow
 from primad.errors import RingError
+from primad.kv.keys import is_chain
 from primad.ring.messages import (
     Cancel,
     Finished,
@@ -118,7 +118,7 @@ class Scheduler:
         """
         assert 0 < len(generate.prompt) < self._state.context
         assert generate.max_tokens > 0
-        assert all(each.before == before.key for before, each in pairwise(generate.blocks))
+        assert is_chain(generate.blocks)
         if self._state.drains:
             raise RingError(f"request {generate.request} was given to a ring that drains; give it to the next one")
         self._state.slots.lease(generate)
@@ -150,6 +150,7 @@ class Scheduler:
             return step_without_rows(self._state)
         if sum(not step.is_draft for step in self._state.in_flight.values()) >= self._state.depth:
             return None
+        self._state.slots.keep_certain(self._state.running.values())
         leaving = share(self._state, now) if self._state.waiting else None
         self._state.slots.go_on(self._state.running, self._state.steps)
         ready = sorted(

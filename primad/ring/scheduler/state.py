@@ -81,8 +81,8 @@ class SchedulerState:
     """The state of one ``Scheduler``, whose parts read and change it.
 
     ``context`` is that of each of the ring's ``sequences``. Of prompts, and of every ``keep_rows`` rows of an answer, the
-    cells are kept (``keeping.py``); None: of nothing. So many ``states`` are kept, where sequences go back to such alone,
-    those in front of drafts among them.
+    cells are kept (``keeping.py``); None: of nothing. So many ``states`` are kept, where sequences go back to such alone;
+    where cells do not go on without one, behind every ``state_rows`` rows of an answer as well, with those that are kept.
     ``drafting`` says how drafts are computed, which a ``drafter`` makes; None: there are none.
     """
 
@@ -97,6 +97,7 @@ class SchedulerState:
         batching: Batching | None = None,
         keep_rows: int | None = None,
         states: int = 0,
+        state_rows: int | None = None,
         drafting: Drafting | None = None,
         drafter: BeginsDrafter = PromptLookup,
     ) -> None:
@@ -120,7 +121,13 @@ class SchedulerState:
         self.set_back: dict[int, Running] = {}
         """Those that wait again, as they were."""
         self.slots = Slots(
-            sequences, context=context, chunking=chunking, keep_rows=keep_rows, states=states - ahead, ahead=ahead
+            sequences,
+            context=context,
+            chunking=chunking,
+            keep_rows=keep_rows,
+            states=states - ahead,
+            ahead=ahead,
+            state_rows=state_rows,
         )
         self.in_flight: dict[int, StepInFlight] = {}
         self.begun: list[GenerationEvent] = []

@@ -1,0 +1,112 @@
+"""The states of recurrent layers, layer by layer: taken out of a sequence, and put together for llama.cpp.
+
+llama.cpp gives the state of a sequence for a window whole (``llama_state_seq_get_data_ext`` with
+``LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY``). A device of another ring has other windows, so here it is cut into layers. They are
+``LayerCells`` without positions, of which ``keys`` and ``values`` are what llama.cpp calls R and S.
+
+The layout belongs to a build, as that of cells does (``kv_cache.py``): u32 magic, u32 sequence, u32 cells, which is 0 or 1,
+and for that one i32 position, u32 0; u32 whether S is transposed, which it never is, u32 layers; of each layer with a state
+i32 type of R, u64 bytes, R; then the same of S. In the state of a whole sequence it stands, from the cells on, behind the
+caches of layers that attend.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from primad.engine.binding import llama
+from primad.errors import EngineError
+from primad.kv.cells import Bytes, CellShape, LayerCells
+
+_PARTIAL: Final = llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+_HEAD: Final = struct.Struct("<Ii")
+_CELL: Final = struct.Struct("<iI")
+_LAYERS: Final = struct.Struct("<II")
+_PART: Final = struct.Struct("<iQ")
+
+
+class StateCells:
+    """The states of ``recurrent`` layers, numbered in the window of ``layers`` layers from ``first`` on, of ``context``.
+
+    Made while ``sequence`` is empty. Raises ``EngineError`` when this build gives states in another form.
+    """
+
+    def __init__(self, context: Any, recurrent: Collection[int], *, first: int, layers: int, sequence: int) -> None:
+        self._context, self._first, self._layers = context, first, layers
+        self._recurrent = sorted(recurrent)
+        empty = self._given(sequence)
+        at, count = _HEAD.size + 4 + _LAYERS.size, len(self._recurrent)
+        if len(empty) != at + 2 * count * _PART.size or empty[_HEAD.size : _HEAD.size + 8] != bytes(8):
+            raise EngineError(f"llama.cpp's state of {count} layers of {layers} has an unknown form")
+        self.empty: Final = empty[_HEAD.size :]
+        """What stands in the state of a whole sequence that has none."""
+        parts = [_PART.unpack_from(empty, at + number * _PART.size) for number in range(2 * count)]
+        self._parts = dict(zip(self._recurrent, zip(parts[:count], parts[count:], strict=True), strict=True))
+
+    def shapes(self) -> list[CellShape]:
+        """What the state of each layer is made of."""
+        found = []
+        for layer in range(self._layers):
+            keys, values = self._parts.get(layer, ((0, 0), (0, 0)))
+            found.append(CellShape(self._first + layer, keys[0], values[0], keys[1], values[1], is_state=True))
+        return found
+
+    def read(self, sequence: int, end: int) -> list[LayerCells]:
+        """The state of ``sequence`` behind its ``end`` positions, of every layer. Raises ``EngineError`` at other ones."""
+        state = self._given(sequence)
+        at = _HEAD.size + 4
+        size = at + _CELL.size + len(self.empty) - 4 + sum(r + s for (_, r), (_, s) in self._parts.values())
+        if len(state) != size or _CELL.unpack_from(state, at) != (end - 1, 0):
+            raise EngineError(f"sequence {sequence} has no state behind {end} positions")
+        at += _CELL.size + _LAYERS.size
+        taken: list[memoryview] = []
+        for _ in range(2 * len(self._recurrent)):
+            _, part = _PART.unpack_from(state, at)
+            at += _PART.size
+            taken.append(state[at : at + part])
+            at += part
+        keys = dict(zip(self._recurrent, taken[: len(self._recurrent)], strict=True))
+        values = dict(zip(self._recurrent, taken[len(self._recurrent) :], strict=True))
+        return [
+            LayerCells(
+                layer=shape.layer,
+                start=end,
+                end=end,
+                key_type=shape.key_type,
+                value_type=shape.value_type,
+                keys=keys.get(shape.layer - self._first, b""),
+                values=values.get(shape.layer - self._first, b""),
+            )
+            for shape in self.shapes()
+        ]
+
+    def pieces(self, state: Sequence[LayerCells], end: int) -> list[Bytes]:
+        """``state`` as it stands in that of a whole sequence of ``end`` positions. Raises ``EngineError`` for another's."""
+        for each, shape in zip(state, self.shapes(), strict=False):
+            found = (each.layer, each.key_type, each.value_type, len(each.keys), len(each.values))
+            if (each.start, each.end) != (end, end) or CellShape(*found, is_state=True) != shape:
+                raise EngineError(f"the state of layer {each.layer} has another type, size or place than this window's")
+        if len(state) != self._layers:
+            raise EngineError(f"the state of {len(state)} layers is not that of a window of {self._layers}")
+        pieces: list[Bytes] = [struct.pack("<I", 1), _CELL.pack(end - 1, 0), self.empty[4 : 4 + _LAYERS.size]]
+        for part in (0, 1):
+            for layer in self._recurrent:
+                pieces.append(_PART.pack(*self._parts[layer][part]))
+                pieces.append(state[layer].values if part else state[layer].keys)
+        return pieces
+
+    def _given(self, sequence: int) -> memoryview:
+        size = llama.llama_state_seq_get_size_ext(self._context, sequence, _PARTIAL)
+        try:
+            state = np.empty(size, np.uint8)
+        except MemoryError as exc:
+            raise EngineError(f"there is no memory for a state of {size / 1e6:,.0f} MB") from exc
+        place = ctypes.cast(state.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
+        if llama.llama_state_seq_get_data_ext(self._context, place, size, sequence, _PARTIAL) != size:
+            raise EngineError(f"llama.cpp does not give the state of sequence {sequence}")
+        return state.data
