@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from primad.api.http import patience as http_patience
 from primad.api.http.listener import MAX_REFUSED
-from primad.api.http.patience import Patience
+from primad.api.http.patience import MAX_READS, Patience
 from primad.api.http.starts import MAX_STARTS
 from tests.fakes.backend import Call, FakeBackend, Item, replies
 from tests.fakes.watchdog import watched_loop
@@ -361,6 +361,38 @@ def test_of_those_who_send_many_parts_few_are_read_at_a_turn_of_the_loop():
     asyncio.run(scenario())
     assert sum(at_a_turn) > 500
     assert sorted(at_a_turn)[-20] <= 2 * MAX_STARTS, "but for the first piece of each, which nobody knows before"
+
+
+def test_of_many_who_send_a_body_few_are_read_at_a_turn_of_the_loop():
+    at_a_turn: list[int] = [0]
+
+    class Watching(Patience):
+        def read_next(self, connection: http_patience.PatientProtocol, read_bytes: int, parts: int) -> int:
+            at_a_turn[-1] += 1
+            return super().read_next(connection, read_bytes, parts)
+
+    async def count_turns() -> None:
+        while True:
+            await asyncio.sleep(0)
+            at_a_turn.append(0)
+
+    async def ask(port: int) -> bytes:
+        reader, writer = await raw(port)
+        writer.write(b"POST /x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 60000\r\n\r\n")
+        writer.write(bytes(60_000))
+        printed = await until_closed(reader)
+        writer.close()
+        return printed
+
+    async def scenario() -> None:
+        async with patient(FakeBackend(replies("Hi")), kind=Watching, app=reading) as port:
+            counting = asyncio.create_task(count_turns())
+            responses = await asyncio.gather(*(ask(port) for _ in range(4 * MAX_READS)))
+            counting.cancel()
+        assert all(response.startswith(b"HTTP/1.1 200 ") for response in responses)
+
+    asyncio.run(scenario())
+    assert sorted(at_a_turn)[-4] <= MAX_READS + 2 * MAX_STARTS, "but for the first piece of each"
 
 
 class Seen(Patience):

@@ -46,6 +46,8 @@ MIN_READ_BYTES: Final = 64
 FEW_PARTS: Final = 8
 MAX_PARTS: Final = 64
 """For all connections that send many parts, in one turn of the loop."""
+MAX_READS: Final = 32
+"""In one turn of the loop; whoever is read after them waits for its turn to be read again."""
 _BUSY: Final = (
     b'{"error": {"message": "too many connections; close some or try again later", "code": "too_many_connections"}}'
 )
@@ -78,6 +80,7 @@ class Patience:
         self._in_parts: set[PatientProtocol] = set()
         self._making_room: asyncio.TimerHandle | None = None
         self.starts = Starts()
+        self._reads = 0
         self._server: ServerState | None = None
 
     def protocol(self, *arguments: Any, **options: Any) -> PatientProtocol:
@@ -115,6 +118,16 @@ class Patience:
             return min(MAX_READ_BYTES, max(2 * read_bytes, FIRST_READ_BYTES))
         self._in_parts.add(connection)
         return max(MIN_READ_BYTES, read_bytes * MAX_PARTS // (parts * len(self._in_parts)))
+
+    def is_crowded(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether many were read before in this turn of the loop; to be asked with each read."""
+        if not self._reads:
+            loop.call_soon(self._begin_turn)
+        self._reads += 1
+        return self._reads > MAX_READS
+
+    def _begin_turn(self) -> None:
+        self._reads = 0
 
     def is_unread(self, connection: PatientProtocol) -> None:
         """It has more of a response to read than the system buffers."""
@@ -204,7 +217,7 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
         self.data_received(bytes(self._read[:nbytes]))
         parts = self._strict.events - before
         self._read_bytes = self._patience.read_next(self, nbytes, parts)
-        if parts > FEW_PARTS:
+        if self._patience.is_crowded(self.loop) or parts > FEW_PARTS:
             self._wait_for_turn()
 
     def handle_events(self) -> None:
