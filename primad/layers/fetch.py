@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Final, TypeVar
+from functools import partial
+from typing import Final, ParamSpec, TypeVar
 
 import zmq.asyncio
 
@@ -48,6 +49,7 @@ UNDER_WAY_TOTAL: Final = 16
 MAX_SOURCES: Final = 64
 
 _Answer = TypeVar("_Answer")
+_Arguments = ParamSpec("_Arguments")
 
 
 async def fetch_layers(
@@ -115,12 +117,14 @@ async def held_by_any(
     return {digest for held in answers for digest in held}
 
 
-async def in_thread(function: Callable[..., _Answer], *arguments: object) -> _Answer:
+async def in_thread(
+    function: Callable[_Arguments, _Answer], *arguments: _Arguments.args, **named: _Arguments.kwargs
+) -> _Answer:
     """Run ``function`` in a thread and wait for its end even when this task is cancelled meanwhile.
 
     So nothing is written any more once a cancelled caller has ended.
     """
-    return await _in_thread(function, arguments, lambda: None)
+    return await _in_thread(partial(function, *arguments, **named), (), lambda: None)
 
 
 async def hash_in_thread(function: Callable[..., _Answer], *arguments: object) -> _Answer:
@@ -142,10 +146,13 @@ async def hash_layers(
 
 
 async def in_thread_until(
-    cancelled: Callable[[], None], function: Callable[..., _Answer], *arguments: object
+    cancelled: Callable[[], None],
+    function: Callable[_Arguments, _Answer],
+    *arguments: _Arguments.args,
+    **named: _Arguments.kwargs,
 ) -> _Answer:
     """As ``in_thread``; ``cancelled`` is called where this task is, and has ``function`` end soon."""
-    return await _in_thread(function, arguments, cancelled)
+    return await _in_thread(partial(function, *arguments, **named), (), cancelled)
 
 
 async def _in_thread(

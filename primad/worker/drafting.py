@@ -23,6 +23,7 @@ from primad.daemon.node import Node
 from primad.daemon.reporter import ReportLine
 from primad.errors import ClusterError, PrimadError, RingError
 from primad.gguf.header import read_header
+from primad.gguf.windows import WindowPlan
 from primad.layers.fetch import in_thread, missing_layers
 from primad.network.messages import DraftModelState, DraftsMade, LoadDraft
 from primad.ring.speculation.messages import DraftModel, TextTask
@@ -175,7 +176,8 @@ class DraftService:
             output_bytes=0,
             resident_bytes=size,
         )
-        (window,) = await in_thread(place_windows, place, [spec], [assignment], [False], number)
+        plan = WindowPlan(spec=spec, assignment=assignment, extra_buffers=False)
+        (window,) = await in_thread(place_windows, place, [plan], number)
         await in_thread(read_header, Path(window.metadata))  # the head wrote it: checked before llama.cpp sees it
         return DraftModel(
             path=window.metadata,

@@ -17,15 +17,15 @@ from tests.e2e.streams import show
 
 pytestmark = pytest.mark.slow
 
-TOKENS, MIDDLE = 700, 200
+TOKENS, MIDDLE = 340, 200
 AGAIN = 64
 """Rows that are in no block yet, those on their way round the ring, and a block that the replica was not told of."""
 
 
 @pytest.fixture(scope="module")
-def lab(quick_model: Path, module_home) -> Iterator[Lab]:
+def lab(smollm2: Path, module_home) -> Iterator[Lab]:
     with ExitStack() as stack:
-        yield Lab(stack, quick_model, module_home, tokens=TOKENS, middle=MIDDLE)
+        yield Lab(stack, smollm2, module_home, tokens=TOKENS, middle=MIDDLE)
 
 
 def test_a_worker_that_is_killed_has_left_its_cells(lab):

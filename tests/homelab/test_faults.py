@@ -69,8 +69,8 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(quick_model: Path) -> Iterator[Bench]:
-    made = Bench(quick_model)
+def bench(smollm2: Path) -> Iterator[Bench]:
+    made = Bench(smollm2)
     yield made
     made.tear_down()
 
@@ -156,10 +156,10 @@ def heal(cell: Cell, rig: Rig, name: str, spoilt: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("cell", parameters(pairing=True))
-def test_pairing(cell: Cell, make_lab: MakeLab, quick_model: Path, record_property: Note) -> None:
+def test_pairing(cell: Cell, make_lab: MakeLab, smollm2: Path, record_property: Note) -> None:
     lab = make_lab(DeviceSpec(name="h"), DeviceSpec(name="c", disk_bytes=400 << 20))
     device = lab.device("c")
-    with Cluster(lab, quick_model, trusting=False) as cluster:
+    with Cluster(lab, smollm2, trusting=False) as cluster:
         cluster.prepare()
         cluster.start_head("--wait", 0, "--use-all")
         cluster.wait_serving()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from primad.daemon.ring_process import MAX_ARRIVED, _Events
 from primad.errors import ProtocolError
-from primad.ring.messages import Loading, RingBroken, RingEvent, event_decoder
+from primad.ring.messages import Loading, RingBroken, RingEvent
 from primad.system.children.channel import LENGTH, MAX_FRAME_BYTES, Frames, frame
 
 SAID = [Loading(number) for number in range(5)]
@@ -39,7 +39,7 @@ async def rest(of: _Events) -> list[RingEvent]:
     of.eof_received()
     left = []
     while (body := await of.next()) is not None:
-        left.append(event_decoder.decode(body))
+        left.append(body)
     return left
 
 
@@ -66,7 +66,7 @@ def test_what_is_wanted_is_heard_at_once_and_nothing_before_what_waits():
         made.hear = hear
         made.data_received(frame(SAID[1]))
         assert not heard, "one waits still"
-        assert [event_decoder.decode(await made.next()) for _ in SAID[:2]] == SAID[:2]
+        assert [await made.next() for _ in SAID[:2]] == SAID[:2]
         made.data_received(b"".join(map(frame, SAID[2:])))
         assert heard == SAID[2:4], "the last one waits behind one that nobody wanted"
         assert await rest(made) == SAID[3:]
@@ -93,14 +93,15 @@ def test_what_hearing_raises_is_raised_to_who_reads_and_nothing_is_heard_behind_
     asyncio.run(once())
 
 
-def test_an_end_and_what_is_no_event_are_not_heard_but_read():
+def test_an_end_is_not_heard_but_read_and_what_is_no_event_behind_it_is_an_error():
     async def once() -> None:
         made, _ = events()
         made.hear = lambda _: True
-        made.data_received(LENGTH.pack(3) + b"abc")
         made.data_received(frame(RingBroken("it broke", None)))
-        assert await made.next() == b"abc"
-        assert await rest(made) == [RingBroken("it broke", None)]
+        made.data_received(LENGTH.pack(3) + b"abc")
+        assert await made.next() == RingBroken("it broke", None)
+        with pytest.raises(ProtocolError):
+            await made.next()
 
     asyncio.run(once())
 
