@@ -73,11 +73,22 @@ class HttpServer:
         del times[-1]  # the last event only ends the answer
         return times
 
-    def sampled(self, prompt: Sequence[int], tokens: int, **more: Any) -> list[tuple[float, int]]:
-        """The tokens of a completion of so many, each with when it came. Only of primad. Raises ``LabError``."""
+    def sampled(
+        self, prompt: Sequence[int], tokens: int, found: list[tuple[float, int]] | None = None, **more: Any
+    ) -> list[tuple[float, int]]:
+        """The tokens of a completion of so many, each with when it came. Only of primad. Raises ``LabError``.
+
+        They are added to ``found`` as they come, if that is given.
+        """
         asked = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "stream": True, **more}
-        events = [(at_s, json.loads(body)) for at_s, body in self._events("/completion", asked)]
-        return [(at_s, token) for at_s, event in events[:-1] for token in event["tokens"]]
+        found = [] if found is None else found
+        for at_s, body in self._events("/completion", asked):
+            event = json.loads(body)
+            if "error" in event:
+                raise LabError(f"{self.url} ends a response: {event['error']}")
+            if not event["stop"]:  # the last event only ends the answer
+                found += [(at_s, token) for token in event["tokens"]]
+        return found
 
     def _events(self, path: str, asked: dict[str, Any]) -> Generator[tuple[float, bytes], None, None]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_S)

@@ -1,0 +1,242 @@
+"""``hybrids``: what a model gives whose layers partly keep a state, as ``primad serve`` serves it over HTTP.
+
+The model is written here: ``--architecture``, random weights, a layer for multi-token prediction (MTP). One device has all
+cores; more count as machines with a core each while there are as many, else they share all. ``--case``:
+
+- ``turn``: TTFT of the second turn of a chat with 2,000 tokens before it, and of that turn asked again, of the first turn's.
+- ``pause``: a worker of a ring of three is killed late in a response, or early: the longest wait for a token from there on.
+  Each time the ring is a new one.
+- ``mtp``: tokens/s with drafts of the model's own layer, of those of a head with ``--speculate off``: of a model made so
+  that 7 drafts of 10 hold (``lab/controlled.py``), and of one of random weights.
+- ``four``: four requests at once, in total tokens/s, of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from primad.gguf.constants import GGUFValueType
+from primad.gguf.header import scalar_value
+from primad.planning.batching import BATCHING_MODES
+from tools.lab import LabError
+from tools.lab.controlled import write_controlled
+from tools.lab.figures import Figure, Row, by_round
+from tools.lab.harness import CORES, Bench, Run, flag, in_thread
+from tools.lab.http_servers import HttpServer, head_here
+from tools.synth import write_model
+
+HISTORY_TOKENS: Final = 2000
+BEGINS: Final = 1
+"""The token that a message begins with in these models."""
+CONTEXT: Final = 4096
+AFTER: Final = 60
+"""Tokens behind a death."""
+STREAMS: Final = 4
+SPECULATE: Final = ("off", "mtp")
+FASTER: Final = {1: 1.3, 2: 1.6}
+"""With drafts of which 7 of 10 hold, by devices: so many times the tokens/s at least."""
+PLAIN: Final[dict[str, Any]] = {"speculate": False, "ignore_eos": True}
+
+
+class HybridRow(Row):
+    """Run by run ``found``, and what stood ``beside`` it. ``is_same``: so are all texts that must be."""
+
+    columns = "case, devices, what, beside=beside it:.4g, found=measured:.4g"
+
+    def heading(self) -> str:
+        return str(self.model)
+
+    def remarks(self) -> Iterator[str]:
+        if self.note:
+            yield f"{self.case}, {self.devices} devices, {self.what}: {self.note}"
+
+    def failures(self) -> Sequence[str]:
+        return () if self.is_same else [f"{self.case}, {self.devices} devices, {self.what}: the text DIFFERS"]
+
+    @classmethod
+    def figures(cls, rows: Sequence[HybridRow]) -> Iterator[Figure]:
+        for row in rows:
+            what = f"{row.model}, {row.case}, {row.devices} devices: {row.what}"
+            ratios = tuple(by_round(row.found, row.beside))
+            yield Figure(what=what, values=ratios, at_least=row.at_least, at_most=row.at_most)
+
+
+def _add(run: Run, devices: int, what: str, beside: Sequence[float], found: Sequence[float], **more: Any) -> None:
+    usual = {"at_least": None, "at_most": None, "is_same": True, "note": ""}
+    model, fields = run.options.architecture, {"devices": devices, "what": what, **usual, **more}
+    run.add(HybridRow(model=model, beside=list(beside), found=list(found), **fields))
+
+
+async def measure(run: Run, _: None) -> None:
+    """Each case for itself."""
+    for case in run.options.case:
+        for devices in [3] if case == "pause" else run.options.devices:
+            async with run.part():
+                await CASES[case](run, devices)
+
+
+def _model(run: Run, *, is_right: bool = False) -> tuple[Path, float]:
+    """One whose drafts are right as often as was said, or random; the temperature at which it is asked."""
+    name = run.options.architecture
+    path, shape = run.folder() / f"{name}.gguf", {"layers": run.options.layers + 1, "width": run.options.width}
+    if is_right:
+        return path, write_controlled(path, name, **shape)
+    values = {f"{name}.nextn_predict_layers": scalar_value(GGUFValueType.UINT32, 1)}
+    write_model(path, architecture=name, values=values, **shape)
+    return path, 1.0
+
+
+def _head(run: Run, model: Path, devices: int, *options: str, pids: list[int] | None = None) -> HttpServer:
+    workers = [f"w{place}" for place in range(1, devices)]
+    head = ["--context", str(CONTEXT), "--extra-buffers", "off", *options, *(["--use-all"] if workers else [])]
+    machines, started = 1 < devices <= CORES, ([] if pids is None else pids).append
+    return run.stack.enter_context(
+        head_here(model, run.homes(), workers, head=head, machines=machines, started=started)
+    )
+
+
+def _prompt(tokens: int, number: int) -> list[int]:
+    """Another one for each ``number``, from the second token on."""
+    return [BEGINS, *((37 * i + 11 * number) % 300 + 10 for i in range(tokens - 1))]
+
+
+def _rate(found: Sequence[tuple[float, int]]) -> float:
+    return (len(found) - 1) / (found[-1][0] - found[0][0])
+
+
+async def turn(run: Run, devices: int) -> None:
+    """A chat after the other, of two turns, the second one twice."""
+    server = _head(run, _model(run)[0], devices, "--sequences", "1")
+
+    def chat(number: int) -> list[float]:
+        asked = [each for i in range(HISTORY_TOKENS // 100) for each in _prompt(100, 20 * number + i)]
+        first_s = []
+        for more in (_prompt(30, number), [], []):
+            begin_s = time.perf_counter()
+            found = server.sampled(asked, 32, **PLAIN)
+            first_s.append(found[0][0] - begin_s)
+            asked = [*asked, *(token for _, token in found), *more] if more else asked
+        return first_s
+
+    turns = await run.alternate({"chat": in_thread(chat)})
+    first, second, again = zip(*turns["chat"], strict=True)
+    _add(run, devices, "TTFT of the second turn", first, second, case="turn", at_most=0.2)
+    _add(run, devices, "TTFT of it asked again", first, again, case="turn", at_most=0.2)
+
+
+async def pause(run: Run, devices: int) -> None:
+    """The last of the workers dies."""
+    model, lengths = _model(run)[0], run.options.lengths
+    texts = {length: list[list[int]]() for length in lengths}
+
+    async def killed(length: int, number: int) -> float:
+        if not number:
+            return 0.0  # each ring is new, so none warms up
+        pids: list[int] = []
+        async with run.part():
+            server = _head(run, model, devices, "--sequences", "1", pids=pids)
+            return await asyncio.to_thread(_pause, server, pids[-2], length, texts[length])
+
+    found = await run.alternate({length: partial(killed, length) for length in lengths})
+    shortest = min(len(its[0]) for its in texts.values())
+    is_same = len({tuple(text[:shortest]) for its in texts.values() for text in its}) == 1
+    what = f"s of pause at {lengths[-1]} tokens, of that at {lengths[0]}"
+    _add(run, devices, what, found[lengths[0]], found[lengths[-1]], case="pause", at_most=1.5, is_same=is_same)
+
+
+def _pause(server: HttpServer, worker: int, length: int, texts: list[list[int]]) -> float:
+    found: list[tuple[float, int]] = []
+    asking = threading.Thread(target=server.sampled, args=(_prompt(20, 0), length + AFTER, found), kwargs=PLAIN)
+    asking.start()
+    while len(found) < length and asking.is_alive():
+        time.sleep(0.002)
+    os.kill(worker, signal.SIGKILL)
+    asking.join()
+    if len(found) < length + AFTER:
+        raise LabError(f"a response ended after {len(found)} tokens")
+    texts.append([token for _, token in found])
+    return max(b - a for (a, _), (b, _) in itertools.pairwise(found[length - 1 :]))
+
+
+async def mtp(run: Run, devices: int) -> None:
+    """Of both models."""
+    for is_right in (True, False):
+        async with run.part():
+            await _drafted(run, devices, is_right)
+
+
+async def _drafted(run: Run, devices: int, is_right: bool) -> None:
+    """Heads with drafts and without in turn."""
+    options, (model, temperature) = run.options, _model(run, is_right=is_right)
+    every = ("--sequences", "1", "--batching", options.batching, "--speculate")
+    heads = {kind: _head(run, model, devices, *every, kind) for kind in SPECULATE}
+
+    def ask(head: HttpServer, number: int) -> list[tuple[float, int]]:
+        how = {"temperature": temperature, "seed": 1 + number, "ignore_eos": True}
+        return head.sampled(_prompt(40, number), options.tokens, **how)
+
+    turns = await run.alternate({kind: in_thread(partial(ask, head)) for kind, head in heads.items()})
+    (off_s, off), (on_s, on) = (
+        (list(map(_rate, its)), [[token for _, token in found] for found in its]) for its in turns.values()
+    )
+    drafts, plans = heads["mtp"].status()["drafts"] or {}, " and ".join(head.plan() for head in heads.values())
+    note = f"layers {plans}, {drafts.get('accepted', 0)} of {drafts.get('drafted', 0)} drafts held"
+    what = f"tokens/s with MTP, {'7 of 10 right' if is_right else 'random'}"
+    at_least = FASTER.get(devices) if is_right else 0.97
+    _add(run, devices, what, off_s, on_s, case="mtp", at_least=at_least, is_same=off == on, note=note)
+
+
+async def four(run: Run, devices: int) -> None:
+    """Four requests and one in turn."""
+    server = _head(run, _model(run)[0], devices, "--sequences", str(STREAMS))
+
+    def ask(streams: int, number: int) -> float:
+        def one(place: int) -> list[tuple[float, int]]:
+            return server.sampled(
+                _prompt(40, STREAMS * number + place), run.options.tokens, cache_prompt=False, **PLAIN
+            )
+
+        with ThreadPoolExecutor(streams) as pool:
+            found = list(pool.map(one, range(streams)))
+        took_s = max(its[-1][0] for its in found) - min(its[0][0] for its in found)
+        return sum(map(len, found)) / took_s
+
+    turns = await run.alternate({streams: in_thread(partial(ask, streams)) for streams in (1, STREAMS)})
+    note = f"layers {server.plan()}"
+    _add(run, devices, "tokens/s of four requests, of one", turns[1], turns[STREAMS], case="four", note=note)
+
+
+CASES: Final[Mapping[str, Callable[[Run, int], Awaitable[None]]]] = {
+    "turn": turn,
+    "pause": pause,
+    "mtp": mtp,
+    "four": four,
+}
+
+BENCH: Final = Bench(
+    help="models whose layers partly keep a state",
+    measure=measure,
+    models=None,
+    rounds=3,
+    quick={"rounds": 1, "tokens": 96, "lengths": [100, 400]},
+    flags=(
+        flag("--case", choices=list(CASES), nargs="+", default=list(CASES)),
+        flag("--architecture", choices=("qwen35", "qwen35moe"), default="qwen35"),
+        flag("--layers", type=int, default=16, help="without the one for multi-token prediction"),
+        flag("--width", type=int, default=1024, help="a multiple of 64"),
+        flag("--devices", type=int, nargs="+", default=[1, 2], help="of all cases but pause, which has 3"),
+        flag("--lengths", type=int, nargs=2, default=[100, 4000], help="tokens of a response before a worker dies"),
+        flag("--tokens", type=int, default=192, help="of a response with drafts, or beside others"),
+        flag("--batching", choices=BATCHING_MODES, default="auto", help="of heads with drafts and without"),
+    ),
+)
