@@ -27,7 +27,7 @@ class AnsweringHead:
         return found
 
     def status(self):
-        return {"drafts": {"drafted": 10, "accepted": 7}}
+        return {"drafts": {"drafted": 10, "accepted": 7}, "kv": {"computed_again_tokens": 3}}
 
     def plan(self):
         return "8+8"

@@ -13,6 +13,7 @@ cores; more count as machines with a core each while there are as many, else the
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import os
@@ -85,10 +86,14 @@ async def measure(run: Run, _: None) -> None:
                 await CASES[case](run, devices)
 
 
+def _shape(options: argparse.Namespace) -> dict[str, Any]:
+    return {"layers": options.layers + 1, "width": options.width, "quantisation": options.quantisation}
+
+
 def _model(run: Run, *, is_right: bool = False) -> tuple[Path, float]:
     """One whose drafts are right as often as was said, or random; the temperature at which it is asked."""
     name = run.options.architecture
-    path, shape = run.folder() / f"{name}.gguf", {"layers": run.options.layers + 1, "width": run.options.width}
+    path, shape = run.folder() / f"{name}.gguf", _shape(run.options)
     if is_right:
         return path, write_controlled(path, name, **shape)
     values = {f"{name}.nextn_predict_layers": scalar_value(GGUFValueType.UINT32, 1)}
@@ -138,6 +143,7 @@ async def pause(run: Run, devices: int) -> None:
     """The last of the workers dies."""
     model, lengths = _model(run)[0], run.options.lengths
     texts = {length: list[list[int]]() for length in lengths}
+    again = {length: list[int]() for length in lengths}
 
     async def killed(length: int, number: int) -> float:
         if not number:
@@ -145,13 +151,17 @@ async def pause(run: Run, devices: int) -> None:
         pids: list[int] = []
         async with run.part():
             server = _head(run, model, devices, "--sequences", "1", pids=pids)
-            return await asyncio.to_thread(_pause, server, pids[-2], length, texts[length])
+            pause_s = await asyncio.to_thread(_pause, server, pids[-2], length, texts[length])
+            again[length].append((server.status()["kv"] or {}).get("computed_again_tokens", length))
+            return pause_s
 
     found = await run.alternate({length: partial(killed, length) for length in lengths})
     shortest = min(len(its[0]) for its in texts.values())
     is_same = len({tuple(text[:shortest]) for its in texts.values() for text in its}) == 1
     what = f"s of pause at {lengths[-1]} tokens, of that at {lengths[0]}"
-    _add(run, devices, what, found[lengths[0]], found[lengths[-1]], case="pause", at_most=1.5, is_same=is_same)
+    note = f"tokens computed again {' and '.join(str(each) for each in again.values())}"
+    beside, late = found.values()
+    _add(run, devices, what, beside, late, case="pause", at_most=1.5, is_same=is_same, note=note)
 
 
 def _pause(server: HttpServer, worker: int, length: int, texts: list[list[int]]) -> float:
@@ -234,6 +244,7 @@ BENCH: Final = Bench(
         flag("--architecture", choices=("qwen35", "qwen35moe"), default="qwen35"),
         flag("--layers", type=int, default=16, help="without the one for multi-token prediction"),
         flag("--width", type=int, default=1024, help="a multiple of 64"),
+        flag("--quantisation", choices=("q8_0", "f16"), default="q8_0"),
         flag("--devices", type=int, nargs="+", default=[1, 2], help="of all cases but pause, which has 3"),
         flag("--lengths", type=int, nargs=2, default=[100, 4000], help="tokens of a response before a worker dies"),
         flag("--tokens", type=int, default=192, help="of a response with drafts, or beside others"),
