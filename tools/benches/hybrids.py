@@ -20,7 +20,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,9 +31,9 @@ from primad.gguf.header import scalar_value
 from primad.planning.batching import BATCHING_MODES
 from tools.lab import LabError
 from tools.lab.controlled import write_controlled
-from tools.lab.figures import Figure, Row, by_round
 from tools.lab.harness import CORES, Bench, Run, flag, in_thread
 from tools.lab.http_servers import HttpServer, head_here
+from tools.lab.hybrid_rows import AGAIN, RANDOM, RIGHT, SECOND, HybridRow
 from tools.synth import write_model
 
 HISTORY_TOKENS: Final = 2000
@@ -44,37 +44,12 @@ AFTER: Final = 60
 """Tokens behind a death."""
 STREAMS: Final = 4
 SPECULATE: Final = ("off", "mtp")
-FASTER: Final = {1: 1.3, 2: 1.6}
-"""With drafts of which 7 of 10 hold, by devices: so many times the tokens/s at least."""
 PLAIN: Final[dict[str, Any]] = {"speculate": False, "ignore_eos": True}
 
 
-class HybridRow(Row):
-    """Run by run ``found``, and what stood ``beside`` it. ``is_same``: so are all texts that must be."""
-
-    columns = "case, devices, what, beside=beside it:.4g, found=measured:.4g"
-
-    def heading(self) -> str:
-        return str(self.model)
-
-    def remarks(self) -> Iterator[str]:
-        if self.note:
-            yield f"{self.case}, {self.devices} devices, {self.what}: {self.note}"
-
-    def failures(self) -> Sequence[str]:
-        return () if self.is_same else [f"{self.case}, {self.devices} devices, {self.what}: the text DIFFERS"]
-
-    @classmethod
-    def figures(cls, rows: Sequence[HybridRow]) -> Iterator[Figure]:
-        for row in rows:
-            what = f"{row.model}, {row.case}, {row.devices} devices: {row.what}"
-            ratios = tuple(by_round(row.found, row.beside))
-            yield Figure(what=what, values=ratios, at_least=row.at_least, at_most=row.at_most)
-
-
 def _add(run: Run, devices: int, what: str, beside: Sequence[float], found: Sequence[float], **more: Any) -> None:
-    usual = {"at_least": None, "at_most": None, "is_same": True, "note": ""}
-    model, fields = run.options.architecture, {"devices": devices, "what": what, **usual, **more}
+    fields = {"devices": devices, "what": what, "is_same": True, "note": "", **more}
+    model = run.options.architecture
     run.add(HybridRow(model=model, beside=list(beside), found=list(found), **fields))
 
 
@@ -135,8 +110,8 @@ async def turn(run: Run, devices: int) -> None:
 
     turns = await run.alternate({"chat": in_thread(chat)})
     first, second, again = zip(*turns["chat"], strict=True)
-    _add(run, devices, "TTFT of the second turn", first, second, case="turn", at_most=0.2)
-    _add(run, devices, "TTFT of it asked again", first, again, case="turn", at_most=0.2)
+    _add(run, devices, SECOND, first, second, case="turn")
+    _add(run, devices, AGAIN, first, again, case="turn")
 
 
 async def pause(run: Run, devices: int) -> None:
@@ -161,7 +136,7 @@ async def pause(run: Run, devices: int) -> None:
     what = f"s of pause at {lengths[-1]} tokens, of that at {lengths[0]}"
     note = f"tokens computed again {' and '.join(str(each) for each in again.values())}"
     beside, late = found.values()
-    _add(run, devices, what, beside, late, case="pause", at_most=1.5, is_same=is_same, note=note)
+    _add(run, devices, what, beside, late, case="pause", is_same=is_same, note=note)
 
 
 def _pause(server: HttpServer, worker: int, length: int, texts: list[list[int]]) -> float:
@@ -201,9 +176,8 @@ async def _drafted(run: Run, devices: int, is_right: bool) -> None:
     )
     drafts, plans = heads["mtp"].status()["drafts"] or {}, " and ".join(head.plan() for head in heads.values())
     note = f"layers {plans}, {drafts.get('accepted', 0)} of {drafts.get('drafted', 0)} drafts held"
-    what = f"tokens/s with MTP, {'7 of 10 right' if is_right else 'random'}"
-    at_least = FASTER.get(devices) if is_right else 0.97
-    _add(run, devices, what, off_s, on_s, case="mtp", at_least=at_least, is_same=off == on, note=note)
+    what = RIGHT if is_right else RANDOM
+    _add(run, devices, what, off_s, on_s, case="mtp", is_same=off == on, note=note)
 
 
 async def four(run: Run, devices: int) -> None:
