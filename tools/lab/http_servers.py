@@ -74,7 +74,7 @@ class HttpServer:
         return times
 
     def sampled(
-        self, prompt: Sequence[int], tokens: int, found: list[tuple[float, int]] | None = None, **more: Any
+        self, prompt: Sequence[int], tokens: int, found: list[tuple[float, int]] | None = None, /, **more: Any
     ) -> list[tuple[float, int]]:
         """The tokens of a completion of so many, each with when it came. Only of primad. Raises ``LabError``.
 
