@@ -189,6 +189,7 @@ ELSEWHERE = [
     {"forwarded": 'for="[2001:db8::7]:4711";proto=https'},
     {"forwarded": "proto=http;for=192.0.2.60, for=127.0.0.1"},
     {"forwarded": "by=203.0.113.43"},
+    {"forwarded": ", ".join(["for=127.0.0.1"] * 33)},
 ]
 HERE = [
     {},

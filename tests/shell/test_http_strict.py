@@ -9,7 +9,7 @@ import re
 import h11
 import pytest
 
-from primad.api.http.strict import MAX_HEAD_BYTES, MAX_PARTS, MIN_PART_BYTES, StrictConnection
+from primad.api.http.strict import MAX_PARTS, MAX_TRAILERS, MIN_PART_BYTES, StrictConnection
 from tests.fakes.backend import FakeBackend, replies
 from tests.shell.gated import raw, until_closed
 from tests.shell.test_http_patience import patient
@@ -167,13 +167,13 @@ def test_an_answer_has_the_bytes_that_h11_would_send(method, version, headers):
         events = [response, *(h11.Data(data=piece) for piece in pieces), h11.EndOfMessage()]
         return [connection.send(event) for event in events]
 
-    strict = StrictConnection(h11.SERVER, MAX_HEAD_BYTES)
+    strict = StrictConnection()
     assert sent(strict) == sent(h11.Connection(h11.SERVER))
 
 
 @pytest.mark.parametrize(("part", "is_read"), [(1, False), (MIN_PART_BYTES, True), (99, True)])
 def test_a_body_in_more_parts_than_its_size_is_worth_is_refused(part, is_read):
-    connection, parts = StrictConnection(h11.SERVER, MAX_HEAD_BYTES), MAX_PARTS * 9 // 8
+    connection, parts = StrictConnection(), MAX_PARTS * 9 // 8
     connection.receive_data(b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
     assert type(connection.next_event()) is h11.Request
     wrong = None
@@ -185,3 +185,16 @@ def test_a_body_in_more_parts_than_its_size_is_worth_is_refused(part, is_read):
             wrong = exc
             break
     assert (wrong is None) == is_read
+
+
+@pytest.mark.parametrize("count", [0, MAX_TRAILERS, MAX_TRAILERS + 1])
+def test_few_header_lines_stand_behind_a_body(count):
+    connection = StrictConnection()
+    connection.receive_data(b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
+    connection.receive_data(b"0\r\n" + b"t: x\r\n" * count + b"\r\n")
+    assert [type(connection.next_event()) for _ in range(2)] == [h11.Request, h11.Data]
+    if count <= MAX_TRAILERS:
+        assert type(connection.next_event()) is h11.EndOfMessage
+    else:
+        with pytest.raises(h11.RemoteProtocolError, match=f"at most {MAX_TRAILERS} header lines stand behind a body"):
+            connection.next_event()

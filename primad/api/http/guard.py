@@ -31,6 +31,8 @@ Refusing = Callable[[str, PrimadError], Response]
 
 _FORWARDED: Final = ("x-forwarded-for", "x-real-ip", "cf-connecting-ip", "true-client-ip")
 """Headers in which proxies and tunnels name their client, besides ``Forwarded`` (RFC 7239)."""
+MAX_HOPS: Final = 32
+"""Of proxies on one machine; a request that names more counts as another machine's."""
 _FORWARDED_FOR: Final = re.compile(r'(?i)\bfor\s*=\s*("[^"]*"|[^;,\s]+)')
 OF_CONTAINERS: Final = "host.docker.internal"
 """The name of the host machine in a container."""
@@ -109,7 +111,7 @@ def comes_from_elsewhere(headers: Headers) -> bool:
     given = [text for name in _FORWARDED for text in headers.getlist(name)]
     given += [word for text in headers.getlist("forwarded") for word in _FORWARDED_FOR.findall(text) or [text]]
     clients = [client for text in given for client in text.split(",")]
-    return any(not _is_here(client.strip().strip('"')) for client in clients)
+    return len(clients) > MAX_HOPS or any(not _is_here(client.strip().strip('"')) for client in clients)
 
 
 def _is_here(client: str) -> bool:

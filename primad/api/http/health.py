@@ -69,7 +69,7 @@ class HealthChecks:
 
 def _read(head: bytes, hosts: Collection[str]) -> tuple[str, bool] | None:
     """The path, and whether the connection ends with it; None if it is no plain health check."""
-    connection = StrictConnection(h11.SERVER, MAX_BYTES)
+    connection = StrictConnection(MAX_BYTES)
     connection.receive_data(head)
     try:
         request, end = connection.next_event(), connection.next_event()

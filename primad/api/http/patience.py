@@ -30,7 +30,7 @@ from uvicorn.server import ServerState
 from primad.api.http.access import machine_of
 from primad.api.http.health import HealthChecks
 from primad.api.http.starts import Starts
-from primad.api.http.strict import MAX_HEAD_BYTES, StrictConnection
+from primad.api.http.strict import StrictConnection
 from primad.system.shares import Shares
 
 MAX_SILENT: Final = 512
@@ -181,7 +181,7 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
 
     def __init__(self, patience: Patience, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.conn = self._strict = StrictConnection(h11.SERVER, MAX_HEAD_BYTES)
+        self.conn = self._strict = StrictConnection()
         self._patience = patience
         self._read = memoryview(bytearray(MAX_READ_BYTES))
         self._read_bytes = FIRST_READ_BYTES
