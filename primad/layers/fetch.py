@@ -124,13 +124,13 @@ async def in_thread(
 
     So nothing is written any more once a cancelled caller has ended.
     """
-    return await _in_thread(partial(function, *arguments, **named), (), lambda: None)
+    return await _in_thread(partial(function, *arguments, **named), lambda: None)
 
 
 async def hash_in_thread(function: Callable[..., _Answer], *arguments: object) -> _Answer:
     """As ``in_thread`` for what hashes a layer and takes a ``Stop`` last: cancelled, it waits for one chunk and no more."""
     stop = threading.Event()
-    return await _in_thread(function, (*arguments, stop.is_set), stop.set)
+    return await _in_thread(partial(function, *arguments, stop.is_set), stop.set)
 
 
 async def hash_layers(
@@ -152,13 +152,11 @@ async def in_thread_until(
     **named: _Arguments.kwargs,
 ) -> _Answer:
     """As ``in_thread``; ``cancelled`` is called where this task is, and has ``function`` end soon."""
-    return await _in_thread(partial(function, *arguments, **named), (), cancelled)
+    return await _in_thread(partial(function, *arguments, **named), cancelled)
 
 
-async def _in_thread(
-    function: Callable[..., _Answer], arguments: Sequence[object], cancelled: Callable[[], None]
-) -> _Answer:
-    task = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+async def _in_thread(function: Callable[[], _Answer], cancelled: Callable[[], None]) -> _Answer:
+    task = asyncio.ensure_future(asyncio.to_thread(function))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

@@ -17,10 +17,10 @@ import numpy as np
 from halda import StateKind
 from halda.assignment import in_memory
 from primad.engine.protocol import WindowSource
-from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from primad.gguf.constants import GGMLQuantizationType, GGUFValueType
 from primad.gguf.header import Scalar, Value, array_value, scalar_value
-from primad.gguf.layers import ALIGNMENT, LayerTensor, SmallTensor, layer_header, metadata_split
-from primad.profiler.synthetic import fill, piece_of
+from primad.gguf.layers import LayerTensor, SmallTensor, metadata_split
+from primad.profiler.synthetic import laid_out, piece_of, write_layer
 
 WIDTH: Final = 768
 _FORWARD: Final = 1536
@@ -114,13 +114,7 @@ def write_state_window(folder: Path, state: StateKind, kind: str) -> WindowSourc
         tensors = _tensors(layers, kind, attends=number == 1)
         count += len(tensors)
         path = folder / f"layer-{number}.gguf"
-        with path.open("wb") as file:
-            file.write(layer_header(tensors, number=number, split=number + 1))
-            for tensor in tensors:
-                is_norm = "norm" in tensor.name
-                data = np.ones(math.prod(tensor.shape), np.float32).tobytes() if is_norm else _data(tensor)
-                fill(file, data, tensor.size_bytes)
-                file.write(bytes(-tensor.size_bytes % ALIGNMENT))
+        write_layer(path, number, tensors, _data)
         paths.append(str(path))
     metadata = folder / "window.gguf"
     metadata.write_bytes(_metadata(layers, count))
@@ -134,6 +128,8 @@ def write_state_window(folder: Path, state: StateKind, kind: str) -> WindowSourc
 
 
 def _data(tensor: LayerTensor) -> bytes:
+    if "norm" in tensor.name:
+        return np.ones(math.prod(tensor.shape), np.float32).tobytes()
     data = piece_of(GGMLQuantizationType(tensor.type).name)
     if tensor.name.endswith("ssm_a"):  # states fade
         return (-np.abs(np.frombuffer(data, np.float32))).tobytes()
@@ -159,13 +155,7 @@ def _tensors(layers: _Layers, kind: str, *, attends: bool) -> list[LayerTensor]:
     sizes = {name: (GGMLQuantizationType[kind], shape) for name, shape in matrices.items()}
     small = {**layers.each, **(layers.attends if attends else layers.small)}
     sizes |= {name: (GGMLQuantizationType.F32, shape) for name, shape in small.items()}
-    tensors, offset = [], 0
-    for name, (type_, shape) in sizes.items():
-        block, block_bytes = GGML_QUANT_SIZES[type_]
-        size = math.prod(shape) // block * block_bytes
-        tensors.append(LayerTensor(f"blk.*.{name}", int(type_), shape, offset, size))
-        offset += -(-size // ALIGNMENT) * ALIGNMENT
-    return tensors
+    return laid_out(sizes)
 
 
 def _metadata(layers: _Layers, tensors: int) -> bytes:

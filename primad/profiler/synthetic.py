@@ -7,6 +7,7 @@ any model's. One piece of 256 KiB repeats: what is timed reads every byte from i
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -106,15 +107,15 @@ def write_window(folder: Path, shape: LayerShape, kind: str, layers: int, gpu_la
     tensors = _tensors(shape, kind)
     piece = piece_of(kind)
     norms, router = np.ones(shape.width, np.float32).tobytes(), piece_of("F32")
+
+    def data(tensor: LayerTensor) -> bytes:
+        is_norm, is_router = len(tensor.shape) == 1, "_inp." in tensor.name
+        return norms if is_norm else router if is_router else piece
+
     paths = []
     for number in range(layers):
         path = folder / f"layer-{number}.gguf"
-        with path.open("wb") as file:
-            file.write(layer_header(tensors, number=number, split=number + 1))
-            for tensor in tensors:
-                is_norm, is_router = len(tensor.shape) == 1, "_inp." in tensor.name
-                fill(file, norms if is_norm else router if is_router else piece, tensor.size_bytes)
-                file.write(bytes(-tensor.size_bytes % ALIGNMENT))
+        write_layer(path, number, tensors, data)
         paths.append(str(path))
     metadata = folder / "window.gguf"
     metadata.write_bytes(_metadata(shape, layers, len(tensors)))
@@ -124,11 +125,31 @@ def write_window(folder: Path, shape: LayerShape, kind: str, layers: int, gpu_la
     )
 
 
+def write_layer(path: Path, number: int, tensors: Sequence[LayerTensor], data: Callable[[LayerTensor], bytes]) -> None:
+    """Write layer ``number`` of ``tensors`` to ``path``, the ``data`` of each again and again. Raises ``OSError``."""
+    with path.open("wb") as file:
+        file.write(layer_header(tensors, number=number, split=number + 1))
+        for tensor in tensors:
+            fill(file, data(tensor), tensor.size_bytes)
+            file.write(bytes(-tensor.size_bytes % ALIGNMENT))
+
+
 def fill(file: BinaryIO, piece: bytes, size: int) -> None:
     """Write ``size`` bytes, ``piece`` again and again."""
     for _ in range(size // len(piece)):
         file.write(piece)
     file.write(piece[: size % len(piece)])
+
+
+def laid_out(sizes: Mapping[str, tuple[GGMLQuantizationType, tuple[int, ...]]]) -> list[LayerTensor]:
+    """The tensors of a layer, one behind the other: types and extents by their names in it."""
+    tensors, offset = [], 0
+    for name, (type_, extents) in sizes.items():
+        block, block_bytes = GGML_QUANT_SIZES[type_]
+        size = math.prod(extents) // block * block_bytes
+        tensors.append(LayerTensor(f"blk.*.{name}", int(type_), extents, offset, size))
+        offset += -(-size // ALIGNMENT) * ALIGNMENT
+    return tensors
 
 
 def _tensors(shape: LayerShape, kind: str) -> list[LayerTensor]:
@@ -137,13 +158,7 @@ def _tensors(shape: LayerShape, kind: str) -> list[LayerTensor]:
     sizes |= {name: (GGMLQuantizationType[kind], matrix) for name, matrix in shape.matrices().items()}
     if shape.experts:
         sizes["ffn_gate_inp"] = (GGMLQuantizationType.F32, (shape.width, shape.experts))
-    tensors, offset = [], 0
-    for name, (type_, extents) in sizes.items():
-        block, block_bytes = GGML_QUANT_SIZES[type_]
-        size = math.prod(extents) // block * block_bytes
-        tensors.append(LayerTensor(f"blk.*.{name}.weight", int(type_), extents, offset, size))
-        offset += -(-size // ALIGNMENT) * ALIGNMENT
-    return tensors
+    return laid_out({f"{name}.weight": size for name, size in sizes.items()})
 
 
 def _metadata(shape: LayerShape, layers: int, tensors: int) -> bytes:

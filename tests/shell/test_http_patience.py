@@ -330,69 +330,51 @@ def test_who_sends_many_parts_is_read_a_little_at_a_time_and_others_in_long_piec
     assert maximum["plain"] == http_patience.MAX_READ_BYTES
 
 
-def test_of_those_who_send_many_parts_few_are_read_at_a_turn_of_the_loop():
+async def post_to_end(port: int, headers: bytes, body: bytes) -> bytes:
+    """Send a request with ``body``, and read to the end."""
+    reader, writer = await raw(port)
+    writer.write(b"POST /x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + headers + b"\r\n")
+    writer.write(body)
+    printed = await until_closed(reader)
+    writer.close()
+    return printed
+
+
+def reads_at_a_turn(clients: int, headers: bytes, body: bytes, *, parts: int = 0) -> list[int]:
+    """How many pieces of at least so many ``parts`` each turn of the loop reads of ``clients`` that all send ``body``."""
     at_a_turn: list[int] = [0]
 
     class Watching(Patience):
-        def read_next(self, connection: http_patience.PatientProtocol, read_bytes: int, parts: int) -> int:
-            at_a_turn[-1] += parts > http_patience.FEW_PARTS
-            return super().read_next(connection, read_bytes, parts)
+        def read_next(self, connection: http_patience.PatientProtocol, read_bytes: int, count: int) -> int:
+            at_a_turn[-1] += count >= parts
+            return super().read_next(connection, read_bytes, count)
 
     async def count_turns() -> None:
         while True:
             await asyncio.sleep(0)
             at_a_turn.append(0)
 
-    async def ask(port: int) -> bytes:
-        reader, writer = await raw(port)
-        writer.write(b"POST /x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n")
-        writer.write(b"1\r\nx\r\n" * 1000 + b"0\r\n\r\n")
-        printed = await until_closed(reader)
-        writer.close()
-        return printed
-
     async def scenario() -> None:
         async with patient(FakeBackend(replies("Hi")), kind=Watching, app=reading) as port:
             counting = asyncio.create_task(count_turns())
-            answers = await asyncio.gather(*(ask(port) for _ in range(40)))
-            counting.cancel()
-        assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in answers)
-
-    asyncio.run(scenario())
-    assert sum(at_a_turn) > 500
-    assert sorted(at_a_turn)[-20] <= 2 * MAX_STARTS, "but for the first piece of each, which nobody knows before"
-
-
-def test_of_many_who_send_a_body_few_are_read_at_a_turn_of_the_loop():
-    at_a_turn: list[int] = [0]
-
-    class Watching(Patience):
-        def read_next(self, connection: http_patience.PatientProtocol, read_bytes: int, parts: int) -> int:
-            at_a_turn[-1] += 1
-            return super().read_next(connection, read_bytes, parts)
-
-    async def count_turns() -> None:
-        while True:
-            await asyncio.sleep(0)
-            at_a_turn.append(0)
-
-    async def ask(port: int) -> bytes:
-        reader, writer = await raw(port)
-        writer.write(b"POST /x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 60000\r\n\r\n")
-        writer.write(bytes(60_000))
-        printed = await until_closed(reader)
-        writer.close()
-        return printed
-
-    async def scenario() -> None:
-        async with patient(FakeBackend(replies("Hi")), kind=Watching, app=reading) as port:
-            counting = asyncio.create_task(count_turns())
-            responses = await asyncio.gather(*(ask(port) for _ in range(4 * MAX_READS)))
+            responses = await asyncio.gather(*(post_to_end(port, headers, body) for _ in range(clients)))
             counting.cancel()
         assert all(response.startswith(b"HTTP/1.1 200 ") for response in responses)
 
     asyncio.run(scenario())
-    assert sorted(at_a_turn)[-4] <= MAX_READS + 2 * MAX_STARTS, "but for the first piece of each"
+    return sorted(at_a_turn)
+
+
+def test_of_those_who_send_many_parts_few_are_read_at_a_turn_of_the_loop():
+    body = b"1\r\nx\r\n" * 1000 + b"0\r\n\r\n"
+    at_a_turn = reads_at_a_turn(40, b"Transfer-Encoding: chunked\r\n", body, parts=http_patience.FEW_PARTS + 1)
+    assert sum(at_a_turn) > 500
+    assert at_a_turn[-20] <= 2 * MAX_STARTS, "but for the first piece of each, which nobody knows before"
+
+
+def test_of_many_who_send_a_body_few_are_read_at_a_turn_of_the_loop():
+    at_a_turn = reads_at_a_turn(4 * MAX_READS, b"Content-Length: 60000\r\n", bytes(60_000))
+    assert at_a_turn[-4] <= MAX_READS + 2 * MAX_STARTS, "but for the first piece of each"
 
 
 class Seen(Patience):
