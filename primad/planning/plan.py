@@ -30,7 +30,7 @@ from halda import (
 from halda.time_limit import TimeLimit
 from primad.planning.batching import Batches, batches_of
 from primad.planning.by_hand import plan_by_hand, with_context_by_hand
-from primad.planning.context import attends_plainly
+from primad.planning.context import MAX_AT_ONCE, attends_plainly
 from primad.planning.default_context import HURRIED_S, WithContext, wanted_context, with_wanted_context
 from primad.planning.draft_gain import draft_place
 from primad.planning.drafting import drafting_of
@@ -247,6 +247,7 @@ def _search_for(
                 prefill_offload=None if settled is None else settled.prefill_offload,
                 experts=run.experts,
                 settles=True,
+                at_once=run.sequences or MAX_AT_ONCE,
                 simplifies=settled is None,
                 below_s=math.inf if hurries else below_s,
                 other=None if hurries or below_s == math.inf else other,

@@ -2,7 +2,9 @@
 
 Any split of a model between like devices takes one user's token the same time. What differs is what several requests at
 once, drafts, and the chunks of a prompt get of it: they follow each other as fast as the busiest machine computes. So a
-second of that for a typical request counts as ``WEIGHT`` seconds of the request itself.
+second of that for a typical request counts as ``WEIGHT`` seconds of the request itself while plans are compared, and as
+``WEIGHT_AT_ONCE`` for each of the requests that are expected at once when the best one is known, which may then take
+``GAIN`` longer.
 
 Layers go one cut at a time from the busiest machine to one that does not become as busy, where that costs the request
 least. Where a layer costs a device the same wherever it is, no plan with the same busiest machine is quicker than one on
@@ -12,6 +14,7 @@ every step reads all of them, so nothing follows anything; such plans stay as th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -22,6 +25,8 @@ from halda.plan import Plan, Window
 
 WEIGHT: Final = 0.05
 """Seconds of a request that a second of the busiest machine is worth."""
+WEIGHT_AT_ONCE: Final = 0.1
+"""The same for each request at once: as though for a tenth of the time so many were answered, which wait for each other."""
 _SAME: Final = 1e-9
 
 
@@ -31,6 +36,7 @@ class _Tried:
     objective_s: float
     busy_s: dict[str, float]
     """By device: what all devices compute for a request that share its processor."""
+    weight: float
 
     @property
     def busiest_s(self) -> float:
@@ -38,26 +44,29 @@ class _Tried:
 
     @property
     def cost_s(self) -> float:
-        return self.objective_s + WEIGHT * self.busiest_s
+        return self.objective_s + self.weight * self.busiest_s
 
 
-def filled(plan: Plan, question: Instance, objective: Objective) -> Plan:
-    """``plan``, or one of the same ring that is about as good for ``objective`` and has a less busy machine."""
+def filled(
+    plan: Plan, question: Instance, objective: Objective, *, weight: float = WEIGHT, longest_s: float = math.inf
+) -> Plan:
+    """``plan``, or one of the same ring that is about as good for ``objective`` and has a less busy machine, each second
+    of which is worth ``weight``. It takes ``longest_s`` at most."""
     if plan.streaming or plan.rounds > 1 or len(plan.devices) == 1:
         return plan
-    now = _tried(plan, question, objective)
+    now = _tried(plan, question, objective, weight)
     assert now is not None
-    best, worst_s = now, now.cost_s
+    best, worst_s = now, min(now.cost_s, longest_s)
     while now.objective_s < worst_s:
         found = [
             trial
             for moved in _with_less_of_busiest(now, question)
-            if (trial := _tried(moved, question, objective)) is not None and _is_less_busy(trial, now)
+            if (trial := _tried(moved, question, objective, weight)) is not None and _is_less_busy(trial, now)
         ]
         if not found:
             break
         now = min(found, key=lambda each: (each.objective_s, each.busiest_s))
-        if now.cost_s < best.cost_s * (1 - _SAME):
+        if now.cost_s < best.cost_s * (1 - _SAME) and now.objective_s <= longest_s:
             best = now
     return best.plan
 
@@ -77,12 +86,12 @@ def busy_s(prediction: Prediction, question: Instance, objective: Objective) -> 
     return {name: sum(own.get(other, 0.0) for other in shared[name]) for name in own}
 
 
-def _tried(plan: Plan, question: Instance, objective: Objective) -> _Tried | None:
+def _tried(plan: Plan, question: Instance, objective: Objective, weight: float) -> _Tried | None:
     prediction = evaluate(plan, question)
     if prediction.short:
         return None
     objective_s = prediction.objective_s(objective, question.workload.answer_tokens)
-    return _Tried(plan, objective_s, busy_s(prediction, question, objective))
+    return _Tried(plan, objective_s, busy_s(prediction, question, objective), weight)
 
 
 def _is_less_busy(trial: _Tried, before: _Tried) -> bool:

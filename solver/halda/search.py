@@ -14,7 +14,7 @@ from typing import Final
 
 from halda.chunk_rows import FEWER_GAIN, in_smaller_chunks, other_chunks
 from halda.evaluate import Objective, evaluate
-from halda.filling import filled
+from halda.filling import WEIGHT, WEIGHT_AT_ONCE, filled
 from halda.helping import OF_FIRST_TOKEN, able_to_offload, others_to_try, with_offload
 from halda.instance import ExpertPlace, Instance, instance
 from halda.orders import (
@@ -23,7 +23,7 @@ from halda.orders import (
 from halda.plan import CutOff, Infeasible, NotBelow, Plan
 from halda.profile import DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
 from halda.rings import NEAR, PROVEN, SAME, Goal, Search
-from halda.simpler import simpler
+from halda.simpler import GAIN, simpler
 from halda.solution import Solution
 from halda.time_limit import TimeLimit
 
@@ -58,6 +58,7 @@ def solve(
     experts: ExpertPlace = "auto",
     settles: bool = False,
     simplifies: bool = True,
+    at_once: int = 1,
     below_s: float = math.inf,
     other: Solution | None = None,
 ) -> Solution:
@@ -68,10 +69,10 @@ def solve(
     says instead of ``workload.chunk_rows``; where there is no plan, those with the fewest rows come first. With
     ``offloads`` GPUs may help with prompts, as in ``helping.py``; where it is known which (``prefill_offload``) only that
     is tried. ``experts`` of layers on a GPU are where the plan has them, or all in its memory, or all in RAM. Where it
-    ``settles`` for a plan about as good, that fills the ring (``filling.py``) and, if it ``simplifies``, asks less of
-    devices (``simpler.py``). Raises ``Infeasible``, which says which limit is short and by how much, ``CutOff`` where a
-    link that does not work would be needed, and ``NotBelow`` where a plan is of interest only if it takes less than
-    ``below_s``, and none does. The ``other`` plan to which it is compared tells which chunks are likely.
+    ``settles`` for a plan about as good, that fills the ring for so many requests ``at_once`` (``filling.py``) and, if it
+    ``simplifies``, asks less of devices (``simpler.py``). Raises ``Infeasible``, which says which limit is short and by how
+    much, ``CutOff`` where a link that does not work would be needed, and ``NotBelow`` where a plan is of interest only if
+    it takes less than ``below_s``, and none does. The ``other`` plan to which it is compared tells which chunks are likely.
     """
     question = replace(instance(devices, links, model, workload, limits or {}), experts=experts)
     heads, budget = heads or [devices[0].device], TimeLimit(time_limit_s)
@@ -96,6 +97,10 @@ def solve(
             return ask(question, heads, budget.part(1.0, _SIMPLER_SHARE * time_limit_s), _Beaten(below_s, quickest))
 
         found = simpler(found, question, heads, require, in_a_hurry)
+    if settles:
+        asked = question.with_head(found.plan.head).offloading(found.plan)
+        asked = asked.with_rows(found.prediction.chunk_rows, found.prediction.step_rows)
+        found = _filled(found, asked, weight=WEIGHT_AT_ONCE * at_once, longest_s=(1 + GAIN) * found.quickest_s)
     _check_links(found.plan.devices, question)
     return found
 
@@ -361,9 +366,9 @@ class _Heads:
         return [better.prediction.chunk_rows]
 
 
-def _filled(found: Solution, question: Instance) -> Solution:
+def _filled(found: Solution, question: Instance, *, weight: float = WEIGHT, longest_s: float = math.inf) -> Solution:
     """``found``, or a plan about as good that fills the ring."""
-    plan = filled(found.plan, question, found.objective)
+    plan = filled(found.plan, question, found.objective, weight=weight, longest_s=longest_s)
     if plan is found.plan:
         return found
     prediction = evaluate(plan, question)

@@ -8,7 +8,7 @@ from itertools import combinations, product
 
 import pytest
 
-from halda import OBJECTIVES, Instance, Objective, Plan, Window, Workload, evaluate, instance, solve
+from halda import CHUNKS, OBJECTIVES, Instance, Objective, Plan, Solution, Window, Workload, evaluate, instance, solve
 from halda.filling import WEIGHT, busy_s, filled
 from halda.load import under_load
 from tests.fakes.planning import GB, device, link, model
@@ -88,6 +88,31 @@ def test_like_machines_get_like_shares_so_several_requests_run_nearly_twice_as_f
     assert found.plan.layers_of("b") in (9, 10, 11)
     loads = [under_load(found.plan, question, sequences=count).tokens_per_s for count in (1, 4)]
     assert loads[1] > 1.7 * loads[0]
+
+
+def test_more_requests_at_once_have_more_of_the_ring_for_at_most_a_twentieth_of_one():
+    devices, heavy_output = [device("a"), device("b")], replace(model(), output_bytes_by_type={"Q4_K": 2 * GB})
+    links = [link("a", "b"), link("b", "a")]
+    both, question = frozenset({"a", "b"}), instance(devices, links, heavy_output, WORK, {})
+
+    def found(at_once: int) -> Solution:
+        return solve(
+            devices,
+            links,
+            heavy_output,
+            WORK,
+            require=both,
+            chunks=CHUNKS,
+            settles=True,
+            at_once=at_once,
+            time_limit_s=2.0,
+        )
+
+    one, four = found(1), found(4)
+    assert four.objective_s <= 1.05 * four.quickest_s
+    assert four.quickest_s == pytest.approx(one.quickest_s)
+    alone, together = (under_load(each.plan, question, sequences=4).tokens_per_s for each in (one, four))
+    assert together > 1.1 * alone
 
 
 def test_devices_bound_to_different_cores_of_one_machine_count_as_two():
