@@ -183,8 +183,8 @@ class GpuCare:
 
     @property
     def _first(self) -> str:
-        """The device's first GPU."""
-        return self._ids[0] if self._ids else ""
+        """The first GPU that plans may use, which what a ring process says of its own names ""."""
+        return next(iter(self._trusted(self._ids)), "")
 
     def _held_of(self, gpu: str) -> int:
         """What ring processes of ours hold of that GPU."""

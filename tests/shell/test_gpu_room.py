@@ -383,3 +383,14 @@ def test_a_gpu_that_was_left_out_is_back_when_the_other_was_the_one_that_failed(
         care.failed(crash)
         known = care.bounded(known)
     assert [gpu.id for gpu in known.gpus] == ["CUDA1"]
+
+
+def test_what_is_held_where_the_first_gpu_is_left_out_is_held_of_the_other():
+    care = Care()
+    taken = BOTH.with_gpus([replace(gpu, vram_available_bytes=GIB) for gpu in BOTH.gpus])
+    care.now(taken)
+    for _ in range(3):
+        care.failed(RingError("the ring process was ended by SIGSEGV"))
+    care.has(1, GpuLoaded(layers=4, planned=4, held_bytes=6 * GIB, why=""))
+    (gpu,) = care.now(taken).gpus
+    assert (gpu.id, gpu.vram_available_bytes) == ("CUDA1", 7 * GIB)
