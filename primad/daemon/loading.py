@@ -17,6 +17,7 @@ from primad.daemon.loaded_process import LoadedProcess, LoadKey
 from primad.daemon.node import Node
 from primad.daemon.ring_process import RingProcess
 from primad.engine.protocol import EngineOptions, WindowSource
+from primad.errors import LoadAgainError
 from primad.gguf.header import read_header
 from primad.gguf.layers import LayerRef
 from primad.layers.fetch import in_thread, missing_layers
@@ -66,6 +67,7 @@ class WindowLoad:
             offloading_gpu=next((gpu.id for gpu in reversed(profile.gpus) if gpu.prefill_offload), ""),
             branches=head.drafting.branches if head is not None and head.drafting is not None else 0,
         )
+        self._gpus = len(profile.gpus)
         self._load, self._head, self._embedding = load, head, embedding
         self._place, self._config, self._gpu_care = node.workspace, node.config, node.gpu_care
 
@@ -124,10 +126,13 @@ class WindowLoad:
     async def start(self, key: LoadKey) -> LoadedProcess:
         """Start a ring process that loads the windows; its ``events`` say how it goes.
 
-        Raises ``PrimadError`` when a disk refuses or no process can be started.
+        Raises ``PrimadError`` when a disk refuses, no process can be started, or a GPU was left out since it was planned.
         """
+        used = [len(plan.assignment.on_each_gpu) for plan in self._load.windows if plan.assignment.uses_gpu]
+        if max(used, default=0) > self._gpus:
+            raise LoadAgainError("a GPU was left out since the plan was made; another one is made without it")
         windows = await in_thread(self._place_windows)
-        uses_gpu = any(plan.assignment.uses_gpu for plan in self._load.windows)
+        uses_gpu = bool(used)
         ring = await RingProcess.start(
             self._place.run / f"ring-{self.number}.log",
             threads=max(self.options.threads, self.options.batch_threads),

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from halda.assignment import in_memory
 from primad.daemon import loaded_process, loading
 from primad.daemon.gpu_care import GpuCare
 from primad.daemon.layer_files import Workspace
 from primad.daemon.loaded_process import LoadedProcess
 from primad.daemon.loading import WindowLoad
 from primad.engine.rope import AS_IN_THE_MODEL, Rope
-from primad.errors import RingError
+from primad.errors import LoadAgainError, RingError
 from primad.gguf.adapter import AdapterSpec
 from primad.gguf.layers import LayerRef, LayerTensor
 from primad.kv.store import KvStore
@@ -219,3 +221,16 @@ def test_what_was_loaded_with_another_adapter_scale_or_angle_is_not_the_same(pla
     ]
     assert len({*keys}) == len(keys)
     assert key(adapter) == keys[1]
+
+
+def test_windows_for_a_gpu_that_was_left_out_meanwhile_ask_for_another_plan(place):
+    """Loaded without it they would look as if it had no memory left."""
+    config = load_config({"home": place.run.parent, "name": "lap", "host": "127.0.0.1"}, {})
+    node = SimpleNamespace(workspace=place, config=config, gpu_care=GpuCare(NO_LIMITS))
+    (plain,) = a_load(1, metadata=b"GGUF", layers=()).windows
+    for others, profile in (((), replace(PROFILE, gpu=None)), ((1,), PROFILE)):
+        assignment = in_memory(0, 4, gpu_layers=4, other_gpus=others)
+        load = a_load(1, windows=[msgspec.structs.replace(plain, assignment=assignment)])
+        windows = WindowLoad(load, 7, node, profile)
+        with pytest.raises(LoadAgainError, match="a GPU was left out since the plan was made"):
+            asyncio.run(windows.start(windows.key()))
