@@ -107,7 +107,7 @@ def _architectures() -> str:
         if entry.sliding in (Sliding.NEEDED, Sliding.NEEDED_IF_ANY):
             place = "where each has a layer with a sliding window: mostly at every second layer"
         elif entry.recurrent in (Recurrent.INTERVAL, Recurrent.HEADS):
-            place = "where each has a layer with attention and one with a state: mostly at every fourth layer"
+            place = "at any layer; the last window has one with attention and one with a state"
         elif entry.skips_attention:
             place = "where each has a layer with attention, its first one heads: at nearly any layer"
         elif entry.needs_indexer:

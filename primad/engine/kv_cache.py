@@ -26,7 +26,7 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Final
@@ -119,7 +119,8 @@ class _Part:
 class KvCache:
     """The KV cache of ``context``, whose ``tensors`` are known, of a window of layers from ``first`` on, of which the last
     ``sharing`` use the cells of others: their own are empty, and so are those of layers with a state alone. Those that slide
-    have so many ``window_cells``, or as many as the others (None).
+    have so many ``window_cells``, or as many as the others (None). Cells of layers that stand behind the window's are
+    nobody's: zeros are put back there.
 
     Made while ``sequence`` has no cells: a round trip of two made-up cells there finds out how this build stores them.
     Raises ``EngineError`` when it stores them in no known way.
@@ -198,7 +199,7 @@ class KvCache:
                 f"sequence {sequence} has no KV cells at positions {start} to {end}; it ends at {last + 1}"
             )
         llama.llama_synchronize(self._context)
-        own = iter(self._read(sequence, start, end))
+        own = iter(self._read(sequence, start, end, range(self._layers)))
         return [next(own) if layer in self._keys else self._none(layer, start, end) for layer in range(self._layers)]
 
     def _none(self, layer: int, start: int, end: int) -> LayerCells:
@@ -208,11 +209,12 @@ class KvCache:
             layer=self._first + layer, start=start, end=end, key_type=kind, value_type=kind, keys=b"", values=b""
         )
 
-    def _read(self, sequence: int, start: int, end: int) -> list[LayerCells]:
+    def _read(self, sequence: int, start: int, end: int, layers: Iterable[int]) -> list[LayerCells]:
+        """Those of ``layers`` that have some."""
         stream = sequence if self._streams > 1 else 0
         found = []
-        for layer, keys in sorted(self._keys.items()):
-            values = self._values.get(layer)
+        for layer in filter(self._keys.__contains__, layers):
+            keys, values = self._keys[layer], self._values.get(layer)
             if values is None:
                 raw = np.empty(0, np.uint8)
             else:
@@ -339,7 +341,8 @@ class KvCache:
             for layer in layers:
                 keys = self._keys[layer]
                 pieces.append(struct.pack("<iQ", keys.kind, keys.cell_bytes))
-                pieces += _in_order([block[layer].keys for block in blocks], held, count)
+                raw = [block[layer].keys if layer < len(block) else _zeros(block, keys) for block in blocks]
+                pieces += _in_order(raw, held, count)
             for layer in layers:
                 pieces += self._state_values(layer, blocks, held)
             pieces.append(bytes(4 * (self._streams - own - 1)))
@@ -349,7 +352,8 @@ class KvCache:
         values = self._values.get(layer)
         if values is None:
             return []
-        cells = _in_order([block[layer].values for block in blocks], held, blocks[-1][0].end)
+        taken = [block[layer].values if layer < len(block) else _zeros(block, values) for block in blocks]
+        cells = _in_order(taken, held, blocks[-1][0].end)
         if not self._transposed:
             return [struct.pack("<iQ", values.kind, values.cell_bytes), *cells]
         elements = values.cell_bytes // values.element_bytes
@@ -401,7 +405,7 @@ class KvCache:
         """Which layers' cells went where; leaves the cells that it found zero, as they were."""
         took = {
             (bytes(cells.keys), bytes(cells.values)): cells.layer - self._first
-            for cells in self._read(sequence, 0, _PROBED)
+            for cells in self._read(sequence, 0, _PROBED, sorted(self._keys))
         }
         try:
             self._caches = [
@@ -412,7 +416,7 @@ class KvCache:
             raise EngineError("llama.cpp puts KV cells in other places than its graph shows") from exc
         blank = self._marks(blank=True)
         own = [blank[layer] for layer in sorted(self._keys)]
-        if not self._write(sequence, [blank]) or self._read(sequence, 0, _PROBED) != own:
+        if not self._write(sequence, [blank]) or self._read(sequence, 0, _PROBED, sorted(self._keys)) != own:
             raise EngineError("llama.cpp does not give back the KV cells that it took")
         self._forget(sequence)
 
@@ -420,7 +424,7 @@ class KvCache:
         """Two cells of each layer as no other one has them."""
         return [
             self._mark(layer, blank=blank) if layer in self._keys else self._none(layer, 0, _PROBED)
-            for layer in range(self._layers)
+            for layer in range(max(self._layers - 1, *self._keys) + 1)
         ]
 
     def _mark(self, layer: int, *, blank: bool = False) -> LayerCells:
@@ -455,6 +459,11 @@ def places_of(positions: NDArray[np.int64], sequence: int, form: np.dtype[np.voi
     if form is PLACES_2D:
         places["x"] = places["y"] = positions
     return places
+
+
+def _zeros(block: Sequence[LayerCells], part: _Part) -> bytes:
+    """Cells of a layer that no ``block`` has."""
+    return bytes((block[0].end - block[0].start) * part.cell_bytes)
 
 
 def _in_order(pieces: Sequence[Bytes], positions: NDArray[np.int64], end: int) -> Sequence[Bytes]:

@@ -32,6 +32,7 @@ _PART: Final = struct.Struct("<iQ")
 
 class StateCells:
     """The states of ``recurrent`` layers, numbered in the window of ``layers`` layers from ``first`` on, of ``context``.
+    That of one that stands behind the window's is nobody's: zeros are put back there.
 
     Made while ``sequence`` is empty. Raises ``EngineError`` when this build gives states in another form.
     """
@@ -97,7 +98,10 @@ class StateCells:
         for part in (0, 1):
             for layer in self._recurrent:
                 pieces.append(_PART.pack(*self._parts[layer][part]))
-                pieces.append(state[layer].values if part else state[layer].keys)
+                if layer < self._layers:
+                    pieces.append(state[layer].values if part else state[layer].keys)
+                else:
+                    pieces.append(bytes(self._parts[layer][part][1]))
         return pieces
 
     def _given(self, sequence: int) -> memoryview:

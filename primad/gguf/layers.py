@@ -280,12 +280,17 @@ class Hole:
         block, block_bytes = GGML_QUANT_SIZES[self.type]
         return math.prod(self.shape) // block * block_bytes
 
+    @property
+    def padded_bytes(self) -> int:
+        """The same, up to where the next one may begin."""
+        return -(-self.size_bytes // ALIGNMENT) * ALIGNMENT
+
 
 def metadata_split(
     values: Mapping[str, Value], small: Sequence[SmallTensor | Hole], *, splits: int, tensors: int
 ) -> bytes:
-    """The first split of a window: its metadata and small tensors, a ``Hole`` the last one. ``tensors`` counts those of all
-    ``splits``."""
+    """The first split of a window: its metadata and small tensors, each ``Hole`` behind all others. ``tensors`` counts those
+    of all ``splits``."""
     pairs = dict(values)
     for key, kind, content in (
         ("split.no", GGUFValueType.UINT16, 0),
@@ -294,10 +299,11 @@ def metadata_split(
         ("general.alignment", GGUFValueType.UINT32, ALIGNMENT),
     ):
         pairs[key] = scalar_value(kind, content)
-    infos, body = bytearray(), bytearray()
+    infos, body, zeros = bytearray(), bytearray(), 0
     for tensor in small:
-        infos += _tensor_info(tensor.name, tensor.shape, int(tensor.type), len(body))
+        infos += _tensor_info(tensor.name, tensor.shape, int(tensor.type), len(body) + zeros)
         body += _padded(tensor.data)
+        zeros += tensor.padded_bytes if isinstance(tensor, Hole) else 0
     return _padded(_head(len(small), len(pairs)) + _pairs(pairs) + infos) + body
 
 

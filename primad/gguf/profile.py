@@ -22,6 +22,7 @@ from primad.gguf.architectures.layers import (
     sharing_layers,
     sliding_layers,
 )
+from primad.gguf.architectures.stand_ins import holes, kinds_of, last_of, small_heads
 from primad.gguf.architectures.table import SLIDING_KEYS, known
 from primad.gguf.architectures.tensors import LAYER_INPUTS, LAYER_PROJECTION, layer_of
 from primad.gguf.constants import GGUFValueType
@@ -109,6 +110,26 @@ def model_profile(header: Header) -> ModelProfile:
         cell_bytes=scored_bytes if any(indexed) else 0,
         tail_layers=tail_layers(header),
         beside_values=beside_values(header),
+        stand_in=_stand_in(header, name),
+    )
+
+
+def _stand_in(header: Header, name: str) -> LayerProfile | None:
+    """The most that stands behind the layers of a window; None where nothing does."""
+    layers = [layer for kind in kinds_of(header) if any(kind) and not all(kind) for layer in [last_of(kind)]]
+    if not layers:
+        return None
+    weights = [sum(hole.size_bytes for hole in holes(header, layer, 0)) for layer in layers]
+    cells = [
+        _kv_bytes(header, name, layer) // small_heads(header, layer)
+        for layer in layers
+        if attending_layers(header)[layer]
+    ]
+    return LayerProfile(
+        bytes_by_type={"IQ1_S": max(weights)},
+        expert_bytes_by_type={},
+        kv_bytes_per_token=max(cells, default=0),
+        state_bytes=_state_bytes(header, name),
     )
 
 

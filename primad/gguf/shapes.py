@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
@@ -253,7 +253,8 @@ def _profile(model: Shape, types: Types, named: str) -> ModelProfile:
     widths = [_cell_values(model, kind) // (1 if model.latent else 2 * _kv_heads(model, kind)) for kind in attending]
     widest = max(_queries(model, kind) for kind in attending)
     sharing = sum(not kind.has_cells for kind in kinds)
-    inputs, tail_layers = model.layer_inputs * model.layers, sharing + 2 if sharing else 1
+    inputs, tail_layers = model.layer_inputs * model.layers, sharing + 2 if sharing else _tail_of_both(kinds)
+    stand_in = _stand_in(model, kinds, types) if any(kind.state for kind in kinds) else None
     sent = (model.layers - tail_layers) // model.cut_multiple * model.cut_multiple
     embedding = types.output if model.tied and types.some else types.embedding or types.matrix
     looked_up = Counter(_matrix(embedding, model.vocabulary, model.width))
@@ -277,7 +278,37 @@ def _profile(model: Shape, types: Types, named: str) -> ModelProfile:
         query_width=widest,
         tail_layers=tail_layers,
         beside_values=model.width + model.layer_inputs * sent + 1 if inputs else 0,
+        stand_in=stand_in,
     )
+
+
+def _tail_of_both(kinds: Sequence[LayerKind]) -> int:
+    """So many layers at the end that one attends and one has a state, where some have one."""
+    found = [[i for i, kind in enumerate(kinds) if has(kind)] for has in (lambda kind: kind.attends, _has_state)]
+    return len(kinds) - min(each[-1] for each in found) if all(found) else 1
+
+
+def _has_state(kind: LayerKind) -> bool:
+    return kind.state is not None
+
+
+def _stand_in(model: Shape, kinds: Sequence[LayerKind], types: Types) -> LayerProfile:
+    """What may stand behind the layers of a window: of the weights the least that they can take, and one head of keys."""
+    layers = [_layer(model, kind, types, layer, 0) for layer, kind in enumerate(kinds)]
+    weights = [sum(map(_count, (each.bytes_by_type, each.expert_bytes_by_type))) for each in layers]
+    return LayerProfile(
+        bytes_by_type={"IQ1_S": math.ceil(max(weights) * bytes_per_weight("IQ1_S"))},
+        expert_bytes_by_type={},
+        kv_bytes_per_token=max(
+            each.kv_bytes_per_token // _kv_heads(model, kind) for each, kind in zip(layers, kinds, strict=True)
+        ),
+        state_bytes=max(each.state_bytes for each in layers),
+    )
+
+
+def _count(bytes_by_type: Mapping[str, int]) -> float:
+    """How many weights those are."""
+    return sum(size / bytes_per_weight(kind) for kind, size in bytes_by_type.items())
 
 
 def _queries(model: Shape, kind: LayerKind) -> int:

@@ -29,6 +29,7 @@ from primad.gguf.adapter import MAX_ADAPTERS, AdapterSpec
 from primad.gguf.architecture import Architecture
 from primad.gguf.architectures.cuts import cut_points, cuttable
 from primad.gguf.architectures.layers import block_count, layer_count, layer_inputs, sliding_layers
+from primad.gguf.architectures.stand_ins import holes, stand_ins
 from primad.gguf.architectures.table import known
 from primad.gguf.architectures.tensors import LAYER_INPUTS, LAYER_PROJECTION, TensorRole, is_shared_tensor, tensor_role
 from primad.gguf.architectures.values import window_values
@@ -223,7 +224,7 @@ class ModelCutter:
         """The spec of window number ``window``, with a ``change`` of its metadata; hashes what was not hashed before."""
         layers = tuple(self.ref(layer) for layer in self.layers_of(first, last))
         small = self._small(first, last)
-        hole = [] if last < layer_count(self.header) else self._hole(first, last)
+        hole = self._stand_ins(first, last) if last < layer_count(self.header) else self._hole(first, last)
         values = window_metadata(self.header, first, last, predicts=self.predicts)
         if change is not None:
             change(values)
@@ -233,7 +234,7 @@ class ModelCutter:
             splits=1 + len(layers),
             tensors=len(small) + len(hole) + sum(len(layer.tensors) for layer in layers),
         )
-        hole_bytes = sum(each.size_bytes for each in hole)
+        hole_bytes = sum(each.padded_bytes for each in hole)
         return WindowSpec(
             window=window, first=first, last=last, metadata=metadata, layers=layers, hole_bytes=hole_bytes
         )
@@ -305,6 +306,11 @@ class ModelCutter:
                 row = struct.pack("<f", self.stand_in if name in (TOKEN_EMBEDDING, LAYER_INPUTS) else 0.0) * shape[0]
                 small.append(SmallTensor(name=name, type=GGMLQuantizationType.F32, shape=shape, data=row))
         return small
+
+    def _stand_ins(self, first: int, last: int) -> list[Hole]:
+        """The weights of layers that stand behind those of a window."""
+        behind = enumerate(stand_ins(self.header, first, last), start=last - first)
+        return [hole for number, layer in behind for hole in holes(self.header, layer, number)]
 
     def _hole(self, first: int, last: int) -> list[Hole]:
         """What stands in the tail for the table of what layers take beside hidden states."""

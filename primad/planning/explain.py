@@ -198,7 +198,8 @@ def _with_any_tail(question: Question, settled: Settled | None = None) -> Soluti
 
 
 def _needs_tail(question: Question) -> str:
-    return f"the head's last window has at least {question.model.tail_layers} layers, which need each other's KV cells"
+    why = "one that attends and one with a state" if question.model.is_recurrent else "which need each other's KV cells"
+    return f"the head's last window has at least {question.model.tail_layers} layers, {why}"
 
 
 def _left_out(question: Question, chosen: Planned, settled: Settled) -> list[LeftOutJson]:

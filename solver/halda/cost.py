@@ -545,7 +545,15 @@ def window_bytes(model: ModelProfile, workload: Workload) -> int:
     the widest of a layer: feed-forward's. (Measured as its size: 4.2 MB for 256 rows of an 8B.)
     """
     widest = max(_converted_bytes_a_row(layer, model) for layer in model.layers)
-    return WINDOW_BYTES + math.ceil(_largest_rows(workload) * widest)
+    stand_in = 0
+    if model.stand_in is not None:  # no page of its weights is read
+        stand_in = kv_bytes(model.stand_in, workload) + checkpoint_bytes(model.stand_in, workload)
+    return WINDOW_BYTES + math.ceil(_largest_rows(workload) * widest) + stand_in
+
+
+def stand_in_vram_bytes(model: ModelProfile, workload: Workload) -> int:
+    """What the layer behind those of a window takes of a GPU, its weights included."""
+    return 0 if model.stand_in is None else kv_bytes(model.stand_in, workload) + model.stand_in.size_bytes
 
 
 def _converted_bytes_a_row(layer: LayerProfile, model: ModelProfile) -> float:

@@ -430,7 +430,8 @@ class Instance:
         ``offloads``. One without layers or output on the GPU takes nothing, but counts: all windows of a device are
         alike, but for the head's last.
         """
-        return context_bytes + windows * (self.gpu_buffer_bytes + self.copied_bytes * offloads)
+        stand_in = cost.stand_in_vram_bytes(self.model, self.workload)
+        return context_bytes + windows * (self.gpu_buffer_bytes + self.copied_bytes * offloads + stand_in)
 
     @cached_property
     def copied_bytes(self) -> int:

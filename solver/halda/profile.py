@@ -354,6 +354,7 @@ class ModelProfile:
     ``cut_multiple`` layers and ``cut_offset`` more, which is less than a multiple, and the last of several has
     ``tail_layers`` at least. ``beside_values`` go from window to window with each hidden state. ``expert_use`` says how
     likely a row picks an expert of each of as many groups, which have as many experts each; without it all are alike.
+    Behind a window's layers there may be one that is not computed, which takes as much as ``stand_in``.
     """
 
     name: str
@@ -376,6 +377,7 @@ class ModelProfile:
     expert_use: tuple[float, ...] = ()
     tail_layers: int = 1
     beside_values: int = 0
+    stand_in: LayerProfile | None = None
 
     @property
     def last_cut(self) -> int:

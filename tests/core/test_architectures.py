@@ -1,7 +1,7 @@
 """The table of architectures: what a window's metadata says, and who is refused by which name."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType, GGUFValueType
 
 from primad.errors import ModelError
 from primad.gguf.architecture import Embedding, Recurrent, Sliding
-from primad.gguf.architectures.cuts import cut_multiple, cut_points, cuttable
+from primad.gguf.architectures.cuts import cut_multiple, cut_points, cuttable, tail_layers
 from primad.gguf.architectures.layers import (
     attending_layers,
     drafting_layers,
@@ -223,28 +223,39 @@ def test_windows_do_not_scale_what_the_head_has_scaled():
 
 
 @pytest.mark.parametrize(
-    ("architecture", "keys", "multiple"),
+    ("architecture", "keys", "tail"),
     [
-        ("qwen35", {}, 4),
-        ("qwen35", {"full_attention_interval": 3}, 3),
+        ("qwen35", {}, 2),
+        ("qwen35", {"full_attention_interval": 3}, 2),
         ("qwen35", {"attention.recurrent_layers": [True, False] * 6}, 2),
-        ("qwen35", {"attention.recurrent_layers": [True] * 11 + [False]}, 12),
-        ("jamba", {"attention.head_count_kv": [0, 0, 2] * 4}, 3),
+        ("qwen35", {"attention.recurrent_layers": [False] * 5 + [True] * 7}, 8),
+        ("jamba", {"attention.head_count_kv": [0, 0, 2] * 4}, 2),
         ("nemotron_h", {"attention.head_count_kv": [0, 2, 0] * 4, "feed_forward_length": [0, 0, 96] * 4}, 3),
         ("falcon-h1", {}, 1),
     ],
 )
-def test_each_window_of_a_hybrid_has_attention_and_a_state(architecture, keys, multiple):
+def test_what_a_window_of_a_hybrid_has_not_stands_behind_it_and_the_tail_has_both(architecture, keys, tail):
     header = model(architecture, 12, **{key.replace(".", "__"): content for key, content in keys.items()})
     assert cuttable(header).name == architecture
-    assert cut_multiple(header) == multiple
-    for first in range(0, 12, multiple):
-        places = slice(first, min(first + multiple, 12))
-        assert any(attending_layers(header)[places])
-        assert any(recurrent_layers(header)[places])
+    assert (cut_multiple(header), tail_layers(header)) == (1, tail)
+    kinds = recurrent_layers(header), attending_layers(header)
+    assert all(any(kind[-tail:]) for kind in kinds)
+    assert window(header, 12 - tail, 12)["block_count"] == tail
+    for first, last in combinations(range(12 - tail + 1), 2):
+        missing = [kind for kind in kinds if not any(kind[first:last])]
+        values, behind = window(header, first, last), [kind.index(True) for kind in missing]
+        assert values["block_count"] == last - first + len(missing)
         for key, content in keys.items():
             if isinstance(content, list):
-                assert window(header, first, places.stop)[key] == content[places]
+                assert values[key] == [*content[first:last], *(content[layer] for layer in behind)]
+
+
+def test_keys_and_values_of_one_head_stand_behind_a_window_that_does_not_attend():
+    tensors = [f"blk.{layer}.attn_{name}.weight" for layer in (3, 7) for name in "kv"]
+    for architecture, heads in (("jamba", [0, 0, 1]), ("qwen35", 1)):
+        header = model(architecture, 8, tensors=tensors)
+        assert window(header, 0, 2)["attention.head_count_kv"] == heads
+        assert window(header, 2, 4).get("attention.head_count_kv") == (None if heads == 1 else [0, 2])
 
 
 @pytest.mark.parametrize(
@@ -261,7 +272,7 @@ def test_a_hybrid_that_does_not_say_what_its_layers_are_is_refused(architecture,
 
 
 def test_an_interval_of_no_layers_is_no_interval():
-    assert cut_multiple(model("qwen35", full_attention_interval=0)) == 6
+    assert cut_multiple(model("qwen35", full_attention_interval=0)) == 6, "llama.cpp takes no model without attention"
 
 
 def test_the_output_norm_of_lfm2_has_another_name():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from halda import LayerProfile
 from primad.errors import ConfigError
 from primad.gguf.shapes import shape, shape_names
 
@@ -218,10 +219,20 @@ def test_layers_without_cells_of_their_own_are_in_the_tail_with_those_that_have_
     assert all(layer.kv_bytes_per_token for layer in model.layers[: 2 - tail])
 
 
+def cells_of(layer: LayerProfile) -> int:
+    return layer.kv_bytes_per_token
+
+
+def states_of(layer: LayerProfile) -> int:
+    return layer.state_bytes
+
+
 @pytest.mark.parametrize("name", ["qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b", "nemotron3-nano-30b-a3b"])
-def test_each_window_of_a_hybrid_attends_and_keeps_a_state(name: str) -> None:
+def test_the_tail_of_a_hybrid_attends_and_keeps_a_state_and_other_windows_begin_anywhere(name: str) -> None:
     model = shape(name)
-    for first in range(0, len(model.layers), model.cut_multiple):
-        window = model.layers[first : first + model.cut_multiple]
-        assert any(layer.kv_bytes_per_token for layer in window)
-        assert any(layer.state_bytes for layer in window)
+    kinds = [[i for i, layer in enumerate(model.layers) if is_one(layer)] for is_one in (cells_of, states_of)]
+    assert (model.cut_multiple, model.last_cut) == (1, min(kind[-1] for kind in kinds))
+    behind, widest = model.stand_in, max(map(cells_of, model.layers))
+    assert behind is not None
+    assert (behind.state_bytes, widest % behind.kv_bytes_per_token) == (max(map(states_of, model.layers)), 0)
+    assert 0 < behind.kv_bytes_per_token < widest

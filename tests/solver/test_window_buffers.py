@@ -43,6 +43,17 @@ def six_each(asked: Instance, rounds: int, *, on_gpu: bool = False) -> Plan:
     return replace(plan, route=tuple(route))
 
 
+def test_what_stands_behind_a_windows_layers_counts_for_each_window_its_weights_on_gpus_alone() -> None:
+    behind = LayerProfile(
+        bytes_by_type={"IQ1_S": 7 * MB}, expert_bytes_by_type={}, kv_bytes_per_token=512, state_bytes=MB
+    )
+    plain, more = (question(each, 8_000 * MB) for each in (model(), replace(model(), stand_in=behind)))
+    kept = cost.kv_bytes(behind, WORK) + cost.checkpoint_bytes(behind, WORK)
+    assert kept > 1024 * 512 + 2 * MB
+    assert more.runtime_bytes(3) - plain.runtime_bytes(3) == 3 * kept
+    assert more.gpu_runtime_bytes(2) - plain.gpu_runtime_bytes(2) == 2 * (1024 * 512 + MB + 7 * MB)
+
+
 # ---- the buffer ----------------------------------------------------------------------------------------------------------
 
 

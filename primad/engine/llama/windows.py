@@ -23,6 +23,8 @@ from primad.engine.protocol import EngineOptions, Hidden, Rows, Sampling, Tokens
 from primad.engine.sampling import ChainSampler, DrySamplers, GreedySampler
 from primad.engine.vocabulary import LlamaVocabulary
 from primad.errors import EngineError
+from primad.gguf.architectures.layers import block_count
+from primad.gguf.header import read_header
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,9 @@ class _HiddenWindow(LlamaModel):
 
     def __init__(self, source: WindowSource, options: EngineOptions) -> None:
         assert source.assignment.output != "gpu"
-        super().__init__(source, options, tap=Tap(source.assignment.layers - 1), outputs=options.rows)
+        layers = source.assignment.layers
+        behind = block_count(read_header(Path(source.metadata))) - layers  # layers that stand in, and are not computed
+        super().__init__(source, options, tap=Tap(layers - 1), outputs=options.rows, predicting=behind)
 
     def forward(self, rows: Rows) -> Hidden:
         if not self._each:

@@ -18,7 +18,8 @@ that ``primad/certify`` derived and compared (``Header.derived``). What the entr
   Cohere 2 rotates sliding layers only, so there an endless rope scaling makes every angle 0. Where layers that slide have
   other heads or angles, each window holds one of them (``NEEDED``), which says where a window may begin (``cut_multiple``).
 - **Recurrent layers** remember a state instead of cells. llama.cpp aborts where a window of a hybrid has none of them, or
-  no attention, so each window holds both (``cut_multiple``).
+  no attention, so one stands behind its layers, of zeros, and is not computed (``stand_ins``); the tail holds both
+  (``tail_layers``). Which layers of Qwen are recurrent is written out.
 - **Inputs without use** make llama.cpp abort: a window needs a layer that rotates (``needs``), or that chooses what
   attention sees (``needs_indexer``). GLM 5.2's layers take over what one before them chose: windows begin at one that does.
 - **Inputs of layers** beside the hidden state, which the graph makes of tokens (Gemma 4 E2B, E4B), go from the head along

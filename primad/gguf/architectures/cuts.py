@@ -18,12 +18,11 @@ from primad.gguf.architectures.layers import (
     sharing_layers,
     sliding_layers,
 )
+from primad.gguf.architectures.stand_ins import kinds_of, layers_of_both
 from primad.gguf.architectures.table import (
-    ATTENTION_INTERVAL,
     DEEPSEEK2,
     INDEXER_TYPES,
     PER_LAYER,
-    RECURRENT_LAYERS,
     REFUSED,
     SLIDING_KEYS,
     NotCutError,
@@ -147,14 +146,9 @@ def _multiple(header: Header) -> int:
         needed.append(attending_layers(header))
     if architecture.needs_indexer and any(indexed_layers(header)):
         needed.append(indexed_layers(header))
-    if architecture.recurrent in (Recurrent.INTERVAL, Recurrent.HEADS, Recurrent.TENSORS):
-        kinds = (recurrent_layers(header), attending_layers(header))
-        needed += [each for each in kinds if any(each) or architecture.recurrent is not Recurrent.TENSORS]
-        if (
-            architecture.recurrent is Recurrent.INTERVAL
-            and f"{architecture.name}.{RECURRENT_LAYERS}" not in header.values
-        ):
-            multiple = base = math.lcm(base, max(header.count(f"{architecture.name}.{ATTENTION_INTERVAL}", 4), 1))
+    if architecture.recurrent is Recurrent.TENSORS:
+        needed += [each for each in (recurrent_layers(header), attending_layers(header)) if any(each)]
+    needed += [each for each in kinds_of(header) if not any(each)]  # which nothing stands in for
     while True:
         multiple = _multiple_with([each[:behind] for each in needed], multiple, base)
         if multiple >= len(slides) or _is_cut_point(header, architecture, multiple, slides=any(slides)):
@@ -165,7 +159,7 @@ def _multiple(header: Header) -> int:
 def tail_layers(header: Header) -> int:
     """How many layers the last of several windows has at the least. Raises ``ModelError`` as ``sharing_layers``."""
     sharing = sharing_layers(header)
-    return sharing + 2 if sharing else 1
+    return sharing + 2 if sharing else layers_of_both(header)
 
 
 def _is_cut_point(header: Header, architecture: Architecture, multiple: int, *, slides: bool) -> bool:

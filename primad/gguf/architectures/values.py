@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 from primad.errors import ModelError
-from primad.gguf.architecture import Architecture, Embedding, Sliding
+from primad.gguf.architecture import Architecture, Embedding, Recurrent, Sliding
 from primad.gguf.architectures.cuts import check_count, cut_points, is_deepseek2_lite, tail_layers, vocabulary_size
-from primad.gguf.architectures.layers import block_count, indexed_layers, layer_count, sliding_layers
+from primad.gguf.architectures.layers import (
+    block_count,
+    indexed_layers,
+    layer_count,
+    recurrent_layers,
+    sliding_layers,
+)
+from primad.gguf.architectures.stand_ins import head_values, stand_ins
 from primad.gguf.architectures.table import (
     DEEPSEEK2,
     ENTRY_KEY,
@@ -16,6 +24,7 @@ from primad.gguf.architectures.table import (
     INDEXER_TYPES,
     LAST_EXIT_KEY,
     PER_LAYER,
+    RECURRENT_LAYERS,
     SLIDING_KEYS,
     known,
 )
@@ -48,8 +57,10 @@ def window_values(
     check_count(header, architecture, last - first)
     prefix = f"{name}."
     end = block_count(header) if predicts and last == layers else last
-    values = _values_of_layers(header, architecture, first, end)
-    values[f"{prefix}block_count"] = _uint32(end - first)
+    held = [*range(first, end), *stand_ins(header, first, last)]
+    values = _values_of_layers(header, architecture, held)
+    values |= head_values(header, held, end - first)
+    values[f"{prefix}block_count"] = _uint32(len(held))
     values[f"{prefix}vocab_size"] = _uint32(vocabulary)
     values.pop(f"{prefix}nextn_predict_layers", None)
     if end > last:
@@ -62,6 +73,9 @@ def window_values(
         values[f"{prefix}leading_dense_block_count"] = _uint32(min(max(dense - first, 0), last - first))
     if architecture.embedding is Embedding.KEY and not architecture.is_fed:
         values[f"{prefix}embedding_scale"] = _float32(0.0)
+    if architecture.recurrent is Recurrent.INTERVAL:
+        states = (*recurrent_layers(header), *[False] * (block_count(header) - layers))
+        values[f"{prefix}{RECURRENT_LAYERS}"] = array_value(GGUFValueType.BOOL, [states[layer] for layer in held])
     if architecture.sliding not in (Sliding.NEVER, Sliding.FIXED):
         values.update(_sliding_values(header, architecture, first, last))
     if name == "deci":
@@ -100,8 +114,8 @@ def _check_first(header: Header, first: int) -> None:
         )
 
 
-def _values_of_layers(header: Header, architecture: Architecture, first: int, last: int) -> dict[str, Value]:
-    """The model's own metadata that its windows keep; of what it says for each layer, that of theirs."""
+def _values_of_layers(header: Header, architecture: Architecture, held: Sequence[int]) -> dict[str, Value]:
+    """The model's own metadata that its windows keep; of what it says for each layer, that of those ``held``."""
     prefix, values = f"{header.text('general.architecture')}.", dict[str, Value]()
     for key, value in header.values.items():
         if key in _KEPT_GENERAL:
@@ -112,7 +126,10 @@ def _values_of_layers(header: Header, architecture: Architecture, first: int, la
             if short in architecture.drops or (slides and architecture.sliding is not Sliding.FIXED):
                 continue
             is_by_layer = value.is_array and (slides or short in PER_LAYER or short in architecture.by_layer)
-            values[key] = array_value(value.item_type, value.items()[first:last]) if is_by_layer else value
+            if is_by_layer:
+                items = value.items()
+                value = array_value(value.item_type, [items[layer] for layer in held if layer < len(items)])
+            values[key] = value
     return values
 
 
