@@ -20,6 +20,12 @@ STATES_WITHOUT_NAMES: Final = frozenset({"plamo2"})
 STATE_TOKENS: Final = (128, 512, 2048)
 """A state is kept behind so many tokens of an answer, which are computed again at most: the fewest that links carry. It has
 some MB for each layer, as much as the cells of some hundred tokens."""
+MORE_STATES: Final = (32, 64)
+"""Fewer, where disks do not wear by them and a replica has one before three others are kept."""
+MAX_WRITTEN: Final = 8e6
+"""Bytes of states in a second that a device writes for that."""
+STATES_PER_S: Final = 3
+"""No more than so many for that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +87,12 @@ def state_tokens(
         rate = max((links.get((name, other), 0.0) for other in plan.devices if other != name), default=0.0)
         return (cells[name] + states[name] // rows) * tokens_per_s <= LINK_SHARE * rate
 
+    def is_cheap(rows: int) -> bool:
+        return tokens_per_s <= STATES_PER_S * rows and max(states.values()) * tokens_per_s <= MAX_WRITTEN * rows
+
     workers = [name for name in plan.devices if name != plan.head]
-    return next((rows for rows in STATE_TOKENS if all(is_carried(name, rows) for name in workers)), STATE_TOKENS[0])
+    found = [*filter(is_cheap, MORE_STATES), *STATE_TOKENS]
+    return next((rows for rows in found if all(is_carried(name, rows) for name in workers)), STATE_TOKENS[0])
 
 
 def cell_bytes(plan: Plan, layers: Sequence[LayerProfile], kv_type: CacheType) -> dict[str, int]:

@@ -86,6 +86,27 @@ def test_a_state_is_kept_as_often_as_links_carry_it(rate, rows):
     assert token_bytes(*asked)["lap"] == 1000 + 100_000_000 // rows
 
 
+@pytest.mark.parametrize(
+    ("state_bytes", "rate", "tokens_per_s", "rows"),
+    [
+        (10_000_000, 1e8, 12, 32),
+        (10_000_000, 1e8, 14, 64),  # disks
+        (10_000_000, 3e6, 12, 512),  # links
+        (10_000_000, 1e8, 26, 128),
+        (1000, 1e8, 96, 32),
+        (1000, 1e8, 97, 64),  # three are kept, and the replica has none of them yet
+        (1000, 1e8, 200, 128),
+    ],
+)
+def test_a_state_is_kept_more_often_where_it_is_small(state_bytes, rate, tokens_per_s, rows):
+    layer = LayerProfile(bytes_by_type={}, expert_bytes_by_type={}, kv_bytes_per_token=1000, state_bytes=state_bytes)
+    route = tuple(
+        Window(device=name, first=at, last=at + 1, gpu_layers=0) for at, name in enumerate(("desk", "lap", "desk"))
+    )
+    plan = Plan(rounds=1, route=route, output_on_gpu=False, streaming=(), left_out=())
+    assert state_tokens(plan, [layer] * 3, "f16", {("lap", "desk"): rate}, tokens_per_s) == rows
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(["x", "y"]), st.integers(0, 100), st.integers(0, 10_000)), min_size=1, max_size=7

@@ -13,6 +13,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -117,7 +118,7 @@ class KvBackup:
         self._roots: dict[str, str] = {}
         self._computed: tuple[object, ...] = True, 0
         """The attention that blocks are computed with, and the context if angles of positions depend on it."""
-        self._news, self._over = asyncio.Event(), asyncio.Event()
+        self._news, self._over, self._state_news = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._tasks = Tasks()
         self._restores = self._restored_tokens = self._again = self._found_tokens = 0
         self._restore_s = 0.0
@@ -132,6 +133,7 @@ class KvBackup:
             await self._tasks.close()
 
     async def _notify_replicas(self) -> None:
+        """Once a second, and at once of a state: what is behind the last one is computed again after a loss."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -139,7 +141,9 @@ class KvBackup:
                 if copy.pending and not copy.is_busy:
                     copy.is_busy = True
                     self._tasks.start(self._copy(copy))
-            await asyncio.sleep(self._node.timings.head.copy_every_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._state_news.wait(), self._node.timings.head.copy_every_s)
+            self._state_news.clear()
 
     async def _notify_forgotten(self) -> None:
         """At once: a repeated request gets blocks of the same keys, which must not be dropped after they are kept."""
@@ -165,8 +169,14 @@ class KvBackup:
     def kept(self, epoch: int, blocks: Iterable[KvBlock], prompt_tokens: int) -> None:
         """Every device of ring ``epoch`` keeps ``blocks`` of a request whose prompt has this many tokens."""
         if epoch == self._epoch:
+            blocks = list(blocks)
             self._need(blocks, prompt_tokens)
-            self._news.set()
+            self._report_news(block.is_state for block in blocks)
+
+    def _report_news(self, are_states: Iterable[bool]) -> None:
+        self._news.set()
+        if any(are_states):
+            self._state_news.set()
 
     def forgotten(self, epoch: int, keys: Iterable[str]) -> None:
         """Ring ``epoch`` does not need ``keys`` any more."""
@@ -210,7 +220,7 @@ class KvBackup:
         finally:
             copy.is_busy = False
             if copy.pending:
-                self._news.set()
+                self._report_news(key in self._blocks and self._blocks[key].is_state for key in copy.pending)
 
     async def _hold(
         self,
