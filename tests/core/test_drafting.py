@@ -138,6 +138,19 @@ def test_drafts_of_which_none_holds_end_sooner():
     assert pace.is_off
 
 
+def test_a_drafter_that_works_for_nothing_ends_though_tokens_came_sooner_by_chance():
+    pace, now = Pace(), 0.0
+    for _ in range(BEGINS_AFTER + 1):
+        pace.took(now, drafted=False, missed=False)
+        now += 1.0
+    for number in range(JUDGED_AFTER // 2):
+        assert not pace.is_off, number
+        assert not pace.wants(0.05)
+        pace.took(now, drafted=False, missed=False, worked=True)
+        now += 0.95
+    assert pace.is_off
+
+
 def test_what_one_answer_lost_is_counted_for_the_next_ones():
     losses = Losses()
 

@@ -187,7 +187,7 @@ class Pace:
         if not self._without.count:
             return
         is_hopeless = not self._trial.held and self._trial.missed >= HOPELESS_AFTER
-        wins = self._with.mean_s < self._without.mean_s
+        wins = self._trial.held > 0 and self._with.mean_s < self._without.mean_s  # none can win time by chance alone
         if is_hopeless or (self._trial.late_s > ENDS_AT * self._without.mean_s and not wins):
             self._end()
         elif self._with.count < JUDGED_AFTER:
