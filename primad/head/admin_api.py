@@ -22,14 +22,12 @@ from primad.api.page.admin_api import (
     PlannedDevice,
     ShownCode,
 )
-from primad.daemon.node import Node
 from primad.daemon.pairing_service import PairingService
 from primad.errors import ClusterError, RequestError, printable
 from primad.gguf.shapes import profiles_directory
-from primad.head.members.core import Core
-from primad.head.members.devices import Devices
+from primad.head.members.core import HeadContext
 from primad.head.model.limits import DeviceLimits
-from primad.head.rings.planner import Planner
+from primad.head.rings.planner import DevicePool, Planner
 from primad.membership import types
 from primad.network.admin import PairingCode
 from primad.network.peer import Peer
@@ -50,24 +48,16 @@ class HeadAdminApi:
 
     def __init__(
         self,
-        node: Node,
-        *,
-        pairing: PairingService,
-        devices: Devices,
+        head: HeadContext,
+        pool: DevicePool,
         planner: Planner,
-        device_limits: DeviceLimits,
+        pairing: PairingService,
         offered_forecast: Callable[[], Forecast | None],
-        core: Core,
-        single_device: bool,
     ) -> None:
-        self._node, self._pairing, self._devices = node, pairing, devices
-        self._planner, self._device_limits, self._offered_forecast, self._core = (
-            planner,
-            device_limits,
-            offered_forecast,
-            core,
-        )
-        self._single_device = single_device
+        self._node, self._core = head.node, head.core
+        self._devices, self._device_limits = pool.others, pool.limits
+        self._planner, self._pairing, self._offered_forecast = planner, pairing, offered_forecast
+        self._single_device = head.service.options.single_device
         self._imagining = False
 
     async def devices(self) -> DevicesBody:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 import time
 from collections import deque
 from contextlib import AsyncExitStack, suppress
@@ -26,14 +25,14 @@ from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import Reporter
 from primad.errors import ClusterError
 from primad.head.admin_api import HeadAdminApi
+from primad.head.members.core import HeadContext
 from primad.head.members.devices import Devices
-from primad.head.members.worker_link import Caller
 from primad.head.model.learning import Learning
 from primad.head.model.limits import DeviceLimits
 from primad.head.model.service import Service
 from primad.head.rings.backend import RingBackend
 from primad.head.rings.kv_backup import KvBackup
-from primad.head.rings.planner import OwnDevice, Planner
+from primad.head.rings.planner import DevicePool, OwnDevice, Planner
 from primad.head.rings.rings import Rings
 from primad.layers.server import LayerServer
 from primad.membership import types
@@ -41,7 +40,6 @@ from primad.membership.due import waiting_line
 from primad.membership.news import news
 from primad.membership.step import phase_of, step, wake_at
 from primad.membership.types import DevicePhase
-from primad.network.addresses import resolved_host
 from primad.network.admin import (
     AdminReply,
     AdminRequest,
@@ -94,67 +92,29 @@ class HeadDaemon:
         self._missing: list[str] = []
         self._news: deque[dict[str, Any]] = deque(maxlen=NEWS_KEPT)
         self._tasks = Tasks()
+        head = HeadContext(node=node, service=service, sockets=self._context, core=self, reporter=reporter)
         self._pairing = PairingService(node, reporter.report_line, WORKER)
-        self._devices = Devices(
-            node,
-            http=(resolved_host(service.options.http_host), service.options.http_port),
-            caller=self._caller(),
-            pairing=self._pairing,
-            core=self,
-            reporter=reporter,
-        )
+        self._devices = Devices(head, self._pairing)
         self._profile = profile
-        own = OwnDevice(lambda: profile.now(config.name), self._memory_watch, node.gpu_care)
-        learning = Learning(config.home)
-        self._device_limits = DeviceLimits(config.home)
-        self._planner = Planner(service, own, self._devices, learning, self._device_limits)
+        pool = DevicePool(
+            own=OwnDevice(lambda: profile.now(config.name), self._memory_watch, node.gpu_care),
+            others=self._devices,
+            learning=Learning(config.home),
+            limits=DeviceLimits(config.home),
+        )
+        self._device_limits = pool.limits
+        self._planner = Planner(service, pool)
         self._held = HeldBlocks(node, self._context)
-        self._kv = KvBackup(node, service, self._devices, self._held, reporter)
+        self._kv = KvBackup(head, self._devices, self._held)
         backend.find_blocks = self._kv.find
         backend.around = self._around
-        self._rings = Rings(
-            node,
-            service,
-            context=self._context,
-            own=own,
-            devices=self._devices,
-            planner=self._planner,
-            learning=learning,
-            device_limits=self._device_limits,
-            backend=backend,
-            kv=self._kv,
-            core=self,
-            reporter=reporter,
-        )
-
-        self.admin_api = HeadAdminApi(
-            node,
-            pairing=self._pairing,
-            devices=self._devices,
-            planner=self._planner,
-            device_limits=self._device_limits,
-            offered_forecast=lambda: self._rings.offered_forecast,
-            core=self,
-            single_device=service.options.single_device,
-        )
+        self._rings = Rings(head, pool, self._planner, backend, self._kv)
+        self.admin_api = HeadAdminApi(head, pool, self._planner, self._pairing, lambda: self._rings.offered_forecast)
         node.gpu_care.attend(
             lambda: profile.now(config.name),
             report_line=reporter.report_line,
             changed=self._rings.gpu_changed,
             recovered=partial(self._memory_recovered, 0),
-        )
-
-    def _caller(self) -> Caller:
-        config = self._config
-        return Caller(
-            context=self._context,
-            identity=self._node.identity,
-            device=config.name,
-            session=random.getrandbits(62),
-            build=self._node.workspace.build,
-            gone_after_s=config.gone_after_s,
-            ping_interval_s=config.heartbeat_interval_s,
-            timings=self._node.timings.network,
         )
 
     async def run(self) -> None:

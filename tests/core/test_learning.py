@@ -29,7 +29,7 @@ from halda import (
 from primad.api.http.status import CompletionFigures, wrong_line
 from primad.head.model.learning import Learning, correction_line, corrections_file, read_corrections
 from primad.head.model.limits import DeviceLimits
-from primad.head.rings.planner import Planner
+from primad.head.rings.planner import DevicePool, Planner
 from primad.planning.corrections import (
     MAX,
     MIN,
@@ -437,10 +437,12 @@ def test_what_a_plan_takes_is_told_with_what_was_learnt_since(tmp_path):
     learning = Learning(tmp_path)
     planner = Planner(
         service,
-        SimpleNamespace(profile=own),
-        SimpleNamespace(present=present, book=book),
-        learning,
-        DeviceLimits(tmp_path),
+        DevicePool(
+            own=SimpleNamespace(profile=own),
+            others=SimpleNamespace(present=present, book=book),
+            learning=learning,
+            limits=DeviceLimits(tmp_path),
+        ),
     )
     forecast = dataclasses.replace(FORECAST, prediction=dataclasses.replace(PREDICTED, chunk_rows=16))
     before = asyncio.run(planner.value(forecast))

@@ -15,7 +15,7 @@ from halda import DeviceProfile, ModelProfile
 from primad.head.model.learning import Learning
 from primad.head.model.limits import DeviceLimits
 from primad.head.rings import planner as planner_module
-from primad.head.rings.planner import Planner, PlanResult
+from primad.head.rings.planner import DevicePool, Planner, PlanResult
 from primad.head.rings.status import attention_line
 from primad.planning.forecast import Forecast
 from primad.planning.plan import FoundPlan, PlanRequest, search
@@ -79,7 +79,10 @@ class House:
         monkeypatch.setattr(planner_module, "why_whole", lambda header: "")
         monkeypatch.setattr(planner_module, "turns_by_context", lambda header: False)
         own, devices = SimpleNamespace(profile=self._own), SimpleNamespace(present=self._present, book=book)
-        self.planner = Planner(service, own, devices, Learning(tmp_path), DeviceLimits(tmp_path))
+        self.planner = Planner(
+            service,
+            DevicePool(own=own, others=devices, learning=Learning(tmp_path), limits=DeviceLimits(tmp_path)),
+        )
 
     def plan(
         self, candidates: frozenset[str] = frozenset(), served: Forecast | None = None, *, keeps_attention: bool = False

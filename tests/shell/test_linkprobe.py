@@ -65,8 +65,8 @@ def alive(event: types.Event) -> None:
     assert isinstance(event, types.Heard | types.Lost), event
 
 
-async def greeted(context: zmq.asyncio.Context, *made: FakeDevice, host: str = HOST) -> list[WorkerLink]:
-    caller = Caller(
+def caller_of(context: zmq.asyncio.Context, **timings: float) -> Caller:
+    return Caller(
         context=context,
         identity=HEAD,
         device="desk",
@@ -74,7 +74,12 @@ async def greeted(context: zmq.asyncio.Context, *made: FakeDevice, host: str = H
         build="b",
         gone_after_s=4.0,
         ping_interval_s=0.05,
+        timings=NetworkTimings(**timings),
     )
+
+
+async def greeted(context: zmq.asyncio.Context, *made: FakeDevice, host: str = HOST) -> list[WorkerLink]:
+    caller = caller_of(context)
     ends = [head_end(context, device.end, device.key) for device in made]
     for end in ends:
         end.host = host
@@ -82,7 +87,7 @@ async def greeted(context: zmq.asyncio.Context, *made: FakeDevice, host: str = H
 
 
 def book_of(context: zmq.asyncio.Context, **timings: float) -> LinkBook:
-    return LinkBook(context, HEAD, "desk", timings=NetworkTimings(**timings))
+    return LinkBook(caller_of(context, **timings))
 
 
 @pytest.fixture(autouse=True)

@@ -101,8 +101,8 @@ def around(monkeypatch):
         return FakeWorker(name, closed, introduced)
 
     class Book:
-        def __init__(self, context, identity, head, **_: object) -> None:
-            self.head = head
+        def __init__(self, caller) -> None:
+            self.head = caller.device
 
         async def measure(self, workers, addresses, reporter):
             if "silent" in answers.values():

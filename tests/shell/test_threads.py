@@ -22,6 +22,7 @@ from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.head.members.core import Attribution
 from primad.head.members.link_book import LinkBook
+from primad.head.members.worker_link import Caller
 from primad.head.model.service import ModelSource, Service
 from primad.head.rings.ring import HeadRing
 from primad.head.rings.ring_inputs import RingDevices, RingInputs
@@ -32,6 +33,7 @@ from primad.planning.question import default_workload
 from primad.planning.run_config import RunConfig
 from primad.ring.messages import Open
 from primad.settings.config import load_config, open_home
+from primad.settings.timings import NetworkTimings
 from primad.trust.local_trust import LocalTrust
 from primad.trust.trust import TrustStore
 from tests.fakes.control import HEAD
@@ -110,7 +112,9 @@ def test_the_head_passes_on_threads_ends_and_what_is_on_its_gpu_and_tells_once_t
                 workload=default_workload(64, 16, "f16"),
             ),
             pieces=one_token,
-            devices=RingDevices(workers={}, holders={}, links=LinkBook(None, HEAD, "desk")),
+            devices=RingDevices(
+                workers={}, holders={}, links=LinkBook(Caller.of(config, None, HEAD, "b", NetworkTimings()))
+            ),
             node=node,
             profile=DEVICE,
             layer_port=1,

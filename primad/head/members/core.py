@@ -1,7 +1,4 @@
-"""The membership core's interface for its collaborators; the causes of a ring's end, and fault attribution.
-
-The causes of a ring's end, and the devices at fault for it, or perhaps at fault.
-"""
+"""What the parts of a head share, the membership core among it; the causes of a ring's end, and fault attribution."""
 
 from __future__ import annotations
 
@@ -9,8 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+import zmq.asyncio
+
 from halda import Plan
+from primad.daemon.node import Node
+from primad.daemon.reporter import Reporter
 from primad.errors import AlteredStepError, ClusterError, LoadAgainError, PrimadError, RingError, SenderError
+from primad.head.model.service import Service
 from primad.membership import types
 from primad.ring.messages import SENDER
 
@@ -30,6 +32,17 @@ class Core(Protocol):
 
     def describe(self, what: str) -> None:
         """Set the state's line for the health check while nothing is served."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadContext:
+    """What all parts of a head share: its device, what it serves, its sockets, the membership core, its owner's screen."""
+
+    node: Node
+    service: Service
+    sockets: zmq.asyncio.Context
+    core: Core
+    reporter: Reporter
 
 
 class DeviceLostError(ClusterError):

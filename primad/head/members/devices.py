@@ -13,16 +13,15 @@ from contextlib import AsyncExitStack, suppress
 from typing import Final
 
 from primad import __version__
-from primad.daemon.node import Node
 from primad.daemon.pairing_service import PairingService
-from primad.daemon.reporter import Reporter
 from primad.errors import ClusterError
-from primad.head.members.core import Core, DeviceLostError
+from primad.head.members.core import DeviceLostError, HeadContext
 from primad.head.members.link_book import LinkBook
 from primad.head.members.sight import Sight, Sighted
 from primad.head.members.worker_link import Caller, WorkerLink, greet_named, notify_revoked, probe
 from primad.head.members.worker_link import greet as greet_once
 from primad.membership import types
+from primad.network.addresses import resolved_host
 from primad.network.discovery import Discovery, MulticastError
 from primad.network.peer import Peer
 from primad.network.scopes import own_address
@@ -43,24 +42,16 @@ MAX_REPORTED: Final = 64
 
 
 class Devices:
-    """``workers`` are the welcomed ones, by label; ``book`` has the links between them. ``caller`` is this head, whose
-    HTTP server listens at the address and port ``http``."""
+    """``workers`` are the welcomed ones, by label; ``book`` has the links between them."""
 
-    def __init__(
-        self,
-        node: Node,
-        *,
-        http: tuple[str, int],
-        caller: Caller,
-        pairing: PairingService,
-        core: Core,
-        reporter: Reporter,
-    ) -> None:
+    def __init__(self, head: HeadContext, pairing: PairingService) -> None:
+        node = head.node
         self._config, self._trust, self._timings = node.config, node.trust, node.timings
-        self._http, self._caller, self._pairing = http, caller, pairing
-        self._core, self._reporter = core, reporter
+        self._options, self._core, self._reporter = head.service.options, head.core, head.reporter
+        self._pairing = pairing
+        self._caller = Caller.of(node.config, head.sockets, node.identity, node.workspace.build, node.timings.network)
         self.workers: dict[str, WorkerLink] = {}
-        self.book = LinkBook(caller.context, caller.identity, caller.device, timings=caller.timings)
+        self.book = LinkBook(self._caller)
         self._sight = Sight(node.config.name, node.config.cluster)
         self._announced: Mapping[str, Peer] = {}
         self._met: dict[str, tuple[str, int]] = {}
@@ -133,9 +124,9 @@ class Devices:
                 cluster=self._config.cluster,
                 role="head",
                 version=__version__,
-                port=self._http[1],
+                port=self._options.http_port,
                 key=self._caller.identity.public,
-                http=self._http[0],
+                http=resolved_host(self._options.http_host),
             )
         except MulticastError as exc:
             self._reporter.report_line(str(exc))

@@ -14,18 +14,15 @@ from ipaddress import ip_address
 from typing import Final
 
 import msgspec
-import zmq.asyncio
 
 from halda import LinkProfile
 from primad.daemon.reporter import Reporter
 from primad.head.members.core import DeviceLostError
-from primad.head.members.worker_link import WorkerLink
+from primad.head.members.worker_link import Caller, WorkerLink
 from primad.network.contacts import MAX_ADDRESSES, Contact
 from primad.network.linkprobe import MAX_S, UNREACHABLE_S, MeasuredLinks, cut_link, measure_links
 from primad.network.scopes import bare
 from primad.network.unreached import SILENT, Unreached, unreached_line
-from primad.settings.timings import NetworkTimings
-from primad.trust.identity import Identity
 
 logger = logging.getLogger(__name__)
 
@@ -34,20 +31,10 @@ REPLY_S: Final = 15.0
 
 
 class LinkBook:
-    """The links measured so far, by (source, target). ``identity`` is that of ``head``, the measuring device."""
+    """The links that the head ``caller`` has measured so far, by (source, target)."""
 
-    def __init__(
-        self,
-        context: zmq.asyncio.Context,
-        identity: Identity,
-        head: str,
-        *,
-        timings: NetworkTimings = NetworkTimings(),
-    ) -> None:
-        self._timings = timings
-        self._context = context
-        self._identity = identity
-        self._head = head
+    def __init__(self, caller: Caller) -> None:
+        self._caller, self._timings, self._head = caller, caller.timings, caller.device
         self._targets: dict[str, Contact] = {}
         self._links: dict[tuple[str, str], LinkProfile] = {}
         """Failed links."""
@@ -159,9 +146,8 @@ class LinkBook:
 
     async def _ask(self, source: str, targets: Sequence[Contact], workers: Mapping[str, WorkerLink]) -> None:
         if source == self._head:
-            found = await measure_links(
-                self._context, self._identity, source, targets, timeout_s=self._timings.link_timeout_s
-            )
+            caller, timeout_s = self._caller, self._timings.link_timeout_s
+            found = await measure_links(caller.context, caller.identity, source, targets, timeout_s=timeout_s)
         else:
             found = MeasuredLinks(links=[], unreached=[])
             for target in targets:  # one by one: its allowed silence does not grow with their number

@@ -8,7 +8,6 @@ is left out.
 from __future__ import annotations
 
 import asyncio
-import random
 from dataclasses import dataclass
 
 import zmq.asyncio
@@ -27,6 +26,7 @@ from primad.membership import types
 from primad.network.discovery import look
 from primad.network.peer import Peer
 from primad.settings.config import Config
+from primad.settings.timings import NetworkTimings
 from primad.trust.identity import load_identity
 from primad.trust.trust import TrustStore
 
@@ -85,15 +85,7 @@ class _Visit:
         self._identity = identity = load_identity(config.home)
         self.trust = TrustStore(config.home, identity)
         self._sight = Sight(config.name, config.cluster)
-        self._caller = Caller(
-            context=context,
-            identity=identity,
-            device=config.name,
-            session=random.getrandbits(62),
-            build=build_id(),
-            gone_after_s=config.gone_after_s,
-            ping_interval_s=config.heartbeat_interval_s,
-        )
+        self._caller = Caller.of(config, context, identity, build_id(), NetworkTimings())
         self._workers: dict[str, WorkerLink] = {}
         self._announced: dict[str, tuple[str, ...]] = {}
 
@@ -122,7 +114,7 @@ class _Visit:
 
     async def measure_links(self) -> list[LinkProfile]:
         """The links between this device and the workers; none, and the default for them, if a worker goes silent."""
-        book = LinkBook(self._caller.context, self._caller.identity, self._config.name, timings=self._caller.timings)
+        book = LinkBook(self._caller)
         try:
             for worker in self.workers:
                 others = [(other.name, other.key) for other in self.workers if other is not worker]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
@@ -57,7 +58,7 @@ from primad.network.messages import (
     WorkerStatus,
 )
 from primad.network.versions import OURS, Versions, version_gap
-from primad.settings.config import split_address
+from primad.settings.config import Config, split_address
 from primad.settings.profiles import with_speeds
 from primad.settings.timings import NetworkTimings
 from primad.system.tasks import resolve
@@ -81,6 +82,22 @@ class Caller:
     ping_interval_s: float
     timings: NetworkTimings = NetworkTimings()
     versions: Versions = OURS
+
+    @classmethod
+    def of(
+        cls, config: Config, sockets: zmq.asyncio.Context, identity: Identity, build: str, timings: NetworkTimings
+    ) -> Caller:
+        """A head of this device that starts now."""
+        return cls(
+            context=sockets,
+            identity=identity,
+            device=config.name,
+            session=random.getrandbits(62),
+            build=build,
+            gone_after_s=config.gone_after_s,
+            ping_interval_s=config.heartbeat_interval_s,
+            timings=timings,
+        )
 
 
 class HearsDrafts(Protocol):

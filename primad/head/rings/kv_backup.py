@@ -22,13 +22,11 @@ import msgspec
 from halda import DeviceProfile, Plan
 from primad.api.http.status import CopyStatus, KvStatus
 from primad.daemon.kv_blocks import HeldBlocks
-from primad.daemon.node import Node
-from primad.daemon.reporter import Reporter
 from primad.errors import ClusterError
 from primad.gguf.architectures.tensors import turns_by_context
 from primad.gguf.windows import control_tokens
+from primad.head.members.core import HeadContext
 from primad.head.members.devices import Devices
-from primad.head.model.service import Service
 from primad.kv.keys import KvBlock, state_behind, to_go_on_from, up_to_lacking
 from primad.network.contacts import Contact
 from primad.network.messages import MAX_BLOCKS, KvForget, KvHold
@@ -96,10 +94,10 @@ class _Copy:
 class KvBackup:
     """All blocks of this head. ``run`` it next to the rings."""
 
-    def __init__(self, node: Node, service: Service, devices: Devices, held: HeldBlocks, reporter: Reporter) -> None:
-        self._node, self._service, self._devices = node, service, devices
-        self._held, self._reporter = held, reporter
-        self._head = node.config.name
+    def __init__(self, head: HeadContext, devices: Devices, held: HeldBlocks) -> None:
+        self._node, self._service, self._reporter = head.node, head.service, head.reporter
+        self._devices, self._held = devices, held
+        self._head = head.node.config.name
         self._blocks: dict[str, KvBlock] = {}
         """Needed blocks."""
         self._lasting: set[str] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from halda import CutOff, DeviceProfile, Infeasible, LinkProfile, evaluate, instance
@@ -35,14 +35,21 @@ PlanResult = tuple[Forecast, float]
 """A plan with its forecast and its objective."""
 
 
-class Planner:
-    """Plans for ``service`` on ``own`` and the workers among ``devices``, with the corrections of ``learning``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePool:
+    """What plans are made of: this device and the others, what was learnt about them, and how much of each may be used."""
 
-    def __init__(
-        self, service: Service, own: OwnDevice, devices: Devices, learning: Learning, device_limits: DeviceLimits
-    ) -> None:
-        self._service, self._own, self._devices, self._learning = service, own, devices, learning
-        self._device_limits = device_limits
+    own: OwnDevice
+    others: Devices
+    learning: Learning
+    limits: DeviceLimits
+
+
+class Planner:
+    """Plans for ``service`` on the devices of ``pool``."""
+
+    def __init__(self, service: Service, pool: DevicePool) -> None:
+        self._service, self._pool = service, pool
         self._precomputed: dict[frozenset[str], tuple[list[DeviceProfile], PlanResult]] = {}
         self.foreseeing: asyncio.Task[None] | None = None
         """The running planning for losses."""
@@ -59,7 +66,7 @@ class Planner:
 
         Raises ``PlanError`` or ``Infeasible`` if there is none.
         """
-        workers = self._devices.present(candidates)
+        workers = self._pool.others.present(candidates)
         profiles, precomputed = self._precomputed.get(candidates, ([], None))
         # A device that is short of memory now has another profile than it had then.
         if precomputed is not None and profiles == [worker.profile for worker in workers]:
@@ -81,7 +88,7 @@ class Planner:
     async def _precompute(self, candidates: frozenset[str], members: frozenset[str], served: Forecast) -> None:
         for lost in sorted(members):
             rest = candidates - {lost}
-            workers = self._devices.present(rest)
+            workers = self._pool.others.present(rest)
             profiles = [worker.profile for worker in workers]
             try:
                 self._precomputed[rest] = (
@@ -94,8 +101,8 @@ class Planner:
     async def value(self, forecast: Forecast) -> float | None:
         """The objective of a solved plan, with current knowledge; None if a device of it is not connected."""
         before, run = forecast.prediction, self._service.options.run
-        workers = self._devices.present(forecast.plan.devices)
-        own = await self._own.profile()
+        workers = self._pool.others.present(forecast.plan.devices)
+        own = await self._pool.own.profile()
         if before is None or len(workers) + 1 < len(forecast.plan.devices):
             return None
         devices, links = self._known([own, *(worker.profile for worker in workers)])
@@ -123,12 +130,12 @@ class Planner:
         if (
             self._service.options.run.windows is not None
             or serving_value <= 0
-            or not self._device_limits.unpaused({device})
+            or not self._pool.limits.unpaused({device})
         ):
             return None
         try:
             _, value = await self._solve(
-                self._devices.present(candidates),
+                self._pool.others.present(candidates),
                 served,
                 keeps_attention=True,
                 require=frozenset({device}),
@@ -148,8 +155,8 @@ class Planner:
         """
         if self._service.options.run.windows is not None:
             raise PlanError("--windows sets the plan by hand, so there is nothing to compare")
-        workers = self._devices.present(frozenset(self._devices.workers) - without)
-        names = [(await self._own.profile()).device, *(worker.profile.device for worker in workers)]
+        workers = self._pool.others.present(frozenset(self._pool.others.workers) - without)
+        names = [(await self._pool.own.profile()).device, *(worker.profile.device for worker in workers)]
         links = list[LinkProfile]()
         for place, each in enumerate(more):
             others = [*names, *(other.device for other in more[:place])]
@@ -165,9 +172,9 @@ class Planner:
 
     def _known(self, measured: Sequence[DeviceProfile]) -> tuple[list[DeviceProfile], list[LinkProfile]]:
         """Devices and the links between them, corrected."""
-        corrections = self._learning.planned(measured)
-        links = self._devices.book.all_between(each.device for each in measured)
-        limited = [self._device_limits.apply(corrections.apply(each)) for each in measured]
+        corrections = self._pool.learning.planned(measured)
+        links = self._pool.others.book.all_between(each.device for each in measured)
+        limited = [self._pool.limits.apply(corrections.apply(each)) for each in measured]
         return limited, [corrections.apply_link(link) for link in links]
 
     async def _solve(
@@ -199,7 +206,7 @@ class Planner:
             planned = complete(asked, search(asked))
         else:
             planned = complete(asked, await self._search(asked, background=background))
-        forecast = Forecast.of_planned(planned, self._learning.corrections, by_hand=by_hand)
+        forecast = Forecast.of_planned(planned, self._pool.learning.corrections, by_hand=by_hand)
         return forecast, 0.0 if by_hand else planned.objective_s
 
     async def _request(
@@ -214,9 +221,9 @@ class Planner:
     ) -> PlanRequest:
         """The planner's question for this head and those of ``workers`` that are not paused."""
         service = self._service
-        usable = self._device_limits.unpaused(worker.profile.device for worker in workers)
+        usable = self._pool.limits.unpaused(worker.profile.device for worker in workers)
         workers = [worker for worker in workers if worker.profile.device in usable]
-        devices, links = self._known([await self._own.profile(), *(worker.profile for worker in workers)])
+        devices, links = self._known([await self._pool.own.profile(), *(worker.profile for worker in workers)])
         devices = [*devices, *more]
         if service.options.run.windows is None and len(devices) > 1:
             cuttable(service.model.header)
@@ -252,7 +259,7 @@ class Planner:
     def _why_cut(self, devices: Iterable[str]) -> str | None:
         """Why two of ``devices`` do not reach each other."""
         names = list(devices)
-        return next((why for each in names if (why := self._devices.book.why_cut(each, names)) is not None), None)
+        return next((why for each in names if (why := self._pool.others.book.why_cut(each, names)) is not None), None)
 
 
 class OwnDevice:

@@ -14,24 +14,17 @@ from functools import partial
 from typing import Any, Final
 
 import msgspec
-import zmq.asyncio
 
 from halda import DeviceProfile, Infeasible, LeftOut, Prediction
 from primad.api.answering.backend import ServedModel
-from primad.daemon.node import Node
-from primad.daemon.reporter import Reporter
 from primad.errors import ModelError, PlanError, PrimadError
-from primad.head.members.core import Attribution, Core, attributed
-from primad.head.members.devices import Devices
+from primad.head.members.core import Attribution, HeadContext, attributed
 from primad.head.members.worker_link import WorkerLink
-from primad.head.model.learning import Learning
-from primad.head.model.limits import DeviceLimits
 from primad.head.model.options import model_id
-from primad.head.model.service import Service
 from primad.head.model.vocabulary import facts_of, sampling_defaults
 from primad.head.rings.backend import GoOn, RingBackend, StatusOf
 from primad.head.rings.kv_backup import KvBackup
-from primad.head.rings.planner import OwnDevice, Planner
+from primad.head.rings.planner import DevicePool, Planner
 from primad.head.rings.ring import HeadRing
 from primad.head.rings.ring_inputs import RingDevices, RingInputs
 from primad.head.rings.status import (
@@ -64,29 +57,15 @@ Order = types.Serve | types.Close | types.Fail | types.LetGo
 
 
 class Rings:
-    """All rings of this head. ``layer_port`` serves layers; ``own`` is the head as a device of them."""
+    """All rings of this head, on devices of ``pool``. ``layer_port`` serves layers."""
 
     def __init__(
-        self,
-        node: Node,
-        service: Service,
-        *,
-        context: zmq.asyncio.Context,
-        own: OwnDevice,
-        devices: Devices,
-        planner: Planner,
-        learning: Learning,
-        device_limits: DeviceLimits,
-        backend: RingBackend,
-        kv: KvBackup,
-        core: Core,
-        reporter: Reporter,
+        self, head: HeadContext, pool: DevicePool, planner: Planner, backend: RingBackend, kv: KvBackup
     ) -> None:
-        self._node, self._service, self._model = node, service, service.model
-        self._own, self._devices, self._planner, self._backend = own, devices, planner, backend
-        self._learning, self._kv, self._core, self._reporter = learning, kv, core, reporter
-        self._device_limits = device_limits
-        self._context = context
+        self._head, self._node, self._service, self._model = head, head.node, head.service, head.service.model
+        self._core, self._reporter = head.core, head.reporter
+        self._pool, self._devices = pool, pool.others
+        self._planner, self._backend, self._kv = planner, backend, kv
         self.layer_port = 0
         self._candidates: dict[int, frozenset[str]] = {}
         self._plans: dict[int, Forecast] = {}
@@ -177,7 +156,7 @@ class Rings:
 
     async def _form(self, epoch: int) -> None:
         self._core.describe("loading")
-        ring = HeadRing(self._inputs(epoch, await self._own.begin()))
+        ring = HeadRing(self._inputs(epoch, await self._pool.own.begin()))
         self._rings[epoch] = ring
         preparing = self._tasks.start(self._kv.prepare(ring, self._backend.chains()))
         try:
@@ -220,14 +199,14 @@ class Rings:
             node=self._node,
             profile=profile,
             layer_port=self.layer_port,
-            context=self._context,
+            context=self._head.sockets,
             listener=self,
             reporter=self._reporter,
         )
 
     def _usable(self, name: str) -> WorkerLink | None:
         """The device ``name``, if it is here and not paused."""
-        return self._devices.workers.get(name) if self._device_limits.unpaused({name}) else None
+        return self._devices.workers.get(name) if self._pool.limits.unpaused({name}) else None
 
     def deliver(self, epoch: int, event: GenerationEvent) -> None:
         """An event of a generation that ring ``epoch`` computes."""
@@ -247,11 +226,11 @@ class Rings:
         )
         if ring is None or forecast is None or is_disturbed:
             return
-        measured = self._learning.completed(epoch, forecast, await ring.statuses())
+        measured = self._pool.learning.completed(epoch, forecast, await ring.statuses())
         if measured is None:
             return
         ring.measured = measured
-        changed = self._learning.worth_a_plan(epoch, forecast)
+        changed = self._pool.learning.worth_a_plan(epoch, forecast)
         if changed:
             self._precompute(epoch)
             self._core.post(types.DevicesCorrected(frozenset(changed)))
@@ -283,7 +262,7 @@ class Rings:
 
     async def _report_memory_low(self, needed_bytes: int) -> None:
         """The head's own memory became short: later plans use less of it."""
-        await self._own.report_memory_low(needed_bytes)
+        await self._pool.own.report_memory_low(needed_bytes)
         self._planner.forget()
         self._core.post(types.DeviceMemoryLow(self._node.config.name))
 
@@ -307,7 +286,7 @@ class Rings:
         self._plans.pop(epoch, None)
         self._candidates.pop(epoch, None)
         self._idle_plans.discard(epoch)
-        self._learning.forget(epoch)
+        self._pool.learning.forget(epoch)
         ring = self._rings.pop(epoch, None)
         if ring is not None:
             await to_its_end(ring.close())  # nobody else would end its process
@@ -358,7 +337,7 @@ class Rings:
         await self._backend.attach(served, epoch, ring.send, self._status_of(ring), detail, go_on)
         if instead is not None:
             self._tasks.start(self._abandon(instead))
-        for name in frozenset(ring.plan.devices) - {ring.plan.head} - self._device_limits.unpaused(ring.plan.devices):
+        for name in frozenset(ring.plan.devices) - {ring.plan.head} - self._pool.limits.unpaused(ring.plan.devices):
             self._core.post(types.DeviceMemoryLow(name, by_owner=True))  # it was paused while the ring was formed
         self._why_left_out = {left.device: left.reason for left in ring.plan.left_out}
         self._precompute(epoch)
