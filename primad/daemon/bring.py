@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-import zmq.asyncio
-
-from primad.daemon.node import Node
 from primad.errors import ClusterError, DiskError
 from primad.gguf.layers import LayerRef
 from primad.gguf.origins import LayerOrigin
 from primad.layers.cache import LayerCache
 from primad.layers.download import download_layers
-from primad.layers.fetch import fetch_layers, hash_in_thread, held_by_any, in_thread, missing_layers
+from primad.layers.fetch import fetch_layers, hash_in_thread, held_by_any, missing_layers
+from primad.layers.source_link import Transfers
 from primad.layers.sources import HubRoutes, WantedLayer
 from primad.network.contacts import Contact
+from primad.system.tasks import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +24,7 @@ OnNamed = Callable[[str, str, bytes], None]
 
 
 async def bring_layers(
-    node: Node,
+    cache: LayerCache,
     hub_routes: HubRoutes,
     sources: Sequence[Contact],
     origins: Sequence[LayerOrigin],
@@ -33,18 +32,17 @@ async def bring_layers(
     arrived: OnArrived,
     named: OnNamed,
 ) -> None:
-    """Have ``missing`` in the cache of ``node``; ``named`` hears what those turn out to be that had no digest.
+    """Have ``missing`` in ``cache``; ``named`` hears what those turn out to be that had no digest.
 
     ``sources`` are asked first for what has one. Raises ``ClusterError`` when nobody gives a layer, ``DiskError`` when this
     device's disk does not take it.
     """
-    cache, limit = node.workspace.cache, node.config.transfer_limit_bytes_per_s
     known = {origin.layer: origin for origin in origins}
     hashed = [ref for ref in missing if ref.digest not in known or known[ref.digest].name != ref.digest]
     fresh = [WantedLayer(ref, known[ref.digest]) for ref in missing if ref not in hashed]
     fresh = [layer for layer in fresh if not await _was_downloaded(cache, layer, arrived, named)]
     if hashed:
-        await _fetch(node, hub_routes, sources, hashed, arrived)
+        await _fetch(cache, hub_routes.transfers, sources, hashed, arrived)
         left = await missing_layers(cache, hashed)
         if foreign := [ref for ref in left if ref.digest not in known]:
             raise ClusterError(f"layer {foreign[0].digest[:12]} cannot be fetched: no device has it")
@@ -55,29 +53,7 @@ async def bring_layers(
         named(name, digest, tree)
 
     if fresh:
-        await download_layers(hub_routes, fresh, cache, arrived, downloaded, bytes_per_s=limit)
-
-
-async def fetch_from(
-    node: Node,
-    context: zmq.asyncio.Context,
-    sources: Sequence[Contact],
-    refs: Sequence[LayerRef],
-    arrived: OnArrived,
-) -> None:
-    """Have ``refs`` in the cache of ``node`` from the devices ``sources``. Raises ``ClusterError``, ``DiskError``."""
-    if refs and not sources:
-        raise ClusterError(f"{len(refs)} layers are missing and no device was named that has them")
-    await fetch_layers(
-        context,
-        node.identity,
-        sources,
-        refs,
-        node.workspace.cache,
-        arrived,
-        bytes_per_s=node.config.transfer_limit_bytes_per_s,
-        timings=node.timings.layers,
-    )
+        await download_layers(hub_routes, fresh, cache, arrived, downloaded)
 
 
 async def _was_downloaded(cache: LayerCache, layer: WantedLayer, arrived: OnArrived, named: OnNamed) -> bool:
@@ -97,13 +73,12 @@ async def _was_downloaded(cache: LayerCache, layer: WantedLayer, arrived: OnArri
 
 
 async def _fetch(
-    node: Node, hub_routes: HubRoutes, sources: Sequence[Contact], refs: Sequence[LayerRef], arrived: OnArrived
+    cache: LayerCache, transfers: Transfers, sources: Sequence[Contact], refs: Sequence[LayerRef], arrived: OnArrived
 ) -> None:
     """Those of ``refs`` that devices of the house have; what fails is left to be drawn."""
-    digests = [ref.digest for ref in refs]
-    held = await held_by_any(hub_routes.context, node.identity, sources, digests, node.timings.layers)
+    held = await held_by_any(transfers, sources, [ref.digest for ref in refs])
     try:
-        await fetch_from(node, hub_routes.context, sources, [ref for ref in refs if ref.digest in held], arrived)
+        await fetch_layers(transfers, sources, [ref for ref in refs if ref.digest in held], cache, arrived)
     except DiskError:
         raise
     except ClusterError as exc:

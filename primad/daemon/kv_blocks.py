@@ -30,13 +30,7 @@ class HeldBlocks:
         self.store = node.workspace.kv
         self._held: set[str] = set()
         self._evict_at_s = 0.0
-        self._fetcher = CellsFetcher(
-            context,
-            node.identity,
-            self.store,
-            bytes_per_s=node.config.transfer_limit_bytes_per_s,
-            timings=node.timings.layers,
-        )
+        self._fetcher = CellsFetcher(node.transfers(context), self.store)
 
     async def hold(self, hold: KvHold) -> list[bool]:
         """Hold the blocks of ``hold``, and say of which all layers are here, ``timeout_s`` later at the latest."""

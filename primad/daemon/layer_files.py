@@ -18,7 +18,8 @@ from primad.gguf.layers import CHUNK_BYTES, HEADER_BYTES, LayerCut, LayerRef
 from primad.gguf.windows import WindowPlan
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
-from primad.layers.fetch import in_thread, missing_layers
+from primad.layers.fetch import missing_layers
+from primad.system.tasks import in_thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

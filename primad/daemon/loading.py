@@ -20,10 +20,11 @@ from primad.engine.protocol import EngineOptions, WindowSource
 from primad.errors import LoadAgainError
 from primad.gguf.header import read_header
 from primad.gguf.layers import LayerRef
-from primad.layers.fetch import in_thread, missing_layers
+from primad.layers.fetch import missing_layers
 from primad.network.messages import Load
 from primad.ring.messages import HeadPart, Open
 from primad.system.niceness import apply_nice
+from primad.system.tasks import in_thread
 
 GetLayers = Callable[[Sequence[LayerRef], Callable[[int], None]], Awaitable[None]]
 """Puts layers that are missing into the cache, and tells bytes as they arrive, together the size of those layers."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import zmq.asyncio
+
 from primad.daemon.gpu_care import GpuCare
 from primad.daemon.layer_files import Workspace
+from primad.layers.source_link import Transfers
 from primad.settings.config import Config
 from primad.settings.timings import Timings
 from primad.trust.identity import Identity
@@ -27,3 +30,12 @@ class Node:
     def __post_init__(self) -> None:
         care = GpuCare(self.config.limits, look_every_s=self.timings.gpu_look_every_s)
         object.__setattr__(self, "gpu_care", care)
+
+    def transfers(self, sockets: zmq.asyncio.Context) -> Transfers:
+        """How this device fetches layers and KV blocks."""
+        return Transfers(
+            context=sockets,
+            identity=self.identity,
+            timings=self.timings.layers,
+            bytes_per_s=self.config.transfer_limit_bytes_per_s,
+        )

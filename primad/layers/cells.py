@@ -16,19 +16,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-import zmq.asyncio
-
 from primad.errors import DiskError, ProtocolError
 from primad.kv.cells import MAX_STATE_BYTES, CellsError
 from primad.kv.keys import KvBlock
 from primad.kv.store import KvStore
-from primad.layers.fetch import MAX_SOURCES, in_thread
+from primad.layers.fetch import MAX_SOURCES
 from primad.layers.rate_limit import TokenBucket
-from primad.layers.source_link import SourceError, SourceLink, reach
+from primad.layers.source_link import SourceError, SourceLink, Transfers, reach
 from primad.network.contacts import Contact
 from primad.network.layer_messages import MAX_CELLS_ASKED, Cells, FetchCells
-from primad.settings.timings import LayerTimings
-from primad.trust.identity import Identity
+from primad.system.tasks import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -45,19 +42,11 @@ _INDEX_BYTES: Final = 1 << 20
 
 
 class CellsFetcher:
-    """Fetches blocks into ``store``, ``bytes_per_s`` at most (None: no cap)."""
+    """Fetches blocks into ``store``."""
 
-    def __init__(
-        self,
-        context: zmq.asyncio.Context,
-        identity: Identity,
-        store: KvStore,
-        *,
-        bytes_per_s: float | None = None,
-        timings: LayerTimings = LayerTimings(),
-    ) -> None:
-        self.context, self.identity, self.store, self.timings = context, identity, store, timings
-        self.bucket = TokenBucket(bytes_per_s)
+    def __init__(self, transfers: Transfers, store: KvStore) -> None:
+        self.transfers, self.store = transfers, store
+        self.bucket = TokenBucket(transfers.bytes_per_s)
 
     async def hold(
         self,
@@ -150,14 +139,10 @@ class _Fetch:
 
         What came is kept while the next is on its way.
         """
-        fetcher = self._fetcher
         refused: dict[str, int] = {}
         keeping: asyncio.Task[None] | None = None
         try:
-            async with reach(fetcher.context, fetcher.identity, source, [], fetcher.timings.reach_timeout_s) as (
-                link,
-                _,
-            ):
+            async with reach(self._fetcher.transfers, source) as (link, _):
                 while asked := await self._take(refused):
                     try:
                         came = await self._ask(link, asked)
@@ -253,7 +238,7 @@ class _Fetch:
     ) -> tuple[list[int], bytearray]:
         """Sizes of the parts of the leading ``keys``, and the bytes that came of them."""
         await link.ask(FetchCells(keys=keys, first=layers.start, last=layers.stop, offset=offset))
-        reply, data = await link.answer(self._fetcher.timings.silence_timeout_s)
+        reply, data = await link.answer(self._fetcher.transfers.timings.silence_timeout_s)
         if not isinstance(reply, Cells) or len(reply.sizes) > len(keys):
             raise ProtocolError(f"answered with a {type(reply).__name__} that was not asked for")
         for key, size in zip(keys, reply.sizes, strict=False):

@@ -13,17 +13,17 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Final
 
 from primad.errors import ClusterError, DiskError, printable
 from primad.gguf.hub_ranges import HubError
 from primad.gguf.layers import LayerRef, chunk_size
 from primad.layers.cache import LayerCache
-from primad.layers.fetch import in_thread
+from primad.layers.fetch import begun
 from primad.layers.partial import PartialLayer
 from primad.layers.rate_limit import TokenBucket
 from primad.layers.sources import ChunkSource, HubRoutes, WantedLayer
+from primad.system.tasks import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -39,25 +39,17 @@ async def download_layers(
     cache: LayerCache,
     progress: Callable[[int], None],
     downloaded: Callable[[str, str, bytes], None],
-    *,
-    bytes_per_s: float | None = None,
 ) -> None:
-    """Have ``layers`` in ``cache``, ``bytes_per_s`` at most (None: no cap).
+    """Have ``layers`` in ``cache``.
 
     ``progress`` is told bytes as they arrive, and first those that are here; ``downloaded`` the name of the origin, the
     digest and the tree of each layer when it is whole. Cancelling waits for one chunk to be written. Raises
     ``ClusterError`` with the reasons when nobody gives a chunk, or when a layer is not what it was where it was fetched
     before; ``DiskError`` when this device's disk does not take it.
     """
-    async with cache.turn:
-        with ExitStack() as parts:
-            begun: dict[str, PartialLayer] = {}
-            for layer in layers:
-                ref = LayerRef(layer.origin.name, layer.ref.size_bytes, layer.ref.tensors)
-                begun[ref.digest] = await in_thread(parts.enter_context, cache.part(ref, hashed=False))
-            lacking = sum(part.ref.file_bytes - part.present_bytes for part in begun.values())
-            await in_thread(cache.make_room, lacking)
-            await _Download(hub_routes, layers, begun, cache, progress, downloaded, bytes_per_s).run()
+    refs = [LayerRef(layer.origin.name, layer.ref.size_bytes, layer.ref.tensors) for layer in layers]
+    async with cache.turn, begun(cache, refs, hashed=False) as parts:
+        await _Download(hub_routes, layers, parts, cache, progress, downloaded).run()
 
 
 class _Download:
@@ -71,17 +63,16 @@ class _Download:
         cache: LayerCache,
         progress: Callable[[int], None],
         downloaded: Callable[[str, str, bytes], None],
-        bytes_per_s: float | None,
     ) -> None:
         self.makers = hub_routes.makers([layer.origin.name for layer in layers])
-        self.again_s = hub_routes.timings.hub_again_s
+        self.again_s = hub_routes.transfers.timings.hub_again_s
         self.way = 0
         self.came = False
         self.reasons: list[str] = []
         self._layers = {layer.origin.name: layer for layer in layers}
         self._parts, self._cache = parts, cache
         self._progress, self._drawn = progress, downloaded
-        self._bucket = TokenBucket(bytes_per_s)
+        self._bucket = TokenBucket(hub_routes.transfers.bytes_per_s)
         self._lacking: deque[tuple[str, int]] = deque()
 
     async def run(self) -> None:

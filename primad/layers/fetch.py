@@ -12,21 +12,18 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
-from typing import Final, ParamSpec, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from typing import Final, TypeVar
 
-import zmq.asyncio
-
-from primad.errors import ClusterError, DiskError, ProtocolError, printable
+from primad.errors import ClusterError, ProtocolError, printable
 from primad.gguf.layers import LayerRef, chunk_size, is_chunk_of, is_tree_of
 from primad.gguf.windows import ModelCutter
 from primad.layers.cache import LayerCache
 from primad.layers.chunk_queue import TREE, ChunkId, ChunkQueue
 from primad.layers.partial import PartialLayer
 from primad.layers.rate_limit import TokenBucket
-from primad.layers.source_link import SourceError, SourceLink, reach
+from primad.layers.source_link import SourceError, SourceLink, Transfers, reach
 from primad.network.contacts import Contact
 from primad.network.layer_messages import (
     CHUNK_BYTES,
@@ -37,8 +34,7 @@ from primad.network.layer_messages import (
     NoChunk,
     TransferMessage,
 )
-from primad.settings.timings import LayerTimings
-from primad.trust.identity import Identity
+from primad.system.tasks import in_thread, to_its_end
 
 logger = logging.getLogger(__name__)
 
@@ -49,35 +45,36 @@ UNDER_WAY_TOTAL: Final = 16
 MAX_SOURCES: Final = 64
 
 _Answer = TypeVar("_Answer")
-_Arguments = ParamSpec("_Arguments")
 
 
 async def fetch_layers(
-    context: zmq.asyncio.Context,
-    identity: Identity,
+    transfers: Transfers,
     sources: Sequence[Contact],
     refs: Sequence[LayerRef],
     cache: LayerCache,
     progress: Callable[[int], None],
-    *,
-    bytes_per_s: float | None = None,
-    timings: LayerTimings = LayerTimings(),
 ) -> None:
-    """Fetch the layers ``refs`` into ``cache``, ``bytes_per_s`` at most (None: no cap).
+    """Fetch the layers ``refs`` into ``cache``.
 
     ``progress`` is told bytes as they arrive, and first those that an earlier fetch left; together the size of ``refs``.
     Cancelling waits for one chunk to be written. Raises ``ClusterError`` that names the layers and the reasons when no
     source is left that has what is missing, ``DiskError`` when this device's disk does not take it.
     """
     async with cache.turn:
-        wanted = await missing_layers(cache, refs, progress)
-        if not wanted:
-            return
-        with ExitStack() as parts:
-            begun = {ref.digest: await in_thread(parts.enter_context, cache.part(ref)) for ref in wanted}
-            lacking = sum(part.ref.file_bytes - part.present_bytes for part in begun.values())
-            await in_thread(cache.make_room, lacking)
-            await _Fetch(sources, begun, cache, progress, bytes_per_s, timings).run(context, identity)
+        if wanted := await missing_layers(cache, refs, progress):
+            async with begun(cache, wanted) as parts:
+                await _Fetch(transfers, sources, parts, cache, progress).run()
+
+
+@asynccontextmanager
+async def begun(
+    cache: LayerCache, refs: Iterable[LayerRef], *, hashed: bool = True
+) -> AsyncIterator[dict[str, PartialLayer]]:
+    """By name what is here of each of ``refs``, to add chunks to; there is room for the rest. As ``LayerCache.part``."""
+    with ExitStack() as stack:
+        parts = {ref.digest: await in_thread(stack.enter_context, cache.part(ref, hashed=hashed)) for ref in refs}
+        await in_thread(cache.make_room, sum(part.ref.file_bytes - part.present_bytes for part in parts.values()))
+        yield parts
 
 
 async def missing_layers(
@@ -96,18 +93,12 @@ async def missing_layers(
     return missing
 
 
-async def held_by_any(
-    context: zmq.asyncio.Context,
-    identity: Identity,
-    sources: Sequence[Contact],
-    digests: Sequence[str],
-    timings: LayerTimings = LayerTimings(),
-) -> set[str]:
+async def held_by_any(transfers: Transfers, sources: Sequence[Contact], digests: Sequence[str]) -> set[str]:
     """Those of the layers ``digests`` that one of ``sources`` at least holds; one that is not reached holds none."""
 
     async def ask(source: Contact) -> list[str]:
         try:
-            async with reach(context, identity, source, digests, timings.reach_timeout_s) as (_, held):
+            async with reach(transfers, source, digests) as (_, held):
                 return held
         except (SourceError, ProtocolError) as exc:
             logger.info("%s is not asked for layers: %s", source.device, exc)
@@ -117,20 +108,10 @@ async def held_by_any(
     return {digest for held in answers for digest in held}
 
 
-async def in_thread(
-    function: Callable[_Arguments, _Answer], *arguments: _Arguments.args, **named: _Arguments.kwargs
-) -> _Answer:
-    """Run ``function`` in a thread and wait for its end even when this task is cancelled meanwhile.
-
-    So nothing is written any more once a cancelled caller has ended.
-    """
-    return await _in_thread(partial(function, *arguments, **named), lambda: None)
-
-
 async def hash_in_thread(function: Callable[..., _Answer], *arguments: object) -> _Answer:
     """As ``in_thread`` for what hashes a layer and takes a ``Stop`` last: cancelled, it waits for one chunk and no more."""
     stop = threading.Event()
-    return await _in_thread(partial(function, *arguments, stop.is_set), stop.set)
+    return await to_its_end(asyncio.to_thread(function, *arguments, stop.is_set), stop.set)
 
 
 async def hash_layers(
@@ -145,65 +126,42 @@ async def hash_layers(
         cutter.digests.save()
 
 
-async def in_thread_until(
-    cancelled: Callable[[], None],
-    function: Callable[_Arguments, _Answer],
-    *arguments: _Arguments.args,
-    **named: _Arguments.kwargs,
-) -> _Answer:
-    """As ``in_thread``; ``cancelled`` is called where this task is, and has ``function`` end soon."""
-    return await _in_thread(partial(function, *arguments, **named), cancelled)
-
-
-async def _in_thread(function: Callable[[], _Answer], cancelled: Callable[[], None]) -> _Answer:
-    task = asyncio.ensure_future(asyncio.to_thread(function))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        cancelled()
-        # Nobody is interested in an error any more, not even where this wait is cancelled as well.
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        await asyncio.wait([task])
-        raise
-
-
 class _Fetch:
     """One fetch: the layers begun, and the sources that have not failed."""
 
     def __init__(
         self,
+        transfers: Transfers,
         sources: Sequence[Contact],
         parts: Mapping[str, PartialLayer],
         cache: LayerCache,
         progress: Callable[[int], None],
-        bytes_per_s: float | None,
-        timings: LayerTimings,
     ) -> None:
-        self.timings = timings
+        self._transfers, self.timings = transfers, transfers.timings
         self._sources = {source.key: source for source in sources[:MAX_SOURCES]}
         under_way = max(1, min(UNDER_WAY, UNDER_WAY_TOTAL // max(1, len(self._sources))))
         self.queue = ChunkQueue(self._sources, under_way)
-        self.bucket = TokenBucket(bytes_per_s)
+        self.bucket = TokenBucket(transfers.bytes_per_s)
         self.parts = parts
         self._cache = cache
         self._progress = progress
         self._unfinished = set(parts)
         self._changed = asyncio.Event()
         self._reasons: dict[str, str] = {}
-        self._disk_error: DiskError | None = None
 
-    async def run(self, context: zmq.asyncio.Context, identity: Identity) -> None:
+    async def run(self) -> None:
         """Fetch until all is here. Raises ``ClusterError``, of the disk too."""
-        async with asyncio.TaskGroup() as group:
-            self._group = group
-            self._resume()
-            tasks = [group.create_task(self._download(context, identity, source)) for source in self._sources.values()]
-            while self._disk_error is None and self._unfinished and not self.queue.unavailable():
-                await self.wait_change()
-            for task in tasks:
-                task.cancel()
-        if self._disk_error is not None:
-            raise self._disk_error
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                self._resume()
+                tasks = [group.create_task(self._download(source)) for source in self._sources.values()]
+                while self._unfinished and not self.queue.unavailable():
+                    await self.wait_change()
+                for task in tasks:
+                    task.cancel()
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
         if self._unfinished:
             raise self._unavailable()
 
@@ -226,10 +184,10 @@ class _Fetch:
             if not lacking:
                 self._group.create_task(self._finish(part))
 
-    async def _download(self, context: zmq.asyncio.Context, identity: Identity, source: Contact) -> None:
+    async def _download(self, source: Contact) -> None:
         """Ask ``source`` for pieces until cancelled or until it fails."""
         try:
-            async with reach(context, identity, source, list(self.parts), self.timings.reach_timeout_s) as (link, held):
+            async with reach(self._transfers, source, list(self.parts)) as (link, held):
                 self.queue.holds(source.key, held)
                 self._wake()
                 await _Fetching(self, source.key, link).run()
@@ -237,8 +195,6 @@ class _Fetch:
             self.queue.drop(source.key)
             self._reasons[source.key] = str(exc)
             logger.warning("no more layers are fetched from %s: %s", source.device, exc)
-        except DiskError as exc:
-            self._disk_error = exc
         self._wake()
 
     def refused(self, key: str, piece: ChunkId, reason: str) -> None:
@@ -264,11 +220,8 @@ class _Fetch:
 
     async def _finish(self, part: PartialLayer) -> None:
         """Flush and name a layer that is complete, beside the fetching of others."""
-        try:
-            await in_thread(self._cache.finish, part)
-            self._unfinished.discard(part.ref.digest)
-        except DiskError as exc:
-            self._disk_error = exc
+        await in_thread(self._cache.finish, part)
+        self._unfinished.discard(part.ref.digest)
         self._wake()
 
     def _unavailable(self) -> ClusterError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import zmq
@@ -22,6 +23,7 @@ from primad.network.layer_messages import (
     decode_transfer,
 )
 from primad.network.sockets import bound_socket, endpoint, monitored, open_socket
+from primad.settings.timings import LayerTimings
 from primad.system.wire import encode
 from primad.trust.identity import Identity
 
@@ -41,12 +43,22 @@ class SourceError(ClusterError):
     """A source that cannot be used (any more); the others can."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfers:
+    """How this device fetches: its sockets and key, how long it waits, ``bytes_per_s`` at most (None: no cap)."""
+
+    context: zmq.asyncio.Context
+    identity: Identity
+    timings: LayerTimings = LayerTimings()
+    bytes_per_s: float | None = None
+
+
 class SourceLink:
     """A connection to ``source`` at ``place``, an endpoint of it. Raises ``SourceError`` for one that is none."""
 
-    def __init__(self, context: zmq.asyncio.Context, identity: Identity, source: Contact, place: str) -> None:
+    def __init__(self, transfers: Transfers, source: Contact, place: str) -> None:
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._socket = open_socket(context, zmq.DEALER, identity=identity, server=source.key)
+        self._socket = open_socket(transfers.context, zmq.DEALER, identity=transfers.identity, server=source.key)
         bound_socket(self._socket, MAX_REPLY_BYTES, RECEIVE_LIMIT)
         self._monitor: zmq.asyncio.Socket = monitored(self._socket, sum(_LOST))
         self._watching = asyncio.create_task(self._watch())
@@ -94,14 +106,14 @@ class SourceLink:
 
 @asynccontextmanager
 async def reach(
-    context: zmq.asyncio.Context, identity: Identity, source: Contact, digests: Sequence[str], timeout_s: float
+    transfers: Transfers, source: Contact, digests: Sequence[str] = ()
 ) -> AsyncIterator[tuple[SourceLink, list[str]]]:
     """A link to ``source`` at the address that answers first, and which of ``digests`` it holds.
 
-    Raises ``SourceError`` with the reasons when none answers within ``timeout_s``.
+    Raises ``SourceError`` with the reasons when none answers in time.
     """
     tries = [
-        asyncio.create_task(_greet(context, identity, source, endpoint(address, source.port), digests, timeout_s))
+        asyncio.create_task(_greet(transfers, source, endpoint(address, source.port), digests))
         for address in source.addresses[:MAX_ADDRESSES]
     ]
     try:
@@ -121,18 +133,13 @@ async def reach(
 
 
 async def _greet(
-    context: zmq.asyncio.Context,
-    identity: Identity,
-    source: Contact,
-    place: str,
-    digests: Sequence[str],
-    timeout_s: float,
+    transfers: Transfers, source: Contact, place: str, digests: Sequence[str]
 ) -> tuple[SourceLink, list[str]]:
-    link = SourceLink(context, identity, source, place)
+    link = SourceLink(transfers, source, place)
     try:
         await link.ask(AskPresent(digests=list(digests)))
         try:
-            message, _ = await link.answer(timeout_s)
+            message, _ = await link.answer(transfers.timings.reach_timeout_s)
         except SourceError as exc:
             raise SourceError(f"{place} {exc}") from exc
         if not isinstance(message, Present) or len(message.held) != len(digests):

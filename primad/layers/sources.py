@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import zmq.asyncio
-
 from primad.errors import ProtocolError
 from primad.gguf.hub_ranges import HubError, HubRanges, own_hubs
 from primad.gguf.layers import LayerRef, chunk_size
 from primad.gguf.origins import LayerOrigin, RemoteFile
 from primad.gguf.ranged_cutter import read_chunk
-from primad.layers.fetch import in_thread_until
-from primad.layers.source_link import SourceError, SourceLink, reach
+from primad.layers.source_link import SourceError, SourceLink, Transfers, reach
 from primad.network.contacts import Contact
 from primad.network.layer_messages import CHUNK_BYTES, Chunk, FetchChunk, NoChunk
 from primad.settings.timings import LayerTimings
-from primad.trust.identity import Identity
+from primad.system.tasks import to_its_end
 
 
 class WantedLayer(NamedTuple):
@@ -64,9 +62,8 @@ class HubSource:
 
     async def chunk(self, layer: WantedLayer, number: int) -> bytes:
         """As ``ChunkSource``."""
-        return await in_thread_until(
-            self._ranges.abort, read_chunk, self._ranges, self._files, layer.origin, layer.ref, number
-        )
+        reading = asyncio.to_thread(read_chunk, self._ranges, self._files, layer.origin, layer.ref, number)
+        return await to_its_end(reading, self._ranges.abort)
 
     async def close(self) -> None:
         """Close it."""
@@ -76,17 +73,9 @@ class HubSource:
 class HeadSource:
     """The head ``source``, which passes on what it reads from the hub; ``names`` are the origins that will be asked for."""
 
-    def __init__(
-        self,
-        context: zmq.asyncio.Context,
-        identity: Identity,
-        source: Contact,
-        names: Sequence[str],
-        timings: LayerTimings,
-    ) -> None:
+    def __init__(self, transfers: Transfers, source: Contact, names: Sequence[str]) -> None:
         self.name = source.device
-        self._reached = context, identity, source, names
-        self._timings = timings
+        self._transfers, self._source, self._names = transfers, source, names
         self._stack = AsyncExitStack()
         self._link: SourceLink | None = None
 
@@ -96,7 +85,7 @@ class HeadSource:
         try:
             link = await self._connected()
             await link.ask(FetchChunk(digest=name, offset=number * CHUNK_BYTES, size=size))
-            answer, data = await link.answer(self._timings.hub_passing_timeout_s)
+            answer, data = await link.answer(self._transfers.timings.hub_passing_timeout_s)
         except (SourceError, ProtocolError) as exc:
             await self.close()
             raise HubError(str(exc), again=True) from exc
@@ -112,7 +101,7 @@ class HeadSource:
     async def _connected(self) -> SourceLink:
         if self._link is not None:
             return self._link
-        link, _ = await self._stack.enter_async_context(reach(*self._reached, self._timings.reach_timeout_s))
+        link, _ = await self._stack.enter_async_context(reach(self._transfers, self._source, self._names))
         self._link = link
         return link
 
@@ -129,16 +118,14 @@ class HubRoutes:
     files: Sequence[RemoteFile]
     token: str | None
     head: Contact | None
-    context: zmq.asyncio.Context
-    identity: Identity
-    timings: LayerTimings
+    transfers: Transfers
 
     def makers(self, names: Sequence[str]) -> list[Callable[[], ChunkSource]]:
         """What makes connections, best first."""
-        found: list[Callable[[], ChunkSource]] = [lambda: HubSource(self.files, self.token, self.timings)]
+        found: list[Callable[[], ChunkSource]] = [lambda: HubSource(self.files, self.token, self.transfers.timings)]
         head = self.head
         if head is not None:
-            found.append(lambda: HeadSource(self.context, self.identity, head, names, self.timings))
+            found.append(lambda: HeadSource(self.transfers, head, names))
         return found
 
 

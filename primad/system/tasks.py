@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
 logger = logging.getLogger(__name__)
 
 
 _Result = TypeVar("_Result")
+_Arguments = ParamSpec("_Arguments")
 
 
 def mistake(error: BaseException) -> str:
@@ -24,14 +25,24 @@ def resolve(future: asyncio.Future[_Result], result: _Result) -> None:
         future.set_result(result)
 
 
-async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Do ``work`` to its end, even when the task that waits for it is cancelled meanwhile."""
+async def to_its_end(work: Coroutine[Any, Any, _Result], cancelled: Callable[[], None] = lambda: None) -> _Result:
+    """Do ``work`` to its end, even when the task that waits for it is cancelled meanwhile; ``cancelled`` may hasten it."""
     task = asyncio.create_task(work)
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
+        cancelled()
+        # Nobody is interested in an error any more, not even where this wait is cancelled as well.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         await asyncio.wait([task])
         raise
+
+
+async def in_thread(
+    function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **named: _Arguments.kwargs
+) -> _Result:
+    """Run ``function`` in a thread ``to_its_end``: nothing is written any more once a cancelled caller has ended."""
+    return await to_its_end(asyncio.to_thread(function, *arguments, **named))
 
 
 class Tasks:

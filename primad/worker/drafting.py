@@ -16,7 +16,6 @@ from typing import Final
 import zmq.asyncio
 
 from halda import WindowAssignment
-from primad.daemon.bring import fetch_from
 from primad.daemon.draft_process import DraftingProcess
 from primad.daemon.layer_files import lease_layers, place_windows, release_files
 from primad.daemon.node import Node
@@ -24,12 +23,13 @@ from primad.daemon.reporter import ReportLine
 from primad.errors import ClusterError, PrimadError, RingError
 from primad.gguf.header import read_header
 from primad.gguf.windows import WindowPlan
-from primad.layers.fetch import in_thread, missing_layers
+from primad.layers.fetch import fetch_layers, missing_layers
 from primad.network.messages import DraftModelState, DraftsMade, LoadDraft
 from primad.ring.speculation.messages import DraftModel, TextTask
 from primad.settings.quantities import show_bytes
 from primad.system.memory import memory
 from primad.system.niceness import apply_nice
+from primad.system.tasks import in_thread
 from primad.worker.stages import NotifyHead
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,8 @@ class DraftService:
         lease_layers(place, number, spec.layers)
         missing = await missing_layers(place.cache, {ref.digest: ref for ref in spec.layers}.values())
         if missing:
-            await fetch_from(self._node, self._context, load.sources, missing, lambda _: None)
+            transfers = self._node.transfers(self._context)
+            await fetch_layers(transfers, load.sources, missing, place.cache, lambda _: None)
         place.cache.touch({ref.digest for ref in spec.layers})
         assignment = WindowAssignment(
             first=0,

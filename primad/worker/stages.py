@@ -19,7 +19,7 @@ import psutil
 import zmq.asyncio
 
 from halda import DeviceProfile
-from primad.daemon.bring import bring_layers, fetch_from
+from primad.daemon.bring import bring_layers
 from primad.daemon.layer_files import check_layers, distrust
 from primad.daemon.loaded_process import LoadedProcess
 from primad.daemon.loading import WindowLoad
@@ -36,6 +36,7 @@ from primad.errors import (
     WeightsError,
 )
 from primad.gguf.layers import LayerRef
+from primad.layers.fetch import fetch_layers
 from primad.layers.sources import HubRoutes, own_token
 from primad.network import messages
 from primad.network.messages import Broken, DownloadedLayer, Fault, Load, Loaded, Progress, WorkerMessage, WorkerStatus
@@ -242,18 +243,13 @@ class Stages:
     async def _fetch(self, load: Load, windows: WindowLoad) -> None:
         async def fetch(missing: Sequence[LayerRef], arrived: Callable[[int], None]) -> None:
             await self._parking.unload_if_it_has(missing)
-            if load.origins:
-                hub_routes = HubRoutes(
-                    files=load.files,
-                    token=own_token(),
-                    head=load.sources[0] if load.sources else None,
-                    context=self._context,
-                    identity=self._node.identity,
-                    timings=self._timings.layers,
-                )
-                await bring_layers(self._node, hub_routes, load.sources, load.origins, missing, arrived, windows.named)
+            cache, transfers = self._place.cache, self._node.transfers(self._context)
+            if not load.origins:
+                await fetch_layers(transfers, load.sources, missing, cache, arrived)
                 return
-            await fetch_from(self._node, self._context, load.sources, missing, arrived)
+            head = load.sources[0] if load.sources else None
+            hub_routes = HubRoutes(files=load.files, token=own_token(), head=head, transfers=transfers)
+            await bring_layers(cache, hub_routes, load.sources, load.origins, missing, arrived, windows.named)
 
         await windows.prepare(fetch, self._fetched(load.epoch))
         if (stage := self._own_stage(load)) is not None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import zmq.asyncio
 
-from primad.layers.source_link import SourceLink
+from primad.layers.source_link import SourceLink, Transfers
 from primad.network.contacts import Contact
 from primad.network.layer_messages import TransferMessage
 from primad.settings.timings import LayerTimings
-from primad.trust.identity import Identity
 
 
 def judge_silence(monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -18,8 +16,8 @@ def judge_silence(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     begin, wait = SourceLink.__init__, SourceLink.answer
     keys: dict[SourceLink, str] = {}
 
-    def begun(link: SourceLink, context: zmq.asyncio.Context, identity: Identity, source: Contact, place: str) -> None:
-        begin(link, context, identity, source, place)
+    def begun(link: SourceLink, transfers: Transfers, source: Contact, place: str) -> None:
+        begin(link, transfers, source, place)
         keys[link] = source.key
 
     async def answer(link: SourceLink, timeout_s: float) -> tuple[TransferMessage, memoryview | None]:

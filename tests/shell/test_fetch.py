@@ -27,8 +27,9 @@ from primad.gguf.header import read_header
 from primad.gguf.layers import HEADER_BYTES, LayerCut, LayerRef, cut_layer
 from primad.layers import fetch as transfer
 from primad.layers.cache import LayerCache
-from primad.layers.fetch import fetch_layers, hash_in_thread, in_thread, missing_layers
+from primad.layers.fetch import fetch_layers, hash_in_thread, missing_layers
 from primad.layers.server import READS_AT_ONCE, REQUESTS_WAITING, LayerServer, LayerSource
+from primad.layers.source_link import Transfers
 from primad.network.contacts import Contact
 from primad.network.layer_messages import (
     CHUNK_BYTES,
@@ -46,6 +47,7 @@ from primad.network.layer_messages import (
 )
 from primad.network.sockets import endpoint, listen, open_socket
 from primad.settings.timings import LayerTimings
+from primad.system.tasks import in_thread
 from primad.system.wire import encode
 from primad.trust.identity import Identity, new_identity
 from tests.fakes.control import gated
@@ -180,7 +182,8 @@ async def fetch(
     **timings: float,
 ) -> None:
     refs = [layer.ref() for layer in layers]
-    await fetch_layers(context, ME, sources, refs, cache, progress, timings=LayerTimings(**timings))
+    transfers = Transfers(context=context, identity=ME, timings=LayerTimings(**timings))
+    await fetch_layers(transfers, sources, refs, cache, progress)
 
 
 def whole(cache: LayerCache, layers: Sequence[LayerCut]) -> None:
@@ -914,7 +917,8 @@ def test_a_capped_server_and_a_capped_fetch_still_deliver(layers, cache, tmp_pat
         by_digest: dict[str, LayerSource] = {layer.ref().digest: layer for layer in layers}
         async with links() as context, running(context, by_digest, "head", bytes_per_s=200e6) as source:
             refs = [layer.ref() for layer in layers]
-            await fetch_layers(context, ME, [source], refs, cache, lambda _: None, bytes_per_s=400e6)
+            transfers = Transfers(context=context, identity=ME, bytes_per_s=400e6)
+            await fetch_layers(transfers, [source], refs, cache, lambda _: None)
 
     run(once())
     whole(cache, layers)
@@ -926,7 +930,7 @@ def test_a_ref_is_asked_for_once(layers, cache):
     async def once() -> None:
         async with links() as context, served(context, layers, log=log) as source:
             refs: list[LayerRef] = [layers[0].ref()] * 3
-            await fetch_layers(context, ME, [source], refs, cache, lambda _: None)
+            await fetch_layers(Transfers(context=context, identity=ME), [source], refs, cache, lambda _: None)
 
     run(once())
     assert log == [0]

@@ -19,6 +19,7 @@ from primad.kv.keys import KvBlock
 from primad.kv.store import KvStore
 from primad.layers.cells import CellsFetcher, bits_of, first_run, lacking_layers
 from primad.layers.server import LayerServer
+from primad.layers.source_link import Transfers
 from primad.network.contacts import Contact
 from primad.network.layer_messages import (
     CELLS_BYTES,
@@ -68,7 +69,7 @@ async def served(context: zmq.asyncio.Context, store: KvStore | None, device: st
 
 
 def fetcher(context: zmq.asyncio.Context, store: KvStore, **timings: float) -> CellsFetcher:
-    return CellsFetcher(context, ME, store, timings=LayerTimings(**timings))
+    return CellsFetcher(Transfers(context=context, identity=ME, timings=LayerTimings(**timings)), store)
 
 
 def whole(store: KvStore, block: KvBlock, first: int, last: int) -> bool:

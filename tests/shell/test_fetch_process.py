@@ -19,6 +19,7 @@ from primad.gguf.layers import LayerCut, cut_layer
 from primad.layers.cache import LayerCache
 from primad.layers.fetch import fetch_layers
 from primad.layers.server import LayerServer
+from primad.layers.source_link import Transfers
 from primad.network.contacts import Contact
 from primad.network.gate import Gate
 from primad.network.layer_messages import CHUNK_BYTES
@@ -95,7 +96,8 @@ def fetch(model: Path, layer: LayerCut, cache: LayerCache, number: int, *, other
             sources.append(here("other", identity.public, server.port))
         try:
             async with asyncio.timeout(PATIENCE_S), Gate(context, lambda key: True):
-                await fetch_layers(context, new_identity(), sources, [layer.ref()], cache, arrived)
+                transfers = Transfers(context=context, identity=new_identity())
+                await fetch_layers(transfers, sources, [layer.ref()], cache, arrived)
         finally:
             joining.cancel()
             await asyncio.wait([joining])

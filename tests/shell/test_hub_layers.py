@@ -33,6 +33,7 @@ from primad.head.rings.loads import learn_downloaded
 from primad.layers.cache import LayerCache
 from primad.layers.download import download_layers
 from primad.layers.server import LayerServer
+from primad.layers.source_link import Transfers
 from primad.layers.sources import HubRoutes, WantedLayer
 from primad.layers.whole import compare, is_compared
 from primad.network.gate import Gate
@@ -80,7 +81,8 @@ def draw(cutter: RangedCutter, cache: LayerCache, layers: list[WantedLayer]) -> 
     found: dict[str, tuple[str, bytes]] = {}
 
     async def once() -> None:
-        hub_routes = HubRoutes(files=cutter.files, token=None, head=None, context=None, identity=None, timings=TIMINGS)
+        transfers = Transfers(context=None, identity=None, timings=TIMINGS)
+        hub_routes = HubRoutes(files=cutter.files, token=None, head=None, transfers=transfers)
         async with asyncio.timeout(PATIENCE_S):
             await download_layers(
                 hub_routes, layers, cache, lambda _: None, lambda name, *rest: found.update({name: tuple(rest)})
@@ -243,18 +245,11 @@ def bring(
             stack.callback(asyncio.create_task(server.run()).cancel)
             sources.append(here(device, own.public, server.port))
         files = [RemoteFile(f"https://{file.sha256}.test/", file.size_bytes, file.sha256) for file in cutter.files]
-        hub_routes = HubRoutes(
-            files=files, token=None, head=sources[0], context=context, identity=identity, timings=TIMINGS
-        )
-        node = SimpleNamespace(
-            workspace=SimpleNamespace(cache=cache),
-            config=SimpleNamespace(transfer_limit_bytes_per_s=None),
-            timings=SimpleNamespace(layers=TIMINGS),
-            identity=identity,
-        )
+        transfers = Transfers(context=context, identity=identity, timings=TIMINGS)
+        hub_routes = HubRoutes(files=files, token=None, head=sources[0], transfers=transfers)
         refs, origins = [layer.ref for layer in layers], [layer.origin for layer in layers]
         named = lambda name, *rest: found.update({name: tuple(rest)})  # noqa: E731
-        await bring_layers(node, hub_routes, sources, origins, refs, lambda _: None, named)
+        await bring_layers(cache, hub_routes, sources, origins, refs, lambda _: None, named)
 
     async def bounded() -> None:
         context = zmq.asyncio.Context()

@@ -166,7 +166,7 @@ def test_the_head_hears_that_a_model_cannot_be_had_or_is_gone(tmp_path):
         load = a_load(cutter, 1)
         await worker.guessing.load(load, 1)
         gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
-        assert "no device was named that has them" in gone.error
+        assert "no device was named that has it" in gone.error
         await copy_layers(cutter, worker.place.cache, load.window.layers, lambda _: None)
         await worker.guessing.load(load, 1)
         await worker.hear(DraftModelState, lambda state: state.ready)

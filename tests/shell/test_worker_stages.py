@@ -15,7 +15,7 @@ from typing import TypeVar
 import pytest
 
 from halda.assignment import in_memory
-from primad.daemon import bring, loading
+from primad.daemon import loading
 from primad.daemon import memory_watch as memory_watch
 from primad.daemon.layer_files import Workspace
 from primad.daemon.memory_watch import MemoryWatch, ram_room
@@ -26,7 +26,6 @@ from primad.gguf.layers import LayerRef, layer_digest, tree_of
 from primad.gguf.windows import WindowSpec
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
-from primad.layers.fetch import in_thread
 from primad.network.messages import (
     Broken,
     Load,
@@ -43,9 +42,11 @@ from primad.ring.messages import ProcessMemoryLow as RingPressed
 from primad.settings.config import load_config, open_home
 from primad.settings.timings import Timings, WorkerTimings
 from primad.system.memory import Memory
+from primad.system.tasks import in_thread
 from primad.trust.identity import new_identity
 from primad.trust.local_trust import LocalTrust
 from primad.trust.trust import TrustStore
+from primad.worker import stages
 from primad.worker.stages import Stages
 from tests.fakes import load as loads
 from tests.fakes.layers import here
@@ -490,7 +491,7 @@ def test_layers_that_do_not_arrive_are_told_with_whose_fault_it_is(worker, proce
     async def missing(*_: object) -> list[LayerRef]:
         return [LAYER]
 
-    monkeypatch.setattr(bring, "fetch_layers", fetch)
+    monkeypatch.setattr(stages, "fetch_layers", fetch)
     monkeypatch.setattr(loading, "missing_layers", missing)
 
     async def once() -> None:
@@ -515,14 +516,14 @@ def test_layers_that_nobody_has_are_an_error(worker, monkeypatch):
             broken = await lap.breaks()
             assert (broken.fault, broken.error) == (
                 "fetch",
-                "1 layers are missing and no device was named that has them",
+                f"layer {LAYER.digest[:12]} cannot be fetched: no device was named that has it",
             )
 
     asyncio.run(once())
 
 
 def test_progress_of_fetching_is_told(worker, monkeypatch):
-    async def fetch(context, identity, sources, refs, cache, arrived, *, bytes_per_s, timings) -> None:
+    async def fetch(transfers, sources, refs, cache, arrived) -> None:
         assert sources == [SOURCE]
         arrived(400)
         arrived(600)
@@ -530,7 +531,7 @@ def test_progress_of_fetching_is_told(worker, monkeypatch):
     async def missing(*_: object) -> list[LayerRef]:
         return [LAYER]
 
-    monkeypatch.setattr(bring, "fetch_layers", fetch)
+    monkeypatch.setattr(stages, "fetch_layers", fetch)
     monkeypatch.setattr(loading, "missing_layers", missing)
 
     async def once() -> None:
@@ -591,7 +592,7 @@ def test_what_is_kept_and_was_spoilt_meanwhile_is_loaded_anew(worker, processes,
     async def fetch(*_: object, **__: object) -> None:
         put_layer(lap_place[0])
 
-    monkeypatch.setattr(bring, "fetch_layers", fetch)
+    monkeypatch.setattr(stages, "fetch_layers", fetch)
     lap_place: list[Workspace] = []
 
     async def once() -> None:
@@ -631,10 +632,10 @@ def test_weights_that_could_not_be_read_are_looked_at_before_they_are_loaded_aga
         async with worker() as lap:
 
             async def fetch(*args: object, **_: object) -> None:
-                fetched.extend(args[3])
+                fetched.extend(args[2])
                 put_layer(lap.place)
 
-            monkeypatch.setattr(bring, "fetch_layers", fetch)
+            monkeypatch.setattr(stages, "fetch_layers", fetch)
             ref = put_layer(lap.place)
             path = lap.place.cache.path(ref.digest)
             error = unreadable(str(path) if is_named else None)

@@ -19,10 +19,11 @@ from primad.gguf.windows import vocabulary_size
 from primad.head.members.worker_link import WorkerLink
 from primad.head.rings.ring_inputs import FindsWorker, RingInputs
 from primad.head.rings.routes import RingAddresses
-from primad.layers.fetch import hash_layers, in_thread
+from primad.layers.fetch import hash_layers
 from primad.network.messages import DraftInput, DraftModelState, DraftsMade, LoadDraft, ReleaseDraft
 from primad.ring.messages import DraftPlaceChanged, DraftsHeard, RingCommand
 from primad.ring.speculation.messages import Drafted, TextTask, check_drafted
+from primad.system.tasks import in_thread
 
 logger = logging.getLogger(__name__)
 

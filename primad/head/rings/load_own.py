@@ -17,13 +17,13 @@ from primad.gguf.hub_ranges import HubError
 from primad.gguf.layers import LayerRef
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.head.rings.ring_inputs import RingInputs
-from primad.layers.fetch import in_thread
 from primad.layers.sources import HubRoutes
 from primad.layers.whole import compare, is_compared
 from primad.network.contacts import Contact
 from primad.network.messages import Load
 from primad.planning.batching import min_rows
 from primad.ring.messages import HeadPart
+from primad.system.tasks import in_thread
 
 
 async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -> LoadedProcess:
@@ -78,18 +78,11 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -
 async def _download(inputs: RingInputs, cutter: RangedCutter, windows: WindowLoad, sources: Sequence[Contact]) -> None:
     """Have the head's own layers here; their digests are known from then on."""
     head, node, reporter = inputs.forecast.plan.head, inputs.node, inputs.reporter
-    hub_routes = HubRoutes(
-        files=cutter.files,
-        token=cutter.token,
-        head=None,
-        context=inputs.context,
-        identity=node.identity,
-        timings=node.timings.layers,
-    )
+    hub_routes = HubRoutes(files=cutter.files, token=cutter.token, head=None, transfers=node.transfers(inputs.context))
     origins = cutter.origins_of([windows.layers])
 
     async def bring(missing: Sequence[LayerRef], arrived: Callable[[int], None]) -> None:
-        await bring_layers(node, hub_routes, sources, origins, missing, arrived, named)
+        await bring_layers(node.workspace.cache, hub_routes, sources, origins, missing, arrived, named)
 
     def named(name: str, digest: str, tree: bytes) -> None:
         windows.named(name, digest, tree)

@@ -16,9 +16,10 @@ from primad.head.members.core import StageError
 from primad.head.members.stage import Stage
 from primad.head.rings.ring_inputs import RingInputs
 from primad.head.rings.routes import RingAddresses
-from primad.layers.fetch import hash_layers, in_thread
+from primad.layers.fetch import hash_layers
 from primad.network.messages import Load
 from primad.planning.extra_buffers import as_planned, choose_extra_buffers, suited
+from primad.system.tasks import in_thread
 
 
 async def loads_of(inputs: RingInputs, ring_addresses: RingAddresses) -> dict[str, Load]:
