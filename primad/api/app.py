@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -29,7 +29,7 @@ from primad.api.dialects.ollama import routes as ollama
 from primad.api.dialects.openai import routes as openai
 from primad.api.dialects.openai.shapes import HealthBody
 from primad.api.dialects.responses import routes as responses
-from primad.api.http.access import OPEN, Door
+from primad.api.http.access import Admission
 from primad.api.http.connection import MAX_BODIES_BYTES, BodyGuard
 from primad.api.http.dialect import COMPONENT, Dialect, Route, schemas
 from primad.api.http.endpoint import Endpoint, json_response
@@ -63,40 +63,36 @@ SCRAPE_PAUSE_S: Final = 0.1
 def create_app(
     backend: Backend,
     *,
-    hosts: Collection[str] = (),
-    origins: Collection[str] = (),
-    door: Door = OPEN,
+    admission: Admission = Admission(),
     timings: ApiTimings = ApiTimings(),
     names: ModelNames = ModelNames(),
     embeddings: Embeddings | None = None,
-    owner_key: str | None = None,
     admin_api: AdminApi | None = None,
 ) -> Api:
-    """The API over ``backend``, whose model also has the names ``names``.
+    """The API over ``backend``, whose model also has the names ``names``, for clients of ``admission``.
 
-    ``hosts`` are names, besides localhost and IP addresses, by which clients may reach it; web pages of ``origins`` are
-    admitted. ``door`` admits clients. ``embeddings`` is a second model, if there is one. Holders of ``owner_key`` may
-    change things at ``admin_api`` through the page. Its ``state.close()`` ends everything that is open when the server
-    ends; its ``state.checks`` answer plain health checks without it.
+    ``embeddings`` is a second model, if there is one. The owner may change things at ``admin_api`` through the page. Its
+    ``state.close()`` ends everything that is open when the server ends; its ``state.checks`` answer plain health checks
+    without it.
     """
     metrics = Metrics()
     endpoint = Endpoint(backend, metrics, timings, names, embeddings)
     server = _Server(endpoint, metrics)
-    page = Page(server.look, admin_api, Owner(owner_key), timings)
+    page = Page(server.look, admin_api, Owner(admission.owner_key), timings)
     dialects = [route for one in DIALECTS for route in one.routes(endpoint)]
     routes = [*server.routes(), *page.routes(), *dialects]
     metrics.know(route.path for route in routes)
     app = Api(routes)
     app.add_middleware(BodyGuard, max_bytes=MAX_BODIES_BYTES)  # the middleware added last sees a request first
-    app.add_middleware(KeyGuard, door=door, refuse=_refuse)
-    if origins:
+    app.add_middleware(KeyGuard, door=admission.door, refuse=_refuse)
+    if origins := admission.origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",))
-    app.add_middleware(HostGuard, hosts=hosts, refuse=_refuse)
+    app.add_middleware(HostGuard, hosts=admission.hosts, refuse=_refuse)
     app.add_middleware(Counted, metrics=metrics)
     app.add_middleware(TidyPaths)
     _handle_errors(app)
     app.state.close = page.close
-    app.state.checks = HealthChecks(server.look_at_health, hosts, metrics.count)
+    app.state.checks = HealthChecks(server.look_at_health, admission.hosts, metrics.count)
     return app
 
 

@@ -15,7 +15,7 @@ import uvicorn
 from halda import ModelProfile
 from primad.api.answering.backend import ModelNames
 from primad.api.app import create_app
-from primad.api.http.access import OF_THIS_MACHINE, OPEN, Door
+from primad.api.http.access import OF_THIS_MACHINE, OPEN, Admission, Door
 from primad.api.http.key_file import KeyFile
 from primad.api.http.keys import ApiKey, digest_of, new_key
 from primad.api.http.listener import Listener
@@ -172,7 +172,12 @@ def serve(
     draft, has_room = draft_of(options, config, header, reporter, memory().available_bytes)
     reserved_bytes = 0 if draft is None or not has_room else draft.memory_bytes
     own_key = new_key()
-    door = door_of(options, own_key)
+    admission = Admission(
+        door=door_of(options, own_key),
+        hosts=(http_host, *own_names(), *options.allowed_hosts),
+        origins=options.cors_origins,
+        owner_key=own_key,
+    )
     with contextlib.ExitStack() as stack:
         node = stack.enter_context(own_node(config))
         listener = stack.enter_context(contextlib.closing(bind_http(http_host, options.http_port)))
@@ -195,9 +200,7 @@ def serve(
                 reporter=reporter,
             )
             async with asyncio.TaskGroup() as group:
-                http = _http_server(
-                    backend, http_host, options, door, node.timings.api, embedding, own_key, head.admin_api
-                )
+                http = _http_server(backend, options, admission, node.timings.api, embedding, head.admin_api)
                 serving = group.create_task(http.serve(sockets=[listener]))
                 heading = asyncio.create_task(_run(head, embedding, reporter))
                 try:
@@ -284,26 +287,15 @@ def door_of(options: ServeOptions, own_key: str) -> Door:
 
 def _http_server(
     backend: RingBackend,
-    host: str,
     options: ServeOptions,
-    door: Door,
+    admission: Admission,
     timings: ApiTimings,
     embeddings: EmbeddingService | None,
-    own_key: str,
     admin_api: HeadAdminApi,
 ) -> uvicorn.Server:
     names = ModelNames(aliases=options.aliases, any_model=options.any_model)
-    hosts = (host, *own_names(), *options.allowed_hosts)
     app = create_app(
-        backend,
-        hosts=hosts,
-        origins=options.cors_origins,
-        door=door,
-        timings=timings,
-        names=names,
-        embeddings=embeddings,
-        owner_key=own_key,
-        admin_api=admin_api,
+        backend, admission=admission, timings=timings, names=names, embeddings=embeddings, admin_api=admin_api
     )
     descriptors = raise_descriptor_limit()
     maximum = MAX_CONNECTIONS if descriptors is None else min(MAX_CONNECTIONS, descriptors // 2)

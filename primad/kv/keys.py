@@ -70,12 +70,12 @@ def follows(chain: Sequence[KvBlock], block: KvBlock) -> bool:
 
 
 def is_chain(blocks: Iterable[KvBlock]) -> bool:
-    """Whether ``blocks`` are a chain from position 0 on."""
-    before = ("", 0)
+    """Whether each of ``blocks`` follows those before it, from position 0 on."""
+    chain: list[KvBlock] = []
     for each in blocks:
-        if (each.before, each.start) != before:
+        if not follows(chain, each):
             return False
-        before = before if each.is_state else (each.key, each.end)
+        chain.append(each)
     return True
 
 

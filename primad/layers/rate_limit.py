@@ -1,39 +1,10 @@
-"""Who may send how much and when, decided without clock or socket: fair turns and a bandwidth cap."""
+"""When so much may be sent under a bandwidth cap, decided without clock or socket."""
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Final, Generic, TypeVar
-
-Item = TypeVar("Item")
+from typing import Final
 
 BURST_S: Final = 0.25
-
-
-class FairQueue(Generic[Item]):
-    """Items of several owners, at most ``maximum`` of each, taken in turns: an owner with many makes only itself wait."""
-
-    def __init__(self, maximum: int) -> None:
-        self._maximum = maximum
-        self._waiting: dict[str, deque[Item]] = {}
-
-    def put(self, owner: str, item: Item) -> bool:
-        """Add ``item`` behind the others of ``owner``; False, and nothing is added, when it has too many."""
-        waiting = self._waiting.setdefault(owner, deque())
-        if len(waiting) >= self._maximum:
-            return False
-        waiting.append(item)
-        return True
-
-    def take(self) -> Item | None:
-        """The next item of the owner whose turn it is; None when there is none."""
-        for owner in self._waiting:
-            waiting = self._waiting.pop(owner)
-            item = waiting.popleft()
-            if waiting:
-                self._waiting[owner] = waiting  # behind all others
-            return item
-        return None
 
 
 class TokenBucket:

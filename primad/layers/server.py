@@ -19,7 +19,7 @@ import zmq.asyncio
 from primad.errors import ClusterError, DiskError, ModelError, ProtocolError
 from primad.kv.cells import Bytes
 from primad.kv.store import KvStore
-from primad.layers.rate_limit import FairQueue, TokenBucket
+from primad.layers.rate_limit import TokenBucket
 from primad.network.gate import sender_key
 from primad.network.layer_messages import (
     CELLS_BYTES,
@@ -39,6 +39,7 @@ from primad.network.layer_messages import (
 )
 from primad.network.sockets import bind, bound_socket, open_socket
 from primad.system.complaints import Complaints
+from primad.system.shares import Turns
 from primad.system.wire import encode
 from primad.trust.identity import Identity
 
@@ -200,17 +201,17 @@ class _Line:
     """Requests that wait, and those that wait for them."""
 
     def __init__(self) -> None:
-        self._queue: FairQueue[tuple[bytes, TransferRequest]] = FairQueue(REQUESTS_WAITING)
+        self._turns = Turns[tuple[bytes, TransferRequest]]()
         self._count = asyncio.Semaphore(0)
 
     def put(self, key: str, peer: bytes, request: TransferRequest) -> bool:
-        fits = self._queue.put(key, (peer, request))
-        if fits:
-            self._count.release()
-        return fits
+        """Have ``request`` wait for its turn; False, and it does not, where too many of that device do."""
+        if self._turns.waiting(key) >= REQUESTS_WAITING:
+            return False
+        self._turns.add(key, (peer, request))
+        self._count.release()
+        return True
 
     async def wait_next(self) -> tuple[bytes, TransferRequest]:
         await self._count.acquire()
-        item = self._queue.take()
-        assert item is not None
-        return item
+        return self._turns.next()

@@ -61,6 +61,10 @@ class Turns(Generic[T]):
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
+    def waiting(self, caller: str) -> int:
+        """How much of ``caller`` waits."""
+        return len(self._waiting.get(caller, ()))
+
     def add(self, caller: str, item: T) -> None:
         """``item`` waits behind all others of ``caller``."""
         self._waiting.setdefault(caller, deque()).append(item)

@@ -1,4 +1,4 @@
-"""Turns, the bandwidth cap and the bound on complaints: times are given, nothing waits."""
+"""The bandwidth cap and the bound on complaints: times are given, nothing waits."""
 
 from __future__ import annotations
 
@@ -6,22 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primad.layers.rate_limit import BURST_S, FairQueue, TokenBucket
-
-
-def test_owners_take_turns():
-    queue: FairQueue[str] = FairQueue(10)
-    for owner, item in [("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("b", "b2")]:
-        assert queue.put(owner, item)
-    assert [queue.take() for _ in range(7)] == ["a1", "b1", "c1", "a2", "b2", "a3", None]
-
-
-def test_an_owner_with_too_many_is_refused_and_no_other():
-    queue: FairQueue[int] = FairQueue(2)
-    assert [queue.put("a", number) for number in range(3)] == [True, True, False]
-    assert queue.put("b", 0)
-    queue.take()
-    assert queue.put("a", 3)
+from primad.layers.rate_limit import BURST_S, TokenBucket
 
 
 def test_without_a_cap_nothing_waits():

@@ -14,6 +14,7 @@ import uvicorn
 from playwright.sync_api import Page
 
 from primad.api.app import create_app
+from primad.api.http.access import OPEN, Admission, Door
 from tests.fakes.backend import ByteVocabulary, FakeBackend, replies
 from tests.fakes.status import device, ring
 
@@ -48,11 +49,11 @@ def answering(*texts: Any, template: str = PLAIN, pause_s: float = 0.0) -> SlowB
 
 
 @contextmanager
-def served(backend: FakeBackend, **more: Any) -> Iterator[str]:
+def served(backend: FakeBackend, door: Door = OPEN, **more: Any) -> Iterator[str]:
     """The app under uvicorn in a thread; its URL."""
     with socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        app = create_app(backend, owner_key=OWNER, **more)
+        app = create_app(backend, admission=Admission(door=door, owner_key=OWNER), **more)
         server = uvicorn.Server(
             uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=1)
         )

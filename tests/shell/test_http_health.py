@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from primad.api.answering.backend import Health
 from primad.api.app import create_app
 from primad.api.http import patience as http_patience
+from primad.api.http.access import Admission
 from primad.api.http.shared import Shared
 from tests.fakes.backend import FakeBackend, replies
 from tests.shell.gated import raw, until_closed
@@ -25,7 +26,7 @@ class Watched:
     """The app, which counts the requests that reach it."""
 
     def __init__(self, backend: FakeBackend) -> None:
-        self.app, self.requests = create_app(backend, hosts=("desk.lan",)), 0
+        self.app, self.requests = create_app(backend, admission=Admission(hosts=("desk.lan",))), 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.requests += 1

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from primad.api.app import create_app
-from primad.api.http.access import OF_THIS_MACHINE, OPEN, Door
+from primad.api.http.access import OF_THIS_MACHINE, OPEN, Admission, Door
 from primad.api.http.errors import error_response
 from primad.api.http.guard import KeyGuard
 from primad.api.http.key_file import KeyFile, add_key, remove_key
@@ -21,7 +21,7 @@ HELLO = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 
 
 def app_for(*keys: ApiKey, origins: tuple[str, ...] = ()):
-    return create_app(FakeBackend(replies("Hello")), door=Door(lambda: keys), origins=origins)
+    return create_app(FakeBackend(replies("Hello")), admission=Admission(door=Door(lambda: keys), origins=origins))
 
 
 def key(**limits: int) -> ApiKey:
@@ -109,7 +109,7 @@ def test_requests_over_the_limit_are_told_when_to_come_back():
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_ring_is_told_whose_an_answer_is(stream):
     backend = FakeBackend(replies("Hello"))
-    guarded = create_app(backend, door=Door(lambda: [key()]))
+    guarded = create_app(backend, admission=Admission(door=Door(lambda: [key()])))
     asked = HELLO | {"stream": stream}
     assert ask(guarded, "POST", "/v1/chat/completions", headers={"x-api-key": KEY}, json=asked).status_code == 200
     assert ask(create_app(backend), "POST", "/v1/chat/completions", json=asked).status_code == 200
@@ -202,15 +202,17 @@ HERE = [
 
 @pytest.mark.parametrize("headers", ELSEWHERE, ids=str)
 def test_what_a_proxy_passes_on_for_another_machine_needs_a_key(headers):
-    local = create_app(FakeBackend(replies("Hello")), door=OF_THIS_MACHINE)
+    local = create_app(FakeBackend(replies("Hello")), admission=Admission(door=OF_THIS_MACHINE))
     answer = from_proxy(local, headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "from_elsewhere")
     assert "www-authenticate" not in answer.headers
     assert from_proxy(local, headers, "/health").status_code != 403
-    assert from_proxy(create_app(FakeBackend(replies("Hello")), door=OPEN), headers).status_code == 200
+    everybody = create_app(FakeBackend(replies("Hello")), admission=Admission(door=OPEN))
+    assert from_proxy(everybody, headers).status_code == 200
     assert from_proxy(app_for(key()), headers | {"x-api-key": KEY}).status_code == 200
 
 
 @pytest.mark.parametrize("headers", HERE, ids=str)
 def test_programs_of_this_machine_need_none(headers):
-    assert from_proxy(create_app(FakeBackend(replies("Hello")), door=OF_THIS_MACHINE), headers).status_code == 200
+    local = create_app(FakeBackend(replies("Hello")), admission=Admission(door=OF_THIS_MACHINE))
+    assert from_proxy(local, headers).status_code == 200

@@ -7,7 +7,7 @@ import asyncio
 import httpx
 
 from primad.api.app import create_app
-from primad.api.http.access import Door
+from primad.api.http.access import Admission, Door
 from tests.fakes.backend import FakeBackend, replies
 from tests.fakes.http import call
 
@@ -45,7 +45,7 @@ def test_head_is_answered_where_get_is_and_the_document_has_it_once():
 
 
 def test_a_slash_too_many_opens_no_door():
-    app = create_app(FakeBackend(replies()), door=Door(lambda: ()))
+    app = create_app(FakeBackend(replies()), admission=Admission(door=Door(lambda: ())))
 
     async def status(path: str) -> int:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:

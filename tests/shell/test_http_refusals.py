@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from primad.api.answering.backend import Health
 from primad.api.app import create_app
 from primad.api.dialects.openai.schema import ChatRequest, CompletionRequest
+from primad.api.http.access import Admission
 from primad.api.http.connection import MAX_BODY_BYTES
 from primad.api.http.guard import is_allowed
 from primad.errors import RequestError, RingError
@@ -322,7 +323,7 @@ def test_the_refusal_of_a_host_name_says_what_allows_it():
 
 def asked_by_page(origin: str, **more: str) -> httpx.Response:
     """The models, as a web page of ``origin`` asks for them."""
-    app = create_app(FakeBackend(replies()), origins=("http://desk.lan:3000",))
+    app = create_app(FakeBackend(replies()), admission=Admission(origins=("http://desk.lan:3000",)))
 
     async def once() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:

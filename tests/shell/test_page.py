@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from primad.api.app import create_app
-from primad.api.http.access import Door
+from primad.api.http.access import OPEN, Admission, Door
 from primad.api.http.keys import ApiKey, digest_of
 from primad.api.http.status import StatusBody, decoder
 from primad.api.page import files
@@ -30,10 +30,10 @@ BROWSER = {"accept": "text/html,application/xhtml+xml"}
 PATIENCE_S = 180
 
 
-def app_of(*keys: ApiKey, **more):
+def app_of(*keys: ApiKey, origins=(), **more):
     """The app with an owner; with ``keys`` it asks for one."""
-    given = {"door": Door(lambda: keys)} if keys else {}
-    return create_app(FakeBackend(replies("Hi")), owner_key=OWNER, **given, **more)
+    admission = Admission(door=Door(lambda: keys) if keys else OPEN, origins=origins, owner_key=OWNER)
+    return create_app(FakeBackend(replies("Hi")), admission=admission, **more)
 
 
 def ask(app, method: str, path: str, **request) -> httpx.Response:

@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 
 from primad.api.app import create_app
+from primad.api.http.access import Admission
 from primad.cli import page as page_command
 from tests.fakes.backend import FakeBackend, replies
 
@@ -21,7 +22,7 @@ OWNER = "the-owner's-key-is-long"
 def url() -> Iterator[str]:
     listener = socket()
     listener.bind(("127.0.0.1", 0))
-    app = create_app(FakeBackend(replies("Hi")), owner_key=OWNER)
+    app = create_app(FakeBackend(replies("Hi")), admission=Admission(owner_key=OWNER))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextvars
 import ipaddress
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
@@ -74,6 +75,17 @@ OPEN: Final = Door()
 """Admits everybody."""
 OF_THIS_MACHINE: Final = Door(this_machine=True)
 """Admits requests from this machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Who may ask a server, and how: clients that ``door`` admits, by localhost, an IP address or one of the names
+    ``hosts``; web pages of ``origins``. Who has ``owner_key`` may also change things."""
+
+    door: Door = OPEN
+    hosts: Collection[str] = ()
+    origins: Collection[str] = ()
+    owner_key: str | None = None
 
 
 class TooOftenError(RequestError):
