@@ -13,8 +13,13 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from primad.settings.config import config_file
+from primad.settings.tables import option_table
+
 _BRIEF: Final = "primad.brief"
 _ALL: Final = "primad.all"
+CONFIG_FILE: Final = "primad.config_file"
+"""Where the context of a command that takes options from the configuration file has what was read."""
 
 
 def _show_all(context: typer.Context, wanted: bool) -> None:
@@ -57,9 +62,8 @@ class _Command(TyperCommand):
 
 def _from_file(command: _Command, context: Any, args: list[str]) -> dict[str, Any]:
     """The values in the configuration file's table of ``command``. Raises ``ConfigError``, as for the command line."""
-    from primad.settings.tables import option_table
-
-    table = option_table(command.name or "", command.table, _typed(args, "--home"))
+    context.meta[CONFIG_FILE] = config_file({"home": _typed(args, "--home")})
+    table = option_table(command.name or "", command.table, context.meta[CONFIG_FILE])
     values: dict[str, Any] = {}
     for param in command.params:
         if param.name not in table.values:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 import typer
 
 from primad.cli.asking import AskingOptions, allowed_hosts, check_asking, cors_origins, warning
-from primad.cli.commands import HelpAll
+from primad.cli.commands import CONFIG_FILE, HelpAll
 from primad.cli.grouped import flags, grouped, names_of
 from primad.cli.hub import model_path, served_model
 from primad.cli.options import (
@@ -167,6 +167,7 @@ SERVE_TABLE: Final = {"model", "lora", "wait", "wait_timeout", "alone"} | names_
 @grouped
 @daemon_command()
 def serve(
+    called: typer.Context,
     model: Annotated[
         Path,
         typer.Option(
@@ -216,7 +217,7 @@ def serve(
     environment = {
         key: value for key, value in os.environ.items() if key != "PRIMAD_PORT"
     }  # a head has no control port
-    config = load_config(flags(device, owner) | network, environment)
+    config = load_config(flags(device, owner) | network, environment, called.meta[CONFIG_FILE])
     check_interface(config)
     _check_together(others, run)
     _warn(endpoint, asking, config)

@@ -180,6 +180,14 @@ def any_host() -> str:
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """What the configuration file ``path`` says."""
+
+    path: Path
+    values: Mapping[str, Any]
+
+
 class _Sources:
     """The value of a key and where it came from, by precedence."""
 
@@ -201,12 +209,14 @@ class _Sources:
         return None
 
 
-def load_config(flags: Flags, environ: Mapping[str, str] = os.environ) -> Config:
-    """The configuration. Raises ``ConfigError`` naming the flag, variable or key that is wrong."""
+def load_config(flags: Flags, environ: Mapping[str, str] = os.environ, stored: ConfigFile | None = None) -> Config:
+    """The configuration; ``stored`` is its file, where that was read before. Raises ``ConfigError`` naming the flag,
+    variable or key that is wrong."""
     _check_variables(environ)
     home = home_of(flags, environ)
-    file = home / "config.toml"
-    sources = _Sources(flags, environ, _read_file(file), file)
+    if stored is None or stored.path.parent != home:
+        stored = config_file(flags, environ)
+    sources = _Sources(flags, environ, _own_keys(stored), stored.path)
 
     def chosen(key: str, check: Any, default: Any, **bounds: Any) -> Any:
         given = sources.get(key)
@@ -377,12 +387,13 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """What the file says, nothing where there is none. Raises ``ConfigError``."""
+def config_file(flags: Flags, environ: Mapping[str, str] = os.environ) -> ConfigFile:
+    """The configuration file, empty where there is none. Raises ``ConfigError``."""
+    path = home_of(flags, environ) / "config.toml"
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return ConfigFile(path, tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        return {}
+        return ConfigFile(path, {})
     except NotADirectoryError as exc:
         raise ConfigError(f"{path.parent}: is not a folder; give one for a home folder") from exc
     except OSError as exc:
@@ -391,8 +402,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read as TOML: {exc}") from exc
 
 
-def _read_file(path: Path) -> dict[str, Any]:
-    content = {key: value for key, value in read_toml(path).items() if key not in TABLES}
+def _own_keys(stored: ConfigFile) -> dict[str, Any]:
+    path, content = stored.path, {key: value for key, value in stored.values.items() if key not in TABLES}
     unknown = sorted(set(content) - set(KEYS))
     if unknown:
         close = difflib.get_close_matches(unknown[0], KEYS, n=1)

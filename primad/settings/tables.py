@@ -11,14 +11,13 @@ What is typed wins over the table. Keys of the device itself stand above all tab
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from primad.errors import ConfigError, printable
-from primad.settings.config import KEYS, home_of, read_toml
+from primad.settings.config import KEYS, ConfigFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +33,9 @@ class OptionTable:
         return ConfigError(f"'{key}' in [{self.name}] of {self.file}: {printable(what)}")
 
 
-def option_table(
-    name: str, known: Collection[str], home: str | None, environ: Mapping[str, str] = os.environ
-) -> OptionTable:
-    """The table of command ``name``, whose options are ``known``, in the file of ``home``. Raises ``ConfigError``."""
-    file = home_of({"home": home}, environ) / "config.toml"
-    values = read_toml(file).get(name, {})
+def option_table(name: str, known: Collection[str], stored: ConfigFile) -> OptionTable:
+    """The table of command ``name``, whose options are ``known``, in the file ``stored``. Raises ``ConfigError``."""
+    file, values = stored.path, stored.values.get(name, {})
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: '{name}' is the table of that command; write [{name}] above its options")
     table = OptionTable(name=name, file=file, values=values)
