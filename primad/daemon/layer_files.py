@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from primad.engine.protocol import AdapterFile, WindowSource
 from primad.errors import ClusterError, WeightsError
@@ -57,17 +56,13 @@ def distrust(cache: LayerCache, error: WeightsError, refs: Iterable[LayerRef]) -
     return error
 
 
-class CutsLayers(Protocol):
-    """Has layers of the model, or of adapters, in files here."""
-
-    def source(self, digest: str) -> LayerCut | None:
-        """The layer of this content, if it has been hashed."""
-
-
 async def copy_layers(
-    cutter: CutsLayers, cache: LayerCache, refs: Iterable[LayerRef], copied: Callable[[int], None]
+    find: Callable[[str], LayerCut | None],
+    cache: LayerCache,
+    refs: Iterable[LayerRef],
+    copied: Callable[[int], None],
 ) -> None:
-    """Cut ``refs`` out of the model file into ``cache``; ``copied`` is told bytes, together the size of ``refs``.
+    """Cut ``refs``, which ``find`` finds in files here, into ``cache``; ``copied`` is told bytes, together their size.
 
     Makes room first. Stopping waits for one chunk. Raises ``ModelError`` when the model file cannot be read or changed,
     ``DiskError`` when the cache's disk refuses or has no room.
@@ -76,15 +71,11 @@ async def copy_layers(
         wanted = await missing_layers(cache, refs, copied)
         await asyncio.to_thread(cache.make_room, sum(ref.file_bytes for ref in wanted))
         for ref in wanted:
-            await _copy_layer(cutter, cache, ref, copied)
-
-
-async def _copy_layer(cutter: CutsLayers, cache: LayerCache, ref: LayerRef, copied: Callable[[int], None]) -> None:
-    source = cutter.source(ref.digest)
-    assert source is not None
-    with contextlib.closing(cache.copying(ref, source)) as steps:
-        while (size := await in_thread(next, steps, None)) is not None:
-            copied(size)
+            source = find(ref.digest)
+            assert source is not None
+            with contextlib.closing(cache.copying(ref, source)) as steps:
+                while (size := await in_thread(next, steps, None)) is not None:
+                    copied(size)
 
 
 def place_windows(place: Workspace, plans: Iterable[WindowPlan], number: int) -> list[WindowSource]:

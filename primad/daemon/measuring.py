@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -68,22 +69,14 @@ class OwnProfile:
         """Measure this device unless it was before. Raises ``ConfigError`` when it cannot be."""
         if self.is_known:
             return
-        done, effort = 0, QUICK
         self._describe("measuring this device")
+        with measuring(self._config, self._reporter, QUICK) as shown:
 
-        def advance(what: str) -> None:
-            nonlocal done
-            self._describe(f"measuring this device: {what}")
-            self._reporter.progress(self._config.name, "profile", done, effort.steps)
-            done += 1
+            def advance(what: str) -> None:
+                self._describe(f"measuring this device: {what}")
+                shown(what)
 
-        try:
-            await self._ask(effort, advance)
-            self._reporter.progress(self._config.name, "profile", effort.steps, effort.steps)
-        finally:
-            self._reporter.resolve()
-        warn_if_disturbed(self._config, self._reporter)
-        warn_of_unused_gpus(self._config, self._reporter)
+            await self._ask(QUICK, advance)
 
     async def refine(self) -> bool:
         """Measure with all effort once this machine is idle, unless it was; what is computed meanwhile goes first.
@@ -94,15 +87,15 @@ class OwnProfile:
             return False
         while not is_profiled(self._config.home, self._config.threads, Effort()):
             await _idle()
-            measuring = asyncio.create_task(self._ask(Effort(), lambda _: None))
+            asking = asyncio.create_task(self._ask(Effort(), lambda _: None))
             computed_s = ring_cpu_s()
             try:
-                while not measuring.done() and ring_cpu_s() <= computed_s:
-                    await asyncio.wait([measuring], timeout=WAKE_S)
+                while not asking.done() and ring_cpu_s() <= computed_s:
+                    await asyncio.wait([asking], timeout=WAKE_S)
             finally:
-                measuring.cancel()
-                await asyncio.wait([measuring])
-            if not measuring.cancelled() and measuring.exception() is not None:
+                asking.cancel()
+                await asyncio.wait([asking])
+            if not asking.cancelled() and asking.exception() is not None:
                 return False  # it was measured before and serves as it is
         return True
 
@@ -114,7 +107,7 @@ class OwnProfile:
         )
         stop = StopFlag(subprocess.Popen.terminate)
 
-        def measuring() -> None:
+        def ask() -> None:
             with begin_piped("primad.profiler.process", dict(os.environ)) as child:  # we hide GPUs from ourselves alone
                 assert child.stdin is not None
                 assert child.stdout is not None
@@ -130,7 +123,7 @@ class OwnProfile:
             if child.returncode:
                 raise NotNowError(f"measuring this device {how_it_ended(child.returncode)}; run 'primad doctor'")
 
-        work = asyncio.create_task(asyncio.to_thread(measuring))
+        work = asyncio.create_task(asyncio.to_thread(ask))
         try:
             await asyncio.shield(work)
         finally:
@@ -138,17 +131,24 @@ class OwnProfile:
             await asyncio.gather(work, return_exceptions=True)
 
 
-def warn_if_disturbed(config: Config, reporter: Reporter) -> None:
-    """Say so where other programs ran while this device was measured."""
+@contextlib.contextmanager
+def measuring(config: Config, reporter: Reporter, effort: Effort) -> Iterator[Callable[[str], None]]:
+    """What to call at each step while this device is measured: the owner sees it, and at the end what was in the way."""
+    steps = itertools.count()
+
+    def advance(_: str) -> None:
+        reporter.progress(config.name, "profile", next(steps), effort.steps)
+
+    try:
+        yield advance
+        reporter.progress(config.name, "profile", effort.steps, effort.steps)
+    finally:
+        reporter.resolve()
     if is_disturbed(config.home, config.threads):
         reporter.report_line(
             f"{config.name}: other programs ran while this device was measured, so its figures are too low; it is measured "
             "again once it is idle and 'primad join' or 'primad serve' runs, or by 'primad profile --remeasure'"
         )
-
-
-def warn_of_unused_gpus(config: Config, reporter: Reporter) -> None:
-    """Say which GPUs are left out, and why."""
     for gpu in unused_gpus(config.home, config.threads):
         reporter.report_line(str(gpu))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from halda import DeviceProfile
 from primad.daemon.layer_files import Workspace
-from primad.daemon.measuring import OwnProfile, warn_if_disturbed, warn_of_unused_gpus
+from primad.daemon.measuring import OwnProfile, measuring
 from primad.daemon.node import Node
 from primad.daemon.reporter import Reporter
 from primad.engine.build import build_id
@@ -156,29 +156,11 @@ def profile(config: Config, reporter: Reporter, *, again: bool = False, effort: 
     if not again and is_profiled(config.home, config.threads, effort):
         return own.now(config.name)
     try:
-        with own_home(config):
-            return _measured(config, reporter, again=again, effort=effort)
+        with own_home(config), measuring(config, reporter, effort) as advance:
+            return profile_device(
+                config.name, config.home, config.threads, advance, again=again, limits=config.limits, effort=effort
+            )
     except HomeTakenError:
         if again or not own.is_known:
             raise
         return own.now(config.name)
-
-
-def _measured(config: Config, reporter: Reporter, *, again: bool, effort: Effort) -> DeviceProfile:
-    done = 0
-
-    def advance(_: str) -> None:
-        nonlocal done
-        reporter.progress(config.name, "profile", done, effort.steps)
-        done += 1
-
-    try:
-        measured = profile_device(
-            config.name, config.home, config.threads, advance, again=again, limits=config.limits, effort=effort
-        )
-        reporter.progress(config.name, "profile", effort.steps, effort.steps)
-    finally:
-        reporter.resolve()
-    warn_if_disturbed(config, reporter)
-    warn_of_unused_gpus(config, reporter)
-    return measured

@@ -137,14 +137,11 @@ class _Fetch:
         cache: LayerCache,
         progress: Callable[[int], None],
     ) -> None:
-        self._transfers, self.timings = transfers, transfers.timings
+        self._transfers, self._parts, self._cache, self._progress = transfers, parts, cache, progress
         self._sources = {source.key: source for source in sources[:MAX_SOURCES]}
         under_way = max(1, min(UNDER_WAY, UNDER_WAY_TOTAL // max(1, len(self._sources))))
-        self.queue = ChunkQueue(self._sources, under_way)
-        self.bucket = TokenBucket(transfers.bytes_per_s)
-        self.parts = parts
-        self._cache = cache
-        self._progress = progress
+        self._queue = ChunkQueue(self._sources, under_way)
+        self._bucket = TokenBucket(transfers.bytes_per_s)
         self._unfinished = set(parts)
         self._changed = asyncio.Event()
         self._reasons: dict[str, str] = {}
@@ -156,8 +153,8 @@ class _Fetch:
                 self._group = group
                 self._resume()
                 tasks = [group.create_task(self._download(source)) for source in self._sources.values()]
-                while self._unfinished and not self.queue.unavailable():
-                    await self.wait_change()
+                while self._unfinished and not self._queue.unavailable():
+                    await self._changed.wait()
                 for task in tasks:
                     task.cancel()
         except ExceptionGroup as failed:
@@ -165,58 +162,88 @@ class _Fetch:
         if self._unfinished:
             raise self._unavailable()
 
-    async def wait_change(self) -> None:
-        """Wait until there may be something to ask for that there was not before."""
-        await self._changed.wait()
-
     def _wake(self) -> None:
+        """There may be something to ask for that there was not before."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def _resume(self) -> None:
-        for digest, part in self.parts.items():
+        for digest, part in self._parts.items():
             if part.tree is None:
-                self.queue.add(digest, [TREE])
+                self._queue.add(digest, [TREE])
                 continue
             self._progress(part.present_bytes)
             lacking = part.lacking()
-            self.queue.add(digest, lacking)
+            self._queue.add(digest, lacking)
             if not lacking:
                 self._group.create_task(self._finish(part))
 
     async def _download(self, source: Contact) -> None:
         """Ask ``source`` for pieces until cancelled or until it fails."""
+        key, silence_s = source.key, self._transfers.timings.silence_timeout_s
         try:
-            async with reach(self._transfers, source, list(self.parts)) as (link, held):
-                self.queue.holds(source.key, held)
+            async with reach(self._transfers, source, list(self._parts)) as (link, held):
+                self._queue.holds(key, held)
                 self._wake()
-                await _Fetching(self, source.key, link).run()
+                while True:
+                    await self._ask(key, link)
+                    if self._queue.under_way(key):
+                        await self._take_in(key, *await link.answer(silence_s))
+                    else:
+                        await self._changed.wait()
         except (SourceError, ProtocolError) as exc:
-            self.queue.drop(source.key)
-            self._reasons[source.key] = str(exc)
+            self._queue.drop(key)
+            self._reasons[key] = str(exc)
             logger.warning("no more layers are fetched from %s: %s", source.device, exc)
         self._wake()
 
-    def refused(self, key: str, piece: ChunkId, reason: str) -> None:
-        """The source ``key`` does not give the layer of ``piece`` after all."""
-        self._reasons[key] = f"cannot give layer {piece.digest[:12]}: {reason}"
-        self.queue.refused(key, piece)
-        self._wake()
+    async def _ask(self, key: str, link: SourceLink) -> None:
+        while (piece := self._queue.take(key)) is not None:
+            digest, number = piece
+            if number == TREE:
+                await link.ask(FetchDigests(digest=digest))
+                continue
+            size = chunk_size(self._parts[digest].ref.size_bytes, number)
+            if (wait_s := self._bucket.take(size, time.monotonic())) > 0:
+                await asyncio.sleep(wait_s)
+            await link.ask(FetchChunk(digest=digest, offset=number * CHUNK_BYTES, size=size))
 
-    async def begin(self, digest: str, tree: bytes) -> None:
-        """The tree of a layer arrived: its chunks can be asked for."""
-        part = self.parts[digest]
-        await in_thread(self._cache.begin, part, tree)
-        self.queue.add(digest, part.lacking())
-        self._wake()
+    async def _take_in(self, key: str, message: TransferMessage, data: memoryview | None) -> None:
+        """What the source ``key`` sent. Raises ``SourceError``, ``ProtocolError`` or ``DiskError``."""
+        match message:
+            case Digests(digest=digest, tree=tree) if data is None:
+                piece = self._expect(key, digest, TREE)
+                part = self._parts[digest]
+                if not is_tree_of(tree, digest, part.ref.size_bytes):
+                    raise SourceError(f"sent digests of chunks that are not those of layer {digest[:12]}")
+                self._queue.arrived(key, piece)
+                await in_thread(self._cache.begin, part, tree)
+                self._queue.add(digest, part.lacking())
+                self._wake()
+            case Chunk(digest=digest, offset=offset) if data and offset % CHUNK_BYTES == 0:
+                piece = self._expect(key, digest, offset // CHUNK_BYTES)
+                part = self._parts[digest]
+                assert part.tree is not None
+                if not await in_thread(is_chunk_of, data, part.tree, piece.number):
+                    raise SourceError(f"sent bytes that are not those of layer {digest[:12]}")
+                self._queue.arrived(key, piece)
+                complete = await in_thread(self._cache.write, part, piece.number, data)
+                self._progress(len(data))
+                if complete:
+                    self._group.create_task(self._finish(part))
+            case NoChunk(digest=digest, offset=offset, reason=reason) if data is None:
+                piece = self._expect(key, digest, TREE if offset is None else offset // CHUNK_BYTES)
+                self._reasons[key] = f"cannot give layer {digest[:12]}: {reason}"
+                self._queue.refused(key, piece)
+                self._wake()
+            case _:
+                raise ProtocolError(f"answered with a {type(message).__name__} that was not asked for")
 
-    async def keep(self, piece: ChunkId, data: memoryview) -> None:
-        """The right bytes of a chunk arrived."""
-        part = self.parts[piece.digest]
-        complete = await in_thread(self._cache.write, part, piece.number, data)
-        self._progress(len(data))
-        if complete:
-            self._group.create_task(self._finish(part))
+    def _expect(self, key: str, digest: str, number: int) -> ChunkId:
+        piece = ChunkId(digest, number)
+        if not self._queue.is_asked(key, piece):
+            raise ProtocolError(f"answered with another piece than it was asked for: {printable(digest[:12])}")
+        return piece
 
     async def _finish(self, part: PartialLayer) -> None:
         """Flush and name a layer that is complete, beside the fetching of others."""
@@ -225,67 +252,10 @@ class _Fetch:
         self._wake()
 
     def _unavailable(self) -> ClusterError:
-        lost = self.queue.unavailable()
+        lost = self._queue.unavailable()
         names = ", ".join(digest[:12] for digest in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
         reasons = [
             f"{source.device} {self._reasons.get(key, 'does not have it')}" for key, source in self._sources.items()
         ]
         why = printable("; ".join(reasons), 600) or "no device was named that has it"
         return ClusterError(f"layer {names} cannot be fetched: {why}")
-
-
-class _Fetching:
-    """What is asked of one source."""
-
-    def __init__(self, fetch: _Fetch, key: str, link: SourceLink) -> None:
-        self._fetch = fetch
-        self._key = key
-        self._link = link
-
-    async def run(self) -> None:
-        """Ask and take in until cancelled. Raises ``SourceError``, ``ProtocolError`` or ``DiskError``."""
-        while True:
-            await self._ask()
-            if not self._fetch.queue.under_way(self._key):
-                await self._fetch.wait_change()
-                continue
-            await self._take_in(*await self._link.answer(self._fetch.timings.silence_timeout_s))
-
-    async def _ask(self) -> None:
-        while (piece := self._fetch.queue.take(self._key)) is not None:
-            digest, number = piece
-            if number == TREE:
-                await self._link.ask(FetchDigests(digest=digest))
-                continue
-            size = chunk_size(self._fetch.parts[digest].ref.size_bytes, number)
-            if (wait_s := self._fetch.bucket.take(size, time.monotonic())) > 0:
-                await asyncio.sleep(wait_s)
-            await self._link.ask(FetchChunk(digest=digest, offset=number * CHUNK_BYTES, size=size))
-
-    async def _take_in(self, message: TransferMessage, data: memoryview | None) -> None:
-        match message:
-            case Digests(digest=digest, tree=tree) if data is None:
-                piece = self._expect(digest, TREE)
-                if not is_tree_of(tree, digest, self._fetch.parts[digest].ref.size_bytes):
-                    raise SourceError(f"sent digests of chunks that are not those of layer {digest[:12]}")
-                self._fetch.queue.arrived(self._key, piece)
-                await self._fetch.begin(digest, tree)
-            case Chunk(digest=digest, offset=offset) if data and offset % CHUNK_BYTES == 0:
-                piece = self._expect(digest, offset // CHUNK_BYTES)
-                known = self._fetch.parts[digest].tree
-                assert known is not None
-                if not await in_thread(is_chunk_of, data, known, piece.number):
-                    raise SourceError(f"sent bytes that are not those of layer {digest[:12]}")
-                self._fetch.queue.arrived(self._key, piece)
-                await self._fetch.keep(piece, data)
-            case NoChunk(digest=digest, offset=offset, reason=reason) if data is None:
-                piece = self._expect(digest, TREE if offset is None else offset // CHUNK_BYTES)
-                self._fetch.refused(self._key, piece, reason)
-            case _:
-                raise ProtocolError(f"answered with a {type(message).__name__} that was not asked for")
-
-    def _expect(self, digest: str, number: int) -> ChunkId:
-        piece = ChunkId(digest, number)
-        if not self._fetch.queue.is_asked(self._key, piece):
-            raise ProtocolError(f"answered with another piece than it was asked for: {printable(digest[:12])}")
-        return piece

@@ -33,7 +33,7 @@ def copy(layers: Sequence[LayerCut], cache: LayerCache) -> list[int]:
     """Copy ``layers``; what progress was told."""
     reported: list[int] = []
     refs = [layer.ref() for layer in layers]
-    asyncio.run(copy_layers(Cutter(layers), cache, [*refs, *refs], reported.append))
+    asyncio.run(copy_layers(Cutter(layers).source, cache, [*refs, *refs], reported.append))
     return reported
 
 

@@ -133,7 +133,7 @@ def test_it_guesses_out_of_layer_files_what_a_model_file_does_until_nobody_needs
         expected = await drafted_by_file(path, tmp_path / "log")
         cutter, worker = ModelCutter(open_model(path)), Worker(tmp_path / "home")
         load = a_load(cutter, 1)
-        await copy_layers(cutter, worker.place.cache, load.window.layers, lambda _: None)
+        await copy_layers(cutter.source, worker.place.cache, load.window.layers, lambda _: None)
         await worker.guessing.load(load, 1)
         assert await worker.hear(DraftModelState) == DraftModelState(epoch=1, ready=False)
         assert await worker.hear(DraftModelState) == DraftModelState(epoch=1, ready=True)
@@ -167,7 +167,7 @@ def test_the_head_hears_that_a_model_cannot_be_had_or_is_gone(tmp_path):
         await worker.guessing.load(load, 1)
         gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
         assert "no device was named that has it" in gone.error
-        await copy_layers(cutter, worker.place.cache, load.window.layers, lambda _: None)
+        await copy_layers(cutter.source, worker.place.cache, load.window.layers, lambda _: None)
         await worker.guessing.load(load, 1)
         await worker.hear(DraftModelState, lambda state: state.ready)
         process_of(worker).kill()

@@ -25,7 +25,6 @@ from primad.gguf.ranged import RangedModel
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.gguf.windows import ModelCutter
 from primad.head.model.options import ServeOptions, model_id
-from primad.layers.server import LayerSource
 from primad.planning.adapters import with_expert_use
 from primad.planning.question import PlannedDraft, workload_of
 from primad.ring.speculation.messages import DraftModel
@@ -117,10 +116,6 @@ class ModelSource:
         """The layer ``digest`` of the model or an adapter, if a plan needed it and it is in a local file."""
         cutters: list[ModelCutter | Adapter] = [*([] if self._cutter is None else [self._cutter]), *self.adapters]
         return next((cut for each in cutters if (cut := each.source(digest)) is not None), None)
-
-    def find_layer(self, digest: str) -> LayerSource | None:
-        """The layer ``digest``, if a plan needed it and it is in the file."""
-        return self.source(digest)
 
     def check(self) -> None:
         """Raises ``ModelError`` if the file has changed, or could not be read a moment ago."""

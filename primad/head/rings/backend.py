@@ -18,6 +18,7 @@ import msgspec
 from primad.api.answering.backend import Health, ModelSettings, Preparation, Prepared, ServedModel
 from primad.api.answering.pieces import ModelPieces
 from primad.errors import PrimadError, PromptTooLongError, RequestError, RingError
+from primad.head.model.text_service import TextService
 from primad.kv.keys import KvBlock, follows
 from primad.ring.chunks import ChunkSize
 from primad.ring.messages import (
@@ -69,23 +70,8 @@ class GoOn:
     chunks: ChunkSize | None = None
 
 
-class Preparing(Protocol):
-    """Prepares prompts of requests, outside this loop."""
-
-    async def pieces(self) -> ModelPieces:
-        """The model's tokens as text. Raises ``EngineError``."""
-
-    async def prepare(
-        self, preparation: Preparation[Prepared], body: bytes, settings: ModelSettings | None, *, owner: str = ""
-    ) -> Prepared:
-        """Like ``api.backend.Backend.prepare``."""
-
-
-class FindsBlocks(Protocol):
-    """Finds KV cache of prompts."""
-
-    def __call__(self, prompt: Sequence[int], owner: str) -> Awaitable[tuple[str, list[KvBlock]]]:
-        """The root of the KV cache for ``prompt`` of ``owner``, and the existing blocks."""
+FindsBlocks = Callable[[Sequence[int], str], Awaitable[tuple[str, list[KvBlock]]]]
+"""The root of the KV cache for a prompt of an owner, and the existing blocks."""
 
 
 async def _no_blocks(prompt: Sequence[int], owner: str) -> tuple[str, list[KvBlock]]:
@@ -190,7 +176,7 @@ class RingBackend:
     def __init__(
         self,
         *,
-        texts: Preparing | None = None,
+        texts: TextService | None = None,
         max_waiting: int = MAX_WAITING,
         max_wait_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,

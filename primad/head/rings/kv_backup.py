@@ -12,14 +12,14 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
-from halda import DeviceProfile, Plan
+from halda import Plan
 from primad.api.http.status import CopyStatus, KvStatus
 from primad.daemon.kv_blocks import HeldBlocks
 from primad.errors import ClusterError
@@ -27,6 +27,7 @@ from primad.gguf.architectures.tensors import turns_by_context
 from primad.gguf.windows import control_tokens
 from primad.head.members.core import HeadContext
 from primad.head.members.devices import Devices
+from primad.head.rings.ring import HeadRing
 from primad.kv.keys import KvBlock, state_behind, to_go_on_from, up_to_lacking
 from primad.network.contacts import Contact
 from primad.network.messages import MAX_BLOCKS, KvForget, KvHold
@@ -57,25 +58,6 @@ MAX_ROOTS: Final = 1024
 """The number of owners whose root is remembered."""
 
 Layers = list[tuple[int, int]]
-
-
-class KeptRing(Protocol):
-    """The interface of a ring."""
-
-    @property
-    def plan(self) -> Plan:
-        """Its plan."""
-
-    @property
-    def keeps(self) -> bool:
-        """Whether every device of it saves KV cache."""
-
-    @property
-    def profiles(self) -> Mapping[str, DeviceProfile]:
-        """Its devices."""
-
-    def sources(self) -> Awaitable[dict[str, list[Contact]]]:
-        """By device: sources for what it lacks."""
 
 
 @dataclass(slots=True)
@@ -242,12 +224,12 @@ class KvBackup:
 
     # ---- rings that begin ----------------------------------------------------------------------------------------------
 
-    async def prepare(self, ring: KeptRing, chains: Mapping[int, Sequence[KvBlock]]) -> None:
+    async def prepare(self, ring: HeadRing, chains: Mapping[int, Sequence[KvBlock]]) -> None:
         """While ``ring`` is formed, have its devices hold the blocks of ``chains``; existing ones are verified."""
         await self._bring(ring, _blocks_of(chains), verify=True)
 
     async def bring(
-        self, ring: KeptRing, chains: Mapping[int, Sequence[KvBlock]], *, again: bool = False
+        self, ring: HeadRing, chains: Mapping[int, Sequence[KvBlock]], *, again: bool = False
     ) -> dict[int, list[KvBlock]]:
         """Have every device of ``ring`` hold the blocks of ``chains`` in its layers; returns the prefix of each that
         all hold.
@@ -269,7 +251,7 @@ class KvBackup:
             for request, chain in chains.items()
         }
 
-    async def _bring(self, ring: KeptRing, blocks: Sequence[KvBlock], *, verify: bool) -> set[str]:
+    async def _bring(self, ring: HeadRing, blocks: Sequence[KvBlock], *, verify: bool) -> set[str]:
         if not blocks:
             return set()
         began_s = time.monotonic()
@@ -305,7 +287,7 @@ class KvBackup:
 
     def serve(
         self,
-        ring: KeptRing,
+        ring: HeadRing,
         sources: dict[str, list[Contact]],
         epoch: int,
         forecast: Forecast,
@@ -340,7 +322,7 @@ class KvBackup:
         predicted = forecast.prediction
         return self._service.options.run.chunk_rows if predicted is None else predicted.step_rows
 
-    def _new_copies(self, ring: KeptRing, forecast: Forecast) -> list[_Copy]:
+    def _new_copies(self, ring: HeadRing, forecast: Forecast) -> list[_Copy]:
         copies = []
         for kept in self._replicas(ring, forecast):
             if kept.replica is None:
@@ -350,7 +332,7 @@ class KvBackup:
             copies.append(_Copy(kept=kept, layers=self._layers[kept.device], source=source))
         return copies
 
-    def _replicas(self, ring: KeptRing, forecast: Forecast) -> list[Kept]:
+    def _replicas(self, ring: HeadRing, forecast: Forecast) -> list[Kept]:
         options = self._service.options
         if options.kv_backup == 0:
             return []

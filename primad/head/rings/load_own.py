@@ -66,7 +66,7 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -
     head, reporter = plan.head, inputs.reporter
 
     async def cut(missing: Sequence[LayerRef], copied: Callable[[int], None]) -> None:
-        await copy_layers(model, inputs.node.workspace.cache, missing, copied)
+        await copy_layers(model.source, inputs.node.workspace.cache, missing, copied)
 
     if ranged is not None:
         await _download(inputs, ranged, windows, sources)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from halda import Plan
 from halda.cost import checkpoints
 from primad.errors import ModelError
 from primad.gguf.adapter import Adapter
@@ -51,17 +50,17 @@ async def loads_of(inputs: RingInputs, ring_addresses: RingAddresses) -> dict[st
 async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
     """The windows of every device; hashes the layers that no plan needed before (reads them from the model file).
 
-    One window is the whole model, which is not cut. Stopping waits for at most one chunk.
+    One window is the whole model, which is not cut; of a model on a hub nothing is hashed, as nothing is here. Stopping
+    waits for at most one chunk.
     """
-    plan = inputs.forecast.plan
-    if (ranged := inputs.service.model.ranged) is not None:
-        return await in_thread(_ranged_specs, ranged, plan)
+    plan, ranged = inputs.forecast.plan, inputs.service.model.ranged
     if len(plan.route) == 1:
-        return {plan.head: [WindowSpec(window=0, first=0, last=plan.layer_count, metadata=b"", layers=())]}
-    cutter = inputs.service.model.cutter
-    needed = [layer for window in plan.route for layer in cutter.layers_of(window.first, window.last)]
-    await hash_layers(cutter, needed, lambda done: inputs.reporter.progress(plan.head, "hash", done, len(needed)))
-    adapters = inputs.service.model.adapters
+        whole = WindowSpec(window=0, first=0, last=plan.layer_count, metadata=b"", layers=())
+        return {plan.head: [whole if ranged is None else await in_thread(ranged.whole)]}
+    cutter, adapters = inputs.service.model.cutter, inputs.service.model.adapters
+    if ranged is None:
+        needed = [layer for window in plan.route for layer in cutter.layers_of(window.first, window.last)]
+        await hash_layers(cutter, needed, lambda done: inputs.reporter.progress(plan.head, "hash", done, len(needed)))
 
     def specs() -> dict[str, list[WindowSpec]]:
         return {
@@ -79,16 +78,6 @@ def adapted(spec: WindowSpec, adapters: Sequence[Adapter]) -> WindowSpec:
     """``spec`` with the parts of ``adapters`` for its layers; hashes new ones."""
     found = [each.spec(spec.first, spec.last) for each in adapters]
     return msgspec.structs.replace(spec, adapters=tuple(each for each in found if each is not None))
-
-
-def _ranged_specs(cutter: RangedCutter, plan: Plan) -> dict[str, list[WindowSpec]]:
-    """Like ``_specs`` for a model on a hub: nothing is hashed, as nothing is here."""
-    if len(plan.route) == 1:
-        return {plan.head: [cutter.whole()]}
-    return {
-        name: [cutter.spec(index, window.first, window.last) for index, window in plan.windows_of(name)]
-        for name in plan.devices
-    }
 
 
 def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers: list[bool]) -> Load:

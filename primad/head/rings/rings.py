@@ -77,8 +77,8 @@ class Rings:
         self._page_reported = False
         self._why_left_out: dict[str, str] = {}
         """Why the serving ring has no layers on these devices."""
-        self._offered_forecast: Forecast | None = None
-        """Choices of the latest serving ring; the next one keeps its context and its sequences if it can."""
+        self.offered_forecast: Forecast | None = None
+        """That of the latest serving ring; the next one keeps its context and its sequences if it can."""
         self._learner: asyncio.Task[None] | None = None
         self._orders: asyncio.Queue[Order] = asyncio.Queue(_MAX_ORDERS)
         self._tasks = Tasks()
@@ -98,11 +98,6 @@ class Rings:
     def abandon(self, epoch: int) -> None:
         """Drop ring ``epoch``, wherever it is."""
         self._tasks.start(self._abandon(epoch))
-
-    @property
-    def offered_forecast(self) -> Forecast | None:
-        """The forecast of the latest serving ring."""
-        return self._offered_forecast
 
     def order(self, order: Order) -> None:
         """Let another ring serve, or none; after earlier orders."""
@@ -124,9 +119,7 @@ class Rings:
         try:
             await asyncio.to_thread(self._model.check)
             is_generating = self._backend.is_generating
-            forecast, value = await self._planner.plan(
-                candidates, self._offered_forecast, keeps_attention=is_generating
-            )
+            forecast, value = await self._planner.plan(candidates, self.offered_forecast, keeps_attention=is_generating)
             serving = self._plans.get(self._serving)
             serving_value = None if serving is None else await self._planner.value(serving)
         except (ModelError, PlanError, Infeasible) as exc:
@@ -274,8 +267,8 @@ class Rings:
     def find_layer(self, digest: str) -> LayerSource | None:
         """The layer ``digest``: from the model file, the draft model's, or the cache."""
         draft = self._service.draft_source
-        cut = self._model.find_layer(digest)
-        cut = draft.find_layer(digest) if cut is None and draft is not None else cut
+        cut = self._model.source(digest)
+        cut = draft.source(digest) if cut is None and draft is not None else cut
         return cut if cut is not None else self._node.workspace.cache.reader(digest)
 
     async def _abandon(self, epoch: int) -> None:
@@ -314,7 +307,7 @@ class Rings:
         if changes_attention:
             self._reporter.report_line(ATTENTION_CHANGES)
         ring, self._serving = self._rings[epoch], epoch
-        forecast = self._offered_forecast = self._plans[epoch]
+        forecast = self.offered_forecast = self._plans[epoch]
         before = None if instead is None else self._rings.get(instead)
         blocks = await self._kv.bring(ring, self._backend.chains())
         if before is not None:
@@ -350,7 +343,7 @@ class Rings:
 
     def _changes_attention(self, epoch: int) -> bool:
         """Whether running requests would resume with other attention in ring ``epoch``, and so with other tokens."""
-        before = self._offered_forecast
+        before = self.offered_forecast
         return before is not None and before.attention != self._plans[epoch].attention and self._backend.is_generating
 
     def _refuse(self, epoch: int, instead: int | None) -> None:
