@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +24,6 @@ WIDTH = 8
 VOCABULARY = 64
 _PART_BITS = 20
 _PART = (1 << _PART_BITS) - 1
-_HISTORY_PARTS = 3
 CELL_TYPE = 7
 """The type of a cell: nothing but the history up to it, as keys, and its layer, as values."""
 
@@ -52,8 +53,7 @@ def _through(trail: int, layer: int) -> int:
     return (trail * 31 + layer + 1) & _PART
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """What the hidden state of one row says."""
 
     layer: int
@@ -62,18 +62,19 @@ class _Row:
     trail: int
     history: int
 
-    def encoded(self) -> list[int]:
-        parts = [self.history >> _PART_BITS * i & _PART for i in range(_HISTORY_PARTS)]
-        fields = [self.layer, self.position, self.token, self.trail, *parts]
-        return [*fields, sum(fields) & _PART]
+    def encoded(self) -> tuple[int, ...]:
+        """Its fields, the history in three parts that a float32 holds, and a check sum."""
+        layer, position, token, trail, history = self
+        low, middle, high = history & _PART, history >> _PART_BITS & _PART, history >> 2 * _PART_BITS
+        check = layer + position + token + trail + low + middle + high & _PART
+        return layer, position, token, trail, low, middle, high, check
 
 
 def _decoded(values: list[int]) -> _Row:
-    *fields, check = values
-    assert sum(fields) & _PART == check, f"a hidden state was damaged on its way: {values}"
-    layer, position, token, trail, *parts = fields
-    history = sum(part << _PART_BITS * i for i, part in enumerate(parts))
-    return _Row(layer, position, token, trail, history)
+    layer, position, token, trail, low, middle, high, check = values
+    added = layer + position + token + trail + low + middle + high & _PART
+    assert added == check, f"a hidden state was damaged on its way: {values}"
+    return _Row(layer, position, token, trail, low | middle << _PART_BITS | high << 2 * _PART_BITS)
 
 
 @dataclass
@@ -290,14 +291,15 @@ class _Window:
         self.steps.append(tuple(rows.positions))
         arriving = self._tokens(rows) if self._takes_tokens else self._hidden(rows)
         leaving = []
+        trails: dict[int, int] = {}
         for row, position, sequences in zip(arriving, rows.positions, rows.sequences, strict=True):
-            assert row.layer == self._first, f"a row of layer {row.layer} came to a window of layer {self._first}"
-            assert row.position == position, f"the hidden state of position {row.position} came at {position}"
+            layer, at, token, trail, history = row
+            assert layer == self._first, f"a row of layer {layer} came to a window of layer {self._first}"
+            assert at == position, f"the hidden state of position {at} came at {position}"
             self._remember(row, position, sequences)
-            trail = row.trail
-            for layer in range(self._first, self._last):
-                trail = _through(trail, layer)
-            leaving.append(_Row(self._last, position, row.token, trail, row.history))
+            if trail not in trails:
+                trails[trail] = reduce(_through, self.layers, trail)
+            leaving.append(_Row(self._last, position, token, trails[trail], history))
         firsts = zip(reversed(rows.positions), reversed(rows.sequences), strict=True)
         found = {sequence: position for position, sequences in firsts for sequence in sequences}
         self._last_step = found if len(found) > 1 else self._last_step | found
@@ -343,8 +345,10 @@ class _Window:
         options = self._model.options
         assert 0 < len(rows) <= options.rows, f"{len(rows)} rows; 1 to {options.rows} are allowed"
         assert len(rows.sequences) == len(rows.outputs) == len(rows)
-        for position, sequences in zip(rows.positions, rows.sequences, strict=True):
+        assert len(rows.positions) == len(rows)
+        for position in (min(rows.positions), max(rows.positions)):
             assert 0 <= position < options.context, f"position {position} is outside the context of {options.context}"
+        for sequences in set(map(tuple, rows.sequences)):
             assert len(set(sequences)) == len(sequences) > 0, f"a row of sequences {sequences}"
             for sequence in sequences:
                 self._check_sequence(sequence)

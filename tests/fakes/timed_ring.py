@@ -118,6 +118,8 @@ class TimedRing(FakeRing):
     def _take(self, device: int) -> None:
         """Take all that has come to ``device`` by now: the head its steps, others what is to be skipped."""
         for message in [each for each in self._due_s[device] if each[0] <= self.now_s]:
+            if device and message[2]:
+                continue  # a step, which is judged when it is computed
             step = decode_route(message[1], len(message[2]), self.limits[device])
             if isinstance(step, Skip):
                 self._due_s[device].remove(message)
