@@ -301,10 +301,11 @@ class KvStore:
             raise DiskError(f"{self.folder}: {size_bytes} bytes of KV cells do not fit: {lacking}; make room there")
 
     def _remove(self, key: str) -> bool:
+        folder = self.folder / key
         try:
-            shutil.rmtree(self.folder / key)
-        except FileNotFoundError:
-            return True
+            while folder.exists():  # whoever removes it too may have taken a file in between, and not be done
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.rmtree(folder)
         except OSError as exc:  # somebody else writes or reads there
             logger.warning("%s: block %s cannot be removed: %s", self.folder, key, exc.strerror or exc)
             return False

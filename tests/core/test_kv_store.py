@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import stat
 import sys
 import threading
@@ -196,6 +197,19 @@ def test_the_end_of_the_chain_used_longest_ago_goes_first_and_never_what_is_leas
     assert [block.key for block in store.list()] == [OTHER.key]
     store.lease("answer", [])
     store.clear()
+    assert store.list() == []
+
+
+def test_what_two_forget_at_once_is_gone_when_either_has_returned(tmp_path, monkeypatch):
+    store, removing = KvStore(tmp_path / "cells"), shutil.rmtree
+    store.put(FIRST, cells(FIRST, 0))
+
+    def remove_beside(folder):
+        monkeypatch.setattr(shutil, "rmtree", removing)
+        raise FileNotFoundError(folder / "taken-meanwhile")
+
+    monkeypatch.setattr(shutil, "rmtree", remove_beside)
+    store.forget([FIRST.key])
     assert store.list() == []
 
 
