@@ -137,13 +137,34 @@ def chat(text: Any) -> bytes:
     return json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
 
 
+class Took:
+    """Stands in for the time of a process, which has taken so much."""
+
+    def __init__(self, took_s: float) -> None:
+        self._took_s = took_s
+
+    def left_s(self, max_s: float) -> float:
+        return max_s - self._took_s
+
+
+class Judged(TextService):
+    """Judges a request by what it asks: what hangs is slow at the first look, all else quick on the slowest machine."""
+
+    def _look(self, child: Any, turn: Any, _: object) -> None:
+        super()._look(child, turn, Took(self._limits.quick_s if b"hang" in turn.task.body else 0.0))  # type: ignore[arg-type]
+
+
 def with_service(
-    tmp_path: Path, work: Callable[[TextService], Awaitable[None]], limits: TextLimits = QUICK, **vocabulary: str
+    tmp_path: Path,
+    work: Callable[[TextService], Awaitable[None]],
+    limits: TextLimits = QUICK,
+    kind: type[TextService] = TextService,
+    **vocabulary: str,
 ) -> None:
     """Do ``work`` with a service; nothing of it is left."""
 
     async def run() -> None:
-        service = TextService(str(write_vocabulary(tmp_path / "toy.gguf", **vocabulary)), TEMPLATE, limits=limits)
+        service = kind(str(write_vocabulary(tmp_path / "toy.gguf", **vocabulary)), TEMPLATE, limits=limits)
         async with asyncio.timeout(PATIENCE_S):
             assert (await service.pieces()).piece(65) == b"A"
             try:
@@ -208,16 +229,16 @@ def test_slow_requests_wait_for_each_other_and_others_go_on(tmp_path):
         await asyncio.gather(*slow, return_exceptions=True)
         await works(service, "a")
 
-    with_service(tmp_path, work, TextLimits(quick_s=0.3, max_s=PATIENCE_S, look_s=0.01, rest_s=0.1))
+    with_service(tmp_path, work, TextLimits(max_s=PATIENCE_S, look_s=0.01, rest_s=0.1), Judged)
 
 
 def test_who_costs_others_their_process_does_so_once_in_a_while(tmp_path):
     begun: list[int] = []
 
     async def run() -> None:
-        limits = TextLimits(quick_s=0.1, max_s=PATIENCE_S, look_s=0.01, rest_s=PATIENCE_S)
+        limits = TextLimits(max_s=PATIENCE_S, look_s=0.01, rest_s=PATIENCE_S)
         path = write_vocabulary(tmp_path / "toy.gguf")
-        service = TextService(str(path), TEMPLATE, limits=limits, began=begun.append)
+        service = Judged(str(path), TEMPLATE, limits=limits, began=begun.append)
         await service.pieces()
         flood = [asyncio.create_task(service.prepare(openai.chat, chat("hang"), SETTINGS, owner="a")) for _ in range(9)]
         while len(begun) < 3:  # the second one was ended for a request that was not the first slow one
@@ -233,6 +254,18 @@ def test_who_costs_others_their_process_does_so_once_in_a_while(tmp_path):
         await service.close()
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+
+
+def test_a_process_that_was_just_being_ended_is_waited_for_at_the_end(tmp_path):
+    async def work(service: TextService) -> None:
+        (child,) = service._children
+        ending = asyncio.create_task(service._bury(child))
+        await asyncio.sleep(0)
+        ending.cancel()
+        await service.close()
+        assert not child.is_alive
+
+    with_service(tmp_path, work, TextLimits())
 
 
 def test_callers_take_turns(tmp_path):

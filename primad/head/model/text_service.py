@@ -104,6 +104,7 @@ class TextService:
     ) -> None:
         self._path, self._chat_template, self._limits, self._began = path, chat_template, limits, began
         self._children: list[_Child] = []
+        self._dying: set[_Child] = set()
         self._places = Shares(2 * MAX_WAITING, minimum=1)
         self._quick, self._slow = Turns[_Turn](), Turns[_Turn]()
         self._running: set[_Turn] = set()
@@ -175,6 +176,8 @@ class TextService:
         await self._tasks.close()
         for child in list(self._children):
             await self._bury(child)
+        for child in list(self._dying):  # whoever waited for their end was cancelled
+            await child.end()
 
     def _pump(self) -> None:
         """Give those who wait the processes that are free, and begin one where there is none for them."""
@@ -335,9 +338,11 @@ class TextService:
         if child not in self._children:
             return
         self._children.remove(child)
+        self._dying.add(child)
         if child.ending is not None:
             child.ending.cancel()
         await child.end()
+        self._dying.discard(child)
 
 
 def _refusal(exc: Exception) -> str:
