@@ -79,7 +79,6 @@ def test_systems_take_turns_and_the_first_round_does_not_count(tmp_path, capsys)
         "values": [1, 2],
         "at_least": None,
         "at_most": 1.5,
-        "is_ratio": True,
         "value": 1.5,
     }
     assert "a: 1.5 (1 to 2) (wanted: at most 1.5)" in capsys.readouterr().out

@@ -67,7 +67,7 @@ class ApiRow(Row):
 
 
 def _figure(what: str, values: tuple[float, ...], maximum: float) -> Figure:
-    return Figure(what=what, values=values, at_most=maximum, is_ratio=False)
+    return Figure(what=what, values=values, at_most=maximum)
 
 
 async def measure(run: Run, model: Path) -> None:

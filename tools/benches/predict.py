@@ -99,7 +99,7 @@ class Predicted(Row):
         ):
             off = tuple(100 * abs(error) for error in errors)
             what = f"{what}, predicted: % off, {len(off)} cases"
-            yield Figure(what=what, values=off, at_most=maximum, is_ratio=False)
+            yield Figure(what=what, values=off, at_most=maximum)
 
 
 def _row(

@@ -95,8 +95,8 @@ class Pressure(Row):
         what, count = "of the memory of a device, the most of", len(rows)
         maximum = max(row.pressure_share for row in rows)
         drawing = max(row.drawing_share for row in rows)
-        yield Figure(what=f"pressure, {what} {count}", values=(maximum,), at_most=MAX_SHARE, is_ratio=False)
-        yield Figure(what=f"pressure while tokens are drawn, {what} {count}", values=(drawing,), is_ratio=False)
+        yield Figure(what=f"pressure, {what} {count}", values=(maximum,), at_most=MAX_SHARE)
+        yield Figure(what=f"pressure while tokens are drawn, {what} {count}", values=(drawing,))
 
 
 async def measure(run: Run, model: Path | None) -> None:

@@ -12,7 +12,6 @@ import asyncio
 import math
 import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -23,9 +22,8 @@ from primad.profiler.gpus import list_gpus
 from primad.profiler.processors import measure_cpu
 from primad.system.children.spawn import environment
 from tools.lab import LabError
-from tools.lab.energy import Gauge, gauge
 from tools.lab.figures import Figure, Row, by_round, median
-from tools.lab.harness import SMALL, Bench, Run, flag, threads_flag
+from tools.lab.harness import SMALL, Bench, Run, flag, in_thread, threads_flag
 from tools.lab.local_ring import LocalRing, even_windows, types_of
 from tools.lab.plain_child import PlainChild
 from tools.lab.plain_llama import PROMPT
@@ -37,17 +35,12 @@ DECODE_AFTER: Final = 40
 
 
 class RingRow(Row):
-    """One system; rates in tokens/s, ratios to plain llama.cpp at its best, by run and their medians.
-
-    ``joules_per_token`` is what the processor, or the whole machine, takes while answers are written; None where it cannot
-    be read. That of a ring has its short prompt with it.
-    """
+    """One system; rates in tokens/s, ratios to plain llama.cpp at its best, by run and their medians."""
 
     columns = (
         "system, processes=n, decode_tokens_per_s=decode tok/s:.1f, decode_ratio=ratio:.3f, "
         "prefill_tokens_per_s=prefill tok/s:.0f, prefill_ratio=prefill ratio:.3f, hop_median_us=hop us:.0f, "
-        "hop_p99_us=p99 us:.0f, joules_per_token=J/token:.2f, all_bytes=all MB:MB, own_bytes=own MB:MB, "
-        "extra"
+        "hop_p99_us=p99 us:.0f, all_bytes=all MB:MB, own_bytes=own MB:MB, extra"
     )
 
     @property
@@ -78,48 +71,30 @@ class RingRow(Row):
                 yield Figure(what=f"{name}: prefill", values=tuple(row.prefill_ratios))
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """Tokens a second, and joules a token where they are counted."""
-
-    decode: float
-    prefill: float
-    joules: float | None
+_Turn = tuple[float, float]
+"""Tokens a second: decode, prefill."""
 
 
-_Decode = Callable[[], Awaitable[tuple[int, float]]]
-"""Writes an answer: its tokens, and how many a second."""
+def _plain(child: PlainChild) -> Callable[[int], Awaitable[_Turn]]:
+    def turn(_: int) -> _Turn:
+        decode_s = child.ask(decode=DECODE_TOKENS, after=DECODE_AFTER)
+        return DECODE_TOKENS / decode_s, PREFILL_ROWS / child.ask(prefill=PREFILL_ROWS)
+
+    return in_thread(turn)
 
 
-async def _turn(energy: Gauge | None, decode: _Decode, prefill: Callable[[], Awaitable[float]]) -> _Turn:
-    before = energy.read() if energy else None
-    tokens, rate = await decode()
-    joules = energy.joules(before, energy.read()) if energy and before and tokens else None
-    return _Turn(rate, PREFILL_ROWS / await prefill(), None if joules is None else joules / tokens)
-
-
-def _plain(child: PlainChild, energy: Gauge | None) -> Callable[[int], Awaitable[_Turn]]:
-    async def decode() -> tuple[int, float]:
-        seconds = await asyncio.to_thread(child.ask, decode=DECODE_TOKENS, after=DECODE_AFTER)
-        return DECODE_TOKENS, DECODE_TOKENS / seconds
-
-    return lambda _: _turn(energy, decode, lambda: asyncio.to_thread(child.ask, prefill=PREFILL_ROWS))
-
-
-def _ring(ring: LocalRing, energy: Gauge | None) -> Callable[[int], Awaitable[_Turn]]:
-    async def decode() -> tuple[int, float]:
+def _ring(ring: LocalRing) -> Callable[[int], Awaitable[_Turn]]:
+    async def turn(_: int) -> _Turn:
         sampled, finished = await ring.generate(PROMPT[:DECODE_AFTER], DECODE_TOKENS + 1)
-        return len(sampled), (len(sampled) - 1) / finished.decode_s if len(sampled) > 1 else math.nan
+        decode = (len(sampled) - 1) / finished.decode_s if len(sampled) > 1 else math.nan
+        return decode, PREFILL_ROWS / (await ring.generate(PROMPT, 1))[1].prompt_s
 
-    async def prefill() -> float:
-        return (await ring.generate(PROMPT, 1))[1].prompt_s
-
-    return lambda _: _turn(energy, decode, prefill)
+    return turn
 
 
 async def measure(run: Run, model: Path) -> None:
     """All systems are loaded before the first run."""
-    profile, folder, energy, threads = model_profile(open_model(model)), run.folder(), gauge(), run.options.threads
+    profile, folder, threads = model_profile(open_model(model)), run.folder(), run.options.threads
     gpu, layers = _first_gpu() if run.options.gpu else "", len(profile.layers)
     cpu = await asyncio.to_thread(measure_cpu, folder, threads, lambda _: None, Effort(types=types_of(profile)))
     settings = [
@@ -140,12 +115,12 @@ async def measure(run: Run, model: Path) -> None:
         rings[count] = await run.stack.enter_async_context(ring)
     turns = await run.alternate(
         {
-            **{setting: _plain(child, energy) for setting, child in plain.items()},
-            **{count: _ring(ring, energy) for count, ring in rings.items()},
+            **{setting: _plain(child) for setting, child in plain.items()},
+            **{count: _ring(ring) for count, ring in rings.items()},
         }
     )
-    decode = {name: [turn.decode for turn in its] for name, its in turns.items()}
-    prefill = {name: [turn.prefill for turn in its] for name, its in turns.items()}
+    decode = {name: [rate for rate, _ in its] for name, its in turns.items()}
+    prefill = {name: [rate for _, rate in its] for name, its in turns.items()}
     best_decode = max(plain, key=lambda setting: median(decode[setting]) or 0)
     best_prefill = max(plain, key=lambda setting: median(prefill[setting]) or 0)
     for name in turns:
@@ -158,7 +133,6 @@ async def measure(run: Run, model: Path) -> None:
             **dict.fromkeys(("decode_ratio", "prefill_ratio", "hop_median_us", "hop_p99_us")),
             decode_ratios=[],
             prefill_ratios=[],
-            joules_per_token=median([turn.joules for turn in turns[name] if turn.joules is not None]),
             private_bytes=[],
         )
         if isinstance(name, str):

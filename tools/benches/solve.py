@@ -53,7 +53,7 @@ class Solved(Row):
             if row.solved_s:
                 what = f"a plan for {row.devices} devices: s of a processor"
                 maximum = WANTED_S.get(row.devices)
-                yield Figure(what=what, values=tuple(row.solved_s), at_most=maximum, is_ratio=False)
+                yield Figure(what=what, values=tuple(row.solved_s), at_most=maximum)
 
 
 async def measure(run: Run, _: None) -> None:

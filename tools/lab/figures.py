@@ -41,14 +41,13 @@ out = Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty(
 class Figure:
     """One that is judged: the median of ``values``, which should be at least or at most so much, where anything is said.
 
-    ``is_ratio``: times what stood beside it in the same run; others have their unit in ``what``.
+    What is no ratio has its unit in ``what``.
     """
 
     what: str
     values: tuple[float, ...]
     at_least: float | None = None
     at_most: float | None = None
-    is_ratio: bool = True
 
     @property
     def value(self) -> float:
@@ -225,7 +224,7 @@ def write_file(path: Path, bench: str, facts: Mapping[str, Any], run: Mapping[st
 def read_figures(content: Mapping[str, Any]) -> list[Figure]:
     """The figures of such a file."""
     return [
-        Figure(**{key: value for key, value in each.items() if key != "value"} | {"values": tuple(each["values"])})
+        Figure(what=each["what"], values=tuple(each["values"]), at_least=each["at_least"], at_most=each["at_most"])
         for each in content["figures"]
     ]
 

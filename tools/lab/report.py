@@ -3,9 +3,9 @@
     tools/bench all [--quick] [--only BENCH ...] [--folder FOLDER] [--report]
 
 Each bench runs by itself and writes its figures as JSON and what it prints as text to ``--folder`` (docs/benchmarks). With
-``--report`` they become docs/benchmarks/report.md, with a picture of the ratios: every figure with its
-spread, what is wanted of it, and what it was measured on. A bench whose figures are there already is not run again with
-``--keep``. One that fails is named in the report, and the command fails.
+``--report`` they become docs/benchmarks/report.md: every figure with its spread, what is wanted of it, and what it was
+measured on. A bench whose figures are there already is not run again with ``--keep``. One that fails is named in the
+report, and the command fails.
 """
 
 from __future__ import annotations
@@ -73,15 +73,14 @@ def run_all(options: argparse.Namespace, benches: Mapping[str, Bench]) -> int:
 
 
 def report(folder: Path, names: Iterable[str], failed: Sequence[str]) -> str:
-    """The report of the figures in ``folder``, in Markdown; draws the picture of the ratios beside them."""
-    lines, ratios = list[str](), list[Figure]()
+    """The report of the figures in ``folder``, in Markdown."""
+    lines = list[str]()
     for name in names:
         path = folder / f"{name}.json"
         if not path.is_file():
             continue
         content = json.loads(path.read_text())
         run, figures = content["run"], read_figures(content)
-        ratios += [each for each in figures if each.is_ratio]
         lines += [f"### `{run['command']}`", ""]
         busy = content["machine"].get("busy_share_before", 0.0)
         beside = f"; the machine was {busy:.0%} busy before" if busy > 0.1 else ""
@@ -97,32 +96,7 @@ def report(folder: Path, names: Iterable[str], failed: Sequence[str]) -> str:
         lines += [""]
     if failed:
         lines += [f"Failed: {', '.join(failed)}.", ""]
-    if ratios:
-        draw(ratios, folder / "ratios.svg")
-        lines = ["![Each ratio and what is wanted of it](ratios.svg)", "", *lines]
     return "\n".join(lines).rstrip()
-
-
-def draw(figures: Sequence[Figure], path: Path) -> None:
-    """A bar a ratio from its least to its most run, a dot at the median, and a mark at what is wanted."""
-    from matplotlib import rcParams
-    from matplotlib.figure import Figure as Picture
-
-    rcParams["svg.hashsalt"] = "primad"
-    picture = Picture(figsize=(11, 0.8 + 0.26 * len(figures)), layout="constrained")
-    axes = picture.subplots()
-    for place, each in enumerate(reversed(figures)):
-        colour = "tab:green" if each.holds else "tab:red"
-        axes.plot([min(each.values), max(each.values)], [place, place], color=colour, linewidth=4, alpha=0.4)
-        axes.plot(each.value, place, "o", color=colour)
-        bound = each.at_least if each.at_least is not None else each.at_most
-        if bound is not None:
-            axes.plot(bound, place, "|", color="black", markersize=12)
-    axes.axvline(1.0, color="grey", linewidth=0.8)
-    axes.set_xscale("log")
-    axes.set_yticks(range(len(figures)), [each.what for each in reversed(figures)], fontsize=7)
-    axes.set_title("Ratios to what stood beside in the same run; | is wanted", fontsize=9)
-    picture.savefig(path, metadata={"Date": None})
 
 
 def _line(figure: Figure) -> str:
