@@ -10,16 +10,13 @@ is used here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
 from halda import cost
 from halda.instance import Instance, Member, Phase
 from halda.plan import Plan, Window
-from tools.research._events import Fixture, Interval, Segment, SimulatedRing, Tally, Visit
-
-__all__ = ["DeviceUse", "Interval", "Simulation", "simulate", "simulate_prefill"]
+from tools.research._events import Fixture, Segment, SimulatedRing, Tally, Visit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,158 +38,70 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """``tpot_s`` between tokens of one sequence, ``tokens_per_s`` of all together, in the steady state.
-
-    ``timeline`` holds what all devices did while one token was made, in order of start; its time begins at 0.
-    """
+    """``tpot_s`` between tokens of one sequence, ``tokens_per_s`` of all together, in the steady state."""
 
     tpot_s: float
     tokens_per_s: float
     devices: tuple[DeviceUse, ...]
-    timeline: tuple[Interval, ...]
 
 
-def simulate(
-    plan: Plan,
-    instance: Instance,
-    *,
-    tokens: int,
-    sequences: int = 1,
-    jitter: float = 0.0,
-    seed: int = 0,
-    timeline: bool = False,
-) -> Simulation:
+def simulate(plan: Plan, instance: Instance, *, tokens: int, sequences: int = 1) -> Simulation:
     """Decode ``tokens`` tokens of each of ``sequences`` sequences after a warm-up of half as many, at least 3.
 
-    A step of ``instance.decode_rows`` rows counts as a token. ``jitter`` (0 to 1) is the share of half the round trip that
-    is random: exponentially distributed, the mean kept.
+    A step of ``instance.decode_rows`` rows counts as a token. Sums are taken between tokens of the first sequence.
     """
     assert tokens >= 1
-    instance = instance.offloading(plan)
-    meter = _Meter(sequences, max(3, tokens // 2), tokens, timeline)
-    meter.ring = SimulatedRing(
+    instance, warm_up = instance.offloading(plan), max(3, tokens // 2)
+    times: list[list[float]] = [[] for _ in range(sequences)]
+    sums: list[list[Tally]] = []
+
+    def through(sequence: int) -> None:
+        times[sequence].append(ring.now)
+        if sequence == 0 and len(times[0]) in (warm_up, warm_up + tokens):
+            sums.append(ring.tallies)
+
+    ring = SimulatedRing(
         _stops(plan, instance, decode=True),
         _fixtures(plan, instance, rows=instance.decode_rows),
         sequences=sequences,
         cyclic=True,
         filled=False,
-        jitter=jitter,
-        seed=seed,
-        through=meter.through,
+        through=through,
     )
-    meter.ring.run(meter.more)
-    return meter.result(plan.devices)
+    ring.run(lambda: min(map(len, times)) < warm_up + tokens)
+    tpot_s = sum(its[warm_up + tokens - 1] - its[warm_up - 1] for its in times) / sequences / tokens
+    return Simulation(
+        tpot_s=tpot_s,
+        tokens_per_s=sequences / tpot_s,
+        devices=tuple(
+            _use(device, before, after, sequences * tokens)
+            for device, before, after in zip(plan.devices, *sums, strict=True)
+        ),
+    )
 
 
-def simulate_prefill(plan: Plan, instance: Instance, *, jitter: float = 0.0, seed: int = 0) -> float:
+def simulate_prefill(plan: Plan, instance: Instance) -> float:
     """Seconds from a typical prompt to its first token, the ring idle and all that is read ahead in memory before.
 
     All chunks enter at once; each reads anew what streams. Only the last one passes the output matrix.
     """
     instance = instance.offloading(plan)
-    last = 0.0
-    through = 0
-
-    def count(_: int) -> None:
-        nonlocal last, through
-        last, through = ring.now, through + 1
-
-    head = instance.members[0]
+    head, times = instance.members[0], list[float]()
     ring = SimulatedRing(
         _stops(plan, instance, decode=False),
         _fixtures(plan, instance, rows=head.prefill.rows),
         sequences=instance.chunks,
         cyclic=False,
         filled=True,
-        jitter=jitter,
-        seed=seed,
-        through=count,
+        through=lambda _: times.append(ring.now),
     )
-    ring.run(lambda: through < instance.chunks)
-    return last + (head.gpu_output_s if plan.output_on_gpu else head.cpu_output_s)
-
-
-class _Meter:
-    """Says when the steady state begins and when enough is measured."""
-
-    ring: SimulatedRing
-
-    def __init__(self, sequences: int, warm_up: int, tokens: int, timeline: bool) -> None:
-        self._warm_up = warm_up
-        self._tokens = tokens
-        self._timeline = timeline
-        self._done = [0] * sequences
-        self._since = [0.0] * sequences
-        self._until = [0.0] * sequences
-        self._missing = sequences
-        self._before: list[Tally] = []
-        self._after: list[Tally] = []
-        self._traced: list[Interval] = []
-        self._trace_since = 0.0
-
-    def more(self) -> bool:
-        """Whether a sequence lacks tokens."""
-        return self._missing > 0
-
-    def through(self, sequence: int) -> None:
-        """Take note of a token of ``sequence``. The sums are taken between tokens of the first one."""
-        self._done[sequence] += 1
-        done = self._done[sequence]
-        if done == self._warm_up:
-            self._since[sequence] = self.ring.now
-        if done == self._warm_up + self._tokens:
-            self._until[sequence] = self.ring.now
-            self._missing -= 1
-        if sequence == 0:
-            self._mark(done - self._warm_up)
-
-    def _mark(self, measured: int) -> None:
-        if measured == 0:
-            self._before = self.ring.tallies
-        if measured == self._tokens - 1 and self._timeline:
-            self.ring.trace = []
-            self._trace_since = self.ring.now
-        if measured == self._tokens:
-            self._after = self.ring.tallies
-            if self.ring.trace is not None:
-                self._traced = [*self.ring.trace, *self.ring.unfinished()]
-                self.ring.trace = None
-
-    def result(self, devices: Sequence[str]) -> Simulation:
-        """What was measured."""
-        sequences = len(self._done)
-        spans = [until - since for since, until in zip(self._since, self._until, strict=True)]
-        tpot_s = sum(spans) / sequences / self._tokens
-        uses = zip(devices, self._before, self._after, strict=True)
-        return Simulation(
-            tpot_s=tpot_s,
-            tokens_per_s=sequences / tpot_s,
-            devices=tuple(_use(device, before, after, sequences * self._tokens) for device, before, after in uses),
-            timeline=_clip(self._traced, self._trace_since, self._until[0]),
-        )
+    ring.run(lambda: len(times) < instance.chunks)
+    return times[-1] + (head.gpu_output_s if plan.output_on_gpu else head.cpu_output_s)
 
 
 def _use(device: str, before: Tally, after: Tally, tokens: int) -> DeviceUse:
-    return DeviceUse(
-        device=device,
-        compute_s=(after.compute_s - before.compute_s) / tokens,
-        stall_s=(after.stall_s - before.stall_s) / tokens,
-        disk_s=(after.disk_s - before.disk_s) / tokens,
-        link_s=(after.link_s - before.link_s) / tokens,
-        hop_s=(after.hop_s - before.hop_s) / tokens,
-        layers=(after.layers - before.layers) / tokens,
-        disk_bytes=(after.disk_bytes - before.disk_bytes) / tokens,
-    )
-
-
-def _clip(intervals: Sequence[Interval], since: float, until: float) -> tuple[Interval, ...]:
-    """What lies between ``since`` and ``until``, with ``since`` as zero."""
-    clipped = [
-        replace(interval, start_s=max(interval.start_s, since) - since, end_s=min(interval.end_s, until) - since)
-        for interval in intervals
-        if interval.start_s < until and interval.end_s > since
-    ]
-    return tuple(sorted(clipped, key=lambda interval: (interval.start_s, interval.end_s, interval.device)))
+    sums = {each.name: getattr(after, each.name) - getattr(before, each.name) for each in fields(Tally)}
+    return DeviceUse(device=device, **{name: total / tokens for name, total in sums.items()})
 
 
 def _stops(plan: Plan, instance: Instance, *, decode: bool) -> list[Visit]:
@@ -267,7 +176,6 @@ def _fixtures(plan: Plan, instance: Instance, *, rows: float) -> list[Fixture]:
         transfer_s = cost.transfer_s(link, rows, instance.model.hop_values)
         fixtures.append(
             Fixture(
-                device=name,
                 host=hosts[index[name]],
                 read_ahead_bytes=plan.streaming_of(name).read_ahead_bytes,
                 disk_bytes_per_s=member.disk_bytes_per_s,
