@@ -20,14 +20,16 @@ multicast = false               # no mDNS in or out
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
 
 from tools.lab.names import LabError
 
@@ -35,53 +37,32 @@ NETWORK: Final = ipaddress.ip_network("10.77.0.0/24")
 """Addresses of every lab; they exist inside its namespaces only, so labs do not meet."""
 
 MAX_DEVICES: Final = 64
-_NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,14}")
 _SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKMGT]i?)?B?\s*")
 _UNITS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY: Final = {"Ki": 1 << 10, "ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "K": 10**3}
-_BYTES: Final = ("memory_bytes", "disk_bytes", "disk_read_bytes_per_s", "disk_write_bytes_per_s")
-_MIN_MEMORY: Final = 16 << 20
-_MIN_DISK: Final = 4 << 20
+_Rate = Annotated[int, Meta(ge=1)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSpec:
+class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One device as asked for; None means no limit of its own. ``latency_ms`` is added to a round trip."""
 
-    name: str
-    memory_bytes: int | None = None
-    cpus: float | None = None
-    disk_bytes: int | None = None
-    disk_read_bytes_per_s: int | None = None
-    disk_write_bytes_per_s: int | None = None
-    mbit_per_s: float | None = None
-    latency_ms: float = 0.0
+    name: Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,14}$")]
+    memory_bytes: Annotated[int, Meta(ge=16 << 20)] | None = None
+    cpus: Annotated[float, Meta(ge=0.01, le=1e6)] | None = None
+    disk_bytes: Annotated[int, Meta(ge=4 << 20)] | None = None
+    disk_read_bytes_per_s: _Rate | None = None
+    disk_write_bytes_per_s: _Rate | None = None
+    mbit_per_s: Annotated[float, Meta(ge=0.01, le=1e9)] | None = None
+    latency_ms: Annotated[float, Meta(ge=0, le=60_000)] = 0.0
     ip: str | None = None
     ipv6: bool = False
     ipv4: bool = True
     multicast: bool = True
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise LabError(f"device {self.name!r}: no name; use up to 15 of a-z, 0-9 and '-'")
-        for key in _BYTES:
-            self._check(key, int, minimum=1)
-        self._check("memory_bytes", int, minimum=_MIN_MEMORY)
-        self._check("disk_bytes", int, minimum=_MIN_DISK)
-        self._check("cpus", float, minimum=0.01)
-        self._check("mbit_per_s", float, minimum=0.01)
-        self._check("latency_ms", float, minimum=0)
-        if self.latency_ms > 60_000:
-            raise LabError(f"device {self.name}: latency_ms = {self.latency_ms:g}; at most 60000")
-        if self.ip is not None:
-            _check_ip(self.name, self.ip)
 
-    def _check(self, key: str, kind: type, *, minimum: float) -> None:
-        value = getattr(self, key)
-        numbers = (int, float) if kind is float else (int,)
-        if value is None or (isinstance(value, numbers) and not isinstance(value, bool) and minimum <= value < 1e18):
-            return
-        raise LabError(f"device {self.name}: {key} = {value!r}; give a number from {minimum:g} on")
+class _Document(msgspec.Struct, forbid_unknown_fields=True):
+    defaults: dict[str, Any] = {}
+    device: list[dict[str, Any]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,23 +84,10 @@ class Fleet:
         return tuple(spec.ip or str(NETWORK[number]) for number, spec in enumerate(self.devices, start=1))
 
 
-def _check_ip(name: str, text: str) -> None:
-    try:
-        inside = ipaddress.ip_address(text) in list(NETWORK.hosts())
-    except ValueError:
-        inside = False
-    if not inside:
-        raise LabError(f"device {name}: ip = {text!r}; give a host address in {NETWORK}")
-
-
-def size(value: Any, where: str) -> Any:
-    """``value`` in bytes where it is a text such as ``"2GB"``; anything else as it is. Raises ``LabError``."""
-    if not isinstance(value, str):
-        return value
-    match = _SIZE.fullmatch(value)
-    if match is None:
-        raise LabError(f"{where} = {value!r}: no size; write a number, or one with a unit such as '500MB' or '2GiB'")
-    return int(float(match[1]) * (_UNITS | _BINARY)[match[2] or ""])
+def _size(value: Any) -> Any:
+    """``value`` in bytes where it is a text such as ``"2GB"``; anything else as it is."""
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    return value if match is None else int(float(match[1]) * (_UNITS | _BINARY)[match[2] or ""])
 
 
 def load_fleet(path: Path) -> Fleet:
@@ -135,28 +103,17 @@ def load_fleet(path: Path) -> Fleet:
 
 def parse_fleet(document: Mapping[str, Any], where: str) -> Fleet:
     """The fleet that a parsed TOML document describes. Raises ``LabError`` naming the key that is wrong."""
-    for key in document:
-        if key not in ("defaults", "device"):
-            raise LabError(f"{where}: {key}: unknown; a fleet has [defaults] and [[device]]")
-    defaults, devices = document.get("defaults", {}), document.get("device", [])
-    if not isinstance(defaults, dict) or not isinstance(devices, list):
-        raise LabError(f"{where}: write [defaults] once and [[device]] for each device")
-    if any(not isinstance(entry, dict) or "name" not in entry for entry in devices):
-        raise LabError(f"{where}: a device without a name; give each [[device]] one")
-    known = {field.name for field in dataclasses.fields(DeviceSpec)}
-    specs = []
-    for entry in devices:
-        merged = {**defaults, **entry}
-        for key in merged:
-            if key not in known or (key in defaults and key in ("name", "ip")):
-                raise LabError(
-                    f"{where}: device {entry['name']!r}: {key}: unknown here; known: {', '.join(sorted(known))}"
-                )
-        for key in _BYTES:
-            if key in merged:
-                merged[key] = size(merged[key], f"{where}: device {entry['name']!r}: {key}")
-        for key in ("ipv6", "ipv4", "multicast"):
-            if not isinstance(merged.get(key, True), bool):
-                raise LabError(f"{where}: device {entry['name']!r}: {key} = {merged[key]!r}; write true or false")
-        specs.append(DeviceSpec(**merged))
+    specs, at = [], where
+    try:
+        found = msgspec.convert(document, _Document)
+        if own := {"name", "ip"} & found.defaults.keys():
+            raise LabError(f"{where}: defaults: {', '.join(own)}: unknown here; each [[device]] has its own")
+        for number, entry in enumerate(found.device, start=1):
+            at = f"{where}: device {number}"
+            merged = {key: _size(value) if "bytes" in key else value for key, value in (found.defaults | entry).items()}
+            specs.append(spec := msgspec.convert(merged, DeviceSpec))
+            if spec.ip is not None and ipaddress.ip_address(spec.ip) not in list(NETWORK.hosts()):
+                raise LabError(f"{at}: ip = {spec.ip}; give a host address in {NETWORK}")
+    except (msgspec.ValidationError, ValueError) as exc:
+        raise LabError(f"{at}: {exc}; correct it, as tools/lab/fleet.py says") from exc
     return Fleet(tuple(specs))

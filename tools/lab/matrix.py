@@ -72,10 +72,27 @@ class Cell:
 
 _Promise = tuple[Outcome, str, str]
 _GONE = "^{device} is gone: "
-_NO_LAYER = "a device that is not paired has no layers"
 _NO_RING = "the device runs no ring process yet"
 _BACK = "the head connects again as soon as it replies"
 
+_REPAIRED = "the digest shows it before loading; the layer is fetched again"
+
+
+def _away(restarted: str, resumed: str, cable: str, packets: str) -> dict[str, _Promise]:
+    """A device that is gone before it serves, and what happens when it is back."""
+    return {
+        "kill -9": (Outcome.LATER, restarted, _GONE),
+        "SIGSTOP": (Outcome.LATER, f"{resumed}: {_BACK}", _GONE),
+        "link cut": (Outcome.LATER, f"{cable}: {_BACK}", _GONE),
+        "half-open TCP": (Outcome.LATER, f"{packets}: {_BACK}", _GONE),
+    }
+
+
+_NO_PAIRING: _Promise = (
+    Outcome.ERROR,
+    "one line after ten seconds; the next try pairs them",
+    "^primad: error: .*no response within",
+)
 _PAIRING: Mapping[str, _Promise] = {
     "kill -9": (Outcome.LATER, "neither side trusts the other; the same code pairs them at the next try", ""),
     "SIGSTOP": (
@@ -84,62 +101,50 @@ _PAIRING: Mapping[str, _Promise] = {
         "^(paired with|primad: error: .*(no response within|no pairing there))",
     ),
     "ring process aborts": (Outcome.NONE, _NO_RING, ""),
-    "link cut": (
-        Outcome.ERROR,
-        "one line after ten seconds; the next try pairs them",
-        "^primad: error: .*no response within",
-    ),
-    "half-open TCP": (
-        Outcome.ERROR,
-        "one line after ten seconds; the next try pairs them",
-        "^primad: error: .*no response within",
-    ),
+    "link cut": _NO_PAIRING,
+    "half-open TCP": _NO_PAIRING,
     "disk full": (
         Outcome.ERROR,
         "it reports that it cannot save its keys; with disk space the next try pairs them",
         "^primad: error: ",
     ),
-    "layer file corrupted": (Outcome.NONE, _NO_LAYER, ""),
+    "layer file corrupted": (Outcome.NONE, "a device that is not paired has no layers", ""),
     "slow device": (Outcome.GOES_ON, "they pair, slower", "^paired with "),
 }
 _PROFILING: Mapping[str, _Promise] = {
-    "kill -9": (Outcome.LATER, "its links are measured after a restart", _GONE),
-    "SIGSTOP": (Outcome.LATER, f"its links are measured when it resumes: {_BACK}", _GONE),
+    **_away(
+        "its links are measured after a restart",
+        "its links are measured when it resumes",
+        "its links are measured when the cable is back",
+        "its links are measured when packets pass again",
+    ),
     "ring process aborts": (Outcome.NONE, _NO_RING, ""),
-    "link cut": (Outcome.LATER, f"its links are measured when the cable is back: {_BACK}", _GONE),
-    "half-open TCP": (Outcome.LATER, f"its links are measured when packets pass again: {_BACK}", _GONE),
     "disk full": (
         Outcome.GOES_ON,
         "nothing is written; a ring that needs disk space there is formed when there is some",
         "",
     ),
-    "layer file corrupted": (Outcome.GOES_ON, "the digest shows it before loading; the layer is fetched again", ""),
+    "layer file corrupted": (Outcome.GOES_ON, _REPAIRED, ""),
     "slow device": (Outcome.GOES_ON, "it is measured, slower", ""),
 }
 _TRANSFER: Mapping[str, _Promise] = {
-    "kill -9": (Outcome.LATER, "what arrived is not sent again after a restart", _GONE),
-    "SIGSTOP": (Outcome.LATER, f"what arrived is not sent again: {_BACK}", _GONE),
+    **_away("what arrived is not sent again after a restart", *["what arrived is not sent again"] * 3),
     "ring process aborts": (Outcome.NONE, _NO_RING, ""),
-    "link cut": (Outcome.LATER, f"what arrived is not sent again: {_BACK}", _GONE),
-    "half-open TCP": (Outcome.LATER, f"what arrived is not sent again: {_BACK}", _GONE),
     "disk full": (
         Outcome.ERROR,
         "the head names the device; nothing half-written stays, and plans leave it out",
         "^{device}: .*(cannot be written|do not fit).*make room",
     ),
-    "layer file corrupted": (Outcome.GOES_ON, "the digest shows it before loading; the layer is fetched again", ""),
+    "layer file corrupted": (Outcome.GOES_ON, _REPAIRED, ""),
     "slow device": (Outcome.GOES_ON, "its layers arrive later", ""),
 }
 _LOADING: Mapping[str, _Promise] = {
-    "kill -9": (Outcome.LATER, "the attempt is abandoned; it joins after a restart", _GONE),
-    "SIGSTOP": (Outcome.LATER, f"the attempt is abandoned: {_BACK}", _GONE),
+    **_away("the attempt is abandoned; it joins after a restart", *["the attempt is abandoned"] * 3),
     "ring process aborts": (
         Outcome.LATER,
         "the attempt is abandoned, and repeated a few seconds later",
         "^{device}: the ring process was ended by SIGABRT",
     ),
-    "link cut": (Outcome.LATER, f"the attempt is abandoned: {_BACK}", _GONE),
-    "half-open TCP": (Outcome.LATER, f"the attempt is abandoned: {_BACK}", _GONE),
     "disk full": (Outcome.GOES_ON, "everything is written before loading; it joins", ""),
     "layer file corrupted": (Outcome.GOES_ON, "found before the ring serves; the layer is fetched again", ""),
     "slow device": (Outcome.GOES_ON, "it joins later", ""),

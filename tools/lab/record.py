@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from tools.lab.cgroups import Hierarchies
 from tools.lab.fleet import DeviceSpec
@@ -54,25 +54,21 @@ class Record:
         """Make the lab's folder with the record in it, both at once, so that nobody sees one without the other."""
         part = root(self.lab).with_suffix(".new")
         part.mkdir(parents=True)
-        (part / _FILE).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        (part / _FILE).write_bytes(msgspec.json.encode(self))
         part.rename(root(self.lab))
 
     def save(self) -> None:
         """Replace the record."""
         part = root(self.lab) / f"{_FILE}.new"
-        part.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        part.write_bytes(msgspec.json.encode(self))
         part.rename(root(self.lab) / _FILE)
 
 
 def read(lab: str) -> Record:
     """The record of a lab. Raises ``LabError`` when there is none that can be read."""
     try:
-        fields = json.loads((root(lab) / _FILE).read_text(encoding="utf-8"))
-        owner = fields.pop("owner")
-        devices = tuple(DeviceSpec(**spec) for spec in fields.pop("devices"))
-        holders = tuple(fields.pop("holders"))
-        return Record(owner=owner and Owner(**owner), devices=devices, holders=holders, **fields)
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+        return msgspec.json.decode((root(lab) / _FILE).read_bytes(), type=Record)
+    except (OSError, msgspec.MsgspecError) as exc:
         raise LabError(
             f"lab {lab}: not there, or broken; see homelab status, remove it with homelab down {lab}"
         ) from exc
