@@ -331,7 +331,9 @@ class LocalRing:
             WindowPlan(spec=cutter.spec(index, each.first, each.last), assignment=assignment, extra_buffers=buffers)
             for (index, each), assignment, buffers in zip(self.plan.windows_of(name), kept, extra, strict=True)
         ]
-        await copy_layers(cutter.source, place.cache, (ref for plan in plans for ref in plan.spec.layers), lambda _: None)
+        await copy_layers(
+            cutter.source, place.cache, (ref for plan in plans for ref in plan.spec.layers), lambda _: None
+        )
         return place_windows(place, plans, 1)
 
     async def _pump(self, events: asyncio.Queue[object], process: RingProcess) -> None:
