@@ -21,9 +21,7 @@ from tools.lab.served import ONE_BATCH, RPC, Served
 
 
 def served(devices: int, streams: int, *rates: float, **changes: object) -> Served:
-    return Served(
-        **{"model": "m", "devices": devices, "streams": streams, "rows": 4, "tokens_per_s": list(rates), **changes}
-    )
+    return Served(**{"model": "m", "devices": devices, "streams": streams, "tokens_per_s": list(rates), **changes})
 
 
 def judged(rows: list[Served]) -> dict[str, tuple[float, float | None]]:
@@ -40,24 +38,14 @@ def test_a_ring_of_three_is_compared_with_other_servers_and_two_devices_with_twi
         served(1, 4, 50, 100, system=ONE_BATCH),
         served(3, 4, 30, 60, system=RPC),
     ]
-    reported = "m: ring of {}, 4 rows, 4 streams, of {}".format
+    reported = "m: ring of {}, 4 streams, of {}".format
     assert judged(rows) == {
         reported(1, "one stream of it"): (pytest.approx(0.825), None),
-        reported(2, "one stream of it"): (pytest.approx(2.9), None),
+        reported(2, "one stream of it"): (pytest.approx(2.9), 1.7),
         reported(2, "2 x one device with one"): (pytest.approx(0.95), 0.9),
         reported(3, ONE_BATCH): (0.9, 0.9),
         reported(3, RPC): (1.5, 1.5),
     }
-
-
-def test_what_is_planned_as_served_is_wanted_to_write_four_answers_together():
-    rows = [served(2, 1, 10, rows=None), served(2, 4, 16, rows=None)]
-    assert judged(rows) == {"m: ring of 2, as served, 4 streams, of one stream of it": (1.6, 1.7)}
-
-
-def test_devices_with_a_share_of_a_core_are_compared_with_as_many_times_one_of_them():
-    rows = [served(1, 1, 10, cpus=0.5), served(4, 4, 30, cpus=0.5)]
-    assert list(judged(rows).values()) == [(0.75, None)]
 
 
 def test_without_the_system_that_it_is_compared_with_there_is_no_ratio():

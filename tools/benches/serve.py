@@ -4,10 +4,9 @@ In each round every ring answers 1, 2, 4 ... questions that are there together, 
 them write a second, what one of them waits between tokens and for its first one. A ring is what ``primad serve`` makes of
 the devices, with the plan that it makes, asked over HTTP; drafts are off, which ``speculate`` measures. While there are as
 many cores each device counts as a machine: a host name of its own, and one core. More are processes of one machine, which
-share all cores, as plans know (``halda.load``). ``--cpus`` gives each so much of a core's time.
+share all cores, as plans know (``halda.load``).
 
-``--rows`` takes rings without daemons in place of them, with windows of equal size and steps of at most so many rows, so
-that what a step costs is measured for itself. ``--case`` measures what must hold of several answers (``cases.py``).
+``--case`` measures what must hold of several answers (``cases.py``).
 
 ``--beside``: in turn with them, on all cores, what stands for llama-server (``lab/plain_llama.py``), and llama.cpp's RPC, a
 head and two servers, with the library that ``--rpc`` names (``lab/rpc_server.py``). Extra buffers are off everywhere.
@@ -28,15 +27,10 @@ from typing import Any, Final
 
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from primad.ring.grouping import Batching
-from primad.ring.messages import Sampled
 from primad.system.children.spawn import environment
 from tools.benches.cases import CASES
-from tools.lab import LabError
 from tools.lab.harness import CORES, SMALL, Bench, Run, flag
 from tools.lab.http_servers import HttpServer, head_here
-from tools.lab.local_ring import LocalRing, even_windows
-from tools.lab.memory import LimitedGroup
 from tools.lab.plain_child import PlainChild
 from tools.lab.plain_llama import PROMPT
 from tools.lab.rpc_server import RpcServers
@@ -48,8 +42,6 @@ CONTEXT: Final = 256
 HEAD: Final = ("--context", str(CONTEXT), "--extra-buffers", "off")
 ROWS: Final = 128
 RPC_SERVERS: Final = 2
-WHOLE_BYTES: Final = 1 << 40
-"""No limit of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +55,13 @@ class _Turn:
 
 _System = Callable[[int, int], Awaitable[_Turn]]
 """Writes so many answers at once, in this round."""
-_Key = tuple[str, int, int | None]
-"""System, devices, rows."""
+_Key = tuple[str, int]
+"""System, devices."""
 
 
 async def measure(run: Run, model: Path) -> None:
     """Every system and number of streams in turn."""
     options = run.options
-    if options.cpus is not None and options.beside:
-        raise LabError("--cpus limits primad's devices alone, so it does not go with --beside")
     devices = options.devices or ([1, 2, 3] if options.beside else [1, 2])
     if options.case:
         for case, count in itertools.product(options.case, devices):
@@ -79,34 +69,28 @@ async def measure(run: Run, model: Path) -> None:
         return
     systems: dict[_Key, _System] = {}
     plans: dict[int, str] = {}
-    for count, rows in itertools.product(devices, options.rows or [None]):
-        if rows:
-            systems[PRIMAD, count, rows] = await _ring(run, model, count, rows)
-            continue
+    for count in devices:
         server = await asyncio.to_thread(_head, run, model, count)
         plans[count] = await asyncio.to_thread(server.plan)
-        systems[PRIMAD, count, rows] = _served(server)
+        systems[PRIMAD, count] = _served(server)
     if options.beside:
-        systems[ONE_BATCH, 1, max(options.streams)] = _plain(run, model, None)
+        systems[ONE_BATCH, 1] = _plain(run, model, None)
         if options.rpc is None:
             run.say(f'{RPC}: left out; --rpc "$(tools/setup-llama rpc)" names its library')
         else:
-            systems[RPC, 1 + RPC_SERVERS, max(options.streams)] = _plain(run, model, options.rpc)
+            systems[RPC, 1 + RPC_SERVERS] = _plain(run, model, options.rpc)
     turns = await run.alternate(
         {(*key, streams): partial(system, streams) for key, system in systems.items() for streams in options.streams}
     )
-    for (system, count, rows, streams), its in turns.items():
-        where = "all cores" if system != PRIMAD or _shares(run, count) else "a core each" if rows else "machines"
+    for (system, count, streams), its in turns.items():
         run.add(
             Served(
                 model=model.stem,
                 system=system,
                 devices=count,
-                rows=rows,
                 streams=streams,
-                cpus=options.cpus if system == PRIMAD else None,
-                where=where,
-                plan="" if rows else plans[count],
+                where="machines" if system == PRIMAD and count <= CORES else "all cores",
+                plan=plans[count] if system == PRIMAD else "",
                 tokens_per_s=[turn.tokens_per_s for turn in its],
                 first_s=[each for turn in its for each in turn.first_s],
                 next_s=[each for turn in its for each in turn.next_s],
@@ -114,32 +98,11 @@ async def measure(run: Run, model: Path) -> None:
         )
 
 
-def _shares(run: Run, devices: int) -> bool:
-    """Whether so many devices are processes of one machine, each on all cores."""
-    return run.options.cpus is None and devices > CORES
-
-
-def _groups(run: Run, count: int) -> list[LimitedGroup]:
-    cpus = run.options.cpus
-    return [run.stack.enter_context(LimitedGroup(WHOLE_BYTES, cpus=cpus)) for _ in range(count if cpus else 0)]
-
-
 def _head(run: Run, path: Path, count: int) -> HttpServer:
     """What ``primad serve`` makes of so many devices."""
-    sequences = max(run.options.streams)
-    workers, groups = [f"w{place}" for place in range(1, count)], _groups(run, count)
-    return run.stack.enter_context(
-        head_here(
-            path,
-            run.homes(),
-            workers,
-            head=[*HEAD, "--sequences", str(sequences), *(["--use-all"] if workers else [])],
-            every=["--threads", "1"] if groups else [],
-            machines=not _shares(run, count),
-            bound=not groups,
-            started=lambda pid: groups.pop().add(pid) if groups else None,
-        )
-    )
+    workers = [f"w{place}" for place in range(1, count)]
+    head = [*HEAD, "--sequences", str(max(run.options.streams)), *(["--use-all"] if workers else [])]
+    return run.stack.enter_context(head_here(path, run.homes(), workers, head=head, machines=count <= CORES))
 
 
 def _served(server: HttpServer) -> _System:
@@ -163,37 +126,6 @@ def _turn(begin_s: float, times: Sequence[Sequence[float]]) -> _Turn:
         first_s=[each[0] - begin_s for each in times],
         next_s=[b - a for each in times for a, b in itertools.pairwise(each)],
     )
-
-
-async def _ring(run: Run, path: Path, devices: int, rows: int) -> _System:
-    """A ring without daemons."""
-    layers, share, groups = len(model_profile(open_model(path)).layers), _shares(run, devices), _groups(run, devices)
-    ring = LocalRing(
-        path,
-        even_windows(layers, devices),
-        context=CONTEXT,
-        rows=ROWS,
-        sequences=max(run.options.streams),
-        batching=Batching(rows=rows, steps=1 if share else devices),
-        groups={f"d{i}": limit for i, limit in enumerate(groups)},
-        flash=False,
-        threads=CORES if share else 1,
-        pinned=not groups and not share,
-        folder=run.folder(),
-    )
-    await run.stack.enter_async_context(ring)
-
-    async def turn(streams: int, _: int) -> _Turn:
-        times: dict[int, list[float]] = {}
-
-        def heard(event: Sampled) -> None:
-            times.setdefault(event.request, []).append(time.perf_counter())
-
-        begin_s = time.perf_counter()
-        await ring.generate_all([PROMPT[:PROMPT_TOKENS]] * streams, ANSWER_TOKENS, heard=heard)
-        return _turn(begin_s, list(times.values()))
-
-    return turn
 
 
 def _plain(run: Run, path: Path, library: Path | None) -> _System:
@@ -230,9 +162,7 @@ BENCH: Final = Bench(
     quick_models=(SMALL,),
     flags=(
         flag("--devices", type=int, nargs="+", help="devices of a ring (default: 1 2; 1 2 3 with --beside)"),
-        flag("--rows", type=int, nargs="+", help="rings without daemons, with so many rows of a step at most"),
         flag("--streams", type=int, nargs="+", default=[1, 2, 4, 8, 16]),
-        flag("--cpus", type=float, help="of a core's time each device has so much (needs cgroups and root)"),
         flag(
             "--beside", action="store_true", help="also what stands for llama-server, llama.cpp's RPC, a ring of three"
         ),

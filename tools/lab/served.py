@@ -14,35 +14,25 @@ ONE_BATCH: Final = "llama.cpp, one batch"
 """All answers in one process and one step, as llama-server has them."""
 RPC: Final = "llama.cpp, RPC"
 TOGETHER: Final = 1.7
-"""Four answers of a ring of two, of one of it, where it is as ``primad serve`` plans it."""
+"""Four answers of a ring of two, of one of it."""
 
 
 @dataclass(kw_only=True)
 class Served(Row):
-    """A system of so many devices with steps of so many rows at most, and so many streams: what each run gave; waits of all
-    runs, seconds. ``rows`` is None where the plan says how many. ``cpus`` is what a device has of a core's time, None for
-    all of it; devices are machines where they share nothing. For a table ``where`` says so, and ``plan`` their layers."""
+    """A system of so many devices, and so many streams: what each run gave; waits of all runs, seconds. Devices are machines
+    where they share nothing; for a table ``where`` says so, and ``plan`` their layers."""
 
-    columns: ClassVar[str] = (
-        "system, devices=n, where, plan, shown_rows=rows, streams, tokens_per_s=all tok/s:.1f, first_s=first ms:ms"
-    )
+    columns: ClassVar[str] = "system, devices=n, where, plan, streams, tokens_per_s=all tok/s:.1f, first_s=first ms:ms"
 
     model: str
     system: str = PRIMAD
     devices: int
-    rows: int | None
     streams: int
-    cpus: float | None = None
     where: str = ""
     plan: str = ""
     tokens_per_s: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
     next_s: list[float] = field(default_factory=list)
-
-    @property
-    def shown_rows(self) -> str:
-        """In the name of a figure."""
-        return "as served" if self.rows is None else f"{self.rows} rows"
 
     def heading(self) -> str:
         return self.model
@@ -57,7 +47,7 @@ class Served(Row):
 
     def is_like(self, row: Served, **differs: object) -> bool:
         """Whether this is ``row`` but for what differs."""
-        keys = ("model", "system", "devices", "rows", "streams", "cpus")
+        keys = ("model", "system", "devices", "streams")
         return all(getattr(self, key) == differs.get(key, getattr(row, key)) for key in keys)
 
     @classmethod
@@ -68,21 +58,16 @@ class Served(Row):
             return next((each for each in rows if each.is_like(row, **differs)), None)
 
         for row in (row for row in rows if row.system == PRIMAD):
-            what = f"{row.model}: ring of {row.devices}, {row.shown_rows}, {row.streams} streams, of"
+            what = f"{row.model}: ring of {row.devices}, {row.streams} streams, of"
             for system, minimum in ((ONE_BATCH, 0.9), (RPC, 1.5)) if (row.devices, row.streams) == (3, 4) else ():
                 for other in rows:
                     if (other.model, other.system, other.streams) == (row.model, system, 4):
                         yield Figure(what=f"{what} {system}", values=row.of(other), at_least=minimum)
             one = found(row, streams=1)
             if one is not None and row.streams > 1:
-                together = (
-                    TOGETHER if row.rows is None and (row.devices, row.streams, row.cpus) == (2, 4, None) else None
-                )
+                together = TOGETHER if (row.devices, row.streams) == (2, 4) else None
                 yield Figure(what=f"{what} one stream of it", values=row.of(one), at_least=together)
             alone = found(row, devices=1, streams=1)
-            if alone is None or not row.streams >= row.devices > 1:
-                continue
-            if row.devices == 2 or row.cpus is not None:  # others share cores
+            if alone is not None and row.devices == 2 and row.streams > 1:  # others share cores
                 values = tuple(each / row.devices for each in row.of(alone))
-                bound = 0.9 if row.devices == 2 else None
-                yield Figure(what=f"{what} {row.devices} x one device with one", values=values, at_least=bound)
+                yield Figure(what=f"{what} {row.devices} x one device with one", values=values, at_least=0.9)
