@@ -100,8 +100,6 @@ _LAYERS: Final[dict[str, str]] = {
     "qwen2moe": _NORM + _ATTENTION + _QKV_BIAS + _EXPERTS + _SHARED_EXPERT + "ffn_gate_inp_shexp:d",
     "qwen3": _NORM + _ATTENTION + _HEAD_NORMS + _GATED,
     "qwen3moe": _NORM + _ATTENTION + _HEAD_NORMS + _EXPERTS,
-    "gemma": _NORM + _ATTENTION + _GATED,
-    "gemma2": _NORM + _POST + _ATTENTION + _GATED,
     "gemma3": _NORM + _POST + _ATTENTION + _HEAD_NORMS + _GATED,
     "phi3": _NORM + "attn_qkv:d,Q attn_output:q,d ffn_up:d,F ffn_down:f,d",
     "olmo2": _POST + _ATTENTION + _ROW_NORMS + _GATED,
@@ -135,13 +133,12 @@ _UNTIED: Final = frozenset(
 )
 _EQUAL_HEADS: Final = frozenset(("olmoe", "dots1", "deepseek"))
 
-_TINY_SLIDING: Final = {"gemma2": 24, "gemma3": 24, "olmo2": 24, "cohere2": 24, "gpt-oss": 24}
+_TINY_SLIDING: Final = {"gemma3": 24, "olmo2": 24, "cohere2": 24, "gpt-oss": 24}
 _KEYS: Final[dict[str, dict[str, float | int | bool]]] = {
     "granite": {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.25, "logit_scale": 4.0},
     "granitemoe": {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.25, "logit_scale": 4.0},
     "mistral3": {"attention.temperature_scale": 0.1, "rope.scaling.original_context_length": 64},
     "phi3": {"rope.scaling.original_context_length": 64, "rope.scaling.attn_factor": 1.19},
-    "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3": {"rope.freq_base_swa": 1000.0},
     "cohere2": {"logit_scale": 0.25},
     "command-r": {"logit_scale": 0.25},
@@ -299,7 +296,7 @@ class _Quantisation:
 
 def _tensors(shape: Shape, kinds: _Quantisation) -> Iterator[_Tensor]:
     name, width, layers = _VARIANTS.get(shape.architecture, shape.architecture), shape.width, shape.layers
-    scale = {"gemma": math.sqrt(width), "gemma2": math.sqrt(width), "gemma3": math.sqrt(width), "minicpm": 12.0}
+    scale = {"gemma3": math.sqrt(width), "minicpm": 12.0}
     embedding = 0.2 / float(_KEYS.get(name, {}).get("embedding_scale", scale.get(name, 1.0)))
     rows, root = (width, shape.vocabulary), math.sqrt(width)
     matrix, norm = ("output", 3 / (embedding * root)) if shape.tied else ("token_embd", 1.0)
@@ -546,19 +543,11 @@ def main() -> None:
     parser.add_argument(
         "--preset", default="tiny", choices=["tiny", *PRESETS], help="the model's shape (default: tiny)"
     )
+    architectures = [*_LAYERS, *zoo.ALL]
     parser.add_argument(
-        "--architecture",
-        default="llama",
-        choices=[*_LAYERS, *zoo.ALL],
-        help="of a tiny model (default: llama)",
+        "--architecture", default="llama", choices=architectures, help="of a tiny model (default: llama)"
     )
     parser.add_argument("--layers", type=int, help="another number of layers than the preset's")
-    parser.add_argument("--width", type=int, help="another width than the preset's, a multiple of 64")
-    parser.add_argument(
-        "--router-spread",
-        type=float,
-        help="of a mixture: how unlike its router picks experts; 0: all alike (default: 0)",
-    )
     parser.add_argument("--quantisation", help="q4_k_m or a ggml type such as q8_0")
     parser.add_argument("--vocabulary", default="bytes", help="bytes, or from:FILE.gguf for that model's tokenizer")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives other weights (default: 0)")
@@ -573,8 +562,6 @@ def main() -> None:
         seed=options.seed,
         vocabulary=options.vocabulary,
         **({"layers": options.layers} if options.layers else {}),
-        **({"width": options.width} if options.width else {}),
-        **({"router_spread": options.router_spread} if options.router_spread is not None else {}),
     )
     size = options.out.stat().st_size
     print(f"{options.out}: {size / 1e6:.1f} MB in {time.perf_counter() - start:.1f} s")

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from halda import Infeasible, LayerProfile, ModelProfile, Plan, arrange
-from tools.research.apportion import apportion
+from tools.lab.paper import apportion
 
 
 def model(layers: int, *, multiple: int = 1, kv_bytes: int = 512, tail: int = 1) -> ModelProfile:

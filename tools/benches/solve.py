@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from itertools import product
 from multiprocessing import get_context
 from typing import Final
 
@@ -23,6 +22,7 @@ from tools.research.random_fleets import Memory, random_instance
 
 BETTER: Final = 1.01
 SHAPE: Final = "llama3-70b-q4k"
+LAYERS: Final = 80
 TIME_LIMIT_S: Final = 60.0
 WANTED_S: Final = {4: 1.0, 16: 5.0, 64: 15.0}
 """By devices."""
@@ -30,11 +30,10 @@ WANTED_S: Final = {4: 1.0, 16: 5.0, 64: 15.0}
 
 class Solved(Row):
     """Seconds of the processor that one size of fleet took: each one with a plan (``solved_s``), and each without
-    (``infeasible_s``). ``gaps`` are those of plans that were not proven best. Windows may begin at multiples of
-    ``multiple`` layers.
+    (``infeasible_s``). ``gaps`` are those of plans that were not proven best.
     """
 
-    columns = "devices, multiple=windows at, solved_s=median s:.2f"
+    columns = "devices, solved_s=median s:.2f"
 
     def cells(self) -> Mapping[str, str]:
         return {
@@ -57,18 +56,16 @@ class Solved(Row):
 
 
 async def measure(run: Run, _: None) -> None:
-    """Solve random fleets with a model of so many like layers."""
-    options, like = run.options, shape(SHAPE)
-    for count, multiple in product(options.sizes, options.multiples):
-        model = replace(like, layers=like.layers[:1] * options.layers, cut_multiple=multiple)
-        row = Solved(devices=count, layers=options.layers, multiple=multiple, solved_s=[], infeasible_s=[], gaps=[])
-        for seed in range(options.fleets):
+    """Solve random fleets with a model of like layers."""
+    like = shape(SHAPE)
+    model = replace(like, layers=like.layers[:1] * LAYERS)
+    for count in run.options.sizes:
+        row = Solved(devices=count, layers=LAYERS, solved_s=[], infeasible_s=[], gaps=[])
+        for seed in range(run.options.fleets):
             rng = random.Random(seed)
             memory: Memory = rng.choice(("short", "about", "ample"))
-            _solve(
-                _with_a_head(random_instance(rng, devices=count, layers=options.layers, memory=memory, model=model)),
-                row,
-            )
+            asked = random_instance(rng, devices=count, layers=LAYERS, memory=memory, model=model)
+            _solve(_with_a_head(asked), row)
         run.add(row)
 
 
@@ -140,8 +137,6 @@ BENCH: Final = Bench(
     flags=(
         flag("--sizes", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64]),
         flag("--fleets", type=int, default=15),
-        flag("--layers", type=int, default=80),
-        flag("--multiples", type=int, nargs="+", default=[1], help="windows may begin at multiples of so many layers"),
     ),
 )
 PAPER: Final = Bench(

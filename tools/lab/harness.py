@@ -54,7 +54,6 @@ class Bench:
     measure: Callable[[Run, Any], Awaitable[None]]
     models: Sequence[str] | Callable[[argparse.Namespace, ExitStack], Sequence[Path | None]] | None = (SMALL,)
     rounds: int | None = 5
-    rounds_flags: tuple[str, ...] = ("--rounds", "--runs")
     flags: Sequence[Flag] = ()
     quick: Mapping[str, Any] = field(default_factory=dict)
     quick_models: Sequence[str] = ()
@@ -159,7 +158,7 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], name
         which = "" if callable(bench.models) else f" (default: {', '.join(bench.models)})"
         one.add_argument("--model", type=Path, action="append", help=f"GGUF file{which}")
     if bench.rounds is not None:
-        one.add_argument(*bench.rounds_flags, dest="rounds", type=int, default=bench.rounds, help="that count, of each")
+        one.add_argument("--rounds", "--runs", type=int, default=bench.rounds, help="that count, of each")
     for names, how in bench.flags:
         one.add_argument(*names, **how)
     one.add_argument("--quick", action="store_true", help="few rounds of little")

@@ -23,7 +23,6 @@ from halda import (
 )
 from primad.gguf.shapes import shape
 from primad.profiler.fleets import Fleet
-from tools.research.apportion import apportion
 from tools.research.published import PublishedPlan, solve_published
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -108,6 +107,20 @@ def memory_split(devices: Sequence[DeviceProfile], asked: Instance) -> Plan:
         room[window.device] -= on_gpu
         route.append(replace(window, gpu_layers=on_gpu))
     return residency(replace(plan, route=tuple(route)), ask_head(asked, plan.head))
+
+
+def apportion(weights: Sequence[int], total: int, *, minimum: Sequence[int]) -> list[int]:
+    """Split ``total`` in proportion to ``weights`` by largest remainder, at least ``minimum[i]`` each; sums to ``total``."""
+    assert total >= sum(minimum)
+    free = total - sum(minimum)
+    ideal = [weight / sum(weights) * total for weight in weights]
+    wanted = [max(0.0, want - low) for want, low in zip(ideal, minimum, strict=True)]
+    scale = free / sum(wanted) if sum(wanted) else 0.0
+    extra = [int(want * scale) for want in wanted]
+    by_remainder = sorted(range(len(weights)), key=lambda i: extra[i] - wanted[i] * scale)
+    for i in by_remainder[: free - sum(extra)]:
+        extra[i] += 1
+    return [low + more for low, more in zip(minimum, extra, strict=True)]
 
 
 def ask_head(asked: Instance, head: str) -> Instance:
