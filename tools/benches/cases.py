@@ -1,8 +1,9 @@
 """``serve --case``: what must hold of several answers at once, each case with its figures and its bound.
 
 ``prompt``: four answers are written while a prompt of 4,000 tokens comes, and one of 50 behind it. ``turn``:
-the second turn of a chat with 2,000 tokens before it. Both ask ``primad serve`` over HTTP, on devices that count as machines
-with a core each. ``streaming``: four answers at once of a model that does not fit, and one, in rings without daemons.
+the second turn of a chat with 2,000 tokens before it. Both are on devices that count as machines with a core each.
+``streaming``: four answers at once, and one, of a model of which half streams, on one device. All ask ``primad serve`` over
+HTTP.
 """
 
 from __future__ import annotations
@@ -11,39 +12,28 @@ import asyncio
 import itertools
 import threading
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
-from halda import DeviceProfile
 from primad.gguf.model import open_model
-from primad.gguf.profile import model_profile
 from primad.gguf.windows import control_tokens
-from primad.profiler.effort import Effort
-from primad.profiler.measure import measure_home, ram_read_bytes_per_s
-from primad.ring.grouping import Batching
-from primad.ring.messages import Sampled
 from tools.lab import LabError
 from tools.lab.figures import Figure, Row, late
 from tools.lab.harness import Run
-from tools.lab.here import device_here, measured_cpu
 from tools.lab.http_servers import HttpServer, head_here
-from tools.lab.local_ring import LocalRing
-from tools.lab.memory import LimitedGroup
-from tools.lab.memory_runs import device_in, plan_single_device, prefetch_rate
+from tools.lab.memory_runs import file_bytes
 from tools.lab.plain_llama import prompt_of
 
-ROWS: Final = 256
-"""Of a chunk."""
 LONG_TOKENS: Final = 4000
 SHORT_TOKENS: Final = 50
 HISTORY_TOKENS: Final = 2000
 STREAMING_SHARE: Final = 0.5
 """Of the model that does not fit, so much memory is there, and 350 MB."""
 BESIDE_BYTES: Final = 350 << 20
+STREAMED_TOKENS: Final = 32
 _CALM_TOKENS: Final = 50
 """Of each answer, before a prompt comes and behind it."""
 
@@ -64,19 +54,6 @@ class CaseRow(Row):
             for name, (minimum, maximum) in row.judged.items():
                 what = f"{row.model}, {row.devices} devices, case {row.case}: {name}"
                 yield Figure(what=what, values=(row.found[name],), at_least=minimum, at_most=maximum)
-
-
-class _Told:
-    """How many tokens each generation has."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[int] = Counter()
-
-    async def until(self, ring: LocalRing, condition: Callable[[], bool]) -> None:
-        while not condition():
-            match await ring.next_event():
-                case Sampled() as event:
-                    self.counts[event.request] += 1
 
 
 def _head(run: Run, path: Path, devices: int, context: int, sequences: int) -> AbstractContextManager[HttpServer]:
@@ -167,15 +144,12 @@ async def second_turn(run: Run, path: Path, devices: int) -> None:
 
 async def streaming(run: Run, path: Path, devices: int) -> None:
     """Four answers at once against one, of a model with half of its memory, on one device with all cores."""
-    model, threads = model_profile(open_model(path)), 2
-    folder = run.folder("/var/tmp")
-    cpu, disk = measured_cpu(folder, threads, model), measure_home(folder, lambda _: None, Effort()).disk
-    here = device_here("d0", cpu, ram_read_bytes_per_s(threads), disk)
-    figures: dict[int, tuple[float, float]] = {}
-    for streams in (1, 4):
-        with LimitedGroup(_limit_bytes(path)) as group:
-            figures[streams] = await _streamed(path, group, here, streams, threads)
-    (one_tokens, one_bytes), (four_tokens, four_bytes) = figures[1], figures[4]
+    limit = int(STREAMING_SHARE * file_bytes(path)) + BESIDE_BYTES
+    head = ["--context", "256", "--sequences", "4", "--max-ram", f"{limit}B"]
+    with head_here(path, run.homes(), every=["--threads", "2"], head=head) as server:
+        (one_tokens, one_bytes), (four_tokens, four_bytes) = [
+            await asyncio.to_thread(_streamed, server, streams) for streams in (1, 4)
+        ]
     found = {
         "tokens_per_s": [one_tokens, four_tokens],
         "bytes_per_token": [one_bytes, four_bytes],
@@ -185,36 +159,16 @@ async def streaming(run: Run, path: Path, devices: int) -> None:
     _add(run, "streaming", path, devices, found, tokens_times=(3.0, None), bytes_times=(None, 0.3))
 
 
-def _limit_bytes(path: Path) -> int:
-    return int(STREAMING_SHARE * path.stat().st_size) + BESIDE_BYTES
-
-
-async def _streamed(
-    path: Path, group: LimitedGroup, here: DeviceProfile, streams: int, threads: int
-) -> tuple[float, float]:
-    """Tokens a second of all ``streams``, and bytes that the kernel read for a token."""
-    model = model_profile(open_model(path))
-    solution, work = plan_single_device(device_in(group, here, "d0", prefetch_rate(path)), model, 256 * streams)
-    ring = LocalRing(
-        path,
-        None,
-        plan=solution.plan,
-        groups={"d0": group},
-        context=256,
-        rows=work.chunk_rows,
-        sequences=streams,
-        batching=Batching(rows=streams, pads=streams > 1),
-        threads=threads,
-        step_timeout_s=600,
-    )
-    async with ring:
-        reported = _Told()
-        asked = [await ring.ask(prompt_of(20 + i)[i:], 40) for i in range(streams)]
-        await reported.until(ring, lambda: min(reported.counts[each] for each in asked) >= 4)
-        begin_s, before, tokens = time.perf_counter(), group.counters().read_bytes, reported.counts.total()
-        await reported.until(ring, lambda: min(reported.counts[each] for each in asked) >= 32)
-        took_s, tokens = time.perf_counter() - begin_s, reported.counts.total() - tokens
-        return tokens / took_s, (group.counters().read_bytes - before) / tokens
+def _streamed(server: HttpServer, streams: int) -> tuple[float, float]:
+    """Tokens a second of all ``streams``, and bytes that were read for a token; their prompts are in the cache."""
+    how: dict[str, Any] = {"ignore_eos": True, "speculate": False}
+    prompts = [prompt_of(20 + i)[i:] for i in range(streams)]
+    with ThreadPoolExecutor(streams) as pool:
+        list(pool.map(lambda prompt: server.stream(prompt, 4, **how), prompts))
+        before, begin_s = server.read_bytes(), time.perf_counter()
+        times = list(pool.map(lambda prompt: server.stream(prompt, STREAMED_TOKENS, **how), prompts))
+    tokens = sum(map(len, times))
+    return tokens / (max(each[-1] for each in times) - begin_s), (server.read_bytes() - before) / tokens
 
 
 CASES: Final[Mapping[str, Callable[[Run, Path, int], Awaitable[None]]]] = {

@@ -17,14 +17,13 @@ from typing import Final
 
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from primad.profiler.effort import Effort
 from primad.profiler.gpus import list_gpus
-from primad.profiler.processors import measure_cpu
 from primad.system.children.spawn import environment
 from tools.lab import LabError
 from tools.lab.figures import Figure, Row, by_round, median
 from tools.lab.harness import SMALL, Bench, Run, flag, in_thread, threads_flag
-from tools.lab.local_ring import LocalRing, even_windows, types_of
+from tools.lab.here import measured_cpu
+from tools.lab.local_ring import LocalRing, even_windows
 from tools.lab.plain_child import PlainChild
 from tools.lab.plain_llama import PROMPT
 
@@ -96,7 +95,7 @@ async def measure(run: Run, model: Path) -> None:
     """All systems are loaded before the first run."""
     profile, folder, threads = model_profile(open_model(model)), run.folder(), run.options.threads
     gpu, layers = _first_gpu() if run.options.gpu else "", len(profile.layers)
-    cpu = await asyncio.to_thread(measure_cpu, folder, threads, lambda _: None, Effort(types=types_of(profile)))
+    cpu = await asyncio.to_thread(measured_cpu, folder, threads, profile)
     settings = [
         (f"extra buffers {extra}, threads {waiting}", extra, environ)
         for extra in ("off", "on")

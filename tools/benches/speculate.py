@@ -1,33 +1,24 @@
 """``speculate``: what drafts win, and what they cost where they win nothing, against the same ring without.
 
 Every way of drafting has a ring of its own, all loaded before the first run, and answers each question twice in turn:
-without drafts and with them. So each figure is a ratio of neighbours. ``as served`` is what ``primad serve`` does; the
-others leave one thing out: no steps ahead of the next token (``one step``: plain synchronous speculation), nothing skipped
-on its way, a confidence that does not adapt (``fixed``: nor do drafts end that win nothing). ``model`` is as served with the
-same model in Q2_K that drafts as well, ``wrong model`` with one that knows nothing.
+without drafts and with them. So each figure is a ratio of neighbours. ``as served`` looks drafts up in what was written;
+``model`` has the same model in another form (``--draft``) draft as well, ``wrong model`` one that knows nothing.
 
-``two``: two devices that count as machines, with a core each. As served, with a model or without, they are daemons that
-``primad serve`` plans for and that are asked over HTTP. ``serve`` has no option for what leaves something out: those ways,
-and all of the other cases, are rings without daemons, which draft as a plan for such devices says. ``far``: four devices
-(``--windows``) whose hops take 10 ms longer (``--latency-ms``).
-``streams``: one device that has memory for half of the model in Q8_0, of which several rows of a step are exact (needs
-cgroups and root). There the draft model works while the ring computes, or only while a step waits for it (``no
-overlap``), and steps wait for draft tokens down to a share that adapts, or is the same for ever (``fixed``); with rows that
-need not be exact its drafts are a ``chain`` or may be a ``tree``. Questions: code to edit, a story to go on with, a chat
-over a text, and random tokens, of which nothing can be drafted. ``--way`` has some of the ways alone, ``--target f16`` the
-model requantised first, ``--draft`` the form of it that drafts.
+``two``: what ``primad serve`` makes of two devices that count as machines, with a core each, asked over HTTP.
+``streams``: the same of one device that uses memory for half of the model in Q8_0, of which several rows of a step are
+exact. ``far``: four devices whose hops take 10 ms longer, a ring without daemons, which drafts as a plan for such devices
+says. Questions: code to edit, a story to go on with, a chat over a text, and random tokens, of which nothing can be drafted.
+``--way`` has some of the ways alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import random
-import shutil
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,40 +31,30 @@ from primad.engine.protocol import GREEDY, Sampling
 from primad.engine.vocabulary import LlamaVocabulary
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from primad.planning.batching import BatchingMode, batches_of
+from primad.planning.batching import batches_of
 from primad.planning.draft_model import draft_model
 from primad.planning.drafting import drafting_of
 from primad.planning.question import default_workload
-from primad.profiler.effort import Effort
-from primad.profiler.measure import measure_home, ram_read_bytes_per_s
 from primad.ring.speculation.drafter import MAX_ROOM, Drafting
 from primad.ring.speculation.messages import DraftModel
-from tools.lab import LabError
-from tools.lab.drafted import AS_SERVED, AT_LEAST, COPIES, Drafted, DraftedCompletion
+from tools.lab.drafted import AS_SERVED, QUESTIONS, Drafted, DraftedCompletion
 from tools.lab.figures import late
 from tools.lab.harness import Bench, Run, flag
-from tools.lab.here import HOP, device_here, links_between, machines_here, measured_cpu
+from tools.lab.here import HOP, links_between, machines_here, measured_cpu
 from tools.lab.http_servers import HttpServer, head_here
 from tools.lab.local_ring import LocalRing, even_bytes
-from tools.lab.memory import LimitedGroup
-from tools.lab.memory_runs import device_in, plan_single_device, prefetch_rate
+from tools.lab.memory_runs import file_bytes
 from tools.lab.quantised import FORMS, quantised
-from tools.lab.questions import QUESTIONS
 from tools.synth import write_model
 
 CONTEXT: Final = 1024
 ROWS: Final = 256
-SYNCHRONOUS: Final = 4
-"""Drafts of a step where nothing is ahead of it."""
-EVERYWHERE: Final = (AS_SERVED, "model", "wrong model", "no overlap", "chain", "tree")
-"""Ways that answer all questions; the others those where there is something to win."""
+FAR_DEVICES: Final = 4
+FAR_S: Final = 0.01
+"""What a hop of far rings takes longer."""
 BESIDE_BYTES: Final = 105 << 20
 """What the process takes beside weights."""
-STREAMING: Final = (AS_SERVED, "model", "no overlap", "fixed", "chain", "tree", "wrong model")
-"""Ways of a ring that streams."""
-SERVED: Final = (AS_SERVED, "model", "wrong model")
-"""Ways that ``primad serve`` has."""
-WAYS: Final = (AS_SERVED, "one step", "no skipping", "fixed", "model", "wrong model", "no overlap", "chain", "tree")
+WAYS: Final = (AS_SERVED, "model", "wrong model")
 DRAWN: Final = msgspec.structs.replace(GREEDY, temperature=1.0, seed=7)
 
 
@@ -95,7 +76,13 @@ class _System:
     skipped: Callable[[], Awaitable[float]]
 
 
-def questions(model: Path, words: int = 40) -> dict[str, _Question]:
+_Drafts = Mapping[str, Path | None]
+"""By way, the model that drafts."""
+_Systems = tuple[dict[str, _System], str]
+"""By way, and the name of the case with what it was measured on."""
+
+
+def questions(model: Path) -> dict[str, _Question]:
     """All questions as tokens of ``model``."""
     vocabulary = LlamaVocabulary(model)
     try:
@@ -105,57 +92,42 @@ def questions(model: Path, words: int = 40) -> dict[str, _Question]:
         }
     finally:
         vocabulary.release()
-    drawn = random.Random(19).choices(range(1000, 20_000), k=words)
+    drawn = random.Random(19).choices(range(1000, 20_000), k=40)
     return found | {"random": _Question(drawn, DRAWN)}
 
 
 async def measure(run: Run, model: Path) -> None:
     """All cases that are asked for."""
-    for case, devices, latency_s in _rings_of(run.options):
-        await _measure_case(run, case, devices, latency_s, model)
+    for case in run.options.case:
+        async with run.part():
+            await _measure_case(run, case, model)
 
 
-def _rings_of(options: argparse.Namespace) -> Iterator[tuple[str, int, float]]:
-    """The cases, each with its devices and the seconds that a hop takes longer."""
-    for case in options.case:
-        if case == "far":
-            far = itertools.product(options.windows, options.latency_ms)
-            yield from ((case, devices, ms / 1e3) for devices, ms in far)
-        else:
-            yield case, 2 if case == "two" else 1, 0.0
-
-
-async def _measure_case(run: Run, case: str, devices: int, latency_s: float, path: Path) -> None:
+async def _measure_case(run: Run, case: str, path: Path) -> None:
     """All ways of one case, all questions."""
-    async with run.part():
-        options, folder = run.options, run.folder("/var/tmp")  # not in memory: what streams is read from a disk
-        form = options.target or ("q8_0" if case == "streams" else None)
-        if form is not None:
-            path = await asyncio.to_thread(quantised, path, form, folder, 2)
-        drafting = await asyncio.to_thread(_draft_models, path, folder, options.draft)
-        if case == "streams":
-            systems, name = await _streaming(run, path, folder, drafting)
-        else:
-            systems, name = await _near_and_far(run, path, case, devices, latency_s, drafting)
-        asked = questions(path)
-        found = {
-            (question, way): Drafted(case=name, model=path.stem, way=way, question=question)
-            for question in asked
-            for way in systems
-            if question in COPIES or way in EVERYWHERE
-        }
+    options, folder = run.options, run.folder("/var/tmp")  # not in memory: what streams is read from a disk
+    if case == "streams":
+        path = await asyncio.to_thread(quantised, path, "q8_0", folder, 2)
+    drafting = await asyncio.to_thread(_draft_models, path, folder, options.draft)
+    systems, name = await CASES[case](run, path, folder, {way: drafting.get(way) for way in options.way})
+    asked = questions(path)
+    found = {
+        (question, way): Drafted(case=name, model=path.stem, way=way, question=question)
+        for question in asked
+        for way in systems
+    }
 
-        async def turn(question: str, way: str, number: int) -> None:
-            row = found[question, way]
-            for speculates in (False, True) if number % 2 else (True, False):
-                answer = await systems[way].ask(asked[question], options.tokens, speculates)
-                if number:
-                    (row.with_ if speculates else row.without).append(answer)
+    async def turn(question: str, way: str, number: int) -> None:
+        row = found[question, way]
+        for speculates in (False, True) if number % 2 else (True, False):
+            answer = await systems[way].ask(asked[question], options.tokens, speculates)
+            if number:
+                (row.with_ if speculates else row.without).append(answer)
 
-        await run.alternate({key: partial(turn, *key) for key in found})
-        for (_, way), row in found.items():
-            row.skipped = await systems[way].skipped()
-            run.add(row)
+    await run.alternate({key: partial(turn, *key) for key in found})
+    for (_, way), row in found.items():
+        row.skipped = await systems[way].skipped()
+        run.add(row)
 
 
 def _draft_models(path: Path, folder: Path, form: str) -> dict[str, Path]:
@@ -208,109 +180,64 @@ def _completion(
     )
 
 
-def _as_planned(path: Path, folder: Path, devices: int, latency_s: float) -> Drafting:
-    """What ``serve --speculate lookup`` would do on so many machines with a core each, as this one is measured now."""
-    model, names = model_profile(open_model(path)), [f"d{i}" for i in range(devices)]
-    found = machines_here(names, measured_cpu(folder, 1, model))
+async def _far(run: Run, path: Path, folder: Path, drafts: _Drafts) -> _Systems:
+    """Machines with a core each, which draft as ``serve`` would on them, as this one is measured now."""
+    model, names = model_profile(open_model(path)), [f"d{i}" for i in range(FAR_DEVICES)]
+    windows = even_bytes(model, FAR_DEVICES) or ()
+    found = machines_here(names, await asyncio.to_thread(measured_cpu, folder, 1, model))
     work = replace(default_workload(CONTEXT, ROWS, "f16"), flash=True)
-    plan = arrange(names, even_bytes(model, devices) or [len(model.layers)], rounds=1, model=model)
-    hop = replace(HOP, round_trip_s=HOP.round_trip_s + 2 * latency_s)
-    question = instance(found, links_between(names, [hop]), model, work, {}, plan.head)
-    drafting = drafting_of("lookup", "exact", plan, question, batches_of("exact", plan, question, 1))
-    return drafting or Drafting(room=min(devices, MAX_ROOM))
-
-
-async def _near_and_far(
-    run: Run, path: Path, case: str, devices: int, latency_s: float, models: dict[str, Path]
-) -> tuple[dict[str, _System], str]:
-    folder, model = run.folder(), model_profile(open_model(path))
-    systems: dict[str, _System] = {}
-    if case == "two":
-        for way in [each for each in run.options.way if each in SERVED]:
-            systems[way] = await asyncio.to_thread(_head, run, path, models.get(way))
-    known = ("one step", "no skipping", "fixed", *(SERVED if case == "far" else ()))
-    if not (ways := [each for each in run.options.way if each in known]):
-        return systems, case
-    served = await asyncio.to_thread(_as_planned, path, folder, devices, latency_s)
-    flat = (1.0,) * (SYNCHRONOUS + 1)
-    compared = {
-        "one step": Drafting(room=1, rows=len(flat), costs=flat),
-        "no skipping": replace(served, skips=False),
-        "fixed": replace(served, adapts=False),
-    }
-    for way in ways:
+    plan = arrange(names, windows, rounds=1, model=model)
+    hop = replace(HOP, round_trip_s=HOP.round_trip_s + 2 * FAR_S)
+    question = instance(found, links_between(names, hop), model, work, {}, plan.head)
+    served = drafting_of("lookup", "exact", plan, question, batches_of("exact", plan, question, 1))
+    drafting = served or Drafting(room=min(FAR_DEVICES, MAX_ROOM))
+    systems = {}
+    for way, draft in drafts.items():
         ring = LocalRing(
             path,
-            even_bytes(model, devices),
+            windows,
             context=CONTEXT,
             rows=ROWS,
             threads=1,
-            pinned=not latency_s,
-            latency_s=latency_s,
-            drafting=compared.get(way, served),
-            draft=_loaded(path, models.get(way)),
+            latency_s=FAR_S,
+            drafting=drafting,
+            draft=_loaded(path, draft),
             folder=folder,
         )
         systems[way] = _alone(await run.stack.enter_async_context(ring))
-    if case == "far":
-        return systems, f"far, {devices} devices, {1e3 * latency_s:g} ms, room {served.room}"
-    return systems, case
-
-
-async def _streaming(run: Run, path: Path, folder: Path, models: dict[str, Path]) -> tuple[dict[str, _System], str]:
-    """One device with one thread: from so many cells on several threads share what is attended to in another way.
-
-    Each way has a file and a memory of its own, in which what drafts has room beside it.
-    """
-    model, rate = model_profile(open_model(path)), prefetch_rate(path)
-    disk = measure_home(folder, lambda _: None, Effort()).disk
-    here = device_here("d0", measured_cpu(folder, 1, model), ram_read_bytes_per_s(1), disk)
-    systems: dict[str, _System] = {}
-    name = "streams"
-    for way in [each for each in STREAMING if each in run.options.way]:
-        draft = None if way == AS_SERVED else _loaded(path, models.get(way, models["model"]))
-        own = path.with_name(f"{path.stem}-{len(systems)}.gguf")
-        await asyncio.to_thread(shutil.copyfile, path, own)
-        more = 0 if draft is None else draft.memory_bytes
-        group = run.stack.enter_context(LimitedGroup(model.size_bytes // 2 + BESIDE_BYTES + more))
-        device = device_in(group, here, "d0", rate)
-        device = replace(device, ram_available_bytes=device.ram_available_bytes - more)
-        solution, work = plan_single_device(device, model, CONTEXT)
-        question = instance([device], [], model, work, {})
-        mode: BatchingMode = "fast" if way in ("tree", "chain") else "exact"
-        drafting = drafting_of("lookup", mode, solution.plan, question, batches_of(mode, solution.plan, question, 1))
-        if drafting is None:
-            raise LabError(f"{path.stem}: nothing streams, or no two rows of a step are known to be exact here")
-        if way != "tree":
-            drafting = replace(drafting, branches=0)
-        ring = LocalRing(
-            own,
-            None,
-            plan=solution.plan,
-            groups={"d0": group},
-            context=CONTEXT,
-            rows=work.chunk_rows,
-            threads=1,
-            drafting=replace(drafting, overlaps=way != "no overlap", adapts=way != "fixed"),
-            draft=draft,
-            step_timeout_s=600,
-        )
-        systems[way] = _alone(await run.stack.enter_async_context(ring))
-        (streamed,) = solution.prediction.devices
-        name = f"streams, {streamed.streamed_bytes / model.size_bytes:.0%}, {drafting.rows} rows"
-    return systems, name
+    return systems, f"far, {FAR_DEVICES} devices, {1e3 * FAR_S:g} ms, room {drafting.room}"
 
 
 # ---- as primad serves -----------------------------------------------------------------------------------------------
 
 
-def _head(run: Run, path: Path, draft: Path | None) -> _System:
-    """What ``primad serve`` makes of two machines with a core each."""
-    how = ["--speculate", "lookup"] if draft is None else ["--speculate", "draft", "--draft", str(draft)]
-    head = ["--context", str(CONTEXT), "--use-all", "--extra-buffers", "off", *how]
-    server = run.stack.enter_context(head_here(path, run.homes(), ["w1"], head=head, machines=True))
+async def _streams(run: Run, path: Path, _: Path, drafts: _Drafts) -> _Systems:
+    """One device with one thread: from so many cells on several threads share what is attended to in another way."""
+    systems = {}
+    for way, draft in drafts.items():
+        limit = file_bytes(path) // 2 + BESIDE_BYTES + (0 if draft is None else file_bytes(draft))
+        more = ["--max-ram", f"{limit}B", "--batching", "exact"]
+        systems[way] = await asyncio.to_thread(_head, run, path, draft, (), more)
+    return systems, "streams"
 
-    run.say(f"two, {'no draft model' if draft is None else draft.name}: layers {server.plan()}")
+
+async def _two(run: Run, path: Path, _: Path, drafts: _Drafts) -> _Systems:
+    systems = {way: await asyncio.to_thread(_head, run, path, draft, ["w1"], []) for way, draft in drafts.items()}
+    return systems, "two"
+
+
+def _head(run: Run, path: Path, draft: Path | None, workers: Sequence[str], more: Sequence[str]) -> _System:
+    """What ``primad serve`` makes of machines with a core each."""
+    how = ["--speculate", "lookup"] if draft is None else ["--speculate", "draft", "--draft", str(draft)]
+    head = ["--context", str(CONTEXT), "--sequences", "1", "--extra-buffers", "off", *how, *more]
+    head += ["--use-all"] if workers else []
+    server = run.stack.enter_context(head_here(path, run.homes(), workers, head=head, machines=True))
+    streamed = [
+        f"{device['predicted']['streamed'] or 0} of {device['layers']}" for device in server.status()["devices"]
+    ]
+    run.say(
+        f"{'no draft model' if draft is None else draft.name}: layers {server.plan()}, streamed {', '.join(streamed)}"
+    )
 
     def drafts() -> tuple[int, int, int]:
         printed: dict[str, Any] = server.status()["drafts"] or {}
@@ -342,16 +269,18 @@ def _ask_head(
     return _completion(ids, times, begin_s, after[0] - drafted, after[1] - accepted)
 
 
+CASES: Final[Mapping[str, Callable[[Run, Path, Path, _Drafts], Awaitable[_Systems]]]] = {
+    "two": _two,
+    "streams": _streams,
+    "far": _far,
+}
 BENCH: Final = Bench(
     help="what drafts win",
     measure=measure,
     quick={"case": ["two", "streams"], "way": [AS_SERVED], "rounds": 1, "tokens": 64},
     flags=(
-        flag("--case", choices=list(AT_LEAST), nargs="+", default=list(AT_LEAST)),
-        flag("--way", choices=WAYS, nargs="+", default=list(WAYS), help="what is compared (default: all)"),
-        flag("--windows", type=int, nargs="+", default=[4], help="of far rings, a device each (default: 4)"),
-        flag("--latency-ms", type=float, nargs="+", default=[10.0], help="of each hop of far rings (default: 10)"),
-        flag("--target", choices=list(FORMS), help="requantise the model first"),
+        flag("--case", choices=list(CASES), nargs="+", default=list(CASES)),
+        flag("--way", choices=WAYS, nargs="+", default=list(WAYS), help="what drafts (default: all)"),
         flag("--draft", choices=list(FORMS), default="q2_k", help="form of the draft model"),
         flag("--tokens", type=int, default=128),
     ),

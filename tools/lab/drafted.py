@@ -1,4 +1,4 @@
-"""What drafts won: answers with and without them, what is wanted of that, and how it is shown."""
+"""What drafts won: questions, answers with and without drafts, what is wanted of that, and how it is shown."""
 
 from __future__ import annotations
 
@@ -14,8 +14,46 @@ COPIES: Final = ("code", "chat")
 """Answers to these questions repeat their prompts."""
 AT_LEAST: Final = {"two": 1.4, "streams": 2.5, "far": 2.0}
 """Times the tokens a second, where an answer repeats its prompt."""
-FAR: Final = "4 devices, 10 ms"
-"""The far ring of which so much is wanted."""
+
+
+CODE: Final = """def settle(orders, prices):
+    total = 0
+    for order in orders:
+        price = prices.get(order.name)
+        if price is None:
+            raise KeyError(f"no price for {order.name}")
+        total += price * order.count
+    return total
+
+
+def refund(orders, prices):
+    total = 0
+    for order in orders:
+        price = prices.get(order.name)
+        if price is None:
+            raise KeyError(f"no price for {order.name}")
+        total -= price * order.count
+    return total
+"""
+REPORT: Final = (
+    "The ferry from Harlow leaves the northern pier at half past six on weekdays and at eight on Sundays. Tickets are sold "
+    "in the wooden house beside the pier, which opens twenty minutes earlier. Bicycles travel free of charge, but dogs need "
+    "a ticket of their own. When the wind is stronger than seven, the ferry stays in the harbour and a bus takes its place."
+)
+STORY: Final = (
+    "Once upon a time an old clockmaker found a small brass key in the snow. Tell what happened then, at length."
+)
+
+
+def _chat(question: str, begun: str = "") -> str:
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{begun}"
+
+
+QUESTIONS: Final[Mapping[str, str]] = {
+    "code": _chat(f"Write this code again without any change:\n```\n{CODE}```", "```\ndef settle(orders"),
+    "chat": _chat(f"{REPORT}\n\nWrite this text again, word for word.", "The ferry from"),
+    "story": _chat(STORY),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +130,6 @@ class Drafted(Row):
         """The ratios that are asked for."""
         for each in rows:
             case, repeats = each.case.partition(",")[0], each.question in COPIES
-            if case == "far" and FAR not in each.case:
-                continue  # nothing is expected of other rings
             name = f"{each.model}, {each.case}, {each.question}, {each.way}"
             faster = f"{name}: tokens/s, of those without"
             if each.way == AS_SERVED:
@@ -103,8 +139,3 @@ class Drafted(Row):
                 yield Figure(what=faster, values=each.rounds, at_least=0.95)
             elif each.way == "model" and case == "far":
                 yield Figure(what=faster, values=each.rounds, at_least=2.0 if each.question != "random" else 0.97)
-                for plain in rows:
-                    key = (each.case, each.model, each.question, "one step")
-                    if (plain.case, plain.model, plain.question, plain.way) == key:
-                        what = f"{name}: tokens/s, of synchronous ones"
-                        yield Figure(what=what, values=(each.times / plain.times,), at_least=1.5)

@@ -138,11 +138,6 @@ def number(value: float | None, form: str = ".1f", none: str = "-") -> str:
     return none if value is None else format(value, form)
 
 
-def mega(size: float | None, none: str = "-") -> str:
-    """Bytes in MB."""
-    return number(None if size is None else size / 1e6, ".0f", none)
-
-
 def figures_of(rows: Sequence[Row]) -> list[Figure]:
     """What is judged of rows of all kinds."""
     kinds: dict[type[Row], list[Row]] = {}

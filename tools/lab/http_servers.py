@@ -111,6 +111,10 @@ class HttpServer:
         """Layers by device of primad's plan, the head's first, as in 9+21."""
         return "+".join(str(device["layers"]) for device in self.status()["devices"])
 
+    def read_bytes(self) -> int:
+        """What primad's devices have read of weights that stream."""
+        return sum(device["memory"]["read_bytes"] or 0 for device in self.status()["devices"])
+
     def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=timeout_s)
         try:
@@ -155,20 +159,19 @@ def head_here(
     every: Sequence[str] = (),
     head: Sequence[str] = (),
     machines: bool = False,
-    bound: bool = True,
     started: Callable[[int], None] = lambda _: None,
     host: str | None = LOOPBACK,
 ) -> Iterator[HttpServer]:
     """A head and ``workers`` by name in a cluster of their own, each with a home in ``homes``, a new folder in which no
     daemon ran. What was measured before for the same daemon in a folder beside it is used again.
 
-    ``machines`` are ``bound`` to a core each, or not. ``every`` one has these options, and the ``head`` some more.
+    ``machines`` are bound to a core each. ``every`` one has these options, and the ``head`` some more.
     ``started`` is given the process of each that starts; all listen on ``host``, or everywhere. Raises ``LabError`` when it
     does not come.
     """
     homes.mkdir(parents=True, exist_ok=True)
     names, cluster, port = ["head", *workers], f"bench-{secrets.token_hex(4)}", free_port()
-    before = {name: as_machine(name, at if bound else None) if machines else [] for at, name in enumerate(names)}
+    before = {name: as_machine(name, at) if machines else [] for at, name in enumerate(names)}
     for name, words in before.items():
         _profile(homes / name, words, every)
     others = ["--wait", str(len(workers)), "--wait-timeout", f"{START_S:g}"] if workers else ["--alone"]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -30,8 +27,6 @@ from primad.gguf.windows import ModelCutter, WindowPlan
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.planning.extra_buffers import is_faster
-from primad.profiler.effort import TYPES
-from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 from primad.ring.messages import (
     Connect,
@@ -54,15 +49,6 @@ from primad.ring.speculation.messages import DraftModel
 from tools.lab import LabError, disk
 from tools.lab.delayed import DelayedLink
 from tools.lab.memory import LimitedGroup
-
-
-def types_of(model: ModelProfile) -> tuple[str, ...]:
-    """The types that make up ``model`` and can be measured."""
-    sizes = Counter(model.output_bytes_by_type)
-    for layer in model.layers:
-        sizes.update(layer.bytes_by_type)
-        sizes.update(layer.expert_bytes_by_type)
-    return tuple(kind for kind in TYPES if sizes[kind] > 0.01 * sizes.total())
 
 
 def even_windows(layers: int, devices: int) -> list[int] | None:
@@ -102,7 +88,7 @@ class LocalRing:
 
     ``plan`` takes the place of ``windows`` and ``rounds``, and may stream.
     ``groups`` limits the memory of the process of a device; then no process finds anything of its files in the page cache
-    when it starts. ``pinned`` gives each device a core alone, where there are as many. ``gpu``, by llama.cpp's name for it,
+    when it starts. ``gpu``, by llama.cpp's name for it,
     computes all layers and the output matrix where no ``plan`` says otherwise. Extra buffers are used where ``cpu``
     says that they are faster; without it they are off. Each hop takes
     ``latency_s`` longer than it would here.
@@ -120,18 +106,15 @@ class LocalRing:
     rows: int = 512
     sequences: int = 1
     batching: Batching = field(default_factory=Batching)
-    pieces: Pieces | None = None
     drafting: Drafting | None = None
     draft: DraftModel | None = None
     predicts: bool = False
-    min_rows: int | None = None
     kv_type: KvType = "f16"
     flash: bool = True
-    threads: Sequence[int] | int = 2
+    threads: int = 2
     cpu: CpuProfile | None = None
     folder: Path | None = None
     step_timeout_s: float = 120
-    pinned: bool = False
     latency_s: float = 0.0
     gpu: str = ""
     small_windows: bool = False
@@ -143,7 +126,6 @@ class LocalRing:
         if cast("Plan | None", self.plan) is None:
             names = [f"d{i}" for i in range(len(windows))]
             self.plan = _arranged(arrange(names, windows, rounds=self.rounds, model=profile), self.gpu)
-        self._threads = [self.threads] * len(self.plan.devices) if isinstance(self.threads, int) else self.threads
         self.assignments = assignments(self.plan, profile)
         self._folder = self.folder
         self._stack = AsyncExitStack()
@@ -182,7 +164,7 @@ class LocalRing:
         vocabulary = LlamaVocabulary(self.model)
         self._stack.callback(vocabulary.release)
         cutter = ModelCutter(self._header, predicts=self.predicts) if len(plan.route) > 1 else None
-        for number, name in enumerate(plan.devices):
+        for name in plan.devices:
             assert self._folder is not None
             run = self._folder / f"run-{self._ring}-{name}"
             run.mkdir(parents=True)
@@ -190,8 +172,8 @@ class LocalRing:
                 context=self.context,
                 sequences=self.sequences,
                 rows=self.rows,
-                threads=self._threads[number],
-                batch_threads=self._threads[number],
+                threads=self.threads,
+                batch_threads=self.threads,
                 kv_type=self.kv_type,
                 lock=False,
                 flash=self.flash,
@@ -230,9 +212,8 @@ class LocalRing:
                     depth=len(plan.devices),
                     at_once=self.sequences,
                     chunk_rows=self.rows,
-                    min_rows=self.min_rows or self.rows,
+                    min_rows=self.rows,
                     batching=self.batching,
-                    pieces=self.pieces,
                     states=self._states,
                     drafting=self.drafting,
                     draft=self.draft,
@@ -261,16 +242,12 @@ class LocalRing:
         number = self.plan.devices.index(name)
         process = await RingProcess.start(
             self._folder / f"run-{self._ring}-{name}" / "log",
-            threads=self._threads[number],
+            threads=self.threads,
             place=(len(self.plan.devices) - number) if number else 0,
             gpu=bool(self.gpu),
         )
         if name in self.groups:
             self.groups[name].add(process.pid)
-        if self.pinned and sys.platform == "linux":
-            cores = sorted(os.sched_getaffinity(0))
-            if len(self.plan.devices) <= len(cores):  # before it loads: its first thread begins those that compute
-                os.sched_setaffinity(process.pid, {cores[number]})
         self._stack.push_async_callback(process.close)
         self.processes[name] = process
         events: asyncio.Queue[object] = asyncio.Queue()

@@ -19,9 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from tools.lab import disk
 from tools.lab.cgroups import Cgroups, Hierarchies, here
-from tools.lab.names import LabError, new_id
+from tools.lab.names import new_id
 from tools.lab.record import Owner, Record
 from tools.lab.removal import remove, remove_abandoned
 from tools.lab.requirements import require
@@ -65,22 +64,11 @@ class Counters:
 class LimitedGroup:
     """A cgroup with this limit, empty at first; its processes are killed and it is removed at the end of the block.
 
-    ``cpus`` also limits its CPU time per second, ``read_bytes_per_s`` what it reads from the disk under ``folder``. Raises
-    ``LabError`` where there are no cgroups for it.
+    Raises ``LabError`` where there are no cgroups for it.
     """
 
-    def __init__(
-        self,
-        limit_bytes: int,
-        *,
-        cpus: float | None = None,
-        read_bytes_per_s: int | None = None,
-        folder: Path = Path("/var/tmp"),
-    ) -> None:
+    def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self._cpus = cpus
-        self._read_bytes_per_s = read_bytes_per_s
-        self._folder = folder
         self._lab = new_id()
         self._at: Hierarchies
         self._groups: Cgroups
@@ -94,13 +82,6 @@ class LimitedGroup:
             self._groups = Cgroups(self._lab, self._at)
             self._groups.create(_NAME)
             self._groups.limit_memory(_NAME, self.limit_bytes)
-            if self._cpus is not None:
-                self._groups.limit_cpu(_NAME, self._cpus)
-            if self._read_bytes_per_s is not None:
-                device = disk.block_device(self._folder)
-                if device is None:
-                    raise LabError(f"{self._folder}: lies on no disk of its own; choose another folder")
-                self._groups.limit_disk(_NAME, device, self._read_bytes_per_s, None)
         except BaseException:
             remove(self._lab, self._at)
             raise
@@ -115,6 +96,10 @@ class LimitedGroup:
         """Put a process into the group; what it and its children take from now on counts."""
         for path in self._groups.procs(_NAME):
             path.write_text(str(pid), encoding="ascii")
+
+    def pids(self) -> set[int]:
+        """Its processes."""
+        return self._groups.pids(_NAME)
 
     def proc_cgroup(self) -> str:
         """What ``/proc/PID/cgroup`` says of memory for a process of the group."""
@@ -167,7 +152,7 @@ class LimitedGroup:
             path = self._at.group("blkio", self._lab, _NAME) / key
             if path.exists():
                 return sum(reads(path.read_text(encoding="ascii")))
-        return sum(read_bytes(pid) for pid in self._groups.pids(_NAME))
+        return sum(read_bytes(pid) for pid in self.pids())
 
 
 def read_bytes(pid: int) -> int:
