@@ -1,7 +1,8 @@
 """``serve --case``: what must hold of several answers at once, each case with its figures and its bound.
 
 ``prompt``: four answers are written while a prompt of 4,000 tokens comes, and one of 50 behind it. ``turn``:
-the second turn of a chat with 2,000 tokens before it. Both are on devices that count as machines with a core each.
+the second turn of a chat with 2,000 tokens before it. ``first``: the first token of a prompt of 512, of what it takes on
+one device. They are on devices that count as machines with a core each.
 ``streaming``: four answers at once, and one, of a model of which half streams, on one device. All ask ``primad serve`` over
 HTTP.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import statistics
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -30,6 +32,7 @@ from tools.lab.plain_llama import prompt_of
 LONG_TOKENS: Final = 4000
 SHORT_TOKENS: Final = 50
 HISTORY_TOKENS: Final = 2000
+PROMPT_TOKENS: Final = 512
 STREAMING_SHARE: Final = 0.5
 """Of the model that does not fit, so much memory is there, and 350 MB."""
 BESIDE_BYTES: Final = 350 << 20
@@ -142,6 +145,24 @@ async def second_turn(run: Run, path: Path, devices: int) -> None:
     _add(run, "turn", path, devices, found, times=(None, 0.2))
 
 
+async def first_token(run: Run, path: Path, devices: int) -> None:
+    """The first token of a prompt of 512 on so many devices, and on one of them alone, in turn."""
+    if devices == 1:
+        return
+    how: dict[str, Any] = {"cache_prompt": False, "speculate": False}
+    took_s = dict[int, list[float]]()
+    with _head(run, path, 1, 1024, 1) as one, _head(run, path, devices, 1024, 1) as several:
+        plan = several.plan()
+        for _ in range(1 + run.options.rounds):
+            for count, server in ((1, one), (devices, several)):
+                begin_s = time.perf_counter()
+                [at_s] = await asyncio.to_thread(server.stream, prompt_of(PROMPT_TOKENS), 1, **how)
+                took_s.setdefault(count, []).append(at_s - begin_s)
+    alone_s, together_s = (statistics.median(each[1:]) for each in took_s.values())
+    found = {"plan": plan, "one_ms": 1e3 * alone_s, "first_ms": 1e3 * together_s, "times": together_s / alone_s}
+    _add(run, "first", path, devices, found, times=(None, 0.6))
+
+
 async def streaming(run: Run, path: Path, devices: int) -> None:
     """Four answers at once against one, of a model with half of its memory, on one device with all cores."""
     limit = int(STREAMING_SHARE * file_bytes(path)) + BESIDE_BYTES
@@ -174,5 +195,6 @@ def _streamed(server: HttpServer, streams: int) -> tuple[float, float]:
 CASES: Final[Mapping[str, Callable[[Run, Path, int], Awaitable[None]]]] = {
     "prompt": long_prompt,
     "turn": second_turn,
+    "first": first_token,
     "streaming": streaming,
 }
