@@ -195,7 +195,7 @@ def _search(request: PlanRequest, work: Workload, require: frozenset[str], budge
         raise
     except Infeasible:
         return _search_for(request, small, require, budget)
-    if not _is_short(found):
+    if not (_is_short(found) or _is_quicker(found, small, request)):
         return found
     try:
         # A wider context is of interest whatever it takes.
@@ -214,6 +214,17 @@ def _is_short(found: FoundPlan) -> bool:
     return bool(
         plan.streaming or found.why_context or any(each.in_ram for each in plan.route if each.device in with_gpu)
     )
+
+
+def _is_quicker(found: FoundPlan, small: Workload, request: PlanRequest) -> bool:
+    """Whether the plan itself gains by small caches, of which long prompts read less."""
+    solution = found.solution
+    work = replace(small, context_tokens=found.workload.context_tokens).with_rows(
+        solution.prediction.chunk_rows, solution.prediction.step_rows
+    )
+    asked = msgspec.structs.replace(request, devices=found.devices).instance(work, solution.plan.head)
+    taken = evaluate(solution.plan, asked.offloading(solution.plan))
+    return taken.objective_s(solution.objective, work.answer_tokens) < (1 - SMALL_WINDOWS_GAIN) * solution.objective_s
 
 
 def _search_for(

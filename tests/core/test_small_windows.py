@@ -72,6 +72,12 @@ def test_where_cells_push_layers_off_a_gpu_the_cache_of_windows_is_small():
     assert found.drafting is None
 
 
+def test_where_long_prompts_are_typical_the_cache_of_windows_is_small_as_less_of_it_is_read():
+    long, short = ({"prompt_tokens": tokens, "answer_tokens": 256} for tokens in (15000, 512))
+    assert plan(asked(12 * GB, **long)).question.workload.small_windows
+    assert not plan(asked(12 * GB, **short)).question.workload.small_windows
+
+
 def test_a_small_cache_is_a_way_out_where_no_other_plan_fits():
     request = asked(0)
     small = dataclasses.replace(device("desk", ram=5 * GB), disk=dataclasses.replace(device("d").disk, free_bytes=0))
