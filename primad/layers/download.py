@@ -64,11 +64,11 @@ class _Download:
         progress: Callable[[int], None],
         downloaded: Callable[[str, str, bytes], None],
     ) -> None:
-        self.makers = hub_routes.makers([layer.origin.name for layer in layers])
-        self.again_s = hub_routes.transfers.timings.hub_again_s
-        self.way = 0
-        self.came = False
-        self.reasons: list[str] = []
+        self._makers = hub_routes.makers([layer.origin.name for layer in layers])
+        self._again_s = hub_routes.transfers.timings.hub_again_s
+        self._way = 0
+        self._came = False
+        self._reasons: list[str] = []
         self._layers = {layer.origin.name: layer for layer in layers}
         self._parts, self._cache = parts, cache
         self._progress, self._drawn = progress, downloaded
@@ -93,23 +93,52 @@ class _Download:
             raise failed.exceptions[0] from None
 
     async def _run_lane(self) -> None:
-        lane = _Lane(self)
-        try:
-            while self._lacking:
-                await self._take(lane, *self._lacking.popleft())
-        finally:
-            await lane.close()
+        """Fetch over one connection at a time, by the way that is open, until nothing is lacking or no way is left."""
+        while self._lacking:
+            way = self._way
+            if way == len(self._makers):
+                why = printable("; ".join(dict.fromkeys(self._reasons)), 500)
+                raise ClusterError(f"layers cannot be fetched: {why}")
+            source = self._makers[way]()
+            try:
+                while self._lacking and way == self._way:
+                    await self._take(source, way, *self._lacking.popleft())
+            finally:
+                await source.close()
 
-    async def _take(self, lane: _Lane, name: str, number: int) -> None:
+    async def _take(self, source: ChunkSource, way: int, name: str, number: int) -> None:
         layer, part = self._layers[name], self._parts[name]
         size = chunk_size(layer.ref.size_bytes, number)
         if (wait_s := self._bucket.take(size, time.monotonic())) > 0:
             await asyncio.sleep(wait_s)
-        data = await lane.chunk(layer, number)
+        data = await self._chunk(source, way, layer, number)
+        if data is None:
+            self._lacking.appendleft((name, number))
+            return
         complete = await in_thread(self._cache.write, part, number, data)
         self._progress(size)
         if complete:
             await self._finish(name)
+
+    async def _chunk(self, source: ChunkSource, way: int, layer: WantedLayer, number: int) -> bytes | None:
+        """A chunk; None where ``way`` leads nowhere, so that all lanes take the next one."""
+        tries = 0
+        while way == self._way:
+            try:
+                data = await source.chunk(layer, number)
+            except HubError as exc:
+                tries += 1
+                # A way that never gave anything is none: a device without a way out is not to try for a minute.
+                if exc.again and tries < TRIES and (self._came or way == len(self._makers) - 1):
+                    await asyncio.sleep(max(exc.wait_s, self._again_s * 2 ** (tries - 1)))
+                elif way == self._way:
+                    self._reasons.append(f"{source.name}: {exc}")
+                    logger.info("no more layers are drawn from there: %s", self._reasons[-1])
+                    self._way += 1
+            else:
+                self._came = True
+                return data
+        return None
 
     async def _finish(self, name: str) -> None:
         """Flush and name a layer that is complete; one that is not what it was before is not kept."""
@@ -128,63 +157,3 @@ class _Download:
         await in_thread(self._cache.finish, part)
         assert tree is not None
         self._drawn(name, digest, tree)
-
-    def gives_up(self, way: int, reason: str) -> None:
-        """The way number ``way`` leads nowhere: all lanes take the next one. Raises as ``check``."""
-        if self.way == way:
-            logger.info("no more layers are drawn from there: %s", reason)
-            self.reasons.append(reason)
-            self.way += 1
-        self.check()
-
-    def check(self) -> None:
-        """Raises ``ClusterError`` where no way is left."""
-        if self.way >= len(self.makers):
-            why = printable("; ".join(dict.fromkeys(self.reasons)), 500)
-            raise ClusterError(f"layers cannot be fetched: {why}")
-
-
-class _Lane:
-    """One connection, by whatever way is open."""
-
-    def __init__(self, draw: _Download) -> None:
-        self._download = draw
-        self._way = -1
-        self._chunk_source: ChunkSource | None = None
-
-    async def chunk(self, layer: WantedLayer, number: int) -> bytes:
-        """A chunk, from whoever gives it. Raises ``ClusterError`` where nobody does."""
-        tries = 0
-        while True:
-            chunk_source = await self._current()
-            try:
-                data = await chunk_source.chunk(layer, number)
-            except HubError as exc:
-                tries += 1
-                # A way that never gave anything is none: a device without a way out is not to try for a minute.
-                if not exc.again or tries >= TRIES or not (self._download.came or self._is_last):
-                    self._download.gives_up(self._way, f"{chunk_source.name}: {exc}")
-                    tries = 0
-                else:
-                    await asyncio.sleep(max(exc.wait_s, self._download.again_s * 2 ** (tries - 1)))
-                continue
-            self._download.came = True
-            return data
-
-    @property
-    def _is_last(self) -> bool:
-        return self._way == len(self._download.makers) - 1
-
-    async def _current(self) -> ChunkSource:
-        if self._chunk_source is None or self._way != self._download.way:
-            await self.close()
-            self._download.check()
-            self._way = self._download.way
-            self._chunk_source = self._download.makers[self._way]()
-        return self._chunk_source
-
-    async def close(self) -> None:
-        """Close it."""
-        chunk_source, self._chunk_source = self._chunk_source, None
-        if chunk_source is not None:
-            await chunk_source.close()

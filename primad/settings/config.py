@@ -34,8 +34,8 @@ import os
 import re
 import socket
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,28 +60,9 @@ DEFAULT_HTTP_PORT: Final = 8080
 DEFAULT_CLUSTER: Final = "home"
 LOOPBACK: Final = "127.0.0.1"
 _VARIABLE: Final = "PRIMAD_"
+_UNIT: Final = re.compile(r"_(bytes|s|bytes_per_s)$")
 _NEARLY: Final = 0.8
 """So like a key, from 0 to 1, is a slip of it."""
-KEYS: Final = (
-    *(
-        "name",
-        "cluster",
-        "host",
-        "port",
-        "interface",
-        "devices",
-        "threads",
-        "nice",
-        "lock",
-        "max_ram",
-        "max_vram",
-        "max_disk",
-        "gpu",
-    ),
-    *("kv_cache", "kv_cache_limit"),
-    *("pause_on_battery", "transfer_limit", "keep_loaded", "replan_gain", "heartbeat_interval", "suspect_after"),
-    "gone_after",
-)
 TABLES: Final = ("serve", "plan")
 """Commands whose options may stand in the file too, each in a table of its own (``tables.py``)."""
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
@@ -95,6 +76,119 @@ Flags = Mapping[str, Any]
 """Options of the command line by key; None where one was not given."""
 
 
+def any_host() -> str:
+    """The address that stands for all addresses of this machine.
+
+    ``::`` hears IPv4 too, also where IPv6 is switched off by sysctl; a kernel without IPv6 has only ``0.0.0.0``.
+    """
+    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def check_host(host: Any, source: str) -> str:
+    """``host`` if one can listen on it. Raises ``ConfigError``."""
+    if not isinstance(host, str):
+        raise ConfigError(f"{source}: {host!r} is not an address")
+    try:
+        if not host:
+            raise OSError("it is empty")
+        socket.getaddrinfo(host, None, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as exc:
+        raise ConfigError(f"{source}: {printable(repr(host), 80)} is not an address of this machine: {exc}") from exc
+    return host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` stays on this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_address(address: Any, source: str) -> str:
+    """``address`` as ``host:port``, with the usual control port where it names none. Raises ``ConfigError``."""
+    match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    port = DEFAULT_CONTROL_PORT if match is None else int(match[2] or DEFAULT_CONTROL_PORT)
+    if match is None or not 0 < port < 65_536:
+        raise ConfigError(
+            f"{source}: {address!r} is not a device address; give host:port, for example 192.168.1.20:7770"
+        )
+    return f"{match[1]}:{port}"
+
+
+def has_port(address: str) -> bool:
+    """Whether ``address`` is a host with a port."""
+    match = _ADDRESS.fullmatch(address)
+    return match is not None and match[2] is not None
+
+
+def join_address(host: str, port: int) -> str:
+    """``host:port``, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of an ``address`` that ``check_address`` accepted, without the brackets of IPv6."""
+    host, port = address.rsplit(":", 1)
+    return host.strip("[]"), int(port)
+
+
+def _name(value: Any, source: str, *, kind: str) -> str:
+    if not isinstance(value, str) or not NAME.fullmatch(value):
+        raise ConfigError(f"{source}: {value!r} is not a {kind} name; use up to 62 letters, digits, '.', '_' and '-'")
+    return value
+
+
+def _interface(value: Any, source: str) -> str:
+    """Only the form: whether this machine has it now is asked when it is used, since networks come and go."""
+    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value.strip()) <= 128:
+        raise ConfigError(f"{source}: {printable(repr(value), 80)} is not an interface; give one such as eth0")
+    return value.strip()
+
+
+def _some_memory(value: Any, source: str) -> Amount:
+    amount = parse_amount(value, source)
+    if amount == 0:
+        raise ConfigError(f"{source}: without memory this device computes nothing; give more, or do not start it")
+    return amount
+
+
+def _addresses(value: Any, source: str) -> tuple[str, ...]:
+    return tuple(check_address(device, source) for device in parse_list(value, source))
+
+
+def _host_name() -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname().split(".")[0]).strip("-._")
+    return name[:62] or "device"
+
+
+def _gpu(value: Any, source: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{source}: {value!r} is not a name of a GPU; 'primad profile' names them, 'off' takes none")
+    return value.strip()
+
+
+def _transfer_limit(value: Any, source: str) -> float:
+    """A slower transfer would look like a device that does not answer: one chunk is 4 MiB."""
+    rate = parse_rate(value, source)
+    if rate < MIN_TRANSFER_BYTES_PER_S:
+        raise ConfigError(f"{source}: {value!r} is too slow for layers; give at least 1MB/s")
+    return rate
+
+
+def _folder_or_off(value: Any, source: str) -> Path | None:
+    if not isinstance(value, str | Path) or not str(value).strip():
+        raise ConfigError(f"{source}: {printable(repr(value), 80)} is not a folder; give one, or off")
+    return None if str(value) == "off" else Path(value).expanduser().absolute()
+
+
+def _key(check: Callable[..., Any], default: Any, **bounds: Any) -> Any:
+    """A key of the file, the environment and the command line, called as its field without the unit."""
+    return field(metadata={"check": check, "default": default, "bounds": bounds})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """One device's configuration; the module's text says what each key is.
@@ -106,25 +200,25 @@ class Config:
     """
 
     home: Path
-    name: str
-    cluster: str
-    host: str
-    port: int | None
-    interface: str | None
-    devices: tuple[str, ...]
-    threads: int | None
-    nice: int
-    lock: bool
     limits: OwnerLimits
-    kv_cache: Path | None
-    kv_cache_limit_bytes: int
-    pause_on_battery: bool
-    transfer_limit_bytes_per_s: float | None
-    keep_loaded_s: float
-    replan_gain: float
-    heartbeat_interval_s: float
-    suspect_after_s: float
-    gone_after_s: float
+    name: str = _key(_name, _host_name, kind="device")
+    cluster: str = _key(_name, DEFAULT_CLUSTER, kind="cluster")
+    host: str = _key(check_host, any_host)
+    port: int | None = _key(parse_whole, None, maximum=65_535)
+    interface: str | None = _key(_interface, None)
+    devices: tuple[str, ...] = _key(_addresses, ())
+    threads: int | None = _key(parse_whole, None, minimum=1, maximum=1024)
+    nice: int = _key(parse_whole, 0, maximum=19)
+    lock: bool = _key(parse_yes_no, False)
+    kv_cache: Path | None = _key(_folder_or_off, None)  # noqa: RUF009 - a field
+    kv_cache_limit_bytes: int = _key(parse_bytes, DEFAULT_KV_CACHE_BYTES)
+    pause_on_battery: bool = _key(parse_yes_no, False)
+    transfer_limit_bytes_per_s: float | None = _key(_transfer_limit, None)
+    keep_loaded_s: float = _key(parse_duration, 600.0, maximum=7 * _DAY_S)
+    replan_gain: float = _key(parse_gain, 0.10)
+    heartbeat_interval_s: float = _key(parse_duration, 0.5, minimum=0.05, maximum=60)
+    suspect_after_s: float = _key(parse_duration, 1.5, minimum=0.1, maximum=600)
+    gone_after_s: float = _key(parse_duration, 4.0, minimum=0.2, maximum=3600)
 
     @property
     def layers(self) -> Path:
@@ -140,6 +234,17 @@ class Config:
     def run(self) -> Path:
         """The folder for files of this run: metadata splits and logs."""
         return self.home / "run"
+
+
+_LIMITS: Final = {
+    "max_ram": ("ram", _some_memory),
+    "max_vram": ("vram", parse_amount),
+    "max_disk": ("disk_bytes", parse_bytes),
+    "gpu": ("gpu", _gpu),
+}
+"""The keys of the owner's limits, and the field and the check of each."""
+_FIELDS: Final = {_UNIT.sub("", each.name): each for each in fields(Config) if each.metadata}
+KEYS: Final = (*_FIELDS, *_LIMITS)
 
 
 def default_home() -> Path:
@@ -170,14 +275,6 @@ def usage_folder(home: Path) -> Path:
 def checks_folder(home: Path) -> Path:
     """The folder in ``home`` where it is kept which models were found to be cut exactly."""
     return home / "checks"
-
-
-def any_host() -> str:
-    """The address that stands for all addresses of this machine.
-
-    ``::`` hears IPv4 too, also where IPv6 is switched off by sysctl; a kernel without IPv6 has only ``0.0.0.0``.
-    """
-    return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,36 +315,15 @@ def load_config(flags: Flags, environ: Mapping[str, str] = os.environ, stored: C
         stored = config_file(flags, environ)
     sources = _Sources(flags, environ, _own_keys(stored), stored.path)
 
-    def chosen(key: str, check: Any, default: Any, **bounds: Any) -> Any:
-        given = sources.get(key)
-        return default if given is None else check(*given, **bounds)
+    def chosen(key: str, check: Callable[..., Any], default: Any = None, bounds: Mapping[str, Any] = {}) -> Any:
+        if (given := sources.get(key)) is not None:
+            return check(*given, **bounds)
+        return default() if callable(default) else default
 
     config = Config(
         home=home,
-        name=chosen("name", _name, _host_name(), kind="device"),
-        cluster=chosen("cluster", _name, DEFAULT_CLUSTER, kind="cluster"),
-        host=chosen("host", check_host, any_host()),
-        port=chosen("port", parse_whole, None, maximum=65_535),
-        interface=chosen("interface", _interface, None),
-        devices=chosen("devices", _addresses, ()),
-        threads=chosen("threads", parse_whole, None, minimum=1, maximum=1024),
-        nice=chosen("nice", parse_whole, 0, maximum=19),
-        lock=chosen("lock", parse_yes_no, False),
-        limits=OwnerLimits(
-            ram=chosen("max_ram", _some_memory, None),
-            vram=chosen("max_vram", parse_amount, None),
-            disk_bytes=chosen("max_disk", parse_bytes, None),
-            gpu=chosen("gpu", _gpu, None),
-        ),
-        kv_cache=chosen("kv_cache", _folder_or_off, None),
-        kv_cache_limit_bytes=chosen("kv_cache_limit", parse_bytes, DEFAULT_KV_CACHE_BYTES),
-        pause_on_battery=chosen("pause_on_battery", parse_yes_no, False),
-        transfer_limit_bytes_per_s=chosen("transfer_limit", _transfer_limit, None),
-        keep_loaded_s=chosen("keep_loaded", parse_duration, 600.0, maximum=7 * _DAY_S),
-        replan_gain=chosen("replan_gain", parse_gain, 0.10),
-        heartbeat_interval_s=chosen("heartbeat_interval", parse_duration, 0.5, minimum=0.05, maximum=60),
-        suspect_after_s=chosen("suspect_after", parse_duration, 1.5, minimum=0.1, maximum=600),
-        gone_after_s=chosen("gone_after", parse_duration, 4.0, minimum=0.2, maximum=3600),
+        limits=OwnerLimits(**{name: chosen(key, check) for key, (name, check) in _LIMITS.items()}),
+        **{each.name: chosen(key, **each.metadata) for key, each in _FIELDS.items()},
     )
     _check_patience(config, sources)
     return config
@@ -260,26 +336,6 @@ def _check_variables(environ: Mapping[str, str]) -> None:
         close = () if key in KEYS else difflib.get_close_matches(key, KEYS, n=1, cutoff=_NEARLY)
         if close:
             raise ConfigError(f"{variable}: no such variable; did you mean {_VARIABLE}{close[0].upper()}?")
-
-
-def _gpu(value: Any, source: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"{source}: {value!r} is not a name of a GPU; 'primad profile' names them, 'off' takes none")
-    return value.strip()
-
-
-def _transfer_limit(value: Any, source: str) -> float:
-    """A slower transfer would look like a device that does not answer: one chunk is 4 MiB."""
-    rate = parse_rate(value, source)
-    if rate < MIN_TRANSFER_BYTES_PER_S:
-        raise ConfigError(f"{source}: {value!r} is too slow for layers; give at least 1MB/s")
-    return rate
-
-
-def _folder_or_off(value: Any, source: str) -> Path | None:
-    if not isinstance(value, str | Path) or not str(value).strip():
-        raise ConfigError(f"{source}: {printable(repr(value), 80)} is not a folder; give one, or off")
-    return None if str(value) == "off" else Path(value).expanduser().absolute()
 
 
 def _check_patience(config: Config, sources: _Sources) -> None:
@@ -336,57 +392,6 @@ def _make_writable(folder: Path, source: str, mode: int = 0o777) -> None:
         raise ConfigError(f"{source}: this user may not write there; let them, or choose another folder")
 
 
-def check_host(host: Any, source: str) -> str:
-    """``host`` if one can listen on it. Raises ``ConfigError``."""
-    if not isinstance(host, str):
-        raise ConfigError(f"{source}: {host!r} is not an address")
-    try:
-        if not host:
-            raise OSError("it is empty")
-        socket.getaddrinfo(host, None, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as exc:
-        raise ConfigError(f"{source}: {printable(repr(host), 80)} is not an address of this machine: {exc}") from exc
-    return host
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` stays on this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def check_address(address: Any, source: str) -> str:
-    """``address`` as ``host:port``, with the usual control port where it names none. Raises ``ConfigError``."""
-    match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
-    port = DEFAULT_CONTROL_PORT if match is None else int(match[2] or DEFAULT_CONTROL_PORT)
-    if match is None or not 0 < port < 65_536:
-        raise ConfigError(
-            f"{source}: {address!r} is not a device address; give host:port, for example 192.168.1.20:7770"
-        )
-    return f"{match[1]}:{port}"
-
-
-def has_port(address: str) -> bool:
-    """Whether ``address`` is a host with a port."""
-    match = _ADDRESS.fullmatch(address)
-    return match is not None and match[2] is not None
-
-
-def join_address(host: str, port: int) -> str:
-    """``host:port``, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of an ``address`` that ``check_address`` accepted, without the brackets of IPv6."""
-    host, port = address.rsplit(":", 1)
-    return host.strip("[]"), int(port)
-
-
 def config_file(flags: Flags, environ: Mapping[str, str] = os.environ) -> ConfigFile:
     """The configuration file, empty where there is none. Raises ``ConfigError``."""
     path = home_of(flags, environ) / "config.toml"
@@ -410,32 +415,3 @@ def _own_keys(stored: ConfigFile) -> dict[str, Any]:
         meant = f"; did you mean '{close[0]}'?" if close else ""
         raise ConfigError(f"{path}: unknown key '{printable(unknown[0], 80)}'; known are {', '.join(KEYS)}{meant}")
     return content
-
-
-def _name(value: Any, source: str, *, kind: str) -> str:
-    if not isinstance(value, str) or not NAME.fullmatch(value):
-        raise ConfigError(f"{source}: {value!r} is not a {kind} name; use up to 62 letters, digits, '.', '_' and '-'")
-    return value
-
-
-def _interface(value: Any, source: str) -> str:
-    """Only the form: whether this machine has it now is asked when it is used, since networks come and go."""
-    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value.strip()) <= 128:
-        raise ConfigError(f"{source}: {printable(repr(value), 80)} is not an interface; give one such as eth0")
-    return value.strip()
-
-
-def _some_memory(value: Any, source: str) -> Amount:
-    amount = parse_amount(value, source)
-    if amount == 0:
-        raise ConfigError(f"{source}: without memory this device computes nothing; give more, or do not start it")
-    return amount
-
-
-def _addresses(value: Any, source: str) -> tuple[str, ...]:
-    return tuple(check_address(device, source) for device in parse_list(value, source))
-
-
-def _host_name() -> str:
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname().split(".")[0]).strip("-._")
-    return name[:62] or "device"

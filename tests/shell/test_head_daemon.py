@@ -327,7 +327,7 @@ def test_prompts_are_computed_in_the_chunks_that_the_plan_reckons_with(lab, larg
             )
         here.start()
         ring = await here.serves()
-        assert ring.inputs.step_tokens == (larger or 16)
+        assert ring.inputs.service.step_tokens(ring.inputs.forecast) == (larger or 16)
 
     run(lab, test)
 

@@ -26,6 +26,7 @@ from primad.gguf.ranged_cutter import RangedCutter
 from primad.gguf.windows import ModelCutter
 from primad.head.model.options import ServeOptions, model_id
 from primad.planning.adapters import with_expert_use
+from primad.planning.forecast import Forecast
 from primad.planning.question import PlannedDraft, workload_of
 from primad.ring.speculation.messages import DraftModel
 from primad.settings.config import digests_file
@@ -143,6 +144,16 @@ class Service:
     draft: DraftModel | None = None
     draft_source: ModelSource | None = None
     head_has_room: bool = True
+
+    def step_tokens(self, forecast: Forecast) -> int:
+        """Tokens per step, as planned if the plan was solved."""
+        predicted = forecast.prediction
+        return self.options.run.chunk_rows if predicted is None else predicted.step_rows
+
+    def chunk_tokens(self, forecast: Forecast) -> int:
+        """Tokens per prompt chunk, likewise."""
+        predicted = forecast.prediction
+        return self.options.run.chunk_rows if predicted is None else predicted.chunk_rows
 
     @property
     def planned_draft(self) -> PlannedDraft | None:

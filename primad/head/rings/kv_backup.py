@@ -299,7 +299,7 @@ class KvBackup:
         turning = forecast.context_tokens if turns_by_context(self._service.model.header) else 0
         computed: tuple[object, ...] = forecast.flash, turning
         if forecast.small_windows:  # their cells are added up in an order that depends on the tokens of a step
-            computed = *computed, "small windows", self._step_tokens(forecast)
+            computed = *computed, "small windows", self._service.step_tokens(forecast)
         if self._computed != computed:
             self._computed = computed
             self._roots.clear()
@@ -316,11 +316,6 @@ class KvBackup:
         self._copies = self._new_copies(ring, forecast) if ring.keeps else []
         self._drop([key for key in self._blocks if key not in needed])
         self._need(needed.values(), 0)  # new replicas are told with what this ring keeps: resuming has priority
-
-    def _step_tokens(self, forecast: Forecast) -> int:
-        """The most tokens of a step."""
-        predicted = forecast.prediction
-        return self._service.options.run.chunk_rows if predicted is None else predicted.step_rows
 
     def _new_copies(self, ring: HeadRing, forecast: Forecast) -> list[_Copy]:
         copies = []
@@ -429,7 +424,7 @@ class KvBackup:
 
     def chunks(self, forecast: Forecast) -> ChunkSize:
         """The size of chunks of new prompts."""
-        tokens = self._service.options.run.chunk_rows if forecast.prediction is None else forecast.prediction.chunk_rows
+        tokens = self._service.chunk_tokens(forecast)
         return ChunkSize(rows=tokens, minimum=min_rows(forecast.plan, tokens))
 
     def max_replayed(self, forecast: Forecast) -> int | None:

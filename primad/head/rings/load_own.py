@@ -32,7 +32,7 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -
     Raises ``PrimadError`` if a disk refuses or llama.cpp cannot compute the model.
     """
     plan, batching, model = inputs.forecast.plan, inputs.forecast.batching, inputs.service.model
-    vocabulary = await inputs.pieces()
+    vocabulary, chunk_tokens = await inputs.pieces(), inputs.service.chunk_tokens(inputs.forecast)
     own = HeadPart(
         model=str(model.file),
         vocabulary=vocabulary.size,
@@ -41,8 +41,8 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -
         at_once=load.sequences
         if batching.rows > 1 or not plan.streaming
         else 1,  # every step reads streamed layers again
-        chunk_rows=inputs.chunk_tokens,
-        min_rows=min_rows(plan, inputs.chunk_tokens),
+        chunk_rows=chunk_tokens,
+        min_rows=min_rows(plan, chunk_tokens),
         batching=batching,
         pieces=inputs.forecast.pieces,
         keep_rows=inputs.block_tokens,

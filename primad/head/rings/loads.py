@@ -97,7 +97,7 @@ def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers:
         sources=[],
         context=inputs.forecast.context_tokens,
         sequences=inputs.forecast.sequences,
-        rows=inputs.step_tokens,
+        rows=inputs.service.step_tokens(inputs.forecast),
         step_timeout_s=options.step_timeout_s,
         place=0,
         kv_type=options.run.kv_type,

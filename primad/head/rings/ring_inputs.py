@@ -116,15 +116,3 @@ class RingInputs:
             return None
         first = 0 if drafting.branches else min(max(drafting.rows - 1, drafting.room), draft.maximum)
         return replace(draft, context=min(draft.context, self.forecast.context_tokens), first=first)
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens per step, as planned if the plan was solved."""
-        prediction = self.forecast.prediction
-        return self.service.options.run.chunk_rows if prediction is None else prediction.step_rows
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Tokens per prompt chunk, likewise."""
-        prediction = self.forecast.prediction
-        return self.step_tokens if prediction is None else prediction.chunk_rows
