@@ -11,9 +11,9 @@ from typing import Any
 from halda import CutOff, DeviceProfile, Infeasible, LeftOut, Plan, Prediction, Window
 from primad.api.http.status import CompletionFigures
 from primad.errors import PrimadError, RingError
-from primad.head.members.core import Attribution
 from primad.head.rings.ring import RingInputs
 from primad.kv.keys import KvBlock
+from primad.membership.types import RingFailed
 from primad.network.contacts import Contact
 from primad.network.peer import Peer
 from primad.planning.plan import PlanRequest
@@ -202,7 +202,7 @@ class FakeRing:
     def breaks(self, device: str | None, reason: str | PrimadError, *, lasting: bool = False) -> None:
         """It cannot go on."""
         self.broken_by = RingError(reason) if isinstance(reason, str) else reason
-        self.inputs.listener.broken(self.epoch, Attribution(reason=str(reason), device=device, lasting=lasting))
+        self.inputs.listener.broken(RingFailed(self.epoch, device, str(reason), lasting))
 
 
 class FakeRings:

@@ -24,7 +24,6 @@ from primad.errors import (
 from primad.head.members.core import (
     AGAIN,
     SENT,
-    Attribution,
     DeviceLostError,
     StageError,
     StuckStepError,
@@ -34,6 +33,7 @@ from primad.head.members.stage import Stage
 from primad.head.rings import ring as head_ring
 from primad.head.rings import routes as head_ways
 from primad.head.rings.ring import HeadRing
+from primad.membership.types import RingFailed
 from primad.ring.messages import (
     Drained,
     Opened,
@@ -49,6 +49,7 @@ from primad.ring.messages import (
 from primad.settings.timings import HeadTimings, Timings
 
 PATIENCE_S = 180
+EPOCH = 5
 ALONE = Plan(
     rounds=1,
     route=(Window(device="desk", first=0, last=5, gpu_layers=0),),
@@ -69,7 +70,7 @@ class Takes:
 def inputs_of(plan: Plan, **others: object) -> SimpleNamespace:
     """What a ring of epoch 5 is formed from, as far as a test needs it."""
     forecast = SimpleNamespace(plan=plan, prediction=None)
-    return SimpleNamespace(forecast=forecast, epoch=5, **others)
+    return SimpleNamespace(forecast=forecast, epoch=EPOCH, **others)
 
 
 def test_a_head_that_is_short_of_memory_is_told_of_and_goes_on():
@@ -166,7 +167,7 @@ def test_a_step_that_gets_no_further_is_between_who_had_it_and_who_has_not(own, 
             return
         with pytest.raises(StuckStepError, match=r"step 12 is out for 4\.0 s: \w+ passed it on") as caught:
             await ring._find_fault(overdue(head_ring.LOST_S))
-        assert attributed(caught.value, PAIR).parties == parties
+        assert attributed(caught.value, PAIR, EPOCH).parties == parties
 
     asyncio.run(once())
 
@@ -179,7 +180,7 @@ def test_a_process_at_its_first_step_may_be_silent_for_longer_than_one_that_has_
             if hangs:
                 with pytest.raises(StageError, match="tab: its ring process hangs") as caught:
                     await asking
-                assert attributed(caught.value, PAIR).device == "tab"
+                assert attributed(caught.value, PAIR, EPOCH).device == "tab"
             else:
                 await asking
 
@@ -196,7 +197,7 @@ def test_when_the_time_of_a_step_is_up_the_parties_are_those_of_the_last_look():
         await ring._find_fault(overdue(1.0))
         with pytest.raises(StuckStepError, match="step 12 did not come back") as caught:
             await ring._attend_own(Late(), SimpleNamespace(windows=[]))
-        assert attributed(caught.value, PAIR).parties == ("lap", "tab")
+        assert attributed(caught.value, PAIR, EPOCH).parties == ("lap", "tab")
 
     asyncio.run(once())
 
@@ -296,7 +297,7 @@ def test_a_worker_that_no_way_leads_to_is_to_blame_for_good(leaving):
         reason = r"no route to lap at fe80::2%4:9: Invalid argument; no route to lap at 192\.168\.1\.7:9: Invalid"
         with pytest.raises(StageError, match=reason) as caught:
             await home.ring._ring_addresses.to_head(home.links["lap"])
-        assert attributed(caught.value, PAIR) == Attribution(reason=str(caught.value), device="lap", lasting=True)
+        assert attributed(caught.value, PAIR, EPOCH) == RingFailed(EPOCH, "lap", str(caught.value), lasting=True)
 
     asyncio.run(once())
 
@@ -318,22 +319,24 @@ def test_a_worker_that_no_way_leads_to_is_to_blame_for_good(leaving):
 def test_who_accuses_another_device_is_a_party_and_the_head_is_trusted(device, fault, attribution, reason):
     """desk gives steps to lap, lap to tab, and tab to desk, the head."""
     text = f"{device}: the device before this one sent NaN" if fault == SENT else "it: what is wrong"
-    found = attributed(StageError(text, device, fault), PAIR)
+    found = attributed(StageError(text, device, fault), PAIR, EPOCH)
     assert ((found.device, found.parties), found.reason) == (attribution, reason)
 
 
 def test_what_the_heads_process_says_of_the_ring_is_believed():
-    found = attributed(SenderError("the device before this one sent what is no step"), PAIR)
+    found = attributed(SenderError("the device before this one sent what is no step"), PAIR, EPOCH)
     assert (found.device, found.parties, found.reason) == (None, ("tab",), "tab sent what is no step")
-    assert attributed(AlteredStepError("step 1 came back with other rows"), PAIR).parties == ("lap", "tab")
-    assert attributed(NotFiniteError("layers 0 to 2 gave NaN"), PAIR) == Attribution(reason="layers 0 to 2 gave NaN")
-    assert attributed(RingError("ended"), ALONE) == Attribution(reason="ended")
+    assert attributed(AlteredStepError("step 1 came back with other rows"), PAIR, EPOCH).parties == ("lap", "tab")
+    assert attributed(NotFiniteError("layers 0 to 2 gave NaN"), PAIR, EPOCH) == RingFailed(
+        EPOCH, None, "layers 0 to 2 gave NaN"
+    )
+    assert attributed(RingError("ended"), ALONE, EPOCH) == RingFailed(EPOCH, None, "ended")
 
 
 def test_nobody_is_to_blame_for_layers_that_are_loaded_again_but_who_says_so_is_remembered():
     error = StageError("lap: other programs need memory of the GPU", "lap", AGAIN)
-    assert attributed(error, PAIR) == Attribution(reason=str(error), parties=("lap",), again=True)
-    assert attributed(LoadAgainError("as above"), PAIR) == Attribution(reason="as above", again=True)
+    assert attributed(error, PAIR, EPOCH) == RingFailed(EPOCH, None, str(error), parties=("lap",), again=True)
+    assert attributed(LoadAgainError("as above"), PAIR, EPOCH) == RingFailed(EPOCH, None, "as above", again=True)
 
 
 def test_an_error_of_a_ring_that_is_given_up_is_not_left_for_the_log():
@@ -370,7 +373,7 @@ def test_a_first_worker_that_the_heads_process_does_not_reach_is_to_blame():
         ring = Home(lap="192.168.1.7", tab="192.168.1.8").ring
         with pytest.raises(StageError, match="desk: the next device accepted no step") as caught:
             await ring._attend_own(Blocked(), SimpleNamespace(route=4, windows=[]))
-        assert attributed(caught.value, PAIR) == Attribution(reason=str(caught.value), device="lap")
+        assert attributed(caught.value, PAIR, EPOCH) == RingFailed(EPOCH, "lap", str(caught.value))
 
     asyncio.run(once())
 
@@ -385,6 +388,6 @@ def test_a_worker_that_takes_no_messages_is_lost():
         for asking in (part.load(), part.connect("tcp://127.0.0.1:1", "key", "key")):
             with pytest.raises(DeviceLostError, match="lap is gone: the device at lap:1 takes no messages") as caught:
                 await asking
-            assert attributed(caught.value, PAIR) == Attribution(reason=str(caught.value), device="lap")
+            assert attributed(caught.value, PAIR, EPOCH) == RingFailed(EPOCH, "lap", str(caught.value))
 
     asyncio.run(once())

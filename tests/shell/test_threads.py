@@ -20,7 +20,6 @@ from primad.engine.rope import AS_IN_THE_MODEL
 from primad.errors import RingError
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from primad.head.members.core import Attribution
 from primad.head.members.link_book import LinkBook
 from primad.head.members.worker_link import Caller
 from primad.head.model.service import ModelSource, Service
@@ -28,6 +27,7 @@ from primad.head.rings.ring import HeadRing
 from primad.head.rings.ring_inputs import RingDevices, RingInputs
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
+from primad.membership.types import RingFailed
 from primad.planning.forecast import Forecast
 from primad.planning.question import default_workload
 from primad.planning.run_config import RunConfig
@@ -119,7 +119,7 @@ def test_the_head_passes_on_threads_ends_and_what_is_on_its_gpu_and_tells_once_t
             profile=DEVICE,
             layer_port=1,
             context=None,
-            listener=SimpleNamespace(broken=lambda *news: broken.append(news)),
+            listener=SimpleNamespace(broken=broken.append),
             reporter=RichReporter(None),
         )
         ring = HeadRing(inputs)
@@ -129,7 +129,7 @@ def test_the_head_passes_on_threads_ends_and_what_is_on_its_gpu_and_tells_once_t
         await ring.close()
 
     asyncio.run(once())
-    assert broken == [(3, Attribution(reason="it ends here"))]
+    assert broken == [RingFailed(3, None, "it ends here")]
     (opening,) = process.opened
     assert (opening.options.threads, opening.options.batch_threads) == (3, 7)
     assert (opening.head.vocabulary, opening.head.ends) == (2, (1,))

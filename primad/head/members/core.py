@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
 import zmq.asyncio
@@ -70,21 +71,6 @@ class StuckStepError(RingError):
         self.parties = tuple(parties)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attribution:
-    """``device`` is at fault, or one of the ``parties`` is, the accused first; None and empty: no worker.
-
-    ``reason`` names it. ``lasting``: it will not recover soon. ``again``: nothing is wrong, a device has other room than it
-    loaded for; parties that say so time and again are at fault nonetheless.
-    """
-
-    reason: str
-    device: str | None = None
-    parties: tuple[str, ...] = ()
-    lasting: bool = False
-    again: bool = False
-
-
 def workers_of(plan: Plan) -> list[str]:
     """The workers of ``plan``, in the order of a step's route."""
     found = [plan.after(plan.head)]
@@ -93,40 +79,41 @@ def workers_of(plan: Plan) -> list[str]:
     return found[:-1]
 
 
-def attributed(error: PrimadError, plan: Plan) -> Attribution:
-    """The device at fault for ``error`` that ended a ring of ``plan``. The head is trusted, and never is.
+def attributed(error: PrimadError, plan: Plan, epoch: int) -> types.RingFailed:
+    """The device at fault for ``error``, which ended ring ``epoch`` of ``plan``. The head is trusted, and never is.
 
     A worker that fails by itself is at fault; but the device before it may have caused the failure.
     """
     reason, workers = str(error), workers_of(plan)
+    failed, nobody = partial(types.RingFailed, epoch), partial(types.RingFailed, epoch, None)
 
     def among(*devices: str) -> tuple[str, ...]:
         return tuple(device for device in devices if device in workers)
 
     match error:
         case DeviceLostError(device=device):
-            return Attribution(reason=reason, device=device)
+            return failed(device, reason)
         case StuckStepError(parties=parties):
-            return Attribution(reason=reason, parties=among(*parties))
+            return nobody(reason, parties=among(*parties))
         case AlteredStepError():
-            return Attribution(reason=reason, parties=tuple(workers))
+            return nobody(reason, parties=tuple(workers))
         case SenderError():
-            return Attribution(reason=reason.replace(SENDER, workers[-1]), parties=(workers[-1],))
+            return nobody(reason.replace(SENDER, workers[-1]), parties=(workers[-1],))
         case LoadAgainError():
-            return Attribution(reason=reason, again=True)
+            return nobody(reason, again=True)
         case StageError(device=device, fault=fault) if fault == AGAIN:
-            return Attribution(reason=reason, parties=among(device), again=True)
+            return nobody(reason, parties=among(device), again=True)
         case StageError(device=device, fault=fault):
             around = [plan.head, *workers, plan.head]
             before, after = (around[workers.index(device) + step] if device in workers else device for step in (0, 2))
             if fault == "next" and device == plan.head:
-                return Attribution(reason=reason, device=workers[0])
+                return failed(workers[0], reason)
             if fault == "next":
-                return Attribution(reason=reason, parties=among(after, device))
+                return nobody(reason, parties=among(after, device))
             if fault == SENT:
                 accusation = reason.removeprefix(f"{device}: ").replace(SENDER, before)
-                return Attribution(reason=f"{accusation}, as {device} says", parties=among(before, device))
+                return nobody(f"{accusation}, as {device} says", parties=among(before, device))
             parties = among(device, before) if fault == "ring" and before in workers else ()
-            return Attribution(reason=reason, device=device, parties=parties, lasting=fault in ("disk", UNREACHED))
+            return failed(device, reason, parties=parties, lasting=fault in ("disk", UNREACHED))
         case _:
-            return Attribution(reason=reason)
+            return nobody(reason)

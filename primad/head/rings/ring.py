@@ -253,7 +253,7 @@ class HeadRing:
         if self._closed or self._broken.done():
             return
         self._broken.set_result(error)
-        self._inputs.listener.broken(self.epoch, attributed(error, self.plan))
+        self._inputs.listener.broken(attributed(error, self.plan, self.epoch))
 
     async def _watch(self, stage: Stage) -> None:
         raise await stage.broken

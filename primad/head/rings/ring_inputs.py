@@ -13,11 +13,10 @@ from halda import DeviceProfile
 from primad.api.answering.pieces import ModelPieces
 from primad.daemon.node import Node
 from primad.daemon.reporter import Reporter
-from primad.head.members.core import Attribution
 from primad.head.members.link_book import LinkBook
 from primad.head.members.worker_link import WorkerLink
 from primad.head.model.service import Service
-from primad.membership.types import LoadStage
+from primad.membership.types import LoadStage, RingFailed
 from primad.planning.forecast import Forecast
 from primad.planning.replicas import state_tokens
 from primad.ring.messages import GenerationEvent, KvForgotten, KvKept
@@ -40,8 +39,8 @@ class RingListener(Protocol):
     def overdue(self, epoch: int, waited_s: float) -> None:
         """A step of ring ``epoch`` is out for ``waited_s``, which is much longer than usual."""
 
-    def broken(self, epoch: int, attribution: Attribution) -> None:
-        """Ring ``epoch`` broke."""
+    def broken(self, failed: RingFailed) -> None:
+        """A ring broke."""
 
     def memory_low(self, needed_bytes: int) -> None:
         """The head itself lacks this much memory for its windows."""

@@ -18,7 +18,7 @@ import msgspec
 from halda import DeviceProfile, Infeasible, LeftOut, Prediction
 from primad.api.answering.backend import ServedModel
 from primad.errors import ModelError, PlanError, PrimadError
-from primad.head.members.core import Attribution, HeadContext, attributed
+from primad.head.members.core import HeadContext, attributed
 from primad.head.members.worker_link import WorkerLink
 from primad.head.model.options import model_id
 from primad.head.model.vocabulary import facts_of, sampling_defaults
@@ -157,7 +157,7 @@ class Rings:
             await preparing
         except PrimadError as exc:
             self._model.remember(exc)
-            self._core.post(_failed(epoch, attributed(exc, ring.plan)))
+            self._core.post(attributed(exc, ring.plan, epoch))
             return
         except Exception as exc:  # as above
             logger.exception("ring %d cannot be formed", epoch)
@@ -243,11 +243,11 @@ class Rings:
         """A step of a ring is late; its next events show that it came."""
         self._backend.overdue(epoch, waited_s)
 
-    def broken(self, epoch: int, attribution: Attribution) -> None:
+    def broken(self, failed: types.RingFailed) -> None:
         """A ring broke, while it was formed or later."""
-        if epoch in self._rings:
-            self._model.remember(self._rings[epoch].broken_by)
-        self._core.post(_failed(epoch, attribution))
+        if failed.epoch in self._rings:
+            self._model.remember(self._rings[failed.epoch].broken_by)
+        self._core.post(failed)
 
     def memory_low(self, needed_bytes: int) -> None:
         """The head's own windows need memory that is not available."""
@@ -449,14 +449,3 @@ class Rings:
             self._tasks,
             self._plans[epoch],
         )
-
-
-def _failed(epoch: int, attribution: Attribution) -> types.RingFailed:
-    return types.RingFailed(
-        epoch,
-        attribution.device,
-        attribution.reason,
-        attribution.lasting,
-        again=attribution.again,
-        parties=attribution.parties,
-    )
