@@ -37,6 +37,9 @@ PENALISED = msgspec.structs.replace(
 )
 MIROSTAT = msgspec.structs.replace(SAMPLED, mirostat=2, mirostat_tau=4.0)
 GUIDED = msgspec.structs.replace(SAMPLED, grammar='start: item (", " item)*\nitem: "a red fish" | "a blue fish"\n')
+FEW_TOKENS = (28, 29, 30)
+FEW_LIKELY = packed_biases([(token, 50.0) for token in FEW_TOKENS])
+"""With few likely tokens the text of any model repeats itself now and then, so that some drafts hold."""
 TEXT = "A red fish, a blue fish, a red fish and a blue fish swam in the sea. " * 6
 TOKENS = 32
 FEW = 40
@@ -87,12 +90,13 @@ def check(model: Path, texts: Sequence[str], kinds: Sequence[Sampling], drafting
     return accepted
 
 
-def test_drafts_change_no_token_and_no_log_probability(smollm2: Path):
+def test_drafts_change_no_token_and_no_log_probability(quick_model: Path):
     """Neither those ahead in steps of their own, nor those in one step with the next token where its rows are exact."""
-    prompts, kinds, batching = tokens_of(smollm2, TEXT), [GREEDY, SAMPLED, GUIDED], Batching(replays=4)
-    expected, _ = asyncio.run(reported(smollm2, prompts, kinds, batching=batching))
+    kinds = [*(msgspec.structs.replace(each, logit_bias=FEW_LIKELY) for each in (GREEDY, SAMPLED)), GUIDED]
+    prompts, batching = tokens_of(quick_model, TEXT), Batching(replays=4)
+    expected, _ = asyncio.run(reported(quick_model, prompts, kinds, batching=batching))
     for drafting in (Drafting(room=4), Drafting(rows=4, costs=(1.0,) * 4, adapts=False)):
-        found, accepted = asyncio.run(reported(smollm2, prompts, kinds, drafting=drafting, batching=batching))
+        found, accepted = asyncio.run(reported(quick_model, prompts, kinds, drafting=drafting, batching=batching))
         assert found == expected
         assert accepted > 0
 
@@ -105,8 +109,7 @@ def test_states_go_back_behind_drafts_and_several_are_computed_in_one_step(tmp_p
     """In a ring and alone: prompts one by one, together, and with drafts, of which some hold: few tokens are likely."""
     model, prompts = tmp_path / "model.gguf", [[1 + (7 * i + each) % 90 for i in range(40 + each)] for each in range(3)]
     synth.write_model(model, architecture=architecture, layers=12)
-    few = packed_biases([(token, 50.0) for token in (28, 29, 30)])
-    kinds = [msgspec.structs.replace(each, logit_bias=few) for each in (GREEDY, SAMPLED)]
+    kinds = [msgspec.structs.replace(each, logit_bias=FEW_LIKELY) for each in (GREEDY, SAMPLED)]
     alone = [asyncio.run(reported(model, [prompt], kinds, None))[0] for prompt in prompts]
     for shape in ((4, 4), None):
         together, _ = asyncio.run(reported(model, prompts, kinds, shape, batching=Batching(rows=3)))
@@ -138,14 +141,14 @@ def guessing(model: Path) -> DraftModel:
     return draft_model(model, open_model(model), context=512, threads=1)
 
 
-def test_a_model_that_guesses_changes_nothing_and_is_killed_without_harm(smollm2: Path):
-    (prompt,) = tokens_of(smollm2, STORY)
+def test_a_model_that_guesses_changes_nothing_and_is_killed_without_harm(quick_model: Path):
+    (prompt,) = tokens_of(quick_model, STORY)
 
     async def run(draft: DraftModel | None, latency_s: float) -> tuple[list[Sampled], Finished]:
         reported: list[Sampled] = []
         drafting = None if draft is None else Drafting(room=4)
         async with LocalRing(
-            smollm2, SHAPE, context=512, threads=1, latency_s=latency_s, drafting=drafting, draft=draft
+            quick_model, SHAPE, context=512, threads=1, latency_s=latency_s, drafting=drafting, draft=draft
         ) as ring:
             head = psutil.Process(ring.processes[ring.plan.head].pid)
 
@@ -158,20 +161,20 @@ def test_a_model_that_guesses_changes_nothing_and_is_killed_without_harm(smollm2
             return await ring.generate(prompt, TOKENS + 8, logprobs=3, heard=heard)
 
     expected, _ = asyncio.run(run(None, 0.0))
-    found, finished = asyncio.run(run(guessing(smollm2), 0.01))
+    found, finished = asyncio.run(run(guessing(quick_model), 0.01))
     assert found == expected
     assert (finished.reason, finished.completion_tokens) == ("length", TOKENS + 8)
 
 
 @pytest.mark.parametrize("branches", [pytest.param(0, marks=pytest.mark.matrix), 4])
-def test_steps_of_several_rows_wait_for_a_model_and_may_be_trees(smollm2: Path, branches):
+def test_steps_of_several_rows_wait_for_a_model_and_may_be_trees(quick_model: Path, branches):
     """Of rows that need not be exact the text may differ far behind, where two tokens are nearly as likely."""
-    (prompt,) = tokens_of(smollm2, STORY)
+    (prompt,) = tokens_of(quick_model, STORY)
     drafting = Drafting(rows=6, costs=(1.0,) * 6, adapts=False, branches=branches)
 
     async def run() -> tuple[list[Sampled], list[Sampled], Finished]:
         async with LocalRing(
-            smollm2, SHAPE, context=512, threads=1, latency_s=0.02, drafting=drafting, draft=guessing(smollm2)
+            quick_model, SHAPE, context=512, threads=1, latency_s=0.02, drafting=drafting, draft=guessing(quick_model)
         ) as ring:
             alone, _ = await ring.generate(prompt, TOKENS, speculates=False)
             for _ in range(200):  # until the draft model is loaded, which nothing waits for
@@ -221,15 +224,15 @@ def test_sliding_windows_are_cut_back_exactly(gemma3: Path):
     assert finished.accepted > 0
 
 
-def test_a_model_guesses_on_a_device_without_layers_and_at_the_head_when_that_is_lost(smollm2: Path, module_home):
+def test_a_model_guesses_on_a_device_without_layers_and_at_the_head_when_that_is_lost(quick_model: Path, module_home):
     cluster = f"guesser-{secrets.token_hex(6)}"
     with ExitStack() as stack:
         _, draft_device = stack.enter_context(
             all_joined([module_home(name) for name in ("computes", "guesses")], cluster)
         )
-        arguments = ("--windows", "16,14", "--context", 512, "--speculate", "draft", "--draft", smollm2)
+        arguments = ("--windows", "16,14", "--context", 512, "--speculate", "draft", "--draft", quick_model)
         head = stack.enter_context(
-            heading(smollm2, module_home("has-text"), cluster, "--wait", 2, *arguments, "--draft-on", "guesses")
+            heading(quick_model, module_home("has-text"), cluster, "--wait", 2, *arguments, "--draft-on", "guesses")
         )
         head.wait_serving()
         expected = ask(head, prompt=STORY, tokens=FEW, speculate=False).text
@@ -278,7 +281,7 @@ def drafted(head: Head) -> int:
 
 
 @pytest.mark.parametrize("streams", [1, pytest.param(8, marks=pytest.mark.matrix)])
-def test_a_worker_that_is_killed_under_drafts_changes_no_text(smollm2: Path, module_home, streams):
+def test_a_worker_that_is_killed_under_drafts_changes_no_text(quick_model: Path, module_home, streams):
     cluster = f"drafts-{secrets.token_hex(6)}"
     with ExitStack() as stack:
         homes = [module_home(f"w{number}-{streams}") for number in (1, 2)]
@@ -286,10 +289,11 @@ def test_a_worker_that_is_killed_under_drafts_changes_no_text(smollm2: Path, mod
         arguments = ("--wait", 2, "--use-all", "--context", 1024, "--sequences", streams, "--batching", "exact")
         home = module_home(f"head-{streams}")
         head: Head = stack.enter_context(
-            heading(smollm2, home, cluster, *arguments, "--speculate", "lookup", config="")
+            heading(quick_model, home, cluster, *arguments, "--speculate", "lookup", config="")
         )
         head.wait_serving()
-        kinds: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 7}]
+        few: dict[str, Any] = {"logit_bias": dict.fromkeys(map(str, FEW_TOKENS), 50)}
+        kinds = [few, few | {"temperature": 1.0, "seed": 7}]
         expected = [ask(head, prompt=TEXT, speculate=False, **kind).text for kind in kinds]
         assert drafted(head) == 0
         assert [ask(head, prompt=TEXT, **kind).text for kind in kinds] == expected
@@ -297,6 +301,6 @@ def test_a_worker_that_is_killed_under_drafts_changes_no_text(smollm2: Path, mod
         if streams > 1:
             alone = [reported.text for reported in ask_all(head, streams, speculate=False)]
             assert [reported.text for reported in ask_all(head, streams, second.kill, speculate=True)] == alone
-        disturbed = ask(head, None if streams > 1 else second.kill, prompt=TEXT, speculate=True)
+        disturbed = ask(head, None if streams > 1 else second.kill, prompt=TEXT, speculate=True, **few)
         assert (disturbed.text, disturbed.error) == (expected[0], None), head.run.output
         assert "Traceback" not in head.run.output
