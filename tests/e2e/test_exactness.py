@@ -29,31 +29,40 @@ pytestmark = pytest.mark.slow
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_text() * 5
 TOKENS = 16
-CHUNKS = {"smollm2": 128, "gemma3": 512}
-PROMPTS = {"smollm2": (1, 40, 160), "gemma3": (1, 40, 560)}
-"""Tokens: one, a part of a chunk, and more than a chunk; for Gemma also more than its sliding window."""
+CHUNKS = {"quick": 128, "sliding": 64, "smollm2": 128, "gemma3": 512}
+PROMPTS = {"quick": (1, 40, 160), "sliding": (1, 40, 100), "smollm2": (1, 40, 160), "gemma3": (1, 40, 560)}
+"""Tokens: one, a part of a chunk, and more than a chunk; with sliding windows also more than those.
+
+``quick`` and ``sliding`` have the layers and the vocabulary of SmolLM2 and Gemma 3, and a small part of their work.
+"""
 
 RINGS = {
-    "smollm2": [
+    "quick": [
         (None, 1),
         ((5, 8), 2),
         ((10, 12, 7), 1),
         ((3, 4, 3), 3),  # no layer is left for the tail: the head's last window gives it one
-        ((2, 5, 3, 4), 2),
     ],
-    "gemma3": [
+    "smollm2": [((2, 5, 3, 4), 2)],
+    "sliding": [
         ((7, 9), 1),
         ((1, 5), 3),  # the head's last window becomes the tail, so the worker has two windows in a row
-        ((3, 1, 4), 2),
         ((1, 2, 1, 1), 3),
     ],
+    "gemma3": [((3, 1, 4), 2)],
 }
 """Layers a round for each device, and rounds: every number of devices with every number of rounds, on one of the models."""
 MORE_RINGS = {
-    "smollm2": [((3, 19), 1), ((2, 7), 3), ((3, 1, 9), 2), ((1, 2, 20, 5), 1), ((1, 4, 2, 2), 3)],
-    "gemma3": [(None, 1), ((2, 6), 2), ((2, 5, 10), 1), ((1, 2, 6, 8), 1), ((1, 3, 1), 3), ((1, 2, 2, 3), 2)],
+    "smollm2": [
+        *((None, 1), ((5, 8), 2), ((10, 12, 7), 1), ((3, 4, 3), 3)),
+        *(((3, 19), 1), ((2, 7), 3), ((3, 1, 9), 2), ((1, 2, 20, 5), 1), ((1, 4, 2, 2), 3)),
+    ],
+    "gemma3": [
+        *((None, 1), ((7, 9), 1), ((1, 5), 3), ((1, 2, 1, 1), 3)),
+        *(((2, 6), 2), ((2, 5, 10), 1), ((1, 2, 6, 8), 1), ((1, 3, 1), 3), ((1, 2, 2, 3), 2)),
+    ],
 }
-"""The same on the other model: only ``tools/test --full`` makes them."""
+"""The same on the other models: only ``tools/test --full`` makes them."""
 
 
 def rings() -> Iterator[object]:
@@ -75,9 +84,18 @@ class Truth:
 
 
 @pytest.fixture(scope="module")
-def truths(smollm2: Path, gemma3: Path) -> Callable[..., Truth]:
+def sliding(gemma3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Gemma 3's layers and vocabulary, narrow, with random weights and sliding windows of 64."""
+    path = tmp_path_factory.mktemp("sliding") / "sliding.gguf"
+    write_model(path, architecture="gemma3", layers=18, sliding_window=64, vocabulary=f"from:{gemma3}")
+    yield path
+    path.unlink()
+
+
+@pytest.fixture(scope="module")
+def truths(quick_model: Path, sliding: Path, smollm2: Path, gemma3: Path) -> Callable[..., Truth]:
     """The truth about a model by its name, with flash attention or without, found out when it is first asked for."""
-    paths = {"smollm2": smollm2, "gemma3": gemma3}
+    paths = {"quick": quick_model, "sliding": sliding, "smollm2": smollm2, "gemma3": gemma3}
     return cache(lambda model, flash=True: truth(paths[model], CHUNKS[model], PROMPTS[model], flash=flash))
 
 
@@ -137,7 +155,15 @@ def test_a_ring_gives_the_tokens_and_logprobs_of_plain_llama(truths, layers, mod
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("model", "windows", "rounds"), [("smollm2", (5, 8), 2), ("gemma3", (2, 6), 2)])
+@pytest.mark.parametrize(
+    ("model", "windows", "rounds"),
+    [
+        ("quick", (5, 8), 2),
+        ("sliding", (2, 6), 2),
+        pytest.param("smollm2", (5, 8), 2, marks=pytest.mark.matrix),
+        pytest.param("gemma3", (2, 6), 2, marks=pytest.mark.matrix),
+    ],
+)
 def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_another(truths, layers, model, windows, rounds):
     """Behind a whole chunk that two prompts share, also behind a sliding window, with an answer computed in between."""
     expected = truths(model)
@@ -166,19 +192,16 @@ def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_another(t
 @pytest.mark.parametrize(
     ("which", "windows", "rounds", "chunk"),
     [
-        ("synthetic", None, 1, 64),
-        ("synthetic", (2, 6), 2, 64),
+        ("sliding", None, 1, 64),
+        ("sliding", (2, 6), 2, 64),
         pytest.param("real", (2, 6), 2, CHUNKS["gemma3"], marks=pytest.mark.matrix),
     ],
 )
 def test_a_small_cache_of_windows_gives_what_plain_llama_says_with_its_own(
-    gemma3, tmp_path, which, windows, rounds, chunk
+    gemma3, sliding, tmp_path, which, windows, rounds, chunk
 ):
     """Behind its last cell, also where a prompt goes back to a kept state, and in a ring that goes on with an answer."""
-    model = gemma3
-    if which == "synthetic":
-        model = tmp_path / "gemma3.gguf"
-        write_model(model, architecture="gemma3", layers=18, sliding_window=chunk, vocabulary=f"from:{gemma3}")
+    model = sliding if which == "sliding" else gemma3
     expected = truth(model, chunk, (2 * chunk + 60,), swa_full=False)
     (whole,), (answer,) = expected.prompts.values(), expected.answers.values()
     other = whole[: 2 * expected.chunk + 20] + whole[30:50]
@@ -210,11 +233,14 @@ def test_a_small_cache_of_windows_gives_what_plain_llama_says_with_its_own(
     ("model", "windows", "rounds", "batching", "pieces"),
     [
         pytest.param("smollm2", (5, 8), 2, Batching(), None, marks=pytest.mark.matrix),
-        ("smollm2", (5, 8), 2, Batching(rows=3, steps=2), Pieces(multiple=4, rows=(4, 12))),
-        ("smollm2", None, 1, Batching(rows=4), None),
+        ("quick", (5, 8), 2, Batching(rows=3, steps=2), Pieces(multiple=4, rows=(4, 12))),
+        ("quick", None, 1, Batching(rows=4), None),
         pytest.param("gemma3", (7, 9), 1, Batching(), Pieces(multiple=8, rows=(16, 8)), marks=pytest.mark.matrix),
         pytest.param("gemma3", (7, 9), 1, Batching(rows=3, steps=2), None, marks=pytest.mark.matrix),
-        ("gemma3", (7, 9), 1, Batching(rows=4, pads=True), Pieces(multiple=8, rows=(8,))),
+        ("sliding", (7, 9), 1, Batching(rows=4, pads=True), Pieces(multiple=8, rows=(8,))),
+        pytest.param(
+            "gemma3", (7, 9), 1, Batching(rows=4, pads=True), Pieces(multiple=8, rows=(8,)), marks=pytest.mark.matrix
+        ),
     ],
 )
 def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, model, windows, rounds, batching, pieces):
@@ -244,7 +270,7 @@ def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, mo
 @pytest.mark.parametrize(
     ("model", "windows", "counts", "threads", "tokens"),
     [
-        ("smollm2", None, (40, 160), 2, 6),
+        ("quick", None, (40, 160), 2, 6),
         *(
             pytest.param(model, windows, (40, 300, 1500), threads, TOKENS, marks=pytest.mark.matrix)
             for model, windows in (("smollm2", (10, 12)), ("gemma3", (7, 9)))
@@ -322,8 +348,8 @@ def largest_difference(route: Route, expected: Truth, count: int) -> float:
     ("model", "windows", "rounds"),
     [
         ("smollm2", (10, 12, 7), 1),
-        ("smollm2", (1, 4, 2, 2), 3),
-        ("gemma3", (2, 5, 10), 1),
+        ("quick", (1, 4, 2, 2), 3),
+        ("sliding", (2, 5, 10), 1),
         ("gemma3", (1, 5), 3),
     ],
 )
