@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import schemathesis
 from hypothesis import HealthCheck, settings
+from schemathesis.python.asgi import get_client
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -19,8 +20,25 @@ PLAIN = ByteVocabulary(chat_template="{{ messages[-1].content }}")
 APP = create_app(
     FakeBackend(replies("Hé"), vocabulary=PLAIN), names=ModelNames(any_model=True), embeddings=FakeEmbeddings()
 )
-SCHEMA = schemathesis.openapi.from_dict(APP.openapi())
+
+
+def second_names() -> list[str]:
+    """Paths of handlers that have another one before, of which the document says the same."""
+    document, known, found = APP.openapi()["paths"], {}, []
+    for route in APP.routes:
+        if (operations := document.get(route.path)) is None:
+            continue
+        said = [{**each, "operationId": None} for each in operations.values()]
+        if known.setdefault(route.endpoint, said) is not said:
+            assert known[route.endpoint] == said, route.path
+            found.append(route.path)
+    return found
+
+
+SCHEMA = schemathesis.openapi.from_dict(APP.openapi()).exclude(path=second_names())
 SCHEMA.app = APP
+CLIENT = get_client(APP)
+CLIENT.trust_env = False  # it would look for proxies with each request
 CHECKS = [
     schemathesis.checks.not_a_server_error,
     status_code_conformance,
@@ -32,4 +50,4 @@ CHECKS = [
 @SCHEMA.parametrize()
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_every_answer_is_as_the_document_says(case: schemathesis.Case) -> None:
-    case.call_and_validate(checks=CHECKS, headers={"host": "127.0.0.1"})
+    case.call_and_validate(checks=CHECKS, session=CLIENT, headers={"host": "127.0.0.1"})
