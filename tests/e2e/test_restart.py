@@ -56,16 +56,16 @@ class Three:
 
 
 @pytest.fixture(scope="module")
-def three(smollm2: Path, module_home) -> Iterator[Three]:
+def three(quick_model: Path, module_home) -> Iterator[Three]:
     with ExitStack() as stack:
         cluster = f"three-{secrets.token_hex(6)}"
         homes = {name: module_home(name) for name in ("head", "one", "two")}
         one, two = stack.enter_context(all_joined([homes["one"], homes["two"]], cluster))
         workers = {"one": one, "two": two}
-        head = stack.enter_context(heading(smollm2, homes["head"], cluster, *BY_HAND))
+        head = stack.enter_context(heading(quick_model, homes["head"], cluster, *BY_HAND))
         head.wait_serving()
         head.run.wait_for("^two: shipping layers: done")
-        yield Three(stack, smollm2, homes, cluster, head, workers)
+        yield Three(stack, quick_model, homes, cluster, head, workers)
 
 
 def layer_files(home: Path) -> dict[str, tuple[int, int, int]]:
