@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
+import typer.main
 
 from primad.cli import main as cli
 from tests.fakes.backend import FakeBackend, replies
@@ -41,6 +42,7 @@ OTHERS = {
     "llm",
 }
 """Programs that documents show and that are not ours."""
+get_command = cache(typer.main.get_command)
 PATIENCE_S = 540
 """Of a client that starts on a busy machine."""
 
