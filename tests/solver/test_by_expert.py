@@ -183,7 +183,7 @@ def small_sparse(seed: int) -> Instance | None:
 @pytest.mark.parametrize("objective", ["latency", "ttft", "throughput", "balanced"])
 def test_no_plan_is_better_on_small_fleets_with_experts(objective):
     answers = []
-    for seed in range(5000, 5060):
+    for seed in range(5000, 5040):
         asked = small_sparse(seed)
         if asked is not None:
             answers.append(check_against_brute_force(asked, objective))
