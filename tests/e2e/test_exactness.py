@@ -235,6 +235,15 @@ def test_a_small_cache_of_windows_gives_what_plain_llama_says_with_its_own(
         pytest.param("smollm2", (5, 8), 2, Batching(), None, marks=pytest.mark.matrix),
         ("quick", (5, 8), 2, Batching(rows=3, steps=2), Pieces(multiple=4, rows=(4, 12))),
         ("quick", None, 1, Batching(rows=4), None),
+        pytest.param("smollm2", None, 1, Batching(rows=4), None, marks=pytest.mark.matrix),
+        pytest.param(
+            "smollm2",
+            (5, 8),
+            2,
+            Batching(rows=3, steps=2),
+            Pieces(multiple=4, rows=(4, 12)),
+            marks=pytest.mark.matrix,
+        ),
         pytest.param("gemma3", (7, 9), 1, Batching(), Pieces(multiple=8, rows=(16, 8)), marks=pytest.mark.matrix),
         pytest.param("gemma3", (7, 9), 1, Batching(rows=3, steps=2), None, marks=pytest.mark.matrix),
         ("sliding", (7, 9), 1, Batching(rows=4, pads=True), Pieces(multiple=8, rows=(8,))),
@@ -271,6 +280,7 @@ def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, mo
     ("model", "windows", "counts", "threads", "tokens"),
     [
         ("quick", None, (40, 160), 2, 6),
+        pytest.param("smollm2", None, (40, 160), 2, 6, marks=pytest.mark.matrix),
         *(
             pytest.param(model, windows, (40, 300, 1500), threads, TOKENS, marks=pytest.mark.matrix)
             for model, windows in (("smollm2", (10, 12)), ("gemma3", (7, 9)))
@@ -351,6 +361,8 @@ def largest_difference(route: Route, expected: Truth, count: int) -> float:
         ("quick", (1, 4, 2, 2), 3),
         ("sliding", (2, 5, 10), 1),
         ("gemma3", (1, 5), 3),
+        pytest.param("smollm2", (1, 4, 2, 2), 3, marks=pytest.mark.matrix),
+        pytest.param("gemma3", (2, 5, 10), 1, marks=pytest.mark.matrix),
     ],
 )
 def test_windows_give_the_logits_of_the_whole_model_bit_for_bit(truths, tmp_path, model, windows, rounds):
