@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from primad.ring.messages import GpuLoaded, GpuLow, Open
 logger = logging.getLogger(__name__)
 
 _Loaded = TypeVar("_Loaded")
+_LOST: Final = re.compile(r"device ?lost", re.IGNORECASE)
+"""What backends say of a GPU that is no more, which is no lack of memory."""
 LOOK_S: Final = 2.0
 LOOKS: Final = 2
 """It is short of memory that was at so many looks, one behind the other: programs also begin with more than they keep."""
@@ -41,7 +44,7 @@ def load_what_fits(
     no prompts, then it has fewer layers.
 
     ``notify`` hears how many there are, if the GPU was to do anything, and what it (as llama.cpp calls it) has less of
-    ``free_bytes`` since. Raises the ``EngineError`` of a load without a GPU.
+    ``free_bytes`` since. Raises the ``EngineError`` of a load without a GPU, or of one whose driver has lost its device.
     """
     planned, asked, why = _on_gpu(opening), opening, ""
     if not _uses_gpu(opening):
@@ -51,7 +54,7 @@ def load_what_fits(
         try:
             loaded = load(asked)
         except EngineError as exc:
-            if not _uses_gpu(asked):
+            if not _uses_gpu(asked) or _LOST.search(str(exc)):
                 raise
             why = why or str(exc)
             logger.warning("%s; trying with less on the GPU", exc)

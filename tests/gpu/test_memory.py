@@ -191,11 +191,9 @@ def test_without_flash_attention_scores_are_there(family, printed, gpu, tmp_path
     assert first + tail + middle < head + worker, "no less is planned than taken"
 
 
-@pytest.mark.parametrize("family", sorted({*SHAPES, *KEYS}))
-def test_each_family(family, printed, gpu, tmp_path):
-    """Cells of layers that slide or differ, states, latent vectors and what a chunk needs, at widths of real models."""
-    work = OF_FAMILIES.get(family, WIDE)
-    header = write_family(tmp_path / "model.gguf", family)
+def check_family(family: str, work: Workload, printed, gpu, folder) -> None:
+    """Of three windows of its model."""
+    header = write_family(folder / "model.gguf", family)
     each = layer_count(header) // 3
     cuts = [0, each, 2 * each, 3 * each]
     on_gpu = (each, each, each)
@@ -204,10 +202,34 @@ def test_each_family(family, printed, gpu, tmp_path):
         for name, (first, last), layers in zip(["desk", "lap", "desk"], pairwise(cuts), on_gpu, strict=True)
     )
     plan = Plan(rounds=1, route=route, output_on_gpu=True, streaming=(), left_out=())
-    options = msgspec.structs.replace(OPTIONS, context=work.context_tokens, sequences=1, rows=work.chunk_rows)
+    options = msgspec.structs.replace(
+        OPTIONS,
+        context=work.context_tokens,
+        sequences=1,
+        rows=work.chunk_rows,
+        small_windows=work.small_windows,
+        rollback=work.rollback,
+    )
     printed.clear()
-    Route(header, cuts, tmp_path, options, on_gpu).release()
+    Route(header, cuts, folder, options, on_gpu).release()
     head, worker = planned_bytes(header, plan, work)
     first, middle, tail = taken_by_windows(printed, gpu)
     check(middle, worker)
     check(first + tail, head, windows=2)
+
+
+@pytest.mark.parametrize("family", sorted({*SHAPES, *KEYS}))
+def test_each_family(family, printed, gpu, tmp_path):
+    """Cells of layers that slide or differ, states, latent vectors and what a chunk needs, at widths of real models."""
+    check_family(family, OF_FAMILIES.get(family, WIDE), printed, gpu, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "mimo2"])
+def test_small_caches_of_sliding_windows(family, printed, gpu, tmp_path):
+    work = replace(WIDE, context_tokens=32_768, chunk_rows=512, small_windows=True)
+    check_family(family, work, printed, gpu, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen35", "nemotron_h"])
+def test_states_that_are_taken_back(family, printed, gpu, tmp_path):
+    check_family(family, replace(OF_FAMILIES.get(family, WIDE), rollback=3), printed, gpu, tmp_path)

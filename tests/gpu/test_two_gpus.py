@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 
 from primad.profiler.gpus import list_gpus
 from primad.system.children.spawn import environment
+from tests.e2e.cluster import Head, Primad
 from tests.e2e.streams import ask
+from tests.gpu.drivers import with_one_that_is_lost
 from tests.gpu.rings import gpu_layers, measured, ring_of_two
 
 ROOT = Path(__file__).parent.parent.parent
@@ -23,6 +26,8 @@ TWICE = {"GGML_VK_VISIBLE_DEVICES": "0,0"}
 ARCHITECTURES = ("llama", "qwen3moe", "qwen3next")
 MIB = 1 << 20
 MAX_OFF = 64 * MIB
+SOME_LAYERS_BYTES = 320 * MIB
+"""So much of a GPU holds some of SmolLM2's layers, twice as much holds all."""
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +39,12 @@ def twice(gpu) -> dict[str, str]:
     if gpu.backend != "Vulkan":
         pytest.skip(f"there is one GPU, and {gpu.backend} does not show it twice")
     return TWICE
+
+
+@pytest.fixture(scope="module")
+def other(twice) -> str:
+    """What llama.cpp calls the second one."""
+    return "Vulkan1" if twice else list_gpus()[1].id
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +77,64 @@ def test_each_takes_what_was_planned_of_it(architecture, where, reported):
     assert min(planned.values()) > 0 or where != "both"
 
 
-@pytest.mark.parametrize("shown", [["0", "1"], ["0"]])
-def test_a_gpu_that_is_gone_leaves_the_other(shown: Sequence[str], twice, smollm2, new_home, cluster, gpu):
+@pytest.fixture
+def ring(smollm2, new_home, cluster, gpu) -> Callable[..., AbstractContextManager[tuple[Head, Primad]]]:
+    """Begins a ring whose worker counts as measured with GPUs of these names, and may use so much of each."""
+    homes = new_home("head"), new_home("lap")
+
+    @contextmanager
+    def ring(each_bytes: int, others: Sequence[str], **named: str) -> Iterator[tuple[Head, Primad]]:
+        most = "--max-vram", f"{100 * each_bytes / gpu.vram_total_bytes:.6f}%"
+        with (
+            measured(gpu, homes[1], WORKER_THREADS, others=others),
+            ring_of_two(smollm2, homes, cluster, WORKER_THREADS, "--sequences", 1, of_worker=most, **named) as (
+                head,
+                worker,
+            ),
+        ):
+            yield head, worker
+            assert "too little memory left" not in worker.output
+            assert "Traceback" not in worker.output + head.run.output
+
+    return ring
+
+
+def layers_by_gpu(head: Head) -> dict[str, int]:
+    """How many layers each GPU of the worker has, where it has several."""
+    (worker,) = (device for device in head.status()["devices"] if device["role"] == "worker")
+    return {each["id"]: each["layers"] for each in worker["gpus"]}
+
+
+def test_a_ring_on_two_gpus_answers_as_on_one(ring, twice, other):
+    with ring(2 * SOME_LAYERS_BYTES, []) as (head, _):
+        on_one, alone = gpu_layers(head), ask(head)
+    with ring(SOME_LAYERS_BYTES, [other], **twice) as (head, _):
+        assert min(layers_by_gpu(head).values()) > 0
+        assert gpu_layers(head) == on_one > 0
+        assert (ask(head).text, alone.error) == (alone.text, None)
+
+
+def test_a_gpu_that_is_gone_leaves_the_other(ring, twice, other):
     """The worker counts as measured with both."""
     if not twice:
         pytest.skip("real GPUs stay where they are")
-    home, named = new_home("lap"), {"GGML_VK_VISIBLE_DEVICES": ",".join("0" for _ in shown)}
-    with (
-        measured(gpu, home, WORKER_THREADS, others=["Vulkan1"]),
-        ring_of_two(smollm2, (new_home("head"), home), cluster, WORKER_THREADS, **named) as (head, worker),
-    ):
+    with ring(SOME_LAYERS_BYTES, [other], GGML_VK_VISIBLE_DEVICES="0") as (head, _):
         assert gpu_layers(head) > 0, head.run.output
+        assert not layers_by_gpu(head), "one is left"
         answer = ask(head)
         assert (answer.finish, answer.error) == ("length", None), head.run.output
-        assert "Traceback" not in worker.output + head.run.output
+
+
+def test_a_gpu_that_is_lost_in_a_response_leaves_the_other(ring, twice, other, tmp_path):
+    """Its driver ends the ring process each time; no one says which of the two it was."""
+    if not twice:
+        pytest.skip("real GPUs stay where they are")
+    lost = tmp_path / "lost"
+    with ring(SOME_LAYERS_BYTES, [other], **with_one_that_is_lost(tmp_path, lost)) as (head, worker):
+        assert min(layers_by_gpu(head).values()) > 0
+        answer = ask(head, lost.touch)
+        assert (answer.finish, answer.error) == ("length", None), head.run.output + worker.output
+        assert answer.text
+        worker.wait_for(r"of the GPUs Vulkan\d alone is used")
+        assert gpu_layers(head) > 0
+        assert not layers_by_gpu(head), "one is left"

@@ -139,6 +139,23 @@ def test_a_window_without_gpu_is_loaded_once(tmp_path):
     assert len(tried) == 1
 
 
+def test_a_gpu_that_its_driver_lost_is_no_lack_of_memory(tmp_path):
+    """With less on it nothing is won, and whoever hears of it leaves it out."""
+    tried, why = [], "llama.cpp cannot open a context of 64 tokens: vk::Queue::submit: ErrorDeviceLost"
+
+    def load(each: Open) -> Open:
+        tried.append(each)
+        raise EngineError(why)
+
+    with pytest.raises(EngineError, match="ErrorDeviceLost"):
+        load_what_fits(opening(window(tmp_path / "a", 4, 3)), load, lambda _: pytest.fail("nothing was"), lambda _: 0)
+    assert len(tried) == 1
+    care = Care()
+    for _ in range(2):
+        care.failed(EngineError(why))
+    assert care.bounded(PROFILE).gpu is None
+
+
 def prefill_offload(source: WindowSource) -> WindowSource:
     return msgspec.structs.replace(source, assignment=replace(source.assignment, prefill_offload=True))
 

@@ -1,0 +1,93 @@
+"""What layers on a GPU hold of a sequence leaves it and is put back there as on a processor: cells, small caches of sliding
+windows, states of recurrent layers; and layers for multi-token prediction draft there."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from primad.engine.llama.windows import WholeModel
+from primad.gguf.architectures.layers import layer_count
+from tests.shell import test_cut_exact, test_kv_exact, test_state_exact
+from tests.shell.test_cut_exact import OPTIONS, PROMPT, Route, assigned, cuts_of, whole_logits
+from tests.shell.test_kv_exact import WIDE, cut_into, judge, written
+from tests.shell.test_state_exact import WRONG, each, step
+
+HYBRIDS = ("qwen35", "nemotron_h", "lfm2")
+SLIDING = ("gemma3", "gpt-oss")
+MAX_OFF = 0.05
+"""Of logits of some 10: rows of a step are added up in another order than each alone. Wrong states are off by 6."""
+
+
+@pytest.fixture(autouse=True)
+def _on_gpu(monkeypatch) -> None:
+    """All layers of all windows of a test are there, and the output matrix."""
+
+    def all_assigned(layers, on_gpu=None, *, is_tail, first=0, **_):
+        return assigned(layers, layers, is_tail=is_tail, first=first)
+
+    monkeypatch.setattr(test_cut_exact, "assigned", all_assigned)
+    monkeypatch.setattr(test_kv_exact, "in_memory", lambda first, last: all_assigned(last - first, is_tail=True))
+
+
+@pytest.mark.parametrize("kind", test_kv_exact.KINDS)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "deepseek2"])
+def test_cells_go_to_windows_of_another_cut(architecture, kind, tmp_path):
+    header = written(tmp_path, architecture, **WIDE)
+    judge(header, tmp_path, kind, 3, cut_into(header, tmp_path, ([0, 2, 4, 6], [0, 1, 5, 6])))
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_a_sequence_goes_back_to_where_its_state_was_kept(architecture, tmp_path):
+    test_state_exact.test_a_sequence_goes_back_to_where_its_state_was_kept(architecture, tmp_path)
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_cells_and_a_state_go_to_windows_of_another_cut(architecture, tmp_path):
+    test_state_exact.test_cells_and_a_state_go_to_windows_of_another_cut(architecture, tmp_path)
+
+
+@pytest.mark.parametrize("architecture", SLIDING)
+def test_a_small_cache_of_windows_goes_back_to_the_cells_that_it_had(architecture, tmp_path):
+    test_state_exact.test_a_small_cache_of_windows_goes_back_to_the_cells_that_it_had(architecture, tmp_path)
+
+
+@pytest.mark.parametrize("architecture", SLIDING)
+def test_blocks_of_a_small_cache_go_to_windows_of_another_cut(architecture, tmp_path):
+    test_state_exact.test_blocks_of_a_small_cache_go_to_windows_of_another_cut(architecture, True, tmp_path)
+
+
+@pytest.mark.parametrize("architecture", [*HYBRIDS, *SLIDING])
+def test_a_copy_goes_on_from_where_a_state_was_kept(architecture, tmp_path):
+    test_state_exact.test_a_copy_goes_on_from_where_a_state_was_kept(architecture, tmp_path)
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_drafts_that_did_not_hold_are_taken_back_from_states(architecture, tmp_path):
+    header = written(tmp_path, architecture)
+    chunks, expected = whole_logits(header, layer_count(header))
+    route = Route(header, cuts_of(header)[0], tmp_path, msgspec.structs.replace(OPTIONS, rollback=len(WRONG)))
+    route.logits(PROMPT[:64], 0)
+    route.logits(PROMPT[64:], 64)
+    for position, (tokens, logits) in enumerate(zip(chunks[2:], expected[2:], strict=True), len(PROMPT)):
+        (found, *_) = step(route, [*tokens, *WRONG], position, 0)
+        assert np.abs(found - logits).max() < MAX_OFF, position
+        each(route, lambda window, end=position + 1: window.kv_remove(0, end, -1))
+    route.release()
+
+
+@pytest.mark.parametrize("architecture", ["qwen35", "glm4moe"])
+def test_a_layer_for_multi_token_prediction_drafts_behind_a_tail_as_behind_the_whole_model(
+    architecture, tmp_path, monkeypatch
+):
+    """Logits are those of a whole model with that layer: with it the last of the others is computed for all tokens of a
+    prompt, which a GPU adds up in another order than the one that is asked for."""
+
+    def predicting(*arguments, **options):
+        return WholeModel(*arguments, **options | {"predicts": True})
+
+    monkeypatch.setattr(test_cut_exact, "WholeModel", predicting)
+    test_cut_exact.test_a_layer_for_multi_token_prediction_drafts_behind_a_tail_as_behind_the_whole_model(
+        architecture, tmp_path, monkeypatch
+    )
