@@ -15,7 +15,7 @@ import pytest
 
 from primad.profiler.gpus import list_gpus
 from primad.system.children.spawn import environment
-from tests.e2e.cluster import Head, Primad
+from tests.e2e.cluster import Head, Primad, wait_until
 from tests.e2e.streams import ask
 from tests.gpu.drivers import with_one_that_is_lost
 from tests.gpu.rings import gpu_layers, measured, ring_of_two
@@ -136,5 +136,5 @@ def test_a_gpu_that_is_lost_in_a_response_leaves_the_other(ring, twice, other, t
         assert (answer.finish, answer.error) == ("length", None), head.run.output + worker.output
         assert answer.text
         worker.wait_for(r"of the GPUs Vulkan\d alone is used")
-        assert gpu_layers(head) > 0
+        wait_until(lambda: gpu_layers(head) > 0, "the other one has layers again")
         assert not layers_by_gpu(head), "one is left"
