@@ -12,7 +12,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -68,12 +68,12 @@ def write_for_three_windows(path: Path, architecture: str) -> Header:
     # Of experts that a group shares llama.cpp adds up as many as of the others, or ends over it.
     shared = f"{name}.experts_per_group"
     values |= {shared: value(1)} if shared in header.values else {}
-    while True:
-        layers = 3 * max(2, cut_multiple(header), tail_layers(header))
-        synth.write_model(path, architecture=architecture, layers=layers + predicting, values=values)
+    for each in count(2):
+        synth.write_model(path, architecture=architecture, layers=3 * each + predicting, values=values)
         header = read_header(path)
-        if layers == 3 * max(2, cut_multiple(header), tail_layers(header)):  # which hangs on how many layers there are
-            return header
+        if each >= tail_layers(header) and each % cut_multiple(header) == 0:  # both hang on how many layers there are
+            break
+    return header
 
 
 def differences(architecture: str, folder: Path, backend: str, *, apart: bool) -> dict[str, object]:
