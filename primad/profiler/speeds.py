@@ -37,6 +37,8 @@ MAIN: Final = TYPES[0]
 SMALL_LAYERS: Final = (2, 12)
 ROW_COUNTS: Final = (2, 4, 16, 128)
 """Counts of rows that the main type is measured with besides 1, ``BATCH_ROWS`` and a chunk of a prompt."""
+FEW_COUNTS: Final = ROW_COUNTS[:2]
+"""Those of every type, as drafts have them: some kernels take a second row as a whole tile, others as one more row."""
 WORTH: Final = 0.97
 """Extra buffers double the memory that a window holds: a token or a prompt must take 3 % less with them."""
 _MIN_S: Final = 1e-6
@@ -209,7 +211,7 @@ class Bench:
                         sweep_bytes=sweep_bytes,
                         many_rows=many_rows,
                         seconds=seconds,
-                        counts=ROW_COUNTS if many_rows and kind == MAIN and not self.effort.is_quick else (),
+                        counts=self._counts(kind) if many_rows else (),
                         cached=cached,
                         flash=flash,
                         rows=rows,
@@ -223,6 +225,11 @@ class Bench:
             weights = layers * shape.weight_bytes(kind)
             self.taken_bytes.extend(each.taken_bytes - weights for each in found if not isinstance(each, str))
         return found
+
+    def _counts(self, kind: str) -> tuple[int, ...]:
+        if self.effort.is_quick:
+            return ()
+        return ROW_COUNTS if kind == MAIN else FEW_COUNTS
 
     def _steadily(self, task: TimeWindow) -> TrialTimes | str:
         """Time ``task``, again while its runs disagree; disturbances only add, so each phase keeps its best trial."""

@@ -546,7 +546,7 @@ def window_bytes(model: ModelProfile, workload: Workload) -> int:
     """
     widest = max(_converted_bytes_a_row(layer, model) for layer in model.layers)
     stand_in = 0
-    if model.stand_in is not None:  # no page of its weights is read
+    if model.stand_in is not None:  # the pages of its weights are given back
         stand_in = kv_bytes(model.stand_in, workload) + checkpoint_bytes(model.stand_in, workload)
     return WINDOW_BYTES + math.ceil(_largest_rows(workload) * widest) + stand_in
 

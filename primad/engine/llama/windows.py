@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Final
@@ -21,10 +22,12 @@ from primad.engine.llama.tap import Tap
 from primad.engine.masks import Allowed, GrammarMask, Words
 from primad.engine.protocol import EngineOptions, Hidden, Rows, Sampling, Tokens, WindowSource
 from primad.engine.sampling import ChainSampler, DrySamplers, GreedySampler
+from primad.engine.streaming.pages import FileRange, Pages
 from primad.engine.vocabulary import LlamaVocabulary
 from primad.errors import EngineError
 from primad.gguf.architectures.layers import block_count
-from primad.gguf.header import read_header
+from primad.gguf.architectures.tensors import layer_of
+from primad.gguf.header import Header, read_header
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +36,28 @@ MAX_OUTPUT_ROWS: Final = 64
 """Rows of one step that may want logits: bounds the logits buffer (vocabulary * 4 bytes each)."""
 
 
+def _give_back_zeros(header: Header) -> None:
+    """Of the layers that stand in llama.cpp has read the zeros, which are all that its first split has of any layer."""
+    zeros = [tensor for name, tensor in header.tensors.items() if layer_of(name) is not None]
+    begin, end = min(each.offset for each in zeros), max(each.offset + each.bytes for each in zeros)
+    pages = Pages([FileRange(str(header.path), begin, end - begin)])
+    with suppress(EngineError):  # of a GPU they are not mapped any more
+        pages.find()
+        pages.release()
+    pages.close()
+
+
 class _HiddenWindow(LlamaModel):
     """Layers from hidden state to hidden state."""
 
     def __init__(self, source: WindowSource, options: EngineOptions) -> None:
         assert source.assignment.output != "gpu"
         layers = source.assignment.layers
-        behind = block_count(read_header(Path(source.metadata))) - layers  # layers that stand in, and are not computed
+        header = read_header(Path(source.metadata))
+        behind = block_count(header) - layers  # layers that stand in, and are not computed
         super().__init__(source, options, tap=Tap(layers - 1), outputs=options.rows, predicting=behind)
+        if behind:
+            _give_back_zeros(header)
 
     def forward(self, rows: Rows) -> Hidden:
         if not self._each:

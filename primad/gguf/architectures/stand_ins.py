@@ -2,8 +2,8 @@
 
 llama.cpp keeps cells and states of a hybrid in a memory of two parts, whose inputs it sets for every step. It aborts over an
 input that no layer of the graph uses. So a window without layers that attend, or without layers with a state, has one more,
-of zeros, behind the output at which its graph is stopped. Nothing computes it and no page of its weights is read; what takes
-memory is its state, or the cells of one head.
+of zeros, behind the output at which its graph is stopped. Nothing computes it, and the pages of its weights are
+given back; what takes memory is its state, or the cells of one head.
 """
 
 from __future__ import annotations
