@@ -271,6 +271,10 @@ def test_a_hybrid_that_does_not_say_what_its_layers_are_is_refused(architecture,
         cut_multiple(model(architecture, **keys))
 
 
+def test_a_known_array_of_as_many_values_as_there_are_layers_is_not_by_layer():
+    assert cuttable(model("qwen35", 4, rope__dimension_sections=[11, 11, 10, 0])).name == "qwen35"
+
+
 def test_an_interval_of_no_layers_is_no_interval():
     assert cut_multiple(model("qwen35", full_attention_interval=0)) == 6, "llama.cpp takes no model without attention"
 

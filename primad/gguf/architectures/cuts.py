@@ -263,7 +263,7 @@ def _check_arrays(header: Header, architecture: Architecture) -> None:
         elif short in PER_LAYER:
             if len(value) != layers or is_text or len(set(value.items())) != 1:
                 raise refusal(header, f"key '{key}'", f"the same value for each of {layers} layers is expected")
-        elif short != "attention.sliding_window_pattern" and len(value) == layers:
+        elif short not in ("attention.sliding_window_pattern", *architecture.knows) and len(value) == layers:
             raise refusal(header, f"key '{key}'", "it has one value a layer and its use is not known")
 
 
