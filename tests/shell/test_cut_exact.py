@@ -1,7 +1,9 @@
 """Every architecture of the table: windows of a synthetic model give the whole model's logits, bit for bit."""
 
+import sys
 from dataclasses import replace
 from itertools import pairwise
+from mmap import PAGESIZE
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from primad.engine.embedding_adapter import EmbeddingAdapter
 from primad.engine.llama.embedding import TokenEmbedding
 from primad.engine.llama.windows import FirstWindow, MiddleWindow, TailWindow, WholeModel
 from primad.engine.protocol import AdapterFile, EngineOptions, Rows, WindowSource
+from primad.engine.streaming.pages import FileRange, Pages
 from primad.errors import EngineError
 from primad.gguf.adapter import adapter_header
 from primad.gguf.architectures.cuts import cut_multiple, cut_points, cuttable
@@ -289,6 +292,21 @@ def test_a_layer_for_multi_token_prediction_drafts_behind_a_tail_as_behind_the_w
     for one, other in zip(drafted[::2], drafted[1::2], strict=True):
         assert all(map(np.array_equal, one, other))
     whole.release()
+    route.release()
+
+
+def test_zeros_that_stand_behind_a_window_are_given_back(tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture="qwen35", width=256)
+    route = Route(read_header(path), [0, 1, 8], tmp_path)
+    zeros = [each for each in read_header(tmp_path / "0.gguf").tensors.values() if each.name.startswith("blk.")]
+    first, last = zeros[0].offset, zeros[-1].offset + zeros[-1].bytes
+    pages = Pages([FileRange(str(tmp_path / "0.gguf"), first, last - first)])
+    pages.find()
+    route.logits(PROMPT[:64], 0)
+    assert last - first > 10 * PAGESIZE
+    assert pages.missing() >= (last - first - 2 * PAGESIZE) * (sys.platform == "linux")
+    pages.close()
     route.release()
 
 
