@@ -77,7 +77,7 @@ async def measure(run: Run, model: Path | None) -> None:
     assert model is not None
     size, devices = file_bytes(model), run.options.devices
     if run.options.ring:
-        await _limit(run, model, (size / devices + BESIDE_BYTES) / size, [f"w{i}" for i in range(1, devices)])
+        await _limit(run, model, round((size / devices + BESIDE_BYTES) / size, 3), [f"w{i}" for i in range(1, devices)])
         return
     for share in run.options.limits or LIMITS:
         await _limit(run, model, share, ())

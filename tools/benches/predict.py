@@ -121,7 +121,7 @@ def _head(run: Run, path: Path, share: float | None, count: int, tokens: int) ->
     workers = [f"w{place}" for place in range(1, count)]
     every = ["--threads", str(run.options.threads)]
     if share is not None:
-        every += ["--max-ram", f"{int(share * path.stat().st_size / count) + PROCESS_BYTES}B"]
+        every += ["--max-ram", f"{int(share * path.stat().st_size) + count * PROCESS_BYTES}B"]  # of the machine
     head = ["--context", str(CONTEXT), "--sequences", "1", "--speculate", "off", "--prompt", str(PROMPT_TOKENS)]
     head += ["--answer", str(tokens), *(["--use-all"] if workers else [])]
     return run.stack.enter_context(head_here(path, run.homes(), workers, every=every, head=head))

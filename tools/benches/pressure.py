@@ -107,6 +107,8 @@ def _measured(run: Run, path: Path, memory_bytes: int) -> list[Pressure]:
             workers,
             every=every,
             head=head,
+            machines=bool(workers),
+            bound=False,
             started=lambda pid: groups[next(starting)].add(pid),  # noqa: PLW0108  (each one's own group)
         ) as server,
         ThreadPoolExecutor(1) as pool,

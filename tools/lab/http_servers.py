@@ -1,8 +1,8 @@
 """Real servers of this machine, asked over HTTP by a benchmark: primad's heads with their workers, and any other command.
 
 What a daemon finds of itself is measured before any of them starts, one after the other, once for each core and number of
-threads. With ``machines`` each daemon has a host name of its own and one core: for primad a machine by itself, which shares
-neither processor nor memory with the others, so that its plans are those of several machines.
+threads. With ``machines`` each daemon has a host name of its own, and one core or all: for primad a machine by itself, which
+shares neither processor nor memory with the others, so that its plans are those of several machines.
 """
 
 from __future__ import annotations
@@ -159,19 +159,20 @@ def head_here(
     every: Sequence[str] = (),
     head: Sequence[str] = (),
     machines: bool = False,
+    bound: bool = True,
     started: Callable[[int], None] = lambda _: None,
     host: str | None = LOOPBACK,
 ) -> Iterator[HttpServer]:
     """A head and ``workers`` by name in a cluster of their own, each with a home in ``homes``, a new folder in which no
     daemon ran. What was measured before for the same daemon in a folder beside it is used again.
 
-    ``machines`` are bound to a core each. ``every`` one has these options, and the ``head`` some more.
+    ``machines`` are ``bound`` to a core each, or not. ``every`` one has these options, and the ``head`` some more.
     ``started`` is given the process of each that starts; all listen on ``host``, or everywhere. Raises ``LabError`` when it
     does not come.
     """
     homes.mkdir(parents=True, exist_ok=True)
     names, cluster, port = ["head", *workers], f"bench-{secrets.token_hex(4)}", free_port()
-    before = {name: as_machine(name, at) if machines else [] for at, name in enumerate(names)}
+    before = {name: as_machine(name, at if bound else None) if machines else [] for at, name in enumerate(names)}
     for name, words in before.items():
         _profile(homes / name, words, every)
     others = ["--wait", str(len(workers)), "--wait-timeout", f"{START_S:g}"] if workers else ["--alone"]

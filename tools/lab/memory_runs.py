@@ -109,7 +109,7 @@ def run_plain(model: Path, limit: int, *, threads: int, context: int, tokens: in
 def run_served(
     model: Path, limit: int, homes: Path, workers: Sequence[str] = (), *, threads: int, context: int, tokens: int
 ) -> MemoryRun:
-    """What ``primad serve`` makes of devices with this limit each."""
+    """What ``primad serve`` makes of machines with this limit each; one computes at a time, so each has all cores."""
     disk.forget(model)
     every = ("--max-ram", f"{limit}B", "--threads", str(threads))
     head = ["--context", str(context), "--sequences", "1", "--extra-buffers", "off", "--speculate", "off"]
@@ -117,7 +117,9 @@ def run_served(
     count = 1 + len(workers)
     with (
         LimitedGroup(count * (limit + DAEMON_BYTES)) as group,
-        head_here(model, homes, workers, every=every, head=head, started=group.add) as server,
+        head_here(
+            model, homes, workers, every=every, head=head, machines=bool(workers), bound=False, started=group.add
+        ) as server,
     ):
         server.sampled(PROMPT[:AFTER], WARM_TOKENS)
         begin, before = server.status()["devices"], group.counters()
