@@ -1,7 +1,8 @@
 """The head's part of the ring: sends the step log out, computes the head's windows, draws tokens at the tail.
 
 Steps come back to the head once a round. What has come furthest is computed first, so a token never waits for a later
-chunk of the same prompt; every window still sees the steps in the order of the log, because each hop keeps it.
+chunk of the same prompt; every window still sees the steps in the order of the log, because each hop keeps it. Where all
+steps are back the others have nothing to compute: they get the next one first, if no token waits for its whole prompt.
 """
 
 from __future__ import annotations
@@ -237,22 +238,30 @@ class Head:
             return Notify(events)
         if len(self._arrived) > 1 and (planned := self._scheduler.refill(now)) is not None:
             return self._begin(planned, now)
+        if self._arrived and not self._awaited:
+            has_tokens = any(any(step.outputs) for step, _ in self._arrived)
+            if planned := self._next_step(now, only_tokens=has_tokens):
+                return self._begin(planned, now)
         if self._arrived:
             furthest = max(step.window for step, _ in self._arrived)
             index = next(i for i, (step, _) in enumerate(self._arrived) if step.window == furthest)
             step, hidden = self._arrived[index]
             del self._arrived[index]
             return self._compute(step, hidden)
-        planned = self._scheduler.next_step(now)
+        planned = self._next_step(now)
+        if planned is None:
+            self._news += self._sample_held_back(now)
+            return Notify(self.news()) if self._news else None
+        return self._begin(planned, now)
+
+    def _next_step(self, now: float, *, only_tokens: bool = False) -> PlannedStep | None:
+        planned = self._scheduler.next_step(now, only_tokens=only_tokens)
         self._news += self._scheduler.take_begun()
         self._news += self._scheduler.kv_news()
         for generate, logits in self._scheduler.take_found():
             self._sampler_for(generate)
             self._held_back[generate.request] = generate, logits
-        if planned is None:
-            self._news += self._sample_held_back(now)
-            return Notify(self.news()) if self._news else None
-        return self._begin(planned, now)
+        return planned
 
     def _begin(self, planned: PlannedStep, now: float) -> TurnOutcome:
         for generates in planned.samples.values():

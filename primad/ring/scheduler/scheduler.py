@@ -143,8 +143,10 @@ class Scheduler:
             self._state.set_back.pop(cancel.request, None)
             self._state.slots.end_lease(waiting)
 
-    def next_step(self, now: float) -> PlannedStep | None:
-        """The next step of the log, or None when the ring must answer first or there is nothing to do."""
+    def next_step(self, now: float, *, only_tokens: bool = False) -> PlannedStep | None:
+        """The next step of the log, or None when the ring must answer first or there is nothing to do. Where
+        ``only_tokens`` are of use it is none of a prompt, nor of what an earlier epoch sampled.
+        """
         self._state.now_s, self._state.waits_until_s = now, None
         if self._state.drains:
             return step_without_rows(self._state)
@@ -158,9 +160,11 @@ class Scheduler:
             key=lambda each: (self._state.owners.get(each.generate.owner, 0), each.waits_since),
         )
         for running in ready:
+            of_earlier_epoch = running.is_decoding and running.sequence.cells < running.known - 1
+            if only_tokens and (of_earlier_epoch or not running.is_decoding):
+                return None
             if not running.is_decoding:
                 return chunk_step(self._state, running)
-            of_earlier_epoch = running.sequence.cells < running.known - 1
             if of_earlier_epoch and (self._state.batching.replays > 1 or not running.generate.replays_rows):
                 return replay_step(self._state, running)
             if of_earlier_epoch or may_decode(self._state):
