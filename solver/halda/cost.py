@@ -510,7 +510,9 @@ def compute_buffer_bytes(model: ModelProfile, workload: Workload) -> int:
     Grok). The states of a recurrent layer are there once more.
     """
     cells, values = workload.context_tokens, max(_values_a_row(layer, model) for layer in model.layers)
-    masks = cells * (2 if model.architecture in TWO_MASKS else 1)
+    masks = cells
+    if model.architecture in TWO_MASKS:
+        masks += min(kv_cells(layer, workload) for layer in model.layers)
     flash = workload.flash and model.architecture not in WITHOUT_FLASH
     mask_bytes = MASK_BYTES if flash else ACTIVATION_BYTES
     if not flash:

@@ -52,6 +52,13 @@ def test_cells_and_bytes_are_by_kind_of_layer():
     assert cost.checkpoint_bytes(FULL, WORK) == 0
 
 
+def test_the_mask_of_a_small_cache_is_as_small():
+    sliding = dataclasses.replace(sliding_model(), architecture="gemma3")
+    whole = dataclasses.replace(WORK, small_windows=False)
+    more = cost.compute_buffer_bytes(sliding, whole) - cost.compute_buffer_bytes(sliding, WORK)
+    assert more == cost.MASK_BYTES * WORK.chunk_rows * (8192 - 1536)
+
+
 def test_a_state_that_is_on_its_way_to_the_disk_has_room_beside_those_that_are_kept():
     recurrent = dataclasses.replace(FULL, kv_bytes_per_token=0, state_bytes=1 << 20)
     assert cost.checkpoint_bytes(recurrent, WORK) == (cost.checkpoints(WORK.sequences) + 1) << 20

@@ -23,6 +23,7 @@ def test_a_ring_that_is_helped_serves(smollm2, new_home, cluster, gpu, batching)
             smollm2, homes, cluster, WORKER_THREADS, "--batching", batching, of_worker=("--max-vram", "300MiB")
         ) as (head, worker),
     ):
+        head.run.wait_for(r"lap: \d+ layers? \(")  # it serves a moment before it says how
         assert ("prefill offload to the GPU" in head.run.output) == (batching == "auto"), head.run.output
         reported = ask(head, prompt=STORY * 12, tokens=20)
         assert (reported.finish, reported.error) == ("length", None), head.run.output + worker.output
