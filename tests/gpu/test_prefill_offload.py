@@ -20,7 +20,12 @@ def test_a_ring_that_is_helped_serves(smollm2, new_home, cluster, gpu, batching)
     with (
         measured(gpu, homes[1], WORKER_THREADS, OFFLOADED),
         ring_of_two(
-            smollm2, homes, cluster, WORKER_THREADS, "--batching", batching, of_worker=("--max-vram", "300MiB")
+            smollm2,
+            homes,
+            cluster,
+            WORKER_THREADS,
+            *("--batching", batching, "--objective", "ttft"),
+            of_worker=("--max-vram", "300MiB"),
         ) as (head, worker),
     ):
         head.run.wait_for(r"lap: \d+ layers? \(")  # it serves a moment before it says how
