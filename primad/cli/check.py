@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from primad.cli.hub import model_path
+from primad.cli.library import ModelFolders
 from primad.cli.options import Home
 from primad.cli.output import err, out, print_json
 from primad.cli.progress import RichReporter
@@ -25,9 +26,14 @@ _MAX_SHOWN = 12
 
 def check(
     model: Annotated[
-        Path, typer.Argument(help="A GGUF file (its header is enough), or hf:owner/repo.", metavar="MODEL")
+        Path,
+        typer.Argument(
+            help="A GGUF file (its header is enough), a model that 'primad models' lists, or hf:owner/repo.",
+            metavar="MODEL",
+        ),
     ],
     home: Home = None,
+    models: ModelFolders = None,
     cuts: Annotated[
         str | None,
         typer.Option(
@@ -57,7 +63,7 @@ def check(
     from primad.certify.verdict import save_verdict
     from primad.gguf.model import open_model
 
-    config = load_config({"home": home})
+    config = load_config({"home": home, "models": tuple(models or ())})
     open_home(config)
     layers = tuple(parse_whole(part, "--cuts", minimum=1, maximum=100_000) for part in (cuts or "").split(",") if cuts)
     header = open_model(model_path(model, lambda: config, fetches=False), header_only=True)

@@ -2,22 +2,25 @@
 
 Typer shows a type after each option, and ``<bool>`` after a flag, which nobody can type. For commands with dozens of
 options ``--help`` shows the few that a home needs, and ``--help-all`` all of them in sections. Options of ``serve`` and
-``plan`` may also be in a table of the configuration file (``settings/tables.py``).
+``plan`` may also be in a table of the configuration file (``settings/tables.py``), or of ``models.toml`` for a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from primad.errors import ConfigError
 from primad.settings.config import config_file
-from primad.settings.tables import option_table
+from primad.settings.tables import OptionTable, option_table
 
 _BRIEF: Final = "primad.brief"
 _ALL: Final = "primad.all"
+_ORIGINS: Final = "primad.origins"
 CONFIG_FILE: Final = "primad.config_file"
 """Where the context of a command that takes options from the configuration file has what was read."""
 
@@ -59,32 +62,66 @@ class _Command(TyperCommand):
             ctx.default_map = _from_file(self, ctx, args)
         return super().parse_args(ctx, args)
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as exc:
+            place = _origin(exc, ctx.meta.get(_ORIGINS, {}))
+            if place is None or type(exc) is not ConfigError:
+                raise
+            raise ConfigError(f"{place}: {exc}") from exc
+
+
+def _origin(error: ConfigError, origins: Mapping[str, OptionTable]) -> str | None:
+    """The file, table and key of the option that ``error`` names; None if it was typed."""
+    named = (name for name in origins if re.match(rf"--{name.replace('_', '-')}[ :]", str(error)))
+    return next((origins[name].where(name) for name in named), None)
+
 
 def _from_file(command: _Command, context: Any, args: list[str]) -> dict[str, Any]:
     """The values in the configuration file's table of ``command``. Raises ``ConfigError``, as for the command line."""
     context.meta[CONFIG_FILE] = config_file({"home": _typed(args, "--home")})
     table = option_table(command.name or "", command.table, context.meta[CONFIG_FILE])
     values: dict[str, Any] = {}
-    for param in command.params:
-        if param.name not in table.values:
-            continue
-        value = table.values[param.name]
-        values[param.name] = [value] if getattr(param, "multiple", False) and not isinstance(value, list) else value
-        try:
-            param.process_value(context, values[param.name])
-        except typer.BadParameter as exc:
-            raise table.error(param.name, exc.message) from exc
+    origins: dict[str, OptionTable] = {}
+    for each in (table, *_of_model(command, table, args)):
+        for param in command.params:
+            if param.name not in each.values or param.name not in command.table:
+                continue
+            value = each.values[param.name]
+            values[param.name] = [value] if getattr(param, "multiple", False) and not isinstance(value, list) else value
+            origins[param.name] = each
+            try:
+                param.process_value(context, values[param.name])
+            except typer.BadParameter as exc:
+                raise each.error(param.name, exc.message) from exc
+    typed = {word.partition("=")[0] for word in args}
+    given = {param.name for param in command.params if typed & {*param.opts, *param.secondary_opts}}
+    context.meta[_ORIGINS] = {name: each for name, each in origins.items() if name not in given}
     return values
 
 
+def _of_model(command: _Command, table: OptionTable, args: list[str]) -> list[OptionTable]:
+    """The settings in ``models.toml`` of the model that is typed, or stands in ``table``."""
+    model = _typed(args, "--model") or table.values.get("model")
+    if "model" not in command.table or not isinstance(model, str):
+        return []
+    from primad.cli.library import settings_for
+
+    return settings_for(model, {"home": _typed(args, "--home"), "models": tuple(_all_typed(args, "--models"))})
+
+
 def _typed(args: list[str], option: str) -> str | None:
-    """The value of ``option`` among ``args``, before they are parsed."""
+    """The first value of ``option`` among ``args``, before they are parsed."""
+    return next(_all_typed(args, option), None)
+
+
+def _all_typed(args: list[str], option: str) -> Iterator[str]:
     for place, word in enumerate(args):
         if word == option and place + 1 < len(args):
-            return args[place + 1]
-        if word.startswith(f"{option}="):
-            return word.partition("=")[2]
-    return None
+            yield args[place + 1]
+        elif word.startswith(f"{option}="):
+            yield word.partition("=")[2]
 
 
 class _Group(TyperGroup):

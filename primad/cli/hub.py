@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from primad.cli.library import is_path, library_of
 from primad.cli.output import err
-from primad.errors import ConfigError
+from primad.errors import ConfigError, printable
 from primad.settings.config import Config, models_folder
 from primad.settings.quantities import show_bytes
 
@@ -16,20 +17,21 @@ if TYPE_CHECKING:
     from primad.gguf.header import Header
     from primad.gguf.hub import HubName, KeptModel
     from primad.gguf.ranged import RangedModel
+    from primad.library.library import LibraryModel
 
 
 def model_path(given: Path, load: Callable[[], Config], *, fetches: bool = True, otherwise: str = "") -> Path:
-    """The file of ``--model``: a path, or a model by name, which is fetched if missing.
+    """The file of ``--model``: a path, a model of the library, or one of the hub, which is fetched if missing.
 
-    The configuration, loaded only for a name, says where. Raises ``ConfigError``, also for a missing model if not
+    The configuration, loaded only for names, says where. Raises ``ConfigError``, also for a missing model if not
     ``fetches``, with the alternative ``otherwise``; ``DiskError``, ``ModelError``.
     """
     from primad.gguf.hub import hub_name, kept, kept_header
 
     name = hub_name(given.as_posix())
     if name is None:
-        check_path(given)
-        return given
+        model = library_model(given, load)
+        return given if model is None else model.files[0]
     config = load()
     found = kept(name, models_folder(config.home))
     if found is None and not fetches and (header := kept_header(name, models_folder(config.home))) is not None:
@@ -37,6 +39,31 @@ def model_path(given: Path, load: Callable[[], Config], *, fetches: bool = True,
     if found is None and not fetches:
         raise ConfigError(f"{name}: not downloaded; primad pull {name} fetches it{otherwise}")
     return (found or fetched(name, config)).files[0]
+
+
+def library_model(given: Path, load: Callable[[], Config]) -> LibraryModel | None:
+    """The model that ``given`` names; None if that is a file, a folder, or a model of the hub.
+
+    Raises ``ConfigError`` for a name that no model or several have, ``ModelError`` for a model that cannot be used.
+    """
+    from primad.gguf.hub import hub_name
+
+    text = given.as_posix()
+    if is_path(given) or hub_name(text) is not None:
+        return None
+    library = library_of(load())
+    found = library.find(text)
+    if found is not None or given.exists():
+        return found
+    close = library.nearest(text)
+    here = f"; like it are here: {', '.join(close)}" if close else ""
+    try:
+        check_path(given)
+    except ConfigError as exc:
+        raise ConfigError(f"{exc}{here}") from exc
+    raise ConfigError(
+        f"{printable(text)}: no such file, nor a model of this name here{here}; 'primad models' lists all"
+    )
 
 
 def check_path(given: Path) -> None:

@@ -1,13 +1,14 @@
-"""``primad pull``, ``models`` and ``rm``: models by name from Hugging Face's hub, in this device's home folder."""
+"""``primad models`` lists the library; ``pull`` and ``rm`` are for models of Hugging Face's hub, in this device's home."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from primad.cli.hub import fetched
+from primad.cli.library import ModelFolders, library_of, pinned_in
 from primad.cli.options import Home
 from primad.cli.output import err, out, print_json
 from primad.errors import ConfigError
@@ -16,7 +17,9 @@ from primad.settings.quantities import show_bytes
 
 if TYPE_CHECKING:
     from primad.gguf.hub import HubName
+    from primad.library.library import LibraryModel
 
+_COLUMNS: Final = ("parameters", "quantisation", "size", "context", "from")
 ModelName = Annotated[
     str, typer.Argument(help="hf:owner/repo, or hf:owner/repo:Q4_K_M.", metavar="NAME", show_default=False)
 ]
@@ -35,32 +38,70 @@ def pull(name: ModelName, home: Home = None) -> None:
     out.print(f"{model.name}: {show_bytes(model.size_bytes)} in {model.files[0]}")
 
 
-def models(home: Home = None, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """List the downloaded models."""
+def models(
+    home: Home = None,
+    folders: ModelFolders = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the models of this device by name, with what is broken.
+
+    Those of --models, those that were downloaded, and those of Ollama, LM Studio, Hugging Face's cache and llama.cpp.
+
+    Examples:
+
+        primad models
+
+        primad models --models /srv/models --json
+    """
     from primad.gguf.hub import kept_models
 
-    found = kept_models(models_folder(load_config({"home": home}).home))
+    config = load_config({"home": home, "models": tuple(folders or ())})
+    library = library_of(config)
+    headers = [each for each in kept_models(models_folder(config.home)) if not each.whole]
+    pinned = pinned_in(library, config)
     if json:
         print_json(
-            [
-                {
-                    "name": str(each.name),
-                    "bytes": each.size_bytes,
-                    "whole": each.whole,
-                    "files": [*map(str, each.files)],
-                }
-                for each in found
-            ]
+            {
+                "models": [_fields(each, each in pinned) for each in library.models],
+                "headers": [{"name": str(each.name), "files": [*map(str, each.files)]} for each in headers],
+                "problems": [{"path": str(each.path), "problem": each.line} for each in library.problems],
+            }
         )
         return
-    if not found:
+    for wrong in library.problems:
+        err.print(wrong.line, markup=False, highlight=False)
+    if not library.models and not headers:
         err.print("no models yet; primad pull hf:owner/repo downloads one")
         return
-    table = Table("name", "size", "file", box=None, pad_edge=False)
-    for each in found:
-        file = str(each.files[0]) if each.whole else "only the header; its layers are on the devices"
-        table.add_row(str(each.name), show_bytes(each.size_bytes), file)
+    table = Table(Column("name", no_wrap=True), *_COLUMNS, box=None, pad_edge=False)
+    for each in library.models:
+        context = "" if each.context_tokens is None else f"{each.context_tokens:,}"
+        size = show_bytes(each.size_bytes) if each.size_bytes else ""
+        table.add_row(each.name, each.parameters, each.quantisation, size, context, ", ".join(each.sources))
+    for header in headers:
+        where = "only the header; its layers are on the devices"
+        table.add_row(str(header.name), "", header.name.quantisation, "", "", where)
     out.print(table)
+    for each in library.models:
+        if each.problem:
+            err.print(f"{each.name} cannot be used: {each.problem}", markup=False, highlight=False)
+
+
+def _fields(model: LibraryModel, pinned: bool) -> dict[str, object]:
+    return {
+        "name": model.name,
+        "names": model.names,
+        "bytes": model.size_bytes,
+        "architecture": model.architecture,
+        "parameters": model.parameters,
+        "quantisation": model.quantisation,
+        "context": model.context_tokens,
+        "from": model.sources,
+        "files": [*map(str, model.files)],
+        "projector": None if model.projector is None else str(model.projector),
+        "pinned": pinned,
+        "problem": model.problem or None,
+    }
 
 
 def rm(name: ModelName, home: Home = None) -> None:

@@ -17,12 +17,13 @@ from primad.cli.completion import shapes
 from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devices, wishes_of
 from primad.cli.grouped import grouped, names_of
 from primad.cli.hub import model_path
+from primad.cli.library import ModelFolders
 from primad.cli.options import Lora, RopeOptions, rope_of
 from primad.cli.output import err, tables, write_json
 from primad.cli.progress import RichReporter
 from primad.cli.run_options import DraftOptions, RunOptions, run_config
 from primad.errors import ConfigError
-from primad.settings.config import load_config, models_folder
+from primad.settings.config import Config, load_config, models_folder
 
 if TYPE_CHECKING:
     from primad.engine.rope import Rope
@@ -39,7 +40,13 @@ class ModelOptions:
 
     PANEL: ClassVar[str] = "Model"
 
-    model: Annotated[Path | None, typer.Option(help="A GGUF file; its header is enough.", show_default=False)] = None
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="A GGUF file, of which the header is enough, or a model that 'primad models' lists.",
+            show_default=False,
+        ),
+    ] = None
     model_shape: Annotated[
         str | None,
         typer.Option(help="A built-in model, such as llama3-70b-q4k.", show_default=False, autocompletion=shapes),
@@ -88,6 +95,7 @@ def plan(
     rope: RopeOptions,
     answer: SolveOptions,
     files: ProfileFiles = None,
+    models: ModelFolders = None,
     lora: Lora = None,
     help_all: HelpAll = False,
 ) -> None:
@@ -111,7 +119,9 @@ def plan(
     wishes = _wishes(fleet, run_config(run, draft), answer)
     if answer.plot is not None:
         check_plot(answer.plot)
-    asked, checked = _ask(wishes, model, draft.draft, rope_of(rope), lora or [], fleet, files, live)
+    asked, checked = _ask(
+        wishes, model, draft.draft, rope_of(rope), lora or [], fleet, files, live, tuple(models or ())
+    )
     _answer(asked, answer, checked)
 
 
@@ -130,6 +140,7 @@ def _ask(
     fleet: FleetOptions,
     files: list[Path] | None,
     live: LiveOptions,
+    folders: tuple[Path, ...],
 ) -> tuple[Question, Checked]:
     """The question, and the check whether windows of the model are exact."""
     from primad.certify.verdict import load_verdict, windows_line, with_verdict
@@ -155,7 +166,7 @@ def _ask(
         raise ConfigError(f"--lora {lora[0]}: needs --model, since it changes its weights")
     if path is not None:
         otherwise = ", and --model-shape plans without it"
-        path = model_path(path, lambda: load_config({"home": live.home}), fetches=False, otherwise=otherwise)
+        path = model_path(path, lambda: _config(live.home, folders), fetches=False, otherwise=otherwise)
     read = read_model(path, model.model_shape)
     profile = with_rope(read, None if path is None else open_model(path, header_only=True), rope)
     check_run(wishes.run, profile, draft)
@@ -179,12 +190,16 @@ def _ask(
         head = next((each for each in found.devices if each.device == (wishes.head or found.own)), None)
         if predicts(wishes.run, header, other, free_bytes=None if head is None else head.ram_available_bytes):
             profile = with_predicting(profile, header)
-        drafts, may_be_several = _draft(draft, header, home), not why_whole(header)
+        drafts, may_be_several = _draft(draft, header, home, folders), not why_whole(header)
     asked = ask(dataclasses.replace(wishes, head=wishes.head or found.own), found.devices, found.links, profile)
     return dataclasses.replace(asked, draft=drafts, may_be_several=may_be_several), checked
 
 
-def _draft(given: Path | None, header: Header, home: Path) -> PlannedDraft | None:
+def _config(home: Path | None, folders: tuple[Path, ...]) -> Config:
+    return load_config({"home": home, "models": folders})
+
+
+def _draft(given: Path | None, header: Header, home: Path, folders: tuple[Path, ...]) -> PlannedDraft | None:
     """The draft model. Raises ``ConfigError`` for an unsuitable one."""
     from primad.gguf.architectures.cuts import why_whole
     from primad.planning.draft_model import AUTO, MAX_CONTEXT, choose_draft, draft_profile, memory_of, models_here
@@ -197,7 +212,7 @@ def _draft(given: Path | None, header: Header, home: Path) -> PlannedDraft | Non
         err.print(f"--draft auto: {found}", markup=False, highlight=False)
         path = found.path
     else:
-        path = model_path(given, lambda: load_config({"home": home}), fetches=False)
+        path = model_path(given, lambda: _config(home, folders), fetches=False)
     if path is None:
         return None
     own, profile = draft_profile(path, header, header_only=True)

@@ -119,6 +119,21 @@ class DraftOptions:
     ] = "auto"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """Sampling of requests that do not set it."""
+
+    PANEL: ClassVar[str] = "Sampling defaults, to override the model's"
+
+    temperature: Annotated[float | None, typer.Option(help="0 to 2.", min=0, max=2, show_default=False)] = None
+    top_k: Annotated[int | None, typer.Option(help="0: all tokens.", min=0, max=2**31 - 1, show_default=False)] = None
+    top_p: Annotated[float | None, typer.Option(help="0 to 1.", min=0, max=1, show_default=False)] = None
+    min_p: Annotated[float | None, typer.Option(help="0 to 1.", min=0, max=1, show_default=False)] = None
+    repeat_penalty: Annotated[
+        float | None, typer.Option(help="0.01 to 10; 1 for none.", min=0.01, max=10, show_default=False)
+    ] = None
+
+
 def run_config(run: RunOptions, draft: DraftOptions) -> RunConfig:
     """Parse ``run`` and ``draft``. Raises ``ConfigError`` naming the wrong option."""
     from halda import EXPERT_PLACES, KV_TYPES, OBJECTIVES

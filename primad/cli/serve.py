@@ -12,7 +12,8 @@ import typer
 from primad.cli.asking import AskingOptions, allowed_hosts, check_asking, cors_origins, warning
 from primad.cli.commands import CONFIG_FILE, HelpAll
 from primad.cli.grouped import flags, grouped, names_of
-from primad.cli.hub import model_path, served_model
+from primad.cli.hub import library_model, model_path, served_model
+from primad.cli.library import ModelFolders
 from primad.cli.options import (
     DeviceOptions,
     Lora,
@@ -25,7 +26,7 @@ from primad.cli.options import (
 )
 from primad.cli.output import daemon_command, err
 from primad.cli.progress import RichReporter
-from primad.cli.run_options import DraftOptions, RunOptions, run_config
+from primad.cli.run_options import DraftOptions, RunOptions, SamplingOptions, run_config
 from primad.errors import ConfigError, printable
 from primad.settings.config import DEFAULT_HTTP_PORT, LOOPBACK, Config, check_host, load_config
 from primad.settings.quantities import parse_choice, parse_count
@@ -80,7 +81,7 @@ class EndpointOptions:
     embedding: Annotated[
         Path | None,
         typer.Option(
-            help="A second GGUF file, for embeddings, loaded on this device.",
+            help="A second model, for embeddings, loaded on this device.",
             show_default=False,
         ),
     ] = None
@@ -159,7 +160,7 @@ SERVE_SHOWN: Final = (
 )
 """Options that ``--help`` shows: those that a home needs."""
 SERVE_TABLE: Final = {"model", "lora", "wait", "wait_timeout", "alone"} | names_of(
-    EndpointOptions, AskingOptions, RunOptions, DraftOptions, RingOptions, RopeOptions, KeptOptions
+    *(EndpointOptions, AskingOptions, RunOptions, DraftOptions, SamplingOptions, RingOptions, RopeOptions, KeptOptions)
 )
 """Options allowed in the configuration file, in addition to the keys of the device."""
 
@@ -171,7 +172,8 @@ def serve(
     model: Annotated[
         Path,
         typer.Option(
-            help="A GGUF file, the first part of a split one, or a model by name such as hf:owner/repo:Q4_K_M.",
+            help="A GGUF file, the first part of a split one, or a model by name: one that 'primad models' lists, or "
+            "hf:owner/repo:Q4_K_M.",
             show_default=False,
         ),
     ],
@@ -180,11 +182,13 @@ def serve(
     others: OtherDevicesOptions,
     run: RunOptions,
     draft: DraftOptions,
+    sampling: SamplingOptions,
     ring: RingOptions,
     rope: RopeOptions,
     kept: KeptOptions,
     device: DeviceOptions,
     owner: OwnerOptions,
+    models: ModelFolders = None,
     lora: Lora = None,
     help_all: HelpAll = False,
 ) -> None:
@@ -195,6 +199,8 @@ def serve(
     Examples:
 
         primad serve --model llama3-70b.gguf
+
+        primad serve --model llama3.2:1b
 
         primad serve --model hf:Qwen/Qwen3-8B-GGUF:Q4_K_M
 
@@ -217,7 +223,8 @@ def serve(
     environment = {
         key: value for key, value in os.environ.items() if key != "PRIMAD_PORT"
     }  # a head has no control port
-    config = load_config(flags(device, owner) | network, environment, called.meta[CONFIG_FILE])
+    given = flags(device, owner) | network | {"models": tuple(models or ())}
+    config = load_config(given, environment, called.meta[CONFIG_FILE])
     check_interface(config)
     _check_together(others, run)
     _warn(endpoint, asking, config)
@@ -226,8 +233,11 @@ def serve(
     from primad.planning.adapters import parse_lora
 
     options = _serve_options(endpoint, asking, others, run, draft, ring, rope, kept, config)
-    options = replace(options, lora=parse_lora(lora or ()))
+    found = library_model(model, lambda: config)
+    name = None if found is None else found.name
+    options = replace(options, lora=parse_lora(lora or ()), name=name, sampling=_given(sampling))
     whole = others.alone or others.wait == 0 or bool(lora)
+    model = model if found is None else found.files[0]
     source = served_model(model, config, whole=whole, several=is_for_several(options, config))
     reporter = RichReporter(err)
     try:
@@ -277,14 +287,14 @@ def _serve_options(
         http_port=endpoint.port,
         single_device=others.alone,
         run=run_config(run, draft),
-        draft=None if draft.draft is None else model_path(draft.draft, lambda: config),
+        draft=_draft_path(draft.draft, config),
         aliases=() if endpoint.alias is None else _aliases(endpoint.alias),
         any_model=endpoint.any_model,
         context_shift=endpoint.context_shift,
         max_wait_s=endpoint.max_wait,
         chat_template=None if endpoint.chat_template is None else chat_template_in(endpoint.chat_template),
         tool_parser=parse_choice(endpoint.tool_parser, PARSERS, "--tool-parser"),
-        embedding=endpoint.embedding,
+        embedding=None if endpoint.embedding is None else model_path(endpoint.embedding, lambda: config),
         allowed_hosts=allowed_hosts(asking),
         cors_origins=cors_origins(asking),
         api_key=asking.api_key,
@@ -292,6 +302,16 @@ def _serve_options(
         no_auth=asking.no_auth,
         rope=rope_of(rope),
     )
+
+
+def _draft_path(given: Path | None, config: Config) -> Path | None:
+    from primad.planning.draft_model import AUTO
+
+    return given if given is None or given == AUTO else model_path(given, lambda: config)
+
+
+def _given(sampling: SamplingOptions) -> dict[str, float]:
+    return {name: value for name, value in flags(sampling).items() if value is not None}
 
 
 def _backup(text: str) -> int | None:

@@ -10,6 +10,7 @@ Types, block sizes and value types come from the ``gguf`` package. Format: GGUF 
 from __future__ import annotations
 
 import math
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -279,7 +280,56 @@ def read_header_of(file: ReadsForward, path: Path, size: int, *, header_only: bo
     return _read(_Cursor(file, path, size), header_only=header_only)
 
 
-def _read(cursor: _Cursor, *, header_only: bool) -> Header:
+class _BeginningEnds(Exception):  # noqa: N818
+    """What is wanted lies behind the bytes that were read."""
+
+
+class _Beginning:
+    """The first bytes of a file, as a file."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def read(self, size: int, /) -> bytes:
+        self._at += size
+        if self._at > len(self._data):
+            raise _BeginningEnds
+        return self._data[self._at - size : self._at]
+
+
+def read_beginning(path: Path, max_bytes: int) -> Header:
+    """The header of ``path`` without tensors, and of its metadata what lies in its first ``max_bytes``, which is read.
+
+    Opens no pipe or device. Raises ``ModelError`` for what can be seen to be wrong there, as ``read_header``, and for a
+    file that has no tensors and is not the first part of a split model.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelError(f"{path}: is not a regular file; give the .gguf file itself")
+        with path.open("rb") as file:
+            cursor = _Cursor(_Beginning(file.read(max_bytes)), path, status.st_size)
+    except FileNotFoundError as exc:
+        raise ModelError(f"{path}: no such file, or a link to none") from exc
+    except OSError as exc:
+        raise ModelError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+    if not cursor.size:
+        raise ModelError(f"{path}: is empty; fetch the file again")
+    values: dict[str, Value] = {}
+    tensor_count, value_count = _counts(cursor)
+    try:
+        for _ in range(value_count):
+            key = cursor.text("a metadata key", MAX_KEY_BYTES)
+            values[key] = _read_value(cursor, key)
+    except _BeginningEnds:
+        pass  # the vocabulary, most often
+    if not tensor_count and "split.count" not in values:
+        raise ModelError(f"{path}: holds no tensors; give a complete model file")
+    return Header(path=path, values=values, tensors={}, data_offset=0)
+
+
+def _counts(cursor: _Cursor) -> tuple[int, int]:
+    """The numbers of tensors and of metadata keys, behind the magic number and the version."""
     path = cursor.path
     if cursor.size < 4 or (magic := cursor.take(4, "the magic number")) != MAGIC:
         shown = magic if cursor.size >= 4 else cursor.take(cursor.size, "the magic number")
@@ -297,6 +347,12 @@ def _read(cursor: _Cursor, *, header_only: bool) -> Header:
     ):
         if count > min(cursor.size // smallest, maximum):
             raise ModelError(f"{path}: damaged header: {count} {what} in a file of {cursor.size} bytes; fetch it again")
+    return tensor_count, value_count
+
+
+def _read(cursor: _Cursor, *, header_only: bool) -> Header:
+    path = cursor.path
+    tensor_count, value_count = _counts(cursor)
     values: dict[str, Value] = {}
     for _ in range(value_count):
         key = cursor.text("a metadata key", MAX_KEY_BYTES)

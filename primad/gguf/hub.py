@@ -165,6 +165,12 @@ def headers_in(place: Path) -> list[KeptModel]:
     return found
 
 
+def quantisation_in(stem: str) -> str:
+    """What a file of this name is quantised to, in capitals; empty if its name does not say it."""
+    kinds = _QUANTISATION.findall(stem)
+    return str(kinds[-1]).upper() if kinds else ""
+
+
 def by_quantisation(names: Iterable[str]) -> dict[str, list[str]]:
     """The GGUF files among ``names`` by what they are quantised to, parts in order; of two alike the shorter name."""
     found: dict[str, dict[str, list[str]]] = {}
@@ -174,8 +180,7 @@ def by_quantisation(names: Iterable[str]) -> dict[str, list[str]]:
             continue
         part = _PART.fullmatch(name)
         stem = part["stem"] if part is not None else name[: -len(".gguf")]
-        kinds = _QUANTISATION.findall(PurePosixPath(stem).name)
-        found.setdefault(kinds[-1].upper() if kinds else "", {}).setdefault(stem, []).append(name)
+        found.setdefault(quantisation_in(PurePosixPath(stem).name), {}).setdefault(stem, []).append(name)
     return {kind: min(stems.items(), key=lambda each: (len(each[0]), each[0]))[1] for kind, stems in found.items()}
 
 

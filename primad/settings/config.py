@@ -7,6 +7,7 @@ devices that were paired gets anything out of them; ``host = "127.0.0.1"`` keeps
     name, cluster         this device's name; devices of one cluster find each other
     host, port            address and port that the daemon listens on for other devices
     interface             use this network only: an interface such as "eth0", or one of its addresses
+    models                a list of folders with GGUF files, which commands then know by name
     devices               a list such as ["192.168.1.20"]: devices asked where multicast is blocked
     threads, nice         compute threads; how far computing stands back for other programs, 0 to 19
     lock                  true: weights that stay in memory are pinned there (mlock); the system cannot take them back
@@ -184,6 +185,13 @@ def _folder_or_off(value: Any, source: str) -> Path | None:
     return None if str(value) == "off" else Path(value).expanduser().absolute()
 
 
+def _folders(value: Any, source: str) -> tuple[Path, ...]:
+    given = parse_list(value, source)
+    if not all(isinstance(each, str | Path) and str(each).strip() for each in given):
+        raise ConfigError(f"{source}: {printable(repr(value), 80)} is not a list of folders; give them as texts")
+    return tuple(Path(each).expanduser().absolute() for each in given)
+
+
 def _key(check: Callable[..., Any], default: Any, **bounds: Any) -> Any:
     """A key of the file, the environment and the command line, called as its field without the unit."""
     return field(metadata={"check": check, "default": default, "bounds": bounds})
@@ -207,6 +215,7 @@ class Config:
     port: int | None = _key(parse_whole, None, maximum=65_535)
     interface: str | None = _key(_interface, None)
     devices: tuple[str, ...] = _key(_addresses, ())
+    models: tuple[Path, ...] = _key(_folders, ())
     threads: int | None = _key(parse_whole, None, minimum=1, maximum=1024)
     nice: int = _key(parse_whole, 0, maximum=19)
     lock: bool = _key(parse_yes_no, False)

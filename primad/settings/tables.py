@@ -30,7 +30,11 @@ class OptionTable:
 
     def error(self, key: str, what: str) -> ConfigError:
         """``key`` cannot be as it is."""
-        return ConfigError(f"'{key}' in [{self.name}] of {self.file}: {printable(what)}")
+        return ConfigError(f"{self.where(key)}: {printable(what)}")
+
+    def where(self, key: str) -> str:
+        """The place of ``key``, for a line about it."""
+        return f"'{key}' in [{printable(self.name)}] of {self.file}"
 
 
 def option_table(name: str, known: Collection[str], stored: ConfigFile) -> OptionTable:

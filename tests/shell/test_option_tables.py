@@ -55,7 +55,7 @@ def test_what_cannot_be_names_the_file_and_the_key(content, message, tmp_path):
 def test_every_option_can_stand_in_the_file():
     """In its command's table, or as a key of the device."""
     own = {field.name for kind in (DeviceOptions, OwnerOptions) for field in fields(kind)} - {"home"}
-    elsewhere = {"listen": "host", "interface": "interface", "device": "devices"}
+    elsewhere = {"listen": "host", "interface": "interface", "device": "devices", "models": "models"}
     for name in ("serve", "plan"):
         command = get_command(cli.app).commands[name]
         for param in command.params:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from primad.api.answering.reading import AUTO
 from primad.engine.rope import AS_IN_THE_MODEL, Rope
@@ -34,7 +35,8 @@ class ServeOptions:
     request that has not begun after ``max_wait_s`` is refused (None: no limit). KV cache is replicated every
     ``kv_backup`` tokens (None: every ``BLOCK_TOKENS`` if links carry it; 0: not). Prompts of all API keys share their
     cache with ``share_prefixes``. Lost tokens are recomputed one by one if that takes at most ``exact_replay_s``.
-    ``rope`` overrides RoPE, ``lora`` are adapters of the model, with their scales.
+    ``rope`` overrides RoPE, ``lora`` are adapters of the model, with their scales. Clients know the model as ``name`` (None:
+    as its file), and ``sampling`` overrides the file's sampling defaults, by field.
     """
 
     wait: int | None
@@ -62,6 +64,8 @@ class ServeOptions:
     exact_replay_s: float = 10.0
     rope: Rope = AS_IN_THE_MODEL
     lora: tuple[tuple[Path, float], ...] = ()
+    name: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def block_tokens(self, *, has_cache: bool) -> int | None:
         """The number of tokens per saved KV block; None: nothing is saved.

@@ -50,12 +50,13 @@ class ModelSource:
         *,
         again_s: float,
         predicts: bool = False,
+        name: str | None = None,
     ) -> None:
         assert ranged is None or not adapters, "a model with adapters is here"
         self.adapters = tuple(adapters)
         self.predicts = predicts
         self._again_s = again_s
-        self._ranged = ranged
+        self._ranged, self._name = ranged, name
         self.header, self.profile = header, profile
         self._home = home
         self._stamps = stamps_of(header)
@@ -67,7 +68,7 @@ class ModelSource:
     @property
     def id(self) -> str:
         """Its name in the API."""
-        return model_id(self.header.path)
+        return self._name or model_id(self.header.path)
 
     @property
     def stamp(self) -> str:
@@ -184,7 +185,9 @@ def service_of(
 ) -> Service:
     """The model of ``header`` with ``options``. Raises ``PlanError`` if no work can be planned for them."""
     again_s = node.timings.head.model_again_s
-    source = ModelSource(header, model, node.config.home, ranged, adapters, again_s=again_s, predicts=predicts)
+    source = ModelSource(
+        header, model, node.config.home, ranged, adapters, again_s=again_s, predicts=predicts, name=options.name
+    )
     return Service(
         model=source,
         options=options,

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -433,7 +434,7 @@ class Rings:
             created=self._backend.created,
             context_tokens=forecast.context_tokens,
             vocabulary=await self._backend.pieces(),
-            sampling=sampling_defaults(self._model.header),
+            sampling=replace(sampling_defaults(self._model.header), **self._service.options.sampling),
             facts=facts_of(self._model.header),
             tool_parser=self._service.options.tool_parser,
             context_shift=self._service.options.context_shift,

@@ -1,0 +1,94 @@
+"""The library of models on the command line: what a typed name means, and the settings that ``models.toml`` has for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from primad.cli.grouped import names_of
+from primad.cli.options import RopeOptions
+from primad.cli.run_options import DraftOptions, RunOptions, SamplingOptions
+from primad.errors import PrimadError
+from primad.settings.config import Config, home_of, load_config, models_folder
+from primad.settings.tables import OptionTable
+
+if TYPE_CHECKING:
+    from primad.library.library import Library, LibraryModel
+
+ModelFolders = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--models",
+        help="A folder with GGUF files, to use them by name; repeatable.",
+        metavar="FOLDER",
+        show_default=False,
+    ),
+]
+MODEL_OPTIONS: Final = {"lora", "alias", "any_model", "chat_template", "tool_parser", "context_shift"} | names_of(
+    RunOptions, DraftOptions, SamplingOptions, RopeOptions
+)
+"""Options of ``serve`` that may stand in ``models.toml``."""
+
+
+def library_of(config: Config) -> Library:
+    """The library of this device, with the names that ``models.toml`` adds. Raises ``ConfigError`` for a wrong line of
+    that."""
+    from primad.library.headers import HeaderCache
+    from primad.library.library import read_library
+    from primad.library.places import model_places
+    from primad.library.settings import read_model_tables
+
+    aliases = read_model_tables(config.home, MODEL_OPTIONS).aliases
+    places = model_places(config.models, models_folder(config.home), os.environ, Path.home(), sys.platform)
+    return read_library(places, HeaderCache(config.home / "library.json")).with_aliases(aliases)
+
+
+def pinned_in(library: Library, config: Config) -> list[LibraryModel]:
+    """The models that ``models.toml`` keeps loaded."""
+    from primad.library.settings import read_model_tables
+
+    pinned = read_model_tables(config.home, MODEL_OPTIONS).pinned
+    return [model for key in pinned if (model := _unless_wrong(library, key)) is not None]
+
+
+def _unless_wrong(library: Library, key: str) -> LibraryModel | None:
+    """The model that a table of ``models.toml`` is for; None for none or several, or one that cannot be used."""
+    try:
+        return library.find(key)
+    except PrimadError:
+        return None
+
+
+def is_path(given: Path) -> bool:
+    """Whether ``given`` is a file, or can be nothing else: then the library is not asked."""
+    return given.suffix.lower() == ".gguf" or given.is_absolute() or (given.exists() and not given.is_dir())
+
+
+def settings_for(model: str, flags: dict[str, Any]) -> list[OptionTable]:
+    """The tables of ``models.toml`` for what ``--model`` is, the strongest last. Raises ``ConfigError``."""
+    from primad.library.settings import models_toml, read_model_tables
+
+    home = home_of(flags, os.environ)
+    if not models_toml(home).exists():
+        return []
+    return read_model_tables(home, MODEL_OPTIONS).of(_same_as(model, flags))
+
+
+def _same_as(model: str, flags: dict[str, Any]) -> Callable[[str], bool]:
+    """Whether a table's name means ``model``: by the library, or for a file by its name."""
+    from primad.head.model.options import model_id
+
+    given = Path(model)
+    if is_path(given):
+        return lambda key: key.casefold() in (model_id(given).casefold(), model.casefold())
+
+    library = library_of(load_config(flags))
+    found = _unless_wrong(library, model)  # the command itself reports what is wrong with its model
+    return lambda key: (
+        key.casefold() == model.casefold() or (found is not None and _unless_wrong(library, key) == found)
+    )

@@ -1,0 +1,138 @@
+"""What the beginning of a GGUF file says about the model in it, kept by path, size and time of its last change.
+
+Only the first ``BEGINNING_BYTES`` are read: the metadata before the vocabulary. So 200 models are listed in the time of 200
+small reads, and a file that is cut short behind its header shows only when it is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from primad.errors import ConfigError, ModelError, printable
+from primad.gguf.constants import LlamaFileType
+from primad.gguf.header import Header, read_beginning
+from primad.system.files import write_private
+
+BEGINNING_BYTES: Final = 1 << 16
+MAX_LABEL_CHARS: Final = 16
+MAX_KEPT: Final = 20_000
+"""More files than this are forgotten but for those of the last list."""
+_PARAMETERS: Final = re.compile(
+    r"(?<![A-Za-z0-9.])(\d+x)?\d+(\.\d+)?[BM](-A\d+(\.\d+)?B)?(?![A-Za-z0-9])", re.IGNORECASE
+)
+_NOT_A_MODEL: Final = ("mmproj", "adapter", "imatrix", "clip", "vocab")
+
+
+class HeaderFacts(msgspec.Struct, frozen=True, array_like=True):
+    """A file's ``general.type`` (``model``, ``mmproj``, ``adapter``), its architecture, parameters and quantisation, empty
+    if unknown, and the context that the model was trained with."""
+
+    kind: str = "model"
+    architecture: str = ""
+    parameters: str = ""
+    quantisation: str = ""
+    context_tokens: int | None = None
+
+    @property
+    def is_model(self) -> bool:
+        """Whether this is a model by itself."""
+        return self.kind not in _NOT_A_MODEL
+
+    @property
+    def is_projector(self) -> bool:
+        """Whether this is for the images of another model."""
+        return self.kind in ("mmproj", "clip")
+
+
+class KeptHeaders(msgspec.Struct, frozen=True):
+    """The file in the home folder: of each path size, time (ns) and facts."""
+
+    version: int
+    files: dict[str, tuple[int, int, HeaderFacts]]
+
+
+VERSION: Final = 1
+
+
+@dataclass(slots=True)
+class HeaderCache:
+    """Facts of files, some of them from ``file``."""
+
+    file: Path
+    _kept: dict[str, tuple[int, int, HeaderFacts]] = field(default_factory=dict)
+    _used: dict[str, tuple[int, int, HeaderFacts]] = field(default_factory=dict)
+
+    def load(self) -> None:
+        """Read the file; one that cannot be read is as good as none."""
+        try:
+            kept = msgspec.json.decode(self.file.read_bytes(), type=KeptHeaders)
+        except (OSError, msgspec.MsgspecError):
+            return
+        if kept.version == VERSION:
+            self._kept = kept.files
+
+    def save(self) -> None:
+        """Write what is new since ``load``. A home that cannot be written stays as it is."""
+        known = self._kept | self._used
+        if known == self._kept:
+            return
+        if len(known) > MAX_KEPT:
+            known = self._used
+        try:
+            write_private(self.file, msgspec.json.encode(KeptHeaders(VERSION, known)))
+        except ConfigError:
+            return
+
+    def facts(self, path: Path, status: os.stat_result) -> HeaderFacts:
+        """The facts of the file ``path``, which has ``status``. Raises ``ModelError`` for one that is no GGUF."""
+        key, kept = str(path), self._kept.get(str(path))
+        if kept is None or kept[:2] != (status.st_size, status.st_mtime_ns):
+            kept = status.st_size, status.st_mtime_ns, facts_in(read_beginning(path, BEGINNING_BYTES))
+        self._used[key] = kept
+        return kept[2]
+
+
+def facts_in(header: Header) -> HeaderFacts:
+    """The facts in the beginning of a file."""
+    architecture = _text(header, "general.architecture")
+    return HeaderFacts(
+        kind="clip" if architecture == "clip" else _text(header, "general.type") or "model",
+        architecture=architecture,
+        parameters=_text(header, "general.size_label"),
+        quantisation=_quantisation(header),
+        context_tokens=_count(header, f"{architecture}.context_length"),
+    )
+
+
+def parameters_in(name: str) -> str:
+    """The number of parameters that a ``name`` tells, such as ``8B``; empty if it does not."""
+    match = _PARAMETERS.search(name)
+    return "" if match is None else match[0].upper()
+
+
+def _text(header: Header, key: str) -> str:
+    try:
+        return printable(header.text(key, ""), 64)
+    except ModelError:
+        return ""
+
+
+def _count(header: Header, key: str) -> int | None:
+    try:
+        return header.count(key) if key in header.values else None
+    except ModelError:
+        return None
+
+
+def _quantisation(header: Header) -> str:
+    number = _count(header, "general.file_type")
+    try:
+        return "" if number is None else LlamaFileType(number).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    except ValueError:
+        return ""

@@ -1,0 +1,242 @@
+"""All models of this device by name: what the stores have, with what the files say.
+
+A file that is found twice (a link, or one blob under two names) is one model with several names. A projector for images
+belongs to the model beside it and is none itself, nor is an adapter. What cannot be used is listed with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from primad.errors import ConfigError, ModelError, printable
+from primad.gguf.hub import PREFIX, quantisation_in
+from primad.library.headers import MAX_LABEL_CHARS, HeaderCache, HeaderFacts, parameters_in
+from primad.library.names import meant, nearest
+from primad.library.ollama import models_of_ollama
+from primad.library.places import ModelPlace
+from primad.library.stores import FolderWalk, LibraryProblem, StoredModel, models_in
+
+_SHOWN: Final = 6
+_BESIDE: Final = ("mmproj", "imatrix")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibraryModel:
+    """A model by its ``names``, the first of which is shown, as ``sources`` keep it. Texts are empty if unknown.
+
+    ``files`` are its parts in order. ``problem`` is why it cannot be used, in a line; empty for nothing.
+    """
+
+    names: tuple[str, ...]
+    sources: tuple[str, ...]
+    files: tuple[Path, ...]
+    size_bytes: int
+    architecture: str = ""
+    parameters: str = ""
+    quantisation: str = ""
+    context_tokens: int | None = None
+    projector: Path | None = None
+    problem: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name that is shown."""
+        return self.names[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The models of this device, by their shown names, and what cannot be read."""
+
+    models: tuple[LibraryModel, ...]
+    problems: tuple[LibraryProblem, ...]
+
+    def find(self, typed: str) -> LibraryModel | None:
+        """The model that ``typed`` means; None for none.
+
+        Raises ``ConfigError`` with the choices where it may mean several, ``ModelError`` where that model cannot be used.
+        """
+        found = [self.models[place] for place in meant(typed, [each.names for each in self.models])]
+        usable = [each for each in found if not each.problem] or found
+        if len(usable) > 1:
+            shown = ", ".join(f"{each.name} ({each.files[0]})" for each in usable[:_SHOWN])
+            more = f" and {len(usable) - _SHOWN} more" if len(usable) > _SHOWN else ""
+            raise ConfigError(f"{printable(typed)}: may be {shown}{more}; give one of these names, or the file")
+        if usable and usable[0].problem:
+            raise ModelError(f"{usable[0].name} cannot be used: {usable[0].problem}")
+        return usable[0] if usable else None
+
+    def nearest(self, typed: str) -> list[str]:
+        """Names like ``typed``."""
+        return nearest(typed, [each.names for each in self.models])
+
+    def with_aliases(self, aliases: Mapping[str, Sequence[str]]) -> Library:
+        """The library in which the models that the keys mean have these names too; a key that means none is passed over."""
+        added: dict[tuple[Path, ...], tuple[str, ...]] = {}
+        for key, names in aliases.items():
+            try:
+                model = self.find(key)
+            except (ConfigError, ModelError):
+                continue
+            if model is not None:
+                added[model.files] = (*added.get(model.files, ()), *names)
+        changed = (replace(each, names=_once((*each.names, *added.get(each.files, ())))) for each in self.models)
+        return replace(self, models=tuple(changed))
+
+
+def read_library(places: Iterable[ModelPlace], cache: HeaderCache) -> Library:
+    """The models in ``places``, with facts from ``cache`` where files did not change. Nothing is written but the cache."""
+    cache.load()
+    problems: list[LibraryProblem] = []
+    found: list[_Read] = []
+    for place in places:
+        walk = FolderWalk()
+        if place.named and not place.folder.is_dir():
+            walk.report(place.folder, "no such folder; check --models, or models in config.toml")
+        stored = models_of_ollama(place, walk) if place.layout == "ollama" else models_in(place, walk)
+        found += (_read(each, cache) for each in stored)
+        problems += walk.problems
+    cache.save()
+    beside = [each for each in found if not each.is_model]
+    problems += (LibraryProblem(each.stored.files[0], each.problem) for each in beside if each.problem)
+    models = [each for each in found if each.is_model]
+    names = _names(models)
+    merged: dict[object, LibraryModel] = {}
+    projector_of = _projectors(models, beside)
+    for each, own in zip(models, names, strict=True):
+        model = _model(each, own, projector_of(each))
+        earlier = merged.get(each.identity)
+        merged[each.identity] = model if earlier is None else _both(earlier, model)
+    ordered = sorted(merged.values(), key=lambda each: (each.name.casefold(), each.files))
+    return Library(tuple(ordered), tuple(dict.fromkeys(problems)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A stored model with what its first file says, None if that cannot be read."""
+
+    stored: StoredModel
+    facts: HeaderFacts | None
+    identity: object
+    size_bytes: int
+    problem: str
+
+    @property
+    def is_model(self) -> bool:
+        if self.facts is not None:
+            return self.facts.is_model
+        return not any(word in self.stored.stem.lower() for word in _BESIDE)
+
+    @property
+    def place(self) -> tuple[Path, str]:
+        """Where the files beside it are: its folder, and its repository."""
+        return self.stored.files[0].parent, self.stored.repository
+
+    @property
+    def quantisation(self) -> str:
+        """As its file's name says, which knows more kinds than the header, else as its program or its header says."""
+        of_header = "" if self.facts is None else self.facts.quantisation
+        return quantisation_in(self.stored.stem) or self.stored.quantisation or of_header
+
+
+def _read(stored: StoredModel, cache: HeaderCache) -> _Read:
+    first, problem, size = stored.files[0], stored.problem, 0
+    facts: HeaderFacts | None = None
+    identity: object = first
+    try:
+        statuses = [path.stat() for path in stored.files]
+        size = sum(each.st_size for each in statuses)
+        identity = (statuses[0].st_dev, statuses[0].st_ino) if statuses[0].st_ino else os.path.realpath(first)
+        facts = cache.facts(first, statuses[0])
+    except OSError as exc:
+        problem = problem or f"{first}: cannot be read: {exc.strerror or exc}"
+    except ModelError as exc:
+        problem = problem or str(exc)
+    if not problem and stored.size_bytes is not None and size != stored.size_bytes:
+        problem = f"{first}: has {size} of {stored.size_bytes} bytes; fetch it again with {stored.source}"
+    return _Read(stored, facts, identity, size, problem)
+
+
+def _names(models: Sequence[_Read]) -> list[tuple[str, ...]]:
+    """The names of each of ``models``, as the people who use its program know it."""
+    of_repository = Counter((each.stored.source, each.stored.repository) for each in models)
+    of_kind = Counter((each.stored.source, each.stored.repository, each.quantisation) for each in models)
+    of_stem = Counter(each.stored.stem for each in models if not each.stored.repository)
+    found: list[tuple[str, ...]] = []
+    for each in models:
+        stored, kind = each.stored, each.quantisation
+        if stored.names:
+            found.append(stored.names)
+        elif not stored.repository:
+            plain = (stored.stem, stored.relative)
+            found.append(_once(plain if of_stem[stored.stem] == 1 else plain[::-1]))
+        else:
+            source, repository = stored.source, stored.repository
+            is_named = kind and of_kind[source, repository, kind] == 1
+            exact = f"{repository}:{kind}" if is_named else f"{repository}/{stored.stem}"
+            names = (repository, exact) if of_repository[source, repository] == 1 else (exact,)
+            own = (f"{PREFIX}{exact}",) if source == "primad" else ()
+            found.append(_once((*own, *names, stored.stem)))
+    return found
+
+
+def _once(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
+
+
+def _projectors(models: Sequence[_Read], beside: Sequence[_Read]) -> Callable[[_Read], Path | None]:
+    """The file for a model's images: the one that its store names, or one beside it, by its name among several models."""
+    neighbours = Counter(each.place for each in models)
+    there: dict[tuple[Path, str], list[tuple[str, Path]]] = {}
+    for each in beside:
+        if each.facts is not None and each.facts.is_projector and not each.problem:
+            core = each.stored.stem.lower().removeprefix("mmproj").strip("-_.")
+            core = core.removesuffix(quantisation_in(core).lower()).strip("-_.")
+            there.setdefault(each.place, []).append((core, each.stored.files[0]))
+
+    def projector(model: _Read) -> Path | None:
+        stored = model.stored
+        if stored.projector is not None or stored.names:
+            return stored.projector
+        is_any = bool(stored.repository) or neighbours[model.place] == 1
+        stem = stored.stem.lower()
+        fitting = (path for core, path in there.get(model.place, ()) if is_any or (core and stem.startswith(core)))
+        return next(fitting, None)
+
+    return projector
+
+
+def _model(read: _Read, names: tuple[str, ...], projector: Path | None) -> LibraryModel:
+    facts, stored = read.facts or HeaderFacts(), read.stored
+    in_names = (found for name in (stored.stem, *names) if (found := parameters_in(name)))
+    parameters = stored.parameters or facts.parameters or next(in_names, "")
+    return LibraryModel(
+        names=tuple(printable(name) for name in names),
+        sources=(stored.source,),
+        files=stored.files,
+        size_bytes=read.size_bytes,
+        architecture=facts.architecture,
+        parameters=parameters[:MAX_LABEL_CHARS],
+        quantisation=read.quantisation[:MAX_LABEL_CHARS],
+        context_tokens=facts.context_tokens,
+        projector=projector,
+        problem=read.problem,
+    )
+
+
+def _both(first: LibraryModel, other: LibraryModel) -> LibraryModel:
+    """One file that was found twice, as one model; it is used where it was found first, if it can be used there."""
+    base, added = (other, first) if first.problem and not other.problem else (first, other)
+    return replace(
+        base,
+        names=_once((*base.names, *added.names)),
+        sources=_once((*base.sources, *added.sources)),
+        parameters=base.parameters or added.parameters,
+        quantisation=base.quantisation or added.quantisation,
+        projector=base.projector or added.projector,
+    )

@@ -1,0 +1,47 @@
+"""Which model a typed name means: one rule for every command.
+
+A name is what its program calls the model: ``llama3.2:1b``, ``org/repo:Q4_K_M``, ``Qwen3-8B-Q4_K_M``. A typed one means, in
+this order, the models that have exactly it, that have it in other case, and that it is short for. A short form leaves
+out what stands before a ``/``, and what stands behind a ``:``, ``/``, ``-`` or ``_``: ``qwen3-8b`` is short for
+``Qwen/Qwen3-8B-GGUF:Q4_K_M``, but ``llama3`` is not for ``llama3.2:1b``, which is another model.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Final
+
+MAX_CHARS: Final = 512
+MAX_NEAREST: Final = 3
+_BEHIND: Final = (":", "/", "-", "_")
+_NEARLY: Final = 0.5
+"""So like a name, from 0 to 1, may be a slip of it."""
+
+
+def meant(typed: str, names: Sequence[Sequence[str]]) -> list[int]:
+    """The models that ``typed`` may mean, by their place in ``names``, which has all names of each."""
+    folded = typed.casefold()
+    if not folded or len(typed) > MAX_CHARS:
+        return []
+    exact = [place for place, own in enumerate(names) if typed in own]
+    lower = [[name.casefold() for name in own] for own in names]
+    alike = exact or [place for place, own in enumerate(lower) if folded in own]
+    return alike or [place for place, own in enumerate(lower) if any(is_short(folded, name) for name in own)]
+
+
+def is_short(typed: str, name: str) -> bool:
+    """Whether ``typed`` is short for ``name``, both in the same case."""
+    begins = [0, *(place + 1 for place, letter in enumerate(name) if letter == "/")]
+    return any(name.startswith(typed, begin) and (name[begin + len(typed) :][:1] in ("", *_BEHIND)) for begin in begins)
+
+
+def nearest(typed: str, names: Sequence[Sequence[str]]) -> list[str]:
+    """First names of the models whose names are most like ``typed``, the likest first."""
+    shown: dict[str, str] = {}
+    for own in names:
+        for name in own:
+            for form in (name, name.rpartition("/")[2], name.rpartition("/")[2].partition(":")[0]):
+                shown.setdefault(form.casefold(), own[0])
+    close = difflib.get_close_matches(typed.casefold()[:MAX_CHARS], shown, n=4 * MAX_NEAREST, cutoff=_NEARLY)
+    return list(dict.fromkeys(shown[form] for form in close))[:MAX_NEAREST]

@@ -1,0 +1,210 @@
+"""Models by name on the command line, and their settings in ``models.toml``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from primad.api.answering.backend import SamplingDefaults
+from primad.cli import main as cli
+from primad.cli.library import MODEL_OPTIONS
+from primad.cli.run_options import SamplingOptions
+from primad.errors import ConfigError
+from primad.head import serve as serve_module
+from primad.library import places
+from tests.fakes.model_stores import hub_file, ollama_model, toy
+from tools import synth
+
+OLLAMA = "registry.ollama.ai/library/llama3.2"
+
+
+@pytest.fixture
+def user(tmp_path, monkeypatch):
+    """This user's home, with nothing of other programs in it, and primad's in ``primad``."""
+    for variable in (
+        "OLLAMA_MODELS",
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HUGGINGFACE_HUB_CACHE",
+        "XDG_CACHE_HOME",
+        "LLAMA_CACHE",
+    ):
+        monkeypatch.delenv(variable, raising=False)
+    for variable in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.setattr(places, "SYSTEM_OLLAMA", tmp_path / "none")
+    monkeypatch.setenv("PRIMAD_HOME", str(tmp_path / "primad"))
+    (tmp_path / "primad").mkdir()
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A model that can be planned for."""
+    path = tmp_path_factory.mktemp("weights") / "x.gguf"
+    synth.write_model(path, architecture="llama", quantisation="q8_0")
+    return path
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What ``primad serve`` would serve: file and options of each call."""
+    found: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(
+        serve_module, "serve", lambda config, source, options, host, reporter: found.append((source, options))
+    )
+    return found
+
+
+def settings(user, content):
+    (user / "primad" / "models.toml").write_text(content)
+
+
+def params(user, *words: str, command: str = "serve") -> dict[str, Any]:
+    found = get_command(cli.app).commands[command]
+    return found.make_context("primad", ["--home", str(user / "primad"), *words]).params
+
+
+def refusal(user, *words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        params(user, *words)
+    return str(caught.value)
+
+
+def test_models_of_every_place_are_listed(command, user, weights):
+    toy(user / "mine" / "smollm2-135m-Q8_0.gguf", "a")
+    (user / "mine" / "broken.gguf").write_bytes(b"GGUF")
+    ollama_model(user / ".ollama" / "models", f"{OLLAMA}/1b", weights.read_bytes())
+    toy(user / ".lmstudio" / "models" / "org" / "repo" / "x-Q4_0.gguf", "b")
+    hub_file(user / ".cache" / "huggingface" / "hub", "org/hub-GGUF", toy(user / "y-Q6_K.gguf", "c"))
+    (user / "primad" / "config.toml").write_text(f'models = ["{user}/nowhere"]\n')
+    settings(user, '["llama3.2"]\npinned = true\n')
+    code, out, _ = command("models", "--models", user / "mine", "--json")
+    listed = json.loads(out)
+    assert code == 0
+    assert [(each["name"], each["from"], each["pinned"]) for each in listed["models"]] == [
+        ("broken", ["folder"], False),
+        ("llama3.2:1b", ["Ollama"], True),
+        ("org/hub-GGUF", ["Hugging Face"], False),
+        ("org/repo", ["LM Studio"], False),
+        ("smollm2-135m-Q8_0", ["folder"], False),
+    ]
+    assert listed["models"][4]["parameters"] == "135M"
+    assert "cut short" in listed["models"][0]["problem"]
+    assert listed["problems"] == []
+    code, out, err = command("models")
+    assert code == 0
+    assert "llama3.2:1b" in out
+    assert f"{user}/nowhere: no such folder" in err
+
+
+def test_a_name_is_planned_for_as_its_file_is(command, user, weights):
+    path = ollama_model(user / ".ollama" / "models", f"{OLLAMA}/latest", weights.read_bytes())
+    fleet = ("--fleet", "apple-home", "--context", 512, "--json")
+    named, at_path = (command("plan", "--model", each, *fleet) for each in ("llama3.2", path))
+    assert named[0] == at_path[0] == 0, named[2]
+    plans = [json.loads(each[1]) for each in (named, at_path)]
+    assert plans[0]["model"] == plans[1]["model"]
+
+
+def test_a_name_is_served_under_it_with_a_draft_model_by_name(command, user, served, weights):
+    path = ollama_model(user / ".ollama" / "models", f"{OLLAMA}/1b", weights.read_bytes())
+    small = toy(user / "mine" / "small.gguf")
+    words = ("serve", "--alone", "--models", user / "mine", "--temperature", 0.5, "--top-k", 7)
+    command(*words, "--model", "LLAMA3.2", "--draft", "small")
+    command(*words, "--model", path, "--draft", "auto")
+    [(file, options), (at_path, plain)] = served
+    assert (file, options.name, options.draft) == (path, "llama3.2:1b", small)
+    assert options.sampling == {"temperature": 0.5, "top_k": 7}
+    assert (at_path, plain.name, str(plain.draft)) == (path, None, "auto")
+
+
+def test_a_name_that_means_none_or_several_says_what_there_is(command, user):
+    for each in ("v1", "v2"):
+        toy(user / "mine" / each / "model.gguf", each)
+    words = ("plan", "--models", user / "mine", "--model")
+    code, _, err = command(*words, "modle")
+    assert code == 2
+    assert "modle: no such file, nor a model of this name here; like it are here: v1/model, v2/model" in err
+    code, _, err = command(*words, "model")
+    assert code == 2
+    assert "model: may be v1/model" in err
+    assert "no such file, nor a model" in command("check", "nosuch")[2]
+    assert "mistral" not in command(*words, "./nosuch.gguf")[2]
+
+
+def test_a_name_that_ollama_knows_says_what_is_here_too(command, user):
+    toy(user / "mine" / "qwen3-8b-Q4_0.gguf")
+    code, _, err = command("plan", "--models", user / "mine", "--model", "qwen3:8b")
+    assert code == 2
+    assert "by name, as --model takes it, this is hf:" in err
+    assert "like it are here: qwen3-8b-Q4_0" in err
+
+
+def test_settings_of_a_model_win_over_the_defaults_and_what_is_typed_over_both(user):
+    ollama_model(user / ".ollama" / "models", f"{OLLAMA}/1b", toy(user / "x.gguf").read_bytes())
+    (user / "primad" / "config.toml").write_text('[serve]\ncontext = 1024\nprompt = 100\nobjective = "ttft"\n')
+    settings(
+        user,
+        '[defaults]\ncontext = 2048\nkv_type = "q8_0"\nsequences = 2\n'
+        '["Llama3.2"]\ncontext = 4096\nalias = ["small", "quick"]\nlora = "a.gguf"\ntemperature = 0.6\npinned = true\n'
+        '["other"]\ncontext = 512\n',
+    )
+    found = params(user, "--model", "llama3.2:1b", "--sequences", "4")
+    assert (found["context"], found["kv_type"], found["sequences"]) == (4096, "q8_0", "4")
+    assert (found["prompt"], found["objective"], found["temperature"]) == (100, "ttft", 0.6)
+    assert (found["alias"], found["lora"]) == ("small,quick", ["a.gguf"])
+    assert params(user, "--model=quick")["context"] == 4096, "an alias is a name too"
+    assert params(user, "--model", "other.gguf")["context"] == 512, "a file is known by its name"
+    assert params(user, "--model", "third.gguf")["context"] == 2048
+    assert params(user, "--model", "llama3.2", command="plan")["context"] == 4096
+    assert params(user, command="plan")["context"] is None
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ('["x"]\ncontex = 1', "'contex' in [x] of {file}: is no setting of a model; did you mean 'context'?"),
+        (
+            "[other]\nzzz = 1",
+            "'zzz' in [other] of {file}: is no setting of a model; there are alias, answer, any_model,",
+        ),
+        ("context = 3", "{file}: 'context' stands above all tables; write [defaults]"),
+        ("[defaults]\ncontext = 3", "'context' in [defaults] of {file}: "),
+        ("[defaults]\nalias = 'a'", "'alias' in [defaults] of {file}: is a name of one model"),
+        ("[x]\nalias = [3]", "'alias' in [x] of {file}: is a name of one model, or a list of them"),
+        ("[x]\npinned = 'often'", "'pinned' in [x] of {file}: "),
+        ("[x]\ntemperature = 3", "'temperature' in [x] of {file}: "),
+        ("[x", "{file}: cannot be read as TOML: "),
+    ],
+)
+def test_a_wrong_setting_names_file_table_and_key(user, content, line):
+    settings(user, content)
+    assert refusal(user, "--model", "x.gguf").startswith(line.format(file=user / "primad" / "models.toml"))
+
+
+def test_a_value_that_its_option_refuses_names_file_table_and_key_unless_it_was_typed(command, user):
+    settings(user, '["x"]\nkv_type = "q9"\n')
+    place = f"'kv_type' in [x] of {user / 'primad' / 'models.toml'}"
+    refused = "--kv-type q9: choose f16, q8_0 or q4_0"
+    assert f"{place}: {refused}" in command("serve", "--model", "x.gguf")[2]
+    err = command("serve", "--model", "x.gguf", "--kv-type", "q7")[2]
+    assert "--kv-type q7" in err
+    assert "models.toml" not in err
+
+
+def test_a_broken_library_harms_no_file(command, user, served, weights):
+    settings(user, '["gone"]\ncontext = 512\n')
+    (user / ".ollama").write_text("a file where a folder is expected")
+    command("serve", "--alone", "--model", weights)
+    assert [file for file, _ in served] == [weights]
+
+
+def test_settings_of_a_model_are_options_of_serve():
+    command = get_command(cli.app).commands["serve"]
+    assert command.table >= MODEL_OPTIONS
+    assert {field.name for field in fields(SamplingOptions)} <= {field.name for field in fields(SamplingDefaults)}
