@@ -234,8 +234,11 @@ def serve(
 
     options = _serve_options(endpoint, asking, others, run, draft, ring, rope, kept, config)
     found = library_model(model, lambda: config)
-    name = None if found is None else found.name
-    options = replace(options, lora=parse_lora(lora or ()), name=name, sampling=_given(sampling))
+    options = replace(options, lora=parse_lora(lora or ()), sampling=_given(sampling))
+    if found is not None:
+        known = dict.fromkeys((*options.aliases, model.as_posix(), found.name.removesuffix(":latest")))
+        known.pop(found.name, None)
+        options = replace(options, name=found.name, aliases=tuple(known))
     whole = others.alone or others.wait == 0 or bool(lora)
     model = model if found is None else found.files[0]
     source = served_model(model, config, whole=whole, several=is_for_several(options, config))

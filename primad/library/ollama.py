@@ -26,6 +26,7 @@ from primad.library.stores import MAX_FILES, FolderWalk, StoredModel, is_folder
 MAX_MANIFEST_BYTES: Final = 1 << 20
 _DIGEST: Final = re.compile(r"sha256[:-][0-9a-fA-F]{64}")
 _PART: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_MANIFESTS: Final = ("manifests-v2", "manifests")
 _HOST: Final = "registry.ollama.ai"
 _NAMESPACE: Final = "library"
 _TYPE: Final = "application/vnd.ollama.image."
@@ -63,7 +64,7 @@ class _BadManifestError(Exception):
 def models_of_ollama(place: ModelPlace, walk: FolderWalk) -> Iterator[StoredModel]:
     """The models in the store ``place``."""
     known: set[str] = set()
-    for folder in ("manifests-v2", "manifests"):
+    for folder in _MANIFESTS:
         for parts, path in _manifests(place.folder / folder, walk):
             name = shown_name(*parts)
             if name.casefold() in known or len(known) >= MAX_FILES:
@@ -140,7 +141,10 @@ def _blob(store: Path, layer: OllamaLayer) -> Path:
 def _read(path: Path, store: Path, kind: type[_Json]) -> _Json:
     """The small JSON file ``path``, which must be in ``store``."""
     try:
-        if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(store)):
+        own = [
+            os.path.realpath(store / folder) for folder in ("", "blobs", *_MANIFESTS)
+        ]  # each may be on a disk of its own
+        if not any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in own):
             raise _BadManifestError(f"{path.name} is a link to a place outside the store")
         if not path.is_file():
             raise _BadManifestError(f"{path.name} is not a file")

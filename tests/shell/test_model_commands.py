@@ -119,6 +119,7 @@ def test_a_name_is_served_under_it_with_a_draft_model_by_name(command, user, ser
     command(*words, "--model", path, "--draft", "auto")
     [(file, options), (at_path, plain)] = served
     assert (file, options.name, options.draft) == (path, "llama3.2:1b", small)
+    assert options.aliases == ("LLAMA3.2",), "what was typed is a name for clients too"
     assert options.sampling == {"temperature": 0.5, "top_k": 7}
     assert (at_path, plain.name, str(plain.draft)) == (path, None, "auto")
 

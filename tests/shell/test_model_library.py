@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from primad.errors import ConfigError, ModelError
 from primad.gguf import header as header_module
+from primad.gguf.header import read_beginning
 from primad.library import headers, stores
 from primad.library import library as library_module
-from primad.library.headers import BEGINNING_BYTES, HeaderCache, parameters_in
+from primad.library.headers import BEGINNING_BYTES, HeaderCache, facts_in, parameters_in
 from primad.library.library import read_library
 from primad.library.places import ModelPlace, model_places
 from tests.fakes.gguf import toy_arrays, write_adapter, write_gguf, write_split
@@ -162,6 +166,16 @@ def test_a_manifest_outside_its_store_is_refused(library, store, tmp_path):
     link.unlink()
     link.symlink_to(outside)
     assert "is a link to a place outside the store" in lines(library("ollama"))[0]
+
+
+def test_blobs_may_be_on_a_disk_of_their_own(library, store, tmp_path):
+    path = ollama_model(
+        store, f"{LIBRARY}/toy/latest", toy(store / "x.gguf").read_bytes(), config={"file_type": "Q2_K"}
+    )
+    (store / "blobs").rename(tmp_path / "disk")
+    (store / "blobs").symlink_to(tmp_path / "disk")
+    model = library("ollama").find("toy")
+    assert (model.files, model.quantisation) == ((path,), "Q2_K")
 
 
 def test_a_blob_that_was_cut_or_is_gone_is_said_by_name(library, store):
@@ -331,6 +345,17 @@ def test_a_home_that_cannot_be_written_lists_models_too(store, tmp_path):
     cache = HeaderCache(tmp_path / "file" / "library.json")
     place = ModelPlace(source="folder", layout="folder", folder=store)
     assert names(read_library([place], cache)) == ["a"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 400), st.binary(min_size=1, max_size=9)), min_size=1, max_size=4), st.data())
+def test_whatever_is_in_a_file_it_has_facts_or_is_no_model(tmp_path_factory, changes, data):
+    path = toy(tmp_path_factory.mktemp("mutated") / "x.gguf", general__file_type=7)
+    content = bytearray(path.read_bytes())
+    for at, written in changes:
+        content[at : at + len(written)] = written
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    with suppress(ModelError):
+        assert facts_in(read_beginning(path, BEGINNING_BYTES))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from primad.cli.service import machine
 from primad.cli.service.machine import Account, Ran
 from primad.cli.service.steps import Manager
 from tests.core.test_supervisor import judged, words
+from tests.fakes.model_stores import toy
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the folders are those of POSIX systems")
 
@@ -193,6 +194,20 @@ def test_what_cannot_be_installed_is_refused_before_anything_is_done(command: Pr
     assert named in err
     assert runner.ran == []
     assert not unit.exists()
+
+
+def test_a_model_by_name_stays_one_in_a_session_and_is_refused_for_the_machine(
+    command: Primad, unit, monkeypatch, tmp_path
+):
+    path = toy(tmp_path / "mine" / "small-Q4_0.gguf")
+    monkeypatch.chdir(tmp_path)
+    model = ("serve", "--models", "mine", "--model", "small")
+    assert command("service", "install", *model)[0] == 0
+    (line,) = values(unit, "ExecStart")
+    assert f"--models {tmp_path / 'mine'}" in line
+    assert "--model small" in line
+    as_root(monkeypatch)
+    assert f"give the file, {path}" in command("service", "install", "--system", *model)[2]
 
 
 def test_root_has_no_session(command: Primad, monkeypatch, runner):

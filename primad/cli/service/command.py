@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from primad.cli.commands import CommandGroup
+from primad.cli.hub import library_model
+from primad.cli.library import is_path
 from primad.cli.output import err, out
 from primad.errors import ConfigError, printable
 
@@ -30,6 +32,8 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be
 ROLES: Final = ("join", "serve")
 _OWN: Final = {"host", "port", "device"}
 """Options of serve whose names are keys of the configuration and mean something else there."""
+_MODELS: Final = ("model", "draft", "embedding")
+"""Options that take a file, or a model by name."""
 
 
 @service_app.command(
@@ -230,7 +234,9 @@ def _typed(param: Any, value: Any) -> list[str]:
         return [name if value else max(param.secondary_opts, key=len)]
     typed_words = []
     for each in value if isinstance(value, list | tuple) else [value]:
-        text = str(_full(each) if isinstance(each, Path) or param.name == "kv_cache" else each)
+        is_file = isinstance(each, Path) or param.name == "kv_cache"
+        is_name = param.name in _MODELS and not is_path(each) and not each.exists()
+        text = str(_full(each) if is_file and not is_name else each)
         typed_words += [f"{name}={text}"] if text.startswith("-") else [name, text]
     return typed_words
 
@@ -264,7 +270,7 @@ def _service(wanted: _Wanted, where: Place, run_as: str | None) -> tuple[DaemonS
     words = [*(each for name, typed in wanted.words if name not in ("home", "max_ram") for each in typed)]
     words += [] if limit is None else ["--max-ram", f"{limit}B"]
     user = (run_as or machine.default_user(where.manager)) if where.system else None
-    list(_files(wanted))
+    list(_files(wanted, where))
     is_new = _judge_user(user, wanted, where) if user is not None else False
     is_linux = where.manager == "systemd"
     service = DaemonService(
@@ -291,15 +297,22 @@ def _writable(config: Config) -> tuple[Path, ...]:
     return () if config.kv_cache is None else (config.kv_cache,)
 
 
-def _files(wanted: _Wanted) -> Iterator[tuple[str, Path]]:
+def _files(wanted: _Wanted, where: Place) -> Iterator[tuple[str, Path]]:
     """The files that the service reads, by option. Raises ``ConfigError`` for a missing one now, not in a log."""
     from primad.gguf.hub import hub_name
+    from primad.settings.config import load_config
 
-    for name in ("model", "draft", "embedding", "api_key_file"):
+    for name in (*_MODELS, "api_key_file"):
         given: Path | None = wanted.values.get(name)
         if given is None or hub_name(given.as_posix()) is not None or str(given) == "auto":
             continue
         path, option = given.expanduser().absolute(), f"--{name.replace('_', '-')}"
+        if name in _MODELS and (model := library_model(given, lambda: load_config(_flags(wanted), {}))) is not None:
+            path = model.files[0]
+            if where.system:
+                raise ConfigError(
+                    f"{option} {given}: a service of the machine knows no models of yours; give the file, {path}"
+                )
         if not path.exists():
             raise ConfigError(f"{option} {given}: no such file")
         yield option, path
@@ -322,7 +335,7 @@ def _judge_user(user: str, wanted: _Wanted, where: Place) -> bool:
                     f"{each}: {user} may not run it because of {there}; install primad where all users may run it, "
                     "such as in /opt or with a package, or choose another user with --as"
                 )
-    for option, path in _files(wanted):
+    for option, path in _files(wanted, where):
         if (there := machine.unreadable(path, who)) is not None:
             raise ConfigError(
                 f"{option} {path}: {user} may not read it because of {there}; allow that, or choose another user with "
