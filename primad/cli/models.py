@@ -16,7 +16,7 @@ from primad.settings.config import load_config, models_folder
 from primad.settings.quantities import show_bytes
 
 if TYPE_CHECKING:
-    from primad.gguf.hub import HubName
+    from primad.gguf.hub import HubName, KeptModel
     from primad.library.library import LibraryModel
 
 _COLUMNS: Final = ("parameters", "quantisation", "size", "context", "from")
@@ -59,17 +59,11 @@ def models(
     library = library_of(config)
     headers = [each for each in kept_models(models_folder(config.home)) if not each.whole]
     pinned = pinned_in(library, config)
-    if json:
-        print_json(
-            {
-                "models": [_fields(each, each in pinned) for each in library.models],
-                "headers": [{"name": str(each.name), "files": [*map(str, each.files)]} for each in headers],
-                "problems": [{"path": str(each.path), "problem": each.line} for each in library.problems],
-            }
-        )
-        return
     for wrong in library.problems:
         err.print(wrong.line, markup=False, highlight=False)
+    if json:
+        print_json([*(_fields(each, each in pinned) for each in library.models), *map(_fields_of_header, headers)])
+        return
     if not library.models and not headers:
         err.print("no models yet; primad pull hf:owner/repo downloads one")
         return
@@ -98,10 +92,16 @@ def _fields(model: LibraryModel, pinned: bool) -> dict[str, object]:
         "context": model.context_tokens,
         "from": model.sources,
         "files": [*map(str, model.files)],
+        "whole": True,
         "projector": None if model.projector is None else str(model.projector),
         "pinned": pinned,
         "problem": model.problem or None,
     }
+
+
+def _fields_of_header(model: KeptModel) -> dict[str, object]:
+    files = [*map(str, model.files)]
+    return {"name": str(model.name), "bytes": model.size_bytes, "from": ("primad",), "files": files, "whole": False}
 
 
 def rm(name: ModelName, home: Home = None) -> None:

@@ -48,6 +48,7 @@ def hub(weights, monkeypatch):
 def primad(command, monkeypatch, tmp_path):
     """Runs ``primad`` with its home in ``tmp_path``; gives exit code, output and error output."""
     monkeypatch.setenv("PRIMAD_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOME", str(tmp_path))  # other programs' models are none of these
     return command
 
 

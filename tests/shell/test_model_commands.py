@@ -77,29 +77,31 @@ def refusal(user, *words: str) -> str:
 
 def test_models_of_every_place_are_listed(command, user, weights):
     toy(user / "mine" / "smollm2-135m-Q8_0.gguf", "a")
+    toy(user / "marked" / "[bold] x.gguf")
     (user / "mine" / "broken.gguf").write_bytes(b"GGUF")
     ollama_model(user / ".ollama" / "models", f"{OLLAMA}/1b", weights.read_bytes())
     toy(user / ".lmstudio" / "models" / "org" / "repo" / "x-Q4_0.gguf", "b")
     hub_file(user / ".cache" / "huggingface" / "hub", "org/hub-GGUF", toy(user / "y-Q6_K.gguf", "c"))
-    (user / "primad" / "config.toml").write_text(f'models = ["{user}/nowhere"]\n')
     settings(user, '["llama3.2"]\npinned = true\n')
-    code, out, _ = command("models", "--models", user / "mine", "--json")
+    code, out, err = command("models", "--models", user / "mine", "--json")
     listed = json.loads(out)
-    assert code == 0
-    assert [(each["name"], each["from"], each["pinned"]) for each in listed["models"]] == [
+    assert (code, err) == (0, "")
+    assert [(each["name"], each["from"], each["pinned"]) for each in listed] == [
         ("broken", ["folder"], False),
         ("llama3.2:1b", ["Ollama"], True),
         ("org/hub-GGUF", ["Hugging Face"], False),
         ("org/repo", ["LM Studio"], False),
         ("smollm2-135m-Q8_0", ["folder"], False),
     ]
-    assert listed["models"][4]["parameters"] == "135M"
-    assert "cut short" in listed["models"][0]["problem"]
-    assert listed["problems"] == []
-    code, out, err = command("models")
+    assert listed[4]["parameters"] == "135M"
+    assert "cut short" in listed[0]["problem"]
+    code, out, err = command("models", "--models", user / "marked", "--models", user / "nowhere")
     assert code == 0
+    assert "[bold] x " in out
     assert "llama3.2:1b" in out
     assert f"{user}/nowhere: no such folder" in err
+    (user / "primad" / "config.toml").write_text(f'models = ["{user}/mine"]\n')
+    assert "smollm2-135m-Q8_0" in command("models")[1]
 
 
 def test_a_name_is_planned_for_as_its_file_is(command, user, weights):
