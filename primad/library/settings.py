@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from primad.errors import ConfigError, printable
-from primad.settings.config import read_toml
+from primad.settings.config import toml_file
 from primad.settings.quantities import parse_yes_no
 from primad.settings.tables import OptionTable
 
@@ -67,7 +67,7 @@ def read_model_tables(home: Path, known: Collection[str]) -> ModelTables:
     """
     file = models_toml(home)
     tables = []
-    for name, values in read_toml(file).items():
+    for name, values in toml_file(file).values.items():
         if not isinstance(values, dict):
             raise ConfigError(f"{file}: '{name}' stands above all tables; write [{DEFAULTS}] or [\"MODEL\"] above it")
         table = OptionTable(name=name, file=file, values=dict(values))

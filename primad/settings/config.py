@@ -403,7 +403,11 @@ def _make_writable(folder: Path, source: str, mode: int = 0o777) -> None:
 
 def config_file(flags: Flags, environ: Mapping[str, str] = os.environ) -> ConfigFile:
     """The configuration file, empty where there is none. Raises ``ConfigError``."""
-    path = home_of(flags, environ) / "config.toml"
+    return toml_file(home_of(flags, environ) / "config.toml")
+
+
+def toml_file(path: Path) -> ConfigFile:
+    """What the file ``path`` says, nothing where there is none. Raises ``ConfigError``."""
     try:
         return ConfigFile(path, tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
