@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from primad.cli.library import is_path, library_of
 from primad.cli.output import err
-from primad.errors import ConfigError, printable
+from primad.errors import ConfigError, PrimadError, printable
 from primad.settings.config import Config, models_folder
 from primad.settings.quantities import show_bytes
 
@@ -34,6 +34,8 @@ def model_path(given: Path, load: Callable[[], Config], *, fetches: bool = True,
         return given if model is None else model.files[0]
     config = load()
     found = kept(name, models_folder(config.home))
+    if found is None and (elsewhere := _elsewhere(name, config)) is not None:
+        return elsewhere
     if found is None and not fetches and (header := kept_header(name, models_folder(config.home))) is not None:
         return header.parts[0]
     if found is None and not fetches:
@@ -64,6 +66,17 @@ def library_model(given: Path, load: Callable[[], Config]) -> LibraryModel | Non
     raise ConfigError(
         f"{printable(text)}: no such file, nor a model of this name here{here}; 'primad models' lists all"
     )
+
+
+def _elsewhere(name: HubName, config: Config) -> Path | None:
+    """The file of the hub's model ``name`` in another program's store, by exactly this name."""
+    text = f"{name.repository}:{name.quantisation}" if name.quantisation else name.repository
+    try:
+        found = library_of(config).find(text)
+    except PrimadError:  # several, or one that cannot be used: as if it were not there
+        return None
+    is_it = found is not None and text.casefold() in map(str.casefold, found.names)
+    return found.files[0] if found is not None and is_it else None
 
 
 def check_path(given: Path) -> None:
@@ -102,7 +115,8 @@ def served_model(given: Path, config: Config, *, whole: bool, several: bool) -> 
     from primad.gguf.hub_ranges import HubError
 
     name = hub_name(given.as_posix())
-    if name is not None and not whole and kept(name, models_folder(config.home)) is None:
+    is_missing = name is not None and not whole and kept(name, models_folder(config.home)) is None
+    if name is not None and is_missing and _elsewhere(name, config) is None:
         _quiet()
         try:
             found = header_of(name, models_folder(config.home))

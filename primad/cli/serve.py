@@ -235,6 +235,8 @@ def serve(
     options = _serve_options(endpoint, asking, others, run, draft, ring, rope, kept, config)
     found = library_model(model, lambda: config)
     options = replace(options, lora=parse_lora(lora or ()), sampling=_given(sampling))
+    if endpoint.embedding is not None and (other := library_model(endpoint.embedding, lambda: config)) is not None:
+        options = replace(options, embedding=other.files[0], embedding_name=other.name)
     if found is not None:
         known = dict.fromkeys((*options.aliases, model.as_posix(), found.name.removesuffix(":latest")))
         known.pop(found.name, None)
@@ -297,7 +299,7 @@ def _serve_options(
         max_wait_s=endpoint.max_wait,
         chat_template=None if endpoint.chat_template is None else chat_template_in(endpoint.chat_template),
         tool_parser=parse_choice(endpoint.tool_parser, PARSERS, "--tool-parser"),
-        embedding=None if endpoint.embedding is None else model_path(endpoint.embedding, lambda: config),
+        embedding=endpoint.embedding,
         allowed_hosts=allowed_hosts(asking),
         cors_origins=cors_origins(asking),
         api_key=asking.api_key,

@@ -224,7 +224,7 @@ def _embedding_of(options: ServeOptions, config: Config) -> EmbeddingService | N
         return None
     return EmbeddingService(
         path,
-        model_id(path),
+        options.embedding_name or model_id(path),
         threads=config.threads or usable_cores(),
         began=lambda pid: apply_nice(pid, max(config.nice, EMBEDDING_NICE)),
     )

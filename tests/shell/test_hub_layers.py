@@ -38,6 +38,7 @@ from primad.layers.sources import HubRoutes, WantedLayer
 from primad.layers.whole import compare, is_compared
 from primad.network.gate import Gate
 from primad.network.messages import DownloadedLayer
+from primad.settings.config import load_config
 from primad.settings.timings import LayerTimings
 from primad.trust.identity import new_identity
 from tests.fakes.hub import PATIENCE_S, FakeHub, own_hub, serving
@@ -129,7 +130,7 @@ def test_what_is_drawn_is_what_would_be_cut_out_of_the_file(hub, path, cutter, t
 def test_of_an_unknown_architecture_the_header_is_enough_to_try_it_and_to_fetch_layers_alone(monkeypatch, tmp_path):
     path = tmp_path / FILE
     synth.write_model(path, architecture="bloom", width=256)
-    config = SimpleNamespace(home=tmp_path / "home")
+    config = load_config({"home": tmp_path / "home"}, {})
     with own_hub(monkeypatch, {REPO: {FILE: path.read_bytes()}}) as hub:
         found = served_model(Path(str(NAME)), config, whole=False, several=False)
         assert isinstance(found, RangedModel)
@@ -151,7 +152,7 @@ def test_of_an_unknown_architecture_the_header_is_enough_to_try_it_and_to_fetch_
 def test_an_unknown_architecture_that_is_not_certified_is_fetched_whole_for_one_device_and_says_why(
     monkeypatch, tmp_path, capsys
 ):
-    path, config = tmp_path / FILE, SimpleNamespace(home=tmp_path / "home")
+    path, config = tmp_path / FILE, load_config({"home": tmp_path / "home"}, {})
     synth.write_model(path, architecture="dream", width=256)
     with own_hub(monkeypatch, {REPO: {FILE: path.read_bytes()}}) as hub:
         with pytest.raises(NotCutError, match="depend on later ones"):

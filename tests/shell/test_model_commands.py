@@ -117,13 +117,25 @@ def test_a_name_is_served_under_it_with_a_draft_model_by_name(command, user, ser
     path = ollama_model(user / ".ollama" / "models", f"{OLLAMA}/1b", weights.read_bytes())
     small = toy(user / "mine" / "small.gguf")
     words = ("serve", "--alone", "--models", user / "mine", "--temperature", 0.5, "--top-k", 7)
-    command(*words, "--model", "LLAMA3.2", "--draft", "small")
+    command(*words, "--model", "LLAMA3.2", "--draft", "small", "--embedding", "smal")
+    assert not served
+    command(*words, "--model", "LLAMA3.2", "--draft", "small", "--embedding", "SMALL")
     command(*words, "--model", path, "--draft", "auto")
     [(file, options), (at_path, plain)] = served
     assert (file, options.name, options.draft) == (path, "llama3.2:1b", small)
+    assert (options.embedding, options.embedding_name) == (small, "small")
     assert options.aliases == ("LLAMA3.2",), "what was typed is a name for clients too"
     assert options.sampling == {"temperature": 0.5, "top_k": 7}
     assert (at_path, plain.name, str(plain.draft)) == (path, None, "auto")
+
+
+def test_a_model_of_the_hub_that_another_program_has_is_not_downloaded(command, user, served, weights):
+    path = hub_file(user / ".cache" / "huggingface" / "hub", "acme/tiny-GGUF", weights, name="tiny-Q8_0.gguf")
+    for name in ("hf:acme/tiny-GGUF:Q8_0", "hf:acme/tiny-GGUF"):
+        command("serve", "--model", name)
+        command("serve", "--alone", "--model", name)
+    assert [file for file, _ in served] == 4 * [path]
+    assert "not downloaded" in command("plan", "--model", "hf:acme/tiny-GGUF:Q4_K_M", "--fleet", "apple-home")[2]
 
 
 def test_a_name_that_means_none_or_several_says_what_there_is(command, user):

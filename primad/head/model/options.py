@@ -35,8 +35,8 @@ class ServeOptions:
     request that has not begun after ``max_wait_s`` is refused (None: no limit). KV cache is replicated every
     ``kv_backup`` tokens (None: every ``BLOCK_TOKENS`` if links carry it; 0: not). Prompts of all API keys share their
     cache with ``share_prefixes``. Lost tokens are recomputed one by one if that takes at most ``exact_replay_s``.
-    ``rope`` overrides RoPE, ``lora`` are adapters of the model, with their scales. Clients know the model as ``name`` (None:
-    as its file), and ``sampling`` overrides the file's sampling defaults, by field.
+    ``rope`` overrides RoPE, ``lora`` are adapters of the model, with their scales. Clients know the models as ``name`` and
+    ``embedding_name``, if they have other names than their files. ``sampling`` overrides the file's sampling defaults.
     """
 
     wait: int | None
@@ -59,6 +59,7 @@ class ServeOptions:
     no_auth: bool = False
     http_host: str = LOOPBACK
     embedding: Path | None = None
+    embedding_name: str | None = None
     kv_backup: int | None = None
     share_prefixes: bool = False
     exact_replay_s: float = 10.0

@@ -393,7 +393,8 @@ class Rings:
         if line := attention_line(forecast):
             self._reporter.report_line(line)
         if (embedding := self._service.options.embedding) is not None:
-            self._reporter.report_line(f"{model_id(embedding)} serves embeddings there, on this device alone")
+            name = self._service.options.embedding_name or model_id(embedding)
+            self._reporter.report_line(f"{name} serves embeddings there, on this device alone")
         for line in [*ring.describe(), *why]:
             self._reporter.report_line(line)
         options, has_cache = self._service.options, self._node.config.kv_cache is not None
