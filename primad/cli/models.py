@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -91,12 +92,17 @@ def _fields(model: LibraryModel, pinned: bool) -> dict[str, object]:
         "quantisation": model.quantisation,
         "context": model.context_tokens,
         "from": model.sources,
-        "files": [*map(str, model.files)],
+        "files": [*map(_shown, model.files)],
         "whole": True,
-        "projector": None if model.projector is None else str(model.projector),
+        "projector": None if model.projector is None else _shown(model.projector),
         "pinned": pinned,
         "problem": model.problem or None,
     }
+
+
+def _shown(path: Path) -> str:
+    """``path`` as text; a file's name may be none."""
+    return str(path).encode(errors="backslashreplace").decode()
 
 
 def _fields_of_header(model: KeptModel) -> dict[str, object]:

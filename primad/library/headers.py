@@ -94,7 +94,8 @@ class HeaderCache:
         key, kept = str(path), self._kept.get(str(path))
         if kept is None or kept[:2] != (status.st_size, status.st_mtime_ns):
             kept = status.st_size, status.st_mtime_ns, facts_in(read_beginning(path, BEGINNING_BYTES))
-        self._used[key] = kept
+        if key.isprintable():  # others may be no text
+            self._used[key] = kept
         return kept[2]
 
 

@@ -19,7 +19,7 @@ from primad.library.headers import MAX_LABEL_CHARS, HeaderCache, HeaderFacts, pa
 from primad.library.names import meant, nearest
 from primad.library.ollama import models_of_ollama
 from primad.library.places import ModelPlace
-from primad.library.stores import FolderWalk, LibraryProblem, StoredModel, models_in
+from primad.library.stores import MAX_LINE_CHARS, FolderWalk, LibraryProblem, StoredModel, models_in
 
 _SHOWN: Final = 6
 _BESIDE: Final = ("mmproj", "imatrix")
@@ -159,7 +159,7 @@ def _read(stored: StoredModel, cache: HeaderCache) -> _Read:
         problem = problem or str(exc)
     if not problem and stored.size_bytes is not None and size != stored.size_bytes:
         problem = f"{first}: has {size} of {stored.size_bytes} bytes; fetch it again with {stored.source}"
-    return _Read(stored, facts, identity, size, problem)
+    return _Read(stored, facts, identity, size, printable(problem, MAX_LINE_CHARS))
 
 
 def _names(models: Sequence[_Read]) -> list[tuple[str, ...]]:

@@ -13,10 +13,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from primad.errors import printable
 from primad.gguf.model import PART_NAME
 from primad.gguf.ranged import HEADERS
 from primad.library.places import ModelPlace
@@ -26,6 +27,7 @@ MAX_ENTRIES: Final = 100_000
 """Files and folders that are looked at in one place."""
 MAX_FILES: Final = 5_000
 """GGUF files of one place; a home has some hundred."""
+MAX_LINE_CHARS: Final = 1000
 _NOT_LISTED: Final = "the others are not listed: name a folder in it with --models"
 _LEFT_OUT: Final = frozenset((".cache", ".git", HEADERS))
 """Folders in which are parts of downloads, or headers alone."""
@@ -78,7 +80,7 @@ class FolderWalk:
 
     def report(self, path: Path, what: str) -> None:
         """``path`` has a problem."""
-        self.problems.append(LibraryProblem(path, f"{path}: {what}"))
+        self.problems.append(LibraryProblem(path, printable(f"{path}: {what}", MAX_LINE_CHARS)))
 
     def listed(self, folder: Path) -> list[os.DirEntry[str]]:
         """What is in ``folder``, by name; nothing if that is not there or cannot be read, which is reported."""
@@ -149,7 +151,7 @@ def models_in(place: ModelPlace, walk: FolderWalk) -> Iterator[StoredModel]:
                 owner, _, rest = model.relative.partition("/")
                 repo, _, file = rest.partition("/")
                 named = f"{owner}/{repo}" if place.layout == "repositories" and file else ""
-                yield _of_repository(model, named)
+                yield replace(model, repository=named)
 
 
 def _of_hub(place: ModelPlace, walk: FolderWalk) -> Iterator[StoredModel]:
@@ -167,7 +169,7 @@ def _of_hub(place: ModelPlace, walk: FolderWalk) -> Iterator[StoredModel]:
             by_snapshot.setdefault(path.parents[relative.count("/")], []).append(path)
         for snapshot, paths in by_snapshot.items():
             for model in grouped_parts(place.source, snapshot, paths):
-                yield _of_repository(model, match["name"].replace("--", "/", 1))
+                yield replace(model, repository=match["name"].replace("--", "/", 1))
 
 
 def _snapshots(repository: Path, walk: FolderWalk) -> list[Path]:
@@ -195,17 +197,7 @@ def _of_flat_cache(place: ModelPlace, walk: FolderWalk) -> Iterator[StoredModel]
     paths = [Path(each.path) for each in entries if each.name.lower().endswith(".gguf")][:MAX_FILES]
     for model in grouped_parts(place.source, place.folder, paths):
         prefix = max((each for each in prefixes if model.relative.startswith(each)), key=len, default="")
-        yield _of_repository(model, prefixes.get(prefix, ""), model.relative.removeprefix(prefix))
-
-
-def _of_repository(model: StoredModel, repository: str, relative: str = "") -> StoredModel:
-    return StoredModel(
-        source=model.source,
-        files=model.files,
-        repository=repository,
-        relative=relative or model.relative,
-        problem=model.problem,
-    )
+        yield replace(model, repository=prefixes.get(prefix, ""), relative=model.relative.removeprefix(prefix))
 
 
 def grouped_parts(source: str, root: Path, paths: Sequence[Path]) -> Iterator[StoredModel]:

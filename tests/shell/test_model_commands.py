@@ -78,6 +78,7 @@ def refusal(user, *words: str) -> str:
 def test_models_of_every_place_are_listed(command, user, weights):
     toy(user / "mine" / "smollm2-135m-Q8_0.gguf", "a")
     toy(user / "marked" / "[bold] x.gguf")
+    (user / "marked" / "no text \udcff.gguf").touch()
     (user / "mine" / "broken.gguf").write_bytes(b"GGUF")
     ollama_model(user / ".ollama" / "models", f"{OLLAMA}/1b", weights.read_bytes())
     toy(user / ".lmstudio" / "models" / "org" / "repo" / "x-Q4_0.gguf", "b")
@@ -98,6 +99,9 @@ def test_models_of_every_place_are_listed(command, user, weights):
     code, out, err = command("models", "--models", user / "marked", "--models", user / "nowhere")
     assert code == 0
     assert "[bold] x " in out
+    assert r"no text \udcff.gguf: is empty" in err
+    listed = json.loads(command("models", "--models", user / "marked", "--json")[1])
+    assert any(r"no text \udcff.gguf" in each["files"][0] for each in listed)
     assert "llama3.2:1b" in out
     assert f"{user}/nowhere: no such folder" in err
     (user / "primad" / "config.toml").write_text(f'models = ["{user}/mine"]\n')

@@ -269,6 +269,17 @@ def test_what_is_no_file_is_listed_without_being_opened(library, store):
     assert "cannot be read" in problems["loop"]
 
 
+def test_a_name_that_is_no_text_is_shown_as_one(library, store, tmp_path):
+    for name, data in ((b"\xff\n\x1b[31m", b""), (b"whole\xfe", toy(tmp_path / "x.gguf").read_bytes())):
+        (store / os.fsdecode(name + b".gguf")).write_bytes(data)
+    for _ in range(2):
+        broken, whole = library().models
+        assert whole.names == ("whole\\udcfe",)
+        assert broken.name == "\\udcff\\n\\x1b[31m"
+        assert broken.problem.isprintable()
+        assert not whole.problem
+
+
 def test_folders_that_link_to_each_other_are_listed_once(library, store):
     toy(store / "a" / "model.gguf")
     (store / "a" / "back").symlink_to(store)
