@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -19,8 +20,10 @@ from primad.library.headers import MAX_LABEL_CHARS, HeaderCache, HeaderFacts, pa
 from primad.library.names import meant, nearest
 from primad.library.ollama import models_of_ollama
 from primad.library.places import ModelPlace
-from primad.library.stores import MAX_LINE_CHARS, FolderWalk, LibraryProblem, StoredModel, models_in
+from primad.library.stores import MAX_LINE_CHARS, NOT_LISTED, FolderWalk, LibraryProblem, StoredModel, models_in
 
+MAX_FILES: Final = 5_000
+"""GGUF files of one place; a home has some hundred."""
 _SHOWN: Final = 6
 _BESIDE: Final = ("mmproj", "imatrix")
 
@@ -99,7 +102,9 @@ def read_library(places: Iterable[ModelPlace], cache: HeaderCache) -> Library:
         if place.named and not place.folder.is_dir():
             walk.report(place.folder, "no such folder; check --models, or models in config.toml")
         stored = models_of_ollama(place, walk) if place.layout == "ollama" else models_in(place, walk)
-        found += (_read(each, cache) for each in stored)
+        found += (_read(each, cache) for each in islice(stored, MAX_FILES))
+        if next(stored, None) is not None:
+            walk.report(place.folder, f"has more than {MAX_FILES:,} GGUF files; {NOT_LISTED}")
         problems += walk.problems
     cache.save()
     beside = [each for each in found if not each.is_model]

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from primad.library.places import ModelPlace
-from primad.library.stores import MAX_FILES, FolderWalk, StoredModel, is_folder
+from primad.library.stores import FolderWalk, StoredModel, is_folder
 
 MAX_MANIFEST_BYTES: Final = 1 << 20
 _DIGEST: Final = re.compile(r"sha256[:-][0-9a-fA-F]{64}")
@@ -67,7 +67,7 @@ def models_of_ollama(place: ModelPlace, walk: FolderWalk) -> Iterator[StoredMode
     for folder in _MANIFESTS:
         for parts, path in _manifests(place.folder / folder, walk):
             name = shown_name(*parts)
-            if name.casefold() in known or len(known) >= MAX_FILES:
+            if name.casefold() in known:
                 continue
             known.add(name.casefold())
             names = (name, name.removesuffix(":latest")) if name.endswith(":latest") else (name,)

@@ -59,13 +59,13 @@ def _ollama(environ: Mapping[str, str], user: Path, platform: str) -> Iterator[P
 
 
 def _lm_studio(user: Path) -> Iterator[Path]:
-    pointed = _text(user / ".lmstudio-home-pointer").strip()
+    pointed = small_text(user / ".lmstudio-home-pointer").strip()
     is_path = "\0" not in pointed and Path(pointed).is_absolute()
     homes = [*([Path(pointed)] if is_path else []), user / ".cache" / "lm-studio", user / ".lmstudio"]
     for home in dict.fromkeys(homes):
         yield home / "models"
         try:
-            settings = json.loads(_text(home / "settings.json") or "{}")
+            settings = json.loads(small_text(home / "settings.json") or "{}")
         except (ValueError, RecursionError):
             continue
         other = settings.get("downloadsFolder") if isinstance(settings, dict) else None
@@ -95,8 +95,8 @@ def _named(environ: Mapping[str, str], variable: str, default: Path, user: Path)
     return user / given[2:] if given.startswith("~/") else Path(given) if given else default
 
 
-def _text(path: Path) -> str:
-    """What is in a small file; nothing if it cannot be read."""
+def small_text(path: Path) -> str:
+    """What is in a small file; nothing if it is none or cannot be read."""
     try:
         if not path.is_file():
             return ""

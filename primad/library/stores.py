@@ -20,15 +20,13 @@ from typing import Final
 from primad.errors import printable
 from primad.gguf.model import PART_NAME
 from primad.gguf.ranged import HEADERS
-from primad.library.places import ModelPlace
+from primad.library.places import ModelPlace, small_text
 
 MAX_DEPTH: Final = 8
 MAX_ENTRIES: Final = 100_000
 """Files and folders that are looked at in one place."""
-MAX_FILES: Final = 5_000
-"""GGUF files of one place; a home has some hundred."""
 MAX_LINE_CHARS: Final = 1000
-_NOT_LISTED: Final = "the others are not listed: name a folder in it with --models"
+NOT_LISTED: Final = "the others are not listed: name a folder in it with --models"
 _LEFT_OUT: Final = frozenset((".cache", ".git", HEADERS))
 """Folders in which are parts of downloads, or headers alone."""
 _REPOSITORY: Final = re.compile(r"models--(?P<name>[\w.-]+)")
@@ -90,7 +88,7 @@ class FolderWalk:
                 for entry in found:
                     self.entries += 1
                     if self.entries == MAX_ENTRIES:
-                        self.report(folder, f"has, with others, more than {MAX_ENTRIES:,} files; {_NOT_LISTED}")
+                        self.report(folder, f"has, with others, more than {MAX_ENTRIES:,} files; {NOT_LISTED}")
                     if self.entries >= MAX_ENTRIES:
                         break
                     entries.append(entry)
@@ -104,29 +102,26 @@ class FolderWalk:
     def files(self, root: Path) -> list[Path]:
         """The GGUF files below ``root``."""
         found: list[Path] = []
-        waiting = [(root, 0)]
+        waiting = [(root, 0)] if self._is_new(root) else []
         while waiting:
             folder, depth = waiting.pop()
             for entry in self.listed(folder):
                 path = Path(entry.path)
                 if is_folder(entry):
-                    if depth < MAX_DEPTH and entry.name not in _LEFT_OUT and self._is_new(entry):
+                    if depth < MAX_DEPTH and entry.name not in _LEFT_OUT and self._is_new(path):
                         waiting.append((path, depth + 1))
                 elif entry.name.lower().endswith(".gguf"):
                     found.append(path)
-            if len(found) > MAX_FILES:
-                self.report(root, f"has more than {MAX_FILES:,} GGUF files; {_NOT_LISTED}")
-                break
-        return sorted(found[:MAX_FILES])
+        return sorted(found)
 
-    def _is_new(self, entry: os.DirEntry[str]) -> bool:
-        """Whether the folder was not looked at under another name: a link may lead back to where it is."""
+    def _is_new(self, folder: Path) -> bool:
+        """Whether ``folder`` was not looked at under another name: a link may lead back to where it is."""
         try:
-            status = entry.stat()
-        except OSError:
+            status = folder.stat()
+        except (OSError, ValueError):  # what is wrong with it is reported when it is read
             return True
         key = status.st_dev, status.st_ino
-        is_new = not status.st_ino or key not in self._seen  # Windows may have no number
+        is_new = key not in self._seen
         self._seen.add(key)
         return is_new
 
@@ -174,11 +169,7 @@ def _of_hub(place: ModelPlace, walk: FolderWalk) -> Iterator[StoredModel]:
 
 def _snapshots(repository: Path, walk: FolderWalk) -> list[Path]:
     """The folders of its commits, the current one first, then the latest."""
-    try:
-        with (repository / "refs" / "main").open("rb") as file:
-            current = file.read(64).decode(errors="replace").strip()
-    except OSError:
-        current = ""
+    current = small_text(repository / "refs" / "main").strip()
     found = [Path(each.path) for each in walk.listed(repository / "snapshots") if _COMMIT.fullmatch(each.name)]
 
     def order(path: Path) -> tuple[bool, float]:
@@ -194,7 +185,7 @@ def _of_flat_cache(place: ModelPlace, walk: FolderWalk) -> Iterator[StoredModel]
     entries = walk.listed(place.folder)
     manifests = [match for each in entries if (match := _MANIFEST.fullmatch(each.name)) is not None]
     prefixes = {f"{match['owner']}_{match['repo']}_": f"{match['owner']}/{match['repo']}" for match in manifests}
-    paths = [Path(each.path) for each in entries if each.name.lower().endswith(".gguf")][:MAX_FILES]
+    paths = [Path(each.path) for each in entries if each.name.lower().endswith(".gguf")]
     for model in grouped_parts(place.source, place.folder, paths):
         prefix = max((each for each in prefixes if model.relative.startswith(each)), key=len, default="")
         yield replace(model, repository=prefixes.get(prefix, ""), relative=model.relative.removeprefix(prefix))

@@ -222,6 +222,8 @@ def test_of_the_hubs_cache_the_current_commit_counts_and_what_it_lacks_comes_fro
     hub_file(store, "org/re--po", toy(tmp_path / "a-Q4_0.gguf"), commit="1" * 40)
     current = hub_file(store, "org/re--po", new)
     (store / "datasets--org--x").mkdir()
+    (store / "models--org--pipe" / "refs").mkdir(parents=True)
+    os.mkfifo(store / "models--org--pipe" / "refs" / "main")
     found = library("hub", "Hugging Face")
     assert names(found) == ["org/re--po:Q4_0", "org/re--po:Q8_0"]
     assert found.find("org/re--po:Q8_0").files == (current,)
@@ -284,7 +286,7 @@ def test_folders_that_link_to_each_other_are_listed_once(library, store):
     toy(store / "a" / "model.gguf")
     (store / "a" / "back").symlink_to(store)
     (store / "again").symlink_to(store / "a")
-    assert len(library().models) == 1
+    assert [each.names for each in library().models] == [("model", "a/model")]
 
 
 def test_a_folder_that_cannot_be_read_is_one_line(library, store, monkeypatch):
@@ -306,7 +308,7 @@ def test_a_folder_that_cannot_be_read_is_one_line(library, store, monkeypatch):
 
 
 def test_a_folder_of_too_many_files_says_so_and_lists_the_first(library, store, monkeypatch):
-    monkeypatch.setattr(stores, "MAX_FILES", 3)
+    monkeypatch.setattr(library_module, "MAX_FILES", 3)
     monkeypatch.setattr(stores, "MAX_ENTRIES", 20)
     for number in range(5):
         toy(store / f"m{number}.gguf")
