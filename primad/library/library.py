@@ -99,7 +99,7 @@ def read_library(places: Iterable[ModelPlace], cache: HeaderCache) -> Library:
     found: list[_Read] = []
     for place in places:
         walk = FolderWalk()
-        if place.named and not place.folder.is_dir():
+        if place.named and _is_missing(place.folder):
             walk.report(place.folder, "no such folder; check --models, or models in config.toml")
         stored = models_of_ollama(place, walk) if place.layout == "ollama" else models_in(place, walk)
         found += (_read(each, cache) for each in islice(stored, MAX_FILES))
@@ -119,6 +119,16 @@ def read_library(places: Iterable[ModelPlace], cache: HeaderCache) -> Library:
         merged[each.identity] = model if earlier is None else _both(earlier, model)
     ordered = sorted(merged.values(), key=lambda each: (each.name.casefold(), each.files))
     return Library(tuple(ordered), tuple(dict.fromkeys(problems)))
+
+
+def _is_missing(folder: Path) -> bool:
+    try:
+        folder.stat()
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):
+        return False  # the walk reports it
+    return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -322,6 +322,9 @@ def test_a_folder_of_too_many_files_says_so_and_lists_the_first(library, store, 
 
 def test_a_named_folder_that_is_not_there_is_said(library, tmp_path):
     assert "no such folder" in lines(library(folder=tmp_path / "nowhere"))[0]
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", Path("/\0")):
+        assert len(lines(library(folder=folder))) == 1
     assert not lines(library("hub", folder=tmp_path / "nowhere")), "a program that is not here keeps none"
 
 
