@@ -98,7 +98,7 @@ def check_path(given: Path) -> None:
         raise ConfigError(f"{text}: no such file; by name, as --model takes it, this is {names}")
     if ":" in text:
         raise ConfigError(
-            f"{text}: no such file, and not a valid name; give a GGUF file, or a model of Hugging Face's hub "
+            f"{text}: no such file, nor a model of this name here; give a GGUF file, or a model of Hugging Face's hub "
             "such as hf:Qwen/Qwen3-8B-GGUF:Q4_K_M"
         )
 
