@@ -178,31 +178,26 @@ class HeadEnd:
             return ClusterError(f"what {self.address} answers is refused: {self._refused}")
         return ClusterError(f"no answer from {self.address} within {timeout_s:g} s")
 
-    async def wait_ended(self) -> None:
-        """Wait until the other side's process has ended: its system refuses connections to its port.
+    async def reconnections(self) -> AsyncIterator[None]:
+        """Yields whenever the connection was made again, from one that stands, until the other side's process has
+        ended: its system refuses connections to its port.
 
         A link that only went silent never shows here; signs of life are for that.
         """
+        assert self._monitor is None, "one waits at a time"
+        watched = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED
+        monitor = self._monitor = monitored(self._socket, watched)
         refused = 0
-        async for event in self._ends():
-            if event in (zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED):
-                refused = 0
-            elif event == zmq.EVENT_CLOSED:
-                refused += 1
-            if refused >= _REFUSED_AFTER:
-                return
+        while refused < _REFUSED_AFTER:
+            message = recv_monitor_message(monitor)
+            event = (await message)["event"]
+            refused = refused + 1 if event == zmq.EVENT_CLOSED else 0
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                yield
 
     async def wait_refused(self) -> None:
         """Wait until the other side refuses this device."""
         await wait_refused(self._socket)
-
-    async def _ends(self) -> AsyncIterator[int]:
-        watched = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED
-        assert self._monitor is None, "one waits at a time"
-        monitor = self._monitor = monitored(self._socket, watched)
-        while True:
-            message = recv_monitor_message(monitor)
-            yield int((await message)["event"])
 
     def close(self) -> None:
         """Close the link."""

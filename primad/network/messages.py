@@ -7,10 +7,10 @@ From then on a ``Ping`` and its ``Pong`` pass several times a second, so that ei
 A TCP connection that is reset, for example by a restarting router, reconnects silently, and loses the messages in
 flight. So a worker's stages are state, not events: ``StageStates`` has the state of all of them, and each change gives
 it a new ``revision``. The worker sends it after each change. A ``Ping`` carries the revision that the head has, and a
-worker with a newer one sends the states again before its ``Pong``. So the head knows the worker's state at its reply,
-and repeats requests that did not arrive. ``Pong`` also says whether links are being measured: if they are not, and no
-``LinksMeasured`` came, the head asks for them again. ``KvHold`` may stay unanswered: the head then does without, or
-asks again. Drafts may be lost as well: generation continues without them.
+worker with a newer one sends the states again before its ``Pong``. The other way the head sends all that it wants of
+the worker once after each reconnection (``head/members/wanted.py``): a worker keeps what it has, and continues what it
+does. ``KvHold`` may stay unanswered: the head then does without, or asks again. Drafts may be lost as well: generation
+continues without them.
 
 Versions. A device speaks ``PROTOCOL`` and older ones down to ``OLDEST``; both sides use the newest common one. An added
 field has a default, and an unknown field is skipped, so that neighbours understand each other. An unknown message is
@@ -416,14 +416,10 @@ class StageStates(msgspec.Struct, frozen=True, kw_only=True, tag="stages"):
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    """The reply to a ping; the stages stood as in ``revision`` when ping ``number`` came.
-
-    ``measuring``: whether it measured links then; None if not reported.
-    """
+    """The reply to a ping; the stages stood as in ``revision`` when ping ``number`` came."""
 
     number: int = 0
     revision: Revision = 0
-    measuring: bool | None = None
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):

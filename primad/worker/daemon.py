@@ -165,6 +165,8 @@ class WorkerDaemon:
         self._retired: deque[bytes] = deque(maxlen=_MAX_RETIRED)
         """Connections of replaced heads: messages that still arrive on them are ignored."""
         self._measuring: asyncio.Task[None] | None = None
+        self._targets: list[Contact] = []
+        """What it measures the links to."""
         self._dismissed = asyncio.Event()
         self._stop = asyncio.Event()
         self._tasks, self._holding = Tasks(), Tasks()
@@ -424,15 +426,15 @@ class WorkerDaemon:
                     if why_idle:
                         self._report_line(f"head {lease.head}: {printable(why_idle)}")
                 await self._stages.remind(revision)
-                is_measuring = self._measuring is not None and not self._measuring.done()
-                await self._notify(Pong(number, self._stages.standing.revision, measuring=is_measuring))
+                await self._notify(Pong(number, self._stages.standing.revision))
                 if status:
                     await self._stages.report()
             case Introduce(devices=devices, revoked=revoked):
                 lease.introduced = frozenset(each.key for each in devices) - set(revoked)
             case MeasureLinks(targets=targets):
-                self._stop_measuring()
-                self._measuring = group.create_task(self._measure_links(targets))
+                if self._measuring is None or self._measuring.done() or targets != self._targets:
+                    self._stop_measuring()
+                    self._targets, self._measuring = targets, group.create_task(self._measure_links(targets))
             case KvHold():
                 hold = msgspec.structs.replace(message, sources=scopes.of_contacts(message.sources))
                 self._holding.start(self._hold(hold))

@@ -112,8 +112,10 @@ class Stages:
         return bool(self._stages)
 
     async def start(self, load: Load, profile: DeviceProfile) -> None:
-        """Take part in ``load.epoch``, unless this device has ``MAX_LOADED_STAGES`` stages already."""
-        await self._end(load.epoch)
+        """Take part in ``load.epoch``, unless this device has ``MAX_LOADED_STAGES`` stages already; an epoch that has a
+        state keeps it."""
+        if load.epoch in self.standing.epochs:
+            return
         if len(self._stages) >= MAX_LOADED_STAGES:
             busy = f"this device takes part in {MAX_LOADED_STAGES} rings, which is the maximum; release one first"
             self.standing.refuse(load.epoch, Broken(error=busy, fault="load"))
@@ -123,9 +125,9 @@ class Stages:
         await self._notify(self.standing.message())
 
     async def link(self, epoch: int, address: str, key: str, sender: str) -> None:
-        """Connect the ring process of ``epoch`` to its neighbours."""
+        """Connect the ring process of ``epoch`` to its neighbours, once."""
         stage = self._stages.get(epoch)
-        if stage is not None and stage.process is not None:
+        if stage is not None and stage.process is not None and not self.standing.is_linked(epoch):
             await stage.process.send(Connect(address, key, sender))
             if self._stages.get(epoch) is stage:
                 self.standing.change(epoch, linked=True)

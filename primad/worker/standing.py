@@ -9,7 +9,7 @@ import msgspec
 from primad.network.messages import Broken, StageState, StageStates
 
 MAX_REFUSED: Final = 8
-"""The number of remembered refusals. The head asks again for an unknown epoch, and is refused again."""
+"""The number of remembered refusals."""
 
 
 class Standing:
@@ -28,6 +28,10 @@ class Standing:
     def message(self) -> StageStates:
         """The message for the head."""
         return StageStates(revision=self.revision, states=list(self._states.values()))
+
+    def is_linked(self, epoch: int) -> bool:
+        """Whether the stage in ``epoch`` sends its steps to the next device."""
+        return self._states[epoch].linked
 
     def begin(self, epoch: int) -> None:
         """A stage begins in ``epoch``."""

@@ -64,10 +64,9 @@ class FakeDevice:
     """A worker: greets, answers pings, echoes and questions for links as the daemon does; the rest is up to the test.
 
     What it does not answer by itself is in ``heard``. ``silent`` answers nothing; ``refuses`` is what it says to a hello;
-    its pongs say that it is ``measuring`` links, that it is not, or nothing of it; without ``echoes`` no link to it can be
-    measured, nor where it ``garbles`` them. ``stand`` says how its stages stand: a head whose ping shows that it
-    does not know is told, unless ``loses_states``. ``known`` is what the head's last ping said that it knows. ``held`` is
-    what it was asked to hold of KV cells: it has all but the blocks that it ``lacks``.
+    without ``echoes`` no link to it can be measured, nor where it ``garbles`` them. ``stand`` says how its stages stand: a
+    head whose ping shows that it does not know is told, unless ``loses_states``. ``known`` is what the head's last ping said
+    that it knows. ``held`` is what it was asked to hold of KV cells: it has all but the blocks that it ``lacks``.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class FakeDevice:
         self.silent = False
         self.refuses: str | None = None
         self.measures = True
-        self.measuring: bool | None = None
         self.echoes = True
         self.garbles = False
         self.loses_states = False
@@ -176,7 +174,7 @@ class FakeDevice:
                 self.pings, self.known = self.pings + 1, known
                 if known != self.revision and not self.loses_states:
                     await self.end.send(peer, StageStates(revision=self.revision, states=self.states))
-                await self.end.send(peer, Pong(number, self.revision, measuring=self.measuring))
+                await self.end.send(peer, Pong(number, self.revision))
             case MeasureLinks(targets=targets) if self.measures:
                 if targets:
                     self.asked.append([target.device for target in targets])

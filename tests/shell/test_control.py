@@ -297,10 +297,15 @@ async def listener() -> AsyncIterator[tuple[subprocess.Popen[str], HeadEnd]]:
             child.kill()
 
 
+async def until_ended(head: HeadEnd) -> None:
+    async for _ in head.reconnections():
+        raise AssertionError("the connection stood all the time")
+
+
 def test_a_process_that_is_killed_is_noticed():
     async def once() -> None:
         async with listener() as (child, head):
-            ended = asyncio.create_task(head.wait_ended())
+            ended = asyncio.create_task(until_ended(head))
             done, _ = await asyncio.wait([ended], timeout=0.3)
             assert not done, "it is alive"
             child.kill()
@@ -317,7 +322,7 @@ def test_a_process_that_is_killed_is_noticed():
 def test_a_process_that_is_stopped_has_not_ended():
     async def once() -> None:
         async with listener() as (child, head):
-            ended = asyncio.create_task(head.wait_ended())
+            ended = asyncio.create_task(until_ended(head))
             os.kill(child.pid, signal.SIGSTOP)
             done, _ = await asyncio.wait([ended], timeout=1.5)
             assert not done

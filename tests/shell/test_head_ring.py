@@ -383,7 +383,7 @@ def test_a_worker_that_takes_no_messages_is_lost():
         raise ClusterError("the device at lap:1 takes no messages")
 
     async def once() -> None:
-        deaf = SimpleNamespace(name="lap", send=send, next_ping=1, attend=lambda _: None)
+        deaf = SimpleNamespace(name="lap", send=send, attend=lambda _: None)
         part = Stage(deaf, SimpleNamespace(epoch=1), lambda *_: None)
         for asking in (part.load(), part.connect("tcp://127.0.0.1:1", "key", "key")):
             with pytest.raises(DeviceLostError, match="lap is gone: the device at lap:1 takes no messages") as caught:

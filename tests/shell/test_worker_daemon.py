@@ -557,9 +557,9 @@ def test_a_ping_that_knows_less_is_answered_with_the_states_and_no_other(lab):
                 states = await desk.next()
                 state = StageState(epoch=1, loaded=loaded, linked=False, broken=None)
                 assert states == StageStates(revision=now, states=[state])
-                assert await desk.next() == Pong(9, now, measuring=False)
+                assert await desk.next() == Pong(9, now)
             await desk.report_line(Ping(status=False, number=10, revision=now))
-            assert await desk.next() == Pong(10, now, measuring=False)
+            assert await desk.next() == Pong(10, now)
 
     asyncio.run(once())
 
@@ -887,13 +887,16 @@ def test_a_connection_that_was_made_again_is_the_one_that_counts(lab):
             await before.report_line(Probe(protocol=PROTOCOL, oldest=OLDEST, version="0", device="desk"))
             await before.hear(Probed)
             await after.report_line(Ping(status=False, number=2))
-            assert await after.hear(Pong) == Pong(2, 0, measuring=False)
+            assert await after.hear(Pong) == Pong(2, 0)
 
     asyncio.run(once())
 
 
-def test_pongs_say_whether_links_are_measured(lab, monkeypatch):
-    async def without_end(*_: object, **__: object) -> list[LinkProfile]:
+def test_a_measurement_that_is_asked_for_again_continues_and_one_of_other_links_replaces_it(lab, monkeypatch):
+    begun = []
+
+    async def without_end(*arguments: object, **_: object) -> list[LinkProfile]:
+        begun.append(arguments)
         await asyncio.Event().wait()
         return []
 
@@ -901,11 +904,12 @@ def test_pongs_say_whether_links_are_measured(lab, monkeypatch):
         async with lab() as lap:
             desk = lap.head()
             await desk.takes()
-            await desk.report_line(Ping(status=False, number=1))
-            assert (await desk.hear(Pong)).measuring is False
-            await desk.report_line(MeasureLinks(targets=[]))
-            await desk.report_line(Ping(status=False, number=2))
-            assert (await desk.hear(Pong)).measuring is True
+            other = Contact(device="tower", key=TOWER.public, addresses=[HOST], port=7)
+            for number, (targets, count) in enumerate([([], 1), ([], 1), ([other], 2)], 1):
+                await desk.report_line(MeasureLinks(targets=targets))
+                await desk.report_line(Ping(status=False, number=number))
+                await desk.hear(Pong)
+                assert len(begun) == count
 
     monkeypatch.setattr(worker_module, "measure_links", without_end)
     asyncio.run(once())

@@ -16,7 +16,7 @@ import zmq.asyncio
 from halda import LinkProfile
 from primad.errors import ClusterError
 from primad.head.members.core import DeviceLostError, StageError
-from primad.head.members.stage import MAX_REPEATS, MISSES, Stage
+from primad.head.members.stage import Stage
 from primad.head.members.worker_link import Caller, WorkerLink, greet, probe
 from primad.membership import types
 from primad.network.control import WorkerEnd
@@ -52,6 +52,7 @@ from primad.trust.identity import new_identity
 from tests.fakes.control import HEAD, HOST, FakeDevice, gated
 from tests.fakes.load import a_load
 from tests.fakes.profile import PROFILE
+from tests.fakes.relay import Relay
 
 PATIENCE_S = 60
 KEY, OTHER_KEY = new_identity().public, new_identity().public
@@ -108,8 +109,10 @@ def caller(context: zmq.asyncio.Context, *, versions: Versions = OURS, **timings
     )
 
 
-async def link_to(context: zmq.asyncio.Context, device: FakeDevice, heard: Heard, **timings: float) -> WorkerLink:
-    end, _ = await probe(caller(context, **timings), [(HOST, device.port)], [device.key])
+async def link_to(
+    context: zmq.asyncio.Context, device: FakeDevice, heard: Heard, port: int | None = None, **timings: float
+) -> WorkerLink:
+    end, _ = await probe(caller(context, **timings), [(HOST, port or device.port)], [device.key])
     return await greet(caller(context, **timings), end, heard, device.name)
 
 
@@ -581,56 +584,54 @@ async def some_pings(device: FakeDevice, count: int = 10) -> None:
     await device.wait(lambda: device.pings >= enough)
 
 
-def test_a_load_that_was_lost_is_asked_for_again_until_it_arrives():
-    async def once() -> None:
-        async with greeted() as (device, _, link):
-            part = Stage(link, a_load(3), lambda *_: None)
-            await some_pings(device)
-            assert device.heard.empty(), "nothing was asked for yet"
-            await part.load()
-            for _ in range(3):
-                assert (await device.hear(Load)).epoch == 3
-            device.stand(state())
-            await some_pings(device)
-            while not device.heard.empty():
-                device.heard.get_nowait()
-            await some_pings(device)
-            assert device.heard.empty(), "it is loading"
-            assert not part.broken.done()
-
-    asyncio.run(once())
-
-
-@pytest.mark.parametrize("loaded", [False, True])
-def test_a_worker_that_never_does_what_it_is_asked_for_is_not_asked_without_end(loaded):
+def test_everything_that_a_reset_connection_lost_arrives_once_when_it_is_made_again():
     async def once() -> None:
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
-            device.stand(*([state(loaded=True)] if loaded else []))
-            link = await link_to(context, device, heard)
-            part = Stage(link, a_load(3), lambda *_: None)
-            await (part.connect("tcp://127.0.0.1:5", KEY, OTHER_KEY) if loaded else part.load())
-            error = await part.broken
-            assert isinstance(error, StageError)
-            assert (error.device, str(error)) == ("nas", "nas: it does not take part in the ring")
-            assert device.heard.qsize() == 1 + MAX_REPEATS
+            device.measures = False
+            device.stand(state(4, loaded=True), state(5, loaded=True))
+            async with Relay(device.port) as relay:
+                link = await link_to(context, device, heard, relay.port)
+                loading, linking, over = (Stage(link, a_load(epoch), lambda *_: None) for epoch in (3, 4, 5))
+                for part in (linking, over):
+                    await part.load()
+                    assert (await device.hear(Load)).epoch == part.epoch
+                    await part.loaded
+                await some_pings(device)
+                assert device.heard.empty(), "nothing is sent twice on a connection that stands"
+
+                relay.swallow("there")
+                await link.introduce([("tab", OTHER_KEY)], [])
+                await over.release()
+                await linking.connect("tcp://127.0.0.1:5", KEY, OTHER_KEY)
+                await loading.load()
+                measuring = asyncio.create_task(link.measure_links([device.target()], 600))
+                await relay.swallows(10_000)
+                assert device.heard.empty()
+                relay.reset()
+                arrived = [await device.heard.get() for _ in range(5)]
+                assert {type(message) for message in arrived} == {Introduce, Release, Link, Load, MeasureLinks}
+                device.stand(state(3), state(4, loaded=True, linked=True))
+                await linking.linked
+                await device.notify(LinksMeasured(links=[]))
+                await measuring
+                await some_pings(device)
+                assert device.heard.empty(), "and nothing is sent twice after it"
+                assert not loading.broken.done()
             link.close()
 
     asyncio.run(once())
 
 
-def test_a_link_that_was_lost_is_asked_for_again_and_its_answer_is_heard():
+def test_a_worker_that_ignores_a_load_ends_the_stage_and_is_asked_once():
     async def once() -> None:
         async with greeted() as (device, _, link):
             part = Stage(link, a_load(3), lambda *_: None)
-            device.stand(state(loaded=True))
             await part.load()
-            assert await part.loaded == (4000, KEY)
-            await part.connect("tcp://127.0.0.1:5", KEY, OTHER_KEY)
-            first = await device.hear(Link)
-            assert await device.hear(Link) == first
-            device.stand(state(loaded=True, linked=True))
-            await part.linked
+            error = await part.broken
+            assert isinstance(error, StageError)
+            assert (error.device, str(error)) == ("nas", "nas: it does not take part in the ring")
+            assert device.heard.qsize() == 1
 
     asyncio.run(once())
 
@@ -710,7 +711,7 @@ def test_a_part_that_is_gone_after_it_was_loaded_is_over():
     asyncio.run(once())
 
 
-def test_a_release_that_was_lost_is_said_again():
+def test_a_stage_that_nobody_wants_is_released_once():
     async def once() -> None:
         async with gated() as context:
             device, heard = FakeDevice(context, "nas"), Heard()
@@ -718,8 +719,11 @@ def test_a_release_that_was_lost_is_said_again():
             link = await link_to(context, device, heard)
             part = Stage(link, a_load(4), lambda *_: None)
             await part.load()
-            for _ in range(2):
-                assert await device.hear(Release) == Release(epoch=3)
+            assert await device.hear(Release) == Release(epoch=3)
+            device.stand(state(3), state(4, loaded=True))
+            await part.loaded
+            await some_pings(device)
+            assert device.heard.empty(), "it is on its way"
             assert not part.broken.done()
             link.close()
 
@@ -738,53 +742,6 @@ def test_a_worker_that_measures_nothing_in_time_is_lost():
             with pytest.raises(DeviceLostError, match=r"nas did not measure its links within 0\.1 s"):
                 await link.measure_links([], 0.1)
             assert (await device.hear(MeasureLinks)).targets == []
-            link.close()
-
-    asyncio.run(once())
-
-
-def test_a_measurement_that_was_lost_is_asked_for_again():
-    async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            device.measures, device.measuring = False, False  # it answers pings, and has not heard of it
-            link = await link_to(context, device, heard)
-            measuring = asyncio.create_task(link.measure_links([device.target()], 600))
-            asked = [await device.hear(MeasureLinks) for _ in range(2)]
-            assert asked[0] == asked[1]
-            await device.notify(LinksMeasured(links=[]))
-            assert (await measuring).links == []
-            link.close()
-
-    asyncio.run(once())
-
-
-def test_a_worker_that_never_begins_to_measure_is_lost():
-    async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            device.measures, device.measuring = False, False
-            link = await link_to(context, device, heard)
-            with pytest.raises(DeviceLostError, match="nas does not measure its links"):
-                await link.measure_links([device.target()], 600)
-            link.close()
-
-    asyncio.run(once())
-
-
-def test_a_worker_that_measures_is_not_asked_again():
-    async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            device.measures, device.measuring = False, True
-            link = await link_to(context, device, heard)
-            measuring = asyncio.create_task(link.measure_links([device.target()], 600))
-            await device.hear(MeasureLinks)
-            pings = device.pings
-            await device.wait(lambda: device.pings >= pings + 4 * MISSES)
-            assert device.heard.empty()
-            await device.notify(LinksMeasured(links=[]))
-            assert (await measuring).links == []
             link.close()
 
     asyncio.run(once())

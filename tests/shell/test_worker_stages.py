@@ -815,13 +815,16 @@ def test_a_ring_that_cannot_go_on_is_told_once(worker, event, fault, error):
     asyncio.run(once())
 
 
-def test_an_epoch_that_is_asked_for_again_replaces_the_first(worker, processes):
+def test_an_epoch_or_a_link_that_is_asked_for_again_is_there_already(worker):
     async def once() -> None:
         async with worker() as lap:
-            first = await lap.serve(a_load(1))
-            lap.reported.clear()
-            assert await lap.serve(a_load(1)) is first, "the windows are the same"
-            assert len(processes.all) == 1
+            process = await lap.serve(a_load(1))
+            told, revision = len(lap.reported), lap.parts.standing.revision
+            await lap.parts.start(a_load(1), PROFILE)
+            await lap.parts.link(1, "tcp://127.0.0.1:9", KEY, OTHER_KEY)
+            assert (len(lap.reported), lap.parts.standing.revision) == (told, revision)
+            assert lap.parts.is_serving
+            assert [type(command) for command in process.commands].count(Connect) == 1
 
     asyncio.run(once())
 

@@ -1,15 +1,11 @@
-"""The stages of a head's workers: requests to each, its state, and its end.
-
-Lost messages are repeated (see ``network/messages.py`` on connections that are reset).
-"""
+"""The stages of a head's workers: requests to each, its state, and its end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Protocol
 
 from primad.errors import ClusterError
 from primad.head.members.core import AGAIN, SENT, DeviceLostError, StageError
@@ -25,22 +21,11 @@ from primad.network.messages import (
 )
 from primad.system.tasks import resolve
 
-logger = logging.getLogger(__name__)
-
-MISSES: Final = 2
-"""After this many replies in a row that do not know a message it was lost: a single one may have overtaken it when the
-connection was reset."""
-MAX_REPEATS: Final = 5
-"""A message repeated this often is not lost: the worker does not understand it."""
-
 OnProgress = Callable[[str, Progress], None]
 
 
 class Participant(Protocol):
     """The participating device: it receives messages, and passes its own about an epoch to those who attend."""
-
-    next_ping: int
-    """The number of the next ping to it."""
 
     @property
     def name(self) -> str:
@@ -59,26 +44,6 @@ class Participant(Protocol):
         """``stage`` has ended."""
 
 
-class Unheard:
-    """Whether a message to a worker was lost, according to the worker's pongs."""
-
-    def __init__(self, next_ping: int) -> None:
-        self._asked_before = next_ping
-        self._misses = self.repeats = 0
-
-    def is_lost(self, number: int, next_ping: int, *, arrived: bool) -> bool:
-        """Ping ``number`` was answered: whether to repeat the message, before ``next_ping``."""
-        if arrived or number < self._asked_before:
-            self._misses = 0
-            return False
-        self._misses += 1
-        if self._misses < MISSES:
-            return False
-        self._misses, self._asked_before = 0, next_ping
-        self.repeats += 1
-        return True
-
-
 class Stage:
     """One worker's stage in one epoch, as the head sees it.
 
@@ -91,8 +56,6 @@ class Stage:
         self.epoch = load.epoch
         self._load = load
         self._on_progress = on_progress
-        self._asked: Load | Link | None = None
-        self._unheard = Unheard(0)
         loop = asyncio.get_running_loop()
         self.loaded: asyncio.Future[tuple[int, str]] = loop.create_future()
         self.linked: asyncio.Future[None] = loop.create_future()
@@ -123,7 +86,6 @@ class Stage:
             await self._worker.send(message)
         except ClusterError as exc:
             raise DeviceLostError(f"{self.name} is gone: {exc}", self.name) from exc
-        self._asked, self._unheard = message, Unheard(self._worker.next_ping)
 
     async def wait_status(self) -> WorkerStatus | None:
         """The current counters of the worker's ring process."""
@@ -142,25 +104,6 @@ class Stage:
     def fail(self, error: ClusterError) -> None:
         """This stage is over."""
         resolve(self.broken, error)
-
-    def compare(self, number: int, state: StageState | None) -> Load | Link | None:
-        """The state at ping ``number``: repeat lost messages.
-
-        A stage that is gone after it was loaded does not come back.
-        """
-        if self._asked is None or self.broken.done():
-            return None
-        arrived = state is not None and (isinstance(self._asked, Load) or state.linked)
-        if not self._unheard.is_lost(number, self._worker.next_ping, arrived=arrived):
-            return None
-        if state is None and self.loaded.done():
-            self.fail(StageError(f"{self.name}: its stage ended without a message", self.name, "ring"))
-            return None
-        if self._unheard.repeats > MAX_REPEATS:
-            self.fail(StageError(f"{self.name}: it does not take part in the ring", self.name, "load"))
-            return None
-        logger.info("epoch %d: %s did not receive %s; repeating it", self.epoch, self.name, type(self._asked).__name__)
-        return self._asked
 
     def hear(self, message: Progress | StageState | WorkerStatus) -> None:
         """The worker's message about this epoch."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +20,9 @@ import zmq.asyncio
 
 from halda import DeviceProfile, LinkProfile
 from primad.errors import ClusterError
-from primad.head.members.core import DeviceLostError
-from primad.head.members.stage import MAX_REPEATS, MISSES, Stage, Unheard
+from primad.head.members.core import DeviceLostError, StageError
+from primad.head.members.stage import Stage
+from primad.head.members.wanted import WantedState
 from primad.membership import types
 from primad.membership.memory_recovery import lowered
 from primad.network.contacts import Contact
@@ -48,7 +50,6 @@ from primad.network.messages import (
     Probed,
     Progress,
     Refused,
-    Release,
     Remeasured,
     Revoked,
     StageState,
@@ -63,6 +64,8 @@ from primad.settings.profiles import with_speeds
 from primad.settings.timings import NetworkTimings
 from primad.system.tasks import resolve
 from primad.trust.identity import Identity
+
+logger = logging.getLogger(__name__)
 
 HELD_S: Final = 2.0
 """How much longer a reply about KV cache may take than the worker's own search."""
@@ -281,14 +284,11 @@ class WorkerLink:
         self._links: asyncio.Future[LinksMeasured] | None = None
         self._holds: dict[int, asyncio.Future[list[bool]]] = {}
         self._hold_numbers = count(1)
-        self._measure = MeasureLinks(targets=[])
-        self._measure_unheard = Unheard(0)
         self._lost = False
         self._revision = 0
         self._states: dict[int, StageState] = {}
-        self._strays: dict[int, int] = {}
-        self._again: list[HeadMessage] = []
-        self.next_ping = 1
+        self._wanted = WantedState()
+        self._next_ping = 1
         self.why_idle = ""
         """Why it has no layers, for its owner."""
         self._tasks = [
@@ -316,16 +316,17 @@ class WorkerLink:
 
     async def send(self, message: HeadMessage) -> None:
         """Send the worker a message. Raises ``ClusterError`` if it accepts none."""
+        self._wanted.ask(message, self._next_ping)
         await self.end.send(message)
 
     async def introduce(self, devices: Iterable[tuple[str, str]], revoked: Iterable[str]) -> None:
         """Send the worker the devices that this head trusts, and no longer trusts; as many as a message holds."""
         known = [Introduction(device, key) for device, key in islice(devices, MAX_DEVICES)]
-        await self.end.send(Introduce(devices=known, revoked=sorted(revoked)[:MAX_DEVICES]))
+        await self.send(Introduce(devices=known, revoked=sorted(revoked)[:MAX_DEVICES]))
 
     async def dismiss(self) -> None:
         """Let the worker leave that asked for it."""
-        await self.end.send(Dismiss())
+        await self.send(Dismiss())
 
     async def measure_links(self, targets: Sequence[Contact], timeout_s: float) -> MeasuredLinks:
         """Have the worker measure its links to ``targets``; without targets it only confirms its presence.
@@ -336,8 +337,7 @@ class WorkerLink:
         self._links = asyncio.get_running_loop().create_future()
         try:
             renamed = [msgspec.structs.replace(target, device=self._swapped(target.device)) for target in targets]
-            self._measure, self._measure_unheard = MeasureLinks(targets=renamed), Unheard(self.next_ping)
-            await self.end.send(self._measure)
+            await self.send(MeasureLinks(targets=renamed))
             async with asyncio.timeout(timeout_s):
                 found = await self._links
         except TimeoutError as exc:
@@ -348,6 +348,8 @@ class WorkerLink:
             raise
         except ClusterError as exc:
             raise DeviceLostError(f"{self.name} went away: {exc}", self.name) from exc
+        finally:
+            self._wanted.measured()
         links = [
             replace(link, source=self._swapped(link.source), target=self._swapped(link.target)) for link in found.links
         ]
@@ -410,11 +412,8 @@ class WorkerLink:
 
     async def _ping(self, interval_s: float) -> None:
         while True:
-            again, self._again = self._again, []
             with contextlib.suppress(ClusterError):  # its missing pongs show that it accepts nothing
-                for message in again:
-                    await self.end.send(message)
-                number, self.next_ping = self.next_ping, self.next_ping + 1
+                number, self._next_ping = self._next_ping, self._next_ping + 1
                 await self.end.send(Ping(status=False, number=number, revision=self._revision, why_idle=self.why_idle))
             await asyncio.sleep(interval_s)
 
@@ -423,7 +422,11 @@ class WorkerLink:
         await self.end.send(Ping(status=True, revision=self._revision, why_idle=self.why_idle))
 
     async def _watch(self) -> None:
-        await self.end.wait_ended()
+        async for _ in self.end.reconnections():
+            logger.info("the connection to %s was made again", self.name)
+            with contextlib.suppress(ClusterError):
+                for message in self._wanted.ask_again(self._next_ping):
+                    await self.end.send(message)
         self._report_lost("its primad ended")
 
     async def _read(self) -> None:
@@ -432,9 +435,9 @@ class WorkerLink:
             if self._lost:
                 return
             self._post(types.Heard(self.name))
-            self._hear(message)
+            await self._hear(message)
 
-    def _hear(self, message: WorkerMessage) -> None:
+    async def _hear(self, message: WorkerMessage) -> None:
         match message:
             case Refused(reason=reason):
                 self._report_lost(reason)
@@ -462,42 +465,32 @@ class WorkerLink:
             case Progress() | WorkerStatus():
                 self._give(message)
             case StageStates(revision=revision, states=states) if revision > self._revision:
-                self._revision, self._states = revision, {state.epoch: state for state in states}
-                for state in states:
-                    self._give(state)
-            case Pong(number=number, revision=revision, measuring=measuring) if number:
-                if revision == self._revision:
-                    self._compare(number)
-                if measuring is not None and self._links is not None and not self._links.done():
-                    self._compare_measuring(number, self._links, is_measuring=measuring)
+                self._revision = revision
+                await self._compare({state.epoch: state for state in states})
+            case Pong(number=number, revision=revision) if number and revision == self._revision:
+                for epoch in self._wanted.ignored(number, self._next_ping):
+                    if epoch in self._stages:
+                        error = StageError(f"{self.name}: it does not take part in the ring", self.name, "load")
+                        self._stages[epoch].fail(error)
             case _:
                 return  # only a sign of life
 
-    def _give(self, news: Progress | StageState | WorkerStatus) -> None:
+    def _give(self, news: Progress | WorkerStatus) -> None:
         stage = self._stages.get(news.epoch)
         if stage is not None:
             stage.hear(news)
 
-    def _compare(self, number: int) -> None:
-        """The worker's states at ping ``number``: repeat messages that it did not receive."""
-        for stage in self._stages.values():
-            lost = stage.compare(number, self._states.get(stage.epoch))
-            if lost is not None:
-                self._again.append(lost)
-        strays = self._states.keys() - self._stages.keys()
-        self._strays = {epoch: self._strays.get(epoch, 0) + 1 for epoch in strays}
-        for epoch in [epoch for epoch, times in self._strays.items() if times >= MISSES]:
-            del self._strays[epoch]
-            self._again.append(Release(epoch=epoch))
-
-    def _compare_measuring(self, number: int, links: asyncio.Future[LinksMeasured], *, is_measuring: bool) -> None:
-        """Links were requested: if they were not being measured at ping ``number``, ask again."""
-        if not self._measure_unheard.is_lost(number, self.next_ping, arrived=is_measuring):
-            return
-        if self._measure_unheard.repeats > MAX_REPEATS:
-            links.set_exception(DeviceLostError(f"{self.name} does not measure its links", self.name))
-            return
-        self._again.append(self._measure)
+    async def _compare(self, states: dict[int, StageState]) -> None:
+        """The worker's stages are in ``states``: pass them on, and release those that nobody wants."""
+        before, self._states = self._states, states
+        for epoch, stage in list(self._stages.items()):
+            if epoch in states:
+                stage.hear(states[epoch])
+            elif epoch in before:
+                stage.fail(StageError(f"{self.name}: its stage ended without a message", self.name, "ring"))
+        for release in self._wanted.compare(states):
+            with contextlib.suppress(ClusterError):
+                await self.send(release)
 
     def _lower(self, memory_low: MemoryLow) -> None:
         """From now on plans use less memory of this device: the reported amount, and less than before."""
