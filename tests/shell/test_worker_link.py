@@ -124,6 +124,7 @@ async def greeted() -> AsyncIterator[tuple[FakeDevice, Heard, WorkerLink]]:
         link = await link_to(context, device, heard)
         yield device, heard, link
         link.close()
+        await device.leave()
 
 
 def state(
@@ -619,6 +620,7 @@ def test_everything_that_a_reset_connection_lost_arrives_once_when_it_is_made_ag
                 assert device.heard.empty(), "and nothing is sent twice after it"
                 assert not loading.broken.done()
             link.close()
+            await device.leave()
 
     asyncio.run(once())
 
