@@ -28,6 +28,7 @@ from primad.head.members.core import (
     StageError,
     StuckStepError,
     attributed,
+    workers_of,
 )
 from primad.head.members.stage import Stage
 from primad.head.rings import ring as head_ring
@@ -390,4 +391,24 @@ def test_a_worker_that_takes_no_messages_is_lost():
                 await asking
             assert attributed(caught.value, PAIR, EPOCH) == RingFailed(EPOCH, "lap", str(caught.value))
 
+    asyncio.run(once())
+
+
+def test_a_worker_that_never_links_ends_the_ring(monkeypatch):
+    """A ``Link`` that its connection lost is sent again; one that it ignores is not."""
+
+    async def done(*_: object) -> str:
+        return "10.0.0.1"
+
+    async def once() -> None:
+        ring = HeadRing(inputs_of(PAIR, devices=SimpleNamespace(workers=dict.fromkeys(workers_of(PAIR)))))
+        ring._process = SimpleNamespace(send=done)
+        ring._ring_addresses = SimpleNamespace(to_head=done, to_first=done, host_for=lambda *_: "10.0.0.2")
+        never = asyncio.get_running_loop().create_future()
+        ring._workers = {name: SimpleNamespace(connect=done, linked=never) for name in workers_of(PAIR)}
+        first = workers_of(PAIR)[0]
+        with pytest.raises(StageError, match=f"{first}: it does not connect to the next device"):
+            await ring._link(("tcp://10.0.0.1:1", "key"), dict.fromkeys(workers_of(PAIR), (2, "key")))
+
+    monkeypatch.setattr(head_ring, "LINK_TIMEOUT_S", 0.0)
     asyncio.run(once())
