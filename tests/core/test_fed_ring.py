@@ -1,0 +1,50 @@
+"""The other devices have something to compute while the head does, under a simulated clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from primad.ring.grouping import Batching
+from primad.ring.messages import Sampled
+from tests.core.test_speculation import prompt
+from tests.fakes.drafter import Nothing
+from tests.fakes.engine import FakeModel
+from tests.fakes.ring import GREEDY, generate
+from tests.fakes.timed_ring import TimedRing
+
+VISIT_S = 0.01
+TOKENS = 60
+SHARES = [(0.1, 1.0, 0.9), (0.5, 0.9, 0.5), (0.9, 0.9, 0.1), (0.3, 0.6, 0.6), (0.2, 0.9, 0.92), (0.3, 0.9, 0.7)]
+"""Of a visit: the head's first window, the other device's, and the head's last."""
+
+
+@pytest.mark.parametrize("shares", SHARES)
+def test_next_tokens_of_several_requests_come_as_fast_as_the_busiest_device_computes(shares):
+    ring = TimedRing(
+        2,
+        visit_s=VISIT_S,
+        shares=shares,
+        context=256,
+        depth=2,
+        sequences=4,
+        batching=Batching(rows=2, steps=2),
+        drafter=Nothing,
+    )
+    for request in range(4):
+        ring.head.submit(generate(request, prompt(5 + request), tokens=TOKENS))
+    took_s = ring.finish()
+    for request in range(4):
+        told = [event.token for event in ring.events if isinstance(event, Sampled) and event.request == request]
+        assert told == FakeModel(1).answer(prompt(5 + request), TOKENS, GREEDY)
+    busiest_s = VISIT_S * max(shares[1], shares[0] + shares[2])
+    assert took_s < 1.15 * busiest_s * 2 * TOKENS
+
+
+@pytest.mark.parametrize("shares", SHARES)
+def test_chunks_of_a_prompt_follow_each_other_as_fast_as_the_busiest_device_computes(shares):
+    chunks = 20
+    ring = TimedRing(2, visit_s=VISIT_S, shares=shares, context=256, depth=2, rows=8, drafter=Nothing)
+    ring.head.submit(generate(0, prompt(8 * chunks), tokens=1))
+    ring.finish()
+    busiest_s = VISIT_S * max(shares[1], shares[0] + shares[2])
+    assert ring.reported_s[0] < 1.15 * busiest_s * chunks + VISIT_S * sum(shares)
