@@ -16,6 +16,7 @@ import pytest
 from primad.certify.check import Wanted, check
 from primad.certify.child import MakeTiny, Tried, TryCuts, TryWhole
 from primad.certify.verdict import CheckVerdict, ForbiddenCut, load_verdict, save_verdict
+from primad.gguf.architectures.cuts import cut_points
 from primad.gguf.architectures.table import SUPPORTED
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
@@ -62,7 +63,7 @@ def test_mixtures_and_hybrids_are_certified(checks, architecture, tmp_path):
     code, out, _ = checks(path, "--json")
     verdict = msgspec.json.decode(out, type=CheckVerdict)
     assert (code, verdict.result) == (0, "certified")
-    assert verdict.routes[0].cuts == (*range(0, verdict.layers, verdict.cut_multiple), verdict.layers)
+    assert verdict.routes[0].cuts == (0, *cut_points(open_model(path)), verdict.layers)
 
 
 @pytest.mark.slow

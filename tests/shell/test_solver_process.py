@@ -17,6 +17,7 @@ import pytest
 from halda import CHUNKS, Infeasible, solve
 from primad.errors import PlanError
 from primad.planning import solver_process as solving
+from primad.planning.context import MAX_AT_ONCE
 from primad.planning.plan import PlanRequest
 from primad.planning.run_config import RunConfig
 from primad.planning.solver_process import solve_in_process
@@ -55,7 +56,8 @@ def test_the_answer_is_the_solvers(require):
     asked = question(2, ram=8 * GB, require=require)
     answer = asyncio.run(solve_in_process(asked))
     (work,) = asked.workloads
-    expected = solve(asked.devices, asked.links, asked.model, work, require=asked.require, chunks=CHUNKS, settles=True)
+    settled = {"settles": True, "at_once": MAX_AT_ONCE}
+    expected = solve(asked.devices, asked.links, asked.model, work, require=asked.require, chunks=CHUNKS, **settled)
     assert answer.solution.plan == expected.plan
     assert answer.solution.prediction == expected.prediction
     assert (answer.devices, answer.workload, answer.why_context) == (asked.devices, work, "")

@@ -18,6 +18,7 @@ from primad.network.messages import (
     Pong,
     Probe,
     Probed,
+    Release,
 )
 from primad.settings.timings import Timings, WorkerTimings
 from primad.trust.identity import new_identity
@@ -64,7 +65,9 @@ def test_a_worker_takes_part_in_so_many_rings_only(lab, monkeypatch):
             await head.report_line(a_load(MAX_LOADED_STAGES + 1))
             broken = await head.breaks(MAX_LOADED_STAGES + 1)
             assert broken.fault == "load"
-            await head.loads(a_load(1))  # again, in place of the one that it has
+            await head.report_line(a_load(1))  # again: it is the one that it has
+            await head.report_line(Release(epoch=1))
+            await head.loads(a_load(MAX_LOADED_STAGES + 2))  # in its place
 
     asyncio.run(scenario())
 

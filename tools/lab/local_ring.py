@@ -27,6 +27,7 @@ from primad.gguf.windows import ModelCutter, WindowPlan
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.planning.extra_buffers import is_faster
+from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
 from primad.ring.messages import (
     Connect,
@@ -106,6 +107,7 @@ class LocalRing:
     rows: int = 512
     sequences: int = 1
     batching: Batching = field(default_factory=Batching)
+    pieces: Pieces | None = None
     drafting: Drafting | None = None
     draft: DraftModel | None = None
     predicts: bool = False
@@ -214,6 +216,7 @@ class LocalRing:
                     chunk_rows=self.rows,
                     min_rows=self.rows,
                     batching=self.batching,
+                    pieces=self.pieces,
                     states=self._states,
                     drafting=self.drafting,
                     draft=self.draft,
