@@ -15,7 +15,9 @@ from primad.gguf.architectures.cuts import cut_points, tail_layers
 from primad.gguf.architectures.layers import (
     attending_layers,
     block_count,
+    count_at,
     indexed_layers,
+    kv_heads,
     layer_count,
     layer_inputs,
     recurrent_layers,
@@ -25,7 +27,6 @@ from primad.gguf.architectures.layers import (
 from primad.gguf.architectures.stand_ins import holes, kinds_of, last_of, small_heads
 from primad.gguf.architectures.table import SLIDING_KEYS, known
 from primad.gguf.architectures.tensors import LAYER_INPUTS, LAYER_PROJECTION, layer_of
-from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header
 from primad.gguf.windows import beside_values, token_embedding
 
@@ -64,7 +65,7 @@ def model_profile(header: Header) -> ModelProfile:
     of_inputs = [header.tensors[name] for name in _OF_INPUTS if layer_inputs(header) and name in header.tensors]
     beside = {each.type.name: each.bytes // layers for each in of_inputs if each.name == LAYER_PROJECTION}
     queries = [
-        _first(header, f"{name}.attention.head_count", layer) * _head_widths(header, name, layer)[0]
+        count_at(header, f"{name}.attention.head_count", layer) * _head_widths(header, name, layer)[0]
         for layer in range(layers)
     ]
     windows = _window_tokens(header, name)
@@ -101,12 +102,12 @@ def model_profile(header: Header) -> ModelProfile:
         vocabulary=embedding.shape[1],
         context_tokens=header.count(f"{name}.context_length"),
         experts=header.count(f"{name}.expert_count", 0),
-        experts_used=_first(header, f"{name}.expert_used_count", 0, 0),
+        experts_used=count_at(header, f"{name}.expert_used_count", 0, 0),
         kv_head_width=math.gcd(*(width for layer in range(layers) for width in _head_widths(header, name, layer))),
         cut_multiple=places.step,
         cut_offset=places.start % places.step,
         query_width=max(queries),
-        heads=max(_first(header, f"{name}.attention.head_count", layer) for layer in range(layers)),
+        heads=max(count_at(header, f"{name}.attention.head_count", layer) for layer in range(layers)),
         cell_bytes=scored_bytes if any(indexed) else 0,
         tail_layers=tail_layers(header),
         beside_values=beside_values(header),
@@ -171,12 +172,12 @@ def _row_values(
         return 0
     if remembers and not recurrent and not header.count(f"{name}.shortconv.l_cache", 0):
         return 0
-    width, used = header.count(f"{name}.embedding_length"), _first(header, f"{name}.expert_used_count", 0, 0)
+    width, used = header.count(f"{name}.embedding_length"), count_at(header, f"{name}.expert_used_count", 0, 0)
     around = 4 + ("ffn_norm" not in shapes or "post_ffw_norm" in shapes)
     found = [recurrent, _latent_values(header, name, layer) if attends else 0, around * width]
     if attends and not _latent_key(header, name):
         heads, kv = (
-            _first(header, f"{name}.attention.head_count", layer),
+            count_at(header, f"{name}.attention.head_count", layer),
             _kv_bytes(header, name, layer) // KV_VALUE_BYTES,
         )
         found.append(3 * width + 2 * heads * _head_widths(header, name, layer)[0] + kv)
@@ -193,12 +194,10 @@ def _row_values(
 
 
 def _kv_bytes(header: Header, name: str, layer: int) -> int:
-    heads = _first(header, f"{name}.attention.head_count", layer)
-    kv_heads = _first(header, f"{name}.attention.head_count_kv", layer, heads)
     key, value = _head_widths(header, name, layer)
     if _latent_key(header, name):
         value = 0  # llama.cpp reads the values from the keys
-    return kv_heads * (key + value) * KV_VALUE_BYTES
+    return kv_heads(header, layer) * (key + value) * KV_VALUE_BYTES
 
 
 def _window_tokens(header: Header, name: str) -> Sequence[int]:
@@ -217,7 +216,7 @@ def _indexer(header: Header, name: str) -> tuple[int, int]:
     """
     key = header.count(f"{name}.attention.indexer.key_length", 0)
     if name == "minimax-m3":
-        return key + _head_widths(header, name, 0)[1], 8 * _first(header, f"{name}.attention.head_count_kv", 0) + 4
+        return key + _head_widths(header, name, 0)[1], 8 * count_at(header, f"{name}.attention.head_count_kv", 0) + 4
     return key, 6
 
 
@@ -235,7 +234,7 @@ def _latent_values(header: Header, name: str, layer: int) -> int:
     latent = _latent_key(header, name)
     if not latent:
         return 0
-    heads, width = _first(header, f"{name}.attention.head_count", layer), _head_widths(header, name, layer)[0]
+    heads, width = count_at(header, f"{name}.attention.head_count", layer), _head_widths(header, name, layer)[0]
     return heads * (2 * width + latent) + 4 * header.count(f"{name}.embedding_length")
 
 
@@ -249,7 +248,7 @@ def _state_bytes(header: Header, name: str) -> int:
         return 4 * header.count(f"{name}.embedding_length") * (header.count(f"{name}.token_shift_count", 2) + head)
     delta, kernel = header.count(f"{name}.kda.head_dim", 0), header.count(f"{name}.ssm.conv_kernel", 0)
     if delta:
-        return 4 * _first(header, f"{name}.attention.head_count", 0) * delta * (3 * max(kernel - 1, 0) + delta)
+        return 4 * count_at(header, f"{name}.attention.head_count", 0) * delta * (3 * max(kernel - 1, 0) + delta)
     inner, state = header.count(f"{name}.ssm.inner_size", 0), header.count(f"{name}.ssm.state_size", 0)
     groups = header.count(f"{name}.ssm.group_count", 0)
     return state_bytes(kernel, inner, groups, state)
@@ -278,7 +277,7 @@ def recurrent_values(inner: int, groups: int, state: int, width: int) -> int:
 
 def _head_widths(header: Header, name: str, layer: int) -> tuple[int, int]:
     """Values of one head's key and of its value."""
-    heads = _first(header, f"{name}.attention.head_count", layer)
+    heads = count_at(header, f"{name}.attention.head_count", layer)
     default = header.count(f"{name}.embedding_length") // heads if heads else 0
     key = header.count(f"{name}.attention.key_length", default)
     value = header.count(f"{name}.attention.value_length", default)
@@ -286,14 +285,3 @@ def _head_widths(header: Header, name: str, layer: int) -> tuple[int, int]:
         key = header.count(f"{name}.attention.key_length_swa")
         value = header.count(f"{name}.attention.value_length_swa", key)
     return key, value
-
-
-def _first(header: Header, key: str, layer: int, default: int | None = None) -> int:
-    """The count at ``key`` for ``layer``, be it one number for all layers or an array with one for each."""
-    value = header.values.get(key)
-    if value is None or not value.is_array:
-        return header.count(key, default, maximum=1 << 20)
-    item = None if value.item_type == GGUFValueType.STRING or layer >= len(value) else value.item(layer)
-    if not isinstance(item, int):
-        raise ModelError(f"{header.path}: metadata key '{key}' has no whole number for layer {layer}")
-    return int(item)

@@ -170,6 +170,23 @@ def counts_by_layer(header: Header, short: str, layers: int) -> list[int]:
     return [int(each) for each in items[:layers]]
 
 
+def count_at(header: Header, key: str, layer: int, default: int | None = None) -> int:
+    """The count at ``key`` for ``layer``, be it one number for all layers or an array with one for each."""
+    value = header.values.get(key)
+    if value is None or not value.is_array:
+        return header.count(key, default, maximum=1 << 20)
+    item = None if value.item_type == GGUFValueType.STRING or layer >= len(value) else value.item(layer)
+    if not isinstance(item, int):
+        raise ModelError(f"{header.path}: metadata key '{key}' has no whole number for layer {layer}")
+    return int(item)
+
+
+def kv_heads(header: Header, layer: int) -> int:
+    """The heads of keys and values of ``layer``, as many as of queries where the file does not say it."""
+    name = header.text("general.architecture")
+    return count_at(header, f"{name}.{HEAD_COUNTS}", layer, count_at(header, f"{name}.attention.head_count", layer))
+
+
 def sliding_layers(header: Header) -> tuple[bool, ...]:
     """For each layer whether it attends to a sliding window only, as llama.cpp's ``load_swa_pattern`` decides it.
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from primad.gguf.architecture import Recurrent
-from primad.gguf.architectures.layers import attending_layers, layer_count, recurrent_layers
+from primad.gguf.architectures.layers import attending_layers, kv_heads, layer_count, recurrent_layers
 from primad.gguf.architectures.table import HEAD_COUNTS, known
 from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from primad.gguf.header import Header, Value, array_value, scalar_value
@@ -87,12 +87,7 @@ def _has_heads(header: Header, layer: int) -> bool:
 
 def small_heads(header: Header, layer: int) -> int:
     """How many times as many KV heads ``layer`` has as the one that stands for it."""
-    if not _has_heads(header, layer):
-        return 1
-    key = f"{header.text('general.architecture')}.{HEAD_COUNTS}"
-    value = header.values.get(key)
-    count = value.item(layer) if value is not None and value.is_array else header.count(key, 1)
-    return count if isinstance(count, int) and count > 0 else 1
+    return max(1, kv_heads(header, layer)) if _has_heads(header, layer) else 1
 
 
 def last_of(kind: Sequence[bool]) -> int:
