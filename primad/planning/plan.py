@@ -223,7 +223,7 @@ def _is_quicker(found: FoundPlan, small: Workload, request: PlanRequest) -> bool
         solution.prediction.chunk_rows, solution.prediction.step_rows
     )
     asked = msgspec.structs.replace(request, devices=found.devices).instance(work, solution.plan.head)
-    taken = evaluate(solution.plan, asked.offloading(solution.plan))
+    taken = evaluate(solution.plan, asked)
     return taken.objective_s(solution.objective, work.answer_tokens) < (1 - SMALL_WINDOWS_GAIN) * solution.objective_s
 
 

@@ -36,15 +36,13 @@ class _Tried:
     objective_s: float
     busy_s: dict[str, float]
     """By device: what all devices compute for a request that share its processor."""
-    weight: float
 
     @property
     def busiest_s(self) -> float:
         return max(self.busy_s.values())
 
-    @property
-    def cost_s(self) -> float:
-        return self.objective_s + self.weight * self.busiest_s
+    def cost_s(self, weight: float) -> float:
+        return self.objective_s + weight * self.busiest_s
 
 
 def filled(
@@ -54,19 +52,19 @@ def filled(
     of which is worth ``weight``. It takes ``longest_s`` at most."""
     if plan.streaming or plan.rounds > 1 or len(plan.devices) == 1:
         return plan
-    now = _tried(plan, question, objective, weight)
+    now = _tried(plan, question, objective)
     assert now is not None
-    best, worst_s = now, min(now.cost_s, longest_s)
+    best, worst_s = now, min(now.cost_s(weight), longest_s)
     while now.objective_s < worst_s:
         found = [
             trial
             for moved in _with_less_of_busiest(now, question)
-            if (trial := _tried(moved, question, objective, weight)) is not None and _is_less_busy(trial, now)
+            if (trial := _tried(moved, question, objective)) is not None and _is_less_busy(trial, now)
         ]
         if not found:
             break
         now = min(found, key=lambda each: (each.objective_s, each.busiest_s))
-        if now.cost_s < best.cost_s * (1 - _SAME) and now.objective_s <= longest_s:
+        if now.cost_s(weight) < best.cost_s(weight) * (1 - _SAME) and now.objective_s <= longest_s:
             best = now
     return best.plan
 
@@ -86,12 +84,12 @@ def busy_s(prediction: Prediction, question: Instance, objective: Objective) -> 
     return {name: sum(own.get(other, 0.0) for other in shared[name]) for name in own}
 
 
-def _tried(plan: Plan, question: Instance, objective: Objective, weight: float) -> _Tried | None:
+def _tried(plan: Plan, question: Instance, objective: Objective) -> _Tried | None:
     prediction = evaluate(plan, question)
     if prediction.short:
         return None
     objective_s = prediction.objective_s(objective, question.workload.answer_tokens)
-    return _Tried(plan, objective_s, busy_s(prediction, question, objective), weight)
+    return _Tried(plan, objective_s, busy_s(prediction, question, objective))
 
 
 def _is_less_busy(trial: _Tried, before: _Tried) -> bool:

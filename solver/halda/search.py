@@ -98,7 +98,7 @@ def solve(
 
         found = simpler(found, question, heads, require, in_a_hurry)
     if settles:
-        asked = question.with_head(found.plan.head).offloading(found.plan)
+        asked = question.with_head(found.plan.head)
         asked = asked.with_rows(found.prediction.chunk_rows, found.prediction.step_rows)
         found = _filled(found, asked, weight=WEIGHT_AT_ONCE * at_once, longest_s=(1 + GAIN) * found.quickest_s)
     _check_links(found.plan.devices, question)
