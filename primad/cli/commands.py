@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from primad.errors import ConfigError
-from primad.settings.config import config_file
+from primad.settings.config import ConfigFile, config_file
 from primad.settings.tables import OptionTable, option_table
 
 _BRIEF: Final = "primad.brief"
@@ -84,7 +84,7 @@ def _from_file(command: _Command, context: Any, args: list[str]) -> dict[str, An
     table = option_table(command.name or "", command.table, context.meta[CONFIG_FILE])
     values: dict[str, Any] = {}
     origins: dict[str, OptionTable] = {}
-    for each in (table, *_of_model(command, table, args)):
+    for each in (table, *_of_model(command, table, args, context.meta[CONFIG_FILE])):
         for param in command.params:
             if param.name not in each.values or param.name not in command.table:
                 continue
@@ -101,14 +101,14 @@ def _from_file(command: _Command, context: Any, args: list[str]) -> dict[str, An
     return values
 
 
-def _of_model(command: _Command, table: OptionTable, args: list[str]) -> list[OptionTable]:
+def _of_model(command: _Command, table: OptionTable, args: list[str], stored: ConfigFile) -> list[OptionTable]:
     """The settings in ``models.toml`` of the model that is typed, or stands in ``table``."""
     model = _typed(args, "--model") or table.values.get("model")
     if "model" not in command.table or not isinstance(model, str):
         return []
     from primad.cli.library import settings_for
 
-    return settings_for(model, {"home": _typed(args, "--home"), "models": tuple(_all_typed(args, "--models"))})
+    return settings_for(model, {"home": _typed(args, "--home"), "models": tuple(_all_typed(args, "--models"))}, stored)
 
 
 def _typed(args: list[str], option: str) -> str | None:

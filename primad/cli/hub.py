@@ -115,8 +115,9 @@ def served_model(given: Path, config: Config, *, whole: bool, several: bool) -> 
     from primad.gguf.hub_ranges import HubError
 
     name = hub_name(given.as_posix())
-    is_missing = name is not None and not whole and kept(name, models_folder(config.home)) is None
-    if name is not None and is_missing and _elsewhere(name, config) is None:
+    if name is not None and not whole and kept(name, models_folder(config.home)) is None:
+        if (elsewhere := _elsewhere(name, config)) is not None:
+            return elsewhere
         _quiet()
         try:
             found = header_of(name, models_folder(config.home))

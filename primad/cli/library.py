@@ -14,7 +14,7 @@ from primad.cli.grouped import names_of
 from primad.cli.options import RopeOptions
 from primad.cli.run_options import DraftOptions, RunOptions, SamplingOptions
 from primad.errors import PrimadError
-from primad.settings.config import Config, home_of, load_config, models_folder
+from primad.settings.config import Config, ConfigFile, load_config, models_folder
 from primad.settings.tables import OptionTable
 
 if TYPE_CHECKING:
@@ -69,17 +69,18 @@ def is_path(given: Path) -> bool:
     return given.suffix.lower() == ".gguf" or given.is_absolute() or (given.exists() and not given.is_dir())
 
 
-def settings_for(model: str, flags: dict[str, Any]) -> list[OptionTable]:
-    """The tables of ``models.toml`` for what ``--model`` is, the strongest last. Raises ``ConfigError``."""
+def settings_for(model: str, flags: dict[str, Any], stored: ConfigFile) -> list[OptionTable]:
+    """The tables of ``models.toml``, beside the configuration file ``stored``, for what ``--model`` is, the strongest last.
+    Raises ``ConfigError``."""
     from primad.library.settings import models_toml, read_model_tables
 
-    home = home_of(flags, os.environ)
+    home = stored.path.parent
     if not models_toml(home).exists():
         return []
-    return read_model_tables(home, MODEL_OPTIONS).of(_same_as(model, flags))
+    return read_model_tables(home, MODEL_OPTIONS).of(_same_as(model, flags, stored))
 
 
-def _same_as(model: str, flags: dict[str, Any]) -> Callable[[str], bool]:
+def _same_as(model: str, flags: dict[str, Any], stored: ConfigFile) -> Callable[[str], bool]:
     """Whether a table's name means ``model``: by the library, or for a file by its name."""
     from primad.head.model.options import model_id
 
@@ -87,7 +88,7 @@ def _same_as(model: str, flags: dict[str, Any]) -> Callable[[str], bool]:
     if is_path(given):
         return lambda key: key.casefold() in (model_id(given).casefold(), model.casefold())
 
-    library = library_of(load_config(flags))
+    library = library_of(load_config(flags, stored=stored))
     found = _unless_wrong(library, model)  # the command itself reports what is wrong with its model
     return lambda key: (
         key.casefold() == model.casefold() or (found is not None and _unless_wrong(library, key) == found)

@@ -35,7 +35,7 @@ from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
 from primad.head.admin_api import HeadAdminApi
 from primad.head.daemon import HeadDaemon
-from primad.head.model.options import ServeOptions, bind_http, is_for_several, model_id
+from primad.head.model.options import ServeOptions, bind_http, is_for_several
 from primad.head.model.service import service_of
 from primad.head.model.text_service import TextService
 from primad.head.model.vocabulary import chat_template_of, facts_of
@@ -219,12 +219,12 @@ def serve(
 
 
 def _embedding_of(options: ServeOptions, config: Config) -> EmbeddingService | None:
-    path = options.embedding
-    if path is None:
+    path, name = options.embedding, options.embedding_id
+    if path is None or name is None:
         return None
     return EmbeddingService(
         path,
-        options.embedding_name or model_id(path),
+        name,
         threads=config.threads or usable_cores(),
         began=lambda pid: apply_nice(pid, max(config.nice, EMBEDDING_NICE)),
     )

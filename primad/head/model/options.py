@@ -68,6 +68,11 @@ class ServeOptions:
     name: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def embedding_id(self) -> str | None:
+        """The name of the embedding model in the API; None without one."""
+        return None if self.embedding is None else self.embedding_name or model_id(self.embedding)
+
     def block_tokens(self, *, has_cache: bool) -> int | None:
         """The number of tokens per saved KV block; None: nothing is saved.
 

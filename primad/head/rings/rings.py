@@ -21,7 +21,6 @@ from primad.api.answering.backend import ServedModel
 from primad.errors import ModelError, PlanError, PrimadError
 from primad.head.members.core import HeadContext, attributed
 from primad.head.members.worker_link import WorkerLink
-from primad.head.model.options import model_id
 from primad.head.model.vocabulary import facts_of, sampling_defaults
 from primad.head.rings.backend import GoOn, RingBackend, StatusOf
 from primad.head.rings.kv_backup import KvBackup
@@ -392,8 +391,7 @@ class Rings:
         self._reporter.report_line(at_once_line(forecast))
         if line := attention_line(forecast):
             self._reporter.report_line(line)
-        if (embedding := self._service.options.embedding) is not None:
-            name = self._service.options.embedding_name or model_id(embedding)
+        if (name := self._service.options.embedding_id) is not None:
             self._reporter.report_line(f"{name} serves embeddings there, on this device alone")
         for line in [*ring.describe(), *why]:
             self._reporter.report_line(line)
