@@ -160,11 +160,11 @@ class Scheduler:
             key=lambda each: (self._state.owners.get(each.generate.owner, 0), each.waits_since),
         )
         for running in ready:
-            of_earlier_epoch = running.is_decoding and running.sequence.cells < running.known - 1
-            if only_tokens and (of_earlier_epoch or not running.is_decoding):
-                return None
             if not running.is_decoding:
-                return chunk_step(self._state, running)
+                return None if only_tokens else chunk_step(self._state, running)
+            of_earlier_epoch = running.sequence.cells < running.known - 1
+            if of_earlier_epoch and only_tokens:
+                return None
             if of_earlier_epoch and (self._state.batching.replays > 1 or not running.generate.replays_rows):
                 return replay_step(self._state, running)
             if of_earlier_epoch or may_decode(self._state):
