@@ -134,7 +134,8 @@ class Shape:
     """The sizes of a model; ``feed_forward`` is that of one expert where there are experts. ``source`` says whose.
 
     Of a mixture of experts the first ``dense_layers`` have a feed-forward of ``dense_feed_forward`` instead, and the others
-    one of ``shared_feed_forward`` beside the experts. Where layers are of several ``kinds``, ``pattern`` names that of each
+    one of ``shared_feed_forward`` beside the experts, which compute on ``expert_width`` values that two matrices make of
+    the hidden state and back (0: on that itself). Where layers are of several ``kinds``, ``pattern`` names that of each
     with a letter, and begins anew when it is over. A feed-forward that is not ``gated`` has two matrices. Windows begin at
     multiples of ``cut_multiple``. Each layer may take ``layer_inputs`` values beside the hidden state, of a table with a
     row for each token. A ``popular`` model is one that people ask for. Its file of about four bits is ``hub`` by name and
@@ -164,6 +165,7 @@ class Shape:
     dense_layers: int = 0
     dense_feed_forward: int = 0
     shared_feed_forward: int = 0
+    expert_width: int = 0
     pattern: str = ""
     kinds: Mapping[str, LayerKind] = field(default_factory=dict)
     gated: bool = True
@@ -349,7 +351,8 @@ def _layer(model: Shape, kind: LayerKind, types: Types, layer: int, widest: int)
 def _expert_bytes(model: Shape, types: Types, layer: int) -> dict[str, int]:
     """Bytes by type of all experts of a layer."""
     matrix, down = types.experts or types.matrix, types.of_down(layer, model.layers, of_experts=True)
-    sizes = Counter(_feed_forward_bytes(model, matrix, down, model.feed_forward, model.experts))
+    width = model.expert_width or model.width
+    sizes = Counter(_feed_forward_bytes(model, matrix, down, model.feed_forward, model.experts, width))
     if model.expert_bias:
         sizes["F32"] += 4 * model.experts * (2 * model.feed_forward + model.width)
     return dict(sizes)
@@ -386,7 +389,10 @@ def _shared_bytes(model: Shape, kind: LayerKind, types: Types, layer: int) -> di
     dense = kind.feed_forward or (model.dense_feed_forward if model.experts else model.feed_forward)
     forward = {"experts": model.shared_feed_forward, "dense": dense, "none": 0}[kind.forward or "none"]
     if forward:
-        sizes.update(_feed_forward_bytes(model, matrix, types.of_down(layer, model.layers), forward, 1))
+        sizes.update(_feed_forward_bytes(model, matrix, types.of_down(layer, model.layers), forward, 1, model.width))
+    if kind.forward == "experts" and model.expert_width:
+        sizes.update(_matrix(matrix, model.expert_width, model.width))
+        sizes.update(_matrix(matrix, model.width, model.expert_width))
     return dict(sizes)
 
 
@@ -403,13 +409,15 @@ def _latent_bytes(model: Shape, latent: LatentShape, matrix: str) -> Counter[str
     return sizes
 
 
-def _feed_forward_bytes(model: Shape, matrix: str, down: str, feed_forward: int, copies: int) -> dict[str, int]:
-    """Bytes by type of gate, up and down of ``copies`` feed-forward networks of that width; some have no gate."""
+def _feed_forward_bytes(
+    model: Shape, matrix: str, down: str, feed_forward: int, copies: int, width: int
+) -> dict[str, int]:
+    """Bytes by type of gate, up and down of ``copies`` feed-forward networks on ``width`` values; some have no gate."""
     if not copies:
         return {}
     sizes: Counter[str] = Counter()
-    sizes.update(_matrix(matrix, (2 if model.gated else 1) * copies * feed_forward, model.width))
-    sizes.update(_matrix(down, copies * model.width, feed_forward))
+    sizes.update(_matrix(matrix, (2 if model.gated else 1) * copies * feed_forward, width))
+    sizes.update(_matrix(down, copies * width, feed_forward))
     return dict(sizes)
 
 

@@ -59,6 +59,7 @@ WEIGHTS = {
     "qwen3-vl-30b-a3b": 30.5e9,
     "qwen3-vl-235b-a22b": 235e9,
     "qwen3.5-27b": 27e9,
+    "qwen3.8-27b": 27e9,
     "qwen3.5-35b-a3b": 35e9,
     "qwen3.5-122b-a10b": 122e9,
     "qwen3.5-397b-a17b": 397e9,
@@ -70,6 +71,7 @@ WEIGHTS = {
     "gemma4-26b-a4b": 25.2e9,
     "gemma4-31b": 30.7e9,
     "nemotron3-nano-30b-a3b": 31.6e9,
+    "nemotron3-super-120b-a12b": 120.6e9,
     "step3.5-flash": 196.81e9,
     "llama4-scout": 109e9,
     "llama4-maverick": 400e9,
@@ -89,6 +91,7 @@ ACTIVE = {
     "glm4.5": 32e9,
     "glm4.6": 32e9,
     "nemotron3-nano-30b-a3b": 3.2e9,
+    "nemotron3-super-120b-a12b": 12.7e9,
     "step3.5-flash": 11e9,
     "llama4-scout": 17e9,
     "llama4-maverick": 17e9,
@@ -194,7 +197,13 @@ def test_a_token_uses_as_many_weights_as_stated(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "attending", "states"),
-    [("qwen3.5-27b", 16, 48), ("qwen3-next-80b-a3b", 12, 36), ("nemotron3-nano-30b-a3b", 6, 23), ("glm4.5", 92, 0)],
+    [
+        ("qwen3.5-27b", 16, 48),
+        ("qwen3-next-80b-a3b", 12, 36),
+        ("nemotron3-nano-30b-a3b", 6, 23),
+        ("nemotron3-super-120b-a12b", 8, 40),
+        ("glm4.5", 92, 0),
+    ],
 )
 def test_layers_attend_or_keep_a_state_or_neither(name: str, attending: int, states: int) -> None:
     layers = shape(name).layers
