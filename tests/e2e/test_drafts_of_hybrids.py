@@ -1,0 +1,70 @@
+"""Answers of models with a recurrent state, with drafts that hold, while a worker dies and another one joins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import PATIENCE_S, Head, heading, joined
+from tools import synth
+
+pytestmark = [pytest.mark.slow, pytest.mark.matrix]
+
+FEW_LIKELY = {str(token): 100 for token in (260, 264, 281, 327, 414)}
+"""Of which drafts often hold."""
+FAMILIES = ("qwen35", "qwen35moe", "qwen3next", "nemotron_h", "granitehybrid", "lfm2", "falcon-h1")
+
+Answer = list[tuple[str, float]]
+
+
+def answer(head: Head, act: Callable[[], object] = lambda: None, **fields: object) -> tuple[Answer, int]:
+    """Its tokens with their log-probabilities, and how many drafts held; ``act`` happens behind 60 tokens."""
+    body = {
+        "prompt": "A tale of the sea and of those who sail on it. " * 12,
+        "max_tokens": 300,
+        "seed": 5,
+        "logprobs": 2,
+        "logit_bias": FEW_LIKELY,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **fields,
+    }
+    told: Answer = []
+    counts: dict[str, int] = {}
+    with httpx.stream("POST", f"{head.url}/v1/completions", json=body, timeout=PATIENCE_S) as answered:
+        for line in answered.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk, before = json.loads(line.removeprefix("data: ")), len(told)
+            counts = (chunk.get("usage") or {}).get("completion_tokens_details") or counts
+            for lists in (each.get("logprobs") or {} for each in chunk["choices"]):
+                told += zip(lists.get("tokens", ()), lists.get("token_logprobs", ()), strict=True)
+            if before < 60 <= len(told):
+                act()
+    return told, counts.get("accepted_prediction_tokens", 0)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_drafts_a_death_and_a_join_change_no_token_of_a_hybrid(smollm2, new_home, cluster, tmp_path, architecture):
+    model = tmp_path / "model.gguf"
+    synth.write_model(model, architecture=architecture, layers=12, vocabulary=f"from:{smollm2}")
+    homes = [new_home(name) for name in ("head", "first", "second", "third")]
+    arguments = ("--wait", 2, "--use-all", "--context", 2048, "--sequences", 2, "--speculate", "lookup")
+    with (
+        heading(model, homes[0], cluster, *arguments, config="") as head,
+        joined(homes[1], cluster),
+        joined(homes[2], cluster) as second,
+    ):
+        head.wait_serving()
+        expected, _ = answer(head, speculate=False)
+        assert len(expected) == 300
+        drafted, accepted = answer(head)
+        assert drafted == expected
+        assert accepted > 0
+        assert answer(head, second.kill)[0] == expected
+        head.wait_serving()
+        with joined(homes[3], cluster):
+            assert answer(head)[0] == expected
