@@ -127,6 +127,12 @@ def _own_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Each async test runs in a loop of its own, which cancels the tasks that are left at its end."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def forks() -> Iterator[None]:
     """What starts a process of primad forks it, unless it says ``executing``."""
     with forking():

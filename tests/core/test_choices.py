@@ -38,46 +38,34 @@ class Writing:
 
 
 @pytest.mark.parametrize(("count", "at_once", "maximum"), [(1, 4, 1), (3, 1, 1), (5, 2, 2), (3, 9, 3)])
-def test_all_of_each_is_given_in_its_order_and_so_many_are_open_at_once(count, at_once, maximum):
-    async def scenario():
-        writing = Writing()
-        reported = [each async for each in together(writing.begins(count), at_once)]
-        for place in range(count):
-            assert [part for where, part in reported if where == place] == [0, 1, 2]
-        assert (writing.max_open, writing.open) == (maximum, set())
-
-    asyncio.run(scenario())
+async def test_all_of_each_is_given_in_its_order_and_so_many_are_open_at_once(count, at_once, maximum):
+    writing = Writing()
+    reported = [each async for each in together(writing.begins(count), at_once)]
+    for place in range(count):
+        assert [part for where, part in reported if where == place] == [0, 1, 2]
+    assert (writing.max_open, writing.open) == (maximum, set())
 
 
-def test_one_at_a_time_each_ends_before_the_next_begins():
-    async def scenario():
-        reported = [place async for place, _ in together(Writing().begins(3), 1)]
-        assert reported == sorted(reported)
-
-    asyncio.run(scenario())
+async def test_one_at_a_time_each_ends_before_the_next_begins():
+    reported = [place async for place, _ in together(Writing().begins(3), 1)]
+    assert reported == sorted(reported)
 
 
 @pytest.mark.parametrize("fails", [0, 2])
-def test_what_one_raises_ends_all(fails):
-    async def scenario():
-        writing = Writing(parts=50, fails=fails)
-        with pytest.raises(RingError, match="broken"):
-            assert [each async for each in together(writing.begins(3), 3)]
-        assert writing.open == set()
-
-    asyncio.run(scenario())
+async def test_what_one_raises_ends_all(fails):
+    writing = Writing(parts=50, fails=fails)
+    with pytest.raises(RingError, match="broken"):
+        assert [each async for each in together(writing.begins(3), 3)]
+    assert writing.open == set()
 
 
-def test_who_closes_it_closes_all_and_none_gives_much_more_than_is_taken():
-    async def scenario():
-        writing = Writing(parts=1000)
-        choices = together(writing.begins(4), 4)
-        for _ in range(5):
-            await anext(choices)
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert writing.given <= 5 + 1 + 4, "taken, given, and one that each holds"
-        await choices.aclose()
-        assert writing.open == set()
-
-    asyncio.run(scenario())
+async def test_who_closes_it_closes_all_and_none_gives_much_more_than_is_taken():
+    writing = Writing(parts=1000)
+    choices = together(writing.begins(4), 4)
+    for _ in range(5):
+        await anext(choices)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert writing.given <= 5 + 1 + 4, "taken, given, and one that each holds"
+    await choices.aclose()
+    assert writing.open == set()

@@ -113,37 +113,30 @@ def test_no_text_steers_the_terminal():
     assert shown("a\x1b[2Jb\r\x07\u009bc\n\td\U0001f600") == "a[2Jbc\n\td\U0001f600"
 
 
-def test_much_text_in_a_short_time_is_drawn_at_once_and_nothing_is_lost():
+async def test_much_text_in_a_short_time_is_drawn_at_once_and_nothing_is_lost():
     drawn: list[Piece] = []
-
-    async def main() -> None:
-        drawing = Drawing(drawn.append, between_s=3600.0)
-        drawing.add([Piece("first")])
-        assert drawn == [Piece("first")]
-        for letter in "abc":
-            drawing.add([Piece(letter, is_thought=letter == "a")])
-        assert len(drawn) == 1
-        drawing.finish()
-
-    asyncio.run(main())
+    drawing = Drawing(drawn.append, between_s=3600.0)
+    drawing.add([Piece("first")])
+    assert drawn == [Piece("first")]
+    for letter in "abc":
+        drawing.add([Piece(letter, is_thought=letter == "a")])
+    assert len(drawn) == 1
+    drawing.finish()
     assert drawn == [Piece("first"), Piece("a", is_thought=True), Piece("bc")]
 
 
-def test_what_came_between_two_screens_is_drawn_though_nothing_follows():
-    async def main() -> None:
-        second = asyncio.Event()
-        drawn: list[str] = []
+async def test_what_came_between_two_screens_is_drawn_though_nothing_follows():
+    second = asyncio.Event()
+    drawn: list[str] = []
 
-        def draw(piece: Piece) -> None:
-            drawn.append(piece.text)
-            if len(drawn) == 2:
-                second.set()
+    def draw(piece: Piece) -> None:
+        drawn.append(piece.text)
+        if len(drawn) == 2:
+            second.set()
 
-        drawing = Drawing(draw, between_s=0.001)
-        drawing.add([Piece("a")])
-        drawing.add([Piece("b")])
-        await asyncio.wait_for(second.wait(), 60)
-        assert drawn == ["a", "b"]
-        drawing.finish()
-
-    asyncio.run(main())
+    drawing = Drawing(draw, between_s=0.001)
+    drawing.add([Piece("a")])
+    drawing.add([Piece("b")])
+    await asyncio.wait_for(second.wait(), 60)
+    assert drawn == ["a", "b"]
+    drawing.finish()

@@ -80,10 +80,10 @@ def test_of_the_models_that_a_house_runs_all_have_the_context_that_agents_need(n
 
 
 @pytest.mark.parametrize("ram", [64 * GB, 7 * GB, 6 * GB, 4 * GB])
-def test_serve_plan_fit_and_what_if_choose_the_same(monkeypatch, tmp_path, ram):
+async def test_serve_plan_fit_and_what_if_choose_the_same(monkeypatch, tmp_path, ram):
     house = House(monkeypatch, tmp_path, ram=ram, trained=16384, objective="latency", sequences=1)
-    served, _ = house.plan()
-    assert house.plan(served=served)[0].context_tokens == served.context_tokens
+    served, _ = await house.plan()
+    assert (await house.plan(served=served))[0].context_tokens == served.context_tokens
     asked = question(device("desk", ram=ram), trained=16384)
     other = change(question(device("desk", ram=GB), trained=16384), [f"ram:desk={ram}B"], lambda _: ())
     planned = explain(asked)
@@ -94,16 +94,16 @@ def test_serve_plan_fit_and_what_if_choose_the_same(monkeypatch, tmp_path, ram):
     )
     assert _fit(("toy", asked)).context_tokens == served.context_tokens
     windows = House(monkeypatch, tmp_path, ram=ram, trained=16384, objective="latency", windows=(19,), sequences=1)
-    assert windows.plan()[0].context_tokens == served.context_tokens
+    assert (await windows.plan())[0].context_tokens == served.context_tokens
 
 
-def test_a_context_that_was_small_grows_when_devices_come_that_have_room(monkeypatch, tmp_path):
+async def test_a_context_that_was_small_grows_when_devices_come_that_have_room(monkeypatch, tmp_path):
     house = House(monkeypatch, tmp_path, ram=6 * GB, lap=64 * GB, trained=16384, sequences=1)
-    alone, _ = house.plan()
-    both, _ = house.plan(frozenset({"lap"}), alone)
+    alone, _ = await house.plan()
+    both, _ = await house.plan(frozenset({"lap"}), alone)
     assert (alone.context_tokens, both.context_tokens) == (SMALL_CONTEXT_TOKENS, 16384)
     asked = House(monkeypatch, tmp_path, ram=6 * GB, lap=64 * GB, trained=16384, sequences=1, context_tokens=4096)
-    assert asked.plan(frozenset({"lap"}), alone)[0].context_tokens == 4096
+    assert (await asked.plan(frozenset({"lap"}), alone))[0].context_tokens == 4096
 
 
 @pytest.mark.parametrize(

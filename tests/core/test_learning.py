@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 from collections.abc import Collection
@@ -413,7 +412,7 @@ def test_another_plan_is_worth_a_look_once_much_was_learnt_for_sure(tmp_path):
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_plan_takes_is_told_with_what_was_learnt_since(tmp_path):
+async def test_what_a_plan_takes_is_told_with_what_was_learnt_since(tmp_path):
     profiles = {each.device: each for each in PROFILES}
 
     async def own() -> DeviceProfile:
@@ -445,9 +444,9 @@ def test_what_a_plan_takes_is_told_with_what_was_learnt_since(tmp_path):
         ),
     )
     forecast = dataclasses.replace(FORECAST, prediction=dataclasses.replace(PREDICTED, chunk_rows=16))
-    before = asyncio.run(planner.value(forecast))
+    before = await planner.value(forecast)
     learning.corrections = learnt(learning.corrections, verdict_of(PLAN, PREDICTED, USED, LAP_SLOW), PLAN, USED)
-    assert before < asyncio.run(planner.value(forecast)) < 1.5 * before
+    assert before < await planner.value(forecast) < 1.5 * before
     del profiles["lap"]
-    assert asyncio.run(planner.value(forecast)) is None
-    assert asyncio.run(planner.value(Forecast.of(PLAN, model(), None, context_tokens=64))) is None
+    assert await planner.value(forecast) is None
+    assert await planner.value(Forecast.of(PLAN, model(), None, context_tokens=64)) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from itertools import pairwise
 
@@ -62,21 +61,21 @@ class FakeLink:
             seconds += self._slow_start_s
         return seconds
 
-    def measured(self, *, there: bool) -> LinkProfile:
-        way = asyncio.run(_way(self.exchange, self.round_trip_s, there=there))
+    async def measured(self, *, there: bool) -> LinkProfile:
+        way = await _way(self.exchange, self.round_trip_s, there=there)
         return _profile("a", "b", "", self.round_trip_s, way)
 
 
 @pytest.mark.parametrize("size", [0, 2304, 8 << 10, 16 << 10, 32 << 10, 256 << 10, 4 << 20, 16 << 20])
-def test_each_direction_has_its_own_figures_and_every_size_its_time(size):
+async def test_each_direction_has_its_own_figures_and_every_size_its_time(size):
     link = FakeLink()
-    assert message_s(link.measured(there=True), size) == pytest.approx(0.002 + size / 10e6)
-    assert message_s(link.measured(there=False), size) == pytest.approx(0.002 + size / 2e6)
-    assert link.measured(there=True).late_s == pytest.approx(0, abs=1e-12)
+    assert message_s(await link.measured(there=True), size) == pytest.approx(0.002 + size / 10e6)
+    assert message_s(await link.measured(there=False), size) == pytest.approx(0.002 + size / 2e6)
+    assert (await link.measured(there=True)).late_s == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize(("lost_s", "counted_s"), [(0.010, 0.010), (0.016, 0.016), (0.5, 0.016)])
-def test_a_chunk_counts_with_the_slow_start_but_not_with_what_that_cannot_be(lost_s, counted_s):
-    found = FakeLink(slow_start_s=lost_s).measured(there=True)
+async def test_a_chunk_counts_with_the_slow_start_but_not_with_what_that_cannot_be(lost_s, counted_s):
+    found = await FakeLink(slow_start_s=lost_s).measured(there=True)
     assert message_s(found, 4 << 20) == pytest.approx(0.002 + counted_s + (4 << 20) / 10e6)
     assert message_s(found, 8 << 10) == pytest.approx(0.002 + (8 << 10) / 10e6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -14,30 +13,27 @@ from primad.api.http.long_response import PIECE_BYTES, LongResponse
 LISTS = st.lists(st.lists(st.integers() | st.text(max_size=3), max_size=5), max_size=3)
 
 
-def sent(lists: list[list[Any]], text: str) -> list[bytes]:
+async def sent(lists: list[list[Any]], text: str) -> list[bytes]:
     """The pieces of an answer of ``lists`` and a ``text``."""
     pieces: list[bytes] = []
 
     async def send(message: Any) -> None:
         pieces.append(message.get("body", b""))
 
-    async def answer() -> None:
-        long = LongResponse()
-        reported = [{"list": await long.list_of(map(msgspec.json.encode, each)), "text": text} for each in lists]
-        response = long.response(reported)
-        await response({"type": "http"}, None, send)  # type: ignore[arg-type]
-        assert response.headers["content-length"] == str(sum(map(len, pieces)))
-
-    asyncio.run(answer())
+    long = LongResponse()
+    reported = [{"list": await long.list_of(map(msgspec.json.encode, each)), "text": text} for each in lists]
+    response = long.response(reported)
+    await response({"type": "http"}, None, send)  # type: ignore[arg-type]
+    assert response.headers["content-length"] == str(sum(map(len, pieces)))
     return pieces
 
 
 @given(LISTS, st.text(max_size=3))
-def test_lists_are_where_they_belong(lists, text):
-    assert b"".join(sent(lists, text)) == msgspec.json.encode([{"list": each, "text": text} for each in lists])
+async def test_lists_are_where_they_belong(lists, text):
+    assert b"".join(await sent(lists, text)) == msgspec.json.encode([{"list": each, "text": text} for each in lists])
 
 
-def test_what_is_long_goes_out_in_pieces():
+async def test_what_is_long_goes_out_in_pieces():
     item = "x" * 1000
-    pieces = sent([[item] * 500], "")
+    pieces = await sent([[item] * 500], "")
     assert max(map(len, pieces)) <= PIECE_BYTES + len(item) + 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -129,7 +128,7 @@ def test_a_pause_that_cannot_be_kept_is_one_clear_error(tmp_path):
     assert pause.paused is None
 
 
-def watched(tmp_path, readings: list[bool | None], **settings) -> tuple[list[str | None], list[float]]:
+async def watched(tmp_path, readings: list[bool | None], **settings) -> tuple[list[str | None], list[float]]:
     """What is told, and the pauses between looks, when the battery gives ``readings`` one after the other."""
     reported: list[str | None] = []
     now_s, slept = 0.0, list[float]()
@@ -146,25 +145,25 @@ def watched(tmp_path, readings: list[bool | None], **settings) -> tuple[list[str
             await pause.watch_battery(lambda: readings.pop(0), lambda: now_s)
 
     if settings or readings[0] is None:
-        asyncio.run(main())
+        await main()
     else:
         with pytest.raises(IndexError):
-            asyncio.run(main())
+            await main()
     return reported, slept
 
 
-def test_the_battery_is_followed(tmp_path):
-    reported, slept = watched(tmp_path, [True, True, False, False, True, True])
+async def test_the_battery_is_followed(tmp_path):
+    reported, slept = await watched(tmp_path, [True, True, False, False, True, True])
     assert reported == [ON_BATTERY, None]
     assert slept == [BATTERY_EVERY_S, SETTLED_S, BATTERY_EVERY_S, SETTLED_S, BATTERY_EVERY_S]
 
 
-def test_without_a_battery_nobody_looks_again(tmp_path):
-    assert watched(tmp_path, [None]) == ([], [])
+async def test_without_a_battery_nobody_looks_again(tmp_path):
+    assert await watched(tmp_path, [None]) == ([], [])
 
 
-def test_where_the_battery_does_not_matter_nobody_looks(tmp_path):
-    assert watched(tmp_path, [], pause_on_battery=False) == ([], [])
+async def test_where_the_battery_does_not_matter_nobody_looks(tmp_path):
+    assert await watched(tmp_path, [], pause_on_battery=False) == ([], [])
 
 
 @pytest.mark.parametrize("error", [OSError("x"), NotImplementedError("x"), RuntimeError("x")])

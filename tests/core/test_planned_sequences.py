@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -84,10 +83,10 @@ class House:
             DevicePool(own=own, others=devices, learning=Learning(tmp_path), limits=DeviceLimits(tmp_path)),
         )
 
-    def plan(
+    async def plan(
         self, candidates: frozenset[str] = frozenset(), served: Forecast | None = None, *, keeps_attention: bool = False
     ) -> PlanResult:
-        return asyncio.run(self.planner.plan(candidates, served, keeps_attention=keeps_attention))
+        return await self.planner.plan(candidates, served, keeps_attention=keeps_attention)
 
     async def _own(self) -> DeviceProfile:
         return self._profiles[0]
@@ -109,61 +108,61 @@ def house(monkeypatch, tmp_path):
         (5 * GB, 1, "2 would have more read from the disk of desk for every token; --sequences sets it"),
     ],
 )
-def test_a_first_plan_has_as_many_as_its_memory_gives_at_little_cost(house, ram, sequences, why):
-    forecast, value = house(ram=ram).plan()
+async def test_a_first_plan_has_as_many_as_its_memory_gives_at_little_cost(house, ram, sequences, why):
+    forecast, value = await house(ram=ram).plan()
     assert (forecast.sequences, forecast.why_sequences) == (sequences, why)
     assert value == forecast.prediction.objective_s("balanced", 256)
-    one, of_one = house(ram=ram, sequences=1).plan()
+    one, of_one = await house(ram=ram, sequences=1).plan()
     assert one.plan == forecast.plan
     assert value == pytest.approx(of_one, rel=0.01), "chunks of a prompt are smaller"
     assert forecast.flash == one.flash == (ram < 6 * GB), "where nothing streams, scores have room"
     assert attention_line(one) == f"output equals llama.cpp's with --flash-attn {'on' if one.flash else 'off'}"
 
 
-def test_of_a_model_that_is_not_known_to_be_exact_one_is_written_at_a_time(house, monkeypatch):
+async def test_of_a_model_that_is_not_known_to_be_exact_one_is_written_at_a_time(house, monkeypatch):
     at_home = house(ram=64 * GB)
 
     monkeypatch.setattr(planner_module, "why_whole", lambda header: "its layers mix in values of the first one")
-    forecast, _ = at_home.plan()
+    forecast, _ = await at_home.plan()
     assert (forecast.sequences, forecast.context_tokens) == (1, 4096)
     assert forecast.why_sequences == "more are not known to be exact with such a model; --sequences sets it"
 
 
-def test_who_says_how_many_gets_them_and_no_reason(house):
-    forecast, _ = house(ram=64 * GB, sequences=7).plan()
+async def test_who_says_how_many_gets_them_and_no_reason(house):
+    forecast, _ = await house(ram=64 * GB, sequences=7).plan()
     assert (forecast.sequences, forecast.why_sequences) == (7, "")
 
 
 @pytest.mark.parametrize(("asked", "planned"), [(None, 1), (3, 3)])
-def test_a_plan_by_hand_is_for_one_unless_said_otherwise(house, asked, planned):
-    forecast, _ = house(ram=64 * GB, windows=(19,), rounds=1, sequences=asked).plan()
+async def test_a_plan_by_hand_is_for_one_unless_said_otherwise(house, asked, planned):
+    forecast, _ = await house(ram=64 * GB, windows=(19,), rounds=1, sequences=asked).plan()
     assert forecast.sequences == planned
 
 
 @pytest.mark.parametrize(("ram", "left"), [(7, 4), (6.5, 2), (5, 1)])
-def test_without_a_device_as_many_go_on_as_still_fit(house, ram, left):
+async def test_without_a_device_as_many_go_on_as_still_fit(house, ram, left):
     at_home = house(ram=ram * GB, lap=64 * GB, use_all=True)
-    both, _ = at_home.plan(LAP)
+    both, _ = await at_home.plan(LAP)
     assert (both.sequences, both.plan.devices) == (4, ("desk", "lap"))
-    rest, _ = at_home.plan(served=both)
+    rest, _ = await at_home.plan(served=both)
     assert (rest.sequences, rest.plan.devices) == (left, ("desk",))
-    again, _ = at_home.plan(LAP, rest)
+    again, _ = await at_home.plan(LAP, rest)
     assert again.sequences == 4
 
 
-def test_a_plan_that_serves_is_valued_for_the_answers_that_it_promised(house):
+async def test_a_plan_that_serves_is_valued_for_the_answers_that_it_promised(house):
     at_home = house(ram=64 * GB, objective="throughput")
-    forecast, value = at_home.plan()
+    forecast, value = await at_home.plan()
     assert forecast.sequences == 4
-    assert asyncio.run(at_home.planner.value(forecast)) == pytest.approx(value)
+    assert await at_home.planner.value(forecast) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
     ("wishes", "prefill_offload"),
     [({}, ("desk",)), ({"batching": "exact"}, ()), ({"batching": "fast"}, ("desk",)), ({"extra_buffers": "on"}, ())],
 )
-def test_no_gpu_helps_where_bits_or_extra_buffers_are_asked_for(house, wishes, prefill_offload):
-    forecast, _ = house(ram=12 * GB, vram=GB, **wishes).plan()
+async def test_no_gpu_helps_where_bits_or_extra_buffers_are_asked_for(house, wishes, prefill_offload):
+    forecast, _ = await house(ram=12 * GB, vram=GB, **wishes).plan()
     assert forecast.plan.prefill_offload == prefill_offload
     assert not forecast.prediction.short
     assert forecast.flash or not prefill_offload
@@ -171,42 +170,38 @@ def test_no_gpu_helps_where_bits_or_extra_buffers_are_asked_for(house, wishes, p
 
 
 @pytest.mark.parametrize("before", [GB * 64, 5 * GB])
-def test_running_answers_keep_their_attention_whether_the_next_plan_streams_or_not(house, before):
+async def test_running_answers_keep_their_attention_whether_the_next_plan_streams_or_not(house, before):
     """A plan that streams has flash attention by itself, one that does not has none: both take over the other's answers."""
     roomy, tight = house(ram=64 * GB), house(ram=5 * GB)
     first, second = (roomy, tight) if before == 64 * GB else (tight, roomy)
-    served, _ = first.plan()
-    anew, _ = second.plan(served=served)
+    served, _ = await first.plan()
+    anew, _ = await second.plan(served=served)
     assert anew.flash != served.flash
-    kept, _ = second.plan(served=served, keeps_attention=True)
+    kept, _ = await second.plan(served=served, keeps_attention=True)
     assert bool(kept.plan.streaming) != bool(served.plan.streaming)
     assert kept.flash == served.flash
     assert not kept.prediction.short
 
 
-def test_what_is_foreseen_keeps_the_attention_and_a_plan_by_hand_does(house):
+async def test_what_is_foreseen_keeps_the_attention_and_a_plan_by_hand_does(house):
     at_home = house(ram=5 * GB, lap=64 * GB, use_all=True)
-    both, _ = at_home.plan(LAP)
+    both, _ = await at_home.plan(LAP)
     assert not both.flash
-
-    async def precomputed() -> Forecast:
-        tasks = Tasks()
-        at_home.planner.precompute(LAP, LAP, tasks, both)
-        await at_home.planner.foreseeing
-        return (await at_home.planner.plan(frozenset(), both))[0]
-
-    rest = asyncio.run(precomputed())
+    tasks = Tasks()
+    at_home.planner.precompute(LAP, LAP, tasks, both)
+    await at_home.planner.foreseeing
+    rest = (await at_home.planner.plan(frozenset(), both))[0]
     assert rest.plan.streaming
     assert not rest.flash
     by_hand = house(ram=64 * GB, windows=(19,), rounds=1)
-    assert not by_hand.plan()[0].flash
-    assert by_hand.plan(served=replace(both, flash=True), keeps_attention=True)[0].flash
+    assert not (await by_hand.plan())[0].flash
+    assert (await by_hand.plan(served=replace(both, flash=True), keeps_attention=True))[0].flash
 
 
-def test_an_attention_that_no_plan_has_memory_for_is_given_up_before_the_context_is(house):
-    served, _ = house(ram=64 * GB, trained=1 << 18).plan()
+async def test_an_attention_that_no_plan_has_memory_for_is_given_up_before_the_context_is(house):
+    served, _ = await house(ram=64 * GB, trained=1 << 18).plan()
     assert not served.flash
     small = house(ram=2.4 * GB, trained=1 << 18)
-    kept, _ = small.plan(served=replace(served, sequences=1, context_tokens=16384), keeps_attention=True)
+    kept, _ = await small.plan(served=replace(served, sequences=1, context_tokens=16384), keeps_attention=True)
     assert kept.flash
     assert kept.context_tokens == 16384
