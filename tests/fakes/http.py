@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from starlette.types import ASGIApp
 
 from primad.api.answering.backend import Backend, Embeddings, ModelNames
 from primad.api.app import create_app
@@ -37,8 +38,22 @@ def in_memory(
     backend: Backend, names: ModelNames = ModelNames(), embeddings: Embeddings | None = None
 ) -> httpx.AsyncClient:
     """A client of the app without a socket."""
-    transport = httpx.ASGITransport(create_app(backend, names=names, embeddings=embeddings), raise_app_exceptions=False)
+    return _client(create_app(backend, names=names, embeddings=embeddings))
+
+
+def _client(app: ASGIApp) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080")
+
+
+def ask(app: ASGIApp, method: str, path: str, **request: Any) -> httpx.Response:
+    """One request to ``app`` and its answer, for tests that are not async."""
+
+    async def once() -> httpx.Response:
+        async with asyncio.timeout(PATIENCE_S), _client(app) as client:
+            return await client.request(method, path, **request)
+
+    return asyncio.run(once())
 
 
 def call(
@@ -51,12 +66,7 @@ def call(
     **request: Any,
 ) -> httpx.Response:
     """One request and its answer."""
-
-    async def once() -> httpx.Response:
-        async with asyncio.timeout(PATIENCE_S), in_memory(backend, names, embeddings) as client:
-            return await client.request(method, path, **request)
-
-    return asyncio.run(once())
+    return ask(create_app(backend, names=names, embeddings=embeddings), method, path, **request)
 
 
 def post(backend: Backend, path: str, **body: Any) -> httpx.Response:

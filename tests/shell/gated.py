@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -79,16 +79,6 @@ async def house(*trusted: Identity, allows: Callable[[str], bool] | None = None)
             yield here
     finally:
         here.close()
-
-
-def run(test: Callable[[House], Awaitable[None]], *trusted: Identity) -> None:
-    """Do ``test`` in a house."""
-
-    async def once() -> None:
-        async with house(*trusted) as here:
-            await test(here)
-
-    asyncio.run(once())
 
 
 async def raw(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -8,7 +8,8 @@ import shutil
 import socket
 import stat
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -53,19 +54,16 @@ async def handle(request: AdminRequest) -> AdminReply:
     return ANSWERS[type(request)]
 
 
-def with_daemon(home: Path, meet: Callable[[], Awaitable[None]], handler=handle, **options: float) -> None:
-    """Run ``meet`` while a daemon of ``home`` answers."""
-
-    async def main() -> None:
-        server = asyncio.create_task(AdminServer(load_identity(home), home, handler, **options).run())
-        try:
-            await until_running(home, server)
-            await meet()
-        finally:
-            server.cancel()
-            await asyncio.wait([server])
-
-    asyncio.run(main())
+@asynccontextmanager
+async def answering(home: Path, handler=handle, **options: float) -> AsyncIterator[None]:
+    """A daemon of ``home`` answers meanwhile."""
+    server = asyncio.create_task(AdminServer(load_identity(home), home, handler, **options).run())
+    try:
+        await until_running(home, server)
+        yield
+    finally:
+        server.cancel()
+        await asyncio.wait([server])
 
 
 async def until_running(home: Path, daemon: asyncio.Task[None]) -> None:
@@ -83,64 +81,54 @@ async def asked(home: Path, request: AdminRequest, timeout_s: float = PATIENCE_S
     return await asyncio.to_thread(ask, home, request, timeout_s)
 
 
-def test_every_request_gets_its_answer(tmp_path):
-    async def meet() -> None:
+async def test_every_request_gets_its_answer(tmp_path):
+    async with answering(tmp_path):
         for request in (OpenPairing(), Leave(), Pause(), Resume(), Describe()):
             assert await asked(tmp_path, request) == ANSWERS[type(request)]
-
-    with_daemon(tmp_path, meet)
     assert not is_running(tmp_path)
     assert not note_path(tmp_path).exists()
 
 
-def test_a_failure_of_the_daemon_is_a_refusal_and_it_goes_on(tmp_path):
+async def test_a_failure_of_the_daemon_is_a_refusal_and_it_goes_on(tmp_path):
     async def handler(request: AdminRequest) -> AdminReply:
         if isinstance(request, Pause):
             raise ConfigError("paused.json: cannot be written")
         return await handle(request)
 
-    async def meet() -> None:
+    async with answering(tmp_path, handler):
         assert await asked(tmp_path, Pause()) == Refusal(reason="paused.json: cannot be written")
         assert await asked(tmp_path, Resume()) == ANSWERS[Resume]
 
-    with_daemon(tmp_path, meet, handler)
 
-
-def test_a_request_that_takes_too_long_is_a_refusal(tmp_path):
+async def test_a_request_that_takes_too_long_is_a_refusal(tmp_path):
     async def handler(request: AdminRequest) -> AdminReply:
         return await asyncio.get_running_loop().create_future()
 
-    async def meet() -> None:
+    async with answering(tmp_path, handler, timeout_s=0.01):
         answer = await asked(tmp_path, Leave())
         assert isinstance(answer, Refusal)
         assert "timed out after 0.01 s" in answer.reason
 
-    with_daemon(tmp_path, meet, handler, timeout_s=0.01)
 
-
-def test_the_last_answer_of_a_daemon_that_ends_arrives(tmp_path):
+async def test_the_last_answer_of_a_daemon_that_ends_arrives(tmp_path):
     ended: list[bool] = []
+    stop = asyncio.Event()
 
-    async def main() -> None:
-        stop = asyncio.Event()
+    async def handler(_: AdminRequest) -> AdminReply:
+        asyncio.get_running_loop().call_soon(stop.set)
+        return Done(text="leaves")
 
-        async def handler(_: AdminRequest) -> AdminReply:
-            asyncio.get_running_loop().call_soon(stop.set)
-            return Done(text="leaves")
+    async def daemon() -> None:
+        server = asyncio.create_task(AdminServer(load_identity(tmp_path), tmp_path, handler).run())
+        await stop.wait()
+        server.cancel()
+        await asyncio.wait([server])
+        ended.append(True)
 
-        async def daemon() -> None:
-            server = asyncio.create_task(AdminServer(load_identity(tmp_path), tmp_path, handler).run())
-            await stop.wait()
-            server.cancel()
-            await asyncio.wait([server])
-            ended.append(True)
-
-        running = asyncio.create_task(daemon())
-        await until_running(tmp_path, running)
-        assert await asked(tmp_path, Leave()) == Done(text="leaves")
-        await running
-
-    asyncio.run(main())
+    running = asyncio.create_task(daemon())
+    await until_running(tmp_path, running)
+    assert await asked(tmp_path, Leave()) == Done(text="leaves")
+    await running
     assert ended
 
 
@@ -205,15 +193,13 @@ def test_a_daemon_that_does_not_answer_is_one_clear_error(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no mode bits")
-def test_the_note_is_its_owners_alone(tmp_path):
-    async def meet() -> None:
+async def test_the_note_is_its_owners_alone(tmp_path):
+    async with answering(tmp_path):
         assert stat.S_IMODE(note_path(tmp_path).stat().st_mode) == 0o600
         assert load_identity(tmp_path).secret not in note_path(tmp_path).read_text()
 
-    with_daemon(tmp_path, meet)
 
-
-def test_another_identity_gets_nothing(tmp_path):
+async def test_another_identity_gets_nothing(tmp_path):
     """Neither one that knows where the daemon listens, nor one that knows its public key too."""
     home, other = tmp_path / "home", tmp_path / "other"
     for folder in (home, other):
@@ -224,7 +210,7 @@ def test_another_identity_gets_nothing(tmp_path):
         handled.append(request)
         return await handle(request)
 
-    async def meet() -> None:
+    async with answering(home, handler):
         load_identity(other)
         (other / "run").mkdir()
         shutil.copy(note_path(home), note_path(other))
@@ -233,8 +219,6 @@ def test_another_identity_gets_nothing(tmp_path):
         assert await sent_by_stranger(home, load_identity(home).public) is None
         assert handled == []
         assert await asked(home, Resume()) == ANSWERS[Resume]
-
-    with_daemon(home, meet, handler)
 
 
 async def sent_by_stranger(home: Path, key: str) -> list[bytes] | None:
@@ -252,8 +236,8 @@ async def sent_by_stranger(home: Path, key: str) -> list[bytes] | None:
 
 
 @pytest.mark.parametrize("frames", [[b""], [b"\xc1"], [b"\x81\xa4type\xa5Dance"], [b"a", b"b"], [bytes(100_000)]])
-def test_nonsense_is_refused_and_the_daemon_goes_on(tmp_path, frames):
-    async def meet() -> None:
+async def test_nonsense_is_refused_and_the_daemon_goes_on(tmp_path, frames):
+    async with answering(tmp_path):
         identity = load_identity(tmp_path)
         context = zmq.asyncio.Context()
         try:
@@ -266,5 +250,3 @@ def test_nonsense_is_refused_and_the_daemon_goes_on(tmp_path, frames):
             context.destroy(linger=0)
         assert isinstance(msgspec.msgpack.decode(answer, type=AdminReply), Refusal)
         assert await asked(tmp_path, Pause()) == ANSWERS[Pause]
-
-    with_daemon(tmp_path, meet)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 from dataclasses import dataclass
 
@@ -102,17 +101,15 @@ def test_figures_stand_beside_those_of_the_same_name_that_were_kept(tmp_path, ca
         execute("turns", BENCH, options("--against", str(kept)))
 
 
-def test_what_a_part_loads_is_gone_at_its_end_and_the_rest_is_there(tmp_path):
-    async def run() -> list[bool]:
-        its = Run("turns", BENCH, options())
-        async with its.stack:
-            whole = its.folder(tmp_path)
-            async with its.part():
-                part = its.folder(tmp_path)
-                held = part.is_dir()
-            return [held, part.exists(), whole.is_dir()]
-
-    assert asyncio.run(run()) == [True, False, True]
+async def test_what_a_part_loads_is_gone_at_its_end_and_the_rest_is_there(tmp_path):
+    its = Run("turns", BENCH, options())
+    async with its.stack:
+        whole = its.folder(tmp_path)
+        async with its.part():
+            part = its.folder(tmp_path)
+            assert part.is_dir()
+        assert not part.exists()
+        assert whole.is_dir()
 
 
 def test_a_synthetic_model_is_called_by_its_preset(monkeypatch):

@@ -64,40 +64,34 @@ def stranger_to(context: zmq.asyncio.Context, worker: WorkerEnd) -> zmq.asyncio.
     return stranger
 
 
-def test_messages_pass_both_ways():
-    async def once() -> None:
-        async with worker_end() as (context, worker):
-            head = head_end(context, worker, WORKER.public)
-            await head.send(HELLO)
+async def test_messages_pass_both_ways():
+    async with worker_end() as (context, worker):
+        head = head_end(context, worker, WORKER.public)
+        await head.send(HELLO)
+        peer, key, message = await worker.receive()
+        assert (key, message) == (HEAD.public, HELLO)
+        await worker.send(peer, Refused("busy"))
+        assert await head.receive() == Refused("busy")
+        assert head.address == f"127.0.0.1:{worker.port}"
+        head.close()
+
+
+async def test_two_heads_are_told_apart():
+    async with worker_end() as (context, worker):
+        heads = [head_end(context, worker, WORKER.public, identity) for identity in (HEAD, SECOND)]
+        peers = []
+        for number, head in enumerate(heads):
+            await head.send(Release(epoch=number))
             peer, key, message = await worker.receive()
-            assert (key, message) == (HEAD.public, HELLO)
-            await worker.send(peer, Refused("busy"))
-            assert await head.receive() == Refused("busy")
-            assert head.address == f"127.0.0.1:{worker.port}"
+            assert message == Release(epoch=number)
+            assert key == (HEAD, SECOND)[number].public
+            peers.append(peer)
+        assert peers[0] != peers[1]
+        for number in (1, 0):
+            await worker.send(peers[number], Refused(str(number)))
+        for number, head in enumerate(heads):
+            assert await head.receive() == Refused(str(number))
             head.close()
-
-    asyncio.run(once())
-
-
-def test_two_heads_are_told_apart():
-    async def once() -> None:
-        async with worker_end() as (context, worker):
-            heads = [head_end(context, worker, WORKER.public, identity) for identity in (HEAD, SECOND)]
-            peers = []
-            for number, head in enumerate(heads):
-                await head.send(Release(epoch=number))
-                peer, key, message = await worker.receive()
-                assert message == Release(epoch=number)
-                assert key == (HEAD, SECOND)[number].public
-                peers.append(peer)
-            assert peers[0] != peers[1]
-            for number in (1, 0):
-                await worker.send(peers[number], Refused(str(number)))
-            for number, head in enumerate(heads):
-                assert await head.receive() == Refused(str(number))
-                head.close()
-
-    asyncio.run(once())
 
 
 GARBAGE = {
@@ -113,147 +107,116 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("frames", GARBAGE.values(), ids=GARBAGE.keys())
-def test_garbage_for_the_worker_is_refused_with_a_line_and_it_hears_the_next_head(caplog, frames: Sequence[bytes]):
-    async def once() -> None:
+async def test_garbage_for_the_worker_is_refused_with_a_line_and_it_hears_the_next_head(
+    caplog, frames: Sequence[bytes]
+):
+    with caplog.at_level(logging.WARNING, "primad.network.control"):
         async with worker_end() as (context, worker):
             stranger = stranger_to(context, worker)
             await stranger.send_multipart(frames)
             await stranger.send(encode(HELLO))
             assert (await worker.receive())[2] == HELLO
             stranger.close()
-
-    with caplog.at_level(logging.WARNING, "primad.network.control"):
-        asyncio.run(once())
     (line,) = printed(caplog)
     assert line.startswith("refused a message on the control link (1 so far): ")
     assert line.isprintable()
 
 
-def test_a_flood_of_garbage_is_one_line_a_second(caplog):
-    async def once() -> None:
+async def test_a_flood_of_garbage_is_one_line_a_second(caplog):
+    start = time.monotonic()
+    with caplog.at_level(logging.WARNING, "primad.network.control"):
         async with worker_end() as (context, worker):
             stranger = stranger_to(context, worker)
             for _ in range(300):
                 await stranger.send(b"garbage")
             await stranger.send(encode(HELLO))
             assert (await worker.receive())[2] == HELLO
-
-    start = time.monotonic()
-    with caplog.at_level(logging.WARNING, "primad.network.control"):
-        asyncio.run(once())
     assert 1 <= len(printed(caplog)) <= 1 + time.monotonic() - start
 
 
 @pytest.mark.parametrize("frames", [[b""], [b"garbage"], [encode(Pong()), b""], [encode(HELLO)]])
-def test_garbage_of_a_worker_is_refused_with_a_line_and_its_next_message_is_heard(caplog, frames):
-    async def once() -> None:
+async def test_garbage_of_a_worker_is_refused_with_a_line_and_its_next_message_is_heard(caplog, frames):
+    with caplog.at_level(logging.WARNING, "primad.network.control"):
         async with silent_worker() as (router, head):
             await head.send(HELLO)
             peer, _ = await router.recv_multipart()
             await router.send_multipart([peer, *frames])
             await router.send_multipart([peer, encode(Pong())])
             assert await head.receive() == Pong()
-
-    with caplog.at_level(logging.WARNING, "primad.network.control"):
-        asyncio.run(once())
     (line,) = printed(caplog)
     assert line.startswith("refused a message of the device at 127.0.0.1:")
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"\xff" * 5000])
-def test_raw_bytes_on_the_control_port_disturb_nobody(garbage):
-    async def once() -> None:
-        async with worker_end() as (context, worker):
-            _, writer = await asyncio.open_connection("127.0.0.1", worker.port)
-            writer.write(garbage)
-            await writer.drain()
-            head = head_end(context, worker, WORKER.public)
-            await head.send(HELLO)
-            assert (await worker.receive())[2] == HELLO
-            head.close()
-            writer.close()
-
-    asyncio.run(once())
+async def test_raw_bytes_on_the_control_port_disturb_nobody(garbage):
+    async with worker_end() as (context, worker):
+        _, writer = await asyncio.open_connection("127.0.0.1", worker.port)
+        writer.write(garbage)
+        await writer.drain()
+        head = head_end(context, worker, WORKER.public)
+        await head.send(HELLO)
+        assert (await worker.receive())[2] == HELLO
+        head.close()
+        writer.close()
 
 
-def test_an_oversized_message_never_arrives_and_others_do():
-    async def once() -> None:
-        async with worker_end() as (context, worker):
-            stranger = stranger_to(context, worker)
-            await stranger.send(bytes(MAX_MESSAGE_BYTES + 1))
-            head = head_end(context, worker, WORKER.public)
-            await head.send(HELLO)
-            assert (await worker.receive())[2] == HELLO
-            head.close()
-            stranger.close()
-
-    asyncio.run(once())
+async def test_an_oversized_message_never_arrives_and_others_do():
+    async with worker_end() as (context, worker):
+        stranger = stranger_to(context, worker)
+        await stranger.send(bytes(MAX_MESSAGE_BYTES + 1))
+        head = head_end(context, worker, WORKER.public)
+        await head.send(HELLO)
+        assert (await worker.receive())[2] == HELLO
+        head.close()
+        stranger.close()
 
 
-def test_an_answer_to_a_head_that_is_gone_is_lost_in_silence():
-    async def once() -> None:
-        async with worker_end() as (_, worker):
-            await worker.send(b"nobody", Pong())
-
-    asyncio.run(once())
+async def test_an_answer_to_a_head_that_is_gone_is_lost_in_silence():
+    async with worker_end() as (_, worker):
+        await worker.send(b"nobody", Pong())
 
 
-def test_a_worker_that_says_nothing_is_given_up():
-    async def once() -> None:
-        async with silent_worker() as (_, head):
-            with pytest.raises(ClusterError, match=r"no answer from 127\.0\.0\.1:\d+ within 0\.05 s"):
-                await head.receive(0.05)
-
-    asyncio.run(once())
+async def test_a_worker_that_says_nothing_is_given_up():
+    async with silent_worker() as (_, head):
+        with pytest.raises(ClusterError, match=r"no answer from 127\.0\.0\.1:\d+ within 0\.05 s"):
+            await head.receive(0.05)
 
 
-def test_a_worker_that_comes_later_hears_what_was_said_before():
-    async def once() -> None:
-        with socket.socket() as reserved:
-            reserved.bind((HOST, 0))
-            port = reserved.getsockname()[1]
-        async with gated() as context:
-            head = HeadEnd(context, HOST, port, identity=HEAD, key=WORKER.public)
+async def test_a_worker_that_comes_later_hears_what_was_said_before():
+    with socket.socket() as reserved:
+        reserved.bind((HOST, 0))
+        port = reserved.getsockname()[1]
+    async with gated() as context:
+        head = HeadEnd(context, HOST, port, identity=HEAD, key=WORKER.public)
+        await head.send(Ping(status=False))
+        worker = WorkerEnd(context, HOST, port, 0, identity=WORKER)
+        assert (await worker.receive())[2] == Ping(status=False)
+
+
+async def test_a_device_that_owns_another_key_hears_nothing():
+    async with worker_end() as (context, worker):
+        wrong = head_end(context, worker, SECOND.public)
+        await wrong.send(Release(epoch=1))
+        right = head_end(context, worker, WORKER.public)
+        await right.send(Release(epoch=2))
+        assert (await worker.receive())[2] == Release(epoch=2)
+        with pytest.raises(ClusterError, match="no answer"):
+            await wrong.receive(0.2)
+
+
+async def test_a_link_that_is_closed_says_so():
+    async with worker_end() as (context, worker):
+        head = head_end(context, worker, WORKER.public)
+        head.close()
+        with pytest.raises(ClusterError, match=rf"the link to 127\.0\.0\.1:{worker.port} is closed"):
             await head.send(Ping(status=False))
-            worker = WorkerEnd(context, HOST, port, 0, identity=WORKER)
-            assert (await worker.receive())[2] == Ping(status=False)
-
-    asyncio.run(once())
-
-
-def test_a_device_that_owns_another_key_hears_nothing():
-    async def once() -> None:
-        async with worker_end() as (context, worker):
-            wrong = head_end(context, worker, SECOND.public)
-            await wrong.send(Release(epoch=1))
-            right = head_end(context, worker, WORKER.public)
-            await right.send(Release(epoch=2))
-            assert (await worker.receive())[2] == Release(epoch=2)
-            with pytest.raises(ClusterError, match="no answer"):
-                await wrong.receive(0.2)
-
-    asyncio.run(once())
-
-
-def test_a_link_that_is_closed_says_so():
-    async def once() -> None:
-        async with worker_end() as (context, worker):
-            head = head_end(context, worker, WORKER.public)
-            head.close()
-            with pytest.raises(ClusterError, match=rf"the link to 127\.0\.0\.1:{worker.port} is closed"):
-                await head.send(Ping(status=False))
-
-    asyncio.run(once())
 
 
 @pytest.mark.parametrize("host", ["tcp://x", "a b", "x\n"])
-def test_what_is_no_address_is_one_clear_error(host):
-    async def once() -> None:
-        async with gated() as context:
-            with pytest.raises(ClusterError, match="is not an address to connect to: Invalid argument"):
-                HeadEnd(context, host, 1, identity=HEAD, key=WORKER.public)
-
-    asyncio.run(once())
+async def test_what_is_no_address_is_one_clear_error(host):
+    async with gated() as context:
+        with pytest.raises(ClusterError, match="is not an address to connect to: Invalid argument"):
+            HeadEnd(context, host, 1, identity=HEAD, key=WORKER.public)
 
 
 # ---- whether the other side's process has ended ---------------------------------------------------------------------
@@ -302,73 +265,57 @@ async def until_ended(head: HeadEnd) -> None:
         raise AssertionError("the connection stood all the time")
 
 
-def test_a_process_that_is_killed_is_noticed():
-    async def once() -> None:
-        async with listener() as (child, head):
-            ended = asyncio.create_task(until_ended(head))
-            done, _ = await asyncio.wait([ended], timeout=0.3)
-            assert not done, "it is alive"
-            child.kill()
-            await asyncio.to_thread(child.wait)
-            killed = time.monotonic()
-            await ended
-            note("noticed", time.monotonic() - killed)
-            head.close()
-
-    asyncio.run(once())
+async def test_a_process_that_is_killed_is_noticed():
+    async with listener() as (child, head):
+        ended = asyncio.create_task(until_ended(head))
+        done, _ = await asyncio.wait([ended], timeout=0.3)
+        assert not done, "it is alive"
+        child.kill()
+        await asyncio.to_thread(child.wait)
+        killed = time.monotonic()
+        await ended
+        note("noticed", time.monotonic() - killed)
+        head.close()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows stops no process")
-def test_a_process_that_is_stopped_has_not_ended():
-    async def once() -> None:
-        async with listener() as (child, head):
-            ended = asyncio.create_task(until_ended(head))
-            os.kill(child.pid, signal.SIGSTOP)
-            done, _ = await asyncio.wait([ended], timeout=1.5)
-            assert not done
-            os.kill(child.pid, signal.SIGCONT)
-            await head.send(Ping(status=False))
-            assert await head.receive() == Pong()
-            assert not ended.done()
-            ended.cancel()
-            await asyncio.wait([ended])
-            head.close()
-
-    asyncio.run(once())
+async def test_a_process_that_is_stopped_has_not_ended():
+    async with listener() as (child, head):
+        ended = asyncio.create_task(until_ended(head))
+        os.kill(child.pid, signal.SIGSTOP)
+        done, _ = await asyncio.wait([ended], timeout=1.5)
+        assert not done
+        os.kill(child.pid, signal.SIGCONT)
+        await head.send(Ping(status=False))
+        assert await head.receive() == Pong()
+        assert not ended.done()
+        ended.cancel()
+        await asyncio.wait([ended])
+        head.close()
 
 
-def test_a_port_that_is_taken_is_named():
-    async def once() -> None:
-        async with worker_end() as (context, worker):
-            with pytest.raises(ClusterError, match=rf"^--port {worker.port}: cannot listen on 127\.0\.0\.1: .* choose"):
-                WorkerEnd(context, HOST, worker.port, 0, identity=SECOND)
-
-    asyncio.run(once())
+async def test_a_port_that_is_taken_is_named():
+    async with worker_end() as (context, worker):
+        with pytest.raises(ClusterError, match=rf"^--port {worker.port}: cannot listen on 127\.0\.0\.1: .* choose"):
+            WorkerEnd(context, HOST, worker.port, 0, identity=SECOND)
 
 
-def test_a_default_port_that_is_taken_becomes_another():
-    async def once() -> None:
-        async with worker_end() as (context, worker):
-            other = WorkerEnd(context, HOST, None, worker.port, identity=SECOND)
-            assert other.port != worker.port
-            other.close()
-
-    asyncio.run(once())
+async def test_a_default_port_that_is_taken_becomes_another():
+    async with worker_end() as (context, worker):
+        other = WorkerEnd(context, HOST, None, worker.port, identity=SECOND)
+        assert other.port != worker.port
+        other.close()
 
 
-def test_a_socket_may_have_a_monitor_right_after_another():
+async def test_a_socket_may_have_a_monitor_right_after_another():
     """Else nobody watches the end of a link while the monitor of its greeting is still closing."""
-
-    async def once() -> None:
-        async with gated() as context:
-            watched = context.socket(zmq.DEALER)
-            for _ in range(300):
-                monitor = monitored(watched, zmq.EVENT_CONNECTED)
-                watched.disable_monitor()
-                monitor.close(linger=0)
-            watched.close()
-
-    asyncio.run(once())
+    async with gated() as context:
+        watched = context.socket(zmq.DEALER)
+        for _ in range(300):
+            monitor = monitored(watched, zmq.EVENT_CONNECTED)
+            watched.disable_monitor()
+            monitor.close(linger=0)
+        watched.close()
 
 
 def test_endpoints_of_both_families():
@@ -379,7 +326,7 @@ def test_endpoints_of_both_families():
 
 @pytest.mark.parametrize("frames", [[b"x", b"y"], [encode(Pong())]], ids=["garbage", "messages"])
 @pytest.mark.parametrize("by_worker", [False, True])
-def test_who_says_much_holds_up_nobody_else(monkeypatch, by_worker, frames):
+async def test_who_says_much_holds_up_nobody_else(monkeypatch, by_worker, frames):
     """What is there already is received without a pause, so a flood would stop all else that the daemon does."""
     calls = count()
 
@@ -395,24 +342,21 @@ def test_who_says_much_holds_up_nobody_else(monkeypatch, by_worker, frames):
         while True:
             await end.receive()
 
-    async def run() -> None:
-        async with worker_end() as (context, worker):
-            head = HeadEnd(context, HOST, worker.port, identity=new_identity(), key=new_identity().public)
-            end = worker if by_worker else head
-            socket, end._socket = end._socket, SimpleNamespace(recv_multipart=always)  # type: ignore[assignment]
-            reading = asyncio.create_task(read(end))
-            for _ in range(9):
-                await asyncio.sleep(0)
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-            end._socket = socket
-            head.close()
-            assert reading.cancelled(), reading.exception()
-
-    asyncio.run(run())
+    async with worker_end() as (context, worker):
+        head = HeadEnd(context, HOST, worker.port, identity=new_identity(), key=new_identity().public)
+        end = worker if by_worker else head
+        socket, end._socket = end._socket, SimpleNamespace(recv_multipart=always)  # type: ignore[assignment]
+        reading = asyncio.create_task(read(end))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        end._socket = socket
+        head.close()
+        assert reading.cancelled(), reading.exception()
 
 
-def test_a_large_message_of_a_device_that_is_no_head_is_not_read(monkeypatch):
+async def test_a_large_message_of_a_device_that_is_no_head_is_not_read(monkeypatch):
     """To read it costs the loop as much as 40 ns a byte, before it is known that it is refused."""
     read: list[int] = []
     decode = control.decode_from_head
@@ -422,19 +366,15 @@ def test_a_large_message_of_a_device_that_is_no_head_is_not_read(monkeypatch):
         return decode(data)
 
     monkeypatch.setattr(control, "decode_from_head", noted)
-
-    async def once() -> None:
-        async with gated() as context:
-            end = WorkerEnd(context, HOST, None, 0, identity=WORKER, leads=HEAD.public.__eq__)
-            for identity, large in ((SECOND, False), (HEAD, True)):
-                client = open_socket(context, zmq.DEALER, identity=identity, server=WORKER.public)
-                client.connect(endpoint(HOST, end.port))
-                await client.send(bytes(USUAL_BYTES + 1))
-                await client.send(encode(HELLO))
-                _, key, message = await end.receive()
-                assert (key, message) == (identity.public, HELLO)
-                assert (max(read) > USUAL_BYTES) == large
-                client.close()
-            end.close()
-
-    asyncio.run(once())
+    async with gated() as context:
+        end = WorkerEnd(context, HOST, None, 0, identity=WORKER, leads=HEAD.public.__eq__)
+        for identity, large in ((SECOND, False), (HEAD, True)):
+            client = open_socket(context, zmq.DEALER, identity=identity, server=WORKER.public)
+            client.connect(endpoint(HOST, end.port))
+            await client.send(bytes(USUAL_BYTES + 1))
+            await client.send(encode(HELLO))
+            _, key, message = await end.receive()
+            assert (key, message) == (identity.public, HELLO)
+            assert (max(read) > USUAL_BYTES) == large
+            client.close()
+        end.close()

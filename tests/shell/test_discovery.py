@@ -72,98 +72,80 @@ async def announce(discovery: Discovery, name: str, cluster: str, *, role: str =
     return await discovery.announce(name, cluster=cluster, role=role, version="1.2", port=port, key=KEY)
 
 
-def test_a_device_is_seen_as_it_announces_itself_and_until_it_leaves(cluster):
-    async def once() -> None:
-        sight = Sight()
-        async with device() as viewer:
-            await viewer.browse(sight.changed)
-            async with device() as desk:
-                assert await announce(desk, cluster, cluster, port=4321) == cluster
-                await sight.wait(lambda: bool(sight.of(cluster)))
-                assert replace(sight.of(cluster)[cluster], revision=0) == Peer(
-                    device=cluster,
-                    cluster=cluster,
-                    role="worker",
-                    version="1.2",
-                    protocol=PROTOCOL,
-                    addresses=(HOST,),
-                    port=4321,
-                    key=KEY,
-                    pairing=None,
-                )
-            await sight.wait(lambda: not sight.of(cluster))
-
-    asyncio.run(once())
-
-
-def test_a_name_leads_here_where_somebody_answers_for_it_with_addresses_of_this_machine(cluster):
-    async def once() -> None:
-        zeroconf, printed = AsyncZeroconf(interfaces=[HOST]), list[Awaitable[None]]()
-        try:
-            for name, address in (("here", HOST), ("there", "192.0.2.7")):
-                host, packed = f"{cluster}-{name}.local.", socket.inet_aton(address)
-                info = AsyncServiceInfo(SERVICE, f"{name}{cluster}.{SERVICE}", 9, addresses=[packed], server=host)
-                printed.append(await zeroconf.async_register_service(info, cooperating_responders=True))
-            async with device(DiscoveryTimings(own_name_s=float(PATIENCE_S))) as desk:
-                await desk._started()
-                assert await desk.leads_here(f"{cluster}-here.local")
-                assert not await desk.leads_here(f"{cluster}-there.local")
-            async with device(DiscoveryTimings(own_name_s=0.1)) as desk:
-                await desk._started()
-                assert not await desk.leads_here(f"{cluster}-nobody.local")
-            await asyncio.gather(*printed)
-        finally:
-            await zeroconf.async_close()
-
-    asyncio.run(once())
-
-
-def test_a_device_that_was_there_first_is_seen_too(cluster):
-    async def once() -> None:
-        sight = Sight()
-        async with device() as desk, device() as viewer:
-            await announce(desk, cluster, cluster)
-            await viewer.browse(sight.changed)
+async def test_a_device_is_seen_as_it_announces_itself_and_until_it_leaves(cluster):
+    sight = Sight()
+    async with device() as viewer:
+        await viewer.browse(sight.changed)
+        async with device() as desk:
+            assert await announce(desk, cluster, cluster, port=4321) == cluster
             await sight.wait(lambda: bool(sight.of(cluster)))
-
-    asyncio.run(once())
-
-
-@pytest.mark.slow
-def test_devices_of_one_name_get_numbers(cluster):
-    async def once() -> None:
-        sight = Sight()
-        async with device() as first, device() as second, device() as third, device() as viewer:
-            await viewer.browse(sight.changed)
-            got = [
-                await announce(found, cluster, cluster, port=port)
-                for found, port in zip((first, second, third), (1, 2, 3), strict=True)
-            ]
-            assert got == [cluster, f"{cluster}-2", f"{cluster}-3"]
-            await sight.wait(lambda: len(sight.of(cluster)) == 3)
-            assert {peer.device: peer.port for peer in sight.of(cluster).values()} == dict(
-                zip(got, (1, 2, 3), strict=True)
+            assert replace(sight.of(cluster)[cluster], revision=0) == Peer(
+                device=cluster,
+                cluster=cluster,
+                role="worker",
+                version="1.2",
+                protocol=PROTOCOL,
+                addresses=(HOST,),
+                port=4321,
+                key=KEY,
+                pairing=None,
             )
+        await sight.wait(lambda: not sight.of(cluster))
 
-    asyncio.run(once())
+
+async def test_a_name_leads_here_where_somebody_answers_for_it_with_addresses_of_this_machine(cluster):
+    zeroconf, printed = AsyncZeroconf(interfaces=[HOST]), list[Awaitable[None]]()
+    try:
+        for name, address in (("here", HOST), ("there", "192.0.2.7")):
+            host, packed = f"{cluster}-{name}.local.", socket.inet_aton(address)
+            info = AsyncServiceInfo(SERVICE, f"{name}{cluster}.{SERVICE}", 9, addresses=[packed], server=host)
+            printed.append(await zeroconf.async_register_service(info, cooperating_responders=True))
+        async with device(DiscoveryTimings(own_name_s=float(PATIENCE_S))) as desk:
+            await desk._started()
+            assert await desk.leads_here(f"{cluster}-here.local")
+            assert not await desk.leads_here(f"{cluster}-there.local")
+        async with device(DiscoveryTimings(own_name_s=0.1)) as desk:
+            await desk._started()
+            assert not await desk.leads_here(f"{cluster}-nobody.local")
+        await asyncio.gather(*printed)
+    finally:
+        await zeroconf.async_close()
+
+
+async def test_a_device_that_was_there_first_is_seen_too(cluster):
+    sight = Sight()
+    async with device() as desk, device() as viewer:
+        await announce(desk, cluster, cluster)
+        await viewer.browse(sight.changed)
+        await sight.wait(lambda: bool(sight.of(cluster)))
 
 
 @pytest.mark.slow
-def test_the_longest_name_gets_a_number_too(cluster):
+async def test_devices_of_one_name_get_numbers(cluster):
+    sight = Sight()
+    async with device() as first, device() as second, device() as third, device() as viewer:
+        await viewer.browse(sight.changed)
+        got = [
+            await announce(found, cluster, cluster, port=port)
+            for found, port in zip((first, second, third), (1, 2, 3), strict=True)
+        ]
+        assert got == [cluster, f"{cluster}-2", f"{cluster}-3"]
+        await sight.wait(lambda: len(sight.of(cluster)) == 3)
+        assert {peer.device: peer.port for peer in sight.of(cluster).values()} == dict(zip(got, (1, 2, 3), strict=True))
+
+
+@pytest.mark.slow
+async def test_the_longest_name_gets_a_number_too(cluster):
     name = (cluster + "x" * 62)[:62]
-
-    async def once() -> None:
-        sight = Sight()
-        async with device() as first, device() as second, device() as viewer:
-            await viewer.browse(sight.changed)
-            assert await announce(first, name, cluster, port=1) == name
-            assert await announce(second, name, cluster, port=2) == f"{name[:59]}-2"
-            await sight.wait(lambda: len(sight.of(cluster)) == 2)
-
-    asyncio.run(once())
+    sight = Sight()
+    async with device() as first, device() as second, device() as viewer:
+        await viewer.browse(sight.changed)
+        assert await announce(first, name, cluster, port=1) == name
+        assert await announce(second, name, cluster, port=2) == f"{name[:59]}-2"
+        await sight.wait(lambda: len(sight.of(cluster)) == 2)
 
 
-def test_who_takes_every_name_keeps_no_device_from_announcing_itself(cluster, monkeypatch):
+async def test_who_takes_every_name_keeps_no_device_from_announcing_itself(cluster, monkeypatch):
     """It answers whoever asks for a name that it has it; so nobody is asked any more."""
     register, asked = AsyncZeroconf.async_register_service, list[str]()
 
@@ -174,132 +156,107 @@ def test_who_takes_every_name_keeps_no_device_from_announcing_itself(cluster, mo
         return await register(self, info, cooperating_responders=True)
 
     monkeypatch.setattr(AsyncZeroconf, "async_register_service", taken)
-
-    async def once() -> None:
-        sight = Sight()
-        async with device() as desk, device() as viewer:
-            name = await announce(desk, cluster, cluster)
-            assert name.startswith(f"{cluster}-")
-            assert len(asked) == discovery_module.TRIES
-            await viewer.browse(sight.changed)
-            await sight.wait(lambda: set(sight.of(cluster)) == {name})
-
-    asyncio.run(once())
+    sight = Sight()
+    async with device() as desk, device() as viewer:
+        name = await announce(desk, cluster, cluster)
+        assert name.startswith(f"{cluster}-")
+        assert len(asked) == discovery_module.TRIES
+        await viewer.browse(sight.changed)
+        await sight.wait(lambda: set(sight.of(cluster)) == {name})
 
 
-def test_strangers_without_end_leave_room_for_a_device_that_is_trusted(cluster, monkeypatch):
+async def test_strangers_without_end_leave_room_for_a_device_that_is_trusted(cluster, monkeypatch):
     monkeypatch.setattr(discovery_module, "MAX_PEERS", 1)
     service, ours = "_primad-room._tcp.local.", new_identity().public
-
-    async def once() -> None:
-        sight = Sight()
-        async with AsyncExitStack() as stack:
-            viewer = Discovery(HOST, service=service, trusts=ours.__eq__)
-            stack.push_async_callback(viewer.close)
-            await viewer.browse(sight.changed)
-            for number, key in enumerate((KEY, ours)):
-                made = await stack.enter_async_context(device(service=service))
-                name = f"{cluster}-{number}"
-                await made.announce(name, cluster=cluster, role="worker", version="1", port=7770, key=key)
-                await sight.wait(lambda key=key: [peer.key for peer in sight.peers.values()] == [key])
-
-    asyncio.run(once())
+    sight = Sight()
+    async with AsyncExitStack() as stack:
+        viewer = Discovery(HOST, service=service, trusts=ours.__eq__)
+        stack.push_async_callback(viewer.close)
+        await viewer.browse(sight.changed)
+        for number, key in enumerate((KEY, ours)):
+            made = await stack.enter_async_context(device(service=service))
+            name = f"{cluster}-{number}"
+            await made.announce(name, cluster=cluster, role="worker", version="1", port=7770, key=key)
+            await sight.wait(lambda key=key: [peer.key for peer in sight.peers.values()] == [key])
 
 
-def test_every_device_says_which_cluster_and_role_it_has(cluster):
+async def test_every_device_says_which_cluster_and_role_it_has(cluster):
     foreign = f"{cluster}-foreign"
-
-    async def once() -> None:
-        sight = Sight()
-        async with device() as ours, device() as theirs, device() as viewer:
-            await viewer.browse(sight.changed)
-            await announce(ours, f"{cluster}-a", cluster)
-            await announce(theirs, f"{cluster}-b", foreign, role="head", port=8080)
-            await sight.wait(lambda: bool(sight.of(cluster)) and bool(sight.of(foreign)))
-            assert [(peer.device, peer.role) for peer in sight.of(cluster).values()] == [(f"{cluster}-a", "worker")]
-            assert [(peer.device, peer.role) for peer in sight.of(foreign).values()] == [(f"{cluster}-b", "head")]
-
-    asyncio.run(once())
+    sight = Sight()
+    async with device() as ours, device() as theirs, device() as viewer:
+        await viewer.browse(sight.changed)
+        await announce(ours, f"{cluster}-a", cluster)
+        await announce(theirs, f"{cluster}-b", foreign, role="head", port=8080)
+        await sight.wait(lambda: bool(sight.of(cluster)) and bool(sight.of(foreign)))
+        assert [(peer.device, peer.role) for peer in sight.of(cluster).values()] == [(f"{cluster}-a", "worker")]
+        assert [(peer.device, peer.role) for peer in sight.of(foreign).values()] == [(f"{cluster}-b", "head")]
 
 
 @pytest.mark.slow
-def test_looking_around_gives_devices_in_order(cluster):
-    async def once() -> None:
-        sight = Sight()
-        async with device() as second, device() as first, device() as viewer:
-            await viewer.browse(sight.changed)
-            await announce(second, f"{cluster}-b", cluster, port=2)
-            await announce(first, f"{cluster}-a", cluster, port=1)
-            await sight.wait(lambda: len(sight.of(cluster)) == 2)
-            seen: list[str] = []
-            async with asyncio.timeout(PATIENCE_S):
-                while len(seen) < 2:  # on a busy machine an answer may be late
-                    seen = [peer.device for peer in await look(HOST, 2.0) if peer.cluster == cluster]
-            assert seen == [f"{cluster}-a", f"{cluster}-b"]
-
-    asyncio.run(once())
+async def test_looking_around_gives_devices_in_order(cluster):
+    sight = Sight()
+    async with device() as second, device() as first, device() as viewer:
+        await viewer.browse(sight.changed)
+        await announce(second, f"{cluster}-b", cluster, port=2)
+        await announce(first, f"{cluster}-a", cluster, port=1)
+        await sight.wait(lambda: len(sight.of(cluster)) == 2)
+        seen: list[str] = []
+        async with asyncio.timeout(PATIENCE_S):
+            while len(seen) < 2:  # on a busy machine an answer may be late
+                seen = [peer.device for peer in await look(HOST, 2.0) if peer.cluster == cluster]
+        assert seen == [f"{cluster}-a", f"{cluster}-b"]
 
 
-def test_an_open_code_is_announced_while_it_is_open(cluster):
-    async def once() -> None:
-        sight = Sight()
+async def test_an_open_code_is_announced_while_it_is_open(cluster):
+    sight = Sight()
 
-        def pairing() -> list[tuple[int, int] | None]:
-            return [peer.pairing for peer in sight.of(cluster).values()]
+    def pairing() -> list[tuple[int, int] | None]:
+        return [peer.pairing for peer in sight.of(cluster).values()]
 
-        async with device() as desk, device() as viewer:
-            await viewer.browse(sight.changed)
-            await announce(desk, cluster, cluster)
-            await sight.wait(lambda: pairing() == [None])
-            await desk.set_pairing(7, 49152)
-            await sight.wait(lambda: pairing() == [(7, 49152)])
-            await desk.set_pairing(7, None)
-            await sight.wait(lambda: pairing() == [None])
-
-    asyncio.run(once())
+    async with device() as desk, device() as viewer:
+        await viewer.browse(sight.changed)
+        await announce(desk, cluster, cluster)
+        await sight.wait(lambda: pairing() == [None])
+        await desk.set_pairing(7, 49152)
+        await sight.wait(lambda: pairing() == [(7, 49152)])
+        await desk.set_pairing(7, None)
+        await sight.wait(lambda: pairing() == [None])
 
 
-def test_new_addresses_are_announced_and_those_withdrawn_are_forgotten(cluster, monkeypatch):
-    async def once() -> None:
-        sight = Sight()
+async def test_new_addresses_are_announced_and_those_withdrawn_are_forgotten(cluster, monkeypatch):
+    sight = Sight()
 
-        def addresses() -> list[set[str]]:
-            return [set(peer.addresses) for peer in sight.of(cluster).values()]
+    def addresses() -> list[set[str]]:
+        return [set(peer.addresses) for peer in sight.of(cluster).values()]
 
-        async with device() as desk, device() as viewer:
-            await viewer.browse(sight.changed)
-            await announce(desk, cluster, cluster)
-            await sight.wait(lambda: addresses() == [{HOST}])
-            monkeypatch.setattr(discovery_module, "usable_addresses", lambda *_: ["10.0.0.7", "fd00::7"])
-            await desk.refresh()
-            await sight.wait(lambda: addresses() == [{"10.0.0.7", "fd00::7"}])
-            monkeypatch.setattr(discovery_module, "usable_addresses", lambda *_: ["10.0.0.7"])
-            await desk.refresh()
-            await sight.wait(lambda: addresses() == [{"10.0.0.7"}])
-
-    asyncio.run(once())
+    async with device() as desk, device() as viewer:
+        await viewer.browse(sight.changed)
+        await announce(desk, cluster, cluster)
+        await sight.wait(lambda: addresses() == [{HOST}])
+        monkeypatch.setattr(discovery_module, "usable_addresses", lambda *_: ["10.0.0.7", "fd00::7"])
+        await desk.refresh()
+        await sight.wait(lambda: addresses() == [{"10.0.0.7", "fd00::7"}])
+        monkeypatch.setattr(discovery_module, "usable_addresses", lambda *_: ["10.0.0.7"])
+        await desk.refresh()
+        await sight.wait(lambda: addresses() == [{"10.0.0.7"}])
 
 
-def test_a_device_whose_announcement_ran_out_is_asked_again_and_forgotten_when_it_is_silent(cluster):
+async def test_a_device_whose_announcement_ran_out_is_asked_again_and_forgotten_when_it_is_silent(cluster):
     short = DiscoveryTimings(time_to_live_s=1, resolve_timeout_s=0.2)
-
-    async def once() -> None:
-        sight = Sight()
-        async with device(short) as viewer:
-            await viewer.browse(sight.changed)
-            async with device(short) as desk:
-                await announce(desk, cluster, cluster)
-                await sight.wait(lambda: bool(sight.of(cluster)))
-                desk._info = None  # it dies without a goodbye
-            async with asyncio.timeout(PATIENCE_S):
-                while sight.of(cluster):
-                    await asyncio.sleep(0.2)
-                    await viewer.refresh()
-
-    asyncio.run(once())
+    sight = Sight()
+    async with device(short) as viewer:
+        await viewer.browse(sight.changed)
+        async with device(short) as desk:
+            await announce(desk, cluster, cluster)
+            await sight.wait(lambda: bool(sight.of(cluster)))
+            desk._info = None  # it dies without a goodbye
+        async with asyncio.timeout(PATIENCE_S):
+            while sight.of(cluster):
+                await asyncio.sleep(0.2)
+                await viewer.refresh()
 
 
-def test_a_device_whose_announcement_was_missed_is_found_all_the_same(cluster, monkeypatch):
+async def test_a_device_whose_announcement_was_missed_is_found_all_the_same(cluster, monkeypatch):
     often = DiscoveryTimings(look_every_s=0.1, ask_every_s=0.5)
     missed = 0
     real = Discovery._resolve_soon
@@ -312,53 +269,41 @@ def test_a_device_whose_announcement_was_missed_is_found_all_the_same(cluster, m
             real(self, name)
 
     monkeypatch.setattr(Discovery, "_resolve_soon", resolve_soon)
-
-    async def once() -> None:
-        sight = Sight()
-        async with device() as desk, device(often) as viewer:
-            await viewer.browse(sight.changed)
-            await announce(desk, cluster, cluster)
-            await sight.wait(lambda: bool(sight.of(cluster)))
-
-    asyncio.run(once())
+    sight = Sight()
+    async with device() as desk, device(often) as viewer:
+        await viewer.browse(sight.changed)
+        await announce(desk, cluster, cluster)
+        await sight.wait(lambda: bool(sight.of(cluster)))
     assert missed == 1
 
 
-def test_answers_are_asked_for_where_all_programs_of_a_machine_hear_them(cluster):
+async def test_answers_are_asked_for_where_all_programs_of_a_machine_hear_them(cluster):
     """Several have the port of mDNS, and what is sent to the asker alone reaches one of them, whichever.
 
     Others that are tested beside this one announce and look too: here both are of a service of their own.
     """
     service = f"_t-{cluster[-12:]}._tcp.local."
     asked: list[DNSQuestion] = []
-
-    async def once() -> None:
-        sight = Sight()
-        async with device(service=service) as desk, device(service=service) as viewer:
-            await announce(desk, cluster, cluster)
-            with overheard() as packets:
-                await viewer.browse(sight.changed)
-                async with asyncio.timeout(PATIENCE_S):
-                    while not asked or not sight.of(cluster):
-                        await asyncio.sleep(0.1)
-                        questions = [question for packet in packets() for question in packet.questions]
-                        asked.extend(question for question in questions if service in question.name)
-
-    asyncio.run(once())
+    sight = Sight()
+    async with device(service=service) as desk, device(service=service) as viewer:
+        await announce(desk, cluster, cluster)
+        with overheard() as packets:
+            await viewer.browse(sight.changed)
+            async with asyncio.timeout(PATIENCE_S):
+                while not asked or not sight.of(cluster):
+                    await asyncio.sleep(0.1)
+                    questions = [question for packet in packets() for question in packet.questions]
+                    asked.extend(question for question in questions if service in question.name)
     assert [question for question in asked if question.unicast] == []
 
 
-def test_who_said_goodbye_is_not_test_who_said_goodbye_is_not_announced_again(cluster):
+async def test_who_said_goodbye_is_not_test_who_said_goodbye_is_not_announced_again(cluster):
     """An announcement is repeated for half a second: one that comes behind the goodbye keeps the device in sight."""
-
-    async def once() -> list[int]:
-        with overheard() as packets:
-            async with device(service=f"_t-{cluster[-12:]}._tcp.local.") as desk:
-                await announce(desk, cluster, cluster)
-                await asyncio.sleep(0.05)
-            return [record.ttl for packet in packets() for record in packet.answers() if cluster in record.name]
-
-    lives_s = asyncio.run(once())
+    with overheard() as packets:
+        async with device(service=f"_t-{cluster[-12:]}._tcp.local.") as desk:
+            await announce(desk, cluster, cluster)
+            await asyncio.sleep(0.05)
+        lives_s = [record.ttl for packet in packets() for record in packet.answers() if cluster in record.name]
     assert 0 in lives_s
     assert set(lives_s[: lives_s.index(0)]) == {120}
     assert set(lives_s[lives_s.index(0) :]) == {0}
@@ -386,7 +331,7 @@ def overheard() -> Iterator[Callable[[], list[DNSIncoming]]]:
         yield packets
 
 
-def test_a_look_that_fails_is_not_the_last_one(cluster, monkeypatch):
+async def test_a_look_that_fails_is_not_the_last_one(cluster, monkeypatch):
     looks = 0
 
     async def refresh(self: Discovery) -> None:
@@ -395,43 +340,32 @@ def test_a_look_that_fails_is_not_the_last_one(cluster, monkeypatch):
         looked.set()
         raise RuntimeError("no code of ours means to")
 
-    async def once() -> None:
-        async with device(DiscoveryTimings(look_every_s=0.1)) as viewer, asyncio.timeout(PATIENCE_S):
-            await viewer.browse(lambda _: None)
-            while looks < 2:
-                looked.clear()
-                await looked.wait()
-
     looked = asyncio.Event()
     monkeypatch.setattr(Discovery, "refresh", refresh)
-    asyncio.run(once())
+    async with device(DiscoveryTimings(look_every_s=0.1)) as viewer, asyncio.timeout(PATIENCE_S):
+        await viewer.browse(lambda _: None)
+        while looks < 2:
+            looked.clear()
+            await looked.wait()
 
 
-def test_an_interface_that_comes_later_is_taken_up(cluster, monkeypatch):
+async def test_an_interface_that_comes_later_is_taken_up(cluster, monkeypatch):
     there = False
     real = discovery_module.multicast_addresses
     monkeypatch.setattr(discovery_module, "multicast_addresses", lambda *args: real(*args) if there else ["127.0.0.2"])
-
-    async def once() -> None:
-        nonlocal there
-        sight = Sight()
-        async with device(DiscoveryTimings(look_every_s=0.1)) as viewer:
-            await viewer.browse(sight.changed)
-            there = True
-            async with device() as desk:
-                await announce(desk, cluster, cluster)
-                await sight.wait(lambda: bool(sight.of(cluster)))
-            await sight.wait(lambda: not sight.of(cluster))
-
-    asyncio.run(once())
+    sight = Sight()
+    async with device(DiscoveryTimings(look_every_s=0.1)) as viewer:
+        await viewer.browse(sight.changed)
+        there = True
+        async with device() as desk:
+            await announce(desk, cluster, cluster)
+            await sight.wait(lambda: bool(sight.of(cluster)))
+        await sight.wait(lambda: not sight.of(cluster))
 
 
-def test_an_interface_that_is_not_there_is_one_clear_error():
-    async def once() -> None:
-        Discovery("0.0.0.0", "eth-none")
-
+async def test_an_interface_that_is_not_there_is_one_clear_error():
     with pytest.raises(ClusterError, match=r"^--interface eth-none: this machine has no such interface or address"):
-        asyncio.run(once())
+        Discovery("0.0.0.0", "eth-none")
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 70])
@@ -440,12 +374,9 @@ def test_a_host_that_is_no_address_is_one_clear_error(host):
         Discovery(host)
 
 
-def test_a_device_that_did_nothing_yet_can_be_closed():
-    async def once() -> None:
-        async with device():
-            pass
-
-    asyncio.run(once())
+async def test_a_device_that_did_nothing_yet_can_be_closed():
+    async with device():
+        pass
 
 
 def test_a_machine_without_multicast_is_one_clear_error(monkeypatch):
@@ -469,60 +400,49 @@ class Starts:
         return self.looks > self._late
 
 
-def test_a_start_that_takes_long_is_waited_for(cluster, monkeypatch):
+async def test_a_start_that_takes_long_is_waited_for(cluster, monkeypatch):
     starts = Starts(3)
     monkeypatch.setattr(Zeroconf, "started", property(starts))
-
-    async def once() -> None:
-        async with device() as desk:
-            assert await announce(desk, cluster, cluster) == cluster
-        assert starts.looks > 3
-
-    asyncio.run(once())
+    async with device() as desk:
+        assert await announce(desk, cluster, cluster) == cluster
+    assert starts.looks > 3
 
 
-def test_a_start_that_never_comes_is_one_clear_error(cluster, monkeypatch):
+async def test_a_start_that_never_comes_is_one_clear_error(cluster, monkeypatch):
     monkeypatch.setattr(Zeroconf, "started", property(Starts(math.inf)))
-
-    async def once() -> None:
-        async with device(DiscoveryTimings(looks_for_start=2)) as desk:
-            with pytest.raises(MulticastError, match=r"mDNS did not start on 127\.0\.0\.1; name devices with --device"):
-                await announce(desk, cluster, cluster)
-            with pytest.raises(MulticastError, match="mDNS did not start"):
-                await desk.browse(lambda _: None)
-
-    asyncio.run(once())
+    async with device(DiscoveryTimings(looks_for_start=2)) as desk:
+        with pytest.raises(MulticastError, match=r"mDNS did not start on 127\.0\.0\.1; name devices with --device"):
+            await announce(desk, cluster, cluster)
+        with pytest.raises(MulticastError, match="mDNS did not start"):
+            await desk.browse(lambda _: None)
 
 
 @pytest.mark.parametrize("failure", [NotRunningException(), OSError(19, "No such device"), RuntimeError("closed")])
-def test_no_exception_of_zeroconf_reaches_who_announces_or_looks(failure, cluster, monkeypatch):
+async def test_no_exception_of_zeroconf_reaches_who_announces_or_looks(failure, cluster, monkeypatch):
     async def fail(*_: object, **__: object) -> None:
         raise failure
 
     def fail_at_once(*_: object, **__: object) -> None:
         raise failure
 
-    async def once() -> None:
-        async with device() as desk, device() as viewer:
-            with monkeypatch.context() as patch:
-                patch.setattr(AsyncZeroconf, "async_register_service", fail)
-                with pytest.raises(MulticastError, match=r"mDNS does not announce this device: .+"):
-                    await announce(desk, cluster, cluster)
-                patch.setattr(discovery_module, "AsyncServiceBrowser", fail_at_once)
-                with pytest.raises(MulticastError, match=r"mDNS does not look for devices: .+"):
-                    await viewer.browse(lambda _: None)
-            await announce(desk, cluster, cluster)
-            await viewer.browse(lambda _: None)
-            monkeypatch.setattr(AsyncServiceInfo, "async_request", fail)
-            await viewer._resolve(f"nobody.{SERVICE}")
-            await viewer._resolve("no name of a service")
-            for name in ("async_update_interfaces", "async_update_service", "async_unregister_service", "async_close"):
-                real = getattr(AsyncZeroconf, name)
-                monkeypatch.setattr(AsyncZeroconf, name, fail)
-                await desk.refresh()
-                await desk.set_pairing(1, 4711)
-                if name == "async_close":
-                    await desk.close()
-                monkeypatch.setattr(AsyncZeroconf, name, real)
-
-    asyncio.run(once())
+    async with device() as desk, device() as viewer:
+        with monkeypatch.context() as patch:
+            patch.setattr(AsyncZeroconf, "async_register_service", fail)
+            with pytest.raises(MulticastError, match=r"mDNS does not announce this device: .+"):
+                await announce(desk, cluster, cluster)
+            patch.setattr(discovery_module, "AsyncServiceBrowser", fail_at_once)
+            with pytest.raises(MulticastError, match=r"mDNS does not look for devices: .+"):
+                await viewer.browse(lambda _: None)
+        await announce(desk, cluster, cluster)
+        await viewer.browse(lambda _: None)
+        monkeypatch.setattr(AsyncServiceInfo, "async_request", fail)
+        await viewer._resolve(f"nobody.{SERVICE}")
+        await viewer._resolve("no name of a service")
+        for name in ("async_update_interfaces", "async_update_service", "async_unregister_service", "async_close"):
+            real = getattr(AsyncZeroconf, name)
+            monkeypatch.setattr(AsyncZeroconf, name, fail)
+            await desk.refresh()
+            await desk.set_pairing(1, 4711)
+            if name == "async_close":
+                await desk.close()
+            monkeypatch.setattr(AsyncZeroconf, name, real)

@@ -116,7 +116,7 @@ def test_an_interface_that_is_not_there_is_one_clear_error(tmp_path):
 # -- the checks together
 
 
-def test_a_check_that_fails_or_hangs_stops_no_other(tmp_path):
+async def test_a_check_that_fails_or_hangs_stops_no_other(tmp_path):
     hang = threading.Event()
 
     async def broken(_: Subject):
@@ -129,9 +129,7 @@ def test_a_check_that_fails_or_hangs_stops_no_other(tmp_path):
         return [finding("fine", "ok", "it is")]
 
     try:
-        found = asyncio.run(
-            examine(subject(tmp_path), {"broken": broken, "blocked": blocked, "fine": fine}, limit_s=0.2)
-        )
+        found = await examine(subject(tmp_path), {"broken": broken, "blocked": blocked, "fine": fine}, limit_s=0.2)
     finally:
         hang.set()
     assert [(it.check, it.level) for it in found] == [("broken", "warning"), ("blocked", "warning"), ("fine", "ok")]
@@ -140,28 +138,23 @@ def test_a_check_that_fails_or_hangs_stops_no_other(tmp_path):
 
 
 @pytest.mark.slow
-def test_devices_in_sight_are_asked_for_their_version_and_trust(tmp_path, cluster):
+async def test_devices_in_sight_are_asked_for_their_version_and_trust(tmp_path, cluster):
     mine, other = new_identity().public, new_identity().public
-
-    async def once():
-        desk, sofa = Discovery(HOST), Discovery(HOST)
-        try:
-            await desk.announce(f"{cluster}-a", cluster=cluster, role="worker", version="99.1", port=7, key=mine)
-            await sofa.announce(f"{cluster}-b", cluster=cluster, role="head", version="99.1", port=8, key=other)
-            await sofa.set_pairing(7, 4242)
-            checks = {"devices": CHECKS["devices"]}
-            asked = subject(tmp_path, cluster=cluster, trusts=lambda key: key == mine)
-            async with asyncio.timeout(PATIENCE_S):
-                while True:  # on a busy machine an answer may be late
-                    found = await examine(asked, checks, PATIENCE_S)
-                    judged = [it.text for it in found if it.check == "trust"]
-                    if all(any(f"{cluster}-{each} is" in text for text in judged) for each in "ab"):
-                        return found
-        finally:
-            await desk.close()
-            await sofa.close()
-
-    found = asyncio.run(once())
+    desk, sofa = Discovery(HOST), Discovery(HOST)
+    try:
+        await desk.announce(f"{cluster}-a", cluster=cluster, role="worker", version="99.1", port=7, key=mine)
+        await sofa.announce(f"{cluster}-b", cluster=cluster, role="head", version="99.1", port=8, key=other)
+        await sofa.set_pairing(7, 4242)
+        checks = {"devices": CHECKS["devices"]}
+        asked = subject(tmp_path, cluster=cluster, trusts=lambda key: key == mine)
+        judged: list[str] = []
+        async with asyncio.timeout(PATIENCE_S):
+            while not all(any(f"{cluster}-{each} is" in text for text in judged) for each in "ab"):
+                found = await examine(asked, checks, PATIENCE_S)  # on a busy machine an answer may be late
+                judged = [it.text for it in found if it.check == "trust"]
+    finally:
+        await desk.close()
+        await sofa.close()
     assert [it.text for it in found if it.check == "trust" and it.level == "ok"] == [f"{cluster}-a is trusted here"]
     (stranger,) = [it for it in found if it.check == "trust" and it.level == "warning"]
     assert f"{cluster}-b is not trusted yet" in stranger.text
@@ -172,8 +165,8 @@ def test_devices_in_sight_are_asked_for_their_version_and_trust(tmp_path, cluste
 # -- facts of this machine
 
 
-def test_multicast_on_loopback_comes_back():
-    (place,) = asyncio.run(network.gather_places(HOST, None))
+async def test_multicast_on_loopback_comes_back():
+    (place,) = await network.gather_places(HOST, None)
     if place.problem:
         pytest.skip(f"this machine has no multicast on loopback: {place.problem}")
     assert (place.interface, place.address, place.virtual) == ("loopback", HOST, False)
@@ -188,12 +181,12 @@ def test_a_taken_port_is_seen_and_its_owner_named():
     assert free.problem == ""
 
 
-def test_a_device_that_is_named_is_tried():
+async def test_a_device_that_is_named_is_tried():
     with socket.create_server((HOST, 0)) as server, socket.socket() as deaf:
         deaf.bind((HOST, 0))
         port, closed = server.getsockname()[1], deaf.getsockname()[1]
         wanted = targets((), "home", (f"{HOST}:{port}", f"{HOST}:{closed}"))
-        reached = asyncio.run(gather_reached(wanted, PATIENCE_S))
+        reached = await gather_reached(wanted, PATIENCE_S)
     assert [problem == "" for problem in reached.values()] == [True, False]
 
 
@@ -258,9 +251,9 @@ def test_a_command_that_is_missing_fails_or_hangs_says_nothing():
     assert (output_of(sys.executable, "-c", "print('hello')", timeout_s=PATIENCE_S) or "").strip() == "hello"
 
 
-def test_what_a_thread_raises_is_raised_where_it_is_awaited():
+async def test_what_a_thread_raises_is_raised_where_it_is_awaited():
     def broken() -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        asyncio.run(in_thread(broken))
+        await in_thread(broken)

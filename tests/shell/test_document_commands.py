@@ -160,23 +160,19 @@ def test_plans_that_need_nothing_are_run(words, monkeypatch, capsys):
 # ---- clients --------------------------------------------------------------------------------------------------------
 
 
-def run_client(script: list[str], model: str = "toy", *, answer: str = "Hello") -> str:
+async def run_client(script: list[str], model: str = "toy", *, answer: str = "Hello") -> str:
     """What the script prints, with an endpoint that gives ``answer`` to everything."""
-
-    async def run() -> str:
-        backend = FakeBackend(replies(answer))
-        assert backend.served is not None
-        backend.served = replace(backend.served, id=model)
-        async with served(backend, patience_s=PATIENCE_S) as url:
-            environment = {**os.environ, "PRIMAD_URL": f"{url}/v1", "PYTHONPATH": ""}
-            words = [word.replace("http://127.0.0.1:8080", url) for word in script]
-            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            client = await asyncio.create_subprocess_exec(sys.executable, *words, env=environment, cwd=ROOT, **pipes)
-            out, err = await client.communicate()
-            assert client.returncode == 0, err.decode()
-            return out.decode()
-
-    return asyncio.run(run())
+    backend = FakeBackend(replies(answer))
+    assert backend.served is not None
+    backend.served = replace(backend.served, id=model)
+    async with served(backend, patience_s=PATIENCE_S) as url:
+        environment = {**os.environ, "PRIMAD_URL": f"{url}/v1", "PYTHONPATH": ""}
+        words = [word.replace("http://127.0.0.1:8080", url) for word in script]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        client = await asyncio.create_subprocess_exec(sys.executable, *words, env=environment, cwd=ROOT, **pipes)
+        out, err = await client.communicate()
+        assert client.returncode == 0, err.decode()
+        return out.decode()
 
 
 def snippets() -> list[Fence]:
@@ -185,10 +181,10 @@ def snippets() -> list[Fence]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fence", snippets(), ids=lambda fence: str(fence.page.relative_to(ROOT)))
-def test_snippets_run(fence):
+async def test_snippets_run(fence):
     named = re.search(r'model="([^"]+)"', fence.text)
     answer = '{"name": "Hello", "masts": 3}' if "BaseModel" in fence.text else "Hello"
-    assert "Hello" in run_client(["-c", fence.text], *([named[1]] if named else []), answer=answer)
+    assert "Hello" in await run_client(["-c", fence.text], *([named[1]] if named else []), answer=answer)
 
 
 def examples() -> list[Path]:
@@ -197,8 +193,8 @@ def examples() -> list[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", examples(), ids=lambda path: path.name)
-def test_examples_run(example):
-    assert "Hello" in run_client([str(example), "a lighthouse"])
+async def test_examples_run(example):
+    assert "Hello" in await run_client([str(example), "a lighthouse"])
 
 
 def test_every_example_is_told():

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import asynccontextmanager
 
 import numpy as np
 import psutil
@@ -48,40 +49,36 @@ def numbers(vectors):
     return np.stack([np.frombuffer(vector, "<f4") for vector in vectors])
 
 
-def with_service(path, work, *, starts=True, **options):
-    async def main():
-        service = EmbeddingService(path, "small", threads=1, **options)
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                if starts:
-                    await service.start()
-                return await work(service)
-        finally:
-            await service.close()
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def embedding(path, *, starts=True, **options):
+    service = EmbeddingService(path, "small", threads=1, **options)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            if starts:
+                await service.start()
+            yield service
+    finally:
+        await service.close()
 
 
 @pytest.mark.slow
-def test_vectors_are_those_of_plain_llama_cpp(smollm2):
-    async def work(service):
-        return await service.embed(TEXTS, INPUT)
-
-    vectors, tokens = with_service(smollm2, work)
-    printed = subprocess.run([sys.executable, "-c", PLAIN, str(smollm2), *TEXTS], capture_output=True, check=True)
+async def test_vectors_are_those_of_plain_llama_cpp(smollm2):
+    async with embedding(smollm2) as service:
+        vectors, tokens = await service.embed(TEXTS, INPUT)
+    command = [sys.executable, "-c", PLAIN, str(smollm2), *TEXTS]
+    printed = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=True)
     plain = np.array(json.loads(printed.stdout.splitlines()[-1]), np.float32)
     np.testing.assert_allclose(numbers(vectors), plain, atol=1e-5)
     assert tokens > 100
 
 
 @pytest.mark.slow
-def test_a_text_is_refused_or_cut_and_others_are_not_touched(tmp_path):
+async def test_a_text_is_refused_or_cut_and_others_are_not_touched(tmp_path):
     path, vocabulary = tmp_path / "small.gguf", write_vocabulary(tmp_path / "vocabulary.gguf", pre="gpt-4o")
     write_model(path, layers=2, vocabulary=f"from:{vocabulary}")
     last = vocabulary_size(open_model(path)) - 1
     endless = "a" * 1_000_000  # that pre-tokenizer recurses once a character
-
-    async def work(service):
+    async with embedding(path) as service:
         before = await service.embed(["Hello"], INPUT)
         for texts, wrong in (
             (["Hello", "sea " * 4000], r"input\[1\]: has \d+ tokens and exceeds the available context size of 2048"),
@@ -100,12 +97,10 @@ def test_a_text_is_refused_or_cut_and_others_are_not_touched(tmp_path):
             assert tokens == 2048
         assert await service.embed(["Hello"], INPUT) == before
 
-    with_service(path, work)
-
 
 @pytest.mark.slow
-def test_a_crash_is_one_error_and_the_next_request_is_answered(smollm2):
-    async def work(service):
+async def test_a_crash_is_one_error_and_the_next_request_is_answered(smollm2):
+    async with embedding(smollm2) as service:
         before = await service.embed(["Hello"], INPUT)
         os.kill(service.pid, signal.SIGSTOP)  # so that what is asked now is not answered
         asked = asyncio.create_task(service.embed(["Hello"], INPUT))
@@ -132,18 +127,18 @@ def test_a_crash_is_one_error_and_the_next_request_is_answered(smollm2):
         assert isinstance(refused, RequestError)
         assert (refused.status, refused.code) == (429, "queue_full")
 
-    with_service(smollm2, work)
-
 
 @pytest.mark.slow
-def test_its_memory_is_not_a_plans_to_have_and_it_ends_with_who_asks(smollm2):
-    async def work(service):
+async def test_its_memory_is_not_a_plans_to_have(smollm2):
+    async with embedding(smollm2) as service:
         pid = service.pid
         assert pid not in children()
         assert pid in [child.pid for child in psutil.Process().children()]
-        return pid
+    assert not psutil.pid_exists(pid)
 
-    assert not psutil.pid_exists(with_service(smollm2, work))
+
+@pytest.mark.slow
+def test_it_ends_with_who_asks(smollm2):
     process = subprocess.Popen(
         [sys.executable, "-m", "primad.engine.embedding_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -153,27 +148,21 @@ def test_its_memory_is_not_a_plans_to_have_and_it_ends_with_who_asks(smollm2):
         assert process.wait(PATIENCE_S) == 0
 
 
-def test_a_file_that_is_no_model_is_one_error(tmp_path):
+async def test_a_file_that_is_no_model_is_one_error(tmp_path):
     path = tmp_path / "none.gguf"
     path.write_bytes(b"no model")
-
-    async def work(service):
+    async with embedding(path, starts=False) as service:
         with pytest.raises(EngineError, match=r"cannot load .*none\.gguf"):
             await service.start()
         with pytest.raises(RingError, match="is being loaded"):
             await service.embed(["Hello"], INPUT)
 
-    with_service(path, work, starts=False)
 
-
-def test_a_process_that_cannot_be_started_is_an_error_of_who_asks(tmp_path, monkeypatch):
+async def test_a_process_that_cannot_be_started_is_an_error_of_who_asks(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
-
-    async def work(service):
+    async with embedding(tmp_path / "none.gguf", starts=False) as service:
         with pytest.raises(EngineError, match="the embedding process cannot be started: No such file"):
             await service.start()
-
-    with_service(tmp_path / "none.gguf", work, starts=False)
 
 
 def test_a_model_without_room_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
@@ -187,13 +176,11 @@ def test_a_model_without_room_is_refused_before_it_is_loaded(tmp_path, monkeypat
         check_embedding(path)
 
 
-def test_a_process_that_hangs_is_ended(tmp_path):
-    async def work(service):
+async def test_a_process_that_hangs_is_ended(tmp_path):
+    async with embedding(tmp_path / "none.gguf", starts=False, timeout_s=0.0) as service:
         with pytest.raises(EngineError, match="gave no answer in 0 s"):
             await service.start()
         assert service.pid is None
-
-    with_service(tmp_path / "none.gguf", work, starts=False, timeout_s=0.0)
 
 
 class Process:
@@ -222,10 +209,9 @@ class Process:
         monkeypatch.setattr(EmbeddingService, "_end", end)
 
 
-def test_callers_take_turns_however_much_each_asks_for(tmp_path, monkeypatch):
+async def test_callers_take_turns_however_much_each_asks_for(tmp_path, monkeypatch):
     process = Process(monkeypatch)
-
-    async def work(service):
+    async with embedding(tmp_path / "none.gguf") as service:
         greedy = [asyncio.create_task(service.embed([f"a{n}"] * 20, INPUT, owner="a")) for n in range(MAX_WAITING)]
         await asyncio.sleep(0)
         with pytest.raises(RequestError, match="waiting already"):
@@ -238,16 +224,11 @@ def test_callers_take_turns_however_much_each_asks_for(tmp_path, monkeypatch):
         await asyncio.wait(greedy)
         assert await service.embed(["a"], INPUT, owner="a") == ([b"a"], 1)
 
-    with_service(tmp_path / "none.gguf", work)
 
-
-def test_many_texts_are_counted_some_at_a_time_and_named_as_the_request_has_them(tmp_path, monkeypatch):
+async def test_many_texts_are_counted_some_at_a_time_and_named_as_the_request_has_them(tmp_path, monkeypatch):
     process, texts = Process(monkeypatch), ["x" * (CHECKED_CHARS // 2)] * 5
-
-    async def work(service):
+    async with embedding(tmp_path / "none.gguf") as service:
         assert await service.embed(texts, INPUT) == ([text.encode() for text in texts], 5)
         assert [len(task.texts) for task in process.asked if isinstance(task, CheckTexts)] == [2, 2, 1]
         with pytest.raises(RequestError, match=r"^input\[4\]: is empty"):
             await service.embed([*texts[:4], ""], INPUT)
-
-    with_service(tmp_path / "none.gguf", work)

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
@@ -197,112 +197,78 @@ def files(cache: LayerCache) -> list[Path]:
     return [path for path in cache.path("x").parent.rglob("*") if path.is_file()]
 
 
-def run(test: Coroutine[None, None, None]) -> None:
-    asyncio.run(test)
-
-
 # ---- one source -----------------------------------------------------------------------------------------------------
 
 
-def test_fetched_layers_are_in_the_cache(layers, cache):
+async def test_fetched_layers_are_in_the_cache(layers, cache):
     reported: list[int] = []
-
-    async def once() -> None:
-        async with links() as context, served(context, layers) as source:
-            await fetch(context, [source], layers, cache, reported.append)
-
-    run(once())
+    async with links() as context, served(context, layers) as source:
+        await fetch(context, [source], layers, cache, reported.append)
     whole(cache, layers)
     assert sum(reported) == sum(layer.size_bytes for layer in layers)
     assert max(reported) <= CHUNK_BYTES
 
 
-def test_nothing_to_fetch_asks_for_nothing(layers, cache):
-    async def once() -> None:
-        async with links() as context:
-            await fetch(context, [], [], cache)
-
-    run(once())
+async def test_nothing_to_fetch_asks_for_nothing(layers, cache):
+    async with links() as context:
+        await fetch(context, [], [], cache)
 
 
-def test_a_layer_that_is_here_is_not_sent_and_counts_as_progress(layers, cache):
+async def test_a_layer_that_is_here_is_not_sent_and_counts_as_progress(layers, cache):
     log: list[int] = []
     reported: list[int] = []
-
-    async def once() -> None:
-        async with links() as context, served(context, layers, log=log) as source:
-            await fetch(context, [source], layers[:1], cache)
-            await fetch(context, [source], layers[:2], cache, reported.append)
-
-    run(once())
+    async with links() as context, served(context, layers, log=log) as source:
+        await fetch(context, [source], layers[:1], cache)
+        await fetch(context, [source], layers[:2], cache, reported.append)
     assert len(log) == 2
     assert sum(reported) == sum(layer.size_bytes for layer in layers[:2])
 
 
-def test_several_devices_fetch_at_once(layers, tmp_path):
+async def test_several_devices_fetch_at_once(layers, tmp_path):
     caches = [LayerCache(tmp_path / str(number)) for number in range(3)]
-
-    async def once() -> None:
-        async with links() as context, served(context, layers) as source, asyncio.TaskGroup() as group:
-            for cache in caches:
-                group.create_task(fetch(context, [source], layers, cache))
-
-    run(once())
+    async with links() as context, served(context, layers) as source, asyncio.TaskGroup() as group:
+        for cache in caches:
+            group.create_task(fetch(context, [source], layers, cache))
     for cache in caches:
         whole(cache, layers)
 
 
-def test_two_fetches_of_one_cache_take_turns(layers, cache):
+async def test_two_fetches_of_one_cache_take_turns(layers, cache):
     log: list[int] = []
-
-    async def once() -> None:
-        async with links() as context, served(context, layers, log=log) as source, asyncio.TaskGroup() as group:
-            for _ in range(2):
-                group.create_task(fetch(context, [source], layers, cache))
-
-    run(once())
+    async with links() as context, served(context, layers, log=log) as source, asyncio.TaskGroup() as group:
+        for _ in range(2):
+            group.create_task(fetch(context, [source], layers, cache))
     whole(cache, layers)
     assert len(log) == BIG_CHUNKS + 2
 
 
-def test_a_device_serves_what_it_fetched(layers, cache, tmp_path):
+async def test_a_device_serves_what_it_fetched(layers, cache, tmp_path):
     second = LayerCache(tmp_path / "second")
-
-    async def once() -> None:
-        async with links() as context:
-            async with served(context, layers) as source:
-                await fetch(context, [source], layers, cache)
-            by_digest = {layer.ref().digest: cache.reader(layer.ref().digest) for layer in layers}
-            cache.place(layers[2].ref(), number=7, split=8)
-            async with running(context, by_digest, "worker") as source:  # type: ignore[arg-type]
-                await fetch(context, [source], layers, second)
-
-    run(once())
+    async with links() as context:
+        async with served(context, layers) as source:
+            await fetch(context, [source], layers, cache)
+        by_digest = {layer.ref().digest: cache.reader(layer.ref().digest) for layer in layers}
+        cache.place(layers[2].ref(), number=7, split=8)
+        async with running(context, by_digest, "worker") as source:  # type: ignore[arg-type]
+            await fetch(context, [source], layers, second)
     whole(second, layers)
 
 
-def test_the_first_address_that_answers_is_used(layers, cache):
-    async def once() -> None:
-        async with links() as context, served(context, layers) as source:
-            with socket.socket() as silent:
-                with contextlib.suppress(OSError):  # where the system has no further addresses of loopback
-                    silent.bind(("127.0.0.2", source.port))
-                    silent.listen()
-                many = here("head", source.key, source.port, "nonsense", "127.0.0.2", "127.0.0.3", "127.0.0.1")
-                await fetch(context, [many], layers, cache)
-
-    run(once())
+async def test_the_first_address_that_answers_is_used(layers, cache):
+    async with links() as context, served(context, layers) as source:
+        with socket.socket() as silent:
+            with contextlib.suppress(OSError):  # where the system has no further addresses of loopback
+                silent.bind(("127.0.0.2", source.port))
+                silent.listen()
+            many = here("head", source.key, source.port, "nonsense", "127.0.0.2", "127.0.0.3", "127.0.0.1")
+            await fetch(context, [many], layers, cache)
     whole(cache, layers)
 
 
-def test_addresses_that_lead_to_one_device_are_one_source(layers, cache):
+async def test_addresses_that_lead_to_one_device_are_one_source(layers, cache):
     log: list[int] = []
-
-    async def once() -> None:
-        async with links() as context, served(context, layers, log=log) as source:
-            await fetch(context, [here("head", source.key, source.port, *source.addresses * 16)], layers, cache)
-
-    run(once())
+    async with links() as context, served(context, layers, log=log) as source:
+        await fetch(context, [here("head", source.key, source.port, *source.addresses * 16)], layers, cache)
     whole(cache, layers)
     assert len(log) == BIG_CHUNKS + 2
 
@@ -310,7 +276,7 @@ def test_addresses_that_lead_to_one_device_are_one_source(layers, cache):
 # ---- several sources ------------------------------------------------------------------------------------------------
 
 
-def test_two_sources_share_the_work(layers, cache):
+async def test_two_sources_share_the_work(layers, cache):
     """Each gives nothing before the other one was asked as well."""
     logs: tuple[list[int], list[int]] = ([], [])
     asked = (threading.Event(), threading.Event())
@@ -319,69 +285,60 @@ def test_two_sources_share_the_work(layers, cache):
         asked[own].set()
         assert asked[1 - own].wait(PATIENCE_S)
 
-    async def once() -> None:
-        async with (
-            links() as context,
-            served(context, layers, "one", logs[0], lambda _: meet(0)) as one,
-            served(context, layers, "two", logs[1], lambda _: meet(1)) as two,
-        ):
-            await fetch(context, [one, two], layers, cache)
-
-    run(once())
+    async with (
+        links() as context,
+        served(context, layers, "one", logs[0], lambda _: meet(0)) as one,
+        served(context, layers, "two", logs[1], lambda _: meet(1)) as two,
+    ):
+        await fetch(context, [one, two], layers, cache)
     whole(cache, layers)
     assert all(logs)
     assert len(logs[0]) + len(logs[1]) == BIG_CHUNKS + 2, "no chunk is sent twice"
 
 
-def test_each_source_gives_what_only_it_has(layers, cache):
-    async def once() -> None:
-        async with (
-            links() as context,
-            served(context, layers[:1], "one") as one,
-            served(context, layers[1:], "two") as two,
-        ):
-            await fetch(context, [one, two], layers, cache)
-
-    run(once())
+async def test_each_source_gives_what_only_it_has(layers, cache):
+    async with (
+        links() as context,
+        served(context, layers[:1], "one") as one,
+        served(context, layers[1:], "two") as two,
+    ):
+        await fetch(context, [one, two], layers, cache)
     whole(cache, layers)
 
 
-def test_a_source_that_dies_in_the_middle_is_left_out(layers, cache, caplog):
+async def test_a_source_that_dies_in_the_middle_is_left_out(layers, cache, caplog):
     """The other one gives nothing before."""
     hit = threading.Event()
-
-    async def once() -> None:
-        async with (
-            links() as context,
-            served(context, layers, "alive", stop=lambda _: hit.wait(PATIENCE_S)) as alive,
-        ):
-            dying = new_identity()
-            log: list[int] = []
-            dead = asyncio.Event()
-            loop = asyncio.get_running_loop()
-
-            def die(count: int) -> None:
-                if count >= 2 and not hit.is_set():
-                    loop.call_soon_threadsafe(dead.set)
-                    hit.set()
-
-            by_digest: dict[str, LayerSource] = {layer.ref().digest: Counting(layer, log, die) for layer in layers}
-            server = LayerServer(context, "127.0.0.1", dying, by_digest.get)
-            task = asyncio.create_task(server.run())
-            killer = asyncio.create_task(kill(dead, task))
-            source = here("dying", dying.public, server.port)
-            await fetch(context, [source, alive], layers, cache)
-            await killer
 
     async def kill(dead: asyncio.Event, task: asyncio.Task[None]) -> None:
         await dead.wait()
         await ended(task)
 
-    run(once())
+    async with (
+        links() as context,
+        served(context, layers, "alive", stop=lambda _: hit.wait(PATIENCE_S)) as alive,
+    ):
+        dying = new_identity()
+        log: list[int] = []
+        dead = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def die(count: int) -> None:
+            if count >= 2 and not hit.is_set():
+                loop.call_soon_threadsafe(dead.set)
+                hit.set()
+
+        by_digest: dict[str, LayerSource] = {layer.ref().digest: Counting(layer, log, die) for layer in layers}
+        server = LayerServer(context, "127.0.0.1", dying, by_digest.get)
+        task = asyncio.create_task(server.run())
+        killer = asyncio.create_task(kill(dead, task))
+        source = here("dying", dying.public, server.port)
+        await fetch(context, [source, alive], layers, cache)
+        await killer
     whole(cache, layers)
 
 
-def test_a_source_that_sends_other_bytes_is_left_out_and_named(layers, cache, caplog):
+async def test_a_source_that_sends_other_bytes_is_left_out_and_named(layers, cache, caplog):
     """The other one gives nothing before."""
 
     def lines() -> list[logging.LogRecord]:
@@ -397,16 +354,13 @@ def test_a_source_that_sends_other_bytes_is_left_out_and_named(layers, cache, ca
             return [encode(Chunk(digest=request.digest, offset=request.offset)), bytes(request.size)]
         return None
 
-    async def once() -> None:
+    with caplog.at_level(logging.WARNING, "primad.layers.fetch"):
         async with (
             links() as context,
             answering(context, honest(layers, lie)) as liar,
             served(context, layers, stop=wait_left_out) as source,
         ):
             await fetch(context, [liar, source], layers, cache)
-
-    with caplog.at_level(logging.WARNING, "primad.layers.fetch"):
-        run(once())
     whole(cache, layers)
     (record,) = lines()
     assert record.getMessage().startswith(
@@ -414,97 +368,72 @@ def test_a_source_that_sends_other_bytes_is_left_out_and_named(layers, cache, ca
     )
 
 
-def test_a_source_that_stalls_is_replaced(layers, cache, monkeypatch):
+async def test_a_source_that_stalls_is_replaced(layers, cache, monkeypatch):
     """Nor does one that falls silent after its first answers hold up the fetch."""
     stalling = judge_silence(monkeypatch)
-
-    async def once() -> None:
-        async with (
-            links() as context,
-            answering(context, honest(layers, silent=True)) as stalled,
-            served(context, layers) as source,
-        ):
-            stalling.add(stalled.key)
-            await fetch(context, [stalled, source], layers, cache)
-
-    run(once())
+    async with (
+        links() as context,
+        answering(context, honest(layers, silent=True)) as stalled,
+        served(context, layers) as source,
+    ):
+        stalling.add(stalled.key)
+        await fetch(context, [stalled, source], layers, cache)
     whole(cache, layers)
 
 
-def test_a_source_that_is_not_there_does_not_matter_when_another_has_all(layers, cache):
-    async def once() -> None:
-        async with links() as context, served(context, layers) as source:
-            gone = here("gone", new_identity().public, 1)
-            await fetch(context, [gone, source], layers, cache)
-
-    run(once())
+async def test_a_source_that_is_not_there_does_not_matter_when_another_has_all(layers, cache):
+    async with links() as context, served(context, layers) as source:
+        gone = here("gone", new_identity().public, 1)
+        await fetch(context, [gone, source], layers, cache)
     whole(cache, layers)
 
 
 # ---- nobody is left -------------------------------------------------------------------------------------------------
 
 
-def refusal(answer: Answer, layer: LayerCut, cache: LayerCache, **timings: float) -> ClusterError:
+async def refusal(answer: Answer, layer: LayerCut, cache: LayerCache, **timings: float) -> ClusterError:
     """The error of fetching ``layer`` from a source that answers so."""
-
-    async def once() -> None:
-        async with links() as context, answering(context, answer) as source:
+    async with links() as context, answering(context, answer) as source:
+        with pytest.raises(ClusterError) as caught:
             await fetch(context, [source], [layer], cache, **timings)
-
-    with pytest.raises(ClusterError) as caught:
-        run(once())
     assert "\n" not in str(caught.value)
     assert not cache.has(layer.ref())
     return caught.value
 
 
-def test_an_unknown_layer_is_one_clear_error(layers, cache):
-    async def once() -> None:
-        async with links() as context, served(context, layers[:1]) as source:
+async def test_an_unknown_layer_is_one_clear_error(layers, cache):
+    async with links() as context, served(context, layers[:1]) as source:
+        with pytest.raises(ClusterError) as caught:
             await fetch(context, [source], layers[1:], cache)
-
-    with pytest.raises(ClusterError) as caught:
-        run(once())
     wanted = ", ".join(layer.ref().digest[:12] for layer in layers[1:])
     assert str(caught.value) == f"layer {wanted} cannot be fetched: head does not have it"
 
 
-def test_no_source_is_one_clear_error(layers, cache):
-    async def once() -> None:
-        async with links() as context:
+async def test_no_source_is_one_clear_error(layers, cache):
+    async with links() as context:
+        with pytest.raises(ClusterError, match="no device was named that has it"):
             await fetch(context, [], layers[:1], cache)
 
-    with pytest.raises(ClusterError, match="no device was named that has it"):
-        run(once())
 
-
-def test_a_model_file_that_changed_is_one_clear_error(tmp_path, cache):
+async def test_a_model_file_that_changed_is_one_clear_error(tmp_path, cache):
     model = read_header(write_gguf(tmp_path / "toy.gguf", toy_arrays()))
     layer = cut_layer(model, 0).hashed()
-
-    async def once() -> None:
-        async with links() as context, served(context, [layer]) as source:
-            with layer.sources[0].path.open("r+b") as file:
-                file.seek(layer.sources[0].offset)
-                file.write(b"other")
+    async with links() as context, served(context, [layer]) as source:
+        with layer.sources[0].path.open("r+b") as file:
+            file.seek(layer.sources[0].offset)
+            file.write(b"other")
+        with pytest.raises(ClusterError, match="head sent bytes that are not those of layer"):
             await fetch(context, [source], [layer], cache)
-
-    with pytest.raises(ClusterError, match="head sent bytes that are not those of layer"):
-        run(once())
     assert not cache.has(layer.ref())
 
 
-def test_a_model_file_that_went_away_is_one_clear_error(tmp_path, cache):
+async def test_a_model_file_that_went_away_is_one_clear_error(tmp_path, cache):
     model = read_header(write_gguf(tmp_path / "toy.gguf", toy_arrays()))
     layer = cut_layer(model, 0).hashed()
-
-    async def once() -> None:
-        async with links() as context, served(context, [layer]) as source:
-            layer.sources[0].path.unlink()
+    async with links() as context, served(context, [layer]) as source:
+        layer.sources[0].path.unlink()
+        with pytest.raises(ClusterError, match=r"head cannot give layer .*toy\.gguf: cannot be read: No such file"):
             await fetch(context, [source], [layer], cache)
-
-    with pytest.raises(ClusterError, match=r"head cannot give layer .*toy\.gguf: cannot be read: No such file"):
-        run(once())
 
 
 def chunk_lie(answer: Callable[[FetchChunk], Reply]) -> Answer:
@@ -552,29 +481,29 @@ LIES: dict[str, tuple[Answer, str]] = {
 
 
 @pytest.mark.parametrize(("lie", "why"), LIES.values(), ids=LIES.keys())
-def test_a_source_that_lies_is_refused(layers, cache, lie, why):
-    assert why in str(refusal(honest(layers, lie), layers[0], cache))
+async def test_a_source_that_lies_is_refused(layers, cache, lie, why):
+    assert why in str(await refusal(honest(layers, lie), layers[0], cache))
 
 
 @pytest.mark.parametrize(
     "held", [Present(held=[]), Present(held=[True] * 5), NoChunk(digest="", offset=None, reason="")], ids=repr
 )
-def test_a_source_that_does_not_say_what_it_holds_is_refused(layers, cache, held: TransferMessage):
-    error = refusal(lambda request: [encode(held)], layers[0], cache)
+async def test_a_source_that_does_not_say_what_it_holds_is_refused(layers, cache, held: TransferMessage):
+    error = await refusal(lambda request: [encode(held)], layers[0], cache)
     assert "did not say which layers it holds" in str(error)
 
 
-def test_a_silent_source_is_given_up(layers, cache):
-    error = refusal(lambda request: None, layers[0], cache, reach_timeout_s=0.1)
+async def test_a_silent_source_is_given_up(layers, cache):
+    error = await refusal(lambda request: None, layers[0], cache, reach_timeout_s=0.1)
     assert "sent nothing for 0.1 s" in str(error)
 
 
-def test_a_source_that_falls_silent_is_given_up(layers, cache):
-    error = refusal(honest(layers, silent=True), layers[0], cache, silence_timeout_s=0.1)
+async def test_a_source_that_falls_silent_is_given_up(layers, cache):
+    error = await refusal(honest(layers, silent=True), layers[0], cache, silence_timeout_s=0.1)
     assert "liar sent nothing for 0.1 s" in str(error)
 
 
-def test_a_source_where_nobody_listens_is_given_up_at_once(layers, cache):
+async def test_a_source_where_nobody_listens_is_given_up_at_once(layers, cache):
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         gone = here("gone", new_identity().public, reserved.getsockname()[1])
@@ -584,45 +513,35 @@ def test_a_source_where_nobody_listens_is_given_up_at_once(layers, cache):
                 await fetch(context, [gone], layers[:1], cache, **PATIENT)
 
         with pytest.raises(ClusterError, match=r"gone tcp://127\S* nothing answers there"):
-            run(once())
+            await once()
 
 
-def test_a_source_with_another_key_is_given_up(layers, cache):
-    async def once() -> None:
-        async with links() as context, served(context, layers) as source:
-            other = here("head", new_identity().public, source.port)
+async def test_a_source_with_another_key_is_given_up(layers, cache):
+    async with links() as context, served(context, layers) as source:
+        other = here("head", new_identity().public, source.port)
+        with pytest.raises(ClusterError, match=r"layer .* cannot be fetched: head tcp://127"):
             await fetch(context, [other], layers[:1], cache, reach_timeout_s=1.0)
-
-    with pytest.raises(ClusterError, match=r"layer .* cannot be fetched: head tcp://127"):
-        run(once())
     assert files(cache) == []
 
 
-def test_a_device_that_is_not_trusted_gets_nothing(layers, cache):
+async def test_a_device_that_is_not_trusted_gets_nothing(layers, cache):
     log: list[int] = []
-
-    async def once() -> None:
-        async with links(lambda key: False) as context, served(context, layers, log=log) as source:
+    async with links(lambda key: False) as context, served(context, layers, log=log) as source:
+        with pytest.raises(ClusterError, match=r"head tcp://127.* does not trust this device"):
             await fetch(context, [source], layers[:1], cache, **PATIENT)
-
-    with pytest.raises(ClusterError, match=r"head tcp://127.* does not trust this device"):
-        run(once())
     assert (log, files(cache)) == ([], [])
 
 
-def test_a_source_that_is_no_endpoint_is_one_clear_error(layers, cache):
-    async def once() -> None:
-        async with links() as context:
+async def test_a_source_that_is_no_endpoint_is_one_clear_error(layers, cache):
+    async with links() as context:
+        with pytest.raises(ClusterError, match=r"odd .* is no endpoint"):
             await fetch(context, [here("odd", new_identity().public, 1, "tcp://127.0.0.1")], layers[:1], cache)
-
-    with pytest.raises(ClusterError, match=r"odd .* is no endpoint"):
-        run(once())
 
 
 # ---- an end before the end ------------------------------------------------------------------------------------------
 
 
-def test_at_most_a_few_chunks_are_asked_for_at_a_time(layers, cache):
+async def test_at_most_a_few_chunks_are_asked_for_at_a_time(layers, cache):
     asked: list[int] = []
     enough = asyncio.Event()
 
@@ -634,18 +553,15 @@ def test_at_most_a_few_chunks_are_asked_for_at_a_time(layers, cache):
             enough.set()
         return None
 
-    async def once() -> None:
-        async with links() as context, answering(context, answer) as source:
-            task = asyncio.create_task(fetch(context, [source], [layers[2]], cache))
-            await enough.wait()
-            assert not (await asyncio.wait([task], timeout=0.3))[0]
-            await ended(task)
-
-    run(once())
+    async with links() as context, answering(context, answer) as source:
+        task = asyncio.create_task(fetch(context, [source], [layers[2]], cache))
+        await enough.wait()
+        assert not (await asyncio.wait([task], timeout=0.3))[0]
+        await ended(task)
     assert asked == list(range(transfer.UNDER_WAY))
 
 
-def test_what_arrived_before_a_stop_is_not_sent_again(layers, cache, tmp_path):
+async def test_what_arrived_before_a_stop_is_not_sent_again(layers, cache, tmp_path):
     logs: tuple[list[int], list[int]] = ([], [])
     reported: list[int] = []
     third = asyncio.Event()
@@ -655,44 +571,35 @@ def test_what_arrived_before_a_stop_is_not_sent_again(layers, cache, tmp_path):
         if len(reported) == 3:
             third.set()
 
-    async def stopped() -> None:
-        async with links() as context, served(context, layers, log=logs[0]) as source:
-            task = asyncio.create_task(fetch(context, [source], layers[2:], cache, arrived))
-            await third.wait()
-            await ended(task)
-
-    async def resumed() -> None:
-        async with links() as context, served(context, layers, log=logs[1]) as source:
-            await fetch(context, [source], layers[2:], LayerCache(tmp_path / "cache"), reported.append)
-
-    run(stopped())
+    async with links() as context, served(context, layers, log=logs[0]) as source:
+        task = asyncio.create_task(fetch(context, [source], layers[2:], cache, arrived))
+        await third.wait()
+        await ended(task)
     assert not cache.has(layers[2].ref())
     with cache.part(layers[2].ref()) as part:
         lacking = part.lacking()
     assert 0 < len(lacking) <= BIG_CHUNKS - len(reported) <= BIG_CHUNKS - 3
     reported.clear()
-    run(resumed())
+    async with links() as context, served(context, layers, log=logs[1]) as source:
+        await fetch(context, [source], layers[2:], LayerCache(tmp_path / "cache"), reported.append)
     whole(cache, layers[2:])
     assert sorted(logs[1]) == lacking
     assert sum(reported) == layers[2].size_bytes, "what was here counts as progress"
 
 
-def test_layers_that_are_complete_stay_when_another_fails(layers, cache):
+async def test_layers_that_are_complete_stay_when_another_fails(layers, cache):
     def answer(request: TransferRequest) -> Reply:
         if isinstance(request, FetchChunk) and request.digest == layers[1].ref().digest:
             return [encode(NoChunk(digest=request.digest, offset=request.offset, reason="gone"))]
         return honest(layers)(request)
 
-    async def once() -> None:
-        async with links() as context, answering(context, answer) as source:
+    async with links() as context, answering(context, answer) as source:
+        with pytest.raises(ClusterError, match=f"layer {layers[1].ref().digest[:12]} cannot be fetched"):
             await fetch(context, [source], layers[:2], cache)
-
-    with pytest.raises(ClusterError, match=f"layer {layers[1].ref().digest[:12]} cannot be fetched"):
-        run(once())
     assert missing(cache, [layer.ref() for layer in layers[:2]]) == [layers[1].ref()]
 
 
-def test_a_disk_that_is_full_is_one_clear_error_and_leaves_nothing(layers, cache, monkeypatch, tmp_path):
+async def test_a_disk_that_is_full_is_one_clear_error_and_leaves_nothing(layers, cache, monkeypatch, tmp_path):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -702,10 +609,10 @@ def test_a_disk_that_is_full_is_one_clear_error_and_leaves_nothing(layers, cache
 
     monkeypatch.setattr("primad.layers.partial.write_at", full)
     with pytest.raises(DiskError, match=rf"{tmp_path / 'cache'}: layer .* cannot be written: No space left on device"):
-        run(once())
+        await once()
     assert files(cache) == []
     monkeypatch.undo()
-    run(once())
+    await once()
     whole(cache, layers)
 
 
@@ -723,28 +630,20 @@ def small_disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_real_disk_without_room_is_refused_before_anything_is_sent(layers, small_disk):
+async def test_a_real_disk_without_room_is_refused_before_anything_is_sent(layers, small_disk):
     cache, log = LayerCache(small_disk / "layers"), list[int]()
-
-    async def once() -> None:
-        async with links() as context, served(context, layers, log=log) as source:
+    async with links() as context, served(context, layers, log=log) as source:
+        with pytest.raises(DiskError, match="bytes of layers do not fit"):
             await fetch(context, [source], layers, cache)
-
-    with pytest.raises(DiskError, match="bytes of layers do not fit"):
-        run(once())
     assert (log, files(cache)) == ([], [])
 
 
-def test_a_real_disk_that_fills_while_layers_arrive(layers, small_disk, monkeypatch):
+async def test_a_real_disk_that_fills_while_layers_arrive(layers, small_disk, monkeypatch):
     cache = LayerCache(small_disk / "layers")
     monkeypatch.setattr(cache, "make_room", lambda _: None)
-
-    async def once() -> None:
-        async with links() as context, served(context, layers) as source:
+    async with links() as context, served(context, layers) as source:
+        with pytest.raises(DiskError, match="No space left on device"):
             await fetch(context, [source], [layers[0], layers[2]], cache)
-
-    with pytest.raises(DiskError, match="No space left on device"):
-        run(once())
     assert {path.stem for path in files(cache)} <= {layers[0].ref().digest}
     monkeypatch.undo()
     assert missing(cache, [layers[2].ref()]) == [layers[2].ref()]
@@ -772,14 +671,14 @@ ASKS = {
 
 
 @pytest.mark.parametrize("frames", GARBAGE.values(), ids=GARBAGE.keys())
-def test_garbage_for_the_server_is_refused_with_a_line_and_others_are_served(layers, cache, caplog, frames):
-    _send_then_fetch(layers, cache, caplog, frames)
+async def test_garbage_for_the_server_is_refused_with_a_line_and_others_are_served(layers, cache, caplog, frames):
+    await _send_then_fetch(layers, cache, caplog, frames)
 
 
 @pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS.keys())
-def test_an_impossible_request_is_refused_with_a_line_and_others_are_served(layers, cache, caplog, ask):
+async def test_an_impossible_request_is_refused_with_a_line_and_others_are_served(layers, cache, caplog, ask):
     request = {"digest": layers[0].ref().digest, "offset": 0, "size": 1} | ask
-    _send_then_fetch(layers, cache, caplog, [encode(FetchChunk(**request))])
+    await _send_then_fetch(layers, cache, caplog, [encode(FetchChunk(**request))])
 
 
 def _client(context: zmq.asyncio.Context, source: Contact, identity: Identity = ME) -> zmq.asyncio.Socket:
@@ -788,10 +687,9 @@ def _client(context: zmq.asyncio.Context, source: Contact, identity: Identity = 
     return client
 
 
-def _send_then_fetch(layers: list[LayerCut], cache: LayerCache, caplog, frames: Sequence[bytes]) -> None:
+async def _send_then_fetch(layers: list[LayerCut], cache: LayerCache, caplog, frames: Sequence[bytes]) -> None:
     ref = layers[0].ref()
-
-    async def once() -> None:
+    with caplog.at_level(logging.WARNING, "primad.layers.server"):
         async with links() as context, served(context, layers) as source:
             odd = _client(context, source)
             await odd.send_multipart(frames)
@@ -802,65 +700,53 @@ def _send_then_fetch(layers: list[LayerCut], cache: LayerCache, caplog, frames: 
             ]
             await fetch(context, [source], layers[:1], cache)
             odd.close()
-
-    with caplog.at_level(logging.WARNING, "primad.layers.server"):
-        run(once())
     assert cache.has(ref)
     (record,) = [record for record in caplog.records if record.name == "primad.layers.server"]
     assert record.getMessage().startswith("refused a message on the layer link (1 so far): ")
 
 
-def test_raw_bytes_on_the_port_of_the_server_disturb_nobody(layers, cache):
-    async def once() -> None:
-        async with links() as context, served(context, layers) as source:
-            _, writer = await asyncio.open_connection("127.0.0.1", source.port)
-            writer.write(b"GET / HTTP/1.1\r\n\r\n" + b"\xff" * 1000)
-            await writer.drain()
-            await fetch(context, [source], layers[:1], cache)
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
-
-    run(once())
+async def test_raw_bytes_on_the_port_of_the_server_disturb_nobody(layers, cache):
+    async with links() as context, served(context, layers) as source:
+        _, writer = await asyncio.open_connection("127.0.0.1", source.port)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n" + b"\xff" * 1000)
+        await writer.drain()
+        await fetch(context, [source], layers[:1], cache)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
     assert cache.has(layers[0].ref())
 
 
-def test_a_request_that_is_too_large_is_not_even_taken(layers, cache):
-    async def once() -> None:
-        async with links() as context, served(context, layers) as source:
-            odd = _client(context, source)
-            await odd.send(bytes(MAX_REQUEST_BYTES + 1))
-            await odd.send(encode(AskPresent(digests=[""])))
-            await odd.recv_multipart()  # on the connection after the one that was closed
-            await fetch(context, [source], layers[:1], cache)
-            odd.close()
-
-    run(once())
+async def test_a_request_that_is_too_large_is_not_even_taken(layers, cache):
+    async with links() as context, served(context, layers) as source:
+        odd = _client(context, source)
+        await odd.send(bytes(MAX_REQUEST_BYTES + 1))
+        await odd.send(encode(AskPresent(digests=[""])))
+        await odd.recv_multipart()  # on the connection after the one that was closed
+        await fetch(context, [source], layers[:1], cache)
+        odd.close()
     assert cache.has(layers[0].ref())
 
 
 @pytest.mark.parametrize("digest", ["", "../secret", "/etc/passwd", "x" * 100_000])
-def test_the_server_reads_nothing_but_layers(layers, digest):
-    async def once() -> None:
-        async with links() as context, served(context, layers) as source:
-            client = _client(context, source)
-            for request in (FetchChunk(digest=digest, offset=0, size=6), FetchDigests(digest=digest)):
-                await client.send(encode(request))
-                (frame,) = await client.recv_multipart()
-                assert isinstance(decode_transfer(frame), NoChunk)
-            client.close()
-
-    run(once())
+async def test_the_server_reads_nothing_but_layers(layers, digest):
+    async with links() as context, served(context, layers) as source:
+        client = _client(context, source)
+        for request in (FetchChunk(digest=digest, offset=0, size=6), FetchDigests(digest=digest)):
+            await client.send(encode(request))
+            (frame,) = await client.recv_multipart()
+            assert isinstance(decode_transfer(frame), NoChunk)
+        client.close()
 
 
-def test_a_greedy_device_is_bounded_and_delays_itself_only(layers, caplog):
+async def test_a_greedy_device_is_bounded_and_delays_itself_only(layers, caplog):
     greedy, modest = new_identity(), new_identity()
     ref, log, released = layers[2].ref(), list[int](), threading.Event()
 
     def lines() -> list[logging.LogRecord]:
         return [record for record in caplog.records if record.name == "primad.layers.server"]
 
-    async def once() -> None:
+    with caplog.at_level(logging.WARNING, "primad.layers.server"):
         slow: dict[str, LayerSource] = {ref.digest: Counting(layers[2], log, lambda _: released.wait(PATIENCE_S))}
         async with (
             links(lambda key: True) as context,
@@ -880,59 +766,45 @@ def test_a_greedy_device_is_bounded_and_delays_itself_only(layers, caplog):
             assert data == layers[2].read(CHUNK_BYTES, 8)
             grabbing.close()
             asking.close()
-
-    with caplog.at_level(logging.WARNING, "primad.layers.server"):
-        run(once())
     assert len(lines()) == 1
     assert 1 in log[: READS_AT_ONCE + 2], "its turn came after those that were being read"
     assert len(log) <= REQUESTS_WAITING + READS_AT_ONCE + 1
 
 
-def test_a_key_that_is_not_trusted_any_more_gets_no_answer(layers, caplog):
+async def test_a_key_that_is_not_trusted_any_more_gets_no_answer(layers, caplog):
     trusted = {ME.public}
-
-    async def once() -> None:
-        async with links() as context:
-            identity, ref = new_identity(), layers[0].ref()
-            find = {ref.digest: layers[0]}.get
-            server = LayerServer(context, "127.0.0.1", identity, find, allows=trusted.__contains__)
-            task = asyncio.create_task(server.run())
-            client = _client(context, here("head", identity.public, server.port))
-            request = encode(FetchChunk(digest=ref.digest, offset=0, size=8))
-            await client.send(request)
-            assert len(await client.recv_multipart()) == 2
-            trusted.clear()
-            await client.send(request)
-            while "its sender is not trusted any more" not in caplog.text:
-                assert not await client.poll(20)
-            assert not await client.poll(200)
-            client.close()
-            await ended(task)
-
-    run(once())
+    async with links() as context:
+        identity, ref = new_identity(), layers[0].ref()
+        find = {ref.digest: layers[0]}.get
+        server = LayerServer(context, "127.0.0.1", identity, find, allows=trusted.__contains__)
+        task = asyncio.create_task(server.run())
+        client = _client(context, here("head", identity.public, server.port))
+        request = encode(FetchChunk(digest=ref.digest, offset=0, size=8))
+        await client.send(request)
+        assert len(await client.recv_multipart()) == 2
+        trusted.clear()
+        await client.send(request)
+        while "its sender is not trusted any more" not in caplog.text:
+            assert not await client.poll(20)
+        assert not await client.poll(200)
+        client.close()
+        await ended(task)
 
 
-def test_a_capped_server_and_a_capped_fetch_still_deliver(layers, cache, tmp_path):
-    async def once() -> None:
-        by_digest: dict[str, LayerSource] = {layer.ref().digest: layer for layer in layers}
-        async with links() as context, running(context, by_digest, "head", bytes_per_s=200e6) as source:
-            refs = [layer.ref() for layer in layers]
-            transfers = Transfers(context=context, identity=ME, bytes_per_s=400e6)
-            await fetch_layers(transfers, [source], refs, cache, lambda _: None)
-
-    run(once())
+async def test_a_capped_server_and_a_capped_fetch_still_deliver(layers, cache, tmp_path):
+    by_digest: dict[str, LayerSource] = {layer.ref().digest: layer for layer in layers}
+    async with links() as context, running(context, by_digest, "head", bytes_per_s=200e6) as source:
+        refs = [layer.ref() for layer in layers]
+        transfers = Transfers(context=context, identity=ME, bytes_per_s=400e6)
+        await fetch_layers(transfers, [source], refs, cache, lambda _: None)
     whole(cache, layers)
 
 
-def test_a_ref_is_asked_for_once(layers, cache):
+async def test_a_ref_is_asked_for_once(layers, cache):
     log: list[int] = []
-
-    async def once() -> None:
-        async with links() as context, served(context, layers, log=log) as source:
-            refs: list[LayerRef] = [layers[0].ref()] * 3
-            await fetch_layers(Transfers(context=context, identity=ME), [source], refs, cache, lambda _: None)
-
-    run(once())
+    async with links() as context, served(context, layers, log=log) as source:
+        refs: list[LayerRef] = [layers[0].ref()] * 3
+        await fetch_layers(Transfers(context=context, identity=ME), [source], refs, cache, lambda _: None)
     assert log == [0]
 
 
@@ -940,7 +812,7 @@ def test_a_ref_is_asked_for_once(layers, cache):
 
 
 @pytest.mark.parametrize("what", ["in the cache", "in the model"])
-def test_who_stops_waits_for_one_chunk_to_be_hashed_and_not_for_the_layer(layers, cache, monkeypatch, what):
+async def test_who_stops_waits_for_one_chunk_to_be_hashed_and_not_for_the_layer(layers, cache, monkeypatch, what):
     big = layers[2]
     put(cache, big)
     again = LayerCache(cache.path(big.ref().digest).parent)  # it has not looked at what is there
@@ -954,25 +826,21 @@ def test_who_stops_waits_for_one_chunk_to_be_hashed_and_not_for_the_layer(layers
         return digest(chunk)
 
     monkeypatch.setattr(layers_module, "chunk_digest", slowly)
-
-    async def once() -> None:
-        work = missing_layers(again, [big.ref()]) if what == "in the cache" else hash_in_thread(fresh.hashed, None)
-        waiting = asyncio.create_task(work)
-        assert await asyncio.to_thread(begun.wait, PATIENCE_S)
-        waiting.cancel()
-        await asyncio.sleep(0)
-        assert not waiting.done(), "nothing is read any more once it ended"
-        may_go_on.set()
-        await asyncio.wait([waiting])
-        assert waiting.cancelled()
-
-    asyncio.run(once())
+    work = missing_layers(again, [big.ref()]) if what == "in the cache" else hash_in_thread(fresh.hashed, None)
+    waiting = asyncio.create_task(work)
+    assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+    waiting.cancel()
+    await asyncio.sleep(0)
+    assert not waiting.done(), "nothing is read any more once it ended"
+    may_go_on.set()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
     assert len(hashed) == 1
     if what == "in the cache":
         assert again.has(big.ref()), "what was not read whole is not damaged"
 
 
-def test_an_error_that_nobody_waits_for_any_more_is_not_complained_of():
+async def test_an_error_that_nobody_waits_for_any_more_is_not_complained_of():
     """Cancelled twice, as a task of a group that ends is."""
     begun, may_fail, complaints = threading.Event(), threading.Event(), list[object]()
 
@@ -981,17 +849,15 @@ def test_an_error_that_nobody_waits_for_any_more_is_not_complained_of():
         assert may_fail.wait(PATIENCE_S)
         raise DiskError("the disk is full")
 
-    async def once() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-        waiting = asyncio.create_task(in_thread(fails))
-        assert await asyncio.to_thread(begun.wait, PATIENCE_S)
-        waiting.cancel()
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        may_fail.set()
-        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()})
-        gc.collect()
-
-    asyncio.run(once())
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    others = asyncio.all_tasks()
+    waiting = asyncio.create_task(in_thread(fails))
+    assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+    waiting.cancel()
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    may_fail.set()
+    await asyncio.wait(asyncio.all_tasks() - others)
+    gc.collect()
     assert complaints == []

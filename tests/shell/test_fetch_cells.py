@@ -76,37 +76,29 @@ def whole(store: KvStore, block: KvBlock, first: int, last: int) -> bool:
     return store.read(block.key, first, last) == cells_of(block, range(first, last), CELL_BYTES)
 
 
-def test_blocks_come_from_whoever_has_which_of_their_layers(tmp_path):
+async def test_blocks_come_from_whoever_has_which_of_their_layers(tmp_path):
     blocks = chain(70)
     one = holding(tmp_path / "one", blocks, range(0, 4))
     other = holding(tmp_path / "other", blocks[:40], range(3, 9))
     mine = holding(tmp_path / "mine", blocks[:5], [2, 3])
-
-    async def test() -> None:
-        async with links() as context, served(context, one, "one") as a, served(context, other, "other") as b:
-            held = await fetcher(context, mine).hold(blocks, [(1, 5), (7, 8)], [a, b], PATIENCE_S, verify=False)
-            assert held == [True] * 40 + [False] * 30
-
-    asyncio.run(test())
+    async with links() as context, served(context, one, "one") as a, served(context, other, "other") as b:
+        held = await fetcher(context, mine).hold(blocks, [(1, 5), (7, 8)], [a, b], PATIENCE_S, verify=False)
+        assert held == [True] * 40 + [False] * 30
     assert all(whole(mine, block, 1, 5) and whole(mine, block, 7, 8) for block in blocks[:40])
     assert all(mine.layers(block.key) == {1, 2, 3} for block in blocks[40:])
 
 
-def test_a_block_that_is_larger_than_a_reply_comes_in_pieces(tmp_path):
+async def test_a_block_that_is_larger_than_a_reply_comes_in_pieces(tmp_path):
     (block,) = chain(1, rows=512)
     cell_bytes = CELLS_BYTES // 512 + 1000
     there = holding(tmp_path / "there", [block], [0, 1, 2], cell_bytes)
     mine = KvStore(tmp_path / "mine")
-
-    async def test() -> None:
-        async with links() as context, served(context, there) as source:
-            assert await fetcher(context, mine).hold([block], [(0, 3)], [source], PATIENCE_S, verify=False) == [True]
-
-    asyncio.run(test())
+    async with links() as context, served(context, there) as source:
+        assert await fetcher(context, mine).hold([block], [(0, 3)], [source], PATIENCE_S, verify=False) == [True]
     assert mine.read(block.key, 0, 3) == cells_of(block, [0, 1, 2], cell_bytes)
 
 
-def test_a_damaged_block_is_fetched_again_and_not_given_to_others(tmp_path):
+async def test_a_damaged_block_is_fetched_again_and_not_given_to_others(tmp_path):
     blocks = chain(3)
     good, spoilt = (holding(tmp_path / name, blocks, range(3)) for name in ("good", "spoilt"))
     (file,) = (tmp_path / "spoilt" / blocks[1].key).glob("*.cells")
@@ -114,26 +106,19 @@ def test_a_damaged_block_is_fetched_again_and_not_given_to_others(tmp_path):
     data[-1] ^= 1
     file.write_bytes(data)
     mine = KvStore(tmp_path / "mine")
-
-    async def test() -> None:
-        async with links() as context, served(context, spoilt, "spoilt") as bad, served(context, good) as source:
-            held = await fetcher(context, mine).hold(blocks, [(0, 3)], [bad], PATIENCE_S, verify=False)
-            assert held == [True, False, True]
-            held = await fetcher(context, spoilt).hold(blocks, [(0, 3)], [source], PATIENCE_S, verify=True)
-            assert held == [True] * 3
-
-    asyncio.run(test())
+    async with links() as context, served(context, spoilt, "spoilt") as bad, served(context, good) as source:
+        held = await fetcher(context, mine).hold(blocks, [(0, 3)], [bad], PATIENCE_S, verify=False)
+        assert held == [True, False, True]
+        held = await fetcher(context, spoilt).hold(blocks, [(0, 3)], [source], PATIENCE_S, verify=True)
+        assert held == [True] * 3
     assert not mine.layers(blocks[1].key)
     assert whole(spoilt, blocks[1], 0, 3)
 
 
-def test_a_device_without_a_store_has_nothing(tmp_path):
-    async def test() -> None:
-        async with links() as context, served(context, None) as source:
-            mine = fetcher(context, KvStore(tmp_path / "mine"))
-            assert await mine.hold(chain(2), [(0, 1)], [source], PATIENCE_S, verify=False) == [False, False]
-
-    asyncio.run(test())
+async def test_a_device_without_a_store_has_nothing(tmp_path):
+    async with links() as context, served(context, None) as source:
+        mine = fetcher(context, KvStore(tmp_path / "mine"))
+        assert await mine.hold(chain(2), [(0, 1)], [source], PATIENCE_S, verify=False) == [False, False]
 
 
 def lies(blocks: Sequence[KvBlock]) -> list[Reply]:
@@ -151,7 +136,7 @@ def lies(blocks: Sequence[KvBlock]) -> list[Reply]:
 
 
 @pytest.mark.parametrize("number", range(8))
-def test_a_source_that_lies_costs_nothing_but_itself(tmp_path, number):
+async def test_a_source_that_lies_costs_nothing_but_itself(tmp_path, number):
     blocks = chain(4)
     good = holding(tmp_path / "good", blocks, range(2))
     mine = KvStore(tmp_path / "mine")
@@ -162,18 +147,15 @@ def test_a_source_that_lies_costs_nothing_but_itself(tmp_path, number):
         assert isinstance(request, FetchCells)
         return lies(blocks)[number]
 
-    async def test() -> None:
-        async with links() as context, answering(context, answer) as liar, served(context, good) as source:
-            alone = await fetcher(context, mine).hold(blocks, [(0, 2)], [liar], PATIENCE_S, verify=False)
-            assert alone == [False] * 4
-            held = await fetcher(context, mine).hold(blocks, [(0, 2)], [liar, source], PATIENCE_S, verify=False)
-            assert held == [True] * 4
-
-    asyncio.run(test())
+    async with links() as context, answering(context, answer) as liar, served(context, good) as source:
+        alone = await fetcher(context, mine).hold(blocks, [(0, 2)], [liar], PATIENCE_S, verify=False)
+        assert alone == [False] * 4
+        held = await fetcher(context, mine).hold(blocks, [(0, 2)], [liar, source], PATIENCE_S, verify=False)
+        assert held == [True] * 4
     assert all(whole(mine, block, 0, 2) for block in blocks)
 
 
-def test_who_says_that_blocks_are_large_and_sends_little_of_them_is_not_asked_for_the_rest(tmp_path):
+async def test_who_says_that_blocks_are_large_and_sends_little_of_them_is_not_asked_for_the_rest(tmp_path):
     """As much memory as it says would be taken for what it may send a little at a time."""
     blocks, asked = chain(4), list[FetchCells]()
 
@@ -184,16 +166,13 @@ def test_who_says_that_blocks_are_large_and_sends_little_of_them_is_not_asked_fo
         asked.append(request)
         return [encode(Cells(sizes=[1 << 20] * len(request.keys))), bytes(1 << 18)]
 
-    async def test() -> None:
-        async with links() as context, answering(context, answer) as liar:
-            mine = fetcher(context, KvStore(tmp_path / "mine"))
-            assert await mine.hold(blocks, [(0, 2)], [liar], PATIENCE_S, verify=False) == [False] * 4
-
-    asyncio.run(test())
+    async with links() as context, answering(context, answer) as liar:
+        mine = fetcher(context, KvStore(tmp_path / "mine"))
+        assert await mine.hold(blocks, [(0, 2)], [liar], PATIENCE_S, verify=False) == [False] * 4
     assert len(asked) == 1
 
 
-def test_another_blocks_cells_are_not_taken_for_it(tmp_path):
+async def test_another_blocks_cells_are_not_taken_for_it(tmp_path):
     block, other = chain(2)
     store = holding(tmp_path / "there", [other], [0])
     part = store.part(other.key, 0, 1)
@@ -204,16 +183,13 @@ def test_another_blocks_cells_are_not_taken_for_it(tmp_path):
             return [encode(Present(held=[]))]
         return [encode(Cells(sizes=[len(part)])), part]
 
-    async def test() -> None:
-        async with links() as context, answering(context, answer) as liar:
-            mine = fetcher(context, KvStore(tmp_path / "mine"))
-            assert await mine.hold([block], [(0, 1)], [liar], PATIENCE_S, verify=False) == [False]
-
-    asyncio.run(test())
+    async with links() as context, answering(context, answer) as liar:
+        mine = fetcher(context, KvStore(tmp_path / "mine"))
+        assert await mine.hold([block], [(0, 1)], [liar], PATIENCE_S, verify=False) == [False]
 
 
 @pytest.mark.parametrize("first", [1, 2, 4])
-def test_layers_that_were_not_asked_for_are_not_taken(tmp_path, first):
+async def test_layers_that_were_not_asked_for_are_not_taken(tmp_path, first):
     (block,) = chain(1)
     part = holding(tmp_path / "there", [block], range(first, first + 2)).part(block.key, 0, 9)
     mine = holding(tmp_path / "mine", [block], [1])
@@ -223,12 +199,9 @@ def test_layers_that_were_not_asked_for_are_not_taken(tmp_path, first):
             [encode(Present(held=[]))] if isinstance(request, AskPresent) else [encode(Cells(sizes=[len(part)])), part]
         )
 
-    async def test() -> None:
-        async with links() as context, answering(context, answer) as liar:
-            held = await fetcher(context, mine).hold([block], [(0, 3)], [liar], PATIENCE_S, verify=False)
-            assert held == [False]
-
-    asyncio.run(test())
+    async with links() as context, answering(context, answer) as liar:
+        held = await fetcher(context, mine).hold([block], [(0, 3)], [liar], PATIENCE_S, verify=False)
+        assert held == [False]
     assert mine.layers(block.key) == {1}
 
 
@@ -254,13 +227,10 @@ def test_what_is_lacking_of_many_blocks_takes_little_memory(tmp_path):
     assert max_bytes < 1 << 20
 
 
-def test_who_is_silent_is_waited_for_no_longer_than_was_asked(tmp_path):
+async def test_who_is_silent_is_waited_for_no_longer_than_was_asked(tmp_path):
     def answer(request: TransferRequest) -> Reply:
         return [encode(Present(held=[]))] if isinstance(request, AskPresent) else None
 
-    async def test() -> None:
-        async with links() as context, answering(context, answer) as silent:
-            mine = fetcher(context, KvStore(tmp_path / "mine"), silence_timeout_s=PATIENCE_S)
-            assert await mine.hold(chain(1), [(0, 1)], [silent], 0.05, verify=False) == [False]
-
-    asyncio.run(test())
+    async with links() as context, answering(context, answer) as silent:
+        mine = fetcher(context, KvStore(tmp_path / "mine"), silence_timeout_s=PATIENCE_S)
+        assert await mine.hold(chain(1), [(0, 1)], [silent], 0.05, verify=False) == [False]

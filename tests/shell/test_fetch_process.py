@@ -74,10 +74,11 @@ def serving(model: Path) -> Iterator[tuple[subprocess.Popen[str], Contact]]:
             process.kill()
 
 
-def fetch(model: Path, layer: LayerCut, cache: LayerCache, number: int, *, other: bool, stalling: set[str]) -> None:
+async def fetch(
+    model: Path, layer: LayerCut, cache: LayerCache, number: int, *, other: bool, stalling: set[str]
+) -> None:
     """Fetch ``layer``, and send ``number`` to the source at the first bytes."""
-
-    async def once(process: subprocess.Popen[str], source: Contact) -> None:
+    with serving(model) as (process, source):
         context, identity, begun = zmq.asyncio.Context(), new_identity(), asyncio.Event()
 
         def arrived(_: int) -> None:
@@ -103,24 +104,21 @@ def fetch(model: Path, layer: LayerCut, cache: LayerCache, number: int, *, other
             await asyncio.wait([joining])
             context.destroy(linger=0)
 
-    with serving(model) as (process, source):
-        asyncio.run(once(process, source))
-
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="the system cannot stop a process")
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
-def test_a_fetch_goes_on_without_a_source_that_is_hit(model, layer, tmp_path, monkeypatch, name):
+async def test_a_fetch_goes_on_without_a_source_that_is_hit(model, layer, tmp_path, monkeypatch, name):
     cache = LayerCache(tmp_path / "cache")
     stalling = judge_silence(monkeypatch) if name == "SIGSTOP" else set()  # who is killed is noticed at once
-    fetch(model, layer, cache, getattr(signal, name), other=True, stalling=stalling)
+    await fetch(model, layer, cache, getattr(signal, name), other=True, stalling=stalling)
     assert cache.has(layer.ref())
 
 
-def test_a_source_that_is_killed_is_noticed_at_once(model, layer, tmp_path):
+async def test_a_source_that_is_killed_is_noticed_at_once(model, layer, tmp_path):
     """It closed the connection, and was not given up for its silence."""
     cache = LayerCache(tmp_path / "cache")
     with pytest.raises(ClusterError) as caught:
-        fetch(model, layer, cache, getattr(signal, "SIGKILL", signal.SIGTERM), other=False, stalling=set())
+        await fetch(model, layer, cache, getattr(signal, "SIGKILL", signal.SIGTERM), other=False, stalling=set())
     assert str(caught.value) == f"layer {layer.ref().digest[:12]} cannot be fetched: slow closed the connection"
     with cache.part(layer.ref()) as part:
         assert part.present_bytes >= CHUNK_BYTES, "what arrived is kept"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -153,14 +152,14 @@ MAX_GROWTH_BYTES = 128 << 20
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flood", FLOODS)
-def test_a_flood_costs_little_and_its_connections_are_dropped(flood: Callable[[int], Awaitable[None]]):
+async def test_a_flood_costs_little_and_its_connections_are_dropped(flood: Callable[[int], Awaitable[None]]):
     raise_descriptor_limit()
     with server_process() as (port, process):
         before = process.memory_info().rss
-        answers = asyncio.run(under_attack(port, lambda: flood(port)))
+        answers = await under_attack(port, lambda: flood(port))
         growth = process.memory_info().rss - before
         note("answer in a flood", max(answers), f"{len(answers)} answers; {growth / 2**20:.1f} MiB more")
         assert len(answers) >= 2
         assert growth < MAX_GROWTH_BYTES
-        while sys.platform == "linux" and process.num_fds() >= 100:
-            time.sleep(0.05)  # the last are still being closed
+        while sys.platform == "linux" and process.num_fds() >= 100:  # noqa: ASYNC110  (the last are still being closed)
+            await asyncio.sleep(0.05)

@@ -15,11 +15,11 @@ import zmq.asyncio
 from primad.errors import ClusterError, ConfigError, ProtocolError
 from primad.network.gate import Gate, sender_key
 from primad.network.sockets import MAX_DESCRIPTORS, endpoint, listen, open_socket, raise_descriptor_limit
-from tests.shell.gated import FRIEND, HOST, PATIENCE_S, SECOND, SERVER, STRANGER, House, house, run
+from tests.shell.gated import FRIEND, HOST, PATIENCE_S, SECOND, SERVER, STRANGER, House, house
 
 
-def test_a_trusted_key_gets_in_and_every_message_says_whose_it_is():
-    async def test(here: House) -> None:
+async def test_a_trusted_key_gets_in_and_every_message_says_whose_it_is():
+    async with house(SECOND) as here:
         for who in (FRIEND, SECOND):
             client = here.client(who)
             await client.send_multipart([b"a", b"b"])
@@ -27,22 +27,18 @@ def test_a_trusted_key_gets_in_and_every_message_says_whose_it_is():
             assert [sender_key(frame) for frame in frames[1:]] == [who.public, who.public]
             client.close()
 
-    run(test, SECOND)
 
-
-def test_a_key_that_is_not_trusted_gets_nothing():
-    async def test(here: House) -> None:
+async def test_a_key_that_is_not_trusted_gets_nothing():
+    async with house() as here:
         client = here.client(STRANGER)
         await client.send(b"secret?")
         await here.hears_nothing()
         await here.serves_its_friend()
 
-    run(test)
-
 
 @pytest.mark.parametrize("mechanism", ["null", "plain"])
-def test_a_client_without_encryption_gets_nothing(mechanism: str):
-    async def test(here: House) -> None:
+async def test_a_client_without_encryption_gets_nothing(mechanism: str):
+    async with house() as here:
         client = here.context.socket(zmq.DEALER)
         client.setsockopt(zmq.LINGER, 0)
         if mechanism == "plain":
@@ -53,68 +49,55 @@ def test_a_client_without_encryption_gets_nothing(mechanism: str):
         await here.serves_its_friend()
         client.close()
 
-    run(test)
+
+async def test_without_a_gate_nobody_gets_in():
+    here = House(lambda key: True)
+    client = here.client()
+    await client.send(b"hello")
+    await here.hears_nothing()
+    here.close()
 
 
-def test_without_a_gate_nobody_gets_in():
-    async def once() -> None:
-        here = House(lambda key: True)
+async def test_a_gate_that_closed_lets_nobody_in_any_more_and_another_one_may_take_its_place():
+    here = House(lambda key: True)
+    async with asyncio.timeout(PATIENCE_S):
+        async with here.gate:
+            await here.serves_its_friend()
         client = here.client()
         await client.send(b"hello")
         await here.hears_nothing()
-        here.close()
-
-    asyncio.run(once())
-
-
-def test_a_gate_that_closed_lets_nobody_in_any_more_and_another_one_may_take_its_place():
-    async def once() -> None:
-        here = House(lambda key: True)
-        async with asyncio.timeout(PATIENCE_S):
-            async with here.gate:
-                await here.serves_its_friend()
-            client = here.client()
-            await client.send(b"hello")
-            await here.hears_nothing()
-            client.close()  # the next gate would let it in
-            async with Gate(here.context, lambda key: True):
-                await here.serves_its_friend()
-        here.close()
-
-    asyncio.run(once())
+        client.close()  # the next gate would let it in
+        async with Gate(here.context, lambda key: True):
+            await here.serves_its_friend()
+    here.close()
 
 
-def test_who_pins_another_server_key_says_nothing_to_ours():
-    async def test(here: House) -> None:
+async def test_who_pins_another_server_key_says_nothing_to_ours():
+    async with house() as here:
         client = here.client(server=STRANGER.public)
         await client.send(b"for the other one only")
         await here.hears_nothing()
         await here.serves_its_friend()
 
-    run(test)
+
+async def test_who_was_revoked_does_not_come_back_and_its_open_connection_can_be_told():
+    trusted = {FRIEND.public, SECOND.public}
+    async with house(allows=trusted.__contains__) as here:
+        client = here.client(SECOND)
+        await client.send(b"before")
+        assert await here.hears() == [b"before"]
+        trusted.remove(SECOND.public)
+        await client.send(b"after")
+        frames = await here.server.recv_multipart(copy=False)
+        assert sender_key(frames[1]) not in trusted
+        again = here.client(SECOND)
+        await again.send(b"again")
+        await here.hears_nothing()
+        await here.serves_its_friend()
 
 
-def test_who_was_revoked_does_not_come_back_and_its_open_connection_can_be_told():
-    async def once() -> None:
-        trusted = {FRIEND.public, SECOND.public}
-        async with house(allows=trusted.__contains__) as here:
-            client = here.client(SECOND)
-            await client.send(b"before")
-            assert await here.hears() == [b"before"]
-            trusted.remove(SECOND.public)
-            await client.send(b"after")
-            frames = await here.server.recv_multipart(copy=False)
-            assert sender_key(frames[1]) not in trusted
-            again = here.client(SECOND)
-            await again.send(b"again")
-            await here.hears_nothing()
-            await here.serves_its_friend()
-
-    asyncio.run(once())
-
-
-def test_a_trusted_device_cannot_take_the_place_of_another():
-    async def test(here: House) -> None:
+async def test_a_trusted_device_cannot_take_the_place_of_another():
+    async with house(SECOND) as here:
         first = here.client()
         await first.send(b"first")
         peer, _ = await here.server.recv_multipart()
@@ -128,36 +111,29 @@ def test_a_trusted_device_cannot_take_the_place_of_another():
         thief.close()
         await here.serves_its_friend()
 
-    run(test, SECOND)
 
-
-def test_a_message_that_came_through_no_gate_has_no_sender():
-    async def once() -> None:
-        context = zmq.asyncio.Context()
-        left, right = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-        left.bind("inproc://both")
-        right.connect("inproc://both")
-        await right.send(b"")
-        frames = await left.recv_multipart(copy=False)
-        with pytest.raises(ProtocolError, match="has proven no key"):
-            sender_key(frames[0])
-        context.destroy(linger=0)
-
-    asyncio.run(once())
+async def test_a_message_that_came_through_no_gate_has_no_sender():
+    context = zmq.asyncio.Context()
+    left, right = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    left.bind("inproc://both")
+    right.connect("inproc://both")
+    await right.send(b"")
+    frames = await left.recv_multipart(copy=False)
+    with pytest.raises(ProtocolError, match="has proven no key"):
+        sender_key(frames[0])
+    context.destroy(linger=0)
 
 
 # what the gate says and survives
 
 
-def test_refusals_are_said_once_a_second_and_name_no_secret(caplog):
-    async def test(here: House) -> None:
-        for _ in range(30):
-            await here.client(STRANGER).send(b"secret?")
-        await here.hears_nothing()
-
+async def test_refusals_are_said_once_a_second_and_name_no_secret(caplog):
     start = time.monotonic()
     with caplog.at_level(logging.WARNING):
-        run(test)
+        async with house() as here:
+            for _ in range(30):
+                await here.client(STRANGER).send(b"secret?")
+            await here.hears_nothing()
     lines = [record.getMessage() for record in caplog.records if record.name == "primad.network.gate"]
     assert 1 <= len(lines) <= 2 + time.monotonic() - start, "and one at the end for those that were not named"
     assert "it is not trusted here" in lines[0]
@@ -166,26 +142,20 @@ def test_refusals_are_said_once_a_second_and_name_no_secret(caplog):
         assert text not in caplog.text
 
 
-def test_trust_that_cannot_be_asked_is_a_no(caplog):
+async def test_trust_that_cannot_be_asked_is_a_no(caplog):
     def damaged(key: str) -> bool:
         raise ConfigError("trust.json: is damaged")
 
-    async def once() -> None:
-        async with house(allows=damaged) as here:
-            await here.client().send(b"hello")
-            await here.hears_nothing()
-
-    asyncio.run(once())
+    async with house(allows=damaged) as here:
+        await here.client().send(b"hello")
+        await here.hears_nothing()
     assert "trust.json: is damaged" in caplog.text
 
 
-def test_a_gate_that_was_cancelled_in_the_middle_of_a_flood_leaves_nothing_behind():
-    async def once() -> None:
-        async with house() as here:
-            for _ in range(50):
-                await here.client(STRANGER).send(b"secret?")
-
-    asyncio.run(once())
+async def test_a_gate_that_was_cancelled_in_the_middle_of_a_flood_leaves_nothing_behind():
+    async with house() as here:
+        for _ in range(50):
+            await here.client(STRANGER).send(b"secret?")
 
 
 def test_descriptors_are_raised_to_what_the_user_may_have():
@@ -199,16 +169,13 @@ def test_descriptors_are_raised_to_what_the_user_may_have():
         assert soft == resource.RLIM_INFINITY or soft >= min(MAX_DESCRIPTORS, hard if hard > 0 else 0)
 
 
-def test_a_taken_port_is_one_clear_line_unless_it_was_only_preferred():
-    async def once() -> None:
-        context = zmq.asyncio.Context()
-        with socket.create_server((HOST, 0)) as taken:
-            port = taken.getsockname()[1]
-            with pytest.raises(ClusterError, match=f"--port {port}: cannot listen on {HOST}"):
-                listen(context, zmq.ROUTER, HOST, port, identity=SERVER)
-            other, found = listen(context, zmq.ROUTER, HOST, None, port, identity=SERVER)
-            assert found != port
-            other.close()
-        context.destroy(linger=0)
-
-    asyncio.run(once())
+async def test_a_taken_port_is_one_clear_line_unless_it_was_only_preferred():
+    context = zmq.asyncio.Context()
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ClusterError, match=f"--port {port}: cannot listen on {HOST}"):
+            listen(context, zmq.ROUTER, HOST, port, identity=SERVER)
+        other, found = listen(context, zmq.ROUTER, HOST, None, port, identity=SERVER)
+        assert found != port
+        other.close()
+    context.destroy(linger=0)

@@ -251,32 +251,28 @@ def test_a_ring_without_room_beside_the_one_before_is_loaded_again_once_that_has
     assert care.printed == []
 
 
-def test_what_other_programs_need_is_given_back_and_had_again_when_they_are_gone(monkeypatch):
+async def test_what_other_programs_need_is_given_back_and_had_again_when_they_are_gone(monkeypatch):
     times = itertools.count(step=10)
     monkeypatch.setattr(memory_watch, "time", SimpleNamespace(monotonic=lambda: next(times)))
-
-    async def once() -> None:
-        care = Care()
-        care.low(1, GpuLow(free_bytes=0, needed_bytes=GIB))
-        assert (care.changes, care.again) == (0, []), "nothing of ours is on it"
-        assert available(care.now(a_gpu(8 * GIB))) == 8 * GIB
-        care.has(1, GpuLoaded(layers=4, planned=4, held_bytes=6 * GIB, why=""))
-        care.low(1, GpuLow(free_bytes=0, needed_bytes=GIB))
-        assert care.changes == 1
-        assert "other programs need memory of the GPU, 1024 MiB more than is free" in care.again[0]
-        assert available(care.bounded(a_gpu(8 * GIB))) == 6 * GIB, "as much as is there"
-        care.released(1)
-        care.device = a_gpu(6 * GIB)
-        assert available(care.now(care.device)) == 6 * GIB
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(care.run())
-            care.device = a_gpu(9 * GIB)
-            async with asyncio.timeout(PATIENCE_S):
-                await care.room.wait()
-            running.cancel()
-        assert available(care.now(care.device)) == 9 * GIB
-
-    asyncio.run(once())
+    care = Care()
+    care.low(1, GpuLow(free_bytes=0, needed_bytes=GIB))
+    assert (care.changes, care.again) == (0, []), "nothing of ours is on it"
+    assert available(care.now(a_gpu(8 * GIB))) == 8 * GIB
+    care.has(1, GpuLoaded(layers=4, planned=4, held_bytes=6 * GIB, why=""))
+    care.low(1, GpuLow(free_bytes=0, needed_bytes=GIB))
+    assert care.changes == 1
+    assert "other programs need memory of the GPU, 1024 MiB more than is free" in care.again[0]
+    assert available(care.bounded(a_gpu(8 * GIB))) == 6 * GIB, "as much as is there"
+    care.released(1)
+    care.device = a_gpu(6 * GIB)
+    assert available(care.now(care.device)) == 6 * GIB
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(care.run())
+        care.device = a_gpu(9 * GIB)
+        async with asyncio.timeout(PATIENCE_S):
+            await care.room.wait()
+        running.cancel()
+    assert available(care.now(care.device)) == 9 * GIB
 
 
 def a_gpu(available_bytes: int) -> DeviceProfile:
@@ -362,17 +358,14 @@ def test_fewer_layers_leave_both_gpus(tmp_path):
     assert found == [(3, 3), (2, 2), (2, 1)]
 
 
-def test_a_lack_on_one_gpu_leaves_the_other():
-    async def once() -> None:
-        care = Care()
-        roomy = BOTH.with_gpus([replace(gpu, vram_available_bytes=8 * GIB) for gpu in BOTH.gpus])
-        assert care.now(roomy) == roomy
-        care.has(1, GpuLoaded(layers=4, planned=4, held_bytes=6 * GIB, why="", others_held={"CUDA1": 5 * GIB}))
-        care.low(1, GpuLow(free_bytes=0, needed_bytes=GIB, other="CUDA1"))
-        assert [gpu.vram_available_bytes for gpu in care.bounded(roomy).gpus] == [8 * GIB, 5 * GIB]
-        assert care.again
-
-    asyncio.run(once())
+async def test_a_lack_on_one_gpu_leaves_the_other():
+    care = Care()
+    roomy = BOTH.with_gpus([replace(gpu, vram_available_bytes=8 * GIB) for gpu in BOTH.gpus])
+    assert care.now(roomy) == roomy
+    care.has(1, GpuLoaded(layers=4, planned=4, held_bytes=6 * GIB, why="", others_held={"CUDA1": 5 * GIB}))
+    care.low(1, GpuLow(free_bytes=0, needed_bytes=GIB, other="CUDA1"))
+    assert [gpu.vram_available_bytes for gpu in care.bounded(roomy).gpus] == [8 * GIB, 5 * GIB]
+    assert care.again
 
 
 def test_of_two_gpus_the_one_that_fails_is_left_out_by_trying():

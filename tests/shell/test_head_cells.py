@@ -18,7 +18,7 @@ from primad.ring.messages import Generate
 from tests.fakes.control import FakeDevice
 from tests.fakes.ring import GREEDY
 from tests.fakes.rings import LAYERS, FakeRing
-from tests.shell.test_head_daemon import Lab, Stream, header, lab, run
+from tests.shell.test_head_daemon import Lab, Stream, header, lab
 
 __all__ = ["header", "lab"]
 
@@ -69,8 +69,8 @@ async def figures(here: Lab) -> dict[str, int]:
     return (await here.backend.status())["kv"]
 
 
-def test_a_keeper_is_told_what_another_device_keeps_and_from_whom_it_comes(lab):
-    async def test(here: Lab) -> None:
+async def test_a_keeper_is_told_what_another_device_keeps_and_from_whom_it_comes(lab):
+    async with lab() as here:
         (nas, lap), ring, _, request = await answering(here, "nas", "lap")
         assert ring.generates[0].root
         blocks = chain(3)
@@ -83,11 +83,9 @@ def test_a_keeper_is_told_what_another_device_keeps_and_from_whom_it_comes(lab):
         assert nas.held[0].layers == [(layers.first, layers.last)]
         assert [source.device for source in nas.held[0].sources] == ["lap"]
 
-    run(lab, test)
 
-
-def test_what_a_keeper_did_not_get_it_is_told_again(lab):
-    async def test(here: Lab) -> None:
+async def test_what_a_keeper_did_not_get_it_is_told_again(lab):
+    async with lab() as here:
         (nas, _), ring, _, request = await answering(here, "nas", "lap")
         first, second = chain(2)
         nas.lacks.add(second.key)
@@ -98,11 +96,9 @@ def test_what_a_keeper_did_not_get_it_is_told_again(lab):
         before = len(nas.held)
         await nas.wait(lambda: len(nas.held) > before)
 
-    run(lab, test)
 
-
-def test_all_are_told_what_nobody_needs_and_what_of_it_was_a_prompt(lab):
-    async def test(here: Lab) -> None:
+async def test_all_are_told_what_nobody_needs_and_what_of_it_was_a_prompt(lab):
+    async with lab() as here:
         (nas,), ring, stream, request = await answering(here, "nas")
         prompt, drawn = chain(2)
         store = own_cells(here, [prompt, drawn])
@@ -115,11 +111,9 @@ def test_all_are_told_what_nobody_needs_and_what_of_it_was_a_prompt(lab):
         assert {forget.lasting: forget.keys for forget in reported} == {True: [prompt.key], False: [drawn.key]}
         assert store.list() == []
 
-    run(lab, test)
 
-
-def test_a_new_ring_goes_on_from_the_blocks_that_all_its_devices_hold(lab):
-    async def test(here: Lab) -> None:
+async def test_a_new_ring_goes_on_from_the_blocks_that_all_its_devices_hold(lab):
+    async with lab() as here:
         (nas, lap), ring, stream, request = await answering(here, "nas", "lap")
         ring.draw(request, *range(10, 18))
         await stream.has(*range(10, 18))
@@ -145,11 +139,9 @@ def test_a_new_ring_goes_on_from_the_blocks_that_all_its_devices_hold(lab):
         after.finish(request)
         assert (await stream.ends()).reason == "stop"
 
-    run(lab, test)
 
-
-def test_a_device_that_joins_is_asked_while_the_old_ring_serves_and_after_it(lab):
-    async def test(here: Lab) -> None:
+async def test_a_device_that_joins_is_asked_while_the_old_ring_serves_and_after_it(lab):
+    async with lab() as here:
         _, ring, stream, request = await answering(here, "nas")
         here.solver.value = lambda count: 10.0 / count
         blocks = chain(2)
@@ -167,12 +159,10 @@ def test_a_device_that_joins_is_asked_while_the_old_ring_serves_and_after_it(lab
         after.finish(request)
         await stream.ends()
 
-    run(lab, test)
-
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_ring_that_keeps_nothing_is_given_nothing(lab, keeps):
-    async def test(here: Lab) -> None:
+async def test_a_ring_that_keeps_nothing_is_given_nothing(lab, keeps):
+    async with lab() as here:
         (_, lap), ring, _, request = await answering(here, "nas", "lap")
         blocks = chain(2)
         own_cells(here, blocks)
@@ -187,12 +177,10 @@ def test_a_ring_that_keeps_nothing_is_given_nothing(lab, keeps):
         assert ((await figures(here)) is None) == (not keeps)
         assert any(line.startswith("the KV cache is not saved") for line in here.printed) == (not keeps)
 
-    run(lab, test)
-
 
 @pytest.mark.parametrize(("max_s", "rows"), [(0.5, True), (0.4, False)])
-def test_more_than_some_seconds_of_rows_are_computed_in_chunks(lab, max_s, rows):
-    async def test(here: Lab) -> None:
+async def test_more_than_some_seconds_of_rows_are_computed_in_chunks(lab, max_s, rows):
+    async with lab() as here:
         here.more_options = {"exact_replay_s": max_s}  # at 20 tokens a second, which are taken for likely
         (_, lap), ring, stream, request = await answering(here, "nas", "lap")
         ring.draw(request, *range(10))
@@ -202,8 +190,6 @@ def test_more_than_some_seconds_of_rows_are_computed_in_chunks(lab, max_s, rows)
         after = await here.serves("nas", after=ring.epoch)
         await here.rings.find(lambda each: each is after and bool(each.generates))
         assert after.generates[0].replays_rows == rows
-
-    run(lab, test)
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
@@ -231,8 +217,8 @@ def blocks_of(here: Lab, generate: Generate) -> list[KvBlock]:
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_a_prompt_is_found_for_its_key_and_for_all_where_prefixes_are_shared(lab, tmp_path, shares):
-    async def test(here: Lab) -> None:
+async def test_a_prompt_is_found_for_its_key_and_for_all_where_prefixes_are_shared(lab, tmp_path, shares):
+    async with lab() as here:
         here.rings.keeps, here.more_options = True, {"share_prefixes": shares}
         nas = here.device("nas")
         here.start(kv_cache=str(tmp_path / "cache"))
@@ -253,11 +239,9 @@ def test_a_prompt_is_found_for_its_key_and_for_all_where_prefixes_are_shared(lab
         assert ((await asked(here, ring, "bob")).blocks == blocks) == shares
         assert (await figures(here))["found_tokens"] == 32 + 32 * shares
 
-    run(lab, test)
 
-
-def test_what_a_worker_does_not_have_of_a_prompt_is_computed(lab, tmp_path):
-    async def test(here: Lab) -> None:
+async def test_what_a_worker_does_not_have_of_a_prompt_is_computed(lab, tmp_path):
+    async with lab() as here:
         here.rings.keeps = True
         nas = here.device("nas")
         here.start(kv_cache=str(tmp_path / "cache"))
@@ -268,14 +252,11 @@ def test_what_a_worker_does_not_have_of_a_prompt_is_computed(lab, tmp_path):
         assert (await asked(here, ring, "")).blocks == blocks[:1]
         assert (await nas.hear(KvForget)).keys == [blocks[1].key]
 
-    run(lab, test)
 
-
-def test_a_prompt_of_a_model_with_states_is_found_up_to_one_that_every_device_has(lab, tmp_path, monkeypatch):
+async def test_a_prompt_of_a_model_with_states_is_found_up_to_one_that_every_device_has(lab, tmp_path, monkeypatch):
     monkeypatch.setattr(KvBackup, "_has_states", True)
     monkeypatch.setattr(kv_backup, "MIN_FIND_S", 30.0)
-
-    async def test(here: Lab) -> None:
+    async with lab() as here:
         here.rings.keeps = True
         nas = here.device("nas")
         here.start(kv_cache=str(tmp_path / "cache"))
@@ -291,11 +272,9 @@ def test_a_prompt_of_a_model_with_states_is_found_up_to_one_that_every_device_ha
         nas.lacks.add(keys.state_behind(second).key)
         assert (await asked(here, ring, "")).blocks == begin
 
-    run(lab, test)
 
-
-def test_without_a_cache_no_prompt_is_looked_for(lab):
-    async def test(here: Lab) -> None:
+async def test_without_a_cache_no_prompt_is_looked_for(lab):
+    async with lab() as here:
         here.rings.keeps = True
         nas = here.device("nas")
         here.start()
@@ -303,5 +282,3 @@ def test_without_a_cache_no_prompt_is_looked_for(lab):
         own_cells(here, blocks_of(here, await asked(here, ring, "")))
         assert (await asked(here, ring, "")).blocks == []
         assert nas.held == []
-
-    run(lab, test)

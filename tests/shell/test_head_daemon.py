@@ -294,33 +294,23 @@ def lab(monkeypatch, tmp_path, header) -> Callable[[], AbstractAsyncContextManag
     return make
 
 
-def run(lab: Callable[[], AbstractAsyncContextManager[Lab]], test: Callable[[Lab], object]) -> None:
-    async def once() -> None:
-        async with lab() as here:
-            await test(here)
-
-    asyncio.run(once())
-
-
 # ---- the first ring -------------------------------------------------------------------------------------------------
 
 
-def test_a_head_whose_mdns_does_not_work_says_so_and_serves(lab, monkeypatch):
+async def test_a_head_whose_mdns_does_not_work_says_so_and_serves(lab, monkeypatch):
     async def fail(*_: object, **__: object) -> str:
         raise MulticastError("mDNS did not start")
 
-    async def test(here: Lab) -> None:
+    async with lab() as here:
         monkeypatch.setattr(FakeDiscovery, "announce", fail)
         here.start()
         await here.serves()
         assert "mDNS did not start" in here.printed
 
-    run(lab, test)
-
 
 @pytest.mark.parametrize("larger", [None, 2048])
-def test_prompts_are_computed_in_the_chunks_that_the_plan_reckons_with(lab, larger):
-    async def test(here: Lab) -> None:
+async def test_prompts_are_computed_in_the_chunks_that_the_plan_reckons_with(lab, larger):
+    async with lab() as here:
         if larger is not None:
             here.solver.prediction = SimpleNamespace(
                 chunk_rows=larger, step_rows=larger, prefill_chunk_s=1.0, devices=(), tpot_s=0.5, ttft_s=3.0
@@ -329,28 +319,23 @@ def test_prompts_are_computed_in_the_chunks_that_the_plan_reckons_with(lab, larg
         ring = await here.serves()
         assert ring.inputs.service.step_tokens(ring.inputs.forecast) == (larger or 16)
 
-    run(lab, test)
-
 
 @pytest.mark.skipif(sys.platform == "win32", reason="systemd is Linux's")
-def test_a_service_manager_hears_of_a_head_that_it_is_ready_lives_and_ends(lab, monkeypatch):
-    async def test(here: Lab) -> None:
-        here.start()
-        assert (await asyncio.to_thread(manager.hear, ear, "READY=1")).startswith("READY=1\nSTATUS=")
-        await here.serves()
-        assert (
-            await asyncio.to_thread(manager.hear, ear, "STATUS=serving") == "STATUS=serving with 1 device\nWATCHDOG=1"
-        )
-
+async def test_a_service_manager_hears_of_a_head_that_it_is_ready_lives_and_ends(lab, monkeypatch):
     with manager.listening() as ear:
         monkeypatch.setenv("NOTIFY_SOCKET", ear.getsockname())
         monkeypatch.setenv("WATCHDOG_USEC", "200000")
-        run(lab, test)
+        async with lab() as here:
+            here.start()
+            assert (await asyncio.to_thread(manager.hear, ear, "READY=1")).startswith("READY=1\nSTATUS=")
+            await here.serves()
+            said = await asyncio.to_thread(manager.hear, ear, "STATUS=serving")
+            assert said == "STATUS=serving with 1 device\nWATCHDOG=1"
         assert manager.hear(ear, "STOPPING=1")
 
 
-def test_the_devices_in_sight_serve_together(lab):
-    async def test(here: Lab) -> None:
+async def test_the_devices_in_sight_serve_together(lab):
+    async with lab() as here:
         here.device("nas")
         here.device("lap")
         here.start()
@@ -368,16 +353,13 @@ def test_the_devices_in_sight_serve_together(lab):
             ("nas", "serving"),
         ]
 
-    run(lab, test)
 
-
-def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_knows(lab, caplog, monkeypatch):
+async def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_knows(lab, caplog, monkeypatch):
     async def value(_: Planner, forecast: Forecast) -> float:
         return 10.0
 
     monkeypatch.setattr(Planner, "value", value)
-
-    async def test(here: Lab) -> None:
+    async with lab() as here:
         here.device("nas")
         here.solver.prediction = prediction(desk_s=0.02, nas_s=0.03)
         here.start()
@@ -398,11 +380,9 @@ def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_knows(la
         assert here.solver.step_s["desk"] == as_measured["desk"]
         assert here.solver.step_s["nas"] == pytest.approx(1.9375 * as_measured["nas"])
 
-    run(lab, test)
 
-
-def test_a_head_that_was_measured_better_looks_for_a_better_plan(lab):
-    async def test(here: Lab) -> None:
+async def test_a_head_that_was_measured_better_looks_for_a_better_plan(lab):
+    async with lab() as here:
         here.device("nas")
         here.start()
         await here.serves("nas")
@@ -410,16 +390,13 @@ def test_a_head_that_was_measured_better_looks_for_a_better_plan(lab):
         assert await here.emits("desk: figures are corrected; looking for a better plan")
         await here.solver.wait(lambda: here.solver.asked == [("desk", "nas")] * 2)
 
-    run(lab, test)
 
-
-def test_short_answers_and_those_beside_other_work_teach_nothing(lab, monkeypatch):
+async def test_short_answers_and_those_beside_other_work_teach_nothing(lab, monkeypatch):
     async def value(_: Planner, forecast: Forecast) -> float:
         return 10.0 / len(forecast.plan.devices)
 
     monkeypatch.setattr(Planner, "value", value)
-
-    async def test(here: Lab) -> None:
+    async with lab() as here:
         here.device("nas")
         here.solver.prediction = prediction(desk_s=0.02, nas_s=0.03)
         here.start()
@@ -441,20 +418,16 @@ def test_short_answers_and_those_beside_other_work_teach_nothing(lab, monkeypatc
         assert ring.measured is None
         shadow.may_form.set()
 
-    run(lab, test)
 
-
-def test_a_head_alone_in_sight_serves_alone(lab):
-    async def test(here: Lab) -> None:
+async def test_a_head_alone_in_sight_serves_alone(lab):
+    async with lab() as here:
         here.start()
         await here.serves()
         assert here.backend.health().detail == "serving with 1 device"
 
-    run(lab, test)
 
-
-def test_devices_are_introduced_to_each_other(lab):
-    async def test(here: Lab) -> None:
+async def test_devices_are_introduced_to_each_other(lab):
+    async with lab() as here:
         nas, lap = here.device("nas"), here.device("lap")
         here.start()
         await here.serves("nas", "lap")
@@ -462,16 +435,12 @@ def test_devices_are_introduced_to_each_other(lab):
         assert lap.key in known
         assert nas.key not in known
 
-    run(lab, test)
 
-
-def test_devices_that_were_named_are_greeted_where_nobody_is_in_sight(lab):
-    async def test(here: Lab) -> None:
+async def test_devices_that_were_named_are_greeted_where_nobody_is_in_sight(lab):
+    async with lab() as here:
         nas = here.device("nas", seen=False)
         here.start(devices=(f"127.0.0.1:{nas.port}",))
         await here.serves("nas")
-
-    run(lab, test)
 
 
 def impatient() -> Timings:
@@ -483,8 +452,8 @@ def impatient() -> Timings:
     )
 
 
-def test_a_named_device_that_is_not_paired_yet_is_waited_for(lab):
-    async def test(here: Lab) -> None:
+async def test_a_named_device_that_is_not_paired_yet_is_waited_for(lab):
+    async with lab() as here:
         nas = here.device("nas", seen=False, trusted=False)
         here.start(devices=(f"127.0.0.1:{nas.port}",), timings=impatient())
         await here.emits("waiting for 1 of 1 devices: start 'primad join' on the others")
@@ -494,33 +463,27 @@ def test_a_named_device_that_is_not_paired_yet_is_waited_for(lab):
         here.trust.add(trusted_now("nas", nas.key, BY_HAND))
         await here.serves("nas")
 
-    run(lab, test)
 
-
-def test_a_named_device_that_does_not_answer_is_waited_for_unless_none_is_to_be(lab):
-    async def test(here: Lab) -> None:
+async def test_a_named_device_that_does_not_answer_is_waited_for_unless_none_is_to_be(lab):
+    async with lab() as here:
         nas = here.device("nas", seen=False)
         await nas.leave()
         here.start(devices=(f"127.0.0.1:{nas.port}",), timings=impatient(), wait=0)
         await here.serves()
         assert any(line.startswith(f"--device 127.0.0.1:{nas.port}: no answer") for line in here.printed)
 
-    run(lab, test)
 
-
-def test_a_named_device_whose_name_leads_nowhere_is_told_so(lab):
-    async def test(here: Lab) -> None:
+async def test_a_named_device_whose_name_leads_nowhere_is_told_so(lab):
+    async with lab() as here:
         here.start(devices=("no.such.host.invalid:7770",), timings=impatient(), wait=0)
         await here.serves()
         (line,) = [each for each in here.printed if each.startswith("--device")]
         assert line.startswith("--device no.such.host.invalid:7770: ")
         assert line.endswith("; retrying. Check that name, or give its IP address")
 
-    run(lab, test)
 
-
-def test_without_a_plan_in_the_first_place_the_program_ends_with_the_line(lab):
-    async def test(here: Lab) -> None:
+async def test_without_a_plan_in_the_first_place_the_program_ends_with_the_line(lab):
+    async with lab() as here:
         here.solver.minimum = 3
         here.device("nas")
         here.start()
@@ -530,11 +493,9 @@ def test_without_a_plan_in_the_first_place_the_program_ends_with_the_line(lab):
         assert isinstance(error, ClusterError)
         assert str(error) == "2 devices are short of 1 GB"
 
-    run(lab, test)
 
-
-def test_too_few_devices_are_counted_in_the_line_that_ends_the_program(lab):
-    async def test(here: Lab) -> None:
+async def test_too_few_devices_are_counted_in_the_line_that_ends_the_program(lab):
+    async with lab() as here:
         here.device("nas")
         busy = here.device("lap")
         busy.refuses = "lap works for the head tower"
@@ -544,14 +505,12 @@ def test_too_few_devices_are_counted_in_the_line_that_ends_the_program(lab):
         (error,) = failed.value.exceptions
         assert str(error).startswith("--wait 2: found 1 of 2 devices in 1 s (lap: lap works for the head tower)")
 
-    run(lab, test)
-
 
 # ---- who is trusted -------------------------------------------------------------------------------------------------
 
 
-def test_a_device_that_is_not_paired_is_named_once_and_not_spoken_to(lab):
-    async def test(here: Lab) -> None:
+async def test_a_device_that_is_not_paired_is_named_once_and_not_spoken_to(lab):
+    async with lab() as here:
         stranger = here.device("stranger", trusted=False)
         here.start()
         await here.serves()
@@ -563,11 +522,9 @@ def test_a_device_that_is_not_paired_is_named_once_and_not_spoken_to(lab):
         ]
         assert stranger.knocks == 0
 
-    run(lab, test)
 
-
-def test_a_stranger_with_the_name_of_a_device_that_serves_changes_nothing(lab):
-    async def test(here: Lab) -> None:
+async def test_a_stranger_with_the_name_of_a_device_that_serves_changes_nothing(lab):
+    async with lab() as here:
         here.device("nas")
         here.start()
         ring = await here.serves("nas")
@@ -577,11 +534,9 @@ def test_a_stranger_with_the_name_of_a_device_that_serves_changes_nothing(lab):
         assert impostor.knocks == 0
         assert not ring.closed
 
-    run(lab, test)
 
-
-def test_a_device_that_is_paired_while_serving_joins(lab):
-    async def test(here: Lab) -> None:
+async def test_a_device_that_is_paired_while_serving_joins(lab):
+    async with lab() as here:
         here.solver.value = lambda count: 10.0 / count
         nas = here.device("nas", trusted=False)
         here.start()
@@ -589,11 +544,9 @@ def test_a_device_that_is_paired_while_serving_joins(lab):
         here.trust.add(trusted_now("nas", nas.key, BY_HAND))
         await here.serves("nas")
 
-    run(lab, test)
 
-
-def test_a_device_whose_trust_is_revoked_while_it_serves_is_dropped(lab):
-    async def test(here: Lab) -> None:
+async def test_a_device_whose_trust_is_revoked_while_it_serves_is_dropped(lab):
+    async with lab() as here:
         nas, _ = here.device("nas"), here.device("lap")
         here.start()
         first = await here.serves("nas", "lap")
@@ -608,11 +561,9 @@ def test_a_device_whose_trust_is_revoked_while_it_serves_is_dropped(lab):
         await nas.hear(Revoked)
         assert len(nas.hellos) == 1, "it is not greeted any more"
 
-    run(lab, test)
 
-
-def test_a_device_that_was_revoked_hears_it_each_time_it_comes_and_is_taken_back_when_it_is_paired_again(lab):
-    async def test(here: Lab) -> None:
+async def test_a_device_that_was_revoked_hears_it_each_time_it_comes_and_is_taken_back_when_it_is_paired_again(lab):
+    async with lab() as here:
         here.solver.value = lambda count: 10.0 / count
         nas, lap = here.device("nas"), here.device("lap")
         here.trust.revoke("nas")
@@ -629,11 +580,9 @@ def test_a_device_that_was_revoked_hears_it_each_time_it_comes_and_is_taken_back
             message = await lap.hear(Introduce)
         assert message.revoked == [], "for all workers of this head"
 
-    run(lab, test)
 
-
-def test_a_device_that_its_owner_calls_otherwise_has_that_name_everywhere(lab):
-    async def test(here: Lab) -> None:
+async def test_a_device_that_its_owner_calls_otherwise_has_that_name_everywhere(lab):
+    async with lab() as here:
         here.solver.value = lambda count: 10.0 / count
         nas = here.device("nas")
         here.start()
@@ -643,14 +592,12 @@ def test_a_device_that_its_owner_calls_otherwise_has_that_name_everywhere(lab):
         await here.serves("attic", after=first.epoch)
         assert [each.device for each in (await here.daemon.admin_api.devices()).devices] == ["attic"]
 
-    run(lab, test)
-
 
 # ---- devices that go ------------------------------------------------------------------------------------------------
 
 
-def test_a_device_that_dies_is_left_out_and_the_stream_goes_on(lab):
-    async def test(here: Lab) -> None:
+async def test_a_device_that_dies_is_left_out_and_the_stream_goes_on(lab):
+    async with lab() as here:
         nas, _ = here.device("nas"), here.device("lap")
         here.start()
         first = await here.serves("nas", "lap")
@@ -667,11 +614,9 @@ def test_a_device_that_dies_is_left_out_and_the_stream_goes_on(lab):
         assert first.closed
         assert "nas is gone: its primad ended" in here.printed
 
-    run(lab, test)
 
-
-def test_the_loss_of_each_device_was_planned_for_before(lab):
-    async def test(here: Lab) -> None:
+async def test_the_loss_of_each_device_was_planned_for_before(lab):
+    async with lab() as here:
         nas, _ = here.device("nas"), here.device("lap")
         here.start()
         first = await here.serves("nas", "lap")
@@ -684,11 +629,9 @@ def test_the_loss_of_each_device_was_planned_for_before(lab):
         await here.serves("lap", after=first.epoch)
         assert here.solver.asked == [("desk", "lap", "nas")], "the answer was there"
 
-    run(lab, test)
 
-
-def test_a_silent_device_has_a_ring_in_its_shadow_that_serves_when_it_is_gone(lab):
-    async def test(here: Lab) -> None:
+async def test_a_silent_device_has_a_ring_in_its_shadow_that_serves_when_it_is_gone(lab):
+    async with lab() as here:
         nas, _ = here.device("nas"), here.device("lap")
         here.start(**QUICK)
         first = await here.serves("nas", "lap")
@@ -704,11 +647,9 @@ def test_a_silent_device_has_a_ring_in_its_shadow_that_serves_when_it_is_gone(la
         assert "no sign of life for" in await here.emits("nas is gone")
         stream.task.cancel()
 
-    run(lab, test)
 
-
-def test_a_device_that_speaks_again_keeps_its_ring(lab):
-    async def test(here: Lab) -> None:
+async def test_a_device_that_speaks_again_keeps_its_ring(lab):
+    async with lab() as here:
         nas, _ = here.device("nas"), here.device("lap")
         here.start(**(QUICK | {"gone_after": 20}))
         first = await here.serves("nas", "lap")
@@ -724,11 +665,9 @@ def test_a_device_that_speaks_again_keeps_its_ring(lab):
         assert shadow.reported == []
         assert not first.closed
 
-    run(lab, test)
 
-
-def test_without_a_plan_for_the_rest_streams_end_with_an_error_and_a_device_that_returns_cures_it(lab):
-    async def test(here: Lab) -> None:
+async def test_without_a_plan_for_the_rest_streams_end_with_an_error_and_a_device_that_returns_cures_it(lab):
+    async with lab() as here:
         here.solver.minimum = 2
         nas = here.device("nas")
         here.start()
@@ -750,11 +689,9 @@ def test_without_a_plan_for_the_rest_streams_end_with_an_error_and_a_device_that
         second.finish(number)
         assert (await following.ends()).reason == "stop"
 
-    run(lab, test)
 
-
-def test_a_ring_that_breaks_is_formed_again_without_who_is_to_blame(lab):
-    async def test(here: Lab) -> None:
+async def test_a_ring_that_breaks_is_formed_again_without_who_is_to_blame(lab):
+    async with lab() as here:
         here.device("nas")
         here.device("lap")
         here.start()
@@ -768,14 +705,11 @@ def test_a_ring_that_breaks_is_formed_again_without_who_is_to_blame(lab):
         assert "nas: the ring process was ended by SIGABRT; forming the ring again" in here.printed
         stream.task.cancel()
 
-    run(lab, test)
-
 
 @pytest.mark.parametrize("forms_again", [True, False])
-def test_a_model_file_that_cannot_be_read_is_told_and_tried_again_later(lab, forms_again):
+async def test_a_model_file_that_cannot_be_read_is_told_and_tried_again_later(lab, forms_again):
     """A ring that breaks over it, serving or while it is formed, is not formed again at once."""
-
-    async def test(here: Lab) -> None:
+    async with lab() as here:
         path = str(here.header.path)
         unreadable = WeightsError(f"{path}: weights cannot be read: Input/output error", path)
         retry = replace(TIMINGS.membership, retry_s=0.5)
@@ -795,11 +729,9 @@ def test_a_model_file_that_cannot_be_read_is_told_and_tried_again_later(lab, for
         assert not here.backend.health().serving
         await here.serves(after=first.epoch)
 
-    run(lab, test)
 
-
-def test_a_device_whose_disk_is_full_is_left_out_of_the_first_ring(lab):
-    async def test(here: Lab) -> None:
+async def test_a_device_whose_disk_is_full_is_left_out_of_the_first_ring(lab):
+    async with lab() as here:
         here.device("nas")
         here.device("lap")
         here.rings.errors = [StageError("nas: the disk is full", "nas", "disk")]
@@ -809,15 +741,13 @@ def test_a_device_whose_disk_is_full_is_left_out_of_the_first_ring(lab):
         assert here.rings.all[1].closed
         assert "nas: the disk is full; forming the ring again" in here.printed
 
-    run(lab, test)
-
 
 # ---- devices that come, and that leave ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("value", "taken"), [(9.5, False), (5.0, True)], ids=["5 % better", "50 % better"])
-def test_a_device_that_joins_takes_part_when_that_gains_enough(lab, value, taken):
-    async def test(here: Lab) -> None:
+async def test_a_device_that_joins_takes_part_when_that_gains_enough(lab, value, taken):
+    async with lab() as here:
         here.solver.value = lambda count: 10.0 if count == 2 else value
         here.device("nas")
         here.start()
@@ -839,11 +769,9 @@ def test_a_device_that_joins_takes_part_when_that_gains_enough(lab, value, taken
             second.finish(request)
         assert (await stream.ends()).reason == "stop"
 
-    run(lab, test)
-
 
 @pytest.mark.parametrize("may_keep", [True, False])
-def test_answers_that_began_while_a_ring_was_formed_that_attends_otherwise_go_on_with_their_attention(
+async def test_answers_that_began_while_a_ring_was_formed_that_attends_otherwise_go_on_with_their_attention(
     lab, monkeypatch, may_keep
 ):
     """The ring was planned for while nothing was answered; now another one is, which keeps the attention if any can."""
@@ -852,7 +780,7 @@ def test_answers_that_began_while_a_ring_was_formed_that_attends_otherwise_go_on
         keeps = asked.keeps_attention and may_keep
         return as_solved(asked, solved, solved.workload.flash if keeps else len(solved.solution.plan.devices) == 2)
 
-    async def test(here: Lab) -> None:
+    async with lab() as here:
         monkeypatch.setattr(planner_module, "complete", attends)
         here.solver.value = lambda count: 10.0 / count
         here.device("nas")
@@ -876,11 +804,9 @@ def test_answers_that_began_while_a_ring_was_formed_that_attends_otherwise_go_on
         third.finish(request)
         assert (await stream.ends()).reason == "stop"
 
-    run(lab, test)
 
-
-def test_while_the_next_ring_loads_the_first_one_serves(lab):
-    async def test(here: Lab) -> None:
+async def test_while_the_next_ring_loads_the_first_one_serves(lab):
+    async with lab() as here:
         here.solver.value = lambda count: 10.0 / count
         here.device("nas")
         here.start()
@@ -897,11 +823,9 @@ def test_while_the_next_ring_loads_the_first_one_serves(lab):
         assert [each.sampled for each in shadow.generates] == [[10, 11]]
         stream.task.cancel()
 
-    run(lab, test)
 
-
-def test_a_device_that_leaves_hands_over_first_and_is_dismissed_then(lab):
-    async def test(here: Lab) -> None:
+async def test_a_device_that_leaves_hands_over_first_and_is_dismissed_then(lab):
+    async with lab() as here:
         nas, _ = here.device("nas"), here.device("lap")
         here.start()
         first = await here.serves("nas", "lap")
@@ -923,11 +847,9 @@ def test_a_device_that_leaves_hands_over_first_and_is_dismissed_then(lab):
         second.finish(request)
         assert (await stream.ends()).reason == "stop"
 
-    run(lab, test)
 
-
-def test_a_device_that_leaves_is_let_go_when_the_others_cannot_take_over(lab):
-    async def test(here: Lab) -> None:
+async def test_a_device_that_leaves_is_let_go_when_the_others_cannot_take_over(lab):
+    async with lab() as here:
         here.solver.minimum = 2
         nas = here.device("nas")
         here.start()
@@ -937,11 +859,9 @@ def test_a_device_that_leaves_is_let_go_when_the_others_cannot_take_over(lab):
         assert await here.emits("the other devices cannot take over")
         assert not first.closed, "it serves as long as it can"
 
-    run(lab, test)
 
-
-def test_a_device_without_a_part_may_leave_at_once(lab):
-    async def test(here: Lab) -> None:
+async def test_a_device_without_a_part_may_leave_at_once(lab):
+    async with lab() as here:
         here.solver.value = lambda count: 10.0
         here.device("nas")
         here.start()
@@ -952,8 +872,6 @@ def test_a_device_without_a_part_may_leave_at_once(lab):
         await lap.hear(Dismiss)
         assert not first.closed
 
-    run(lab, test)
-
 
 async def report_memory_low(ring: FakeRing, device: FakeDevice) -> None:
     """``device`` has 123 bytes left for its part in ``ring``."""
@@ -963,10 +881,9 @@ async def report_memory_low(ring: FakeRing, device: FakeDevice) -> None:
     await device.notify(MemoryLow(epoch=ring.epoch, needed_bytes=1 << 30, ram_available_bytes=123))
 
 
-def test_a_device_short_of_memory_is_planned_for_anew_and_the_stream_goes_on(lab):
+async def test_a_device_short_of_memory_is_planned_for_anew_and_the_stream_goes_on(lab):
     """The plan is solved for the memory that it has left; the first ring serves until the second is there."""
-
-    async def test(here: Lab) -> None:
+    async with lab() as here:
         nas, _ = here.device("nas"), here.device("lap")
         here.start()
         first = await here.serves("nas", "lap")
@@ -987,11 +904,9 @@ def test_a_device_short_of_memory_is_planned_for_anew_and_the_stream_goes_on(lab
         second.finish(request)
         assert (await stream.ends()).reason == "stop"
 
-    run(lab, test)
 
-
-def test_a_device_that_has_room_again_is_planned_for_anew_when_that_gains(lab):
-    async def test(here: Lab) -> None:
+async def test_a_device_that_has_room_again_is_planned_for_anew_when_that_gains(lab):
+    async with lab() as here:
         nas = here.device("nas")
         here.start()
         first = await here.serves("nas")
@@ -1008,17 +923,14 @@ def test_a_device_that_has_room_again_is_planned_for_anew_when_that_gains(lab):
         assert not third.closed
         await here.rings.find(lambda each: each is second and each.closed)
 
-    run(lab, test)
 
-
-def test_a_device_that_was_not_reached_is_measured_again_and_planned_for_when_it_is(lab):
+async def test_a_device_that_was_not_reached_is_measured_again_and_planned_for_when_it_is(lab):
     soon = replace(
         TIMINGS,
         network=replace(TIMINGS.network, link_timeout_s=PATIENCE_S, link_again_s=0.01),
         membership=replace(TIMINGS.membership, settle_s=0.0, again_s=0.3),
     )
-
-    async def test(here: Lab) -> None:
+    async with lab() as here:
         nas = here.device("nas")
         nas.garbles = True
         here.start(timings=soon)
@@ -1031,11 +943,9 @@ def test_a_device_that_was_not_reached_is_measured_again_and_planned_for_when_it
         await here.emits("desk reaches nas now")
         assert await here.serves("nas", after=first.epoch)
 
-    run(lab, test)
 
-
-def test_a_link_that_does_not_work_is_named_with_its_cause_and_no_plan_is_made_for_it(lab):
-    async def test(here: Lab) -> None:
+async def test_a_link_that_does_not_work_is_named_with_its_cause_and_no_plan_is_made_for_it(lab):
+    async with lab() as here:
         here.solver.cut = True
         here.device("nas").garbles = True
         here.start(use_all=True)
@@ -1043,15 +953,12 @@ def test_a_link_that_does_not_work_is_named_with_its_cause_and_no_plan_is_made_f
         assert "(it replies too late at 127.0.0.1:" in await here.emits("desk does not reach nas")
         assert (await here.emits("nas is left out: desk does not reach nas (")).endswith("or use a cable")
 
-    run(lab, test)
 
-
-def test_a_head_that_has_room_again_plans_anew_when_that_gains(lab, monkeypatch):
+async def test_a_head_that_has_room_again_plans_anew_when_that_gains(lab, monkeypatch):
     """It looks by itself: a head that was short of memory measures until there is room again."""
     now = iter(range(0, 10**6, 30))
     monkeypatch.setattr(memory_watch, "time", SimpleNamespace(monotonic=lambda: next(now)))
-
-    async def test(here: Lab) -> None:
+    async with lab() as here:
         monkeypatch.setattr(memory_watch, "memory", lambda ours: Memory(16 << 30, here.free_bytes))
         here.device("nas")
         here.start(timings=replace(TIMINGS, memory_look_every_s=0.01))
@@ -1067,11 +974,9 @@ def test_a_head_that_has_room_again_plans_anew_when_that_gains(lab, monkeypatch)
         await here.emits("desk: there is memory again")
         assert await here.serves("nas", after=second.epoch)
 
-    run(lab, test)
 
-
-def test_a_head_short_of_memory_plans_anew(lab):
-    async def test(here: Lab) -> None:
+async def test_a_head_short_of_memory_plans_anew(lab):
+    async with lab() as here:
         here.device("nas")
         here.start()
         first = await here.serves("nas")
@@ -1081,14 +986,12 @@ def test_a_head_short_of_memory_plans_anew(lab):
         assert await here.serves("nas", after=first.epoch)
         assert first.drained
 
-    run(lab, test)
-
 
 # ---- the desk -------------------------------------------------------------------------------------------------------
 
 
-def test_a_device_that_is_paused_has_no_layers_until_it_is_resumed(lab):
-    async def test(here: Lab) -> None:
+async def test_a_device_that_is_paused_has_no_layers_until_it_is_resumed(lab):
+    async with lab() as here:
         here.device("nas")
         here.device("lap")
         here.start()
@@ -1104,11 +1007,9 @@ def test_a_device_that_is_paused_has_no_layers_until_it_is_resumed(lab):
         await here.daemon.admin_api.limit_device(DeviceLimit(device="nas"))
         assert await here.serves("lap", "nas", after=second.epoch)
 
-    run(lab, test)
 
-
-def test_plans_have_no_more_of_a_device_than_is_lent(lab):
-    async def test(here: Lab) -> None:
+async def test_plans_have_no_more_of_a_device_than_is_lent(lab):
+    async with lab() as here:
         here.device("nas")
         here.start()
         first = await here.serves("nas")
@@ -1119,22 +1020,18 @@ def test_plans_have_no_more_of_a_device_than_is_lent(lab):
         (nas,) = (await here.daemon.admin_api.devices()).devices
         assert (nas.device, nas.trusted, nas.in_sight, nas.ram_bytes) == ("nas", "yes", True, 1 << 30)
 
-    run(lab, test)
-
 
 @pytest.mark.parametrize("device", ["desk", "nobody"])
-def test_only_other_devices_that_are_trusted_are_lent(lab, device):
-    async def test(here: Lab) -> None:
+async def test_only_other_devices_that_are_trusted_are_lent(lab, device):
+    async with lab() as here:
         here.start()
         await here.serves()
         with pytest.raises(ClusterError, match="not another device"):
             await here.daemon.admin_api.limit_device(DeviceLimit(device=device, is_paused=True))
 
-    run(lab, test)
 
-
-def test_another_cluster_is_imagined_and_nothing_changes(lab):
-    async def test(here: Lab) -> None:
+async def test_another_cluster_is_imagined_and_nothing_changes(lab):
+    async with lab() as here:
         here.solver.prediction = prediction(desk_s=0.1, nas_s=0.1)
         here.device("nas")
         here.start()
@@ -1152,11 +1049,9 @@ def test_another_cluster_is_imagined_and_nothing_changes(lab):
             await here.daemon.admin_api.what_if(OtherCluster(profiles=["../devices/mini-pc-n100-16gb"]))
         assert (await here.backend.status())["epoch"] == ring.epoch
 
-    run(lab, test)
 
-
-def test_the_desk_brings_the_code_that_a_device_shows_and_both_trust_each_other(lab):
-    async def test(here: Lab) -> None:
+async def test_the_desk_brings_the_code_that_a_device_shows_and_both_trust_each_other(lab):
+    async with lab() as here:
         nas = here.device("nas", trusted=False)
         here.solver.value = lambda count: 10.0 / count
         here.start()
@@ -1173,11 +1068,9 @@ def test_the_desk_brings_the_code_that_a_device_shows_and_both_trust_each_other(
         assert [each.device for each in paired] == ["desk"]
         await here.serves("nas", after=single_device.epoch)
 
-    run(lab, test)
 
-
-def test_the_desk_shows_a_code_approves_and_revokes(lab):
-    async def test(here: Lab) -> None:
+async def test_the_desk_shows_a_code_approves_and_revokes(lab):
+    async with lab() as here:
         here.device("nas", trusted=False)
         here.solver.value = lambda count: 10.0 / count
         here.start()
@@ -1198,11 +1091,9 @@ def test_the_desk_shows_a_code_approves_and_revokes(lab):
         assert kinds[0] == "ring"
         assert {"joined", "gone"} <= set(kinds)
 
-    run(lab, test)
 
-
-def test_a_plan_with_the_same_windows_is_no_relief(lab):
-    async def test(here: Lab) -> None:
+async def test_a_plan_with_the_same_windows_is_no_relief(lab):
+    async with lab() as here:
         nas = here.device("nas")
         here.start()
         first = await here.serves("nas")
@@ -1211,11 +1102,9 @@ def test_a_plan_with_the_same_windows_is_no_relief(lab):
         assert not first.closed
         await here.solver.wait(lambda: here.solver.precomputed.count(("desk",)) == 2)  # with what is left now
 
-    run(lab, test)
 
-
-def test_a_head_that_ends_closes_its_ring(lab):
-    async def test(here: Lab) -> None:
+async def test_a_head_that_ends_closes_its_ring(lab):
+    async with lab() as here:
         here.device("nas")
         here.start()
         ring = await here.serves("nas")
@@ -1224,11 +1113,9 @@ def test_a_head_that_ends_closes_its_ring(lab):
         assert here.running.cancelled()
         assert ring.closed
 
-    run(lab, test)
 
-
-def test_a_head_that_ends_says_goodbye_while_its_ring_ends(lab):
-    async def test(here: Lab) -> None:
+async def test_a_head_that_ends_says_goodbye_while_its_ring_ends(lab):
+    async with lab() as here:
         here.device("nas")
         ends = asyncio.Event()
         here.discovery.close = ends.wait
@@ -1244,11 +1131,9 @@ def test_a_head_that_ends_says_goodbye_while_its_ring_ends(lab):
         here.running.cancel()
         await asyncio.wait([here.running])
 
-    run(lab, test)
 
-
-def test_a_head_that_ends_while_it_closes_a_ring_that_broke_closes_it_all_the_same(lab):
-    async def test(here: Lab) -> None:
+async def test_a_head_that_ends_while_it_closes_a_ring_that_broke_closes_it_all_the_same(lab):
+    async with lab() as here:
         here.device("nas")
         here.start()
         ring = await here.serves("nas")
@@ -1268,8 +1153,6 @@ def test_a_head_that_ends_while_it_closes_a_ring_that_broke_closes_it_all_the_sa
         await asyncio.wait([here.running])
         assert ring.closed
 
-    run(lab, test)
-
 
 # ---- mistakes of our own --------------------------------------------------------------------------------------------
 
@@ -1285,8 +1168,8 @@ def fails_once(monkeypatch, holder: object, name: str) -> None:
     monkeypatch.setattr(holder, name, first)
 
 
-def test_a_mistake_of_our_own_in_planning_is_told(lab):
-    async def test(here: Lab) -> None:
+async def test_a_mistake_of_our_own_in_planning_is_told(lab):
+    async with lab() as here:
         here.device("nas")
         here.solver.value = lambda count: 1 / 0
         here.start()
@@ -1294,11 +1177,9 @@ def test_a_mistake_of_our_own_in_planning_is_told(lab):
             await here.running
         assert caught.group_contains(ClusterError, match="internal error of the head: ZeroDivisionError")
 
-    run(lab, test)
 
-
-def test_after_a_mistake_of_our_own_in_forming_a_ring_it_is_formed_again(lab):
-    async def test(here: Lab) -> None:
+async def test_after_a_mistake_of_our_own_in_forming_a_ring_it_is_formed_again(lab):
+    async with lab() as here:
         here.device("nas")
         here.start()
         ring = await here.serves("nas")
@@ -1307,11 +1188,9 @@ def test_after_a_mistake_of_our_own_in_forming_a_ring_it_is_formed_again(lab):
         await here.emits("internal error of the head: RuntimeError: dictionary changed size")
         await here.serves("nas", after=ring.epoch)
 
-    run(lab, test)
 
-
-def test_a_head_that_is_measured_looks_for_devices_and_plans_when_it_is_done(lab):
-    async def test(here: Lab) -> None:
+async def test_a_head_that_is_measured_looks_for_devices_and_plans_when_it_is_done(lab):
+    async with lab() as here:
         here.profile.measured.clear()
         device = here.device("nas")
         here.start(use_all=True)
@@ -1320,11 +1199,9 @@ def test_a_head_that_is_measured_looks_for_devices_and_plans_when_it_is_done(lab
         here.profile.measured.set()
         await here.serves("nas")
 
-    run(lab, test)
 
-
-def test_a_device_that_is_measured_is_greeted_when_it_is_done(lab):
-    async def test(here: Lab) -> None:
+async def test_a_device_that_is_measured_is_greeted_when_it_is_done(lab):
+    async with lab() as here:
         device = here.device("nas", seen=False)
         here.discovery.sees(device, is_measuring=True)
         here.start(use_all=True)
@@ -1334,10 +1211,8 @@ def test_a_device_that_is_measured_is_greeted_when_it_is_done(lab):
         here.discovery.sees(device)
         await here.serves("nas")
 
-    run(lab, test)
 
-
-def test_what_comes_due_while_the_core_decides_is_not_missed(lab, monkeypatch):
+async def test_what_comes_due_while_the_core_decides_is_not_missed(lab, monkeypatch):
     """On a machine that stops for a while between two looks at its clock."""
     decide = daemon_module.step
 
@@ -1347,22 +1222,18 @@ def test_what_comes_due_while_the_core_decides_is_not_missed(lab, monkeypatch):
             time.sleep(2 * GREET_S)
         return decided
 
-    async def test(here: Lab) -> None:
+    async with lab() as here:
         monkeypatch.setattr(daemon_module, "step", slowly)
         fails_once(monkeypatch, devices_module, "probe")
         here.device("nas")
         here.start(use_all=True)
         await here.serves("nas")
 
-    run(lab, test)
-
 
 @pytest.mark.parametrize("work", ["probe", "measure"])
-def test_after_a_mistake_of_our_own_a_device_is_greeted_and_measured_again(lab, monkeypatch, work):
-    async def test(here: Lab) -> None:
+async def test_after_a_mistake_of_our_own_a_device_is_greeted_and_measured_again(lab, monkeypatch, work):
+    async with lab() as here:
         fails_once(monkeypatch, devices_module if work == "probe" else LinkBook, work)
         here.device("nas")
         here.start(use_all=True)
         await here.serves("nas")
-
-    run(lab, test)

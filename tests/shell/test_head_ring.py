@@ -74,38 +74,30 @@ def inputs_of(plan: Plan, **others: object) -> SimpleNamespace:
     return SimpleNamespace(forecast=forecast, epoch=EPOCH, **others)
 
 
-def test_a_head_that_is_short_of_memory_is_told_of_and_goes_on():
+async def test_a_head_that_is_short_of_memory_is_told_of_and_goes_on():
     memory_low: list[int] = []
     delivered: list[tuple[int, RingEvent]] = []
     broken: list[object] = []
     token = Sampled(request=1, token=7, logprob=None, top=())
-
-    async def once() -> None:
-        listener = SimpleNamespace(
-            deliver=lambda epoch, event: delivered.append((epoch, event)),
-            memory_low=memory_low.append,
-            broken=lambda *why: broken.append(why),
-        )
-        ring = HeadRing(inputs_of(ALONE, listener=listener))
-        for event in (ProcessMemoryLow(1 << 20), token):
-            ring._hear(event, 1)
-
-    asyncio.run(once())
+    listener = SimpleNamespace(
+        deliver=lambda epoch, event: delivered.append((epoch, event)),
+        memory_low=memory_low.append,
+        broken=lambda *why: broken.append(why),
+    )
+    ring = HeadRing(inputs_of(ALONE, listener=listener))
+    for event in (ProcessMemoryLow(1 << 20), token):
+        ring._hear(event, 1)
     assert (memory_low, delivered, broken) == ([1 << 20], [(5, token)], [])
 
 
-def test_what_is_said_when_nobody_waits_for_it_any_more_is_no_trouble():
+async def test_what_is_said_when_nobody_waits_for_it_any_more_is_no_trouble():
     """Forming was cancelled, and the process not ended yet."""
-
-    async def once() -> None:
-        kv = SimpleNamespace(expect=lambda _: None)
-        ring = HeadRing(SimpleNamespace(node=SimpleNamespace(workspace=SimpleNamespace(kv=kv))))
-        for wanted in (ring._own, ring._serving, ring._drained):
-            wanted.cancel()
-        for event in (Opened("tcp://127.0.0.1:1", "key"), Serving(), Drained()):
-            ring._hear(event, 1)
-
-    asyncio.run(once())
+    kv = SimpleNamespace(expect=lambda _: None)
+    ring = HeadRing(SimpleNamespace(node=SimpleNamespace(workspace=SimpleNamespace(kv=kv))))
+    for wanted in (ring._own, ring._serving, ring._drained):
+        wanted.cancel()
+    for event in (Opened("tcp://127.0.0.1:1", "key"), Serving(), Drained()):
+        ring._hear(event, 1)
 
 
 class Answers:
@@ -159,64 +151,51 @@ def overdue(waited_s: float, *, is_first: bool = False) -> Overdue:
         ((7,), (4, 4), (4, 4), None),  # the head computes and does not answer
     ],
 )
-def test_a_step_that_gets_no_further_is_between_who_had_it_and_who_has_not(own, lap, tab, parties):
-    async def once() -> None:
-        ring = looking(own=own, lap=lap, tab=tab)
-        await ring._find_fault(overdue(head_ring.LOST_S / 2))
-        if parties is None:
-            await ring._find_fault(overdue(head_ring.LOST_S))
-            return
-        with pytest.raises(StuckStepError, match=r"step 12 is out for 4\.0 s: \w+ passed it on") as caught:
-            await ring._find_fault(overdue(head_ring.LOST_S))
-        assert attributed(caught.value, PAIR, EPOCH).parties == parties
-
-    asyncio.run(once())
+async def test_a_step_that_gets_no_further_is_between_who_had_it_and_who_has_not(own, lap, tab, parties):
+    ring = looking(own=own, lap=lap, tab=tab)
+    await ring._find_fault(overdue(head_ring.LOST_S / 2))
+    if parties is None:
+        await ring._find_fault(overdue(head_ring.LOST_S))
+        return
+    with pytest.raises(StuckStepError, match=r"step 12 is out for 4\.0 s: \w+ passed it on") as caught:
+        await ring._find_fault(overdue(head_ring.LOST_S))
+    assert attributed(caught.value, PAIR, EPOCH).parties == parties
 
 
-def test_a_process_at_its_first_step_may_be_silent_for_longer_than_one_that_has_computed():
-    async def once() -> None:
-        for is_first, waited_s, hangs in ((False, 1.0, True), (True, 5.0, False), (True, 40.0, True)):
-            ring = looking(lap=(4,), tab=())
-            asking = ring._find_fault(overdue(waited_s, is_first=is_first))
-            if hangs:
-                with pytest.raises(StageError, match="tab: its ring process hangs") as caught:
-                    await asking
-                assert attributed(caught.value, PAIR, EPOCH).device == "tab"
-            else:
+async def test_a_process_at_its_first_step_may_be_silent_for_longer_than_one_that_has_computed():
+    for is_first, waited_s, hangs in ((False, 1.0, True), (True, 5.0, False), (True, 40.0, True)):
+        ring = looking(lap=(4,), tab=())
+        asking = ring._find_fault(overdue(waited_s, is_first=is_first))
+        if hangs:
+            with pytest.raises(StageError, match="tab: its ring process hangs") as caught:
                 await asking
+            assert attributed(caught.value, PAIR, EPOCH).device == "tab"
+        else:
+            await asking
 
-    asyncio.run(once())
 
-
-def test_when_the_time_of_a_step_is_up_the_parties_are_those_of_the_last_look():
+async def test_when_the_time_of_a_step_is_up_the_parties_are_those_of_the_last_look():
     class Late:
         async def listen(self, heard: Callable[[RingEvent], None]) -> NoReturn:
             raise LateStepError("step 12 did not come back within 120 s; a device hangs")
 
-    async def once() -> None:
-        ring = looking(lap=(5,), tab=(4,))
-        await ring._find_fault(overdue(1.0))
-        with pytest.raises(StuckStepError, match="step 12 did not come back") as caught:
-            await ring._attend_own(Late(), SimpleNamespace(windows=[]))
-        assert attributed(caught.value, PAIR, EPOCH).parties == ("lap", "tab")
-
-    asyncio.run(once())
+    ring = looking(lap=(5,), tab=(4,))
+    await ring._find_fault(overdue(1.0))
+    with pytest.raises(StuckStepError, match="step 12 did not come back") as caught:
+        await ring._attend_own(Late(), SimpleNamespace(windows=[]))
+    assert attributed(caught.value, PAIR, EPOCH).parties == ("lap", "tab")
 
 
-def test_who_has_a_command_for_a_ring_that_breaks_is_not_kept_waiting():
+async def test_who_has_a_command_for_a_ring_that_breaks_is_not_kept_waiting():
     """The process takes nothing, as one that was stopped; whoever hands over to the next ring must go on."""
-
-    async def once() -> None:
-        ring = HeadRing(inputs_of(ALONE, listener=SimpleNamespace(broken=lambda *_: None)))
-        ring._process = Takes()
-        sending = asyncio.create_task(ring.send(Report()))
-        await asyncio.sleep(0)
-        assert not sending.done()
-        ring._break(RingError("the head's ring process was stopped"))
-        async with asyncio.timeout(PATIENCE_S):
-            await sending
-
-    asyncio.run(once())
+    ring = HeadRing(inputs_of(ALONE, listener=SimpleNamespace(broken=lambda *_: None)))
+    ring._process = Takes()
+    sending = asyncio.create_task(ring.send(Report()))
+    await asyncio.sleep(0)
+    assert not sending.done()
+    ring._break(RingError("the head's ring process was stopped"))
+    async with asyncio.timeout(PATIENCE_S):
+        await sending
 
 
 PAIR = Plan(
@@ -271,36 +250,27 @@ def leaving(monkeypatch) -> dict[str, str]:
     return found
 
 
-def test_no_scope_of_the_heads_is_told_to_a_worker(leaving):
-    async def once() -> None:
-        home = Home(lap="fe80::2%4", tab="fe80::3%4")
-        leaving["fe80::2%4"] = "fe80::1"
-        sources = await home.ring._ring_addresses.sources(home.links["lap"])
-        assert [(source.addresses, source.port) for source in sources] == [(["fe80::1"], 5), (["fe80::3"], 7)]
-        assert home.ring._ring_addresses.host_for("lap", "tab") == "fe80::3"
-        assert home.ring._ring_addresses.host_for("desk", "lap") == "fe80::2%4", "it is the head's own"
-
-    asyncio.run(once())
+async def test_no_scope_of_the_heads_is_told_to_a_worker(leaving):
+    home = Home(lap="fe80::2%4", tab="fe80::3%4")
+    leaving["fe80::2%4"] = "fe80::1"
+    sources = await home.ring._ring_addresses.sources(home.links["lap"])
+    assert [(source.addresses, source.port) for source in sources] == [(["fe80::1"], 5), (["fe80::3"], 7)]
+    assert home.ring._ring_addresses.host_for("lap", "tab") == "fe80::3"
+    assert home.ring._ring_addresses.host_for("desk", "lap") == "fe80::2%4", "it is the head's own"
 
 
-def test_a_worker_that_cannot_be_reached_at_one_address_is_reached_at_the_next(leaving):
-    async def once() -> None:
-        home = Home({("desk", "lap"): "192.168.1.7"}, lap="fe80::2%4")
-        leaving["192.168.1.7"] = "192.168.1.2"
-        assert await home.ring._ring_addresses.to_head(home.links["lap"]) == "192.168.1.2"
-
-    asyncio.run(once())
+async def test_a_worker_that_cannot_be_reached_at_one_address_is_reached_at_the_next(leaving):
+    home = Home({("desk", "lap"): "192.168.1.7"}, lap="fe80::2%4")
+    leaving["192.168.1.7"] = "192.168.1.2"
+    assert await home.ring._ring_addresses.to_head(home.links["lap"]) == "192.168.1.2"
 
 
-def test_a_worker_that_no_way_leads_to_is_to_blame_for_good(leaving):
-    async def once() -> None:
-        home = Home({("desk", "lap"): "192.168.1.7"}, lap="fe80::2%4")
-        reason = r"no route to lap at fe80::2%4:9: Invalid argument; no route to lap at 192\.168\.1\.7:9: Invalid"
-        with pytest.raises(StageError, match=reason) as caught:
-            await home.ring._ring_addresses.to_head(home.links["lap"])
-        assert attributed(caught.value, PAIR, EPOCH) == RingFailed(EPOCH, "lap", str(caught.value), lasting=True)
-
-    asyncio.run(once())
+async def test_a_worker_that_no_way_leads_to_is_to_blame_for_good(leaving):
+    home = Home({("desk", "lap"): "192.168.1.7"}, lap="fe80::2%4")
+    reason = r"no route to lap at fe80::2%4:9: Invalid argument; no route to lap at 192\.168\.1\.7:9: Invalid"
+    with pytest.raises(StageError, match=reason) as caught:
+        await home.ring._ring_addresses.to_head(home.links["lap"])
+    assert attributed(caught.value, PAIR, EPOCH) == RingFailed(EPOCH, "lap", str(caught.value), lasting=True)
 
 
 @pytest.mark.parametrize(
@@ -340,75 +310,63 @@ def test_nobody_is_to_blame_for_layers_that_are_loaded_again_but_who_says_so_is_
     assert attributed(LoadAgainError("as above"), PAIR, EPOCH) == RingFailed(EPOCH, None, "as above", again=True)
 
 
-def test_an_error_of_a_ring_that_is_given_up_is_not_left_for_the_log():
-    async def once() -> None:
-        async def fails() -> None:
-            try:
-                await asyncio.Event().wait()
-            finally:
-                raise RingError("as it ends")
+async def test_an_error_of_a_ring_that_is_given_up_is_not_left_for_the_log():
+    async def fails() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise RingError("as it ends")
 
-        unheard: list[object] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
-        ring = Home(lap="192.168.1.7", tab="192.168.1.8").ring
-        ring._form = fails
-        forming = asyncio.create_task(ring.form())
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        forming.cancel()
-        await asyncio.wait([forming])
-        assert forming.cancelled()
-        del forming
-        gc.collect()
-        assert unheard == []
-
-    asyncio.run(once())
+    unheard: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+    ring = Home(lap="192.168.1.7", tab="192.168.1.8").ring
+    ring._form = fails
+    forming = asyncio.create_task(ring.form())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    forming.cancel()
+    await asyncio.wait([forming])
+    assert forming.cancelled()
+    del forming
+    gc.collect()
+    assert unheard == []
 
 
-def test_a_first_worker_that_the_heads_process_does_not_reach_is_to_blame():
+async def test_a_first_worker_that_the_heads_process_does_not_reach_is_to_blame():
     class Blocked:
         async def listen(self, heard: Callable[[RingEvent], None]) -> NoReturn:
             raise NextDeviceError("the next device accepted no step for 30 s; it is gone or hangs")
 
-    async def once() -> None:
-        ring = Home(lap="192.168.1.7", tab="192.168.1.8").ring
-        with pytest.raises(StageError, match="desk: the next device accepted no step") as caught:
-            await ring._attend_own(Blocked(), SimpleNamespace(route=4, windows=[]))
-        assert attributed(caught.value, PAIR, EPOCH) == RingFailed(EPOCH, "lap", str(caught.value))
-
-    asyncio.run(once())
+    ring = Home(lap="192.168.1.7", tab="192.168.1.8").ring
+    with pytest.raises(StageError, match="desk: the next device accepted no step") as caught:
+        await ring._attend_own(Blocked(), SimpleNamespace(route=4, windows=[]))
+    assert attributed(caught.value, PAIR, EPOCH) == RingFailed(EPOCH, "lap", str(caught.value))
 
 
-def test_a_worker_that_takes_no_messages_is_lost():
+async def test_a_worker_that_takes_no_messages_is_lost():
     async def send(_: object) -> None:
         raise ClusterError("the device at lap:1 takes no messages")
 
-    async def once() -> None:
-        deaf = SimpleNamespace(name="lap", send=send, attend=lambda _: None)
-        part = Stage(deaf, SimpleNamespace(epoch=1), lambda *_: None)
-        for asking in (part.load(), part.connect("tcp://127.0.0.1:1", "key", "key")):
-            with pytest.raises(DeviceLostError, match="lap is gone: the device at lap:1 takes no messages") as caught:
-                await asking
-            assert attributed(caught.value, PAIR, EPOCH) == RingFailed(EPOCH, "lap", str(caught.value))
-
-    asyncio.run(once())
+    deaf = SimpleNamespace(name="lap", send=send, attend=lambda _: None)
+    part = Stage(deaf, SimpleNamespace(epoch=1), lambda *_: None)
+    for asking in (part.load(), part.connect("tcp://127.0.0.1:1", "key", "key")):
+        with pytest.raises(DeviceLostError, match="lap is gone: the device at lap:1 takes no messages") as caught:
+            await asking
+        assert attributed(caught.value, PAIR, EPOCH) == RingFailed(EPOCH, "lap", str(caught.value))
 
 
-def test_a_worker_that_never_links_ends_the_ring(monkeypatch):
+async def test_a_worker_that_never_links_ends_the_ring(monkeypatch):
     """A ``Link`` that its connection lost is sent again; one that it ignores is not."""
 
     async def done(*_: object) -> str:
         return "10.0.0.1"
 
-    async def once() -> None:
-        ring = HeadRing(inputs_of(PAIR, devices=SimpleNamespace(workers=dict.fromkeys(workers_of(PAIR)))))
-        ring._process = SimpleNamespace(send=done)
-        ring._ring_addresses = SimpleNamespace(to_head=done, to_first=done, host_for=lambda *_: "10.0.0.2")
-        never = asyncio.get_running_loop().create_future()
-        ring._workers = {name: SimpleNamespace(connect=done, linked=never) for name in workers_of(PAIR)}
-        first = workers_of(PAIR)[0]
-        with pytest.raises(StageError, match=f"{first}: it does not connect to the next device"):
-            await ring._link(("tcp://10.0.0.1:1", "key"), dict.fromkeys(workers_of(PAIR), (2, "key")))
-
     monkeypatch.setattr(head_ring, "LINK_TIMEOUT_S", 0.0)
-    asyncio.run(once())
+    ring = HeadRing(inputs_of(PAIR, devices=SimpleNamespace(workers=dict.fromkeys(workers_of(PAIR)))))
+    ring._process = SimpleNamespace(send=done)
+    ring._ring_addresses = SimpleNamespace(to_head=done, to_first=done, host_for=lambda *_: "10.0.0.2")
+    never = asyncio.get_running_loop().create_future()
+    ring._workers = {name: SimpleNamespace(connect=done, linked=never) for name in workers_of(PAIR)}
+    first = workers_of(PAIR)[0]
+    with pytest.raises(StageError, match=f"{first}: it does not connect to the next device"):
+        await ring._link(("tcp://10.0.0.1:1", "key"), dict.fromkeys(workers_of(PAIR), (2, "key")))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import NoReturn
 
@@ -129,18 +130,18 @@ class Lab:
         await self.ring.close()
 
 
-def in_lab(test, lap: Status | ClusterError | None, nas: Status | ClusterError | None, **timings: float) -> None:
-    async def once() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            here = Lab(FakePart(lap), FakePart(nas), HeadTimings(**timings))
-            await test(here)
-            await here.close()
+@asynccontextmanager
+async def in_lab(
+    lap: Status | ClusterError | None, nas: Status | ClusterError | None, **timings: float
+) -> AsyncIterator[Lab]:
+    async with asyncio.timeout(PATIENCE_S):
+        here = Lab(FakePart(lap), FakePart(nas), HeadTimings(**timings))
+        yield here
+        await here.close()
 
-    asyncio.run(once())
 
-
-def test_every_device_is_told_of():
-    async def test(here: Lab) -> None:
+async def test_every_device_is_told_of():
+    async with in_lab(status(4), status(8)) as here:
         printed = await here.ring.status()
         assert (printed["epoch"], printed["rounds"], printed["predicted"]) == (5, 1, None)
         assert [(each["name"], each["ring"]["steps"]) for each in printed["devices"]] == [
@@ -151,11 +152,9 @@ def test_every_device_is_told_of():
         assert [each["memory"]["bytes_read_per_token"] for each in printed["devices"]] == [800, 100, 50]
         assert printed["devices"][1]["daemon_rss_bytes"] == 9
 
-    in_lab(test, status(4), status(8))
 
-
-def test_who_asks_while_the_devices_are_asked_gets_that_answer():
-    async def test(here: Lab) -> None:
+async def test_who_asks_while_the_devices_are_asked_gets_that_answer():
+    async with in_lab(status(4), status(8)) as here:
         here.process.answers.clear()
         asking = [asyncio.create_task(here.ring.status()) for _ in range(50)]
         await asyncio.sleep(0)
@@ -169,12 +168,9 @@ def test_who_asks_while_the_devices_are_asked_gets_that_answer():
         await here.ring.status()
         assert (here.process.reports, here.lap.asked) == (2, 2)
 
-    in_lab(test, status(4), status(8))
 
-
-def test_silent_devices_cost_one_patience_together():
-
-    async def test(here: Lab) -> None:
+async def test_silent_devices_cost_one_patience_together():
+    async with in_lab(None, None, status_timeout_s=0.5) as here:
         here.process.answers.clear()
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -187,13 +183,10 @@ def test_silent_devices_cost_one_patience_together():
         assert [each["ring"] for each in printed["devices"]] == [None, None, None]
         assert {value for each in printed["devices"] for value in each["memory"].values()} == {None}
 
-    in_lab(test, None, None, status_timeout_s=0.5)
 
-
-def test_who_is_silent_while_a_request_is_open_computes():
+async def test_who_is_silent_while_a_request_is_open_computes():
     """A ring process answers between two steps, and a chunk of a prompt may take long. A broken link is no step."""
-
-    async def test(here: Lab) -> None:
+    async with in_lab(None, ClusterError("it takes nothing"), status_timeout_s=0.05) as here:
         here.ring._open_requests.add(7)
         printed = await here.ring.status()
         assert [each["computes"] for each in printed["devices"]] == [False, True, False]
@@ -201,32 +194,23 @@ def test_who_is_silent_while_a_request_is_open_computes():
         printed = await here.ring.status()
         assert [each["computes"] for each in printed["devices"]] == [False, False, False]
 
-    in_lab(test, None, ClusterError("it takes nothing"), status_timeout_s=0.05)
 
-
-def test_a_device_whose_link_broke_leaves_the_others_their_figures():
-    async def test(here: Lab) -> None:
+async def test_a_device_whose_link_broke_leaves_the_others_their_figures():
+    async with in_lab(ClusterError("it takes nothing"), status(8)) as here:
         printed = await here.ring.status()
         assert [each["ring"] is None for each in printed["devices"]] == [False, True, False]
 
-    in_lab(test, ClusterError("it takes nothing"), status(8))
 
-
-def test_an_answer_that_came_too_late_is_not_the_next_ones():
-
-    async def test(here: Lab) -> None:
+async def test_an_answer_that_came_too_late_is_not_the_next_ones():
+    async with in_lab(status(4), status(8), status_timeout_s=0.2) as here:
         await here.ring.status()
         here.ring._status.put_nowait(status(1000))
         assert (await here.ring.status())["devices"][0]["ring"]["steps"] == 2
 
-    in_lab(test, status(4), status(8), status_timeout_s=0.2)
 
-
-def test_who_asks_a_ring_that_closes_is_told_nothing():
-    async def test(here: Lab) -> None:
+async def test_who_asks_a_ring_that_closes_is_told_nothing():
+    async with in_lab(status(4), None) as here:
         asking = asyncio.create_task(here.ring.status())
         await here.process.asked.wait()
         await here.ring.close()
         assert await asking == {}
-
-    in_lab(test, status(4), None)

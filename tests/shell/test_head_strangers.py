@@ -17,7 +17,7 @@ from primad.trust.identity import key_hex, new_identity
 from primad.trust.local_trust import LocalTrust
 from primad.trust.trust import BY_HAND, PAIRED, TrustStore, trusted_now
 from tests.fakes.control import HEAD, FakeDevice
-from tests.shell.test_head_daemon import Lab, header, lab, run
+from tests.shell.test_head_daemon import header, lab
 
 __all__ = ["header", "lab"]
 
@@ -35,8 +35,8 @@ A_PEER = Peer(
 )
 
 
-def test_strangers_without_end_are_not_named_without_end(lab):
-    async def test(here: Lab) -> None:
+async def test_strangers_without_end_are_not_named_without_end(lab):
+    async with lab() as here:
         for number in range(MAX_REPORTED + 3):
             here.device(f"stranger-{number}", trusted=False)
         here.device("nas")
@@ -45,11 +45,9 @@ def test_strangers_without_end_are_not_named_without_end(lab):
         assert sum("is in sight, but not paired" in line for line in here.printed) == MAX_REPORTED
         assert sum("more untrusted devices" in line for line in here.printed) == 1
 
-    run(lab, test)
 
-
-def test_a_stranger_that_has_a_name_first_keeps_no_device_of_that_name_out(lab):
-    async def test(here: Lab) -> None:
+async def test_a_stranger_that_has_a_name_first_keeps_no_device_of_that_name_out(lab):
+    async with lab() as here:
         here.solver.value = lambda count: 10.0 / count
         impostor = FakeDevice(here.context, "nas", identity=new_identity())
         here.discovery.sees(impostor)
@@ -64,11 +62,9 @@ def test_a_stranger_that_has_a_name_first_keeps_no_device_of_that_name_out(lab):
         await here.serves("nas", "lap", after=ring.epoch)
         assert impostor.knocks == 0
 
-    run(lab, test)
 
-
-def test_a_device_that_says_it_is_another_gets_its_own_name_and_links(lab):
-    async def test(here: Lab) -> None:
+async def test_a_device_that_says_it_is_another_gets_its_own_name_and_links(lab):
+    async with lab() as here:
         nas, liar = here.device("nas"), FakeDevice(here.context, "nas", identity=new_identity())
         here.trust.add(trusted_now("desk", liar.key, PAIRED))  # which is the head's name
         here.discovery.sees(liar, at="liar")
@@ -79,8 +75,6 @@ def test_a_device_that_says_it_is_another_gets_its_own_name_and_links(lab):
         assert reported == {"nas": nas.key}
         links = here.daemon._devices.book.between(["desk", "nas", "desk-2"])
         assert len({(link.source, link.target) for link in links}) == 6
-
-    run(lab, test)
 
 
 def test_strangers_fill_no_list_of_devices_that_the_owner_is_shown(tmp_path):
@@ -95,8 +89,8 @@ def test_strangers_fill_no_list_of_devices_that_the_owner_is_shown(tmp_path):
 
 
 @pytest.mark.parametrize("how", [None, PAIRED, BY_HAND])
-def test_a_head_opens_a_code_by_itself_only_while_it_trusts_nobody(lab, monkeypatch, how):
-    async def test(here: Lab) -> None:
+async def test_a_head_opens_a_code_by_itself_only_while_it_trusts_nobody(lab, monkeypatch, how):
+    async with lab() as here:
         monkeypatch.setattr(devices_module, "is_loopback", lambda _: False)
         if how is not None:
             here.trust.add(trusted_now("nas", new_identity().public, how))
@@ -105,5 +99,3 @@ def test_a_head_opens_a_code_by_itself_only_while_it_trusts_nobody(lab, monkeypa
         assert any(line.startswith("to add a device, run there: primad join --code") for line in here.printed) == (
             not how
         )
-
-    run(lab, test)

@@ -120,24 +120,21 @@ def test_prompts_and_choices_run_one_after_another():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_choices_are_written_at_once_where_several_answers_are(stream):
-    async def scenario():
-        all_began = asyncio.Event()
+async def test_choices_are_written_at_once_where_several_answers_are(stream):
+    all_began = asyncio.Event()
 
-        def script(call):
-            if len(backend.calls) == 3:
-                all_began.set()
-            yield all_began
-            yield from str(call.sampling.seed).encode()
+    def script(call):
+        if len(backend.calls) == 3:
+            all_began.set()
+        yield all_began
+        yield from str(call.sampling.seed).encode()
 
-        backend = FakeBackend(script)
-        backend.served = replace(backend.served, sequences=3)
-        client = BareClient(CHAT, messages=HELLO, n=3, seed=5, stream=stream)
-        async with asyncio.timeout(PATIENCE_S):
-            await create_app(backend)(client.scope, client.receive, client.send)
-        return b"".join([client.got.get_nowait().get("body", b"") for _ in range(client.got.qsize())])
-
-    printed = asyncio.run(scenario())
+    backend = FakeBackend(script)
+    backend.served = replace(backend.served, sequences=3)
+    client = BareClient(CHAT, messages=HELLO, n=3, seed=5, stream=stream)
+    async with asyncio.timeout(PATIENCE_S):
+        await create_app(backend)(client.scope, client.receive, client.send)
+    printed = b"".join([client.got.get_nowait().get("body", b"") for _ in range(client.got.qsize())])
     assert all(b'"content":"%d"' % seed in printed for seed in (5, 6, 7))
 
 
@@ -313,7 +310,7 @@ def test_a_stream_tells_how_much_of_its_prompt_is_computed_if_it_is_asked_to(pat
     assert "prompt_progress" not in post(backend(), path, return_progress=True, **body).json()
 
 
-def test_logprobs_of_answers_that_do_not_stream_have_a_bound_that_callers_share(monkeypatch):
+async def test_logprobs_of_answers_that_do_not_stream_have_a_bound_that_callers_share(monkeypatch):
     monkeypatch.setattr(endpoint, "MAX_LISTED", 100)
     app = create_app(FakeBackend(replies("x" * 20)))
     asked = {"messages": HELLO, "logprobs": True, "top_logprobs": 9}
@@ -323,11 +320,8 @@ def test_logprobs_of_answers_that_do_not_stream_have_a_bound_that_callers_share(
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             return await client.post(CHAT, json=asked | more)
 
-    async def scenario() -> None:
-        for _ in range(3):
-            assert (await ask(max_tokens=4)).status_code == 200
-            refused = await ask()
-            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_logprobs")
-        assert (await ask(stream=True)).text.count('"top_logprobs"') == 20
-
-    asyncio.run(scenario())
+    for _ in range(3):
+        assert (await ask(max_tokens=4)).status_code == 200
+        refused = await ask()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_logprobs")
+    assert (await ask(stream=True)).text.count('"top_logprobs"') == 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 from typing import Any
@@ -243,20 +242,17 @@ def test_no_body_is_answered_with_500(body):
         refused(response, 400)
 
 
-def test_the_official_client():
-    async def run():
-        async with (
-            served(FakeBackend(replies("Hello"), vocabulary=VOCABULARY)) as url,
-            anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client,
-        ):
-            message = await client.messages.create(**ASK)
-            assert (message.content[0].text, message.stop_reason) == ("Hello", "end_turn")
-            async with client.messages.stream(**ASK) as stream:
-                assert [text async for text in stream.text_stream] == list("Hello")
-                assert (await stream.get_final_message()).usage.output_tokens == 5
-            counted = await client.messages.count_tokens(model="claude-x", messages=HELLO)
-            assert counted.input_tokens == message.usage.input_tokens
-            with pytest.raises(anthropic.NotFoundError):
-                await client.messages.create(**ASK | {"model": "other"})
-
-    asyncio.run(run())
+async def test_the_official_client():
+    async with (
+        served(FakeBackend(replies("Hello"), vocabulary=VOCABULARY)) as url,
+        anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client,
+    ):
+        message = await client.messages.create(**ASK)
+        assert (message.content[0].text, message.stop_reason) == ("Hello", "end_turn")
+        async with client.messages.stream(**ASK) as stream:
+            assert [text async for text in stream.text_stream] == list("Hello")
+            assert (await stream.get_final_message()).usage.output_tokens == 5
+        counted = await client.messages.count_tokens(model="claude-x", messages=HELLO)
+        assert counted.input_tokens == message.usage.input_tokens
+        with pytest.raises(anthropic.NotFoundError):
+            await client.messages.create(**ASK | {"model": "other"})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -38,23 +40,20 @@ class SlowClient(BareClient):
         return (await self.got.get())["status"]
 
 
-def scenario(monkeypatch, test, *script, **timings: float) -> None:
+@asynccontextmanager
+async def clients_of(monkeypatch, *script, **timings: float) -> AsyncIterator[Callable[..., SlowClient]]:
     monkeypatch.setattr(http_app, "MAX_BODIES_BYTES", MAX_BYTES)
     app = create_app(FakeBackend(replies(*script)), timings=ApiTimings(**timings))
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
 
-    async def once() -> None:
-        async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+        def client(address: str, *printed: bytes | None) -> SlowClient:
+            made = SlowClient(address)
+            for piece in printed:
+                made.printed.put_nowait(piece)
+            made.task = group.create_task(app(made.scope, made.receive, made.send))
+            return made
 
-            def client(address: str, *printed: bytes | None) -> SlowClient:
-                made = SlowClient(address)
-                for piece in printed:
-                    made.printed.put_nowait(piece)
-                made.task = group.create_task(app(made.scope, made.receive, made.send))
-                return made
-
-            await test(client)
-
-    asyncio.run(once())
+        yield client
 
 
 def chat(size: int) -> bytes:
@@ -68,8 +67,8 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def test_one_whose_bodies_do_not_end_is_refused_and_others_are_not(monkeypatch):
-    async def test(client) -> None:
+async def test_one_whose_bodies_do_not_end_is_refused_and_others_are_not(monkeypatch):
+    async with clients_of(monkeypatch, "Hi") as client:
         greedy = [client("10.0.0.1", b"a" * 1000) for _ in range(4)]
         await settled()
         refused = client("10.0.0.1", b"a" * 1000)
@@ -84,23 +83,18 @@ def test_one_whose_bodies_do_not_end_is_refused_and_others_are_not(monkeypatch):
             each.printed.put_nowait(None)
             assert await each.status() == 400
 
-    scenario(monkeypatch, test, "Hi")
 
-
-def test_a_body_that_grows_beyond_the_share_ends_and_gives_all_back(monkeypatch):
-    async def test(client) -> None:
+async def test_a_body_that_grows_beyond_the_share_ends_and_gives_all_back(monkeypatch):
+    async with clients_of(monkeypatch) as client:
         for _ in range(3):
             grows = client("10.0.0.1", *[b"a" * 1000] * 5)
             assert await grows.status() == 429
             await grows.task
 
-    scenario(monkeypatch, test)
 
-
-def test_a_body_counts_until_its_answer_ends(monkeypatch):
+async def test_a_body_counts_until_its_answer_ends(monkeypatch):
     held = asyncio.Event()
-
-    async def test(client) -> None:
+    async with clients_of(monkeypatch, held, "Hi") as client:
         first = client("10.0.0.1", chat(3900), None)
         await settled()
         assert first.got.empty()
@@ -110,12 +104,10 @@ def test_a_body_counts_until_its_answer_ends(monkeypatch):
         await first.task
         assert await client("10.0.0.1", chat(3900), None).status() == 200
 
-    scenario(monkeypatch, test, held, "Hi")
-
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_who_leaves_or_is_too_slow_gives_all_back(monkeypatch, leaves):
-    async def test(client) -> None:
+async def test_who_leaves_or_is_too_slow_gives_all_back(monkeypatch, leaves):
+    async with clients_of(monkeypatch, "Hi", body_timeout_s=PATIENCE_S if leaves else 0.01) as client:
         slow = client("10.0.0.1", b"a" * 4000)
         if leaves:
             await settled()
@@ -125,5 +117,3 @@ def test_who_leaves_or_is_too_slow_gives_all_back(monkeypatch, leaves):
             assert await slow.status() == 408
             await slow.task
         assert await client("10.0.0.1", chat(3900), None).status() == 200
-
-    scenario(monkeypatch, test, "Hi", body_timeout_s=PATIENCE_S if leaves else 0.01)

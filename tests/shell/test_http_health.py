@@ -33,21 +33,17 @@ class Watched:
         await self.app(scope, receive, send)
 
 
-def answers(
+async def answers(
     sent: bytes, backend: FakeBackend | None = None
 ) -> tuple[list[tuple[bytes, dict[bytes, bytes], bytes]], int]:
     """The status line, headers and body of each response to ``sent``, and how many were made by the app."""
 
-    async def run() -> tuple[bytes, int]:
-        watched = Watched(backend or FakeBackend(replies()))
-        async with patient(FakeBackend(replies()), app=watched, checks=watched.app.state.checks) as port:
-            reader, writer = await raw(port)
-            writer.write(sent)
-            printed = await until_closed(reader)
-            writer.close()
-            return printed, watched.requests
-
-    printed, requests = asyncio.run(run())
+    watched = Watched(backend or FakeBackend(replies()))
+    async with patient(FakeBackend(replies()), app=watched, checks=watched.app.state.checks) as port:
+        reader, writer = await raw(port)
+        writer.write(sent)
+        printed = await until_closed(reader)
+        writer.close()
     found = []
     while printed:
         head, _, printed = printed.partition(b"\r\n\r\n")
@@ -57,17 +53,17 @@ def answers(
         headers.pop(b"date", None)
         found.append((line, headers, printed[:size]))
         printed = printed[size:]
-    return found, requests
+    return found, watched.requests
 
 
 @pytest.mark.parametrize("path", [b"/health", b"/v1/health"])
 @pytest.mark.parametrize("serving", [True, False])
-def test_it_is_what_the_application_would_have_answered(path, serving):
+async def test_it_is_what_the_application_would_have_answered(path, serving):
     backend = FakeBackend(replies())
     backend.state = Health(serving=serving, taken=serving, detail="as it is")
     sent = PLAIN.replace(b"/health", path)
-    (plain,), by_none = answers(sent + LAST, backend)
-    (asked,), by_app = answers(sent + b"Origin: http://localhost\r\n" + LAST, backend)
+    (plain,), by_none = await answers(sent + LAST, backend)
+    (asked,), by_app = await answers(sent + b"Origin: http://localhost\r\n" + LAST, backend)
     assert plain == asked
     assert (by_none, by_app) == (0, 1)
 
@@ -86,32 +82,32 @@ def test_it_is_what_the_application_would_have_answered(path, serving):
     ],
     ids=["HEAD", "slash", "query", "foreign host", "expect", "upgrade", "body", "long"],
 )
-def test_whatever_is_not_plain_is_a_request_like_any_other(sent):
-    assert answers(sent + LAST)[1] == 1
+async def test_whatever_is_not_plain_is_a_request_like_any_other(sent):
+    assert (await answers(sent + LAST))[1] == 1
 
 
 @pytest.mark.parametrize("wrong", [b"Host: localhost\r\n", b"X: y\n", b" folded\r\n", b"X\x00: y\r\n"])
-def test_what_is_not_http_is_refused_as_anywhere(wrong):
-    ((line, _, _),), requests = answers(PLAIN + wrong + LAST)
+async def test_what_is_not_http_is_refused_as_anywhere(wrong):
+    ((line, _, _),), requests = await answers(PLAIN + wrong + LAST)
     assert (line, requests) == (b"HTTP/1.1 400 Bad Request", 0)
 
 
-def test_health_checks_and_requests_that_are_sent_ahead_are_answered_in_their_order():
+async def test_health_checks_and_requests_that_are_sent_ahead_are_answered_in_their_order():
     page = b"GET /nothing HTTP/1.1\r\nHost: desk.lan\r\n\r\n"
     check = PLAIN.replace(b"localhost", b"desk.lan") + b"\r\n"
-    found, requests = answers((check * 9 + page) * 9 + PLAIN + LAST)
+    found, requests = await answers((check * 9 + page) * 9 + PLAIN + LAST)
     lines = [line for line, _, _ in found]
     assert lines == [*([b"HTTP/1.1 200 OK"] * 9 + [b"HTTP/1.1 404 Not Found"]) * 9, b"HTTP/1.1 200 OK"]
     assert requests == 9
 
 
-def test_they_are_counted():
+async def test_they_are_counted():
     metrics = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n" + LAST
-    text = answers((PLAIN + b"\r\n") * 3 + metrics)[0][-1][2]
+    text = (await answers((PLAIN + b"\r\n") * 3 + metrics))[0][-1][2]
     assert b'primad_http_requests_total{code="200",path="/health"} 3.0' in text
 
 
-def test_who_asks_again_and_again_and_reads_nothing_fills_no_memory():
+async def test_who_asks_again_and_again_and_reads_nothing_fills_no_memory():
     """Its responses wait with the system, then its requests do."""
     unread = [0]
 
@@ -120,41 +116,35 @@ def test_who_asks_again_and_again_and_reads_nothing_fills_no_memory():
             super().begin()
             unread.append(self.unread_bytes)
 
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        with pytest.MonkeyPatch.context() as patch, socket.socket() as client:
-            patch.setattr(http_patience, "PatientProtocol", Reported)
-            async with patient(FakeBackend(replies()), send_timeout_s=0.1) as port:
-                client.setblocking(False)
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 10)
-                await loop.sock_connect(client, ("127.0.0.1", port))
-                with suppress(ConnectionError):  # it is sent away
-                    while True:
-                        await loop.sock_sendall(client, (PLAIN + b"\r\n") * 1000)
-
-    asyncio.run(run())
+    loop = asyncio.get_running_loop()
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as client:
+        patch.setattr(http_patience, "PatientProtocol", Reported)
+        async with patient(FakeBackend(replies()), send_timeout_s=0.1) as port:
+            client.setblocking(False)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 10)
+            await loop.sock_connect(client, ("127.0.0.1", port))
+            with suppress(ConnectionError):  # it is sent away
+                while True:
+                    await loop.sock_sendall(client, (PLAIN + b"\r\n") * 1000)
     assert (1 << 14) < max(unread) < 1 << 18
 
 
-def test_what_many_ask_for_is_made_once_and_after_each_has_asked():
-    async def run() -> list[list[int]]:
-        made, going, asked = 0, asyncio.Event(), asyncio.Event()
+async def test_what_many_ask_for_is_made_once_and_after_each_has_asked():
+    made, going, asked = 0, asyncio.Event(), asyncio.Event()
 
-        async def make() -> int:
-            nonlocal made
-            made += 1
-            number = made
-            going.set()
-            await asked.wait()
-            return number
+    async def make() -> int:
+        nonlocal made
+        made += 1
+        number = made
+        going.set()
+        await asked.wait()
+        return number
 
-        shared = Shared(make, 0.01)
-        first = asyncio.create_task(shared.get())
-        await going.wait()
-        later = [asyncio.create_task(shared.get()) for _ in range(99)]
-        await asyncio.sleep(0)
-        later[0].cancel()
-        asked.set()
-        return [[await first], await asyncio.gather(*later[1:])]
-
-    assert asyncio.run(run()) == [[1], [2] * 98]
+    shared = Shared(make, 0.01)
+    first = asyncio.create_task(shared.get())
+    await going.wait()
+    later = [asyncio.create_task(shared.get()) for _ in range(99)]
+    await asyncio.sleep(0)
+    later[0].cancel()
+    asked.set()
+    assert [[await first], await asyncio.gather(*later[1:])] == [[1], [2] * 98]

@@ -126,41 +126,37 @@ class Asked:
         return status, size
 
 
-def hostile(tmp_path: Any, backend: FakeBackend, requests: list[tuple[str, Body]]) -> list[tuple[int, int]]:
+async def hostile(tmp_path: Any, backend: FakeBackend, requests: list[tuple[str, Body]]) -> list[tuple[int, int]]:
     """The answers to ``requests``, one after the other; the loop is watched."""
-
-    async def run() -> list[tuple[int, int]]:
-        path = write_vocabulary(tmp_path / "toy.gguf")
-        service = TextService(str(path), backend.vocabulary.chat_template)
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                assert backend.served is not None
-                backend.served = replace(backend.served, vocabulary=await service.pieces())
-                ask = Asked(service, backend)
-                await ask("/v1/chat/completions", json.dumps({"messages": HELLO}).encode())
-                bodies = [(to, body if isinstance(body, bytes) else json.dumps(body).encode()) for to, body in requests]
-                answers, stood = list[tuple[int, int]](), list[str]()
-                with watched_loop() as late:
-                    for to, body in bodies:
-                        answers.append(await ask(to, body))
-                        stood += [f"{to} {body[:60]!r}: {each}" for each in late[len(stood) :]]
-                assert not stood, "\n".join(stood)
-                slow = [refusal for refusal in ask.refusals if b"took more than" in refusal]
-                assert not slow, "work that grows faster than the request"
-                return answers
-        finally:
-            await service.close()
-
-    return asyncio.run(run())
+    path = write_vocabulary(tmp_path / "toy.gguf")
+    service = TextService(str(path), backend.vocabulary.chat_template)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            assert backend.served is not None
+            backend.served = replace(backend.served, vocabulary=await service.pieces())
+            ask = Asked(service, backend)
+            await ask("/v1/chat/completions", json.dumps({"messages": HELLO}).encode())
+            bodies = [(to, body if isinstance(body, bytes) else json.dumps(body).encode()) for to, body in requests]
+            answers, stood = list[tuple[int, int]](), list[str]()
+            with watched_loop() as late:
+                for to, body in bodies:
+                    answers.append(await ask(to, body))
+                    stood += [f"{to} {body[:60]!r}: {each}" for each in late[len(stood) :]]
+            assert not stood, "\n".join(stood)
+            slow = [refusal for refusal in ask.refusals if b"took more than" in refusal]
+            assert not slow, "work that grows faster than the request"
+            return answers
+    finally:
+        await service.close()
 
 
-def test_no_request_stops_the_loop(tmp_path):
-    answers = hostile(tmp_path, GradualBackend(replies("Hi"), context_tokens=1 << 14), HOSTILE)
+async def test_no_request_stops_the_loop(tmp_path):
+    answers = await hostile(tmp_path, GradualBackend(replies("Hi"), context_tokens=1 << 14), HOSTILE)
     wrong = [(to, status) for (to, _), (status, _) in zip(HOSTILE, answers, strict=True) if status not in (200, 400)]
     assert not wrong
 
 
-def test_no_answer_stops_the_loop(tmp_path):
+async def test_no_answer_stops_the_loop(tmp_path):
     def at_length(call: Call) -> list[int]:
         return [65] * min(call.max_tokens, 1500)
 
@@ -173,6 +169,6 @@ def test_no_answer_stops_the_loop(tmp_path):
         ("/completion", {"prompt": "Hi", "n_probs": 100, "stream": True, "stop": ["A" * 255 + "b"]}),
         ("/completion", {"prompt": "Hi", "n_probs": 100, "response_fields": ["completion_probabilities"]}),
     ]
-    answers = hostile(tmp_path, GradualBackend(at_length, context_tokens=1 << 14), asked)
+    answers = await hostile(tmp_path, GradualBackend(at_length, context_tokens=1 << 14), asked)
     assert [status for status, _ in answers] == [200] * len(asked)
     assert answers[0][1] > 1_000_000

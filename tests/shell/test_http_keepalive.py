@@ -40,20 +40,17 @@ class Client:
                 self.waits.set()
 
 
-def test_a_stream_that_waits_sends_comments_and_then_goes_on() -> None:
-    async def main() -> list[bytes]:
-        client = Client()
+async def test_a_stream_that_waits_sends_comments_and_then_goes_on() -> None:
+    client = Client()
 
-        async def words():
-            yield Word("one")
-            await client.waits.wait()
-            yield Word("two")
+    async def words():
+        yield Word("one")
+        await client.waits.wait()
+        yield Word("two")
 
-        async with asyncio.timeout(PATIENCE_S):
-            await MessageStream(words(), EVENTS, OFTEN)({"type": "http"}, client.receive, client.send)
-        return client.body
-
-    body = asyncio.run(main())
+    async with asyncio.timeout(PATIENCE_S):
+        await MessageStream(words(), EVENTS, OFTEN)({"type": "http"}, client.receive, client.send)
+    body = client.body
     comments = [part for part in body if part.startswith(b":")]
     assert comments
     assert all(part.endswith(b"\n\n") for part in comments)
@@ -64,55 +61,46 @@ def test_a_stream_that_waits_sends_comments_and_then_goes_on() -> None:
     ]
 
 
-def test_a_stream_that_waits_for_its_first_message_begins_and_may_still_end_with_an_error() -> None:
-    async def main() -> list[bytes]:
-        client = Client()
+async def test_a_stream_that_waits_for_its_first_message_begins_and_may_still_end_with_an_error() -> None:
+    client = Client()
 
-        async def late():
-            await client.waits.wait()
-            raise RingError("the ring broke")
-            yield Word("never")
+    async def late():
+        await client.waits.wait()
+        raise RingError("the ring broke")
+        yield Word("never")
 
-        async with asyncio.timeout(PATIENCE_S):
-            await MessageStream(late(), EVENTS, OFTEN)({"type": "http"}, client.receive, client.send)
-        return client.body
-
-    body = asyncio.run(main())
+    async with asyncio.timeout(PATIENCE_S):
+        await MessageStream(late(), EVENTS, OFTEN)({"type": "http"}, client.receive, client.send)
+    body = client.body
     assert body[0].startswith(b": ")
     assert [b"the ring broke" in part for part in body if part.startswith(b"data")] == [True]
 
 
-def test_headers_go_out_before_anything_is_there_to_be_said() -> None:
-    async def main() -> list[bytes]:
-        client, begun = Client(), asyncio.Event()
+async def test_headers_go_out_before_anything_is_there_to_be_said() -> None:
+    client, begun = Client(), asyncio.Event()
 
-        async def send(message: Message) -> None:
-            await client.send(message)
-            if message["type"] == "http.response.start":
-                begun.set()
+    async def send(message: Message) -> None:
+        await client.send(message)
+        if message["type"] == "http.response.start":
+            begun.set()
 
-        async def words():
-            await begun.wait()
-            yield Word("one")
+    async def words():
+        await begun.wait()
+        yield Word("one")
 
+    async with asyncio.timeout(PATIENCE_S):
+        await MessageStream(words(), EVENTS, ApiTimings(admitted_s=0.01))({"type": "http"}, client.receive, send)
+    assert client.body == [b'data: {"text":"one"}\n\n', b"data: [DONE]\n\n", b""]
+
+
+async def test_a_stream_that_is_refused_at_once_has_not_begun() -> None:
+    client = Client()
+
+    async def refused():
+        raise RingError("nobody serves")
+        yield Word("never")
+
+    with pytest.raises(RingError):
         async with asyncio.timeout(PATIENCE_S):
-            await MessageStream(words(), EVENTS, ApiTimings(admitted_s=0.01))({"type": "http"}, client.receive, send)
-        return client.body
-
-    assert asyncio.run(main()) == [b'data: {"text":"one"}\n\n', b"data: [DONE]\n\n", b""]
-
-
-def test_a_stream_that_is_refused_at_once_has_not_begun() -> None:
-    async def main() -> list[bytes]:
-        client = Client()
-
-        async def refused():
-            raise RingError("nobody serves")
-            yield Word("never")
-
-        with pytest.raises(RingError):
-            async with asyncio.timeout(PATIENCE_S):
-                await MessageStream(refused(), EVENTS)({"type": "http"}, client.receive, client.send)
-        return client.body
-
-    assert asyncio.run(main()) == []
+            await MessageStream(refused(), EVENTS)({"type": "http"}, client.receive, client.send)
+    assert client.body == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import httpx
 import pytest
 
@@ -15,6 +13,7 @@ from primad.api.http.key_file import KeyFile, add_key, remove_key
 from primad.api.http.keys import ApiKey, digest_of
 from primad.errors import ConfigError
 from tests.fakes.backend import FakeBackend, replies
+from tests.fakes.http import ask
 
 KEY = "a-key-of-some-length"
 HELLO = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
@@ -26,14 +25,6 @@ def app_for(*keys: ApiKey, origins: tuple[str, ...] = ()):
 
 def key(**limits: int) -> ApiKey:
     return ApiKey(name="laptop", digest=digest_of(KEY), **limits)
-
-
-def ask(app, method: str, path: str, **request) -> httpx.Response:
-    async def once() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
-            return await client.request(method, path, **request)
-
-    return asyncio.run(once())
 
 
 @pytest.mark.parametrize(
@@ -128,15 +119,12 @@ def test_the_ring_is_told_whose_an_answer_is(stream):
         ("::ffff:127.0.0.1", ""),
     ],
 )
-def test_without_keys_each_machine_asks_as_one(address, owner):
-    async def once() -> None:
-        backend = FakeBackend(replies("Hello"))
-        transport = httpx.ASGITransport(create_app(backend), client=(address, 1234))
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            await client.post("/v1/chat/completions", json=HELLO)
-        assert [call.owner for call in backend.calls] == [owner]
-
-    asyncio.run(once())
+async def test_without_keys_each_machine_asks_as_one(address, owner):
+    backend = FakeBackend(replies("Hello"))
+    transport = httpx.ASGITransport(create_app(backend), client=(address, 1234))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        await client.post("/v1/chat/completions", json=HELLO)
+    assert [call.owner for call in backend.calls] == [owner]
 
 
 @pytest.mark.parametrize("stream", [False, True])

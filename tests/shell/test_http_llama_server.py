@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import time
@@ -12,7 +11,6 @@ import pytest
 
 from primad.api.answering.backend import FillInTokens, Health
 from primad.api.answering.generation import write
-from primad.api.answering.job import Job
 from primad.api.dialects.llama_server import prepared
 from primad.api.http.long_response import PIECE_BYTES, in_pieces
 from primad.errors import RingError
@@ -92,18 +90,15 @@ def test_an_answer_says_how_it_was_sampled_and_of_what_prompt():
     assert usual.items() <= post(backend, "/completion", prompt="Hi").json()["generation_settings"].items()
 
 
-def test_a_long_list_of_tokens_is_written_in_pieces():
+async def test_a_long_list_of_tokens_is_written_in_pieces():
     sent: list[int] = []
 
-    async def run() -> None:
-        async def send(message: Any) -> None:
-            sent.append(len(message.get("body", b"")))
+    async def send(message: Any) -> None:
+        sent.append(len(message.get("body", b"")))
 
-        response = in_pieces(b"[" + b"1," * (1 << 20) + b"1]")
-        assert response.headers["content-length"] == str((1 << 21) + 3)
-        await response({"type": "http"}, lambda: None, send)
-
-    asyncio.run(run())
+    response = in_pieces(b"[" + b"1," * (1 << 20) + b"1]")
+    assert response.headers["content-length"] == str((1 << 21) + 3)
+    await response({"type": "http"}, lambda: None, send)
     assert (sum(sent), max(sent)) == ((1 << 21) + 3, PIECE_BYTES)
 
 
@@ -156,19 +151,15 @@ def test_no_tokens_to_predict_has_the_prompt_computed_and_nothing_written():
         assert [each.max_tokens for each in backend.calls] == [1, 1]
 
 
-def test_an_answer_that_takes_too_long_ends_behind_the_next_line():
+async def test_an_answer_that_takes_too_long_ends_behind_the_next_line():
     backend = FakeBackend(replies("a\nbcd\ne\nf"))
     assert backend.served is not None
     for limit_ms, text in ((1500, "a\nbcd\n"), (2500, "a\nbcd\ne\n"), (9000, "a\nbcd\ne\nf"), (0, "a\nbcd\ne\nf")):
         body = json.dumps({"prompt": "Hi", "t_max_predict_ms": limit_ms}).encode()
-        job = asyncio.run(backend.prepare(prepared.completion, body, backend.served.settings)).job
-        ticks = itertools.count()
-
-        async def texts(job: Job = job, ticks: itertools.count[int] = ticks) -> list[tuple[str, str | None]]:
-            written = write(backend, backend.vocabulary, job, job.choices[0], clock=lambda: float(next(ticks)))
-            return [(part.text, part.finish) async for part in written]
-
-        parts = asyncio.run(texts())
+        job = (await backend.prepare(prepared.completion, body, backend.served.settings)).job
+        ticks = map(float, itertools.count())
+        written = write(backend, backend.vocabulary, job, job.choices[0], clock=ticks.__next__)
+        parts = [(part.text, part.finish) async for part in written]
         assert "".join(text for text, _ in parts) == text
         assert parts[-1][1] == ("stop" if text.endswith("f") else "length")
         assert backend.calls[-1].closed.is_set()

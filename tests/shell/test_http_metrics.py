@@ -45,15 +45,13 @@ def scrape(backend: FakeBackend) -> Scraped:
     return Scraped(call(backend, "GET", "/metrics"))
 
 
-def after(backend: FakeBackend, *requests: tuple[str, str, dict[str, Any]]) -> tuple[Scraped, list[httpx.Response]]:
+async def after(
+    backend: FakeBackend, *requests: tuple[str, str, dict[str, Any]]
+) -> tuple[Scraped, list[httpx.Response]]:
     """The scrape after ``requests`` to the same app, and their answers."""
-
-    async def once() -> tuple[Scraped, list[httpx.Response]]:
-        async with asyncio.timeout(PATIENCE_S), in_memory(backend) as client:
-            answers = [await client.request(method, path, **more) for method, path, more in requests]
-            return Scraped(await client.get("/metrics")), answers
-
-    return asyncio.run(once())
+    async with asyncio.timeout(PATIENCE_S), in_memory(backend) as client:
+        answers = [await client.request(method, path, **more) for method, path, more in requests]
+        return (Scraped(await client.get("/metrics")), answers)
 
 
 def ask(prompt: str = "Hi", **more: Any) -> tuple[str, str, dict[str, Any]]:
@@ -72,8 +70,8 @@ def test_every_metric_has_its_unit_and_its_words():
     assert not [name for name in found.families if name.endswith(("_ms", "_mb", "_s", "_gb"))]
 
 
-def test_requests_tokens_and_times_are_counted():
-    found, _ = after(FakeBackend(replies("abc")), ask("Hey"), ask("Hey", stream=True))
+async def test_requests_tokens_and_times_are_counted():
+    found, _ = await after(FakeBackend(replies("abc")), ask("Hey"), ask("Hey", stream=True))
     assert found("http_requests_total", path=COMPLETIONS, code="200") == 2
     assert found("prompt_tokens_total") == 8  # with the token of the beginning
     assert found("completion_tokens_total") == 6
@@ -84,7 +82,7 @@ def test_requests_tokens_and_times_are_counted():
     assert found("time_to_first_token_seconds_sum") > 0
 
 
-def test_the_time_to_the_first_token_is_apart_from_the_others():
+async def test_the_time_to_the_first_token_is_apart_from_the_others():
     """Two seconds until it, a half and a quarter for the two behind it, and nothing for the end."""
     now_s = 100.0
 
@@ -94,13 +92,10 @@ def test_the_time_to_the_first_token_is_apart_from_the_others():
             now_s += took_s
             yield Written(text="", tokens=(), sampled=sampled, finish=finish)
 
-    async def once() -> Scraped:
-        metrics = Metrics(clock=lambda: now_s)
-        assert [part.finish async for part in metrics.metered(written(), 3)] == [None, None, None, "stop"]
-        body = metrics.render(StatusBody(serving=True, detail="", model=None))
-        return Scraped(httpx.Response(200, content=body, headers={"content-type": MEDIA_TYPE}))
-
-    found = asyncio.run(once())
+    metrics = Metrics(clock=lambda: now_s)
+    assert [part.finish async for part in metrics.metered(written(), 3)] == [None, None, None, "stop"]
+    body = metrics.render(StatusBody(serving=True, detail="", model=None))
+    found = Scraped(httpx.Response(200, content=body, headers={"content-type": MEDIA_TYPE}))
     assert [found(f"time_to_first_token_seconds_{what}") for what in ("count", "sum")] == [1, 2]
     assert [found(f"time_per_output_token_seconds_{what}") for what in ("count", "sum")] == [2, 0.75]
     assert found("time_per_output_token_seconds_bucket", le="0.25") == 1
@@ -114,46 +109,43 @@ def test_the_time_to_the_first_token_is_apart_from_the_others():
         (replies("a", KeyError("ours")), "error"),
     ],
 )
-def test_how_an_answer_ends_badly(script, end):
-    found, answers = after(FakeBackend(script), ask())
+async def test_how_an_answer_ends_badly(script, end):
+    found, answers = await after(FakeBackend(script), ask())
     assert found("answers_total", end=end) == 1
     assert found("answers_open") == 0
     assert found("http_requests_total", path=COMPLETIONS, code=str(answers[0].status_code)) == 1
 
 
-def test_an_answer_that_ends_at_its_limit():
-    found, _ = after(FakeBackend(replies("abcdef")), ask(max_tokens=2))
+async def test_an_answer_that_ends_at_its_limit():
+    found, _ = await after(FakeBackend(replies("abcdef")), ask(max_tokens=2))
     assert found("answers_total", end="length") == 1
     assert found("answers_total", end="left") is None
 
 
-def test_a_client_that_leaves():
+async def test_a_client_that_leaves():
     from primad.api.app import create_app
 
-    async def once() -> Scraped:
-        backend = FakeBackend(replies("a", asyncio.Event()))
-        app = create_app(backend)
-        client = BareClient(COMPLETIONS, prompt="Hi", stream=True)
-        async with asyncio.timeout(PATIENCE_S):
-            asking = asyncio.create_task(app(client.scope, client.receive, client.send))
-            while (await client.got.get()).get("body", b"") == b"":
-                pass
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as other:
-                assert Scraped(await other.get("/metrics"))("answers_open") == 1
-                client.left.set()
-                await asking
-                return Scraped(await other.get("/metrics"))
-
-    found = asyncio.run(once())
+    backend = FakeBackend(replies("a", asyncio.Event()))
+    app = create_app(backend)
+    client = BareClient(COMPLETIONS, prompt="Hi", stream=True)
+    async with asyncio.timeout(PATIENCE_S):
+        asking = asyncio.create_task(app(client.scope, client.receive, client.send))
+        while (await client.got.get()).get("body", b"") == b"":
+            pass
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as other:
+            assert Scraped(await other.get("/metrics"))("answers_open") == 1
+            client.left.set()
+            await asking
+            found = Scraped(await other.get("/metrics"))
     assert found("answers_total", end="left") == 1
     assert found("answers_open") == 0
     assert found("completion_tokens_total") == 1
 
 
-def test_refusals_are_counted_and_no_client_makes_new_series():
+async def test_refusals_are_counted_and_no_client_makes_new_series():
     backend = FakeBackend(replies())
     odd = [("GET", f"/secret/{i}", {}) for i in range(5)] + [("GET", f"/v1/models/m{i}", {}) for i in range(3)]
-    found, answers = after(
+    found, answers = await after(
         backend, *odd, ("POST", CHAT, {"json": {}}), ("GET", "/", {"headers": {"host": "evil.example"}})
     )
     assert [answer.status_code for answer in answers] == [404] * 8 + [400, 403]
@@ -231,16 +223,13 @@ def test_a_device_that_does_not_answer_has_no_figures_but_is_there():
     assert found("device_read_bytes_total", device="desk") == MEMORY.read_bytes
 
 
-def test_a_device_that_left_is_told_no_more():
-    async def once() -> tuple[Scraped, Scraped]:
-        backend = FakeBackend(replies())
-        async with in_memory(backend) as client:
-            backend.ring = ring(device("desk"), device("lap"))
-            first = Scraped(await client.get("/metrics"))
-            backend.ring = ring(device("desk"))
-            return first, Scraped(await client.get("/metrics"))
-
-    first, second = asyncio.run(once())
+async def test_a_device_that_left_is_told_no_more():
+    backend = FakeBackend(replies())
+    async with in_memory(backend) as client:
+        backend.ring = ring(device("desk"), device("lap"))
+        first = Scraped(await client.get("/metrics"))
+        backend.ring = ring(device("desk"))
+        second = Scraped(await client.get("/metrics"))
     assert 'device="lap"' in first.text
     assert 'device="lap"' not in second.text
 
@@ -260,9 +249,9 @@ def test_a_name_cannot_add_a_line():
     assert found("device_layers", device='a"} 1\nprimad_serving 0\n# \\') == 26
 
 
-def test_two_apps_count_apart():
-    first, _ = after(FakeBackend(replies("a")), ask())
-    second, _ = after(FakeBackend(replies("a")), ask())
+async def test_two_apps_count_apart():
+    first, _ = await after(FakeBackend(replies("a")), ask())
+    second, _ = await after(FakeBackend(replies("a")), ask())
     assert first("answers_total", end="stop") == second("answers_total", end="stop") == 1
 
 

@@ -112,23 +112,19 @@ async def ask(client: httpx.AsyncClient, path: str, body: str) -> httpx.Response
     return await client.post(path, content=body, headers={"content-type": "application/json"})
 
 
-def test_every_number_of_every_dialect_is_taken_or_refused_by_name():
+async def test_every_number_of_every_dialect_is_taken_or_refused_by_name():
     tried: dict[str, int] = {}
-
-    async def all_of_them() -> None:
-        backend = FakeBackend(replies("a"), vocabulary=FILL_IN, context_tokens=64)
-        seen: set[tuple[str, str]] = set()
-        async with asyncio.timeout(PATIENCE_S), in_memory(backend, embeddings=FakeEmbeddings()) as client:
-            for path in OWN:
-                for field, body in bodies(path, seen):
-                    response = await ask(client, path, body)
-                    asked = f"{path} {body[:300]}: {response.status_code} {response.text[:300]}"
-                    assert response.status_code in (200, 400, 404), asked
-                    assert response.status_code != 400 or names_field(response.text, field), asked
-                    assert len(response.content) < 100_000, asked
-                    tried[field] = tried.get(field, 0) + 1
-
-    asyncio.run(all_of_them())
+    backend = FakeBackend(replies("a"), vocabulary=FILL_IN, context_tokens=64)
+    seen: set[tuple[str, str]] = set()
+    async with asyncio.timeout(PATIENCE_S), in_memory(backend, embeddings=FakeEmbeddings()) as client:
+        for path in OWN:
+            for field, body in bodies(path, seen):
+                response = await ask(client, path, body)
+                asked = f"{path} {body[:300]}: {response.status_code} {response.text[:300]}"
+                assert response.status_code in (200, 400, 404), asked
+                assert response.status_code != 400 or names_field(response.text, field), asked
+                assert len(response.content) < 100_000, asked
+                tried[field] = tried.get(field, 0) + 1
     assert {"temperature", "repeat_last_n", "dry_penalty_last_n", "seed", "top_logprobs", "best_of"} <= tried.keys()
     assert {"logit_bias", "id_slot", "keep_alive", "options.num_predict", "options.repeat_last_n"} <= tried.keys()
     assert {"thinking", "dimensions", "top_n", "max_output_tokens", "n_predict", "tokens"} <= tried.keys()
@@ -147,21 +143,16 @@ def test_samplers_look_at_the_context_at_most_whoever_asks_for_more(tokens):
 @pytest.mark.parametrize(
     "path", ["/v1/models/{}", "/v1/models?limit={}&after={}", "/slots?id={}", "/api/tags?n={}", "/{}"]
 )
-def test_numbers_in_paths_queries_and_headers_make_no_500(path):
-    async def all_of_them() -> None:
-        async with asyncio.timeout(PATIENCE_S), in_memory(FakeBackend(replies("a"))) as client:
-            for number in NUMBERS:
-                safe = number if len(number) < 1000 else number[:1000]
-                headers = dict.fromkeys(("x-stainless-retry-count", "x-priority", "retry-after", "date", "age"), safe)
-                for answer in (
-                    await client.get(
-                        path.format(httpx.URL(path="/" + safe).raw_path.decode()[1:], safe), headers=headers
-                    ),
-                    await client.get("/v1/models", headers={"x-forwarded-for": safe, "forwarded": f"for={safe}"}),
-                ):
-                    assert answer.status_code < 500, (path, number[:50])
-
-    asyncio.run(all_of_them())
+async def test_numbers_in_paths_queries_and_headers_make_no_500(path):
+    async with asyncio.timeout(PATIENCE_S), in_memory(FakeBackend(replies("a"))) as client:
+        for number in NUMBERS:
+            safe = number if len(number) < 1000 else number[:1000]
+            headers = dict.fromkeys(("x-stainless-retry-count", "x-priority", "retry-after", "date", "age"), safe)
+            for answer in (
+                await client.get(path.format(httpx.URL(path="/" + safe).raw_path.decode()[1:], safe), headers=headers),
+                await client.get("/v1/models", headers={"x-forwarded-for": safe, "forwarded": f"for={safe}"}),
+            ):
+                assert answer.status_code < 500, (path, number[:50])
 
 
 def test_a_loan_is_so_many_bytes_as_there_may_be():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import time
@@ -180,20 +179,17 @@ def test_images_are_refused_by_name():
     assert "images" in post(FakeBackend(replies()), CHAT, model="toy", messages=[message]).json()["error"]
 
 
-def test_the_official_client():
-    async def run():
-        async with served(FakeBackend(replies("Hello"), vocabulary=VOCABULARY)) as url:
-            client = ollama.AsyncClient(host=url)
-            assert [model.model for model in (await client.list()).models] == ["toy:latest"]
-            answer = await client.chat(model="toy", messages=HELLO)
-            assert (answer.message.content, answer.done_reason) == ("Hello", "stop")
-            parts = [part.message.content async for part in await client.chat("toy", HELLO, stream=True)]
-            assert "".join(parts) == "Hello"
-            assert (await client.generate("toy", "Hi")).response == "Hello"
-            assert (await client.show("toy")).details.format == "gguf"
-            assert (await client.ps()).models[0].context_length == 4096
-            with pytest.raises(ollama.ResponseError, match="not served here"):
-                await client.chat(model="other", messages=HELLO)
-            await client._client.aclose()
-
-    asyncio.run(run())
+async def test_the_official_client():
+    async with served(FakeBackend(replies("Hello"), vocabulary=VOCABULARY)) as url:
+        client = ollama.AsyncClient(host=url)
+        assert [model.model for model in (await client.list()).models] == ["toy:latest"]
+        answer = await client.chat(model="toy", messages=HELLO)
+        assert (answer.message.content, answer.done_reason) == ("Hello", "stop")
+        parts = [part.message.content async for part in await client.chat("toy", HELLO, stream=True)]
+        assert "".join(parts) == "Hello"
+        assert (await client.generate("toy", "Hi")).response == "Hello"
+        assert (await client.show("toy")).details.format == "gguf"
+        assert (await client.ps()).models[0].context_length == 4096
+        with pytest.raises(ollama.ResponseError, match="not served here"):
+            await client.chat(model="other", messages=HELLO)
+        await client._client.aclose()

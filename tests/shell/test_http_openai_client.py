@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -18,27 +19,23 @@ openai = Lazily("openai")
 HELLO = [{"role": "user", "content": "Hi"}]
 
 
-def with_client(backend: FakeBackend, scenario: Callable[[openai.AsyncOpenAI], Awaitable[None]]) -> None:
-    async def run():
-        async with (
-            served(backend) as url,
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-        ):
-            await scenario(client)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def client_of(backend: FakeBackend) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with (
+        served(backend) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
 
 
-def test_models():
-    async def scenario(client):
+async def test_models():
+    async with client_of(FakeBackend(replies())) as client:
         assert [model.id async for model in client.models.list()] == ["toy"]
         assert (await client.models.retrieve("toy")).owned_by == "primad"
 
-    with_client(FakeBackend(replies()), scenario)
 
-
-def test_chat():
-    async def scenario(client):
+async def test_chat():
+    async with client_of(FakeBackend(replies("Hello world"))) as client:
         answer = await client.chat.completions.create(
             model="toy", messages=HELLO, n=2, temperature=0, max_completion_tokens=5
         )
@@ -46,11 +43,9 @@ def test_chat():
         assert [choice.finish_reason for choice in answer.choices] == ["length", "length"]
         assert answer.usage.completion_tokens == 10
 
-    with_client(FakeBackend(replies("Hello world")), scenario)
 
-
-def test_chat_that_streams():
-    async def scenario(client):
+async def test_chat_that_streams():
+    async with client_of(FakeBackend(replies("Grüße 😀STOPmore"))) as client:
         stream = await client.chat.completions.create(
             model="toy", messages=HELLO, stream=True, stream_options={"include_usage": True}, stop=["STOP"]
         )
@@ -59,11 +54,10 @@ def test_chat_that_streams():
         assert chunks[-2].choices[0].finish_reason == "stop"
         assert chunks[-1].usage.completion_tokens == 16
 
-    with_client(FakeBackend(replies("Grüße 😀STOPmore")), scenario)
 
-
-def test_text_arrives_while_the_ring_still_computes():
-    async def scenario(client):
+async def test_text_arrives_while_the_ring_still_computes():
+    more = asyncio.Event()
+    async with client_of(FakeBackend(replies("first", more, " second"))) as client:
         stream = await client.chat.completions.create(model="toy", messages=HELLO, stream=True)
         text = ""
         async for chunk in stream:
@@ -72,12 +66,9 @@ def test_text_arrives_while_the_ring_still_computes():
                 more.set()
         assert text == "first second"
 
-    more = asyncio.Event()
-    with_client(FakeBackend(replies("first", more, " second")), scenario)
 
-
-def test_completion():
-    async def scenario(client):
+async def test_completion():
+    async with client_of(FakeBackend(lambda call: f"{call.sampling.seed}!".encode())) as client:
         answer = await client.completions.create(
             model="toy", prompt=["a", "b"], logprobs=2, stop="!", max_tokens=9, seed=3
         )
@@ -87,11 +78,9 @@ def test_completion():
         stream = await client.completions.create(model="toy", prompt="a", seed=4, stream=True)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "4!"
 
-    with_client(FakeBackend(lambda call: f"{call.sampling.seed}!".encode()), scenario)
 
-
-def test_seed_and_logprobs():
-    async def scenario(client):
+async def test_seed_and_logprobs():
+    async with client_of(FakeBackend(lambda call: str(call.sampling.seed).encode())) as client:
         asked = {"model": "toy", "messages": HELLO, "logprobs": True, "top_logprobs": 3}
         first = await client.chat.completions.create(**asked, seed=11)
         again = await client.chat.completions.create(**asked, seed=11)
@@ -101,17 +90,13 @@ def test_seed_and_logprobs():
         entry = first.choices[0].logprobs.content[0]
         assert (entry.token, entry.bytes, len(entry.top_logprobs)) == ("1", [49], 3)
 
-    with_client(FakeBackend(lambda call: str(call.sampling.seed).encode()), scenario)
 
-
-def test_the_stream_helper_puts_a_message_together():
-    async def scenario(client):
+async def test_the_stream_helper_puts_a_message_together():
+    async with client_of(FakeBackend(replies("Hello"))) as client:
         async with client.chat.completions.stream(model="toy", messages=HELLO, logprobs=True) as stream:
             final = await stream.get_final_completion()
         assert final.choices[0].message.content == "Hello"
         assert len(final.choices[0].logprobs.content) == 5
-
-    with_client(FakeBackend(replies("Hello")), scenario)
 
 
 @pytest.mark.parametrize(
@@ -123,51 +108,41 @@ def test_the_stream_helper_puts_a_message_together():
         ({"model": "gpt-4"}, "NotFoundError", "model_not_found"),
     ],
 )
-def test_refusals_are_the_clients_exceptions(ask, raised, code):
-    async def scenario(client):
+async def test_refusals_are_the_clients_exceptions(ask, raised, code):
+    async with client_of(FakeBackend(replies("x"))) as client:
         with pytest.raises(getattr(openai, raised)) as caught:
             await client.chat.completions.create(**{"model": "toy", "messages": HELLO} | ask)
         assert caught.value.code == code
         too_long = code == "context_length_exceeded"
         assert caught.value.type == ("exceed_context_size_error" if too_long else "invalid_request_error")
 
-    with_client(FakeBackend(replies("x")), scenario)
 
-
-def test_a_body_that_is_too_large():
-    async def scenario(client):
+async def test_a_body_that_is_too_large():
+    async with client_of(FakeBackend(replies("x"))) as client:
         with pytest.raises(openai.APIStatusError) as caught:
             await client.completions.create(model="toy", prompt="x" * (9 << 20))
         assert caught.value.status_code == 413
 
-    with_client(FakeBackend(replies("x")), scenario)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_bad_day(stream):
-    async def scenario(client):
-        with pytest.raises(openai.InternalServerError) as caught:
-            await client.chat.completions.create(model="toy", messages=HELLO, stream=stream)
-        assert caught.value.status_code == 503
-
-    with_client(FakeBackend(replies(RingError("gone"))), scenario)
+async def test_a_bad_day(stream):
     loading = FakeBackend(replies())
     loading.state = Health(serving=False, taken=False, detail="loading")
-    with_client(loading, scenario)
+    for backend in (FakeBackend(replies(RingError("gone"))), loading):
+        async with client_of(backend) as client:
+            with pytest.raises(openai.InternalServerError) as caught:
+                await client.chat.completions.create(model="toy", messages=HELLO, stream=stream)
+            assert caught.value.status_code == 503
 
 
-def test_a_full_queue():
-    async def scenario(client):
+async def test_a_full_queue():
+    async with client_of(FakeBackend(replies(RequestError("full", status=429)))) as client:
         with pytest.raises(openai.RateLimitError):
             await client.chat.completions.create(model="toy", messages=HELLO)
 
-    with_client(FakeBackend(replies(RequestError("full", status=429))), scenario)
 
-
-def test_a_ring_that_breaks_in_a_stream():
-    async def scenario(client):
+async def test_a_ring_that_breaks_in_a_stream():
+    async with client_of(FakeBackend(replies("some", RingError("worker b went away")))) as client:
         stream = await client.chat.completions.create(model="toy", messages=HELLO, stream=True)
         with pytest.raises(openai.APIError, match="worker b went away"):
             _ = [chunk async for chunk in stream]
-
-    with_client(FakeBackend(replies("some", RingError("worker b went away"))), scenario)

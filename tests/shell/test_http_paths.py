@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import httpx
 
 from primad.api.app import create_app
@@ -44,7 +42,7 @@ def test_head_is_answered_where_get_is_and_the_document_has_it_once():
     assert "head" not in create_app(FakeBackend(replies())).openapi()["paths"]["/v1/models"]
 
 
-def test_a_slash_too_many_opens_no_door():
+async def test_a_slash_too_many_opens_no_door():
     app = create_app(FakeBackend(replies()), admission=Admission(door=Door(lambda: ())))
 
     async def status(path: str) -> int:
@@ -52,6 +50,6 @@ def test_a_slash_too_many_opens_no_door():
             return (await client.get(f"http://127.0.0.1:8080{path}")).status_code
 
     for path in ("//v1/models", "/v1/models/", "//health/../v1/models", "/page//../v1/models", "/ui/who/"):
-        assert asyncio.run(status(path)) in (401, 404), path
+        assert await status(path) in (401, 404), path
     for path in ("//health", "/v1/health/", "//page//page.css"):
-        assert asyncio.run(status(path)) == 200, path
+        assert await status(path) == 200, path

@@ -37,63 +37,51 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
     [(b"", b""), (REQUEST[:-2], b""), (b"\xff" + bytes(9), b"HTTP/1.1 400 ")],
     ids=["nothing", "half", "ZMTP"],
 )
-def test_who_asks_nothing_is_sent_away(printed: bytes, answer: bytes):
-    async def scenario() -> None:
-        async with patient(FakeBackend(replies("Hi")), timeout_s=0.1) as port:
-            reader, writer = await raw(port)
-            writer.write(printed)
-            assert (await until_closed(reader))[: len(answer) or None] == answer
+async def test_who_asks_nothing_is_sent_away(printed: bytes, answer: bytes):
+    async with patient(FakeBackend(replies("Hi")), timeout_s=0.1) as port:
+        reader, writer = await raw(port)
+        writer.write(printed)
+        assert (await until_closed(reader))[: len(answer) or None] == answer
+        writer.close()
+
+
+async def test_who_sends_a_byte_now_and_then_after_its_first_answer_is_sent_away():
+    async with patient(FakeBackend(replies("Hi")), timeout_s=1.0) as port:
+        reader, writer = await raw(port)
+        writer.write(REQUEST)
+        assert (await reader.readline()).startswith(b"HTTP/1.1")
+        end = asyncio.ensure_future(until_closed(reader))
+        for byte in REQUEST * 100:
+            writer.write(bytes([byte]))
+            await asyncio.wait([end], timeout=0.05)
+            if end.done():
+                break
+        assert end.done()
+        writer.close()
+
+
+async def test_an_answer_may_take_longer_than_a_request():
+    held = asyncio.Event()
+    async with patient(FakeBackend(replies("slow", held)), timeout_s=1.0) as port, httpx.AsyncClient() as client:
+        asked = asyncio.create_task(client.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=CHAT))
+        await asyncio.wait([asked], timeout=2.0)
+        assert not asked.done()
+        held.set()
+        assert (await asked).json()["choices"][0]["message"]["content"] == "slow"
+
+
+async def test_the_silent_make_room_for_who_asks():
+    async with patient(FakeBackend(replies("Hi")), max_silent=5) as port, httpx.AsyncClient() as client:
+        silent = [await raw(port) for _ in range(20)]
+        answer = await client.get(f"http://127.0.0.1:{port}/health")
+        assert answer.status_code == 200
+        for reader, _ in silent[:16]:
+            assert await until_closed(reader) == b""
+        for _, writer in silent:
             writer.close()
 
-    asyncio.run(scenario())
 
-
-def test_who_sends_a_byte_now_and_then_after_its_first_answer_is_sent_away():
-    async def scenario() -> None:
-        async with patient(FakeBackend(replies("Hi")), timeout_s=1.0) as port:
-            reader, writer = await raw(port)
-            writer.write(REQUEST)
-            assert (await reader.readline()).startswith(b"HTTP/1.1")
-            end = asyncio.ensure_future(until_closed(reader))
-            for byte in REQUEST * 100:
-                writer.write(bytes([byte]))
-                await asyncio.wait([end], timeout=0.05)
-                if end.done():
-                    break
-            assert end.done()
-            writer.close()
-
-    asyncio.run(scenario())
-
-
-def test_an_answer_may_take_longer_than_a_request():
-    async def scenario() -> None:
-        held = asyncio.Event()
-        async with patient(FakeBackend(replies("slow", held)), timeout_s=1.0) as port, httpx.AsyncClient() as client:
-            asked = asyncio.create_task(client.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=CHAT))
-            await asyncio.wait([asked], timeout=2.0)
-            assert not asked.done()
-            held.set()
-            assert (await asked).json()["choices"][0]["message"]["content"] == "slow"
-
-    asyncio.run(scenario())
-
-
-def test_the_silent_make_room_for_who_asks():
-    async def scenario() -> None:
-        async with patient(FakeBackend(replies("Hi")), max_silent=5) as port, httpx.AsyncClient() as client:
-            silent = [await raw(port) for _ in range(20)]
-            answer = await client.get(f"http://127.0.0.1:{port}/health")
-            assert answer.status_code == 200
-            for reader, _ in silent[:16]:
-                assert await until_closed(reader) == b""
-            for _, writer in silent:
-                writer.close()
-
-    asyncio.run(scenario())
-
-
-def test_who_waits_for_its_turn_is_not_silent():
+async def test_who_waits_for_its_turn_is_not_silent():
     class Waiting:
         def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
             self.loop, self.gone = loop, False
@@ -101,22 +89,19 @@ def test_who_waits_for_its_turn_is_not_silent():
         def give_up(self) -> None:
             self.gone = True
 
-    async def scenario() -> list[bool]:
-        patience = Patience(60, 60, max_silent=1)
-        many: list[Any] = [Waiting(asyncio.get_running_loop()) for _ in range(4)]
-        for each in many:
-            patience.is_silent(each)
-        patience.starts._waiting.add(many[0])
-        patience._make_room()
-        for each in many:
-            patience.has_asked(each)
-        assert patience._making_room is None
-        return [each.gone for each in many]
-
-    assert asyncio.run(scenario()) == [False, True, True, True]
+    patience = Patience(60, 60, max_silent=1)
+    many: list[Any] = [Waiting(asyncio.get_running_loop()) for _ in range(4)]
+    for each in many:
+        patience.is_silent(each)
+    patience.starts._waiting.add(many[0])
+    patience._make_room()
+    for each in many:
+        patience.has_asked(each)
+    assert patience._making_room is None
+    assert [each.gone for each in many] == [False, True, True, True]
 
 
-def test_who_has_no_room_is_refused_where_it_is_accepted_and_its_health_check_answered_even_so():
+async def test_who_has_no_room_is_refused_where_it_is_accepted_and_its_health_check_answered_even_so():
     made = 0
 
     class Counting(Patience):
@@ -131,19 +116,16 @@ def test_who_has_no_room_is_refused_where_it_is_accepted_and_its_health_check_an
             client.setblocking(False)
             return await asyncio.get_running_loop().sock_recv(client, 1 << 10)
 
-    async def scenario() -> None:
-        async with patient(FakeBackend(replies("Hi")), kind=Counting, maximum=8) as port:
-            held = [await raw(port) for _ in range(4)]
-            for _, writer in held:
-                writer.write(REQUEST)
-            assert all([b" 200 " in await reader.readline() for reader, _ in held])
-            assert (await answer(port, REQUEST)).startswith(b"HTTP/1.1 200 ")
-            for _ in range(2 * MAX_REFUSED):
-                assert (await answer(port, REQUEST.replace(b"health", b"props"))).startswith(b"HTTP/1.1 503 ")
-            for _, writer in held:
-                writer.close()
-
-    asyncio.run(scenario())
+    async with patient(FakeBackend(replies("Hi")), kind=Counting, maximum=8) as port:
+        held = [await raw(port) for _ in range(4)]
+        for _, writer in held:
+            writer.write(REQUEST)
+        assert all([b" 200 " in await reader.readline() for reader, _ in held])
+        assert (await answer(port, REQUEST)).startswith(b"HTTP/1.1 200 ")
+        for _ in range(2 * MAX_REFUSED):
+            assert (await answer(port, REQUEST.replace(b"health", b"props"))).startswith(b"HTTP/1.1 503 ")
+        for _, writer in held:
+            writer.close()
     assert made == 4
 
 
@@ -182,25 +164,21 @@ async def is_cut_off(client: socket.socket) -> bool:
     return got < 32 << 20
 
 
-def test_the_smallest_chunks_do_not_stop_the_loop():
+async def test_the_smallest_chunks_do_not_stop_the_loop():
     body = b"".join(b"1\r\n%c\r\n" % char for char in json.dumps(CHAT | {"user": "x" * 50_000}).encode())
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     head += b"Transfer-Encoding: chunked\r\n\r\n"
-
-    async def scenario() -> None:
-        async with patient(FakeBackend(replies("Hi"))) as port:
-            reader, writer = await raw(port)
-            with watched_loop() as late:
-                writer.write(head + body + b"0\r\n\r\n")
-                assert (await until_closed(reader)).startswith(b"HTTP/1.1 200 ")
-            assert not late
-            writer.close()
-
-    asyncio.run(scenario())
+    async with patient(FakeBackend(replies("Hi"))) as port:
+        reader, writer = await raw(port)
+        with watched_loop() as late:
+            writer.write(head + body + b"0\r\n\r\n")
+            assert (await until_closed(reader)).startswith(b"HTTP/1.1 200 ")
+        assert not late
+        writer.close()
 
 
 @pytest.mark.parametrize("body", [b'{"content": "x"}', b"x" * 9000], ids=["small", "large"])
-def test_of_requests_that_are_sent_ahead_little_is_kept_and_all_are_answered(body):
+async def test_of_requests_that_are_sent_ahead_little_is_kept_and_all_are_answered(body):
     """What is kept is looked through with each request."""
     ahead_bytes: list[int] = []
 
@@ -209,42 +187,36 @@ def test_of_requests_that_are_sent_ahead_little_is_kept_and_all_are_answered(bod
             super().data_received(data)
             ahead_bytes.append(len(self._strict.trailing_data[0]))
 
-    async def scenario() -> None:
-        asked = b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-        count = (1 << 16) // len(asked)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(http_patience, "PatientProtocol", Reported)
-            async with patient(FakeBackend(replies()), app=reading) as port:
-                reader, writer = await raw(port)
-                writer.write(asked * count + REQUEST[:-2] + b"Connection: close\r\n\r\n")
-                assert (await until_closed(reader)).count(b"HTTP/1.1 200 ") == count + 1
-                writer.close()
-
-    asyncio.run(scenario())
+    asked = b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    count = (1 << 16) // len(asked)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(http_patience, "PatientProtocol", Reported)
+        async with patient(FakeBackend(replies()), app=reading) as port:
+            reader, writer = await raw(port)
+            writer.write(asked * count + REQUEST[:-2] + b"Connection: close\r\n\r\n")
+            assert (await until_closed(reader)).count(b"HTTP/1.1 200 ") == count + 1
+            writer.close()
     assert max(ahead_bytes) <= 2 * http_patience.MAX_READ_BYTES
 
 
 @pytest.mark.parametrize("headers", [b"", b"Connection: close\r\n", b"\r\n" + REQUEST[:-2]])
-def test_who_does_not_read_an_answer_is_sent_away(headers):
-    async def scenario() -> None:
-        gone = asyncio.Event()
+async def test_who_does_not_read_an_answer_is_sent_away(headers):
+    gone = asyncio.Event()
 
-        class Reported(http_patience.PatientProtocol):
-            def connection_lost(self, exc: Exception | None) -> None:
-                super().connection_lost(exc)
-                gone.set()
+    class Reported(http_patience.PatientProtocol):
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            gone.set()
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(http_patience, "PatientProtocol", Reported)
-            async with patient(FakeBackend(replies()), app=large, timeout_s=0.1, send_timeout_s=0.1) as port:
-                client = await unread(port, headers)
-                await gone.wait()
-                assert await is_cut_off(client)
-
-    asyncio.run(scenario())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(http_patience, "PatientProtocol", Reported)
+        async with patient(FakeBackend(replies()), app=large, timeout_s=0.1, send_timeout_s=0.1) as port:
+            client = await unread(port, headers)
+            await gone.wait()
+            assert await is_cut_off(client)
 
 
-def test_who_reads_a_large_answer_is_not_silent_meanwhile():
+async def test_who_reads_a_large_answer_is_not_silent_meanwhile():
     unread_bytes: list[int] = []
 
     class Reported(Patience):
@@ -252,49 +224,39 @@ def test_who_reads_a_large_answer_is_not_silent_meanwhile():
             super().is_silent(connection)
             unread_bytes.append(connection.unread_bytes)
 
-    async def scenario() -> None:
-        async with patient(FakeBackend(replies()), app=large, kind=Reported) as port:
-            assert not await is_cut_off(await unread(port, b"Connection: close\r\n"))
-
-    asyncio.run(scenario())
+    async with patient(FakeBackend(replies()), app=large, kind=Reported) as port:
+        assert not await is_cut_off(await unread(port, b"Connection: close\r\n"))
     assert max(unread_bytes) < 64 << 10
 
 
-def test_where_too_much_is_unread_who_reads_longest_makes_room():
-    async def scenario() -> None:
-        async with patient(FakeBackend(replies()), app=large, max_unread_bytes=64 << 20) as port:
-            clients = [await unread(port, b"Connection: close\r\n") for _ in range(4)]
-            assert [await is_cut_off(client) for client in reversed(clients)] == [False, False, True, True]
-
-    asyncio.run(scenario())
+async def test_where_too_much_is_unread_who_reads_longest_makes_room():
+    async with patient(FakeBackend(replies()), app=large, max_unread_bytes=64 << 20) as port:
+        clients = [await unread(port, b"Connection: close\r\n") for _ in range(4)]
+        assert [await is_cut_off(client) for client in reversed(clients)] == [False, False, True, True]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has more than one address of its own")
-def test_one_machine_that_opens_all_connections_locks_no_other_out(monkeypatch):
+async def test_one_machine_that_opens_all_connections_locks_no_other_out(monkeypatch):
     monkeypatch.setattr(http_patience, "machine_of", lambda address: address)
-
-    async def scenario() -> None:
-        async with patient(FakeBackend(replies("Hi")), maximum=8) as port:
-            greedy = [await raw(port) for _ in range(7)]
-            for reader, _ in greedy[4:]:
-                assert (await until_closed(reader)).startswith(b"HTTP/1.1 503 ")
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+    async with patient(FakeBackend(replies("Hi")), maximum=8) as port:
+        greedy = [await raw(port) for _ in range(7)]
+        for reader, _ in greedy[4:]:
+            assert (await until_closed(reader)).startswith(b"HTTP/1.1 503 ")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+        writer.write(REQUEST)
+        assert b" 200 " in await reader.readline()
+        for _, each in [*greedy, (reader, writer)]:
+            each.transport.abort()
+        while True:  # places come back with the connections
+            reader, writer = await raw(port)
             writer.write(REQUEST)
-            assert b" 200 " in await reader.readline()
-            for _, each in [*greedy, (reader, writer)]:
-                each.transport.abort()
-            while True:  # places come back with the connections
-                reader, writer = await raw(port)
-                writer.write(REQUEST)
-                line = await reader.readline()
-                writer.transport.abort()
-                if b" 200 " in line:
-                    break
-
-    asyncio.run(scenario())
+            line = await reader.readline()
+            writer.transport.abort()
+            if b" 200 " in line:
+                break
 
 
-def test_who_sends_many_parts_is_read_a_little_at_a_time_and_others_in_long_pieces():
+async def test_who_sends_many_parts_is_read_a_little_at_a_time_and_others_in_long_pieces():
     """A health check waits for some turns of the loop, and each part of a body takes its time in one."""
     maximum = dict.fromkeys(("parts", "plain"), 0)
 
@@ -317,15 +279,12 @@ def test_who_sends_many_parts_is_read_a_little_at_a_time_and_others_in_long_piec
         writer.close()
         return printed
 
-    async def scenario() -> None:
-        body = json.dumps(CHAT).encode() + b" " * 20_000
-        small = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
-        async with patient(FakeBackend(replies("Hi")), kind=Watching) as port:
-            coded, plain = b"Transfer-Encoding: chunked\r\n\r\n", b"Content-Length: %d\r\n\r\n" % len(body)
-            answers = await asyncio.gather(ask(port, coded, small), ask(port, coded, small), ask(port, plain, body))
-        assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in answers)
-
-    asyncio.run(scenario())
+    body = json.dumps(CHAT).encode() + b" " * 20_000
+    small = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    async with patient(FakeBackend(replies("Hi")), kind=Watching) as port:
+        coded, plain = b"Transfer-Encoding: chunked\r\n\r\n", b"Content-Length: %d\r\n\r\n" % len(body)
+        answers = await asyncio.gather(ask(port, coded, small), ask(port, coded, small), ask(port, plain, body))
+    assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in answers)
     assert maximum["parts"] <= http_patience.MAX_PARTS + 2
     assert maximum["plain"] == http_patience.MAX_READ_BYTES
 
@@ -340,7 +299,7 @@ async def post_to_end(port: int, headers: bytes, body: bytes) -> bytes:
     return printed
 
 
-def reads_at_a_turn(clients: int, headers: bytes, body: bytes, *, parts: int = 0) -> list[int]:
+async def reads_at_a_turn(clients: int, headers: bytes, body: bytes, *, parts: int = 0) -> list[int]:
     """How many pieces of at least so many ``parts`` each turn of the loop reads of ``clients`` that all send ``body``."""
     at_a_turn: list[int] = [0]
 
@@ -354,26 +313,23 @@ def reads_at_a_turn(clients: int, headers: bytes, body: bytes, *, parts: int = 0
             await asyncio.sleep(0)
             at_a_turn.append(0)
 
-    async def scenario() -> None:
-        async with patient(FakeBackend(replies("Hi")), kind=Watching, app=reading) as port:
-            counting = asyncio.create_task(count_turns())
-            responses = await asyncio.gather(*(post_to_end(port, headers, body) for _ in range(clients)))
-            counting.cancel()
-        assert all(response.startswith(b"HTTP/1.1 200 ") for response in responses)
-
-    asyncio.run(scenario())
+    async with patient(FakeBackend(replies("Hi")), kind=Watching, app=reading) as port:
+        counting = asyncio.create_task(count_turns())
+        responses = await asyncio.gather(*(post_to_end(port, headers, body) for _ in range(clients)))
+        counting.cancel()
+    assert all(response.startswith(b"HTTP/1.1 200 ") for response in responses)
     return sorted(at_a_turn)
 
 
-def test_of_those_who_send_many_parts_few_are_read_at_a_turn_of_the_loop():
+async def test_of_those_who_send_many_parts_few_are_read_at_a_turn_of_the_loop():
     body = b"1\r\nx\r\n" * 1000 + b"0\r\n\r\n"
-    at_a_turn = reads_at_a_turn(40, b"Transfer-Encoding: chunked\r\n", body, parts=http_patience.FEW_PARTS + 1)
+    at_a_turn = await reads_at_a_turn(40, b"Transfer-Encoding: chunked\r\n", body, parts=http_patience.FEW_PARTS + 1)
     assert sum(at_a_turn) > 500
     assert at_a_turn[-20] <= 2 * MAX_STARTS, "but for the first piece of each, which nobody knows before"
 
 
-def test_of_many_who_send_a_body_few_are_read_at_a_turn_of_the_loop():
-    at_a_turn = reads_at_a_turn(4 * MAX_READS, b"Content-Length: 60000\r\n", bytes(60_000))
+async def test_of_many_who_send_a_body_few_are_read_at_a_turn_of_the_loop():
+    at_a_turn = await reads_at_a_turn(4 * MAX_READS, b"Content-Length: 60000\r\n", bytes(60_000))
     assert at_a_turn[-4] <= MAX_READS + 2 * MAX_STARTS, "but for the first piece of each"
 
 
@@ -418,54 +374,45 @@ def asked(**fields: Any) -> bytes:
     ],
     ids=["health", "a part", "wrong", "answered", "streamed", "refused", "no number", "unfinished"],
 )
-def test_a_connection_that_is_gone_leaves_nothing_to_the_collector(sent):
+async def test_a_connection_that_is_gone_leaves_nothing_to_the_collector(sent):
     """A thousand of them made it stand for 200 ms, and some thousands kept 100 MB."""
-
-    async def run() -> None:
-        async with patient(FakeBackend(replies("Hi")), kind=Seen) as port:
-            gc.collect()
-            gc.disable()
-            try:
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.write(sent)
-                if sent not in (REQUEST[:-2], asked()[:-9]):
-                    await reader.read(1)
-                writer.close()
-                await writer.wait_closed()
-                for _ in range(1000):
-                    await asyncio.sleep(0)
-                assert not seen[-1]
-                assert not [
-                    each for each in gc.get_objects() if isinstance(each, (RequestResponseCycle, ExceptionGroup))
-                ]
-            finally:
-                gc.enable()
-
-    asyncio.run(run())
+    async with patient(FakeBackend(replies("Hi")), kind=Seen) as port:
+        gc.collect()
+        gc.disable()
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent)
+            if sent not in (REQUEST[:-2], asked()[:-9]):
+                await reader.read(1)
+            writer.close()
+            await writer.wait_closed()
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            assert not seen[-1]
+            assert not [each for each in gc.get_objects() if isinstance(each, (RequestResponseCycle, ExceptionGroup))]
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_its_answer_leaves_nothing_to_the_collector(stream):
-    async def run() -> None:
-        begun, waits = asyncio.Event(), replies("Hi", asyncio.Event())
+async def test_a_client_that_leaves_its_answer_leaves_nothing_to_the_collector(stream):
+    begun, waits = asyncio.Event(), replies("Hi", asyncio.Event())
 
-        def begin(call: Call) -> Iterable[Item]:
-            begun.set()
-            return waits(call)
+    def begin(call: Call) -> Iterable[Item]:
+        begun.set()
+        return waits(call)
 
-        async with patient(FakeBackend(begin), kind=Seen) as port:
-            gc.collect()
-            gc.disable()
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.write(asked(stream=stream))
-                await begun.wait()
-                writer.transport.abort()
-                for _ in range(1000):
-                    await asyncio.sleep(0)
-                assert not seen[-1]
-                assert not [each for each in gc.get_objects() if isinstance(each, ClientDisconnect)]
-            finally:
-                gc.enable()
-
-    asyncio.run(run())
+    async with patient(FakeBackend(begin), kind=Seen) as port:
+        gc.collect()
+        gc.disable()
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(asked(stream=stream))
+            await begun.wait()
+            writer.transport.abort()
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            assert not seen[-1]
+            assert not [each for each in gc.get_objects() if isinstance(each, ClientDisconnect)]
+        finally:
+            gc.enable()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 from urllib.parse import quote
@@ -21,7 +20,7 @@ from primad.api.http.guard import is_allowed
 from primad.errors import RequestError, RingError
 from primad.network.own_places import own_names
 from tests.fakes.backend import ByteVocabulary, FakeBackend, replies
-from tests.fakes.http import call, events, post
+from tests.fakes.http import ask, call, events, post
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -324,13 +323,7 @@ def test_the_refusal_of_a_host_name_says_what_allows_it():
 def asked_by_page(origin: str, **more: str) -> httpx.Response:
     """The models, as a web page of ``origin`` asks for them."""
     app = create_app(FakeBackend(replies()), admission=Admission(origins=("http://desk.lan:3000",)))
-
-    async def once() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
-            method = "OPTIONS" if more else "GET"
-            return await client.request(method, "/v1/models", headers={"origin": origin, **more})
-
-    return asyncio.run(once())
+    return ask(app, "OPTIONS" if more else "GET", "/v1/models", headers={"origin": origin, **more})
 
 
 def test_pages_of_the_origins_that_the_owner_named_may_ask_and_no_others():

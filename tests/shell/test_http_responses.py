@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -154,21 +153,18 @@ def test_a_ring_that_breaks_before_the_first_token():
     assert (response.status_code, response.json()["error"]["message"]) == (503, "gone")
 
 
-def test_the_official_client():
-    async def run():
-        async with (
-            served(FakeBackend(replies("Hello"))) as url,
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-        ):
-            response = await client.responses.create(model="toy", input="Hi", instructions="Be brief.")
-            assert (response.output_text, response.status) == ("Hello", "completed")
-            async with client.responses.stream(model="toy", input="Hi") as stream:
-                events = [event async for event in stream]
-                assert (await stream.get_final_response()).output_text == "Hello"
-            deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
-            assert deltas == list("Hello")
-            schema = {"type": "object", "properties": {}, "additionalProperties": False}
-            form = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
-            assert (await client.responses.create(model="toy", input="Hi", text=form)).status == "completed"
-
-    asyncio.run(run())
+async def test_the_official_client():
+    async with (
+        served(FakeBackend(replies("Hello"))) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        response = await client.responses.create(model="toy", input="Hi", instructions="Be brief.")
+        assert (response.output_text, response.status) == ("Hello", "completed")
+        async with client.responses.stream(model="toy", input="Hi") as stream:
+            events = [event async for event in stream]
+            assert (await stream.get_final_response()).output_text == "Hello"
+        deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+        assert deltas == list("Hello")
+        schema = {"type": "object", "properties": {}, "additionalProperties": False}
+        form = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
+        assert (await client.responses.create(model="toy", input="Hi", text=form)).status == "completed"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 
@@ -102,55 +101,43 @@ async def answer(port: int, printed: bytes) -> bytes:
     return printed
 
 
-def test_only_what_all_read_alike_is_answered(caplog):
+async def test_only_what_all_read_alike_is_answered(caplog):
     wrong = REFUSED | {name: asks(CODING, body=body) for name, body in WRONG_CHUNKS.items()}
-
-    async def scenario() -> None:
-        backend = FakeBackend(lambda call: b"Hello")
-        async with patient(backend) as port:
-            for name, printed in ANSWERED.items():
-                got = await answer(port, printed)
-                assert got.startswith(b"HTTP/1.1 200 "), (name, got)
-                assert got.count(b"HTTP/1.1 ") == 1, (name, got)
-            assert len(backend.calls) == len(ANSWERED)
-            for name, printed in wrong.items():
-                got = await answer(port, printed)
-                assert got.startswith(b"HTTP/1.1 400 "), (name, got)
-                assert got.count(b"HTTP/1.1 ") == 1, (name, got)
-                assert len(got) < 500, name
-            assert len(backend.calls) == len(ANSWERED), "nothing of what was refused was begun"
-
-    asyncio.run(scenario())
+    backend = FakeBackend(lambda call: b"Hello")
+    async with patient(backend) as port:
+        for name, printed in ANSWERED.items():
+            got = await answer(port, printed)
+            assert got.startswith(b"HTTP/1.1 200 "), (name, got)
+            assert got.count(b"HTTP/1.1 ") == 1, (name, got)
+        assert len(backend.calls) == len(ANSWERED)
+        for name, printed in wrong.items():
+            got = await answer(port, printed)
+            assert got.startswith(b"HTTP/1.1 400 "), (name, got)
+            assert got.count(b"HTTP/1.1 ") == 1, (name, got)
+            assert len(got) < 500, name
+        assert len(backend.calls) == len(ANSWERED), "nothing of what was refused was begun"
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-def test_what_follows_an_answer_on_its_connection_is_as_strict(caplog):
+async def test_what_follows_an_answer_on_its_connection_is_as_strict(caplog):
     first = asks(LENGTH).replace(b"Connection: close\r\n", b"")
-
-    async def scenario() -> None:
-        async with patient(FakeBackend(replies("Hello"))) as port:
-            for name, printed in REFUSED.items():
-                got = await answer(port, first + printed)
-                assert re.findall(rb"HTTP/1\.1 (\d+) ", got) == [b"200", b"400"], (name, got)
-
-    asyncio.run(scenario())
+    async with patient(FakeBackend(replies("Hello"))) as port:
+        for name, printed in REFUSED.items():
+            got = await answer(port, first + printed)
+            assert re.findall(rb"HTTP/1\.1 (\d+) ", got) == [b"200", b"400"], (name, got)
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-def test_a_wrong_chunk_behind_an_early_answer_ends_the_connection_without_a_traceback(caplog):
+async def test_a_wrong_chunk_behind_an_early_answer_ends_the_connection_without_a_traceback(caplog):
     late = asks(CODING, body=b"").replace(b"Connection: close\r\n", b"")
     late = late.replace(b"application/json", b"text/plain\r\nOrigin: http://elsewhere")  # so it is refused at once
-
-    async def scenario() -> None:
-        async with patient(FakeBackend(replies("Hello"))) as port:
-            reader, writer = await raw(port)
-            writer.write(late)
-            assert b" 400 " in await reader.readline()
-            writer.write(b"no chunk\r\n")
-            assert b"HTTP/1.1" not in await until_closed(reader)
-            writer.close()
-
-    asyncio.run(scenario())
+    async with patient(FakeBackend(replies("Hello"))) as port:
+        reader, writer = await raw(port)
+        writer.write(late)
+        assert b" 400 " in await reader.readline()
+        writer.write(b"no chunk\r\n")
+        assert b"HTTP/1.1" not in await until_closed(reader)
+        writer.close()
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 

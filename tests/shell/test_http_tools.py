@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 from contextlib import aclosing
@@ -298,7 +297,7 @@ def test_whatever_the_model_writes_is_answered(ask, text, name):
     assert all(called == "weather" for called, _ in given)
 
 
-def test_a_marker_may_be_a_control_token(monkeypatch):
+async def test_a_marker_may_be_a_control_token(monkeypatch):
     made = backend(IM_START, '{"name": "weather", "arguments": {"city": "Rome"}}', IM_END, "?", IM_END)
     marked = dataclasses.replace(FORMS["hermes"], markers=(Markers(begin="<|im_start|>", end="?"),))
     monkeypatch.setitem(FORMS, "marked", marked)
@@ -312,7 +311,7 @@ def test_a_marker_may_be_a_control_token(monkeypatch):
         async with aclosing(write(made, made.model().vocabulary, asking, job.choices[0], clock=float)) as written:
             return WrittenChoice.of(job.choices[0], [part async for part in written])
 
-    read, plain = asyncio.run(answer(asked)), asyncio.run(answer(None))
+    read, plain = await answer(asked), await answer(None)
     assert ([call.name for call in read.calls], read.text) == (["weather"], "")
     assert plain.text == '{"name": "weather", "arguments": {"city": "Rome"}}?'
 
@@ -426,49 +425,45 @@ def test_primad_chat_tells_thoughts_from_the_answer():
     assert (received.text, received.is_whole) == ("Hi", True)
 
 
-def test_the_official_clients():
+async def test_the_official_clients():
     text = ("Hm.</think>\n\n", calls("Rome"))
-
-    async def run():
-        async with (
-            served(backend(*text, template=OPENS)) as url,
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as ours,
-            anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as theirs,
-        ):
-            answer = await ours.chat.completions.create(model="toy", messages=HELLO, tools=TOOLS)
-            assert answer.choices[0].message.tool_calls[0].function.name == "weather"
-            async with ours.chat.completions.stream(model="toy", messages=HELLO, tools=TOOLS) as stream:
-                kinds = [event.type async for event in stream]
-                final = await stream.get_final_completion()
-            assert kinds.count("tool_calls.function.arguments.delta") > 9
-            assert kinds.count("tool_calls.function.arguments.done") == 1
-            assert json.loads(final.choices[0].message.tool_calls[0].function.arguments) == {"city": "Rome"}
-            tool = {"type": "function", **FUNCTION}
-            response = await ours.responses.create(model="toy", input="Hi", tools=[tool])
-            assert [item.type for item in response.output] == ["reasoning", "function_call"]
-            async with ours.responses.stream(model="toy", input="Hi", tools=[tool]) as stream:
-                final_response = await stream.get_final_response()
-            assert [item.type for item in final_response.output] == ["reasoning", "function_call"]
-            asked = ANTHROPIC | {
-                "tools": ANTHROPIC_TOOLS,
-                "max_tokens": 2000,
-                "thinking": {"type": "enabled", "budget_tokens": 1024},
-            }
-            message = await theirs.messages.create(**asked)
-            assert [block.type for block in message.content] == ["thinking", "tool_use"]
-            async with theirs.messages.stream(**asked) as stream:
-                partial = [event.partial_json async for event in stream if event.type == "input_json"]
-                last = await stream.get_final_message()
-            assert "".join(partial) == '{"city": "Rome"}'
-            assert len(partial) > 9
-            assert (last.content[-1].input, last.stop_reason) == ({"city": "Rome"}, "tool_use")
-            client = ollama.AsyncClient(host=url)
-            line = await client.chat(model="toy", messages=HELLO, tools=TOOLS)
-            assert line.message.tool_calls[0].function.arguments == {"city": "Rome"}
-            assert line.message.thinking.strip() == "Hm."
-            await client._client.aclose()
-
-    asyncio.run(run())
+    async with (
+        served(backend(*text, template=OPENS)) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as ours,
+        anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as theirs,
+    ):
+        answer = await ours.chat.completions.create(model="toy", messages=HELLO, tools=TOOLS)
+        assert answer.choices[0].message.tool_calls[0].function.name == "weather"
+        async with ours.chat.completions.stream(model="toy", messages=HELLO, tools=TOOLS) as stream:
+            kinds = [event.type async for event in stream]
+            final = await stream.get_final_completion()
+        assert kinds.count("tool_calls.function.arguments.delta") > 9
+        assert kinds.count("tool_calls.function.arguments.done") == 1
+        assert json.loads(final.choices[0].message.tool_calls[0].function.arguments) == {"city": "Rome"}
+        tool = {"type": "function", **FUNCTION}
+        response = await ours.responses.create(model="toy", input="Hi", tools=[tool])
+        assert [item.type for item in response.output] == ["reasoning", "function_call"]
+        async with ours.responses.stream(model="toy", input="Hi", tools=[tool]) as stream:
+            final_response = await stream.get_final_response()
+        assert [item.type for item in final_response.output] == ["reasoning", "function_call"]
+        asked = ANTHROPIC | {
+            "tools": ANTHROPIC_TOOLS,
+            "max_tokens": 2000,
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+        }
+        message = await theirs.messages.create(**asked)
+        assert [block.type for block in message.content] == ["thinking", "tool_use"]
+        async with theirs.messages.stream(**asked) as stream:
+            partial = [event.partial_json async for event in stream if event.type == "input_json"]
+            last = await stream.get_final_message()
+        assert "".join(partial) == '{"city": "Rome"}'
+        assert len(partial) > 9
+        assert (last.content[-1].input, last.stop_reason) == ({"city": "Rome"}, "tool_use")
+        client = ollama.AsyncClient(host=url)
+        line = await client.chat(model="toy", messages=HELLO, tools=TOOLS)
+        assert line.message.tool_calls[0].function.arguments == {"city": "Rome"}
+        assert line.message.thinking.strip() == "Hm."
+        await client._client.aclose()
 
 
 @pytest.mark.parametrize("reported", [openai_whole, openai_streamed])

@@ -77,19 +77,15 @@ def wanted(cutter: RangedCutter, *layers: int) -> list[WantedLayer]:
     return [WantedLayer(ref, origins[ref.digest]) for ref in refs]
 
 
-def draw(cutter: RangedCutter, cache: LayerCache, layers: list[WantedLayer]) -> dict[str, tuple[str, bytes]]:
+async def draw(cutter: RangedCutter, cache: LayerCache, layers: list[WantedLayer]) -> dict[str, tuple[str, bytes]]:
     """Draw ``layers``; by the name of its origin the digest and the tree of each."""
     found: dict[str, tuple[str, bytes]] = {}
-
-    async def once() -> None:
-        transfers = Transfers(context=None, identity=None, timings=TIMINGS)
-        hub_routes = HubRoutes(files=cutter.files, token=None, head=None, transfers=transfers)
-        async with asyncio.timeout(PATIENCE_S):
-            await download_layers(
-                hub_routes, layers, cache, lambda _: None, lambda name, *rest: found.update({name: tuple(rest)})
-            )
-
-    asyncio.run(once())
+    transfers = Transfers(context=None, identity=None, timings=TIMINGS)
+    hub_routes = HubRoutes(files=cutter.files, token=None, head=None, transfers=transfers)
+    async with asyncio.timeout(PATIENCE_S):
+        await download_layers(
+            hub_routes, layers, cache, lambda _: None, lambda name, *rest: found.update({name: tuple(rest)})
+        )
     return found
 
 
@@ -117,17 +113,19 @@ def test_a_hub_without_ranges_or_with_another_file_than_it_says_gives_no_header_
     assert not kept_models(tmp_path)
 
 
-def test_what_is_drawn_is_what_would_be_cut_out_of_the_file(hub, path, cutter, tmp_path):
+async def test_what_is_drawn_is_what_would_be_cut_out_of_the_file(hub, path, cutter, tmp_path):
     hub.cut[FILE] = 100
     hub.statuses += [503, 429, 500]
-    found = draw(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, 0, 1, 5))
+    found = await draw(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, 0, 1, 5))
     file = open_model(path)
     assert {digest for digest, _ in found.values()} == {cut_layer(file, layer).ref().digest for layer in (0, 1, 5)}
     assert not hub.cut
     assert not hub.statuses
 
 
-def test_of_an_unknown_architecture_the_header_is_enough_to_try_it_and_to_fetch_layers_alone(monkeypatch, tmp_path):
+async def test_of_an_unknown_architecture_the_header_is_enough_to_try_it_and_to_fetch_layers_alone(
+    monkeypatch, tmp_path
+):
     path = tmp_path / FILE
     synth.write_model(path, architecture="bloom", width=256)
     config = load_config({"home": tmp_path / "home"}, {})
@@ -142,7 +140,7 @@ def test_of_an_unknown_architecture_the_header_is_enough_to_try_it_and_to_fetch_
         assert not why
         digests = LayerDigests(header, tmp_path / "digests.json")
         cutter = RangedCutter(header, digests, files=found.files, parts=found.parts, hubs=own_hubs())
-        for name, (_, tree) in draw(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, *range(9))).items():
+        for name, (_, tree) in (await draw(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, *range(9)))).items():
             cutter.learn(name, tree)
         file = ModelCutter(replace(open_model(path), derived=header.derived))
         for first, last in ((0, 3), (3, 8)):
@@ -165,25 +163,25 @@ def test_an_unknown_architecture_that_is_not_certified_is_fetched_whole_for_one_
     assert "the whole file is fetched" in printed
 
 
-def test_what_came_whole_is_compared_with_the_hash_that_the_hub_states(hub, cutter, tmp_path):
+async def test_what_came_whole_is_compared_with_the_hash_that_the_hub_states(hub, cutter, tmp_path):
     cache, done = LayerCache(tmp_path / "cache"), []
     first, *others = cutter.layers_of_all
 
-    def have(*layers):
-        for name, (_, tree) in draw(cutter, cache, wanted(cutter, *layers)).items():
+    async def have(*layers):
+        for name, (_, tree) in (await draw(cutter, cache, wanted(cutter, *layers))).items():
             cutter.learn(name, tree)
 
-    have(*others)
+    await have(*others)
     assert not compare(cutter, cache, lambda *reported: done.append(reported))
     assert not done, "not all of it is here"
-    have(first)
+    await have(first)
     path = cache.path(cutter.ref(first).digest)
     right = path.read_bytes()
     path.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
     with pytest.raises(ModelError, match="not the file that the hub states"):
         compare(cutter, cache, lambda *reported: done.append(reported))
     assert not cache.layers()
-    have(first, *others)
+    await have(first, *others)
     assert not is_compared(cutter)
     assert compare(cutter, cache, lambda *reported: done.append(reported))
     size = cutter.files[0].size_bytes
@@ -191,11 +189,11 @@ def test_what_came_whole_is_compared_with_the_hash_that_the_hub_states(hub, cutt
     assert is_compared(cutter)
 
 
-def test_what_was_drawn_is_not_drawn_again_and_then_known_by_its_digest(hub, cutter, tmp_path):
+async def test_what_was_drawn_is_not_drawn_again_and_then_known_by_its_digest(hub, cutter, tmp_path):
     cache = LayerCache(tmp_path / "cache")
     (layer,) = wanted(cutter, 2)
     assert not layer.is_hashed
-    found = draw(cutter, cache, [layer])
+    found = await draw(cutter, cache, [layer])
     digest, tree = found[layer.origin.name]
     assert cutter.learn(layer.origin.name, tree) is None
     (layer,) = wanted(cutter, 2)
@@ -204,12 +202,12 @@ def test_what_was_drawn_is_not_drawn_again_and_then_known_by_its_digest(hub, cut
     assert cache.has(layer.ref)
 
 
-def test_a_layer_that_came_otherwise_before_is_refused_and_not_kept(cutter, tmp_path):
+async def test_a_layer_that_came_otherwise_before_is_refused_and_not_kept(cutter, tmp_path):
     cache = LayerCache(tmp_path / "cache")
     (layer,) = wanted(cutter, 3)
     cutter.learn(layer.origin.name, bytes(32 * chunk_count(layer.ref.size_bytes)))
     with pytest.raises(ClusterError, match="another device fetched other bytes"):
-        draw(cutter, cache, wanted(cutter, 3))
+        await draw(cutter, cache, wanted(cutter, 3))
     assert not cache.layers()
     assert not cache.partial_bytes()
 
@@ -232,7 +230,7 @@ def test_what_two_workers_say_otherwise_of_a_layer_ends_the_ring_by_name(cutter)
             printed(name, tree)
 
 
-def bring(
+async def bring(
     cutter: RangedCutter, cache: LayerCache, layers: list[WantedLayer], *neighbours: LayerCache
 ) -> dict[str, tuple[str, bytes]]:
     """``layers``, brought to a worker that asks another hub: the head has none of them, ``neighbours`` may. As ``draw``."""
@@ -252,45 +250,42 @@ def bring(
         named = lambda name, *rest: found.update({name: tuple(rest)})  # noqa: E731
         await bring_layers(cache, hub_routes, sources, origins, refs, lambda _: None, named)
 
-    async def bounded() -> None:
-        context = zmq.asyncio.Context()
-        try:
-            async with asyncio.timeout(PATIENCE_S), Gate(context, lambda _: True), AsyncExitStack() as stack:
-                await once(context, stack)
-        finally:
-            context.destroy(linger=0)
-
-    asyncio.run(bounded())
+    context = zmq.asyncio.Context()
+    try:
+        async with asyncio.timeout(PATIENCE_S), Gate(context, lambda _: True), AsyncExitStack() as stack:
+            await once(context, stack)
+    finally:
+        context.destroy(linger=0)
     return found
 
 
-def test_where_no_hub_is_there_neighbours_give_the_layers_they_drew_and_the_head_passes_on_the_others(
+async def test_where_no_hub_is_there_neighbours_give_the_layers_they_drew_and_the_head_passes_on_the_others(
     hub, cutter, path, tmp_path
 ):
     neighbour, cache, file = LayerCache(tmp_path / "neighbour"), LayerCache(tmp_path / "own"), open_model(path)
-    for name, (_, tree) in draw(cutter, neighbour, wanted(cutter, 1)).items():
+    for name, (_, tree) in (await draw(cutter, neighbour, wanted(cutter, 1))).items():
         cutter.learn(name, tree)
     asked = len(hub.asked)
-    assert not bring(cutter, cache, wanted(cutter, 1), neighbour)
+    assert not await bring(cutter, cache, wanted(cutter, 1), neighbour)
     assert len(hub.asked) == asked
-    found = bring(cutter, cache, wanted(cutter, 0, 1))
+    found = await bring(cutter, cache, wanted(cutter, 0, 1))
     assert len(hub.asked) > asked
     assert [digest for digest, _ in found.values()] == [cut_layer(file, 0).ref().digest]
     assert not missing(cache, [cut_layer(file, layer).ref() for layer in (0, 1)])
 
 
-def test_where_nobody_gives_a_layer_everybody_is_named(hub, cutter, tmp_path):
+async def test_where_nobody_gives_a_layer_everybody_is_named(hub, cutter, tmp_path):
     hub.repositories[REPO].clear()
     with pytest.raises(
         ClusterError, match=r"^layers cannot be fetched: the hub: .* owner .*; head: cannot pass it on: "
     ):
-        bring(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, 0))
+        await bring(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, 0))
 
 
-def test_a_file_that_changed_meanwhile_is_refused(hub, cutter, tmp_path):
+async def test_a_file_that_changed_meanwhile_is_refused(hub, cutter, tmp_path):
     hub.repositories[REPO][FILE] = hub.repositories[REPO][FILE][:-1] + b"?"
     with pytest.raises(ClusterError, match=r"the hub: .* has another file there by now"):
-        draw(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, 0))
+        await draw(cutter, LayerCache(tmp_path / "cache"), wanted(cutter, 0))
 
 
 def test_a_range_that_only_trickles_is_given_up(hub, cutter, monkeypatch):
@@ -300,10 +295,10 @@ def test_a_range_that_only_trickles_is_given_up(hub, cutter, monkeypatch):
     assert caught.value.again
 
 
-def test_a_disk_without_room_is_told_before_anything_comes(hub, cutter, tmp_path):
+async def test_a_disk_without_room_is_told_before_anything_comes(hub, cutter, tmp_path):
     asked = len(hub.asked)
     with pytest.raises(DiskError, match="do not fit"):
-        draw(cutter, LayerCache(tmp_path / "cache", 1000), wanted(cutter, 0))
+        await draw(cutter, LayerCache(tmp_path / "cache", 1000), wanted(cutter, 0))
     assert len(hub.asked) == asked
 
 

@@ -61,71 +61,62 @@ async def heard(process: LoadedProcess) -> tuple[list[RingEvent], RingError]:
     raise AssertionError("it ended without a word")
 
 
-def test_what_was_said_before_the_end_is_heard_before_it(place):
-    async def once() -> None:
-        ring = FakeRingProcess(0, holds_back=True)
-        process = loaded(place, ring)
-        for windows in range(200):  # more than are kept for a listener that is late
+async def test_what_was_said_before_the_end_is_heard_before_it(place):
+    ring = FakeRingProcess(0, holds_back=True)
+    process = loaded(place, ring)
+    for windows in range(200):  # more than are kept for a listener that is late
+        ring.report_line(Loading(windows))
+    ring.die("no memory")
+    events, error = await heard(process)
+    assert events == [Loading(windows) for windows in range(200)]
+    assert (str(error), process.ended) == ("no memory", True)
+    assert str((await heard(process))[1]) == "no memory", "whoever asks again is told again"
+    await process.close()
+
+
+async def test_who_listens_hears_what_came_before_and_what_comes_in_order_and_then_the_end(place):
+    ring = FakeRingProcess(0, holds_back=True)
+    process = loaded(place, ring)
+    heard: list[RingEvent] = []
+    two_hundred, three_hundred = asyncio.Event(), asyncio.Event()
+
+    def hear(event: RingEvent) -> None:
+        heard.append(event)
+        if len(heard) == 200:
+            two_hundred.set()
+        if len(heard) == 300:
+            three_hundred.set()
+
+    for windows in range(200):  # more than are kept for a listener that is late
+        ring.report_line(Loading(windows))
+    async with asyncio.timeout(PATIENCE_S):
+        listening = asyncio.create_task(process.listen(hear))
+        await two_hundred.wait()
+        for windows in range(200, 300):
             ring.report_line(Loading(windows))
+        await three_hundred.wait()
         ring.die("no memory")
-        events, error = await heard(process)
-        assert events == [Loading(windows) for windows in range(200)]
-        assert (str(error), process.ended) == ("no memory", True)
-        assert str((await heard(process))[1]) == "no memory", "whoever asks again is told again"
-        await process.close()
-
-    asyncio.run(once())
+        with pytest.raises(RingError, match="no memory"):
+            await listening
+    assert heard == [Loading(windows) for windows in range(300)]
+    await process.close()
 
 
-def test_who_listens_hears_what_came_before_and_what_comes_in_order_and_then_the_end(place):
-    async def once() -> None:
-        ring = FakeRingProcess(0, holds_back=True)
-        process = loaded(place, ring)
-        heard: list[RingEvent] = []
-        two_hundred, three_hundred = asyncio.Event(), asyncio.Event()
+async def test_what_a_listener_cannot_take_ends_its_listening(place):
+    ring = FakeRingProcess(0, holds_back=True)
+    process = loaded(place, ring)
 
-        def hear(event: RingEvent) -> None:
-            heard.append(event)
-            if len(heard) == 200:
-                two_hundred.set()
-            if len(heard) == 300:
-                three_hundred.set()
+    def hear(event: RingEvent) -> None:
+        if event == Loading(1):
+            raise RingError("nothing for a head")
 
-        for windows in range(200):  # more than are kept for a listener that is late
-            ring.report_line(Loading(windows))
-        async with asyncio.timeout(PATIENCE_S):
-            listening = asyncio.create_task(process.listen(hear))
-            await two_hundred.wait()
-            for windows in range(200, 300):
-                ring.report_line(Loading(windows))
-            await three_hundred.wait()
-            ring.die("no memory")
-            with pytest.raises(RingError, match="no memory"):
-                await listening
-        assert heard == [Loading(windows) for windows in range(300)]
-        await process.close()
-
-    asyncio.run(once())
-
-
-def test_what_a_listener_cannot_take_ends_its_listening(place):
-    async def once() -> None:
-        ring = FakeRingProcess(0, holds_back=True)
-        process = loaded(place, ring)
-
-        def hear(event: RingEvent) -> None:
-            if event == Loading(1):
-                raise RingError("nothing for a head")
-
-        async with asyncio.timeout(PATIENCE_S):
-            listening = asyncio.create_task(process.listen(hear))
-            ring.report_line(Loading(0))
-            ring.report_line(Loading(1))
-            with pytest.raises(RingError, match="nothing for a head"):
-                await listening
-        await process.close()
-
-    asyncio.run(once())
+    async with asyncio.timeout(PATIENCE_S):
+        listening = asyncio.create_task(process.listen(hear))
+        ring.report_line(Loading(0))
+        ring.report_line(Loading(1))
+        with pytest.raises(RingError, match="nothing for a head"):
+            await listening
+    await process.close()
 
 
 @pytest.mark.parametrize(
@@ -136,7 +127,7 @@ def test_what_a_listener_cannot_take_ends_its_listening(place):
     ],
     ids=["stopped", "a mistake of ours"],
 )
-def test_whatever_ends_it_is_told(
+async def test_whatever_ends_it_is_told(
     place, monkeypatch, end: Callable[[FakeRingProcess, asyncio.Event], None], reason: str
 ):
     class Mistaken(FakeRingProcess):
@@ -146,19 +137,16 @@ def test_whatever_ends_it_is_told(
                     raise event
                 yield event
 
-    async def once() -> None:
-        stopped = asyncio.Event()
-        monkeypatch.setattr(loaded_process, "wait_stopped", lambda _: stopped.wait())
-        ring = Mistaken(0, holds_back=True)
-        process = loaded(place, ring)
-        end(ring, stopped)
-        assert str((await heard(process))[1]) == reason
-        await process.close()
-
-    asyncio.run(once())
+    stopped = asyncio.Event()
+    monkeypatch.setattr(loaded_process, "wait_stopped", lambda _: stopped.wait())
+    ring = Mistaken(0, holds_back=True)
+    process = loaded(place, ring)
+    end(ring, stopped)
+    assert str((await heard(process))[1]) == reason
+    await process.close()
 
 
-def test_a_load_that_is_given_up_over_opening_leaves_no_process_and_no_files(place, monkeypatch):
+async def test_a_load_that_is_given_up_over_opening_leaves_no_process_and_no_files(place, monkeypatch):
     opening = asyncio.Event()
 
     async def send(command: RingCommand) -> None:
@@ -178,23 +166,19 @@ def test_a_load_that_is_given_up_over_opening_leaves_no_process_and_no_files(pla
     config = load_config({"home": place.run.parent, "name": "lap", "host": "127.0.0.1"}, {})
     open_home(config)
     load = a_load(1, metadata=b"GGUF", layers=())
-
-    async def once() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            windows = WindowLoad(
-                load, 7, SimpleNamespace(workspace=place, config=config, gpu_care=GpuCare(NO_LIMITS)), PROFILE
-            )
-            await windows.prepare(lambda *_: pytest.fail("nothing is missing"), lambda *_: None)
-            starting = asyncio.create_task(windows.start(windows.key()))
-            await opening.wait()
-            assert [path.name for path in place.run.iterdir()] == ["window-7-1.gguf"]
-            starting.cancel()
-            await asyncio.wait([starting])
-        assert starting.cancelled()
-        assert not processes.alive
-        assert list(place.run.iterdir()) == []
-
-    asyncio.run(once())
+    async with asyncio.timeout(PATIENCE_S):
+        windows = WindowLoad(
+            load, 7, SimpleNamespace(workspace=place, config=config, gpu_care=GpuCare(NO_LIMITS)), PROFILE
+        )
+        await windows.prepare(lambda *_: pytest.fail("nothing is missing"), lambda *_: None)
+        starting = asyncio.create_task(windows.start(windows.key()))
+        await opening.wait()
+        assert [path.name for path in place.run.iterdir()] == ["window-7-1.gguf"]
+        starting.cancel()
+        await asyncio.wait([starting])
+    assert starting.cancelled()
+    assert not processes.alive
+    assert list(place.run.iterdir()) == []
 
 
 def test_what_was_loaded_with_another_adapter_scale_or_angle_is_not_the_same(place):
@@ -223,7 +207,7 @@ def test_what_was_loaded_with_another_adapter_scale_or_angle_is_not_the_same(pla
     assert key(adapter) == keys[1]
 
 
-def test_windows_for_a_gpu_that_was_left_out_meanwhile_ask_for_another_plan(place):
+async def test_windows_for_a_gpu_that_was_left_out_meanwhile_ask_for_another_plan(place):
     """Loaded without it they would look as if it had no memory left."""
     config = load_config({"home": place.run.parent, "name": "lap", "host": "127.0.0.1"}, {})
     node = SimpleNamespace(workspace=place, config=config, gpu_care=GpuCare(NO_LIMITS))
@@ -233,4 +217,4 @@ def test_windows_for_a_gpu_that_was_left_out_meanwhile_ask_for_another_plan(plac
         load = a_load(1, windows=[msgspec.structs.replace(plain, assignment=assignment)])
         windows = WindowLoad(load, 7, node, profile)
         with pytest.raises(LoadAgainError, match="a GPU was left out since the plan was made"):
-            asyncio.run(windows.start(windows.key()))
+            await windows.start(windows.key())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -29,37 +28,37 @@ def layers(tmp_path) -> list[LayerCut]:
     return [cut_layer(model, layer).hashed() for layer in range(3)]
 
 
-def copy(layers: Sequence[LayerCut], cache: LayerCache) -> list[int]:
+async def copy(layers: Sequence[LayerCut], cache: LayerCache) -> list[int]:
     """Copy ``layers``; what progress was told."""
     reported: list[int] = []
     refs = [layer.ref() for layer in layers]
-    asyncio.run(copy_layers(Cutter(layers).source, cache, [*refs, *refs], reported.append))
+    await copy_layers(Cutter(layers).source, cache, [*refs, *refs], reported.append)
     return reported
 
 
-def test_layers_are_copied_once_and_counted(layers, tmp_path):
+async def test_layers_are_copied_once_and_counted(layers, tmp_path):
     cache = LayerCache(tmp_path / "cache")
     refs = [layer.ref() for layer in layers]
-    assert asyncio.run(missing_layers(cache, [*refs, *refs])) == refs
-    assert sum(copy(layers[:1], cache)) == layers[0].size_bytes
-    assert sum(copy(layers, cache)) == sum(layer.size_bytes for layer in layers)
-    assert asyncio.run(missing_layers(cache, refs)) == []
+    assert await missing_layers(cache, [*refs, *refs]) == refs
+    assert sum(await copy(layers[:1], cache)) == layers[0].size_bytes
+    assert sum(await copy(layers, cache)) == sum(layer.size_bytes for layer in layers)
+    assert await missing_layers(cache, refs) == []
 
 
-def test_room_is_made_before_anything_is_written(layers, tmp_path):
+async def test_room_is_made_before_anything_is_written(layers, tmp_path):
     cache = LayerCache(tmp_path / "cache", 3 * HEADER_BYTES)
-    copy(layers[:2], cache)
-    copy(layers[2:], cache)
+    await copy(layers[:2], cache)
+    await copy(layers[2:], cache)
     assert len(cache.layers()) == 2
     cache.lease("ring", [layer.ref().digest for layer in layers])
     with pytest.raises(DiskError, match="do not fit"):
-        copy(layers, cache)
+        await copy(layers, cache)
     assert len(cache.layers()) == 2
 
 
-def test_a_model_file_that_went_away_is_one_clear_error(layers, tmp_path):
+async def test_a_model_file_that_went_away_is_one_clear_error(layers, tmp_path):
     cache = LayerCache(tmp_path / "cache")
     layers[0].sources[0].path.unlink()
     with pytest.raises(ModelError, match="cannot be read"):
-        copy(layers[:1], cache)
+        await copy(layers[:1], cache)
     assert cache.layers() == []

@@ -65,39 +65,35 @@ async def until_a_child_runs() -> None:
         await asyncio.sleep(0.02)
 
 
-def test_stopping_ends_the_child(config):
+async def test_stopping_ends_the_child(config):
     reported: list[str] = []
-
-    async def once() -> None:
+    with measuring():  # so it waits for its turn
         task = asyncio.create_task(OwnProfile(config, Reports(), reported.append).measure())
         await until_a_child_runs()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-
-    with measuring():  # so it waits for its turn
-        asyncio.run(once())
     assert not children()
     assert reported == ["measuring this device"]
     assert not OwnProfile(config, Reports()).is_known
 
 
-def test_a_child_that_fails_is_one_clear_error(config, monkeypatch):
+async def test_a_child_that_fails_is_one_clear_error(config, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     reports = Reports()
     with pytest.raises(ConfigError, match="measuring this device ended with code 1; run 'primad doctor'"):
-        asyncio.run(OwnProfile(config, reports).measure())
+        await OwnProfile(config, reports).measure()
     assert reports.settled == 1
 
 
-def test_what_the_child_cannot_do_is_told(config):
+async def test_what_the_child_cannot_do_is_told(config):
     shutil.rmtree(config.home)
     config.home.write_text("a file where the folder should be")
     with pytest.raises(ConfigError, match=r"--home .*: this device cannot be measured there: .*"):
-        asyncio.run(OwnProfile(config, Reports()).measure())
+        await OwnProfile(config, Reports()).measure()
 
 
-def test_better_figures_wait_for_an_idle_machine_and_yield_to_work(config, monkeypatch):
+async def test_better_figures_wait_for_an_idle_machine_and_yield_to_work(config, monkeypatch):
     begun = count()
 
     async def idle() -> None:
@@ -107,24 +103,20 @@ def test_better_figures_wait_for_an_idle_machine_and_yield_to_work(config, monke
     computed_s = iter([0.0, 0.0, 0.5])
     monkeypatch.setattr(module, "_idle", idle)
     monkeypatch.setattr(module, "ring_cpu_s", lambda: next(computed_s, 0.5))
-
-    async def once() -> None:
-        with measuring():  # the first child waits for its turn until something is computed
-            refining = asyncio.create_task(OwnProfile(config, Reports()).refine())
-            await until_a_child_runs()
-            while children():  # noqa: ASYNC110  (nobody tells)
-                await asyncio.sleep(0.02)
-        await refining
-
-    asyncio.run(once())
+    with measuring():  # the first child waits for its turn until something is computed
+        refining = asyncio.create_task(OwnProfile(config, Reports()).refine())
+        await until_a_child_runs()
+        while children():  # noqa: ASYNC110  (nobody tells)
+            await asyncio.sleep(0.02)
+    await refining
     assert is_profiled(config.home, None, Effort())
     assert next(begun) == 2
 
 
-def test_a_device_that_was_measured_with_all_effort_is_left_alone(config, monkeypatch):
+async def test_a_device_that_was_measured_with_all_effort_is_left_alone(config, monkeypatch):
     write(machine_record(None), home_record(), config.home)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     own = OwnProfile(config, Reports())
-    asyncio.run(own.measure())
-    asyncio.run(own.refine())
+    await own.measure()
+    await own.refine()
     assert own.now("lap").device == "lap"

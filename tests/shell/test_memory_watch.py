@@ -55,55 +55,46 @@ def machine(monkeypatch) -> Machine:
     return Machine(monkeypatch)
 
 
-def test_room_that_is_there_again_is_told_once_and_then_nobody_looks_any_more(machine):
-    async def once() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            watch, task = await machine.watch()
-            await asyncio.sleep(0.05)
-            assert machine.looks == 0, "nothing is missing"
-            machine.available = 2 * GIB
-            assert watch.max_bytes(GIB * 9) == 9 * GIB
-            machine.held = GIB // 2
-            assert await watch.report_memory_low(GIB) == 2 * GIB - GIB // 2
-            assert (watch.max_bytes(GIB), watch.max_bytes(9 * GIB)) == (GIB, 2 * GIB - GIB // 2)
-            assert await asyncio.to_thread(machine.looked.wait, PATIENCE_S)
-            assert machine.heard.empty()
-            machine.available = 9 * GIB
-            assert await machine.heard.get() == 9 * GIB
-            assert watch.max_bytes(9 * GIB) == 9 * GIB
-            looks = machine.looks
-            await asyncio.sleep(0.05)
-            assert machine.looks <= looks + 1
-            task.cancel()
-
-    asyncio.run(once())
+async def test_room_that_is_there_again_is_told_once_and_then_nobody_looks_any_more(machine):
+    async with asyncio.timeout(PATIENCE_S):
+        watch, task = await machine.watch()
+        await asyncio.sleep(0.05)
+        assert machine.looks == 0, "nothing is missing"
+        machine.available = 2 * GIB
+        assert watch.max_bytes(GIB * 9) == 9 * GIB
+        machine.held = GIB // 2
+        assert await watch.report_memory_low(GIB) == 2 * GIB - GIB // 2
+        assert (watch.max_bytes(GIB), watch.max_bytes(9 * GIB)) == (GIB, 2 * GIB - GIB // 2)
+        assert await asyncio.to_thread(machine.looked.wait, PATIENCE_S)
+        assert machine.heard.empty()
+        machine.available = 9 * GIB
+        assert await machine.heard.get() == 9 * GIB
+        assert watch.max_bytes(9 * GIB) == 9 * GIB
+        looks = machine.looks
+        await asyncio.sleep(0.05)
+        assert machine.looks <= looks + 1
+        task.cancel()
 
 
-def test_the_owners_limit_holds_for_what_is_told(machine):
-    async def once() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            watch, task = await machine.watch(OwnerLimits(ram=4 * GIB, vram=None, disk_bytes=None))
-            assert await watch.report_memory_low(GIB) == 4 * GIB
-            machine.available = 16 * GIB
-            assert await machine.heard.get() == 4 * GIB
-            task.cancel()
-
-    asyncio.run(once())
+async def test_the_owners_limit_holds_for_what_is_told(machine):
+    async with asyncio.timeout(PATIENCE_S):
+        watch, task = await machine.watch(OwnerLimits(ram=4 * GIB, vram=None, disk_bytes=None))
+        assert await watch.report_memory_low(GIB) == 4 * GIB
+        machine.available = 16 * GIB
+        assert await machine.heard.get() == 4 * GIB
+        task.cancel()
 
 
-def test_a_device_whose_plan_has_all_again_is_not_watched(machine):
-    async def once() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            watch, task = await machine.watch()
-            machine.available = 2 * GIB
-            await watch.report_memory_low(GIB)
-            watch.begin(8 * GIB)
-            await asyncio.sleep(0.02)
-            looks = machine.looks
-            machine.available = 16 * GIB
-            await asyncio.sleep(0.05)
-            assert machine.looks <= looks + 1
-            assert machine.heard.empty()
-            task.cancel()
-
-    asyncio.run(once())
+async def test_a_device_whose_plan_has_all_again_is_not_watched(machine):
+    async with asyncio.timeout(PATIENCE_S):
+        watch, task = await machine.watch()
+        machine.available = 2 * GIB
+        await watch.report_memory_low(GIB)
+        watch.begin(8 * GIB)
+        await asyncio.sleep(0.02)
+        looks = machine.looks
+        machine.available = 16 * GIB
+        await asyncio.sleep(0.05)
+        assert machine.looks <= looks + 1
+        assert machine.heard.empty()
+        task.cancel()

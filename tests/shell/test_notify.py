@@ -59,24 +59,21 @@ def test_the_watchdog_is_the_one_of_this_process(environ: dict[str, str], second
     assert watchdog_s(environ) == seconds
 
 
-def test_a_daemon_says_that_it_is_ready_lives_and_ends(ear: socket.socket) -> None:
+async def test_a_daemon_says_that_it_is_ready_lives_and_ends(ear: socket.socket) -> None:
     states = iter(["waiting for a head", "waiting for a head"])
 
     async def hear() -> str:
         return (await asyncio.to_thread(ear.recv, 1000)).decode()
 
-    async def live() -> list[str]:
-        task = asyncio.create_task(
-            report(lambda: next(states, "computes\nfor desk"), environment(ear, WATCHDOG_USEC="20000"))
-        )
-        printed = [await hear() for _ in range(3)]
-        task.cancel()
-        await asyncio.wait([task])
-        while (last := await hear()) == "WATCHDOG=1":
-            pass
-        return [*printed, last]
-
-    assert asyncio.run(live()) == [
+    task = asyncio.create_task(
+        report(lambda: next(states, "computes\nfor desk"), environment(ear, WATCHDOG_USEC="20000"))
+    )
+    printed = [await hear() for _ in range(3)]
+    task.cancel()
+    await asyncio.wait([task])
+    while (last := await hear()) == "WATCHDOG=1":
+        pass
+    assert [*printed, last] == [
         "READY=1\nSTATUS=waiting for a head",
         "WATCHDOG=1",
         "STATUS=computes for desk\nWATCHDOG=1",
@@ -84,19 +81,15 @@ def test_a_daemon_says_that_it_is_ready_lives_and_ends(ear: socket.socket) -> No
     ]
 
 
-def test_without_a_watchdog_only_changes_are_told(ear: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_watchdog_only_changes_are_told(ear: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STATUS_EVERY_S", 0.001)
     states = iter(["one", "one", "one", "two"])
-
-    async def live() -> list[str]:
-        task = asyncio.create_task(report(lambda: next(states, "two"), environment(ear)))
-        printed = [(await asyncio.to_thread(ear.recv, 1000)).decode() for _ in range(2)]
-        task.cancel()
-        await asyncio.wait([task])
-        return printed
-
-    assert asyncio.run(live()) == ["READY=1\nSTATUS=one", "STATUS=two"]
+    task = asyncio.create_task(report(lambda: next(states, "two"), environment(ear)))
+    printed = [(await asyncio.to_thread(ear.recv, 1000)).decode() for _ in range(2)]
+    task.cancel()
+    await asyncio.wait([task])
+    assert printed == ["READY=1\nSTATUS=one", "STATUS=two"]
 
 
-def test_where_nobody_listens_a_daemon_does_not_tend_it() -> None:
-    asyncio.run(report(lambda: "state", {}))
+async def test_where_nobody_listens_a_daemon_does_not_tend_it() -> None:
+    await report(lambda: "state", {})

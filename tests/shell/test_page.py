@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from urllib.parse import urljoin
 
-import httpx
 import pytest
 
 from primad.api.app import create_app
@@ -23,6 +22,7 @@ from primad.errors import RequestError, RingError
 from primad.settings.timings import ApiTimings
 from tests.fakes.admin_api import FakeAdminApi, known
 from tests.fakes.backend import FakeBackend, replies
+from tests.fakes.http import ask
 from tests.fakes.status import device, ring
 
 OWNER, GUEST = "the-owner's-key-is-long", "a-guest's-key-is-long"
@@ -34,18 +34,6 @@ def app_of(*keys: ApiKey, origins=(), **more):
     """The app with an owner; with ``keys`` it asks for one."""
     admission = Admission(door=Door(lambda: keys) if keys else OPEN, origins=origins, owner_key=OWNER)
     return create_app(FakeBackend(replies("Hi")), admission=admission, **more)
-
-
-def ask(app, method: str, path: str, **request) -> httpx.Response:
-    async def once() -> httpx.Response:
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with (
-            asyncio.timeout(PATIENCE_S),
-            httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080") as client,
-        ):
-            return await client.request(method, path, **request)
-
-    return asyncio.run(once())
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -278,96 +266,81 @@ def detail(snapshot: Snapshot) -> str:
     return decoder.decode(snapshot.json).detail
 
 
-def test_all_who_listen_get_the_same_look_and_nobody_looks_for_nobody():
-    async def run() -> None:
-        looks = Looks()
-        watch = Watch(looks, 0.001)
-        one, other = watch.snapshots(), watch.snapshots()
-        async with asyncio.timeout(PATIENCE_S), aclosing(one), aclosing(other):
-            tasks = [asyncio.create_task(anext(each)) for each in (one, other)]
-            assert {detail(snapshot) for snapshot in await asyncio.gather(*tasks)} == {"1"}
-            assert int(detail(await anext(one))) > 1
-        ended = looks.count
-        for _ in range(20):
-            await asyncio.sleep(0.001)
-        assert looks.count <= ended + 1
-        async with asyncio.timeout(PATIENCE_S), aclosing(watch.snapshots()) as again:
-            assert int(detail(await anext(again))) > ended
-
-    asyncio.run(run())
+async def test_all_who_listen_get_the_same_look_and_nobody_looks_for_nobody():
+    looks = Looks()
+    watch = Watch(looks, 0.001)
+    one, other = watch.snapshots(), watch.snapshots()
+    async with asyncio.timeout(PATIENCE_S), aclosing(one), aclosing(other):
+        tasks = [asyncio.create_task(anext(each)) for each in (one, other)]
+        assert {detail(snapshot) for snapshot in await asyncio.gather(*tasks)} == {"1"}
+        assert int(detail(await anext(one))) > 1
+    ended = looks.count
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert looks.count <= ended + 1
+    async with asyncio.timeout(PATIENCE_S), aclosing(watch.snapshots()) as again:
+        assert int(detail(await anext(again))) > ended
 
 
-def test_a_look_that_fails_ends_the_streams_and_the_next_one_begins_anew():
-    async def run() -> None:
-        looks = Looks()
-        looks.fails = True
-        watch = Watch(looks, 0.001)
-        async with asyncio.timeout(PATIENCE_S):
-            with pytest.raises(RingError):
-                await anext(watch.snapshots())
-            looks.fails = False
-            async with aclosing(watch.snapshots()) as again:
-                assert detail(await anext(again)) == "2"
-
-    asyncio.run(run())
+async def test_a_look_that_fails_ends_the_streams_and_the_next_one_begins_anew():
+    looks = Looks()
+    looks.fails = True
+    watch = Watch(looks, 0.001)
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(RingError):
+            await anext(watch.snapshots())
+        looks.fails = False
+        async with aclosing(watch.snapshots()) as again:
+            assert detail(await anext(again)) == "2"
 
 
-def test_streams_end_when_the_server_does():
-    async def run() -> None:
-        watch = Watch(Looks(), 3600.0)
-        stream = watch.snapshots()
-        async with asyncio.timeout(PATIENCE_S):
-            await anext(stream)
-            waiting = asyncio.create_task(anext(stream, None))
-            await asyncio.sleep(0)
-            watch.close()
-            assert await waiting is None
-            assert await anext(watch.snapshots(), None) is None
-
-    asyncio.run(run())
+async def test_streams_end_when_the_server_does():
+    watch = Watch(Looks(), 3600.0)
+    stream = watch.snapshots()
+    async with asyncio.timeout(PATIENCE_S):
+        await anext(stream)
+        waiting = asyncio.create_task(anext(stream, None))
+        await asyncio.sleep(0)
+        watch.close()
+        assert await waiting is None
+        assert await anext(watch.snapshots(), None) is None
 
 
-def test_pages_that_listen_are_bounded():
-    async def run() -> None:
-        watch = Watch(Looks(), 0.001)
-        streams: list[AsyncGenerator[Snapshot, None]] = [watch.snapshots() for _ in range(MAX_LISTENERS)]
-        async with asyncio.timeout(PATIENCE_S):
-            await asyncio.gather(*(anext(each) for each in streams))
-            with pytest.raises(RequestError, match="pages are open"):
-                await anext(watch.snapshots())
-            for each in streams:
-                await each.aclose()
-            async with aclosing(watch.snapshots()) as again:
-                await anext(again)
-
-    asyncio.run(run())
+async def test_pages_that_listen_are_bounded():
+    watch = Watch(Looks(), 0.001)
+    streams: list[AsyncGenerator[Snapshot, None]] = [watch.snapshots() for _ in range(MAX_LISTENERS)]
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(*(anext(each) for each in streams))
+        with pytest.raises(RequestError, match="pages are open"):
+            await anext(watch.snapshots())
+        for each in streams:
+            await each.aclose()
+        async with aclosing(watch.snapshots()) as again:
+            await anext(again)
 
 
-def test_the_stream_says_the_status():
-    async def run() -> bytes:
-        backend = FakeBackend(replies("Hi"))
-        backend.ring = ring(device("desk", role="head"), device("mini"))
-        app = create_app(backend, timings=ApiTimings(page_every_s=0.001))
-        got: asyncio.Queue[dict] = asyncio.Queue()
-        left = asyncio.Event()
+async def test_the_stream_says_the_status():
+    backend = FakeBackend(replies("Hi"))
+    backend.ring = ring(device("desk", role="head"), device("mini"))
+    app = create_app(backend, timings=ApiTimings(page_every_s=0.001))
+    got: asyncio.Queue[dict] = asyncio.Queue()
+    left = asyncio.Event()
 
-        async def receive() -> dict:
-            await left.wait()
-            return {"type": "http.disconnect"}
+    async def receive() -> dict:
+        await left.wait()
+        return {"type": "http.disconnect"}
 
-        scope = {
-            "type": "http", "method": "GET", "path": "/ui/events", "raw_path": b"/ui/events", "query_string": b"",
-            "root_path": "", "scheme": "http", "http_version": "1.1", "headers": [(b"host", b"localhost")],
-            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2), "asgi": {"version": "3.0"},
-        }  # fmt: skip
-        async with asyncio.timeout(PATIENCE_S):
-            serving = asyncio.create_task(app(scope, receive, got.put))
-            while not (message := await got.get()).get("body"):
-                pass
-            left.set()
-            await serving
-        return message["body"]
-
-    body = asyncio.run(run())
+    scope = {
+        "type": "http", "method": "GET", "path": "/ui/events", "raw_path": b"/ui/events", "query_string": b"",
+        "root_path": "", "scheme": "http", "http_version": "1.1", "headers": [(b"host", b"localhost")],
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2), "asgi": {"version": "3.0"},
+    }  # fmt: skip
+    async with asyncio.timeout(PATIENCE_S):
+        serving = asyncio.create_task(app(scope, receive, got.put))
+        while not (message := await got.get()).get("body"):
+            pass
+        left.set()
+        await serving
+    body = message["body"]
     assert body.startswith(b"event: status\ndata: ")
     assert [each.name for each in decoder.decode(body.split(b"data: ", 1)[1]).devices] == ["desk", "mini"]

@@ -78,50 +78,41 @@ def run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "time", lambda: now() + pairing_links.RUN_S)
 
 
-def test_who_knows_the_code_is_let_in_and_the_port_is_closed_then():
-    async def once() -> None:
-        async with invited() as desk:
-            found = await brought(desk.port)
-            assert (found.device, found.key, found.how) == ("desk", DESK.key, PAIRED)
-            assert await desk.end is CodeOutcome.USED
-            assert [(each.device, each.key, each.how) for each in desk.paired] == [("pi", PI.key, PAIRED)]
-            with pytest.raises(ClusterError, match="no pairing there"):
-                await brought(desk.port)
-
-    asyncio.run(once())
+async def test_who_knows_the_code_is_let_in_and_the_port_is_closed_then():
+    async with invited() as desk:
+        found = await brought(desk.port)
+        assert (found.device, found.key, found.how) == ("desk", DESK.key, PAIRED)
+        assert await desk.end is CodeOutcome.USED
+        assert [(each.device, each.key, each.how) for each in desk.paired] == [("pi", PI.key, PAIRED)]
+        with pytest.raises(ClusterError, match="no pairing there"):
+            await brought(desk.port)
 
 
-def test_a_wrong_code_is_said_and_the_right_one_waits_for_its_turn(caplog):
-    async def once() -> None:
+async def test_a_wrong_code_is_said_and_the_right_one_waits_for_its_turn(caplog):
+    with caplog.at_level(logging.DEBUG):
         async with invited() as desk:
             with pytest.raises(ClusterError, match=r"pairing with 127\.0\.0\.1:\d+: wrong code .*4 tries"):
                 await brought(desk.port, OTHER)
             assert desk.paired == []
             await brought(desk.port)
-
-    with caplog.at_level(logging.DEBUG):
-        asyncio.run(once())
     assert "lamp" not in caplog.text
     assert "river" not in caplog.text
 
 
 @pytest.mark.slow
-def test_guessing_burns_the_code():
-    async def once() -> None:
-        async with invited() as desk:
-            for _ in range(MAX_TRIES - 1):
-                with pytest.raises(ClusterError, match="tries are left"):
-                    await brought(desk.port, OTHER)
-            with pytest.raises(ClusterError, match="the code is invalid"):
+async def test_guessing_burns_the_code():
+    async with invited() as desk:
+        for _ in range(MAX_TRIES - 1):
+            with pytest.raises(ClusterError, match="tries are left"):
                 await brought(desk.port, OTHER)
-            assert await desk.end is CodeOutcome.BURNT
-            assert desk.paired == []
-
-    asyncio.run(once())
+        with pytest.raises(ClusterError, match="the code is invalid"):
+            await brought(desk.port, OTHER)
+        assert await desk.end is CodeOutcome.BURNT
+        assert desk.paired == []
 
 
 @pytest.mark.parametrize("works_s", [0.01, 0.2])
-def test_when_a_reply_leaves_tells_nothing_of_the_code(monkeypatch: pytest.MonkeyPatch, works_s: float):
+async def test_when_a_reply_leaves_tells_nothing_of_the_code(monkeypatch: pytest.MonkeyPatch, works_s: float):
     """As long as computing with it takes less than ``REPLY_S``: here it takes ``works_s``."""
     passed_s, waits = 0.0, []
 
@@ -133,51 +124,39 @@ def test_when_a_reply_leaves_tells_nothing_of_the_code(monkeypatch: pytest.Monke
     async def sleep(seconds: float) -> None:
         waits.append(seconds)
 
-    async def once() -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        monkeypatch.setattr(loop, "time", lambda: now + passed_s)
-        async with invited() as desk:
-            await brought(desk.port)
-
     monkeypatch.setattr(pairing_links, "REPLY_S", 0.25)
     monkeypatch.setattr(pairing, "_finish", work)
     monkeypatch.setattr(pairing_links.asyncio, "sleep", sleep)
-    asyncio.run(once())
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now + passed_s)
+    async with invited() as desk:
+        await brought(desk.port)
     assert sorted(waits) == pytest.approx([0.25 - works_s, 0.25 - works_s, 0.25, 0.25, 0.25])
 
 
-def test_an_expired_code_closes_the_port():
-    async def once() -> None:
-        async with invited(lifetime_s=0.2) as desk:
-            assert await desk.end is CodeOutcome.EXPIRED
-
-    asyncio.run(once())
+async def test_an_expired_code_closes_the_port():
+    async with invited(lifetime_s=0.2) as desk:
+        assert await desk.end is CodeOutcome.EXPIRED
 
 
-def test_a_key_that_cannot_be_kept_is_said_on_both_sides(caplog):
+async def test_a_key_that_cannot_be_kept_is_said_on_both_sides(caplog):
     def full(device: TrustedDevice) -> None:
         raise ConfigError("trust.json: No space left on device")
 
-    async def once() -> None:
-        server = PairingServer(HOST, CODE, DESK, full)
-        end = asyncio.create_task(server.run())
-        with pytest.raises(ClusterError, match="cannot store the key"):
-            await brought(server.port)
-        await end
-
-    asyncio.run(once())
+    server = PairingServer(HOST, CODE, DESK, full)
+    end = asyncio.create_task(server.run())
+    with pytest.raises(ClusterError, match="cannot store the key"):
+        await brought(server.port)
+    await end
     assert "No space left" in caplog.text
 
 
-def test_nobody_there_is_one_line():
-    async def once() -> None:
-        server = PairingServer(HOST, CODE, DESK, lambda _: None)
-        server.close()
-        with pytest.raises(ClusterError, match="no pairing there"):
-            await brought(server.port)
-
-    asyncio.run(once())
+async def test_nobody_there_is_one_line():
+    server = PairingServer(HOST, CODE, DESK, lambda _: None)
+    server.close()
+    with pytest.raises(ClusterError, match="no pairing there"):
+        await brought(server.port)
 
 
 def test_a_host_that_is_none_is_one_line():
@@ -195,28 +174,22 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS.keys())
-def test_something_else_on_the_port_is_one_line(answer: bytes):
+async def test_something_else_on_the_port_is_one_line(answer: bytes):
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(100)
         writer.write(answer)
         writer.close()
 
-    async def once() -> None:
-        server = await asyncio.start_server(serve, HOST, 0)
-        async with server:
-            with pytest.raises(ClusterError) as error:
-                await brought(server.sockets[0].getsockname()[1])
-            assert "\n" not in str(error.value)
-
-    asyncio.run(once())
+    server = await asyncio.start_server(serve, HOST, 0)
+    async with server:
+        with pytest.raises(ClusterError) as error:
+            await brought(server.sockets[0].getsockname()[1])
+        assert "\n" not in str(error.value)
 
 
-def test_a_silent_other_side_is_given_up():
-    async def once() -> None:
-        with socket.create_server((HOST, 0)) as silent, pytest.raises(ClusterError, match="no response within"):
-            await brought(silent.getsockname()[1], timeout_s=0.2)
-
-    asyncio.run(once())
+async def test_a_silent_other_side_is_given_up():
+    with socket.create_server((HOST, 0)) as silent, pytest.raises(ClusterError, match="no response within"):
+        await brought(silent.getsockname()[1], timeout_s=0.2)
 
 
 GARBAGE = {
@@ -229,59 +202,47 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE.keys())
-def test_garbage_ends_its_connection_and_nothing_else(data: bytes):
-    async def once() -> None:
-        async with invited() as desk:
-            reader, writer = await stranger(desk.port)
-            writer.write(data)
+async def test_garbage_ends_its_connection_and_nothing_else(data: bytes):
+    async with invited() as desk:
+        reader, writer = await stranger(desk.port)
+        writer.write(data)
+        assert await reads_end(reader)
+        writer.close()
+        await brought(desk.port)
+
+
+async def test_who_sends_a_byte_at_a_time_is_cut_off_at_its_deadline(monkeypatch: pytest.MonkeyPatch):
+    async with invited() as desk:
+        reader, writer = await stranger(desk.port)
+        writer.write(b"\x00")
+        await brought(desk.port)
+        assert not reader.at_eof()
+        run_out(monkeypatch)
+        assert await reads_end(reader)
+        writer.close()
+
+
+async def test_a_crowd_of_strangers_is_kept_out_and_leaves_room_again(monkeypatch: pytest.MonkeyPatch):
+    async with invited() as desk:
+        crowd = [await stranger(desk.port) for _ in range(300)]
+        with pytest.raises(ClusterError, match="no pairing there"):
+            await brought(desk.port)
+        assert len(desk.server._peers) == MAX_PEERS_OF_ADDRESS
+        run_out(monkeypatch)
+        for reader, writer in crowd:
             assert await reads_end(reader)
             writer.close()
+        await brought(desk.port)
+        assert await desk.end is CodeOutcome.USED
+
+
+async def test_a_server_that_is_cancelled_closes_everything():
+    async with invited() as desk:
+        reader, writer = await stranger(desk.port)
+        await asyncio.sleep(0)
+        desk.end.cancel()
+        assert await reads_end(reader)
+        writer.close()
+        await asyncio.wait([desk.end])
+        with pytest.raises(ClusterError):
             await brought(desk.port)
-
-    asyncio.run(once())
-
-
-def test_who_sends_a_byte_at_a_time_is_cut_off_at_its_deadline(monkeypatch: pytest.MonkeyPatch):
-    async def once() -> None:
-        async with invited() as desk:
-            reader, writer = await stranger(desk.port)
-            writer.write(b"\x00")
-            await brought(desk.port)
-            assert not reader.at_eof()
-            run_out(monkeypatch)
-            assert await reads_end(reader)
-            writer.close()
-
-    asyncio.run(once())
-
-
-def test_a_crowd_of_strangers_is_kept_out_and_leaves_room_again(monkeypatch: pytest.MonkeyPatch):
-    async def once() -> None:
-        async with invited() as desk:
-            crowd = [await stranger(desk.port) for _ in range(300)]
-            with pytest.raises(ClusterError, match="no pairing there"):
-                await brought(desk.port)
-            assert len(desk.server._peers) == MAX_PEERS_OF_ADDRESS
-            run_out(monkeypatch)
-            for reader, writer in crowd:
-                assert await reads_end(reader)
-                writer.close()
-            await brought(desk.port)
-            assert await desk.end is CodeOutcome.USED
-
-    asyncio.run(once())
-
-
-def test_a_server_that_is_cancelled_closes_everything():
-    async def once() -> None:
-        async with invited() as desk:
-            reader, writer = await stranger(desk.port)
-            await asyncio.sleep(0)
-            desk.end.cancel()
-            assert await reads_end(reader)
-            writer.close()
-            await asyncio.wait([desk.end])
-            with pytest.raises(ClusterError):
-                await brought(desk.port)
-
-    asyncio.run(once())

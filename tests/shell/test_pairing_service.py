@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,14 +93,6 @@ class Liar:
             writer.write(pairing_links._framed(self._after_proof))
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def once() -> None:
-        async with asyncio.timeout(60):
-            await test()
-
-    asyncio.run(once())
-
-
 AFTER_PROOF = {
     "slow": SLOW,
     "wrong": encode(Refuse(why="wrong", number=4)),
@@ -110,8 +102,8 @@ AFTER_PROOF = {
 
 
 @pytest.mark.parametrize("after_proof", AFTER_PROOF.values(), ids=AFTER_PROOF.keys())
-def test_a_liar_hears_one_proof_a_command_and_five_in_all(joining: Joining, after_proof: bytes | None):
-    async def test() -> None:
+async def test_a_liar_hears_one_proof_a_command_and_five_in_all(joining: Joining, after_proof: bytes | None):
+    async with asyncio.timeout(60):
         liar = Liar(after_proof)
         async with liar.listening() as port:
             joining.sees(port)
@@ -122,25 +114,22 @@ def test_a_liar_hears_one_proof_a_command_and_five_in_all(joining: Joining, afte
             assert "was tried 5 times" in str(error.value)
             assert joining.trust.entries() == []
 
-    run(test)
 
-
-def test_whoever_puts_a_joiner_off_is_asked_again_after_a_pause(joining: Joining, monkeypatch: pytest.MonkeyPatch):
+async def test_whoever_puts_a_joiner_off_is_asked_again_after_a_pause(
+    joining: Joining, monkeypatch: pytest.MonkeyPatch
+):
     """And no sooner, whatever wait it names: here the patience is over before."""
-
-    async def test() -> None:
+    monkeypatch.setattr(pairing_service, "PATIENCE_S", 0.3)
+    async with asyncio.timeout(60):
         liar = Liar(None, first=SLOW)
         async with liar.listening() as port:
             with pytest.raises(ClusterError, match=r"no device took it within 0\.3 s"):
                 await joining.pairs(f"{HOST}:{port}")
         assert (liar.starts, liar.proofs) == (1, 0)
 
-    monkeypatch.setattr(pairing_service, "PATIENCE_S", 0.3)
-    run(test)
 
-
-def test_many_liars_hear_five_proofs_together(joining: Joining):
-    async def test() -> None:
+async def test_many_liars_hear_five_proofs_together(joining: Joining):
+    async with asyncio.timeout(60):
         liars = [Liar(SLOW) for _ in range(MAX_TRIES + 2)]
         async with AsyncExitStack() as stack:
             joining.sees(*[await stack.enter_async_context(liar.listening()) for liar in liars])
@@ -149,14 +138,13 @@ def test_many_liars_hear_five_proofs_together(joining: Joining):
         assert sum(liar.proofs for liar in liars) == MAX_TRIES
         assert max(liar.proofs for liar in liars) == 1
 
-    run(test)
-
 
 @pytest.mark.parametrize("names_ours", [False, True], ids=["by itself", "and names the right one's address as well"])
-def test_behind_a_liar_the_next_that_announces_the_code_is_tried(
+async def test_behind_a_liar_the_next_that_announces_the_code_is_tried(
     joining: Joining, monkeypatch: pytest.MonkeyPatch, names_ours: bool
 ):
-    async def test() -> None:
+    monkeypatch.setattr(pairing_service.random, "shuffle", lambda _: None)
+    async with asyncio.timeout(60):
         liar = Liar(SLOW)
         async with liar.listening() as port, invited() as desk:
             joining.sees(port, addresses=(HOST, "localhost") if names_ours else (HOST,))
@@ -166,12 +154,9 @@ def test_behind_a_liar_the_next_that_announces_the_code_is_tried(
             assert any("another device announces this code and is tried" in line for line in joining.printed)
             assert [each.key for each in joining.trust.entries()] == [DESK.key]
 
-    monkeypatch.setattr(pairing_service.random, "shuffle", lambda _: None)
-    run(test)
 
-
-def test_one_that_announces_itself_later_is_tried_as_well(joining: Joining, monkeypatch: pytest.MonkeyPatch):
-    async def test() -> None:
+async def test_one_that_announces_itself_later_is_tried_as_well(joining: Joining, monkeypatch: pytest.MonkeyPatch):
+    async with asyncio.timeout(60):
         liar = Liar(SLOW)
         async with liar.listening() as port, invited() as desk:
             joining.sees(port)
@@ -185,21 +170,11 @@ def test_one_that_announces_itself_later_is_tried_as_well(joining: Joining, monk
             monkeypatch.setattr(pairing_service, "look", later)
             assert await joining.pairs() == DESK.key
 
-    run(test)
 
-
-def test_one_that_names_places_where_nobody_answers_takes_its_turn_and_no_more(
+async def test_one_that_names_places_where_nobody_answers_takes_its_turn_and_no_more(
     joining: Joining, monkeypatch: pytest.MonkeyPatch
 ):
     """It names the right one's place as well, behind them: that is not refused for it."""
-
-    async def test() -> None:
-        async with invited() as desk:
-            joining.sees(desk.port, addresses=("192.0.2.1", HOST))
-            joining.sees(desk.port)
-            assert await joining.pairs() == DESK.key
-            assert any("does not answer within 0.2 s; another device" in line for line in joining.printed)
-
     reach = pairing_service.pair_with
 
     async def silent(host: str, *arguments: Any) -> TrustedDevice:
@@ -210,14 +185,17 @@ def test_one_that_names_places_where_nobody_answers_takes_its_turn_and_no_more(
     monkeypatch.setattr(pairing_service, "pair_with", silent)
     monkeypatch.setattr(pairing_service, "TURN_S", 0.2)
     monkeypatch.setattr(pairing_service.random, "shuffle", lambda _: None)
-    run(test)
+    async with asyncio.timeout(60):
+        async with invited() as desk:
+            joining.sees(desk.port, addresses=("192.0.2.1", HOST))
+            joining.sees(desk.port)
+            assert await joining.pairs() == DESK.key
+            assert any("does not answer within 0.2 s; another device" in line for line in joining.printed)
 
 
-def test_a_wrong_code_costs_the_right_device_one_try(joining: Joining):
-    async def test() -> None:
+async def test_a_wrong_code_costs_the_right_device_one_try(joining: Joining):
+    async with asyncio.timeout(60):
         async with invited() as desk:
             joining.sees(desk.port, addresses=(HOST, "localhost"))
             with pytest.raises(PrimadError, match="4 tries are left"):
                 await pairing_service.pair(joining._node, str(WRONG), None, joining.printed.append, "head")
-
-    run(test)

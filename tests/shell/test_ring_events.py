@@ -53,78 +53,63 @@ def test_frames_are_the_same_however_they_are_cut(bodies, sizes):
     assert found == bodies
 
 
-def test_what_is_wanted_is_heard_at_once_and_nothing_before_what_waits():
-    async def once() -> None:
-        made, _ = events()
-        heard = list[RingEvent]()
-        made.data_received(frame(SAID[0]))
+async def test_what_is_wanted_is_heard_at_once_and_nothing_before_what_waits():
+    made, _ = events()
+    heard = list[RingEvent]()
+    made.data_received(frame(SAID[0]))
 
-        def hear(event: RingEvent) -> bool:
-            heard.append(event)
-            return event != SAID[3]
+    def hear(event: RingEvent) -> bool:
+        heard.append(event)
+        return event != SAID[3]
 
-        made.hear = hear
-        made.data_received(frame(SAID[1]))
-        assert not heard, "one waits still"
-        assert [await made.next() for _ in SAID[:2]] == SAID[:2]
-        made.data_received(b"".join(map(frame, SAID[2:])))
-        assert heard == SAID[2:4], "the last one waits behind one that nobody wanted"
-        assert await rest(made) == SAID[3:]
-
-    asyncio.run(once())
+    made.hear = hear
+    made.data_received(frame(SAID[1]))
+    assert not heard, "one waits still"
+    assert [await made.next() for _ in SAID[:2]] == SAID[:2]
+    made.data_received(b"".join(map(frame, SAID[2:])))
+    assert heard == SAID[2:4], "the last one waits behind one that nobody wanted"
+    assert await rest(made) == SAID[3:]
 
 
-def test_what_hearing_raises_is_raised_to_who_reads_and_nothing_is_heard_behind_it():
-    async def once() -> None:
-        made, _ = events()
-        heard = list[RingEvent]()
+async def test_what_hearing_raises_is_raised_to_who_reads_and_nothing_is_heard_behind_it():
+    made, _ = events()
+    heard = list[RingEvent]()
 
-        def hear(event: RingEvent) -> bool:
-            heard.append(event)
-            raise ZeroDivisionError
+    def hear(event: RingEvent) -> bool:
+        heard.append(event)
+        raise ZeroDivisionError
 
-        made.hear = hear
-        made.data_received(frame(SAID[0]))
-        made.data_received(frame(SAID[1]))
-        with pytest.raises(ZeroDivisionError):
-            await made.next()
-        assert heard == SAID[:1]
-
-    asyncio.run(once())
+    made.hear = hear
+    made.data_received(frame(SAID[0]))
+    made.data_received(frame(SAID[1]))
+    with pytest.raises(ZeroDivisionError):
+        await made.next()
+    assert heard == SAID[:1]
 
 
-def test_an_end_is_not_heard_but_read_and_what_is_no_event_behind_it_is_an_error():
-    async def once() -> None:
-        made, _ = events()
-        made.hear = lambda _: True
-        made.data_received(frame(RingBroken("it broke", None)))
-        made.data_received(LENGTH.pack(3) + b"abc")
-        assert await made.next() == RingBroken("it broke", None)
-        with pytest.raises(ProtocolError):
-            await made.next()
-
-    asyncio.run(once())
+async def test_an_end_is_not_heard_but_read_and_what_is_no_event_behind_it_is_an_error():
+    made, _ = events()
+    made.hear = lambda _: True
+    made.data_received(frame(RingBroken("it broke", None)))
+    made.data_received(LENGTH.pack(3) + b"abc")
+    assert await made.next() == RingBroken("it broke", None)
+    with pytest.raises(ProtocolError):
+        await made.next()
 
 
-def test_a_frame_that_is_too_large_is_an_error_and_no_memory():
-    async def once() -> None:
-        made, _ = events()
-        made.data_received(LENGTH.pack(MAX_FRAME_BYTES + 1))
-        with pytest.raises(ProtocolError):
-            await made.next()
-
-    asyncio.run(once())
+async def test_a_frame_that_is_too_large_is_an_error_and_no_memory():
+    made, _ = events()
+    made.data_received(LENGTH.pack(MAX_FRAME_BYTES + 1))
+    with pytest.raises(ProtocolError):
+        await made.next()
 
 
-def test_a_ring_process_that_nobody_reads_is_not_read():
-    async def once() -> None:
-        made, link = events()
-        for _ in range(MAX_ARRIVED):
-            assert link.reads
-            made.data_received(frame(SAID[0]))
-        assert not link.reads
-        for _ in range(MAX_ARRIVED):
-            await made.next()
+async def test_a_ring_process_that_nobody_reads_is_not_read():
+    made, link = events()
+    for _ in range(MAX_ARRIVED):
         assert link.reads
-
-    asyncio.run(once())
+        made.data_received(frame(SAID[0]))
+    assert not link.reads
+    for _ in range(MAX_ARRIVED):
+        await made.next()
+    assert link.reads

@@ -100,70 +100,53 @@ async def last_words(process: RingProcess) -> str:
     return str(caught.value)
 
 
-def broken_by(folder: Path, *commands: RingCommand | bytes) -> str:
+async def broken_by(folder: Path, *commands: RingCommand | bytes) -> str:
     """The last words of a ring process that was told ``commands``; bytes go as they are."""
-
-    async def once() -> str:
-        async with started(folder) as process:
-            for command in commands:
-                if isinstance(command, bytes):
-                    process._writer.write(command)
-                else:
-                    await process.send(command)
-            return await last_words(process)
-
-    return asyncio.run(once())
+    async with started(folder) as process:
+        for command in commands:
+            if isinstance(command, bytes):
+                process._writer.write(command)
+            else:
+                await process.send(command)
+        return await last_words(process)
 
 
-def test_it_ends_when_its_daemon_closes_the_connection(tmp_path):
-    async def once() -> None:
-        process = await RingProcess.start(tmp_path / "ring.log", threads=1)
-        watched = psutil.Process(process.pid)
-        async with asyncio.timeout(PATIENCE_S):
-            process._writer.close()
-            code = await asyncio.to_thread(watched.wait, PATIENCE_S)
-            await process.close()
-        assert code in (0, None)
-        assert process._process.returncode == 0
-
-    asyncio.run(once())
+async def test_it_ends_when_its_daemon_closes_the_connection(tmp_path):
+    process = await RingProcess.start(tmp_path / "ring.log", threads=1)
+    watched = psutil.Process(process.pid)
+    async with asyncio.timeout(PATIENCE_S):
+        process._writer.close()
+        code = await asyncio.to_thread(watched.wait, PATIENCE_S)
+        await process.close()
+    assert code in (0, None)
+    assert process._process.returncode == 0
     assert not (tmp_path / "ring.log").exists(), "it had nothing to say"
 
 
-def test_closing_twice_is_closing(tmp_path):
-    async def once() -> None:
-        async with started(tmp_path) as process:
-            await process.close()
-
-    asyncio.run(once())
+async def test_closing_twice_is_closing(tmp_path):
+    async with started(tmp_path) as process:
+        await process.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
-def test_the_signal_that_ended_it_is_named(tmp_path, number):
-    async def once() -> None:
-        async with started(tmp_path) as process:
-            os.kill(process.pid, number)
-            assert await last_words(process) == f"the ring process was ended by {number.name}"
-
-    asyncio.run(once())
+async def test_the_signal_that_ended_it_is_named(tmp_path, number):
+    async with started(tmp_path) as process:
+        os.kill(process.pid, number)
+        assert await last_words(process) == f"the ring process was ended by {number.name}"
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGBUS"), reason="the system has no SIGBUS")
-def test_a_process_whose_mapped_file_was_cut_short_leaves_its_stacks_and_one_line(tmp_path):
+async def test_a_process_whose_mapped_file_was_cut_short_leaves_its_stacks_and_one_line(tmp_path):
     """The ring process maps weights: llama.cpp reads them there, and reading beyond the end of a file is a SIGBUS."""
-
-    async def once() -> None:
-        async with started(tmp_path) as process:
-            await process.send(an_open(route=3, head=None, windows=[]))
-            events = process.events()
-            assert isinstance(await anext(events), Opened)  # its handlers stand
-            os.kill(process.pid, signal.SIGBUS)
-            with pytest.raises(WeightsError, match="cut short or its disk failed while it was read") as caught:
-                await anext(events)
-            assert (str(caught.value), caught.value.file) == (CUT_SHORT, None)
-            assert "Fatal Python error: Bus error" in (tmp_path / "ring.log").read_text()
-
-    asyncio.run(once())
+    async with started(tmp_path) as process:
+        await process.send(an_open(route=3, head=None, windows=[]))
+        events = process.events()
+        assert isinstance(await anext(events), Opened)  # its handlers stand
+        os.kill(process.pid, signal.SIGBUS)
+        with pytest.raises(WeightsError, match="cut short or its disk failed while it was read") as caught:
+            await anext(events)
+        assert (str(caught.value), caught.value.file) == (CUT_SHORT, None)
+        assert "Fatal Python error: Bus error" in (tmp_path / "ring.log").read_text()
 
 
 def test_the_last_line_of_a_log_is_what_was_said_before_the_stacks(tmp_path):
@@ -177,44 +160,34 @@ def test_the_last_line_of_a_log_is_what_was_said_before_the_stacks(tmp_path):
     assert _last_line(log) == ""
 
 
-def test_a_process_that_does_not_end_is_killed(tmp_path):
-    async def once() -> None:
-        async with started(tmp_path) as process:
-            os.kill(process.pid, signal.SIGSTOP)
-
-    asyncio.run(once())
+async def test_a_process_that_does_not_end_is_killed(tmp_path):
+    async with started(tmp_path) as process:
+        os.kill(process.pid, signal.SIGSTOP)
 
 
-def test_a_process_that_takes_no_commands_is_killed_all_the_same(tmp_path):
+async def test_a_process_that_takes_no_commands_is_killed_all_the_same(tmp_path):
     """What it was told and never read is in its daemon's buffer still."""
-
-    async def once() -> None:
-        async with started(tmp_path) as process:
-            os.kill(process.pid, signal.SIGSTOP)
-            sending = asyncio.create_task(process.send(generate(1, list(range(1 << 20)))))
-            await asyncio.sleep(0)
-            assert not sending.done(), "it fits the socket's own buffer"
-            await process.close()
-            await sending
-
-    asyncio.run(once())
+    async with started(tmp_path) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        sending = asyncio.create_task(process.send(generate(1, list(range(1 << 20)))))
+        await asyncio.sleep(0)
+        assert not sending.done(), "it fits the socket's own buffer"
+        await process.close()
+        await sending
 
 
-def test_a_process_whose_end_is_not_waited_for_is_killed(tmp_path):
-    async def once() -> None:
-        async with started(tmp_path) as process:
-            os.kill(process.pid, signal.SIGSTOP)
-            closing = asyncio.create_task(process.close())
-            await asyncio.sleep(0)
-            closing.cancel()
-            await asyncio.wait([closing])
-            assert await asyncio.to_thread(process._process.wait, PATIENCE_S) == -signal.SIGKILL
-            assert list(tmp_path.iterdir()) == []
-
-    asyncio.run(once())
+async def test_a_process_whose_end_is_not_waited_for_is_killed(tmp_path):
+    async with started(tmp_path) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        closing = asyncio.create_task(process.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait([closing])
+        assert await asyncio.to_thread(process._process.wait, PATIENCE_S) == -signal.SIGKILL
+        assert list(tmp_path.iterdir()) == []
 
 
-def test_a_start_that_is_cancelled_leaves_no_process(tmp_path, monkeypatch):
+async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path, monkeypatch):
     begun: list[subprocess.Popen[bytes]] = []
     begin = RingProcess._begin
 
@@ -223,61 +196,48 @@ def test_a_start_that_is_cancelled_leaves_no_process(tmp_path, monkeypatch):
         return begun[-1]
 
     monkeypatch.setattr(RingProcess, "_begin", noted)
-
-    async def once() -> None:
-        starting = asyncio.create_task(RingProcess.start(tmp_path / "ring.log", threads=1))
-        await asyncio.sleep(0)
-        starting.cancel()
-        await asyncio.wait([starting])
-        assert starting.cancelled()
-        assert begun[0].returncode is not None, "the ring process is still there"
-
-    asyncio.run(once())
+    starting = asyncio.create_task(RingProcess.start(tmp_path / "ring.log", threads=1))
+    await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.wait([starting])
+    assert starting.cancelled()
+    assert begun[0].returncode is not None, "the ring process is still there"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_that_cannot_be_started_is_a_ring_error(tmp_path):
-    async def once() -> None:
-        with pytest.raises(RingError, match="the ring process cannot be started: No such file or directory"):
-            await RingProcess.start(tmp_path / "nowhere" / "ring.log", threads=1)
-
-    asyncio.run(once())
+async def test_a_process_that_cannot_be_started_is_a_ring_error(tmp_path):
+    with pytest.raises(RingError, match="the ring process cannot be started: No such file or directory"):
+        await RingProcess.start(tmp_path / "nowhere" / "ring.log", threads=1)
 
 
-def test_an_interrupt_of_the_terminal_is_the_daemons_business(tmp_path):
-    async def once() -> None:
-        async with started(tmp_path) as process:
-            await process.send(an_open(route=3, head=None, windows=[]))
-            events = process.events()
-            assert isinstance(await anext(events), Opened)
-            os.kill(process.pid, signal.SIGINT)
+async def test_an_interrupt_of_the_terminal_is_the_daemons_business(tmp_path):
+    async with started(tmp_path) as process:
+        await process.send(an_open(route=3, head=None, windows=[]))
+        events = process.events()
+        assert isinstance(await anext(events), Opened)
+        os.kill(process.pid, signal.SIGINT)
+        await process.send(Report())
+        assert isinstance(await anext(events), Status)
+
+
+async def test_a_command_to_a_process_that_is_gone_is_heard_of_in_its_events(tmp_path):
+    async with started(tmp_path) as process:
+        os.kill(process.pid, signal.SIGKILL)
+        assert "SIGKILL" in await last_words(process)
+        for _ in range(3):
             await process.send(Report())
-            assert isinstance(await anext(events), Status)
-
-    asyncio.run(once())
 
 
-def test_a_command_to_a_process_that_is_gone_is_heard_of_in_its_events(tmp_path):
-    async def once() -> None:
-        async with started(tmp_path) as process:
-            os.kill(process.pid, signal.SIGKILL)
-            assert "SIGKILL" in await last_words(process)
-            for _ in range(3):
-                await process.send(Report())
-
-    asyncio.run(once())
+async def test_a_missing_model_breaks_it_with_the_models_name(tmp_path):
+    assert await broken_by(tmp_path, an_open()) == "/nowhere/model.gguf: no such file; check the path"
 
 
-def test_a_missing_model_breaks_it_with_the_models_name(tmp_path):
-    assert broken_by(tmp_path, an_open()) == "/nowhere/model.gguf: no such file; check the path"
-
-
-def test_a_host_that_is_not_this_machines_breaks_it(tmp_path):
-    words = broken_by(tmp_path, an_open(route=3, host="192.0.2.1"))
+async def test_a_host_that_is_not_this_machines_breaks_it(tmp_path):
+    words = await broken_by(tmp_path, an_open(route=3, host="192.0.2.1"))
     assert words.startswith("cannot listen for the ring on 192.0.2.1: ")
 
 
-def test_layer_files_that_are_none_break_it(tmp_path):
+async def test_layer_files_that_are_none_break_it(tmp_path):
     (tmp_path / "window.gguf").write_bytes(b"not a model")
     window = WindowSource(
         window=1,
@@ -286,15 +246,15 @@ def test_layer_files_that_are_none_break_it(tmp_path):
         assignment=in_memory(0, 1),
         extra_buffers=False,
     )
-    words = broken_by(tmp_path, an_open(head=None, route=3, windows=[window]))
+    words = await broken_by(tmp_path, an_open(head=None, route=3, windows=[window]))
     assert words == f"{tmp_path / 'none.gguf'}: cannot be opened: No such file or directory"
 
 
 @pytest.mark.parametrize(
     "command", [Report(), Connect("tcp://127.0.0.1:1", KEY, KEY), Cancel(1), generate(1, [1]), Drain(), a_reopen()]
 )
-def test_a_first_command_other_than_open_breaks_it(tmp_path, command):
-    assert broken_by(tmp_path, command) == f"the first command was {type(command).__name__}, not Open"
+async def test_a_first_command_other_than_open_breaks_it(tmp_path, command):
+    assert await broken_by(tmp_path, command) == f"the first command was {type(command).__name__}, not Open"
 
 
 GARBAGE = {
@@ -315,8 +275,8 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize(("content", "why"), GARBAGE.values(), ids=GARBAGE.keys())
-def test_garbage_breaks_it_with_a_reason(tmp_path, content, why):
-    assert broken_by(tmp_path, content).startswith(why)
+async def test_garbage_breaks_it_with_a_reason(tmp_path, content, why):
+    assert (await broken_by(tmp_path, content)).startswith(why)
 
 
 @pytest.mark.parametrize(
@@ -329,8 +289,8 @@ def test_garbage_breaks_it_with_a_reason(tmp_path, content, why):
     ],
     ids=["no windows", "a worker without a ring", "no route", "a negative width"],
 )
-def test_an_open_that_makes_no_sense_is_one_line_and_no_silence(tmp_path, opening):
-    words = broken_by(tmp_path, opening)
+async def test_an_open_that_makes_no_sense_is_one_line_and_no_silence(tmp_path, opening):
+    words = await broken_by(tmp_path, opening)
     assert words
     assert "\n" not in words
 
@@ -343,37 +303,28 @@ def test_an_open_that_makes_no_sense_is_one_line_and_no_silence(tmp_path, openin
         (RingBroken("it cannot be read", "/a/file"), WeightsError),
     ],
 )
-def test_the_daemon_hears_what_kind_of_end_it_was(tmp_path, event, error):
-    async def once() -> None:
-        async with started(tmp_path) as process:
-            process._events.data_received(frame(event))
-            with pytest.raises(error, match=event.error) as caught:
-                async for _ in process.events():
-                    pass
-            assert type(caught.value) is error
-
-    asyncio.run(once())
+async def test_the_daemon_hears_what_kind_of_end_it_was(tmp_path, event, error):
+    async with started(tmp_path) as process:
+        process._events.data_received(frame(event))
+        with pytest.raises(error, match=event.error) as caught:
+            async for _ in process.events():
+                pass
+        assert type(caught.value) is error
 
 
-def test_garbage_from_the_process_is_refused(tmp_path):
-    async def once() -> None:
-        async with started(tmp_path) as process:
-            process._events.data_received(LENGTH.pack(3) + b"abc")
-            with pytest.raises(ProtocolError, match="not an event of the ring process: "):
-                async for _ in process.events():
-                    pass
-
-    asyncio.run(once())
+async def test_garbage_from_the_process_is_refused(tmp_path):
+    async with started(tmp_path) as process:
+        process._events.data_received(LENGTH.pack(3) + b"abc")
+        with pytest.raises(ProtocolError, match="not an event of the ring process: "):
+            async for _ in process.events():
+                pass
 
 
-def test_the_last_line_of_its_log_is_part_of_the_reason(tmp_path):
-    async def once() -> None:
-        async with started(tmp_path) as process:
-            (tmp_path / "ring.log").write_text("GGML_ASSERT(x) failed\n\n")
-            os.kill(process.pid, signal.SIGKILL)  # which leaves it no time to write there itself
-            assert await last_words(process) == "the ring process was ended by SIGKILL: GGML_ASSERT(x) failed"
-
-    asyncio.run(once())
+async def test_the_last_line_of_its_log_is_part_of_the_reason(tmp_path):
+    async with started(tmp_path) as process:
+        (tmp_path / "ring.log").write_text("GGML_ASSERT(x) failed\n\n")
+        os.kill(process.pid, signal.SIGKILL)  # which leaves it no time to write there itself
+        assert await last_words(process) == "the ring process was ended by SIGKILL: GGML_ASSERT(x) failed"
 
 
 def test_the_threads_wait_as_the_owner_says():

@@ -52,9 +52,9 @@ def children() -> set[int]:
 
 
 @pytest.mark.parametrize("require", [frozenset(), frozenset({"d1"})])
-def test_the_answer_is_the_solvers(require):
+async def test_the_answer_is_the_solvers(require):
     asked = question(2, ram=8 * GB, require=require)
-    answer = asyncio.run(solve_in_process(asked))
+    answer = await solve_in_process(asked)
     (work,) = asked.workloads
     settled = {"settles": True, "at_once": MAX_AT_ONCE}
     expected = solve(asked.devices, asked.links, asked.model, work, require=asked.require, chunks=CHUNKS, **settled)
@@ -64,41 +64,41 @@ def test_the_answer_is_the_solvers(require):
     assert require <= set(answer.solution.plan.devices)
 
 
-def test_what_a_library_writes_to_standard_output_is_no_part_of_the_answer(tmp_path, monkeypatch):
+async def test_what_a_library_writes_to_standard_output_is_no_part_of_the_answer(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit\natexit.register(print, 'Running a library', flush=True)\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    assert asyncio.run(solve_in_process(question(2, ram=8 * GB))).solution.plan.devices
+    assert (await solve_in_process(question(2, ram=8 * GB))).solution.plan.devices
 
 
-def test_where_layers_stream_it_may_take_larger_chunks():
+async def test_where_layers_stream_it_may_take_larger_chunks():
     run = RunConfig(context_tokens=8192, prompt_tokens=4096, answer_tokens=16)
     quick = device("d0", ram=3 * GB, rate=100e9, disk=0.2e9)
     asked = msgspec.structs.replace(question(1), devices=[quick], run=run, model=replace(model(), width=8192))
-    assert asyncio.run(solve_in_process(asked)).solution.prediction.chunk_rows > 512
+    assert (await solve_in_process(asked)).solution.prediction.chunk_rows > 512
 
 
-def test_what_is_short_is_said_as_the_solver_says_it():
+async def test_what_is_short_is_said_as_the_solver_says_it():
     asked = question(1, ram=GB // 8)
     with pytest.raises(Infeasible) as expected:
         solve(asked.devices, asked.links, asked.model, *asked.workloads, chunks=CHUNKS)
     with pytest.raises(Infeasible) as printed:
-        asyncio.run(solve_in_process(asked))
+        await solve_in_process(asked)
     assert (str(printed.value), printed.value.short_bytes) == (str(expected.value), expected.value.short_bytes)
 
 
-def test_a_solver_that_breaks_or_hangs_is_one_error(monkeypatch):
+async def test_a_solver_that_breaks_or_hangs_is_one_error(monkeypatch):
     before = children()
     with pytest.raises(PlanError, match=r"no plan within 0\.05 s"):
-        asyncio.run(solve_in_process(question(2), grace_s=-19.95))
+        await solve_in_process(question(2), grace_s=-19.95)
     assert children() <= before
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(PlanError, match="the solver ended with code 1; set the plan with --windows"):
-        asyncio.run(solve_in_process(question(1)))
+        await solve_in_process(question(1))
 
 
-def test_a_solver_that_was_killed_is_said_to_be(monkeypatch):
+async def test_a_solver_that_was_killed_is_said_to_be(monkeypatch):
     class Killing(StopFlag):
         def watch(self, child: subprocess.Popen[bytes]) -> None:
             super().watch(child)
@@ -106,7 +106,7 @@ def test_a_solver_that_was_killed_is_said_to_be(monkeypatch):
 
     monkeypatch.setattr(solving, "StopFlag", Killing)
     with pytest.raises(PlanError, match="the solver was ended by SIGKILL; set the plan with --windows"):
-        asyncio.run(solve_in_process(question(1)))
+        await solve_in_process(question(1))
 
 
 class Endless(StopFlag):
@@ -120,21 +120,17 @@ class Endless(StopFlag):
         self.begun.set()
 
 
-def test_the_loop_stays_free_and_stopping_ends_the_child_at_once(monkeypatch):
+async def test_the_loop_stays_free_and_stopping_ends_the_child_at_once(monkeypatch):
     monkeypatch.setattr(solving, "StopFlag", Endless)
     monkeypatch.setattr(Endless, "begun", threading.Event())
     before = children()
-
-    async def once() -> None:
-        task = asyncio.create_task(solve_in_process(question(1)))
-        assert await asyncio.to_thread(Endless.begun.wait, PATIENCE_S)
-        for _ in range(20):
-            await asyncio.sleep(0.01)
-        assert len(children() - before) == 1
-        assert not task.done()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(once())
+    task = asyncio.create_task(solve_in_process(question(1)))
+    assert await asyncio.to_thread(Endless.begun.wait, PATIENCE_S)
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+    assert len(children() - before) == 1
+    assert not task.done()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert children() <= before

@@ -6,7 +6,8 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -154,27 +155,20 @@ class Judged(TextService):
         super()._look(child, turn, Took(self._limits.quick_s if b"hang" in turn.task.body else 0.0))  # type: ignore[arg-type]
 
 
-def with_service(
-    tmp_path: Path,
-    work: Callable[[TextService], Awaitable[None]],
-    limits: TextLimits = QUICK,
-    kind: type[TextService] = TextService,
-    **vocabulary: str,
-) -> None:
-    """Do ``work`` with a service; nothing of it is left."""
-
-    async def run() -> None:
-        service = kind(str(write_vocabulary(tmp_path / "toy.gguf", **vocabulary)), TEMPLATE, limits=limits)
-        async with asyncio.timeout(PATIENCE_S):
-            assert (await service.pieces()).piece(65) == b"A"
-            try:
-                await work(service)
-            finally:
-                pids = service.pids
-                await service.close()
-        assert not any(map(psutil.pid_exists, pids))
-
-    asyncio.run(run())
+@asynccontextmanager
+async def text_service(
+    tmp_path: Path, limits: TextLimits = QUICK, kind: type[TextService] = TextService, **vocabulary: str
+) -> AsyncIterator[TextService]:
+    """A service; nothing of it is left."""
+    service = kind(str(write_vocabulary(tmp_path / "toy.gguf", **vocabulary)), TEMPLATE, limits=limits)
+    async with asyncio.timeout(PATIENCE_S):
+        assert (await service.pieces()).piece(65) == b"A"
+        try:
+            yield service
+        finally:
+            pids = service.pids
+            await service.close()
+    assert not any(map(psutil.pid_exists, pids))
 
 
 async def refused(service: TextService, text: str, **more: str) -> str:
@@ -189,8 +183,8 @@ async def works(service: TextService, owner: str = "") -> None:
     assert prepared.job.prompts[0].max_tokens == SETTINGS.context_tokens - len(prepared.job.prompts[0].tokens)
 
 
-def test_what_hangs_or_grows_is_refused_alone(tmp_path):
-    async def work(service: TextService) -> None:
+async def test_what_hangs_or_grows_is_refused_alone(tmp_path):
+    async with text_service(tmp_path) as service:
         assert "took more than 3 s" in await refused(service, "hang")
         await works(service)
         assert "memory" in await refused(service, "grow")
@@ -201,11 +195,9 @@ def test_what_hangs_or_grows_is_refused_alone(tmp_path):
         await works(service)
         assert service.pids != before
 
-    with_service(tmp_path, work)
 
-
-def test_what_crashes_its_process_is_refused_and_no_other_request_notices(tmp_path):
-    async def work(service: TextService) -> None:
+async def test_what_crashes_its_process_is_refused_and_no_other_request_notices(tmp_path):
+    async with text_service(tmp_path, TextLimits(), pre="gpt-4o") as service:
         body = json.dumps({"content": "a" * 1_000_000}).encode()
         crashing = asyncio.create_task(service.prepare(llama_server.tokenize, body, SETTINGS))
         await asyncio.gather(*(works(service, "another") for _ in range(5)))
@@ -213,11 +205,9 @@ def test_what_crashes_its_process_is_refused_and_no_other_request_notices(tmp_pa
             await crashing
         await works(service)
 
-    with_service(tmp_path, work, TextLimits(), pre="gpt-4o")
 
-
-def test_slow_requests_wait_for_each_other_and_others_go_on(tmp_path):
-    async def work(service: TextService) -> None:
+async def test_slow_requests_wait_for_each_other_and_others_go_on(tmp_path):
+    async with text_service(tmp_path, TextLimits(max_s=PATIENCE_S, look_s=0.01, rest_s=0.1), Judged) as service:
         slow = [asyncio.create_task(service.prepare(openai.chat, chat("hang"), SETTINGS, owner="a")) for _ in range(3)]
         for _ in range(3):
             await works(service, "b")
@@ -229,10 +219,8 @@ def test_slow_requests_wait_for_each_other_and_others_go_on(tmp_path):
         await asyncio.gather(*slow, return_exceptions=True)
         await works(service, "a")
 
-    with_service(tmp_path, work, TextLimits(max_s=PATIENCE_S, look_s=0.01, rest_s=0.1), Judged)
 
-
-def test_who_costs_others_their_process_does_so_once_in_a_while(tmp_path):
+async def test_who_costs_others_their_process_does_so_once_in_a_while(tmp_path):
     begun: list[int] = []
 
     async def run() -> None:
@@ -253,11 +241,11 @@ def test_who_costs_others_their_process_does_so_once_in_a_while(tmp_path):
         await works(service, "a")
         await service.close()
 
-    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+    await asyncio.wait_for(run(), PATIENCE_S)
 
 
-def test_a_process_that_was_just_being_ended_is_waited_for_at_the_end(tmp_path):
-    async def work(service: TextService) -> None:
+async def test_a_process_that_was_just_being_ended_is_waited_for_at_the_end(tmp_path):
+    async with text_service(tmp_path, TextLimits()) as service:
         (child,) = service._children
         ending = asyncio.create_task(service._bury(child))
         await asyncio.sleep(0)
@@ -265,11 +253,9 @@ def test_a_process_that_was_just_being_ended_is_waited_for_at_the_end(tmp_path):
         await service.close()
         assert not child.is_alive
 
-    with_service(tmp_path, work, TextLimits())
 
-
-def test_callers_take_turns(tmp_path):
-    async def work(service: TextService) -> None:
+async def test_callers_take_turns(tmp_path):
+    async with text_service(tmp_path, TextLimits()) as service:
         ended: list[str] = []
 
         async def ask(owner: str) -> None:
@@ -279,11 +265,9 @@ def test_callers_take_turns(tmp_path):
         await asyncio.gather(*(ask("many") for _ in range(20)), ask("one"))
         assert ended.index("one") <= 2
 
-    with_service(tmp_path, work, TextLimits())
 
-
-def test_errors_and_log_lines_come_over_as_they_are(tmp_path, caplog):
-    async def work(service: TextService) -> None:
+async def test_errors_and_log_lines_come_over_as_they_are(tmp_path, caplog):
+    async with text_service(tmp_path, TextLimits()) as service:
         with pytest.raises(PromptTooLongError) as caught:
             await service.prepare(openai.chat, chat("x" * (1 << 17)), SETTINGS)
         assert (caught.value.param, caught.value.context_tokens) == ("messages", 1 << 16)
@@ -296,49 +280,36 @@ def test_errors_and_log_lines_come_over_as_they_are(tmp_path, caplog):
         await service.prepare(openai.chat, json.dumps(json.loads(chat("x")) | {"wibble": 1}).encode(), SETTINGS)
         assert "wibble" in caplog.text
 
-    with_service(tmp_path, work, TextLimits())
+
+async def test_a_template_that_is_none_is_the_models_fault(tmp_path):
+    service = TextService(str(write_vocabulary(tmp_path / "toy.gguf")), "{% nonsense %}")
+    with pytest.raises(ModelError, match="does not compile"):
+        await service.prepare(openai.chat, chat("x"), SETTINGS)
+    await service.close()
+    with pytest.raises(RingError, match="stopping"):
+        await service.prepare(openai.chat, chat("x"), SETTINGS)
 
 
-def test_a_template_that_is_none_is_the_models_fault(tmp_path):
-    async def run() -> None:
-        service = TextService(str(write_vocabulary(tmp_path / "toy.gguf")), "{% nonsense %}")
-        with pytest.raises(ModelError, match="does not compile"):
-            await service.prepare(openai.chat, chat("x"), SETTINGS)
-        await service.close()
-        with pytest.raises(RingError, match="stopping"):
-            await service.prepare(openai.chat, chat("x"), SETTINGS)
-
-    asyncio.run(run())
-
-
-def test_a_file_without_vocabulary_is_told(tmp_path):
+async def test_a_file_without_vocabulary_is_told(tmp_path):
     (tmp_path / "toy.gguf").write_bytes(b"GGUF")
-
-    async def run() -> None:
-        service = TextService(str(tmp_path / "toy.gguf"), None)
-        with pytest.raises(EngineError, match=r"toy\.gguf"):
-            await service.pieces()
-        with pytest.raises(RingError, match="cannot be read"):
-            await service.prepare(openai.embedding, b'{"input": "x"}', None)
-        await service.close()
-
-    asyncio.run(run())
+    service = TextService(str(tmp_path / "toy.gguf"), None)
+    with pytest.raises(EngineError, match=r"toy\.gguf"):
+        await service.pieces()
+    with pytest.raises(RingError, match="cannot be read"):
+        await service.prepare(openai.embedding, b'{"input": "x"}', None)
+    await service.close()
 
 
-def test_pieces_are_those_of_the_vocabulary(smollm2):
+async def test_pieces_are_those_of_the_vocabulary(smollm2):
     vocabulary = ModelVocabulary(str(smollm2), "a template")
-
-    async def run() -> None:
-        service = TextService(str(smollm2), "a template")
-        pieces = await service.pieces()
-        await service.close()
-        assert (pieces.size, pieces.bos, pieces.eos) == (vocabulary.size, vocabulary.bos, vocabulary.eos)
-        for token in [*range(300), *range(300, vocabulary.size, 97)]:
-            assert pieces.piece(token) == vocabulary.piece(token)
-            assert pieces.piece_or_marker(token) == vocabulary.piece_or_marker(token)
-            assert pieces.name(token) == vocabulary.name(token)
-
-    asyncio.run(run())
+    service = TextService(str(smollm2), "a template")
+    pieces = await service.pieces()
+    await service.close()
+    assert (pieces.size, pieces.bos, pieces.eos) == (vocabulary.size, vocabulary.bos, vocabulary.eos)
+    for token in [*range(300), *range(300, vocabulary.size, 97)]:
+        assert pieces.piece(token) == vocabulary.piece(token)
+        assert pieces.piece_or_marker(token) == vocabulary.piece_or_marker(token)
+        assert pieces.name(token) == vocabulary.name(token)
 
 
 def test_cut_at_markers_a_text_has_the_same_tokens(smollm2, gemma3, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -73,7 +72,7 @@ async def one_token() -> ModelPieces:
     return ModelPieces(PieceTable.of([(b"a", 0), (b"", CONTROL | END)], bos="", eos="", chat_template=None))
 
 
-def test_the_head_passes_on_threads_ends_and_what_is_on_its_gpu_and_tells_once_that_its_process_ended(
+async def test_the_head_passes_on_threads_ends_and_what_is_on_its_gpu_and_tells_once_that_its_process_ended(
     monkeypatch, smollm2, tmp_path
 ):
     process, broken = FakeProcess(), []
@@ -82,53 +81,49 @@ def test_the_head_passes_on_threads_ends_and_what_is_on_its_gpu_and_tells_once_t
     header = open_model(smollm2)
     config = load_config({"home": tmp_path, "name": "desk", "host": "127.0.0.1"}, {})
     open_home(config)
-
-    async def once() -> None:
-        node = Node(
-            config=config,
-            workspace=Workspace(
-                cache=LayerCache(tmp_path / "layers"),
-                kv=KvStore(tmp_path / "cells"),
-                run=config.run,
-                usage=tmp_path / "v",
-                build="b",
+    node = Node(
+        config=config,
+        workspace=Workspace(
+            cache=LayerCache(tmp_path / "layers"),
+            kv=KvStore(tmp_path / "cells"),
+            run=config.run,
+            usage=tmp_path / "v",
+            build="b",
+        ),
+        identity=HEAD,
+        trust=TrustStore(tmp_path, HEAD, LocalTrust(tmp_path / "local")),
+    )
+    plan = Plan(rounds=1, route=(window,), output_on_gpu=True, streaming=(), left_out=())
+    inputs = RingInputs(
+        epoch=3,
+        session=1,
+        forecast=Forecast.of(plan, model_profile(header), None, context_tokens=64),
+        service=Service(
+            model=ModelSource(header, model_profile(header), tmp_path, again_s=1.0),
+            options=SimpleNamespace(
+                run=RunConfig(chunk_rows=16, extra_buffers="off"),
+                rope=AS_IN_THE_MODEL,
+                step_timeout_s=5.0,
+                block_tokens=lambda has_cache: None,
             ),
-            identity=HEAD,
-            trust=TrustStore(tmp_path, HEAD, LocalTrust(tmp_path / "local")),
-        )
-        plan = Plan(rounds=1, route=(window,), output_on_gpu=True, streaming=(), left_out=())
-        inputs = RingInputs(
-            epoch=3,
-            session=1,
-            forecast=Forecast.of(plan, model_profile(header), None, context_tokens=64),
-            service=Service(
-                model=ModelSource(header, model_profile(header), tmp_path, again_s=1.0),
-                options=SimpleNamespace(
-                    run=RunConfig(chunk_rows=16, extra_buffers="off"),
-                    rope=AS_IN_THE_MODEL,
-                    step_timeout_s=5.0,
-                    block_tokens=lambda has_cache: None,
-                ),
-                workload=default_workload(64, 16, "f16"),
-            ),
-            pieces=one_token,
-            devices=RingDevices(
-                workers={}, holders={}, links=LinkBook(Caller.of(config, None, HEAD, "b", NetworkTimings()))
-            ),
-            node=node,
-            profile=DEVICE,
-            layer_port=1,
-            context=None,
-            listener=SimpleNamespace(broken=broken.append),
-            reporter=RichReporter(None),
-        )
-        ring = HeadRing(inputs)
-        with pytest.raises(RingError, match="it ends here"):
-            await ring.form()
-        await ring.close()
-        await ring.close()
-
-    asyncio.run(once())
+            workload=default_workload(64, 16, "f16"),
+        ),
+        pieces=one_token,
+        devices=RingDevices(
+            workers={}, holders={}, links=LinkBook(Caller.of(config, None, HEAD, "b", NetworkTimings()))
+        ),
+        node=node,
+        profile=DEVICE,
+        layer_port=1,
+        context=None,
+        listener=SimpleNamespace(broken=broken.append),
+        reporter=RichReporter(None),
+    )
+    ring = HeadRing(inputs)
+    with pytest.raises(RingError, match="it ends here"):
+        await ring.form()
+    await ring.close()
+    await ring.close()
     assert broken == [RingFailed(3, None, "it ends here")]
     (opening,) = process.opened
     assert (opening.options.threads, opening.options.batch_threads) == (3, 7)

@@ -17,8 +17,8 @@ from tests.shell.gated import (
     ZMTP_CURVE,
     ZMTP_NULL,
     House,
+    house,
     raw,
-    run,
     until_closed,
     until_one_ends,
 )
@@ -38,8 +38,8 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE.keys())
-def test_garbage_is_heard_by_nobody_and_disturbs_nobody(data: bytes):
-    async def test(here: House) -> None:
+async def test_garbage_is_heard_by_nobody_and_disturbs_nobody(data: bytes):
+    async with house() as here:
         _, writer = await raw(here.port)
         writer.write(data)
         with suppress(OSError):  # the server may have closed it already
@@ -48,18 +48,14 @@ def test_garbage_is_heard_by_nobody_and_disturbs_nobody(data: bytes):
         await here.hears_nothing()
         writer.close()
 
-    run(test)
 
-
-def test_a_message_over_the_limit_of_a_trusted_device_ends_its_connection_only():
-    async def test(here: House) -> None:
+async def test_a_message_over_the_limit_of_a_trusted_device_ends_its_connection_only():
+    async with house(SECOND) as here:
         client = here.client(SECOND)
         await client.send(bytes(MAX_MESSAGE_BYTES + 1))
         await here.hears_nothing()
         client.close()
         await here.serves_its_friend()
-
-    run(test, SECOND)
 
 
 class Relay:
@@ -135,8 +131,8 @@ async def relay_to(here: House) -> AsyncIterator[tuple[Relay, int]]:
             await asyncio.wait(tasks)
 
 
-def test_a_recorded_conversation_is_worth_nothing():
-    async def test(here: House) -> None:
+async def test_a_recorded_conversation_is_worth_nothing():
+    async with house() as here:
         async with relay_to(here) as (relay, port):
             client = here.client(port=port)
             await client.send(b"the words of a friend")
@@ -152,11 +148,9 @@ def test_a_recorded_conversation_is_worth_nothing():
         await here.hears_nothing()
         await here.serves_its_friend()
 
-    run(test)
 
-
-def test_what_was_changed_on_the_way_to_the_server_is_never_heard():
-    async def test(here: House) -> None:
+async def test_what_was_changed_on_the_way_to_the_server_is_never_heard():
+    async with house() as here:
         async with relay_to(here) as (relay, port):
             client = here.client(port=port)
             await client.send(b"one")
@@ -168,11 +162,9 @@ def test_what_was_changed_on_the_way_to_the_server_is_never_heard():
             await here.hears_nothing()
         await here.serves_its_friend()
 
-    run(test)
 
-
-def test_what_was_changed_on_the_way_from_the_server_is_never_heard():
-    async def test(here: House) -> None:
+async def test_what_was_changed_on_the_way_from_the_server_is_never_heard():
+    async with house() as here:
         async with relay_to(here) as (relay, port):
             client = here.client(port=port)
             await client.send(b"one")
@@ -186,12 +178,10 @@ def test_what_was_changed_on_the_way_from_the_server_is_never_heard():
             client.close()
         await here.serves_its_friend()
 
-    run(test)
-
 
 @pytest.mark.parametrize("place", [0, 14, 64 + 2 + 90, 64 + 2 + 190, 64 + 202 + 60, 64 + 202 + 250])
-def test_a_handshake_that_was_changed_on_the_way_up_comes_to_nothing(place: int):
-    async def test(here: House) -> None:
+async def test_a_handshake_that_was_changed_on_the_way_up_comes_to_nothing(place: int):
+    async with house() as here:
         async with relay_to(here) as (relay, port):
             relay.flip_up = place
             client = here.client(port=port)
@@ -203,12 +193,10 @@ def test_a_handshake_that_was_changed_on_the_way_up_comes_to_nothing(place: int)
                 assert await here.hears() == [b"hello"]  # of its next connection, which nobody changed
         await here.serves_its_friend()
 
-    run(test)
-
 
 @pytest.mark.parametrize("place", [14, 64 + 60, 64 + 170 + 20])
-def test_a_handshake_that_was_changed_on_the_way_down_comes_to_nothing(place: int):
-    async def test(here: House) -> None:
+async def test_a_handshake_that_was_changed_on_the_way_down_comes_to_nothing(place: int):
+    async with house() as here:
         async with relay_to(here) as (relay, port):
             relay.flip_down = place
             client = here.client(port=port)
@@ -219,5 +207,3 @@ def test_a_handshake_that_was_changed_on_the_way_down_comes_to_nothing(place: in
             async with asyncio.timeout(NOTHING_S):
                 assert await here.hears() == [b"hello"]
         await here.serves_its_friend()
-
-    run(test)

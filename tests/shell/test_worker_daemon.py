@@ -276,7 +276,7 @@ def lab(monkeypatch, tmp_path) -> Callable[..., AbstractAsyncContextManager[Lab]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="systemd is Linux's")
-def test_a_service_manager_hears_of_a_worker_that_it_is_ready_lives_and_ends(lab, monkeypatch):
+async def test_a_service_manager_hears_of_a_worker_that_it_is_ready_lives_and_ends(lab, monkeypatch):
     async def once(ear: socket.socket) -> None:
         async with lab():
             assert await asyncio.to_thread(manager.hear, ear, "READY=1") == "READY=1\nSTATUS=waiting for a head"
@@ -286,163 +286,133 @@ def test_a_service_manager_hears_of_a_worker_that_it_is_ready_lives_and_ends(lab
     with manager.listening() as ear:
         monkeypatch.setenv("NOTIFY_SOCKET", ear.getsockname())
         monkeypatch.setenv("WATCHDOG_USEC", "200000")
-        asyncio.run(once(ear))
+        await once(ear)
 
 
 # ---- trust that is brought to it ------------------------------------------------------------------------------------
 
 
-def test_a_code_that_its_owner_brings_pairs_a_worker_that_runs(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            code, paired = new_code(), list[TrustedDevice]()
-            den = Who(device="den", key=STRANGER.public, cluster=lap.daemon._config.cluster, version="0.1.0")
-            server = PairingServer(HOST, code, den, paired.append)
-            shown = asyncio.create_task(server.run())
-            answer = await lap.admin(BringCode(code=str(code), at=f"{HOST}:{server.port}"))
-            await shown
-            assert answer == Done(text="lap is paired with den")
-            assert lap.trust.is_head(STRANGER.public), "a worker pairs with those for whom it is to work"
-            assert [device.device for device in paired] == ["lap"]
-
-    asyncio.run(once())
+async def test_a_code_that_its_owner_brings_pairs_a_worker_that_runs(lab):
+    async with lab() as lap:
+        code, paired = new_code(), list[TrustedDevice]()
+        den = Who(device="den", key=STRANGER.public, cluster=lap.daemon._config.cluster, version="0.1.0")
+        server = PairingServer(HOST, code, den, paired.append)
+        shown = asyncio.create_task(server.run())
+        answer = await lap.admin(BringCode(code=str(code), at=f"{HOST}:{server.port}"))
+        await shown
+        assert answer == Done(text="lap is paired with den")
+        assert lap.trust.is_head(STRANGER.public), "a worker pairs with those for whom it is to work"
+        assert [device.device for device in paired] == ["lap"]
 
 
 # ---- one head -------------------------------------------------------------------------------------------------------
 
 
-def test_a_head_knocks_says_hello_and_gives_work(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            desk = lap.head()
-            await desk.report_line(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"))
-            assert (await desk.hear(Probed)).device == "lap"
-            welcome = await desk.takes()
-            assert (welcome.profile.device, welcome.build) == ("lap", "a build")
-            await desk.loads(a_load(1))
-            await desk.report_line(Ping(status=False))
-            await desk.hear(Pong)
-            described = await lap.admin(Describe())
-            assert described.status["devices"] == {"lap": "computes for desk"}
-            await desk.report_line(Release(epoch=1))
-            await desk.report_line(Ping(status=False))
-            await desk.hear(Pong)
-            assert (await lap.admin(Describe())).status["devices"] == {"lap": "ready for desk"}
-
-    asyncio.run(once())
+async def test_a_head_knocks_says_hello_and_gives_work(lab):
+    async with lab() as lap:
+        desk = lap.head()
+        await desk.report_line(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"))
+        assert (await desk.hear(Probed)).device == "lap"
+        welcome = await desk.takes()
+        assert (welcome.profile.device, welcome.build) == ("lap", "a build")
+        await desk.loads(a_load(1))
+        await desk.report_line(Ping(status=False))
+        await desk.hear(Pong)
+        described = await lap.admin(Describe())
+        assert described.status["devices"] == {"lap": "computes for desk"}
+        await desk.report_line(Release(epoch=1))
+        await desk.report_line(Ping(status=False))
+        await desk.hear(Pong)
+        assert (await lap.admin(Describe())).status["devices"] == {"lap": "ready for desk"}
 
 
-def test_a_device_that_is_measured_answers_at_once_and_takes_a_head_when_it_is_done(lab):
-    async def once() -> None:
-        async with lab(is_new=True) as lap:
-            desk = lap.head()
-            await desk.report_line(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"))
-            assert (await desk.hear(Probed)).device == "lap"
-            await desk.hello()
-            assert (await desk.hear(Refused)).reason == "lap is being measured, which takes some seconds"
-            assert (await lap.admin(Describe())).status["devices"] == {"lap": "measuring"}
-            lap.profile.measured.set()
-            await lap.profile.used.wait()
-            assert (await desk.takes()).profile.device == "lap"
-
-    asyncio.run(once())
+async def test_a_device_that_is_measured_answers_at_once_and_takes_a_head_when_it_is_done(lab):
+    async with lab(is_new=True) as lap:
+        desk = lap.head()
+        await desk.report_line(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"))
+        assert (await desk.hear(Probed)).device == "lap"
+        await desk.hello()
+        assert (await desk.hear(Refused)).reason == "lap is being measured, which takes some seconds"
+        assert (await lap.admin(Describe())).status["devices"] == {"lap": "measuring"}
+        lap.profile.measured.set()
+        await lap.profile.used.wait()
+        assert (await desk.takes()).profile.device == "lap"
 
 
-def test_a_device_that_was_measured_better_tells_its_head(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            desk = lap.head()
-            welcome = await desk.takes()
-            better = dataclasses.replace(welcome.profile, ram_read_bytes_per_s=2e10, ram_available_bytes=1)
-            lap.profile.of = lambda name: better
-            lap.profile.refined.set()
-            reported = (await desk.hear(Remeasured)).profile
-            assert reported == dataclasses.replace(welcome.profile, ram_read_bytes_per_s=2e10)
-            await desk.loads(a_load(1))
-
-    asyncio.run(once())
+async def test_a_device_that_was_measured_better_tells_its_head(lab):
+    async with lab() as lap:
+        desk = lap.head()
+        welcome = await desk.takes()
+        better = dataclasses.replace(welcome.profile, ram_read_bytes_per_s=2e10, ram_available_bytes=1)
+        lap.profile.of = lambda name: better
+        lap.profile.refined.set()
+        reported = (await desk.hear(Remeasured)).profile
+        assert reported == dataclasses.replace(welcome.profile, ram_read_bytes_per_s=2e10)
+        await desk.loads(a_load(1))
 
 
-def test_a_device_that_is_measured_better_without_a_head_keeps_it_for_the_next(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            better = dataclasses.replace(PROFILE, device="lap", ram_read_bytes_per_s=2e10)
-            lap.profile.of = lambda name: better
-            lap.profile.refined.set()
-            assert (await lap.head().takes()).profile == better
-
-    asyncio.run(once())
+async def test_a_device_that_is_measured_better_without_a_head_keeps_it_for_the_next(lab):
+    async with lab() as lap:
+        better = dataclasses.replace(PROFILE, device="lap", ram_read_bytes_per_s=2e10)
+        lap.profile.of = lambda name: better
+        lap.profile.refined.set()
+        assert (await lap.head().takes()).profile == better
 
 
-def test_a_second_head_is_refused_with_the_name_of_the_first(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            await lap.head().takes()
-            tower = lap.head("tower", TOWER)
-            await tower.hello()
-            assert (await tower.hear(Refused)).reason == "lap works for the head desk"
-            await tower.report_line(a_load(1))
-            assert "works for another head" in (await tower.hear(Refused)).reason
-            assert lap.processes.all == []
-
-    asyncio.run(once())
+async def test_a_second_head_is_refused_with_the_name_of_the_first(lab):
+    async with lab() as lap:
+        await lap.head().takes()
+        tower = lap.head("tower", TOWER)
+        await tower.hello()
+        assert (await tower.hear(Refused)).reason == "lap works for the head desk"
+        await tower.report_line(a_load(1))
+        assert "works for another head" in (await tower.hear(Refused)).reason
+        assert lap.processes.all == []
 
 
-def test_who_gives_work_without_a_hello_is_refused(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            desk = lap.head()
-            for message in (a_load(1), Release(epoch=1), Ping(status=False), Dismiss()):
-                await desk.report_line(message)
-                assert (await desk.hear(Refused)).reason.endswith("say hello first")
-
-    asyncio.run(once())
-
-
-def test_a_head_that_comes_back_takes_over_and_finds_its_layers_loaded(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            desk = lap.head()
-            await desk.takes(session=1)
-            await desk.loads(a_load(7))
-            again = lap.head()
-            await again.takes(session=2)
-            assert not lap.daemon._stages.is_serving
-            await again.loads(a_load(1))
-            (process,) = lap.processes.all
-            assert len(process.keys) == 2, "opened, then reopened"
-
-    asyncio.run(once())
-
-
-def test_a_head_that_goes_silent_loses_the_worker_and_another_may_come(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            desk = lap.head()
-            await desk.takes(gone_after_s=SILENCE_S)
-            await desk.loads(a_load(1))
-            await lap.emits("head desk went away")
-            assert not lap.daemon._stages.is_serving
-            assert len(lap.processes.alive) == 1, "it may come back soon"
-            await desk.report_line(Ping(status=False))
+async def test_who_gives_work_without_a_hello_is_refused(lab):
+    async with lab() as lap:
+        desk = lap.head()
+        for message in (a_load(1), Release(epoch=1), Ping(status=False), Dismiss()):
+            await desk.report_line(message)
             assert (await desk.hear(Refused)).reason.endswith("say hello first")
-            await lap.head("tower", TOWER).takes()
-
-    asyncio.run(once())
 
 
-def test_a_ring_process_that_dies_is_told_and_the_daemon_goes_on(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            desk = lap.head()
-            await desk.takes()
-            await desk.loads(a_load(1))
-            lap.processes.all[0].die("the ring process was ended by SIGABRT")
-            assert (await desk.breaks(1)).fault == "ring"
-            await desk.report_line(Release(epoch=1))
-            await desk.loads(a_load(2))
+async def test_a_head_that_comes_back_takes_over_and_finds_its_layers_loaded(lab):
+    async with lab() as lap:
+        desk = lap.head()
+        await desk.takes(session=1)
+        await desk.loads(a_load(7))
+        again = lap.head()
+        await again.takes(session=2)
+        assert not lap.daemon._stages.is_serving
+        await again.loads(a_load(1))
+        (process,) = lap.processes.all
+        assert len(process.keys) == 2, "opened, then reopened"
 
-    asyncio.run(once())
+
+async def test_a_head_that_goes_silent_loses_the_worker_and_another_may_come(lab):
+    async with lab() as lap:
+        desk = lap.head()
+        await desk.takes(gone_after_s=SILENCE_S)
+        await desk.loads(a_load(1))
+        await lap.emits("head desk went away")
+        assert not lap.daemon._stages.is_serving
+        assert len(lap.processes.alive) == 1, "it may come back soon"
+        await desk.report_line(Ping(status=False))
+        assert (await desk.hear(Refused)).reason.endswith("say hello first")
+        await lap.head("tower", TOWER).takes()
+
+
+async def test_a_ring_process_that_dies_is_told_and_the_daemon_goes_on(lab):
+    async with lab() as lap:
+        desk = lap.head()
+        await desk.takes()
+        await desk.loads(a_load(1))
+        lap.processes.all[0].die("the ring process was ended by SIGABRT")
+        assert (await desk.breaks(1)).fault == "ring"
+        await desk.report_line(Release(epoch=1))
+        await desk.loads(a_load(2))
 
 
 # ---- connections that are reset -------------------------------------------------------------------------------------
@@ -472,262 +442,219 @@ async def linked_over(relay: Relay, lap: Lab, context: zmq.asyncio.Context) -> A
 
 
 @pytest.mark.parametrize("way", ["there", "back"])
-def test_what_a_reset_connection_took_with_it_is_said_again(lab, way):
+async def test_what_a_reset_connection_took_with_it_is_said_again(lab, way):
     """``Load`` and ``Link`` on their way there, what came of them on its way back."""
+    async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
+        part = Stage(link, a_load(1), lambda *_: None)
+        relay.swallow(way)
+        await part.load()
+        await relay.swallows(1000)
+        assert not part.loaded.done()
+        relay.reset()
+        port, key = await part.loaded
+        (process,) = lap.processes.all
+        assert (port, [key]) == (4000 + process.number, process.keys), "loaded once"
 
-    async def once() -> None:
-        async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
-            part = Stage(link, a_load(1), lambda *_: None)
-            relay.swallow(way)
-            await part.load()
-            await relay.swallows(1000)
-            assert not part.loaded.done()
-            relay.reset()
-            port, key = await part.loaded
-            (process,) = lap.processes.all
-            assert (port, [key]) == (4000 + process.number, process.keys), "loaded once"
-
-            relay.swallow(way)
-            await part.connect("tcp://127.0.0.1:5", TOWER.public, TOWER.public)
-            await relay.swallows(1000)
-            assert not part.linked.done()
-            relay.reset()
-            await part.linked
-            assert await process.reported(Connect) == Connect("tcp://127.0.0.1:5", TOWER.public, TOWER.public)
-            assert not part.broken.done()
-
-    asyncio.run(once())
+        relay.swallow(way)
+        await part.connect("tcp://127.0.0.1:5", TOWER.public, TOWER.public)
+        await relay.swallows(1000)
+        assert not part.linked.done()
+        relay.reset()
+        await part.linked
+        assert await process.reported(Connect) == Connect("tcp://127.0.0.1:5", TOWER.public, TOWER.public)
+        assert not part.broken.done()
 
 
-def test_a_break_that_a_reset_connection_took_with_it_is_said_again(lab):
-    async def once() -> None:
-        async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
-            part = Stage(link, a_load(1), lambda *_: None)
-            await part.load()
-            await part.loaded
-            relay.swallow("back")
-            lap.processes.all[0].die("the ring process was ended by SIGABRT")
-            await relay.swallows(1000)
-            assert not part.broken.done()
-            relay.reset()
-            error = await part.broken
-            assert isinstance(error, StageError)
-            assert (error.fault, str(error)) == ("ring", "lap: the ring process was ended by SIGABRT")
-
-    asyncio.run(once())
+async def test_a_break_that_a_reset_connection_took_with_it_is_said_again(lab):
+    async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
+        part = Stage(link, a_load(1), lambda *_: None)
+        await part.load()
+        await part.loaded
+        relay.swallow("back")
+        lap.processes.all[0].die("the ring process was ended by SIGABRT")
+        await relay.swallows(1000)
+        assert not part.broken.done()
+        relay.reset()
+        error = await part.broken
+        assert isinstance(error, StageError)
+        assert (error.fault, str(error)) == ("ring", "lap: the ring process was ended by SIGABRT")
 
 
-def test_a_release_that_a_reset_connection_took_with_it_is_said_again(lab, monkeypatch):
-    async def once() -> None:
-        async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
-            part = Stage(link, a_load(1), lambda *_: None)
-            await part.load()
-            await part.loaded
-            release, released = lap.daemon._stages.release, asyncio.Event()
+async def test_a_release_that_a_reset_connection_took_with_it_is_said_again(lab, monkeypatch):
+    async with lab() as lap, Relay(lap.port) as relay, linked_over(relay, lap, lap.context) as link:
+        part = Stage(link, a_load(1), lambda *_: None)
+        await part.load()
+        await part.loaded
+        release, released = lap.daemon._stages.release, asyncio.Event()
 
-            async def noted(epoch: int) -> None:
-                await release(epoch)
-                if epoch == 1:
-                    released.set()
+        async def noted(epoch: int) -> None:
+            await release(epoch)
+            if epoch == 1:
+                released.set()
 
-            monkeypatch.setattr(lap.daemon._stages, "release", noted)
-            relay.swallow("there")
-            await part.release()
-            await relay.swallows(200)
-            assert lap.daemon._stages.is_serving
-            relay.reset()
-            following = Stage(link, a_load(2), lambda *_: None)
-            await following.load()
-            await following.loaded
-            await released.wait()
-            assert lap.daemon._stages.standing.epochs == [2]
-
-    asyncio.run(once())
+        monkeypatch.setattr(lap.daemon._stages, "release", noted)
+        relay.swallow("there")
+        await part.release()
+        await relay.swallows(200)
+        assert lap.daemon._stages.is_serving
+        relay.reset()
+        following = Stage(link, a_load(2), lambda *_: None)
+        await following.load()
+        await following.loaded
+        await released.wait()
+        assert lap.daemon._stages.standing.epochs == [2]
 
 
-def test_a_ping_that_knows_less_is_answered_with_the_states_and_no_other(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            desk = lap.head()
-            await desk.takes()
-            loaded = await desk.loads(a_load(1))
-            now = lap.daemon._stages.standing.revision
-            for known in (0, now - 1, now + 1):
-                await desk.report_line(Ping(status=False, number=9, revision=known))
-                states = await desk.next()
-                state = StageState(epoch=1, loaded=loaded, linked=False, broken=None)
-                assert states == StageStates(revision=now, states=[state])
-                assert await desk.next() == Pong(9, now)
-            await desk.report_line(Ping(status=False, number=10, revision=now))
-            assert await desk.next() == Pong(10, now)
-
-    asyncio.run(once())
+async def test_a_ping_that_knows_less_is_answered_with_the_states_and_no_other(lab):
+    async with lab() as lap:
+        desk = lap.head()
+        await desk.takes()
+        loaded = await desk.loads(a_load(1))
+        now = lap.daemon._stages.standing.revision
+        for known in (0, now - 1, now + 1):
+            await desk.report_line(Ping(status=False, number=9, revision=known))
+            states = await desk.next()
+            state = StageState(epoch=1, loaded=loaded, linked=False, broken=None)
+            assert states == StageStates(revision=now, states=[state])
+            assert await desk.next() == Pong(9, now)
+        await desk.report_line(Ping(status=False, number=10, revision=now))
+        assert await desk.next() == Pong(10, now)
 
 
-def test_a_head_that_says_hello_anew_is_told_of_nothing_that_was_before(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            desk = lap.head()
-            await desk.takes(session=1)
-            await desk.loads(a_load(1))
-            again = lap.head()
-            await again.takes(session=2)
-            await again.report_line(Ping(status=False, number=1))
-            states = await again.next()
-            assert isinstance(states, StageStates)
-            assert states.states == []
-
-    asyncio.run(once())
+async def test_a_head_that_says_hello_anew_is_told_of_nothing_that_was_before(lab):
+    async with lab() as lap:
+        desk = lap.head()
+        await desk.takes(session=1)
+        await desk.loads(a_load(1))
+        again = lap.head()
+        await again.takes(session=2)
+        await again.report_line(Ping(status=False, number=1))
+        states = await again.next()
+        assert isinstance(states, StageStates)
+        assert states.states == []
 
 
 # ---- trust ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_stranger_gets_no_answer(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            stranger = lap.head("stranger", STRANGER)
-            await stranger.report_line(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="stranger"))
-            with pytest.raises(ClusterError, match="no answer"):
-                await stranger._end.receive(0.4)
-            await lap.head().takes()
-
-    asyncio.run(once())
+async def test_a_stranger_gets_no_answer(lab):
+    async with lab() as lap:
+        stranger = lap.head("stranger", STRANGER)
+        await stranger.report_line(Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="stranger"))
+        with pytest.raises(ClusterError, match="no answer"):
+            await stranger._end.receive(0.4)
+        await lap.head().takes()
 
 
-def test_a_key_that_is_revoked_is_refused_at_once_on_a_connection_that_stands(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            desk = lap.head()
-            await desk.takes(gone_after_s=SILENCE_S)
-            await desk.loads(a_load(1))
-            lap.trust.revoke("desk")
-            for message in (
-                Ping(status=True),
-                a_load(2),
-                Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"),
-            ):
-                await desk.report_line(message)
-                assert (await desk.hear(Refused)).reason == "lap no longer trusts this device"
-            await lap.emits("head desk is no longer trusted as a head")
-            assert not lap.daemon._stages.is_serving, "what it asked for before does not go on either"
-
-    asyncio.run(once())
+async def test_a_key_that_is_revoked_is_refused_at_once_on_a_connection_that_stands(lab):
+    async with lab() as lap:
+        desk = lap.head()
+        await desk.takes(gone_after_s=SILENCE_S)
+        await desk.loads(a_load(1))
+        lap.trust.revoke("desk")
+        for message in (
+            Ping(status=True),
+            a_load(2),
+            Probe(protocol=PROTOCOL, oldest=PROTOCOL, version="0", device="desk"),
+        ):
+            await desk.report_line(message)
+            assert (await desk.hear(Refused)).reason == "lap no longer trusts this device"
+        await lap.emits("head desk is no longer trusted as a head")
+        assert not lap.daemon._stages.is_serving, "what it asked for before does not go on either"
 
 
 # ---- versions -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("protocol", "oldest", "fits"), [(5, 4, True), (4, 3, True), (6, 5, True), (3, 2, False)])
-def test_a_head_of_another_version_is_answered_and_a_gap_is_named_to_the_owner(lab, protocol, oldest, fits):
-    async def once() -> None:
-        async with lab(versions=Versions(primad="1", protocol=5, oldest=4)) as lap:
-            desk = lap.head()
-            await desk.report_line(Probe(protocol=protocol, oldest=oldest, version="0.0.7", device="desk"))
-            answer = await desk.hear(Probed)
-            assert (answer.protocol, answer.oldest) == (5, 4)
-            refused = [line for line in lap.printed if line.startswith("refused")]
-            assert len(refused) == (0 if fits else 1)
-            if not fits:
-                assert "desk runs primad 0.0.7 (protocol 3), lap runs" in refused[0]
-
-    asyncio.run(once())
+async def test_a_head_of_another_version_is_answered_and_a_gap_is_named_to_the_owner(lab, protocol, oldest, fits):
+    async with lab(versions=Versions(primad="1", protocol=5, oldest=4)) as lap:
+        desk = lap.head()
+        await desk.report_line(Probe(protocol=protocol, oldest=oldest, version="0.0.7", device="desk"))
+        answer = await desk.hear(Probed)
+        assert (answer.protocol, answer.oldest) == (5, 4)
+        refused = [line for line in lap.printed if line.startswith("refused")]
+        assert len(refused) == (0 if fits else 1)
+        if not fits:
+            assert "desk runs primad 0.0.7 (protocol 3), lap runs" in refused[0]
 
 
-def test_a_head_with_another_llama_cpp_is_told_to_the_owner(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            desk = lap.head()
-            hello = Hello(protocol=PROTOCOL, version="0", device="desk", session=1, build="another", gone_after_s=60)
-            await desk.report_line(hello)
-            await desk.hear(Welcome)
-            assert "llama.cpp differs: a build here, another on desk" in await lap.emits("llama.cpp differs")
-
-    asyncio.run(once())
+async def test_a_head_with_another_llama_cpp_is_told_to_the_owner(lab):
+    async with lab() as lap:
+        desk = lap.head()
+        hello = Hello(protocol=PROTOCOL, version="0", device="desk", session=1, build="another", gone_after_s=60)
+        await desk.report_line(hello)
+        await desk.hear(Welcome)
+        assert "llama.cpp differs: a build here, another on desk" in await lap.emits("llama.cpp differs")
 
 
 # ---- the owner ------------------------------------------------------------------------------------------------------
 
 
-def test_a_device_that_is_paused_refuses_with_the_reason(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            assert "paused until 'primad resume'" in (await lap.admin(Pause())).text
-            desk = lap.head()
-            await desk.hello()
-            assert (await desk.hear(Refused)).reason == "lap paused by its owner; 'primad resume' ends that"
-            await lap.admin(Resume())
-            await desk.takes()
-
-    asyncio.run(once())
+async def test_a_device_that_is_paused_refuses_with_the_reason(lab):
+    async with lab() as lap:
+        assert "paused until 'primad resume'" in (await lap.admin(Pause())).text
+        desk = lap.head()
+        await desk.hello()
+        assert (await desk.hear(Refused)).reason == "lap paused by its owner; 'primad resume' ends that"
+        await lap.admin(Resume())
+        await desk.takes()
 
 
-def test_a_pause_hands_over_first_then_unloads(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            desk = lap.head()
-            await desk.takes()
-            await desk.loads(a_load(1))
-            await lap.admin(Pause())
-            assert (await desk.hear(Leaving)).reason == "paused by its owner"
-            assert lap.daemon._stages.is_serving, "until others do its work"
-            await desk.report_line(Dismiss())
-            assert "paused by its owner" in (await desk.hear(Refused)).reason
-            await lap.processes.all[0].ended()
-
-    asyncio.run(once())
+async def test_a_pause_hands_over_first_then_unloads(lab):
+    async with lab() as lap:
+        desk = lap.head()
+        await desk.takes()
+        await desk.loads(a_load(1))
+        await lap.admin(Pause())
+        assert (await desk.hear(Leaving)).reason == "paused by its owner"
+        assert lap.daemon._stages.is_serving, "until others do its work"
+        await desk.report_line(Dismiss())
+        assert "paused by its owner" in (await desk.hear(Refused)).reason
+        await lap.processes.all[0].ended()
 
 
-def test_a_worker_that_leaves_goes_on_until_it_is_dismissed(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            desk = lap.head()
-            await desk.takes()
-            await desk.loads(a_load(1))
-            assert (await lap.admin(Leave())).text == "lap hands over and ends"
-            assert (await lap.admin(Leave())).text == "lap is ending already"
-            assert (await desk.hear(Leaving)).reason == "its owner ended it"
-            await desk.report_line(Ping(status=False))
-            await desk.hear(Pong)
-            assert not lap.running.done()
-            tower = lap.head("tower", TOWER)
-            await tower.hello()
-            assert (await tower.hear(Refused)).reason == "lap works for the head desk"
-            await desk.report_line(Dismiss())
-            await lap.running
-
-    asyncio.run(once())
+async def test_a_worker_that_leaves_goes_on_until_it_is_dismissed(lab):
+    async with lab() as lap:
+        desk = lap.head()
+        await desk.takes()
+        await desk.loads(a_load(1))
+        assert (await lap.admin(Leave())).text == "lap hands over and ends"
+        assert (await lap.admin(Leave())).text == "lap is ending already"
+        assert (await desk.hear(Leaving)).reason == "its owner ended it"
+        await desk.report_line(Ping(status=False))
+        await desk.hear(Pong)
+        assert not lap.running.done()
+        tower = lap.head("tower", TOWER)
+        await tower.hello()
+        assert (await tower.hear(Refused)).reason == "lap works for the head desk"
+        await desk.report_line(Dismiss())
+        await lap.running
 
 
-def test_a_worker_that_nobody_dismisses_ends_after_a_while(lab):
-    async def once() -> None:
-        async with lab(timings=Timings(worker=WorkerTimings(hand_over_timeout_s=0.2))) as lap:
-            desk = lap.head()
-            await desk.takes()
-            await desk.loads(a_load(1))
-            lap.daemon.leave()
-            await lap.running
-            assert "head desk found no replacement within 0.2 s" in lap.printed
-
-    asyncio.run(once())
+async def test_a_worker_that_nobody_dismisses_ends_after_a_while(lab):
+    async with lab(timings=Timings(worker=WorkerTimings(hand_over_timeout_s=0.2))) as lap:
+        desk = lap.head()
+        await desk.takes()
+        await desk.loads(a_load(1))
+        lap.daemon.leave()
+        await lap.running
+        assert "head desk found no replacement within 0.2 s" in lap.printed
 
 
 @pytest.mark.parametrize("greeted", [False, True])
-def test_a_worker_that_computes_nothing_leaves_at_once(lab, greeted):
-    async def once() -> None:
-        async with lab() as lap:
-            desk = lap.head()
-            if greeted:
-                await desk.takes()
-            assert lap.daemon.leave()
-            await lap.running
-            if greeted:
-                await desk.hear(Leaving)
-
-    asyncio.run(once())
+async def test_a_worker_that_computes_nothing_leaves_at_once(lab, greeted):
+    async with lab() as lap:
+        desk = lap.head()
+        if greeted:
+            await desk.takes()
+        assert lap.daemon.leave()
+        await lap.running
+        if greeted:
+            await desk.hear(Leaving)
 
 
-def test_a_worker_that_measures_a_silent_link_leaves_at_once(lab, monkeypatch):
+async def test_a_worker_that_measures_a_silent_link_leaves_at_once(lab, monkeypatch):
     begun = asyncio.Event()
 
     async def without_end(*_: object, **__: object) -> list[LinkProfile]:
@@ -735,20 +662,16 @@ def test_a_worker_that_measures_a_silent_link_leaves_at_once(lab, monkeypatch):
         return await asyncio.Future()
 
     monkeypatch.setattr(worker_module, "measure_links", without_end)
-
-    async def once() -> None:
-        async with lab() as lap:
-            desk = lap.head()
-            await desk.takes()
-            await desk.report_line(MeasureLinks(targets=[]))
-            await begun.wait()
-            lap.daemon.leave()
-            await lap.running
-
-    asyncio.run(once())
+    async with lab() as lap:
+        desk = lap.head()
+        await desk.takes()
+        await desk.report_line(MeasureLinks(targets=[]))
+        await begun.wait()
+        lap.daemon.leave()
+        await lap.running
 
 
-def test_a_worker_that_ends_says_goodbye_while_its_ring_process_ends(lab, monkeypatch):
+async def test_a_worker_that_ends_says_goodbye_while_its_ring_process_ends(lab, monkeypatch):
     made: list[Lab] = []
 
     class Patient:
@@ -762,48 +685,38 @@ def test_a_worker_that_ends_says_goodbye_while_its_ring_process_ends(lab, monkey
             await made[0].processes.all[0].ended()
 
     monkeypatch.setattr(worker_module, "Discovery", Patient)
-
-    async def once() -> None:
-        async with lab() as lap:
-            made.append(lap)
-            desk = lap.head()
-            await desk.takes()
-            await desk.loads(a_load(1))
-            lap.running.cancel()
-            await asyncio.wait([lap.running])
-
-    asyncio.run(once())
+    async with lab() as lap:
+        made.append(lap)
+        desk = lap.head()
+        await desk.takes()
+        await desk.loads(a_load(1))
+        lap.running.cancel()
+        await asyncio.wait([lap.running])
 
 
-def test_a_worker_that_ends_while_it_is_paused_leaves_nothing_under_way(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            desk = lap.head()
-            await desk.takes()
-            await desk.loads(a_load(1))
-            await lap.admin(Pause())
-            await desk.hear(Leaving)
-            lap.running.cancel()
-            await asyncio.wait([lap.running])
-            assert not [task for task in asyncio.all_tasks() if "_stand_down" in str(task.get_coro())]
-
-    asyncio.run(once())
+async def test_a_worker_that_ends_while_it_is_paused_leaves_nothing_under_way(lab):
+    async with lab() as lap:
+        desk = lap.head()
+        await desk.takes()
+        await desk.loads(a_load(1))
+        await lap.admin(Pause())
+        await desk.hear(Leaving)
+        lap.running.cancel()
+        await asyncio.wait([lap.running])
+        assert not [task for task in asyncio.all_tasks() if "_stand_down" in str(task.get_coro())]
 
 
-def test_a_head_that_goes_away_meanwhile_is_not_waited_for(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            desk = lap.head()
-            await desk.takes(gone_after_s=SILENCE_S)
-            await desk.loads(a_load(1))
-            lap.daemon.leave()
-            await desk.hear(Leaving)
-            await lap.running
-
-    asyncio.run(once())
+async def test_a_head_that_goes_away_meanwhile_is_not_waited_for(lab):
+    async with lab() as lap:
+        desk = lap.head()
+        await desk.takes(gone_after_s=SILENCE_S)
+        await desk.loads(a_load(1))
+        lap.daemon.leave()
+        await desk.hear(Leaving)
+        await lap.running
 
 
-def test_a_worker_that_cannot_announce_itself_ends_with_the_reason(lab, monkeypatch):
+async def test_a_worker_that_cannot_announce_itself_ends_with_the_reason(lab, monkeypatch):
     """Nothing that was made for it and not begun yet keeps it from ending."""
 
     class Crowded:
@@ -817,17 +730,15 @@ def test_a_worker_that_cannot_announce_itself_ends_with_the_reason(lab, monkeypa
             """It said nothing."""
 
     monkeypatch.setattr(worker_module, "Discovery", Crowded)
-
-    async def once() -> None:
-        async with lab() as lap:
-            with pytest.raises(ClusterError, match="--name lap: cannot be announced"):
-                await lap.running
-            lap.running = asyncio.create_task(asyncio.sleep(0))
-
-    asyncio.run(once())
+    async with lab() as lap:
+        with pytest.raises(ClusterError, match="--name lap: cannot be announced"):
+            await lap.running
+        lap.running = asyncio.create_task(asyncio.sleep(0))
 
 
-def test_a_link_local_address_that_the_head_tells_gets_this_machines_scope_and_is_told_back_without(lab, monkeypatch):
+async def test_a_link_local_address_that_the_head_tells_gets_this_machines_scope_and_is_told_back_without(
+    lab, monkeypatch
+):
     measured: list[list[str]] = []
 
     async def measure(_: object, __: object, source: str, targets: list[Contact], **___: object) -> list[LinkProfile]:
@@ -835,64 +746,55 @@ def test_a_link_local_address_that_the_head_tells_gets_this_machines_scope_and_i
         link = LinkProfile(source=source, target="tower", address="fe80::9%5", round_trip_s=1.0, bytes_per_s=1.0)
         return MeasuredLinks(links=[link], unreached=[])
 
-    async def once() -> None:
-        async with lab() as lap:
-            interfaces = (
-                Interface(name="eth0", index=3, up=True, addresses=(ip_interface("fe80::20/64"),)),
-                Interface(name="eth1", index=5, up=True, addresses=(ip_interface("fe80::21/64"),)),
-            )
-            lap.daemon._end.scopes = Scopes(lambda: interfaces)
-            desk = lap.head()
-            await desk.takes()
-            target = Contact(device="tower", key=TOWER.public, addresses=["fe80::9"], port=4711)
-            await desk.report_line(MeasureLinks(targets=[target]))
-            (link,) = (await desk.hear(LinksMeasured)).links
-            assert (link.address, measured) == ("fe80::9", [["fe80::9%3", "fe80::9%5"]])
-            await desk.loads(a_load(1))
-            await desk.report_line(Link(epoch=1, address="tcp://[fe80::9]:5", key=TOWER.public, sender=TOWER.public))
-            (process,) = lap.processes.alive
-            way = "tcp://[fe80::9%5]:5"  # where it was reached
-            assert await process.reported(Connect) == Connect(way, TOWER.public, TOWER.public)
-
     monkeypatch.setattr(worker_module, "measure_links", measure)
-    asyncio.run(once())
+    async with lab() as lap:
+        interfaces = (
+            Interface(name="eth0", index=3, up=True, addresses=(ip_interface("fe80::20/64"),)),
+            Interface(name="eth1", index=5, up=True, addresses=(ip_interface("fe80::21/64"),)),
+        )
+        lap.daemon._end.scopes = Scopes(lambda: interfaces)
+        desk = lap.head()
+        await desk.takes()
+        target = Contact(device="tower", key=TOWER.public, addresses=["fe80::9"], port=4711)
+        await desk.report_line(MeasureLinks(targets=[target]))
+        (link,) = (await desk.hear(LinksMeasured)).links
+        assert (link.address, measured) == ("fe80::9", [["fe80::9%3", "fe80::9%5"]])
+        await desk.loads(a_load(1))
+        await desk.report_line(Link(epoch=1, address="tcp://[fe80::9]:5", key=TOWER.public, sender=TOWER.public))
+        (process,) = lap.processes.alive
+        way = "tcp://[fe80::9%5]:5"  # where it was reached
+        assert await process.reported(Connect) == Connect(way, TOWER.public, TOWER.public)
 
 
-def test_what_a_connection_that_was_given_up_still_brings_counts_for_nothing(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            before, after = lap.head(), lap.head()
-            await before.takes()
-            await after.takes()
-            await before.report_line(a_load(1))  # as when a cable was out meanwhile
-            await before.report_line(Probe(protocol=PROTOCOL, oldest=OLDEST, version="0", device="desk"))
-            await before.hear(Probed)  # it came
-            await after.report_line(MeasureLinks(targets=[]))
-            await after.hear(LinksMeasured)
-            await after.report_line(Ping(status=False, number=1))
-            assert (await after.hear(Pong)).revision == 0
-            assert lap.processes.alive == []
-
-    asyncio.run(once())
+async def test_what_a_connection_that_was_given_up_still_brings_counts_for_nothing(lab):
+    async with lab() as lap:
+        before, after = lap.head(), lap.head()
+        await before.takes()
+        await after.takes()
+        await before.report_line(a_load(1))  # as when a cable was out meanwhile
+        await before.report_line(Probe(protocol=PROTOCOL, oldest=OLDEST, version="0", device="desk"))
+        await before.hear(Probed)  # it came
+        await after.report_line(MeasureLinks(targets=[]))
+        await after.hear(LinksMeasured)
+        await after.report_line(Ping(status=False, number=1))
+        assert (await after.hear(Pong)).revision == 0
+        assert lap.processes.alive == []
 
 
-def test_a_connection_that_was_made_again_is_the_one_that_counts(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            before, after = lap.head(), lap.head()
-            await before.takes()
-            await after.report_line(Ping(status=False, number=1))
-            await after.hear(Pong)
-            await before.report_line(MeasureLinks(targets=[]))
-            await before.report_line(Probe(protocol=PROTOCOL, oldest=OLDEST, version="0", device="desk"))
-            await before.hear(Probed)
-            await after.report_line(Ping(status=False, number=2))
-            assert await after.hear(Pong) == Pong(2, 0)
-
-    asyncio.run(once())
+async def test_a_connection_that_was_made_again_is_the_one_that_counts(lab):
+    async with lab() as lap:
+        before, after = lap.head(), lap.head()
+        await before.takes()
+        await after.report_line(Ping(status=False, number=1))
+        await after.hear(Pong)
+        await before.report_line(MeasureLinks(targets=[]))
+        await before.report_line(Probe(protocol=PROTOCOL, oldest=OLDEST, version="0", device="desk"))
+        await before.hear(Probed)
+        await after.report_line(Ping(status=False, number=2))
+        assert await after.hear(Pong) == Pong(2, 0)
 
 
-def test_a_measurement_that_is_asked_for_again_continues_and_one_of_other_links_replaces_it(lab, monkeypatch):
+async def test_a_measurement_that_is_asked_for_again_continues_and_one_of_other_links_replaces_it(lab, monkeypatch):
     begun = []
 
     async def without_end(*arguments: object, **_: object) -> list[LinkProfile]:
@@ -900,22 +802,19 @@ def test_a_measurement_that_is_asked_for_again_continues_and_one_of_other_links_
         await asyncio.Event().wait()
         return []
 
-    async def once() -> None:
-        async with lab() as lap:
-            desk = lap.head()
-            await desk.takes()
-            other = Contact(device="tower", key=TOWER.public, addresses=[HOST], port=7)
-            for number, (targets, count) in enumerate([([], 1), ([], 1), ([other], 2)], 1):
-                await desk.report_line(MeasureLinks(targets=targets))
-                await desk.report_line(Ping(status=False, number=number))
-                await desk.hear(Pong)
-                assert len(begun) == count
-
     monkeypatch.setattr(worker_module, "measure_links", without_end)
-    asyncio.run(once())
+    async with lab() as lap:
+        desk = lap.head()
+        await desk.takes()
+        other = Contact(device="tower", key=TOWER.public, addresses=[HOST], port=7)
+        for number, (targets, count) in enumerate([([], 1), ([], 1), ([other], 2)], 1):
+            await desk.report_line(MeasureLinks(targets=targets))
+            await desk.report_line(Ping(status=False, number=number))
+            await desk.hear(Pong)
+            assert len(begun) == count
 
 
-def test_a_worker_that_cannot_announce_itself_waits_for_heads_all_the_same(lab, monkeypatch):
+async def test_a_worker_that_cannot_announce_itself_waits_for_heads_all_the_same(lab, monkeypatch):
     class Mute:
         def __init__(self, *_: object, **__: object) -> None:
             """mDNS is there, at first."""
@@ -927,16 +826,12 @@ def test_a_worker_that_cannot_announce_itself_waits_for_heads_all_the_same(lab, 
             closed.append(self)
 
     closed: list[Mute] = []
-
-    async def once() -> None:
-        monkeypatch.setattr(worker_module, "Discovery", Mute)
-        async with lab() as lap:
-            await lap.emits("lap is waiting for a head")
-            assert "mDNS did not start; heads find this device by --device only" in lap.printed
-            await lap.head().takes()
-        assert len(closed) == 1
-
-    asyncio.run(once())
+    monkeypatch.setattr(worker_module, "Discovery", Mute)
+    async with lab() as lap:
+        await lap.emits("lap is waiting for a head")
+        assert "mDNS did not start; heads find this device by --device only" in lap.printed
+        await lap.head().takes()
+    assert len(closed) == 1
 
 
 # ---- KV cells --------------------------------------------------------------------------------------------------------
@@ -958,38 +853,32 @@ def hold(number: int, *blocks: KvBlock, sources: list[Contact] | None = None) ->
     )
 
 
-def test_kv_cells_are_held_for_a_head_until_it_forgets_them(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            desk = lap.head()
-            await desk.takes()
-            store = lap.daemon._held.store
-            store.put(HERE, cells_of(HERE))
-            await desk.report_line(hold(1, HERE, NOT_HERE))
-            assert await desk.hear(KvHeld) == KvHeld(number=1, held=[True, False])
-            store.clear()
-            assert store.layers(HERE.key), "it is held"
-            await desk.report_line(KvForget(keys=[HERE.key], lasting=True))
-            await desk.report_line(hold(2, HERE))
-            assert await desk.hear(KvHeld) == KvHeld(number=2, held=[False])
-
-    asyncio.run(once())
+async def test_kv_cells_are_held_for_a_head_until_it_forgets_them(lab):
+    async with lab() as lap:
+        desk = lap.head()
+        await desk.takes()
+        store = lap.daemon._held.store
+        store.put(HERE, cells_of(HERE))
+        await desk.report_line(hold(1, HERE, NOT_HERE))
+        assert await desk.hear(KvHeld) == KvHeld(number=1, held=[True, False])
+        store.clear()
+        assert store.layers(HERE.key), "it is held"
+        await desk.report_line(KvForget(keys=[HERE.key], lasting=True))
+        await desk.report_line(hold(2, HERE))
+        assert await desk.hear(KvHeld) == KvHeld(number=2, held=[False])
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
-def test_when_its_head_is_gone_only_a_cache_keeps_kv_cells(lab, tmp_path, has_cache):
-    async def once() -> None:
-        async with lab() as lap:
-            if has_cache:
-                lap.daemon._held.store.limit_bytes = 1 << 20
-            desk = lap.head()
-            await desk.takes(gone_after_s=SILENCE_S)
-            store = lap.daemon._held.store
-            store.put(HERE, cells_of(HERE))
-            await desk.report_line(hold(1, HERE))
-            assert (await desk.hear(KvHeld)).held == [True]
-            await lap.emits("head desk went away")
-            await lap.head("tower", TOWER).takes()
-            assert bool(store.layers(HERE.key)) == has_cache
-
-    asyncio.run(once())
+async def test_when_its_head_is_gone_only_a_cache_keeps_kv_cells(lab, tmp_path, has_cache):
+    async with lab() as lap:
+        if has_cache:
+            lap.daemon._held.store.limit_bytes = 1 << 20
+        desk = lap.head()
+        await desk.takes(gone_after_s=SILENCE_S)
+        store = lap.daemon._held.store
+        store.put(HERE, cells_of(HERE))
+        await desk.report_line(hold(1, HERE))
+        assert (await desk.hear(KvHeld)).held == [True]
+        await lap.emits("head desk went away")
+        await lap.head("tower", TOWER).takes()
+        assert bool(store.layers(HERE.key)) == has_cache

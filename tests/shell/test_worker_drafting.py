@@ -125,84 +125,72 @@ async def drafted_by_file(path: Path, log: Path) -> Drafted:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_it_guesses_out_of_layer_files_what_a_model_file_does_until_nobody_needs_it(tmp_path, tied):
+async def test_it_guesses_out_of_layer_files_what_a_model_file_does_until_nobody_needs_it(tmp_path, tied):
     path = tmp_path / "small.gguf"
     write_model(path, layers=2, tied=tied)
-
-    async def once() -> None:
-        expected = await drafted_by_file(path, tmp_path / "log")
-        cutter, worker = ModelCutter(open_model(path)), Worker(tmp_path / "home")
-        load = a_load(cutter, 1)
-        await copy_layers(cutter.source, worker.place.cache, load.window.layers, lambda _: None)
-        await worker.guessing.load(load, 1)
-        assert await worker.hear(DraftModelState) == DraftModelState(epoch=1, ready=False)
-        assert await worker.hear(DraftModelState) == DraftModelState(epoch=1, ready=True)
-        worker.guessing.notify(2, DraftText(number=8, tokens=[1]))
-        worker.guessing.notify(1, DraftText(number=1, tokens=TEXT))
-        made = await worker.hear(DraftsMade, lambda each: path_of(each.drafted) == 3)
-        assert (made.epoch, made.drafted.number, made.drafted.tokens) == (1, 1, expected.tokens)
-        assert (made.drafted.parents, made.drafted.sures) == (expected.parents, pytest.approx(expected.sures))
-        await worker.guessing.load(a_load(cutter, 2), 1)
-        assert await worker.hear(DraftModelState) == DraftModelState(epoch=2, ready=True), (
-            "the next ring has the same process"
-        )
-        await worker.guessing.release(1)
-        worker.guessing.notify(2, DraftText(number=1, tokens=TEXT))
-        assert (await worker.hear(DraftsMade)).epoch == 2
-        process = process_of(worker)
-        await worker.guessing.release(2)
-        assert not process.is_running()
-        assert not list(worker.place.run.glob("window-*"))
-
-    asyncio.run(once())
+    expected = await drafted_by_file(path, tmp_path / "log")
+    cutter, worker = ModelCutter(open_model(path)), Worker(tmp_path / "home")
+    load = a_load(cutter, 1)
+    await copy_layers(cutter.source, worker.place.cache, load.window.layers, lambda _: None)
+    await worker.guessing.load(load, 1)
+    assert await worker.hear(DraftModelState) == DraftModelState(epoch=1, ready=False)
+    assert await worker.hear(DraftModelState) == DraftModelState(epoch=1, ready=True)
+    worker.guessing.notify(2, DraftText(number=8, tokens=[1]))
+    worker.guessing.notify(1, DraftText(number=1, tokens=TEXT))
+    made = await worker.hear(DraftsMade, lambda each: path_of(each.drafted) == 3)
+    assert (made.epoch, made.drafted.number, made.drafted.tokens) == (1, 1, expected.tokens)
+    assert (made.drafted.parents, made.drafted.sures) == (expected.parents, pytest.approx(expected.sures))
+    await worker.guessing.load(a_load(cutter, 2), 1)
+    assert await worker.hear(DraftModelState) == DraftModelState(epoch=2, ready=True), (
+        "the next ring has the same process"
+    )
+    await worker.guessing.release(1)
+    worker.guessing.notify(2, DraftText(number=1, tokens=TEXT))
+    assert (await worker.hear(DraftsMade)).epoch == 2
+    process = process_of(worker)
+    await worker.guessing.release(2)
+    assert not process.is_running()
+    assert not list(worker.place.run.glob("window-*"))
 
 
-def test_the_head_hears_that_a_model_cannot_be_had_or_is_gone(tmp_path):
+async def test_the_head_hears_that_a_model_cannot_be_had_or_is_gone(tmp_path):
     path = tmp_path / "small.gguf"
     write_model(path, layers=2)
-
-    async def once() -> None:
-        cutter, worker = ModelCutter(open_model(path)), Worker(tmp_path / "home")
-        load = a_load(cutter, 1)
-        await worker.guessing.load(load, 1)
-        gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
-        assert "no device was named that has it" in gone.error
-        await copy_layers(cutter.source, worker.place.cache, load.window.layers, lambda _: None)
-        await worker.guessing.load(load, 1)
-        await worker.hear(DraftModelState, lambda state: state.ready)
-        process_of(worker).kill()
-        gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
-        assert gone.error == "the draft process was ended by SIGKILL"
-        assert worker.printed[-1] == f"stops drafting: {gone.error}"
-        await worker.guessing.load(load, 1)
-        await worker.hear(DraftModelState, lambda state: state.ready)
-        process = process_of(worker)
-        await worker.guessing.stop("paused by its owner")
-        assert not process.is_running()
-        assert (await worker.hear(DraftModelState)).error == "paused by its owner"
-
-    asyncio.run(once())
+    cutter, worker = ModelCutter(open_model(path)), Worker(tmp_path / "home")
+    load = a_load(cutter, 1)
+    await worker.guessing.load(load, 1)
+    gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
+    assert "no device was named that has it" in gone.error
+    await copy_layers(cutter.source, worker.place.cache, load.window.layers, lambda _: None)
+    await worker.guessing.load(load, 1)
+    await worker.hear(DraftModelState, lambda state: state.ready)
+    process_of(worker).kill()
+    gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
+    assert gone.error == "the draft process was ended by SIGKILL"
+    assert worker.printed[-1] == f"stops drafting: {gone.error}"
+    await worker.guessing.load(load, 1)
+    await worker.hear(DraftModelState, lambda state: state.ready)
+    process = process_of(worker)
+    await worker.guessing.stop("paused by its owner")
+    assert not process.is_running()
+    assert (await worker.hear(DraftModelState)).error == "paused by its owner"
 
 
-def test_a_device_without_memory_for_a_model_fetches_none_of_it(tmp_path, monkeypatch):
+async def test_a_device_without_memory_for_a_model_fetches_none_of_it(tmp_path, monkeypatch):
     path = tmp_path / "small.gguf"
     write_model(path, layers=2)
     load = a_load(ModelCutter(open_model(path)), 1)
     weights = sum(each.size_bytes for each in load.window.layers)
     free = SimpleNamespace(available_bytes=weights, total_bytes=0)
     monkeypatch.setattr("primad.worker.drafting.memory", lambda: free)
-
-    async def once() -> None:
-        worker = Worker(tmp_path / "home")
-        await worker.guessing.load(replace(load, memory_bytes=weights + 1), 1)
-        gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
-        assert "free there" in gone.error, "the KV cache is more than what the weights leave"
-        free.available_bytes = 999
-        await worker.guessing.load(load, 1)
-        gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
-        assert "do not fit the 999 B that are free there" in gone.error
-
-    asyncio.run(once())
+    worker = Worker(tmp_path / "home")
+    await worker.guessing.load(replace(load, memory_bytes=weights + 1), 1)
+    gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
+    assert "free there" in gone.error, "the KV cache is more than what the weights leave"
+    free.available_bytes = 999
+    await worker.guessing.load(load, 1)
+    gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
+    assert "do not fit the 999 B that are free there" in gone.error
 
 
 def test_a_model_that_is_not_whole_is_refused_before_anything_is_fetched(tmp_path):
@@ -288,51 +276,45 @@ class Elsewhere:
             running.cancel()
 
 
-def test_a_head_passes_guesses_on_that_are_some_and_guesses_itself_while_the_device_is_lost(tmp_path, monkeypatch):
+async def test_a_head_passes_guesses_on_that_are_some_and_guesses_itself_while_the_device_is_lost(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("primad.head.rings.drafting.LOOK_S", 0.0)
+    head = Elsewhere(tmp_path / "small.gguf")
+    drafts = head.drafts
 
-    async def once() -> None:
-        head = Elsewhere(tmp_path / "small.gguf")
-        drafts = head.drafts
+    async def steps() -> None:
+        link = await head.get_ready()
+        drafts.ask(DraftText(number=2, tokens=TEXT))
+        assert await link.sent.get() == DraftInput(epoch=4, task=DraftText(number=2, tokens=TEXT))
+        bad = Drafted(number=2, known=5, tokens=[vocabulary_size(head.header)], sures=[0.5])
+        good = Drafted(number=2, known=5, tokens=[7], sures=[0.5])
+        drafts.hear(DraftsMade(epoch=4, drafted=bad))
+        drafts.hear(DraftsMade(epoch=4, drafted=good))
+        assert await head.ring.get() == DraftsHeard(good)
+        drafts.lost("its primad ended")
+        assert await head.ring.get() == DraftPlaceChanged("here")
+        assert drafts.place == "desk"
+        head.link = Link()
+        await head.get_ready()
 
-        async def steps() -> None:
-            link = await head.get_ready()
-            drafts.ask(DraftText(number=2, tokens=TEXT))
-            assert await link.sent.get() == DraftInput(epoch=4, task=DraftText(number=2, tokens=TEXT))
-            bad = Drafted(number=2, known=5, tokens=[vocabulary_size(head.header)], sures=[0.5])
-            good = Drafted(number=2, known=5, tokens=[7], sures=[0.5])
-            drafts.hear(DraftsMade(epoch=4, drafted=bad))
-            drafts.hear(DraftsMade(epoch=4, drafted=good))
-            assert await head.ring.get() == DraftsHeard(good)
-            drafts.lost("its primad ended")
-            assert await head.ring.get() == DraftPlaceChanged("here")
-            assert drafts.place == "desk"
-            head.link = Link()
-            await head.get_ready()
-
-        await head.run(steps())
-        assert head.printed == ["lap does not draft: its primad ended; this device does"]
-
-    asyncio.run(once())
+    await head.run(steps())
+    assert head.printed == ["lap does not draft: its primad ended; this device does"]
 
 
-def test_a_device_that_the_owner_of_the_head_pauses_guesses_no_more_until_it_may_again(tmp_path, monkeypatch):
+async def test_a_device_that_the_owner_of_the_head_pauses_guesses_no_more_until_it_may_again(tmp_path, monkeypatch):
     monkeypatch.setattr("primad.head.rings.drafting.LOOK_S", 0.0)
     monkeypatch.setattr("primad.head.rings.drafting.TRY_S", (0.0, 0.0))
+    head = Elsewhere(tmp_path / "small.gguf", head_has_room=False)
 
-    async def once() -> None:
-        head = Elsewhere(tmp_path / "small.gguf", head_has_room=False)
+    async def steps() -> None:
+        link, head.link = await head.get_ready(), None
+        assert await head.ring.get() == DraftPlaceChanged("nowhere")
+        assert head.drafts.place is None
+        assert await link.sent.get() == ReleaseDraft(epoch=4)
+        head.link = link
+        await head.get_ready()
 
-        async def steps() -> None:
-            link, head.link = await head.get_ready(), None
-            assert await head.ring.get() == DraftPlaceChanged("nowhere")
-            assert head.drafts.place is None
-            assert await link.sent.get() == ReleaseDraft(epoch=4)
-            head.link = link
-            await head.get_ready()
-
-        await head.run(steps())
-        (line,) = head.printed
-        assert line.endswith("paused by the owner of this head; nothing does, for this device has no room")
-
-    asyncio.run(once())
+    await head.run(steps())
+    (line,) = head.printed
+    assert line.endswith("paused by the owner of this head; nothing does, for this device has no room")

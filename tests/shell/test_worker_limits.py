@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from primad.network import linkprobe
 from primad.network.messages import (
     ECHO_BYTES,
@@ -32,81 +30,65 @@ __all__ = ["lab"]
 SELDOM = Timings(worker=WorkerTimings(report_every_s=1000.0))
 
 
-def test_lists_of_devices_without_end_leave_room_for_the_owner(lab):
-    async def scenario() -> None:
-        async with lab() as lap:
-            head = lap.head()
-            await head.takes()
-            keys = [new_identity().public for _ in range(MAX_DEVICES)]
-            for _ in range(5):
-                many = [Introduction("d", key) for key in keys]
-                await head.report_line(Introduce(devices=many, revoked=keys))
-                await head.report_line(Introduce(devices=many, revoked=[]))
-            await head.report_line(Ping(status=False))
-            await head.hear(Pong)
-            assert lap.daemon._lease.introduced == set(keys)
-            assert (len(lap.trust.entries()), lap.trust.lost()) == (2, [])
-
-    asyncio.run(scenario())
+async def test_lists_of_devices_without_end_leave_room_for_the_owner(lab):
+    async with lab() as lap:
+        head = lap.head()
+        await head.takes()
+        keys = [new_identity().public for _ in range(MAX_DEVICES)]
+        for _ in range(5):
+            many = [Introduction("d", key) for key in keys]
+            await head.report_line(Introduce(devices=many, revoked=keys))
+            await head.report_line(Introduce(devices=many, revoked=[]))
+        await head.report_line(Ping(status=False))
+        await head.hear(Pong)
+        assert lap.daemon._lease.introduced == set(keys)
+        assert (len(lap.trust.entries()), lap.trust.lost()) == (2, [])
 
 
-def test_a_worker_takes_part_in_so_many_rings_only(lab, monkeypatch):
+async def test_a_worker_takes_part_in_so_many_rings_only(lab, monkeypatch):
     async def nothing_changed(*_: object) -> None:
         return None
 
     monkeypatch.setattr(parts, "check_layers", nothing_changed)
-
-    async def scenario() -> None:
-        async with lab() as lap:
-            head = lap.head()
-            await head.takes()
-            for epoch in range(1, MAX_LOADED_STAGES + 1):
-                await head.loads(a_load(epoch))
-            await head.report_line(a_load(MAX_LOADED_STAGES + 1))
-            broken = await head.breaks(MAX_LOADED_STAGES + 1)
-            assert broken.fault == "load"
-            await head.report_line(a_load(1))  # again: it is the one that it has
-            await head.report_line(Release(epoch=1))
-            await head.loads(a_load(MAX_LOADED_STAGES + 2))  # in its place
-
-    asyncio.run(scenario())
+    async with lab() as lap:
+        head = lap.head()
+        await head.takes()
+        for epoch in range(1, MAX_LOADED_STAGES + 1):
+            await head.loads(a_load(epoch))
+        await head.report_line(a_load(MAX_LOADED_STAGES + 1))
+        broken = await head.breaks(MAX_LOADED_STAGES + 1)
+        assert broken.fault == "load"
+        await head.report_line(a_load(1))  # again: it is the one that it has
+        await head.report_line(Release(epoch=1))
+        await head.loads(a_load(MAX_LOADED_STAGES + 2))  # in its place
 
 
-def test_devices_of_another_version_fill_no_terminal(lab):
-    async def scenario() -> None:
-        async with lab(timings=SELDOM) as lap:
-            head = lap.head()
-            for _ in range(50):
-                await head.report_line(Probe(protocol=1, oldest=1, version="0\n1", device="old"))
-                await head.hear(Probed)
-            assert sum(line.startswith("refused: ") for line in lap.printed) == 1
-            assert all(line.isprintable() for line in lap.printed)
-            await head.report_line(Probe(protocol=PROTOCOL, oldest=OLDEST, version="1", device="new"))
+async def test_devices_of_another_version_fill_no_terminal(lab):
+    async with lab(timings=SELDOM) as lap:
+        head = lap.head()
+        for _ in range(50):
+            await head.report_line(Probe(protocol=1, oldest=1, version="0\n1", device="old"))
             await head.hear(Probed)
-
-    asyncio.run(scenario())
-
-
-def test_a_head_that_says_hello_without_end_fills_no_terminal(lab):
-    async def scenario() -> None:
-        async with lab(timings=SELDOM) as lap:
-            head = lap.head()
-            for session in range(50):
-                await head.takes(session)
-            assert sum(line == "head desk is here" for line in lap.printed) == 1
-
-    asyncio.run(scenario())
+        assert sum(line.startswith("refused: ") for line in lap.printed) == 1
+        assert all(line.isprintable() for line in lap.printed)
+        await head.report_line(Probe(protocol=PROTOCOL, oldest=OLDEST, version="1", device="new"))
+        await head.hear(Probed)
 
 
-def test_echoes_are_answered_with_what_was_asked_for(lab):
-    async def scenario() -> None:
-        async with lab() as lap:
-            head = lap.head()
-            for size in ECHO_BYTES:
-                await head.report_line(Echo(payload=b"", answer_bytes=size))
-                assert (await head.hear(Echoed)).payload == bytes(size)
+async def test_a_head_that_says_hello_without_end_fills_no_terminal(lab):
+    async with lab(timings=SELDOM) as lap:
+        head = lap.head()
+        for session in range(50):
+            await head.takes(session)
+        assert sum(line == "head desk is here" for line in lap.printed) == 1
 
-    asyncio.run(scenario())
+
+async def test_echoes_are_answered_with_what_was_asked_for(lab):
+    async with lab() as lap:
+        head = lap.head()
+        for size in ECHO_BYTES:
+            await head.report_line(Echo(payload=b"", answer_bytes=size))
+            assert (await head.hear(Echoed)).payload == bytes(size)
 
 
 def test_links_are_measured_with_answers_that_there_are():

@@ -141,294 +141,232 @@ def state(
 # ---- which address, key and version ---------------------------------------------------------------------------------
 
 
-def test_the_first_address_that_answers_is_taken_and_others_are_let_be():
+async def test_the_first_address_that_answers_is_taken_and_others_are_let_be():
     """One refuses, one is no address, one belongs to another device, one accepts and says nothing; one works."""
+    async with gated() as context:
+        right, wrong = FakeDevice(context, "right"), FakeDevice(context, "wrong")
+        with socket.create_server((HOST, 0)) as mute:
+            ports = [free_port(), wrong.port, mute.getsockname()[1], right.port]
+            places = [("no address", 1), *((HOST, port) for port in ports)]
+            end, probed = await probe(caller(context), places, [right.key])
+        assert (probed.device, end.port, end.key) == ("right", right.port, right.key)
+        assert wrong.knocks == 0, "it does not own the key, so it hears nothing"
+        end.close()
 
-    async def once() -> None:
-        async with gated() as context:
-            right, wrong = FakeDevice(context, "right"), FakeDevice(context, "wrong")
-            with socket.create_server((HOST, 0)) as mute:
-                ports = [free_port(), wrong.port, mute.getsockname()[1], right.port]
-                places = [("no address", 1), *((HOST, port) for port in ports)]
-                end, probed = await probe(caller(context), places, [right.key])
-            assert (probed.device, end.port, end.key) == ("right", right.port, right.key)
-            assert wrong.knocks == 0, "it does not own the key, so it hears nothing"
+
+async def test_the_fastest_of_two_addresses_is_taken():
+    async with gated() as context:
+        keys = new_identity()
+        slow, fast = FakeDevice(context, "nas", identity=keys), FakeDevice(context, "nas", identity=keys)
+        slow.silent = True
+        for places in ([slow, fast], [fast, slow]):
+            end, _ = await probe(caller(context), [(HOST, each.port) for each in places], [keys.public])
+            assert end.port == fast.port
             end.close()
 
-    asyncio.run(once())
+
+async def test_any_of_the_keys_that_are_trusted_may_be_the_devices():
+    async with gated() as context:
+        device = FakeDevice(context, "nas")
+        end, _ = await probe(caller(context), [(HOST, device.port)], [KEY, device.key, OTHER_KEY])
+        assert end.key == device.key
+        end.close()
 
 
-def test_the_fastest_of_two_addresses_is_taken():
-    async def once() -> None:
-        async with gated() as context:
-            keys = new_identity()
-            slow, fast = FakeDevice(context, "nas", identity=keys), FakeDevice(context, "nas", identity=keys)
-            slow.silent = True
-            for places in ([slow, fast], [fast, slow]):
-                end, _ = await probe(caller(context), [(HOST, each.port) for each in places], [keys.public])
-                assert end.port == fast.port
-                end.close()
-
-    asyncio.run(once())
+async def test_that_a_device_does_not_let_us_in_is_said_at_once_with_what_to_do():
+    async with gated(lambda key: key != HEAD.public) as context:
+        device = FakeDevice(context, "nas")
+        printed = rf"^the device at 127\.0\.0\.1:{device.port} does not let this one in: .*'primad pair'"
+        with pytest.raises(ClusterError, match=printed):
+            await probe(caller(context, probe_timeout_s=PATIENCE_S), [(HOST, device.port)], [device.key])
+        assert device.knocks == 0
 
 
-def test_any_of_the_keys_that_are_trusted_may_be_the_devices():
-    async def once() -> None:
-        async with gated() as context:
-            device = FakeDevice(context, "nas")
-            end, _ = await probe(caller(context), [(HOST, device.port)], [KEY, device.key, OTHER_KEY])
-            assert end.key == device.key
-            end.close()
-
-    asyncio.run(once())
-
-
-def test_that_a_device_does_not_let_us_in_is_said_at_once_with_what_to_do():
-    async def once() -> None:
-        async with gated(lambda key: key != HEAD.public) as context:
-            device = FakeDevice(context, "nas")
-            printed = rf"^the device at 127\.0\.0\.1:{device.port} does not let this one in: .*'primad pair'"
-            with pytest.raises(ClusterError, match=printed):
-                await probe(caller(context, probe_timeout_s=PATIENCE_S), [(HOST, device.port)], [device.key])
-            assert device.knocks == 0
-
-    asyncio.run(once())
-
-
-def test_a_device_that_talks_of_other_things_is_given_up():
+async def test_a_device_that_talks_of_other_things_is_given_up():
     async def chatter(end: WorkerEnd) -> None:
         peer, _, _ = await end.receive()
         while True:
             await end.send(peer, Pong())
             await asyncio.sleep(0.05)
 
-    async def once() -> None:
-        async with gated() as context:
-            keys = new_identity()
-            end = WorkerEnd(context, HOST, None, 0, identity=keys)
-            talking = asyncio.create_task(chatter(end))
-            printed = "no answer"
-            while printed.startswith("no answer"):  # between two words a busy machine may take longer than that
-                with pytest.raises(ClusterError) as refused:
-                    await probe(caller(context, probe_timeout_s=2.0), [(HOST, end.port)], [keys.public])
-                printed = str(refused.value)
-            assert "sends messages, but not its identity" in printed
-            talking.cancel()
-            await asyncio.wait([talking])
-            end.close()
-
-    asyncio.run(once())
+    async with gated() as context:
+        keys = new_identity()
+        end = WorkerEnd(context, HOST, None, 0, identity=keys)
+        talking = asyncio.create_task(chatter(end))
+        printed = "no answer"
+        while printed.startswith("no answer"):  # between two words a busy machine may take longer than that
+            with pytest.raises(ClusterError) as refused:
+                await probe(caller(context, probe_timeout_s=2.0), [(HOST, end.port)], [keys.public])
+            printed = str(refused.value)
+        assert "sends messages, but not its identity" in printed
+        talking.cancel()
+        await asyncio.wait([talking])
+        end.close()
 
 
-def test_without_a_key_or_an_address_the_error_says_what_to_do():
-    async def once() -> None:
-        async with gated() as context:
-            with pytest.raises(ClusterError, match="no device is trusted yet; pair it with 'primad join --code'"):
-                await probe(caller(context), [(HOST, 1)], [])
-            with pytest.raises(ClusterError, match="it has no address"):
-                await probe(caller(context), [], [KEY])
-            with pytest.raises(ClusterError, match="no address is not an address to connect to"):
-                await probe(caller(context), [("no address", 1)], [KEY])
-
-    asyncio.run(once())
+async def test_without_a_key_or_an_address_the_error_says_what_to_do():
+    async with gated() as context:
+        with pytest.raises(ClusterError, match="no device is trusted yet; pair it with 'primad join --code'"):
+            await probe(caller(context), [(HOST, 1)], [])
+        with pytest.raises(ClusterError, match="it has no address"):
+            await probe(caller(context), [], [KEY])
+        with pytest.raises(ClusterError, match="no address is not an address to connect to"):
+            await probe(caller(context), [("no address", 1)], [KEY])
 
 
-def test_knocking_that_is_cancelled_leaves_no_socket():
-    async def once() -> None:
-        async with gated() as context:
-            device = FakeDevice(context, "nas")
-            device.silent = True
-            task = asyncio.create_task(probe(caller(context), [(HOST, device.port)] * 3, [device.key]))
-            await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.wait([task])
-            assert task.cancelled()
-
-    asyncio.run(once())  # a socket that is left open is a warning, and that an error
+async def test_knocking_that_is_cancelled_leaves_no_socket():
+    async with gated() as context:
+        device = FakeDevice(context, "nas")
+        device.silent = True
+        task = asyncio.create_task(probe(caller(context), [(HOST, device.port)] * 3, [device.key]))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()  # a socket that is left open is a warning, and that an error
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "fits"),
     [((5, 4), (5, 4), True), ((5, 4), (4, 3), True), ((4, 3), (5, 4), True), ((5, 4), (3, 2), False)],
 )
-def test_a_version_gap_is_named_with_both_versions(ours, theirs, fits):
+async def test_a_version_gap_is_named_with_both_versions(ours, theirs, fits):
     versions = Versions(primad="9", protocol=ours[0], oldest=ours[1])
-
-    async def once() -> None:
-        async with gated() as context:
-            device = FakeDevice(context, "nas", protocol=theirs[0], oldest=theirs[1])
-            places, keys = [(HOST, device.port)], [device.key]
-            if fits:
-                end, _ = await probe(caller(context, versions=versions), places, keys)
-                end.close()
-                return
-            gap = (
-                r"^nas runs primad 7 \(protocol 3\), desk runs 9 \(protocol 5\), and they do not understand each other"
-            )
-            with pytest.raises(ClusterError, match=gap):
-                await probe(caller(context, versions=versions), places, keys)
-
-    asyncio.run(once())
+    async with gated() as context:
+        device = FakeDevice(context, "nas", protocol=theirs[0], oldest=theirs[1])
+        places, keys = [(HOST, device.port)], [device.key]
+        if fits:
+            end, _ = await probe(caller(context, versions=versions), places, keys)
+            end.close()
+            return
+        gap = r"^nas runs primad 7 \(protocol 3\), desk runs 9 \(protocol 5\), and they do not understand each other"
+        with pytest.raises(ClusterError, match=gap):
+            await probe(caller(context, versions=versions), places, keys)
 
 
 # ---- greeting -------------------------------------------------------------------------------------------------------
 
 
-def test_a_greeting_says_who_we_are_and_is_answered_with_a_profile():
-    async def once() -> None:
-        async with greeted() as (device, _, link):
-            assert (link.name, link.key, link.build, link.layer_port) == ("nas", device.key, "a build", 7771)
-            (hello,) = device.hellos
-            assert (hello.device, hello.session, hello.build, hello.gone_after_s) == ("desk", 7, "b", 4.0)
-
-    asyncio.run(once())
+async def test_a_greeting_says_who_we_are_and_is_answered_with_a_profile():
+    async with greeted() as (device, _, link):
+        assert (link.name, link.key, link.build, link.layer_port) == ("nas", device.key, "a build", 7771)
+        (hello,) = device.hellos
+        assert (hello.device, hello.session, hello.build, hello.gone_after_s) == ("desk", 7, "b", 4.0)
 
 
-def test_who_refuses_or_does_not_answer_is_one_clear_error():
-    async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            device.refuses = "nas works for the head tower"
-            with pytest.raises(ClusterError, match=r"^nas works for the head tower$"):
-                await link_to(context, device, heard)
-            end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
-            device.silent = True
-            with pytest.raises(ClusterError, match=r"^no answer from 127\.0\.0\.1:\d+ within 0\.3 s$"):
-                await greet(caller(context, hello_timeout_s=0.3), end, heard, "nas")
-            assert heard.gone == []
-
-    asyncio.run(once())
+async def test_who_refuses_or_does_not_answer_is_one_clear_error():
+    async with gated() as context:
+        device, heard = FakeDevice(context, "nas"), Heard()
+        device.refuses = "nas works for the head tower"
+        with pytest.raises(ClusterError, match=r"^nas works for the head tower$"):
+            await link_to(context, device, heard)
+        end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
+        device.silent = True
+        with pytest.raises(ClusterError, match=r"^no answer from 127\.0\.0\.1:\d+ within 0\.3 s$"):
+            await greet(caller(context, hello_timeout_s=0.3), end, heard, "nas")
+        assert heard.gone == []
 
 
-def test_whose_profile_cannot_be_is_refused_for_that_and_not_for_silence():
-    async def once() -> None:
-        async with gated() as context:
-            device = FakeDevice(context, "nas", profile=dataclasses.replace(PROFILE, ram_read_bytes_per_s=-1.0))
-            end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
-            with pytest.raises(ClusterError, match="is refused: profile of 'nas' is impossible: ram_read_bytes_per_s"):
-                await greet(caller(context, hello_timeout_s=0.3), end, Heard(), "nas")
-
-    asyncio.run(once())
+async def test_whose_profile_cannot_be_is_refused_for_that_and_not_for_silence():
+    async with gated() as context:
+        device = FakeDevice(context, "nas", profile=dataclasses.replace(PROFILE, ram_read_bytes_per_s=-1.0))
+        end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
+        with pytest.raises(ClusterError, match="is refused: profile of 'nas' is impossible: ram_read_bytes_per_s"):
+            await greet(caller(context, hello_timeout_s=0.3), end, Heard(), "nas")
 
 
-def test_what_it_says_to_an_earlier_session_is_passed_over():
-    async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
-            await device.notify(StageStates(revision=9, states=[state(9, broken="of long ago")]))
-            link = await greet(caller(context), end, heard, "nas")
-            assert link.name == "nas"
-            link.close()
-
-    asyncio.run(once())
+async def test_what_it_says_to_an_earlier_session_is_passed_over():
+    async with gated() as context:
+        device, heard = FakeDevice(context, "nas"), Heard()
+        end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
+        await device.notify(StageStates(revision=9, states=[state(9, broken="of long ago")]))
+        link = await greet(caller(context), end, heard, "nas")
+        assert link.name == "nas"
+        link.close()
 
 
 # ---- what becomes of a link -----------------------------------------------------------------------------------------
 
 
-def test_every_answer_is_a_sign_of_life():
-    async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard)
-            while heard.signs < 5:
-                heard.news.clear()
-                await heard.news.wait()
-            link.close()
-            assert heard.gone == []
-
-    asyncio.run(once())
+async def test_every_answer_is_a_sign_of_life():
+    async with gated() as context:
+        device, heard = FakeDevice(context, "nas"), Heard()
+        link = await link_to(context, device, heard)
+        while heard.signs < 5:
+            heard.news.clear()
+            await heard.news.wait()
+        link.close()
+        assert heard.gone == []
 
 
-def test_a_device_that_is_lost_is_told_once_and_all_its_parts_end():
-    async def once() -> None:
-        async with greeted() as (device, heard, link):
-            parts = [Stage(link, a_load(epoch), lambda *_: None) for epoch in (3, 4)]
-            for _ in range(3):
-                await device.notify(Refused("it works for another head"))
-            assert await heard.wait_lost() == "it works for another head"
-            for part in parts:
-                error = await part.broken
-                assert isinstance(error, DeviceLostError)
-                assert (error.device, str(error)) == ("nas", "nas is gone: it works for another head")
-            await device.leave()
-            assert heard.gone == [("nas", "it works for another head")]
-
-    asyncio.run(once())
+async def test_a_device_that_is_lost_is_told_once_and_all_its_parts_end():
+    async with greeted() as (device, heard, link):
+        parts = [Stage(link, a_load(epoch), lambda *_: None) for epoch in (3, 4)]
+        for _ in range(3):
+            await device.notify(Refused("it works for another head"))
+        assert await heard.wait_lost() == "it works for another head"
+        for part in parts:
+            error = await part.broken
+            assert isinstance(error, DeviceLostError)
+            assert (error.device, str(error)) == ("nas", "nas is gone: it works for another head")
+        await device.leave()
+        assert heard.gone == [("nas", "it works for another head")]
 
 
-def test_a_process_that_ends_is_lost_before_it_is_missed():
+async def test_a_process_that_ends_is_lost_before_it_is_missed():
     """Whatever silence makes it gone: where it listened, its system refuses connections."""
-
-    async def once() -> None:
-        async with greeted() as (device, heard, _):
-            await device.leave()
-            assert await heard.wait_lost() == "its primad ended"
-
-    asyncio.run(once())
+    async with greeted() as (device, heard, _):
+        await device.leave()
+        assert await heard.wait_lost() == "its primad ended"
 
 
-def test_a_device_that_leaves_says_so():
-    async def once() -> None:
-        async with greeted() as (device, heard, link):
-            await device.notify(Leaving("its owner ended it"))
-            while not heard.left:
-                heard.news.clear()
-                await heard.news.wait()
-            assert heard.left == [("nas", "its owner ended it")]
-            await link.dismiss()
-            await device.hear(Dismiss)
-
-    asyncio.run(once())
+async def test_a_device_that_leaves_says_so():
+    async with greeted() as (device, heard, link):
+        await device.notify(Leaving("its owner ended it"))
+        while not heard.left:
+            heard.news.clear()
+            await heard.news.wait()
+        assert heard.left == [("nas", "its owner ended it")]
+        await link.dismiss()
+        await device.hear(Dismiss)
 
 
-def test_a_link_that_is_closed_tells_nothing_and_releases_in_silence():
-    async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard)
-            part = Stage(link, a_load(), lambda *_: None)
-            link.close()
-            await part.release()
-            await part.release()
-            with pytest.raises(ClusterError, match="is closed"):
-                await part.load()
-            await device.leave()
-            assert heard.gone == []
-            assert not part.broken.done()
-
-    asyncio.run(once())
+async def test_a_link_that_is_closed_tells_nothing_and_releases_in_silence():
+    async with gated() as context:
+        device, heard = FakeDevice(context, "nas"), Heard()
+        link = await link_to(context, device, heard)
+        part = Stage(link, a_load(), lambda *_: None)
+        link.close()
+        await part.release()
+        await part.release()
+        with pytest.raises(ClusterError, match="is closed"):
+            await part.load()
+        await device.leave()
+        assert heard.gone == []
+        assert not part.broken.done()
 
 
-def test_a_device_that_takes_nothing_is_not_waited_for_long():
-    async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            link = await link_to(context, device, heard, answer_timeout_s=0.2)
-            part = Stage(link, a_load(), lambda *_: None)
-            link._tasks[2].cancel()  # whether its process ended is another question
-            await device.leave()
-            with pytest.raises(ClusterError, match="accepts no messages"):
-                await introduce_without_end(link)
-            await part.release()
-            link.close()
-
-    asyncio.run(once())
+async def test_a_device_that_takes_nothing_is_not_waited_for_long():
+    async with gated() as context:
+        device, heard = FakeDevice(context, "nas"), Heard()
+        link = await link_to(context, device, heard, answer_timeout_s=0.2)
+        part = Stage(link, a_load(), lambda *_: None)
+        link._tasks[2].cancel()  # whether its process ended is another question
+        await device.leave()
+        with pytest.raises(ClusterError, match="accepts no messages"):
+            await introduce_without_end(link)
+        await part.release()
+        link.close()
 
 
-def test_whom_the_head_trusts_is_introduced():
-    async def once() -> None:
-        async with greeted() as (device, _, link):
-            await link.introduce([("lap", KEY)], {OTHER_KEY})
-            assert await device.hear(Introduce) == Introduce(devices=[Introduction("lap", KEY)], revoked=[OTHER_KEY])
-            many = [new_identity().public for _ in range(MAX_DEVICES + 1)]
-            await link.introduce([("lap", key) for key in many], many)
-            introduced = await device.hear(Introduce)  # the whole of it would be refused
-            assert [each.key for each in introduced.devices] == many[:MAX_DEVICES]
-            assert len(introduced.revoked) == MAX_DEVICES
-
-    asyncio.run(once())
+async def test_whom_the_head_trusts_is_introduced():
+    async with greeted() as (device, _, link):
+        await link.introduce([("lap", KEY)], {OTHER_KEY})
+        assert await device.hear(Introduce) == Introduce(devices=[Introduction("lap", KEY)], revoked=[OTHER_KEY])
+        many = [new_identity().public for _ in range(MAX_DEVICES + 1)]
+        await link.introduce([("lap", key) for key in many], many)
+        introduced = await device.hear(Introduce)  # the whole of it would be refused
+        assert [each.key for each in introduced.devices] == many[:MAX_DEVICES]
+        assert len(introduced.revoked) == MAX_DEVICES
 
 
 # ---- a part ---------------------------------------------------------------------------------------------------------
@@ -445,135 +383,114 @@ STATUS = Status(steps=1, rows=1, compute_s=0.5, hop_s=[], rss_bytes=1, private_b
     ],
     ids=["what it says", "less than it had", "nothing"],
 )
-def test_a_device_that_is_short_of_memory_has_less_for_the_next_plan(needed, available, left):
-    async def once() -> None:
-        async with greeted() as (device, heard, link):
-            before = link.profile
-            part = Stage(link, a_load(3), lambda *_: None)
-            await device.notify(MemoryLow(epoch=2, needed_bytes=1, ram_available_bytes=1))  # a ring of long ago
-            await device.notify(MemoryLow(epoch=3, needed_bytes=needed, ram_available_bytes=available))
-            while not heard.short:
-                heard.news.clear()
-                await heard.news.wait()
-            assert heard.short == ["nas"]
-            assert link.profile == dataclasses.replace(before, ram_available_bytes=left)
-            assert not part.broken.done()
-
-    asyncio.run(once())
+async def test_a_device_that_is_short_of_memory_has_less_for_the_next_plan(needed, available, left):
+    async with greeted() as (device, heard, link):
+        before = link.profile
+        part = Stage(link, a_load(3), lambda *_: None)
+        await device.notify(MemoryLow(epoch=2, needed_bytes=1, ram_available_bytes=1))  # a ring of long ago
+        await device.notify(MemoryLow(epoch=3, needed_bytes=needed, ram_available_bytes=available))
+        while not heard.short:
+            heard.news.clear()
+            await heard.news.wait()
+        assert heard.short == ["nas"]
+        assert link.profile == dataclasses.replace(before, ram_available_bytes=left)
+        assert not part.broken.done()
 
 
 @pytest.mark.parametrize(
     ("available", "left"), [(3 << 30, 3 << 30), (1 << 40, None)], ids=["what it says", "more than there is"]
 )
-def test_a_device_that_has_room_again_has_more_for_the_next_plan(available, left):
-    async def once() -> None:
-        async with greeted() as (device, heard, link):
-            part, before = Stage(link, a_load(3), lambda *_: None), link.profile
-            await device.notify(MemoryLow(epoch=3, needed_bytes=1 << 30, ram_available_bytes=2 << 30))
-            await device.notify(MemoryRecovered(1 << 30))  # no more than it has
-            await device.notify(MemoryRecovered(available))
-            while not heard.roomy:
-                heard.news.clear()
-                await heard.news.wait()
-            assert (heard.short, heard.roomy) == (["nas"], ["nas"])
-            total = before.ram_total_bytes
-            assert link.profile == dataclasses.replace(before, ram_available_bytes=left or total)
-            assert not part.broken.done()
-
-    asyncio.run(once())
+async def test_a_device_that_has_room_again_has_more_for_the_next_plan(available, left):
+    async with greeted() as (device, heard, link):
+        part, before = Stage(link, a_load(3), lambda *_: None), link.profile
+        await device.notify(MemoryLow(epoch=3, needed_bytes=1 << 30, ram_available_bytes=2 << 30))
+        await device.notify(MemoryRecovered(1 << 30))  # no more than it has
+        await device.notify(MemoryRecovered(available))
+        while not heard.roomy:
+            heard.news.clear()
+            await heard.news.wait()
+        assert (heard.short, heard.roomy) == (["nas"], ["nas"])
+        total = before.ram_total_bytes
+        assert link.profile == dataclasses.replace(before, ram_available_bytes=left or total)
+        assert not part.broken.done()
 
 
-def test_a_device_that_was_measured_better_is_planned_with_that_from_then_on():
-    async def once() -> None:
-        async with greeted() as (device, heard, link):
-            before = link.profile
-            await device.notify(Remeasured(dataclasses.replace(before, ram_available_bytes=0)))  # no other speeds
-            cpu = dataclasses.replace(before.cpu, step_s=2 * before.cpu.step_s)
-            disk = dataclasses.replace(before.disk, random_bytes_per_s=before.disk.random_bytes_per_s / 2)
-            better = dataclasses.replace(
-                before,
-                device="another",
-                host="another",
-                cpu=cpu,
-                disk=dataclasses.replace(disk, free_bytes=0),
-                ram_available_bytes=0,
-                gpu=None if before.gpu is None else dataclasses.replace(before.gpu, vram_available_bytes=0),
-            )
-            await device.notify(Remeasured(better))
-            while not heard.better:
-                heard.news.clear()
-                await heard.news.wait()
-            assert heard.better == ["nas"]
-            reported = dataclasses.replace(before, cpu=cpu, disk=disk, gpu=better.gpu)
-            assert link.profile == reported, "what is free of RAM and disk is told as ever"
-
-    asyncio.run(once())
+async def test_a_device_that_was_measured_better_is_planned_with_that_from_then_on():
+    async with greeted() as (device, heard, link):
+        before = link.profile
+        await device.notify(Remeasured(dataclasses.replace(before, ram_available_bytes=0)))  # no other speeds
+        cpu = dataclasses.replace(before.cpu, step_s=2 * before.cpu.step_s)
+        disk = dataclasses.replace(before.disk, random_bytes_per_s=before.disk.random_bytes_per_s / 2)
+        better = dataclasses.replace(
+            before,
+            device="another",
+            host="another",
+            cpu=cpu,
+            disk=dataclasses.replace(disk, free_bytes=0),
+            ram_available_bytes=0,
+            gpu=None if before.gpu is None else dataclasses.replace(before.gpu, vram_available_bytes=0),
+        )
+        await device.notify(Remeasured(better))
+        while not heard.better:
+            heard.news.clear()
+            await heard.news.wait()
+        assert heard.better == ["nas"]
+        reported = dataclasses.replace(before, cpu=cpu, disk=disk, gpu=better.gpu)
+        assert link.profile == reported, "what is free of RAM and disk is told as ever"
 
 
-def test_a_part_hears_of_its_own_epoch_only():
-    async def once() -> None:
-        async with greeted() as (device, _, link):
-            progress: list[tuple[str, int]] = []
-            part = Stage(link, a_load(3), lambda name, each: progress.append((name, each.done)))
-            await part.load()
-            assert (await device.hear(Load)).epoch == 3
-            await device.notify(Progress(epoch=2, phase="fetch", done=8, total=9))
-            await device.notify(Progress(epoch=3, phase="fetch", done=1, total=2))
-            device.stand(state(2, broken="old"), state(3, loaded=True))
-            assert await part.loaded == (4000, KEY)
-            await part.connect("tcp://127.0.0.1:5", KEY, OTHER_KEY)
-            expected = Link(epoch=3, address="tcp://127.0.0.1:5", key=KEY, sender=OTHER_KEY)
-            assert await device.hear(Link) == expected
-            elsewhere = msgspec.structs.replace(state(linked=True), loaded=Loaded(port=4001, key=OTHER_KEY))
-            device.stand(state(2, broken="old"), elsewhere)
-            await part.linked
-            assert part.loaded.result() == (4000, KEY), "once it is loaded it stays where it is"
-            assert progress == [("nas", 1)]
-            assert not part.broken.done()
-            await part.release()
-            assert await device.hear(Release) == Release(epoch=3)
-
-    asyncio.run(once())
+async def test_a_part_hears_of_its_own_epoch_only():
+    async with greeted() as (device, _, link):
+        progress: list[tuple[str, int]] = []
+        part = Stage(link, a_load(3), lambda name, each: progress.append((name, each.done)))
+        await part.load()
+        assert (await device.hear(Load)).epoch == 3
+        await device.notify(Progress(epoch=2, phase="fetch", done=8, total=9))
+        await device.notify(Progress(epoch=3, phase="fetch", done=1, total=2))
+        device.stand(state(2, broken="old"), state(3, loaded=True))
+        assert await part.loaded == (4000, KEY)
+        await part.connect("tcp://127.0.0.1:5", KEY, OTHER_KEY)
+        expected = Link(epoch=3, address="tcp://127.0.0.1:5", key=KEY, sender=OTHER_KEY)
+        assert await device.hear(Link) == expected
+        elsewhere = msgspec.structs.replace(state(linked=True), loaded=Loaded(port=4001, key=OTHER_KEY))
+        device.stand(state(2, broken="old"), elsewhere)
+        await part.linked
+        assert part.loaded.result() == (4000, KEY), "once it is loaded it stays where it is"
+        assert progress == [("nas", 1)]
+        assert not part.broken.done()
+        await part.release()
+        assert await device.hear(Release) == Release(epoch=3)
 
 
 @pytest.mark.parametrize("fault", get_args(Fault))
-def test_a_part_that_breaks_says_whose_fault_it_was(fault):
-    async def once() -> None:
-        async with greeted() as (device, heard, link):
-            part = Stage(link, a_load(3), lambda *_: None)
-            device.stand(state(3, broken="it went wrong", fault=fault))
-            error = await part.broken
-            assert isinstance(error, StageError)
-            assert (error.device, error.fault, str(error)) == ("nas", fault, "nas: it went wrong")
-            assert heard.gone == [], "the device itself is fine"
-
-    asyncio.run(once())
+async def test_a_part_that_breaks_says_whose_fault_it_was(fault):
+    async with greeted() as (device, heard, link):
+        part = Stage(link, a_load(3), lambda *_: None)
+        device.stand(state(3, broken="it went wrong", fault=fault))
+        error = await part.broken
+        assert isinstance(error, StageError)
+        assert (error.device, error.fault, str(error)) == ("nas", fault, "nas: it went wrong")
+        assert heard.gone == [], "the device itself is fine"
 
 
-def test_a_part_that_was_released_hears_nothing_more():
-    async def once() -> None:
-        async with greeted() as (device, _, link):
-            part, following = (Stage(link, a_load(epoch), lambda *_: None) for epoch in (3, 4))
-            await part.release()
-            device.stand(state(3, broken="late"), state(4, loaded=True))
-            await following.loaded
-            assert not part.broken.done()
-
-    asyncio.run(once())
+async def test_a_part_that_was_released_hears_nothing_more():
+    async with greeted() as (device, _, link):
+        part, following = (Stage(link, a_load(epoch), lambda *_: None) for epoch in (3, 4))
+        await part.release()
+        device.stand(state(3, broken="late"), state(4, loaded=True))
+        await following.loaded
+        assert not part.broken.done()
 
 
-def test_a_status_is_asked_for_and_the_answer_is_new():
-    async def once() -> None:
-        async with greeted() as (device, _, link):
-            part = Stage(link, a_load(3), lambda *_: None)
-            for size in (1, 2):
-                asking = asyncio.create_task(part.wait_status())
-                assert (await device.hear(Ping)).status
-                answer = WorkerStatus(epoch=3, status=STATUS, daemon_rss_bytes=size)
-                await device.notify(answer)
-                assert await asking == answer
-
-    asyncio.run(once())
+async def test_a_status_is_asked_for_and_the_answer_is_new():
+    async with greeted() as (device, _, link):
+        part = Stage(link, a_load(3), lambda *_: None)
+        for size in (1, 2):
+            asking = asyncio.create_task(part.wait_status())
+            assert (await device.hear(Ping)).status
+            answer = WorkerStatus(epoch=3, status=STATUS, daemon_rss_bytes=size)
+            await device.notify(answer)
+            assert await asking == answer
 
 
 # ---- messages that were lost ----------------------------------------------------------------------------------------
@@ -585,217 +502,184 @@ async def some_pings(device: FakeDevice, count: int = 10) -> None:
     await device.wait(lambda: device.pings >= enough)
 
 
-def test_everything_that_a_reset_connection_lost_arrives_once_when_it_is_made_again():
-    async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            device.measures = False
-            device.stand(state(4, loaded=True), state(5, loaded=True))
-            async with Relay(device.port) as relay:
-                link = await link_to(context, device, heard, relay.port)
-                loading, linking, over = (Stage(link, a_load(epoch), lambda *_: None) for epoch in (3, 4, 5))
-                for part in (linking, over):
-                    await part.load()
-                    assert (await device.hear(Load)).epoch == part.epoch
-                    await part.loaded
-                await some_pings(device)
-                assert device.heard.empty(), "nothing is sent twice on a connection that stands"
-
-                relay.swallow("there")
-                await link.introduce([("tab", OTHER_KEY)], [])
-                await over.release()
-                await linking.connect("tcp://127.0.0.1:5", KEY, OTHER_KEY)
-                await loading.load()
-                measuring = asyncio.create_task(link.measure_links([device.target()], 600))
-                await relay.swallows(10_000)
-                assert device.heard.empty()
-                relay.reset()
-                arrived = [await device.heard.get() for _ in range(5)]
-                assert {type(message) for message in arrived} == {Introduce, Release, Link, Load, MeasureLinks}
-                device.stand(state(3), state(4, loaded=True, linked=True))
-                await linking.linked
-                await device.notify(LinksMeasured(links=[]))
-                await measuring
-                await some_pings(device)
-                assert device.heard.empty(), "and nothing is sent twice after it"
-                assert not loading.broken.done()
-            link.close()
-            await device.leave()
-
-    asyncio.run(once())
-
-
-def test_a_worker_that_ignores_a_load_ends_the_stage_and_is_asked_once():
-    async def once() -> None:
-        async with greeted() as (device, _, link):
-            part = Stage(link, a_load(3), lambda *_: None)
-            await part.load()
-            error = await part.broken
-            assert isinstance(error, StageError)
-            assert (error.device, str(error)) == ("nas", "nas: it does not take part in the ring")
-            assert device.heard.qsize() == 1
-
-    asyncio.run(once())
-
-
-def test_a_break_that_was_lost_is_heard_with_the_next_ping():
-    async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            device.loses_states = True
-            link = await link_to(context, device, heard)
-            part = Stage(link, a_load(3), lambda *_: None)
-            device.stand(state(broken="no memory"))
+async def test_everything_that_a_reset_connection_lost_arrives_once_when_it_is_made_again():
+    async with gated() as context:
+        device, heard = FakeDevice(context, "nas"), Heard()
+        device.measures = False
+        device.stand(state(4, loaded=True), state(5, loaded=True))
+        async with Relay(device.port) as relay:
+            link = await link_to(context, device, heard, relay.port)
+            loading, linking, over = (Stage(link, a_load(epoch), lambda *_: None) for epoch in (3, 4, 5))
+            for part in (linking, over):
+                await part.load()
+                assert (await device.hear(Load)).epoch == part.epoch
+                await part.loaded
             await some_pings(device)
-            assert (device.known, part.broken.done()) == (0, False), "each ping says what the head knows: nothing"
-            device.loses_states = False
-            error = await part.broken
-            assert isinstance(error, StageError)
-            assert (error.device, error.fault, str(error)) == ("nas", "load", "nas: no memory")
-            await device.wait(lambda: device.known == device.revision)
-            link.close()
+            assert device.heard.empty(), "nothing is sent twice on a connection that stands"
 
-    asyncio.run(once())
-
-
-def test_what_the_head_asked_for_is_not_missed_in_states_that_are_on_their_way():
-    async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            device.loses_states = True
-            link = await link_to(context, device, heard)
-            part = Stage(link, a_load(3), lambda *_: None)
-            device.stand(state())
-            await part.load()
-            await device.hear(Load)
-            await some_pings(device)
-            assert device.heard.empty(), "the head does not know yet whether the worker heard it"
-            device.loses_states = False
-            await device.wait(lambda: device.known == device.revision)
-            await some_pings(device)
+            relay.swallow("there")
+            await link.introduce([("tab", OTHER_KEY)], [])
+            await over.release()
+            await linking.connect("tcp://127.0.0.1:5", KEY, OTHER_KEY)
+            await loading.load()
+            measuring = asyncio.create_task(link.measure_links([device.target()], 600))
+            await relay.swallows(10_000)
             assert device.heard.empty()
-            assert not part.broken.done()
-            link.close()
-
-    asyncio.run(once())
-
-
-def test_states_that_later_ones_overtook_are_passed_over():
-    async def once() -> None:
-        async with greeted() as (device, _, link):
-            part = Stage(link, a_load(3), lambda *_: None)
-            device.stand(state())
-            device.stand(state(loaded=True))
-            await part.loaded
-            await device.notify(StageStates(revision=1, states=[state(broken="of another time")]))
+            relay.reset()
+            arrived = [await device.heard.get() for _ in range(5)]
+            assert {type(message) for message in arrived} == {Introduce, Release, Link, Load, MeasureLinks}
+            device.stand(state(3), state(4, loaded=True, linked=True))
+            await linking.linked
+            await device.notify(LinksMeasured(links=[]))
+            await measuring
             await some_pings(device)
-            assert device.known == 2
-            assert not part.broken.done()
-
-    asyncio.run(once())
-
-
-def test_a_part_that_is_gone_after_it_was_loaded_is_over():
-    async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            device.stand(state(loaded=True))
-            link = await link_to(context, device, heard)
-            part = Stage(link, a_load(3), lambda *_: None)
-            await part.load()
-            await part.loaded
-            device.stand()
-            error = await part.broken
-            assert isinstance(error, StageError)
-            assert str(error) == "nas: its stage ended without a message"
-            link.close()
-
-    asyncio.run(once())
+            assert device.heard.empty(), "and nothing is sent twice after it"
+            assert not loading.broken.done()
+        link.close()
+        await device.leave()
 
 
-def test_a_stage_that_nobody_wants_is_released_once():
-    async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            device.stand(state(3), state(4))
-            link = await link_to(context, device, heard)
-            part = Stage(link, a_load(4), lambda *_: None)
-            await part.load()
-            assert await device.hear(Release) == Release(epoch=3)
-            device.stand(state(3), state(4, loaded=True))
-            await part.loaded
-            await some_pings(device)
-            assert device.heard.empty(), "it is on its way"
-            assert not part.broken.done()
-            link.close()
+async def test_a_worker_that_ignores_a_load_ends_the_stage_and_is_asked_once():
+    async with greeted() as (device, _, link):
+        part = Stage(link, a_load(3), lambda *_: None)
+        await part.load()
+        error = await part.broken
+        assert isinstance(error, StageError)
+        assert (error.device, str(error)) == ("nas", "nas: it does not take part in the ring")
+        assert device.heard.qsize() == 1
 
-    asyncio.run(once())
+
+async def test_a_break_that_was_lost_is_heard_with_the_next_ping():
+    async with gated() as context:
+        device, heard = FakeDevice(context, "nas"), Heard()
+        device.loses_states = True
+        link = await link_to(context, device, heard)
+        part = Stage(link, a_load(3), lambda *_: None)
+        device.stand(state(broken="no memory"))
+        await some_pings(device)
+        assert (device.known, part.broken.done()) == (0, False), "each ping says what the head knows: nothing"
+        device.loses_states = False
+        error = await part.broken
+        assert isinstance(error, StageError)
+        assert (error.device, error.fault, str(error)) == ("nas", "load", "nas: no memory")
+        await device.wait(lambda: device.known == device.revision)
+        link.close()
+
+
+async def test_what_the_head_asked_for_is_not_missed_in_states_that_are_on_their_way():
+    async with gated() as context:
+        device, heard = FakeDevice(context, "nas"), Heard()
+        device.loses_states = True
+        link = await link_to(context, device, heard)
+        part = Stage(link, a_load(3), lambda *_: None)
+        device.stand(state())
+        await part.load()
+        await device.hear(Load)
+        await some_pings(device)
+        assert device.heard.empty(), "the head does not know yet whether the worker heard it"
+        device.loses_states = False
+        await device.wait(lambda: device.known == device.revision)
+        await some_pings(device)
+        assert device.heard.empty()
+        assert not part.broken.done()
+        link.close()
+
+
+async def test_states_that_later_ones_overtook_are_passed_over():
+    async with greeted() as (device, _, link):
+        part = Stage(link, a_load(3), lambda *_: None)
+        device.stand(state())
+        device.stand(state(loaded=True))
+        await part.loaded
+        await device.notify(StageStates(revision=1, states=[state(broken="of another time")]))
+        await some_pings(device)
+        assert device.known == 2
+        assert not part.broken.done()
+
+
+async def test_a_part_that_is_gone_after_it_was_loaded_is_over():
+    async with gated() as context:
+        device, heard = FakeDevice(context, "nas"), Heard()
+        device.stand(state(loaded=True))
+        link = await link_to(context, device, heard)
+        part = Stage(link, a_load(3), lambda *_: None)
+        await part.load()
+        await part.loaded
+        device.stand()
+        error = await part.broken
+        assert isinstance(error, StageError)
+        assert str(error) == "nas: its stage ended without a message"
+        link.close()
+
+
+async def test_a_stage_that_nobody_wants_is_released_once():
+    async with gated() as context:
+        device, heard = FakeDevice(context, "nas"), Heard()
+        device.stand(state(3), state(4))
+        link = await link_to(context, device, heard)
+        part = Stage(link, a_load(4), lambda *_: None)
+        await part.load()
+        assert await device.hear(Release) == Release(epoch=3)
+        device.stand(state(3), state(4, loaded=True))
+        await part.loaded
+        await some_pings(device)
+        assert device.heard.empty(), "it is on its way"
+        assert not part.broken.done()
+        link.close()
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_measures_nothing_in_time_is_lost():
-    async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            device.measures = False
-            link = await link_to(context, device, heard)
-            with pytest.raises(DeviceLostError, match=r"nas did not measure its links within 0\.1 s"):
-                await link.measure_links([], 0.1)
-            assert (await device.hear(MeasureLinks)).targets == []
-            link.close()
-
-    asyncio.run(once())
+async def test_a_worker_that_measures_nothing_in_time_is_lost():
+    async with gated() as context:
+        device, heard = FakeDevice(context, "nas"), Heard()
+        device.measures = False
+        link = await link_to(context, device, heard)
+        with pytest.raises(DeviceLostError, match=r"nas did not measure its links within 0\.1 s"):
+            await link.measure_links([], 0.1)
+        assert (await device.hear(MeasureLinks)).targets == []
+        link.close()
 
 
-def test_closing_a_link_ends_a_measurement():
-    async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            device.measures = False
-            link = await link_to(context, device, heard)
-            measuring = asyncio.create_task(link.measure_links([], 30))
-            await device.hear(MeasureLinks)
-            link.close()
-            with pytest.raises(DeviceLostError, match="nas went away"):
-                await measuring
-
-    asyncio.run(once())
+async def test_closing_a_link_ends_a_measurement():
+    async with gated() as context:
+        device, heard = FakeDevice(context, "nas"), Heard()
+        device.measures = False
+        link = await link_to(context, device, heard)
+        measuring = asyncio.create_task(link.measure_links([], 30))
+        await device.hear(MeasureLinks)
+        link.close()
+        with pytest.raises(DeviceLostError, match="nas went away"):
+            await measuring
 
 
-def test_a_measurement_may_be_cancelled():
-    async def once() -> None:
-        async with gated() as context:
-            device, heard = FakeDevice(context, "nas"), Heard()
-            device.measures = False
-            link = await link_to(context, device, heard)
-            measuring = asyncio.create_task(link.measure_links([], 30))
-            await device.hear(MeasureLinks)
-            measuring.cancel()
-            await asyncio.wait([measuring])
-            assert measuring.cancelled()
-            link.close()
-
-    asyncio.run(once())
+async def test_a_measurement_may_be_cancelled():
+    async with gated() as context:
+        device, heard = FakeDevice(context, "nas"), Heard()
+        device.measures = False
+        link = await link_to(context, device, heard)
+        measuring = asyncio.create_task(link.measure_links([], 30))
+        await device.hear(MeasureLinks)
+        measuring.cancel()
+        await asyncio.wait([measuring])
+        assert measuring.cancelled()
+        link.close()
 
 
-def test_at_which_address_others_reach_it_is_not_for_a_device_to_say():
-    async def once() -> None:
-        async with greeted() as (device, _, link):
-            device.measures = False
-            told = [
-                LinkProfile(source=source, target=target, address="10.9.9.9", round_trip_s=0.001, bytes_per_s=1e8)
-                for source, target in [("nas", "tab"), ("tab", "nas")]
-            ]
-            target = msgspec.structs.replace(device.target(), device="tab")
-            measuring = asyncio.create_task(link.measure_links([target], 600))
-            await device.hear(MeasureLinks)
-            await device.notify(LinksMeasured(links=told))
-            found = await measuring
-            assert [(each.source, each.address) for each in found.links] == [("nas", "10.9.9.9"), ("tab", "")]
-
-    asyncio.run(once())
+async def test_at_which_address_others_reach_it_is_not_for_a_device_to_say():
+    async with greeted() as (device, _, link):
+        device.measures = False
+        told = [
+            LinkProfile(source=source, target=target, address="10.9.9.9", round_trip_s=0.001, bytes_per_s=1e8)
+            for source, target in [("nas", "tab"), ("tab", "nas")]
+        ]
+        target = msgspec.structs.replace(device.target(), device="tab")
+        measuring = asyncio.create_task(link.measure_links([target], 600))
+        await device.hear(MeasureLinks)
+        await device.notify(LinksMeasured(links=told))
+        found = await measuring
+        assert [(each.source, each.address) for each in found.links] == [("nas", "10.9.9.9"), ("tab", "")]
 
 
 async def introduce_without_end(link: WorkerLink) -> None:

@@ -182,43 +182,36 @@ def worker(processes, tmp_path) -> Callable[..., AsyncIterator[Worker]]:
     return make
 
 
-def test_a_part_is_loaded_linked_and_told(worker, processes):
-    async def once() -> None:
-        async with worker() as lap:
-            process = await lap.serve(a_load(1))
-            opening = await process.reported(Open)
-            assert (opening.ring, opening.epoch, opening.head, opening.host) == (1, 1, None, "127.0.0.1")
-            assert processes.starts[0].place == 1
-            assert lap.parts.is_serving
-            assert lap.printed == ["computing layers 2-3"]
-            await lap.parts.release(1)
-            assert not lap.parts.is_serving
-            assert lap.reported[-1] == StageStates(revision=lap.parts.standing.revision, states=[])
-            revisions = [reported.revision for reported in lap.reported if isinstance(reported, StageStates)]
-            assert revisions == [1, 2, 3, 4], "begun, loaded, linked, over"
-
-    asyncio.run(once())
+async def test_a_part_is_loaded_linked_and_told(worker, processes):
+    async with worker() as lap:
+        process = await lap.serve(a_load(1))
+        opening = await process.reported(Open)
+        assert (opening.ring, opening.epoch, opening.head, opening.host) == (1, 1, None, "127.0.0.1")
+        assert processes.starts[0].place == 1
+        assert lap.parts.is_serving
+        assert lap.printed == ["computing layers 2-3"]
+        await lap.parts.release(1)
+        assert not lap.parts.is_serving
+        assert lap.reported[-1] == StageStates(revision=lap.parts.standing.revision, states=[])
+        revisions = [reported.revision for reported in lap.reported if isinstance(reported, StageStates)]
+        assert revisions == [1, 2, 3, 4], "begun, loaded, linked, over"
 
 
-def test_what_was_loaded_stays_loaded_and_serves_the_same_windows_again(worker, processes):
+async def test_what_was_loaded_stays_loaded_and_serves_the_same_windows_again(worker, processes):
     """In another epoch, of another head, at another place of the route: nothing is loaded again."""
-
-    async def once() -> None:
-        async with worker() as lap:
-            process = await lap.serve(a_load(1))
-            await lap.parts.release(1)
-            assert not process.closed
-            assert await lap.serve(a_load(2, ring=9, window=4, route=7, read_ahead_bytes=5)) is process
-            reopened = await process.reported(Reopen)
-            assert (reopened.ring, reopened.epoch, reopened.route, reopened.windows) == (9, 2, 7, [4])
-            assert reopened.read_ahead_bytes == 5
-            await lap.parts.release(2)
-            assert await lap.serve(a_load(3, window=2)) is process
-            assert (await process.reported(Reopen)).windows == [2]
-            assert len(process.keys) == len(set(process.keys)) == 3, "each opening has its own key"
-            assert len(processes.all) == 1
-
-    asyncio.run(once())
+    async with worker() as lap:
+        process = await lap.serve(a_load(1))
+        await lap.parts.release(1)
+        assert not process.closed
+        assert await lap.serve(a_load(2, ring=9, window=4, route=7, read_ahead_bytes=5)) is process
+        reopened = await process.reported(Reopen)
+        assert (reopened.ring, reopened.epoch, reopened.route, reopened.windows) == (9, 2, 7, [4])
+        assert reopened.read_ahead_bytes == 5
+        await lap.parts.release(2)
+        assert await lap.serve(a_load(3, window=2)) is process
+        assert (await process.reported(Reopen)).windows == [2]
+        assert len(process.keys) == len(set(process.keys)) == 3, "each opening has its own key"
+        assert len(processes.all) == 1
 
 
 @pytest.mark.parametrize(
@@ -233,165 +226,130 @@ def test_what_was_loaded_stays_loaded_and_serves_the_same_windows_again(worker, 
     ],
     ids=str,
 )
-def test_other_windows_end_what_is_kept_before_they_are_loaded(worker, processes, changes):
-    async def once() -> None:
-        async with worker() as lap:
-            first = await lap.serve(a_load(1))
-            await lap.parts.release(1)
-            second = await lap.serve(a_load(2, **changes))
-            assert second is not first
-            assert first.closed, "both at once may not fit"
-            assert processes.alive == [second]
-
-    asyncio.run(once())
+async def test_other_windows_end_what_is_kept_before_they_are_loaded(worker, processes, changes):
+    async with worker() as lap:
+        first = await lap.serve(a_load(1))
+        await lap.parts.release(1)
+        second = await lap.serve(a_load(2, **changes))
+        assert second is not first
+        assert first.closed, "both at once may not fit"
+        assert processes.alive == [second]
 
 
-def test_what_is_kept_is_ended_after_a_while(worker, processes):
-    async def once() -> None:
-        async with worker(keep_loaded=0.05) as lap:
-            process = await lap.serve(a_load(1))
-            await lap.parts.release(1)
-            await process.ended()
-
-    asyncio.run(once())
+async def test_what_is_kept_is_ended_after_a_while(worker, processes):
+    async with worker(keep_loaded=0.05) as lap:
+        process = await lap.serve(a_load(1))
+        await lap.parts.release(1)
+        await process.ended()
 
 
-def test_what_serves_again_does_not_expire(worker, monkeypatch):
-    async def once() -> None:
-        async with worker(keep_loaded=PATIENCE_S / 4) as lap:
-            process = await lap.serve(a_load(1))
-            await lap.parts.release(1)
-            assert await lap.serve(a_load(2)) is process
-            loop = asyncio.get_running_loop()
-            now = loop.time
-            monkeypatch.setattr(loop, "time", lambda: now() + PATIENCE_S / 3)  # what is kept would have expired
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(process.ended(), 0.2)
-
-    asyncio.run(once())
+async def test_what_serves_again_does_not_expire(worker, monkeypatch):
+    async with worker(keep_loaded=PATIENCE_S / 4) as lap:
+        process = await lap.serve(a_load(1))
+        await lap.parts.release(1)
+        assert await lap.serve(a_load(2)) is process
+        loop = asyncio.get_running_loop()
+        now = loop.time
+        monkeypatch.setattr(loop, "time", lambda: now() + PATIENCE_S / 3)  # what is kept would have expired
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(process.ended(), 0.2)
 
 
-def test_nothing_is_kept_where_the_owner_wants_it_so(worker):
-    async def once() -> None:
-        async with worker(keep_loaded=0) as lap:
-            process = await lap.serve(a_load(1))
-            await lap.parts.release(1)
-            await process.ended()
-
-    asyncio.run(once())
+async def test_nothing_is_kept_where_the_owner_wants_it_so(worker):
+    async with worker(keep_loaded=0) as lap:
+        process = await lap.serve(a_load(1))
+        await lap.parts.release(1)
+        await process.ended()
 
 
-def test_what_is_kept_ends_though_nobody_waits_for_its_end_any_more(worker):
+async def test_what_is_kept_ends_though_nobody_waits_for_its_end_any_more(worker):
     """As when the daemon ends while its owner's pause takes effect."""
+    async with worker() as lap:
+        process = await lap.serve(a_load(1))
+        await lap.parts.release(1)
+        begun, may_end, close = asyncio.Event(), asyncio.Event(), process.close
 
-    async def once() -> None:
-        async with worker() as lap:
-            process = await lap.serve(a_load(1))
-            await lap.parts.release(1)
-            begun, may_end, close = asyncio.Event(), asyncio.Event(), process.close
+        async def close_slowly() -> None:
+            begun.set()
+            await may_end.wait()
+            await close()
 
-            async def close_slowly() -> None:
-                begun.set()
-                await may_end.wait()
-                await close()
-
-            process.close = close_slowly
-            unloading = asyncio.create_task(lap.parts.unload())
-            await begun.wait()
-            unloading.cancel()
-            await asyncio.wait([unloading])
-            may_end.set()
-
-    asyncio.run(once())
+        process.close = close_slowly
+        unloading = asyncio.create_task(lap.parts.unload())
+        await begun.wait()
+        unloading.cancel()
+        await asyncio.wait([unloading])
+        may_end.set()
 
 
-def test_two_epochs_stand_side_by_side_and_the_first_to_end_is_kept(worker, processes):
-    async def once() -> None:
-        async with worker() as lap:
-            first = await lap.serve(a_load(1))
-            second = await lap.serve(a_load(2, first=5))
-            assert processes.alive == [first, second]
-            assert (first.closed, second.closed) == (False, False)
-            await lap.parts.release(1)
-            assert lap.parts.is_serving
-            await lap.parts.release(2)
-            await first.ended()
-            assert processes.alive == [second], "the latest is the likeliest to be asked for"
-
-    asyncio.run(once())
+async def test_two_epochs_stand_side_by_side_and_the_first_to_end_is_kept(worker, processes):
+    async with worker() as lap:
+        first = await lap.serve(a_load(1))
+        second = await lap.serve(a_load(2, first=5))
+        assert processes.alive == [first, second]
+        assert (first.closed, second.closed) == (False, False)
+        await lap.parts.release(1)
+        assert lap.parts.is_serving
+        await lap.parts.release(2)
+        await first.ended()
+        assert processes.alive == [second], "the latest is the likeliest to be asked for"
 
 
-def test_the_same_windows_in_the_shadow_are_a_second_process(worker, processes):
+async def test_the_same_windows_in_the_shadow_are_a_second_process(worker, processes):
     """What serves cannot be reopened while it serves."""
-
-    async def once() -> None:
-        async with worker() as lap:
-            first, second = await lap.serve(a_load(1)), await lap.serve(a_load(2))
-            assert first is not second
-
-    asyncio.run(once())
+    async with worker() as lap:
+        first, second = await lap.serve(a_load(1)), await lap.serve(a_load(2))
+        assert first is not second
 
 
-def test_a_ring_process_that_dies_while_it_serves_is_the_rings_fault_and_is_not_kept(worker, processes):
-    async def once() -> None:
-        async with worker() as lap:
-            process = await lap.serve(a_load(1))
-            process.die("the ring process was ended by SIGABRT: llama.cpp said something")
-            broken = await lap.breaks()
-            assert broken.fault == "ring"
-            assert broken.error == "the ring process was ended by SIGABRT: llama.cpp said something"
-            await process.ended()
-            second = await lap.serve(a_load(2))
-            assert second is not process
-            assert len(lap.broken()) == 1
-
-    asyncio.run(once())
+async def test_a_ring_process_that_dies_while_it_serves_is_the_rings_fault_and_is_not_kept(worker, processes):
+    async with worker() as lap:
+        process = await lap.serve(a_load(1))
+        process.die("the ring process was ended by SIGABRT: llama.cpp said something")
+        broken = await lap.breaks()
+        assert broken.fault == "ring"
+        assert broken.error == "the ring process was ended by SIGABRT: llama.cpp said something"
+        await process.ended()
+        second = await lap.serve(a_load(2))
+        assert second is not process
+        assert len(lap.broken()) == 1
 
 
-def test_a_ring_process_that_dies_while_it_is_kept_is_not_used_again(worker):
-    async def once() -> None:
-        async with worker() as lap:
-            process = await lap.serve(a_load(1))
-            await lap.parts.release(1)
-            process.die()
-            second = await lap.serve(a_load(2))
-            assert second is not process
-            assert process.closed
-            assert lap.broken() == set(), "nobody used it"
-
-    asyncio.run(once())
+async def test_a_ring_process_that_dies_while_it_is_kept_is_not_used_again(worker):
+    async with worker() as lap:
+        process = await lap.serve(a_load(1))
+        await lap.parts.release(1)
+        process.die()
+        second = await lap.serve(a_load(2))
+        assert second is not process
+        assert process.closed
+        assert lap.broken() == set(), "nobody used it"
 
 
-def test_a_ring_process_that_dies_while_it_loads_is_a_fault_of_loading(worker, processes):
-    async def once() -> None:
-        async with worker() as lap:
-            processes.holds_back = True
-            await lap.parts.start(a_load(1), PROFILE)
-            process = await processes.started(1)
-            process.report_line(Loading(1))
-            assert (await lap.hears(Progress)).phase == "load"
-            process.die("no memory")
-            assert (await lap.breaks()).fault == "load"
-            await process.ended()
-
-    asyncio.run(once())
+async def test_a_ring_process_that_dies_while_it_loads_is_a_fault_of_loading(worker, processes):
+    async with worker() as lap:
+        processes.holds_back = True
+        await lap.parts.start(a_load(1), PROFILE)
+        process = await processes.started(1)
+        process.report_line(Loading(1))
+        assert (await lap.hears(Progress)).phase == "load"
+        process.die("no memory")
+        assert (await lap.breaks()).fault == "load"
+        await process.ended()
 
 
-def test_a_part_that_is_released_while_it_loads_leaves_nothing(worker, processes):
-    async def once() -> None:
-        async with worker() as lap:
-            processes.holds_back = True
-            await lap.parts.start(a_load(1), PROFILE)
-            process = await processes.started(1)
-            await process.reported(Open)
-            await lap.parts.release(1)
-            await process.ended()
-            assert lap.broken() == set()
-
-    asyncio.run(once())
+async def test_a_part_that_is_released_while_it_loads_leaves_nothing(worker, processes):
+    async with worker() as lap:
+        processes.holds_back = True
+        await lap.parts.start(a_load(1), PROFILE)
+        process = await processes.started(1)
+        await process.reported(Open)
+        await lap.parts.release(1)
+        await process.ended()
+        assert lap.broken() == set()
 
 
-def test_a_part_that_is_released_while_its_files_are_placed_leaves_none(worker, monkeypatch):
+async def test_a_part_that_is_released_while_its_files_are_placed_leaves_none(worker, monkeypatch):
     placing, placed = threading.Event(), threading.Event()
 
     def place(place: Workspace, specs: list[WindowSpec], *_: object) -> list[WindowSource]:
@@ -401,21 +359,17 @@ def test_a_part_that_is_released_while_its_files_are_placed_leaves_none(worker, 
         return [FILES] * len(specs)
 
     monkeypatch.setattr(loading, "place_windows", place)
-
-    async def once() -> None:
-        async with worker() as lap:
-            await lap.parts.start(a_load(1), PROFILE)
-            assert await asyncio.to_thread(placing.wait, PATIENCE_S)
-            releasing = asyncio.create_task(lap.parts.release(1))
-            await asyncio.sleep(0)
-            placed.set()
-            await releasing
-            assert list(lap.place.run.iterdir()) == []
-
-    asyncio.run(once())
+    async with worker() as lap:
+        await lap.parts.start(a_load(1), PROFILE)
+        assert await asyncio.to_thread(placing.wait, PATIENCE_S)
+        releasing = asyncio.create_task(lap.parts.release(1))
+        await asyncio.sleep(0)
+        placed.set()
+        await releasing
+        assert list(lap.place.run.iterdir()) == []
 
 
-def test_a_part_that_is_busy_with_the_disk_is_not_waited_for_when_it_is_released(worker, processes, monkeypatch):
+async def test_a_part_that_is_busy_with_the_disk_is_not_waited_for_when_it_is_released(worker, processes, monkeypatch):
     """The worker hears nobody while it waits, and would be taken for gone."""
     reading, read = threading.Event(), threading.Event()
 
@@ -428,55 +382,43 @@ def test_a_part_that_is_busy_with_the_disk_is_not_waited_for_when_it_is_released
         return []
 
     monkeypatch.setattr(loading, "missing_layers", missing)
-
-    async def once() -> None:
-        async with worker(release_timeout_s=0.01) as lap:
-            await lap.parts.start(a_load(1), PROFILE)
-            assert await asyncio.to_thread(reading.wait, PATIENCE_S)
-            await lap.parts.release(1)
-            assert not lap.parts.is_serving
-            assert not read.is_set()
-            read.set()
-            await lap.parts.close()
-            assert processes.all == []
-
-    asyncio.run(once())
+    async with worker(release_timeout_s=0.01) as lap:
+        await lap.parts.start(a_load(1), PROFILE)
+        assert await asyncio.to_thread(reading.wait, PATIENCE_S)
+        await lap.parts.release(1)
+        assert not lap.parts.is_serving
+        assert not read.is_set()
+        read.set()
+        await lap.parts.close()
+        assert processes.all == []
 
 
-def test_what_a_process_said_of_an_epoch_that_is_over_is_nothing_to_the_next(worker, processes):
+async def test_what_a_process_said_of_an_epoch_that_is_over_is_nothing_to_the_next(worker, processes):
     """It was on its way when the process was asked to reopen."""
-
-    async def once() -> None:
-        async with worker() as lap:
-            process = await lap.serve(a_load(1))
-            await lap.parts.release(1)
-            process.holds_back = True
-            await lap.parts.start(a_load(2), PROFILE)
-            await process.reported(Reopen)
-            process.report_line(Overdue(step=3, waited_s=10.0))
-            process.report_line(STATUS)
-            process.report_line(Opened("tcp://127.0.0.1:4000", KEY))
-            assert (await lap.loads(2)).key == KEY
-            assert lap.broken() == set()
-            assert processes.all == [process]
-
-    asyncio.run(once())
+    async with worker() as lap:
+        process = await lap.serve(a_load(1))
+        await lap.parts.release(1)
+        process.holds_back = True
+        await lap.parts.start(a_load(2), PROFILE)
+        await process.reported(Reopen)
+        process.report_line(Overdue(step=3, waited_s=10.0))
+        process.report_line(STATUS)
+        process.report_line(Opened("tcp://127.0.0.1:4000", KEY))
+        assert (await lap.loads(2)).key == KEY
+        assert lap.broken() == set()
+        assert processes.all == [process]
 
 
-def test_a_mistake_of_our_own_is_told_to_the_head_which_waits_for_the_part(worker, monkeypatch):
+async def test_a_mistake_of_our_own_is_told_to_the_head_which_waits_for_the_part(worker, monkeypatch):
     def place(*_: object) -> list[WindowSource]:
         raise RuntimeError("dictionary changed size during iteration")
 
     monkeypatch.setattr(loading, "place_windows", place)
-
-    async def once() -> None:
-        async with worker() as lap:
-            await lap.parts.start(a_load(1), PROFILE)
-            broken = await lap.breaks()
-            assert broken.error == "internal error: RuntimeError: dictionary changed size during iteration"
-            assert broken.fault == "load"
-
-    asyncio.run(once())
+    async with worker() as lap:
+        await lap.parts.start(a_load(1), PROFILE)
+        broken = await lap.breaks()
+        assert broken.error == "internal error: RuntimeError: dictionary changed size during iteration"
+        assert broken.fault == "load"
 
 
 @pytest.mark.parametrize(
@@ -484,7 +426,7 @@ def test_a_mistake_of_our_own_is_told_to_the_head_which_waits_for_the_part(worke
     [(DiskError("the disk is full"), "disk"), (ClusterError("desk gives no layers"), "fetch")],
     ids=["disk full", "no source"],
 )
-def test_layers_that_do_not_arrive_are_told_with_whose_fault_it_is(worker, processes, monkeypatch, error, fault):
+async def test_layers_that_do_not_arrive_are_told_with_whose_fault_it_is(worker, processes, monkeypatch, error, fault):
     async def fetch(*_: object, **__: object) -> None:
         raise error
 
@@ -493,36 +435,28 @@ def test_layers_that_do_not_arrive_are_told_with_whose_fault_it_is(worker, proce
 
     monkeypatch.setattr(stages, "fetch_layers", fetch)
     monkeypatch.setattr(loading, "missing_layers", missing)
-
-    async def once() -> None:
-        async with worker() as lap:
-            await lap.parts.start(a_load(1, sources=[SOURCE]), PROFILE)
-            broken = await lap.breaks()
-            assert (broken.fault, broken.error) == (fault, str(error))
-            assert processes.all == []
-
-    asyncio.run(once())
+    async with worker() as lap:
+        await lap.parts.start(a_load(1, sources=[SOURCE]), PROFILE)
+        broken = await lap.breaks()
+        assert (broken.fault, broken.error) == (fault, str(error))
+        assert processes.all == []
 
 
-def test_layers_that_nobody_has_are_an_error(worker, monkeypatch):
+async def test_layers_that_nobody_has_are_an_error(worker, monkeypatch):
     async def missing(*_: object) -> list[LayerRef]:
         return [LAYER]
 
     monkeypatch.setattr(loading, "missing_layers", missing)
-
-    async def once() -> None:
-        async with worker() as lap:
-            await lap.parts.start(a_load(1), PROFILE)
-            broken = await lap.breaks()
-            assert (broken.fault, broken.error) == (
-                "fetch",
-                f"layer {LAYER.digest[:12]} cannot be fetched: no device was named that has it",
-            )
-
-    asyncio.run(once())
+    async with worker() as lap:
+        await lap.parts.start(a_load(1), PROFILE)
+        broken = await lap.breaks()
+        assert (broken.fault, broken.error) == (
+            "fetch",
+            f"layer {LAYER.digest[:12]} cannot be fetched: no device was named that has it",
+        )
 
 
-def test_progress_of_fetching_is_told(worker, monkeypatch):
+async def test_progress_of_fetching_is_told(worker, monkeypatch):
     async def fetch(transfers, sources, refs, cache, arrived) -> None:
         assert sources == [SOURCE]
         arrived(400)
@@ -533,14 +467,10 @@ def test_progress_of_fetching_is_told(worker, monkeypatch):
 
     monkeypatch.setattr(stages, "fetch_layers", fetch)
     monkeypatch.setattr(loading, "missing_layers", missing)
-
-    async def once() -> None:
-        async with worker() as lap:
-            await lap.serve(a_load(1, sources=[SOURCE]))
-            progress = await lap.hears(Progress, lambda each: each.done == each.total)
-            assert (progress.phase, progress.total) == ("fetch", 1000)
-
-    asyncio.run(once())
+    async with worker() as lap:
+        await lap.serve(a_load(1, sources=[SOURCE]))
+        progress = await lap.hears(Progress, lambda each: each.done == each.total)
+        assert (progress.phase, progress.total) == ("fetch", 1000)
 
 
 WEIGHTS = b"weights" * 100
@@ -566,47 +496,40 @@ def of_layer(epoch: int, ref: LayerRef) -> Load:
     return a_load(epoch, last=3, layers=(ref,), sources=[SOURCE])
 
 
-def test_a_layer_that_changes_while_it_is_loaded_never_serves(worker, processes):
-    async def once() -> None:
-        async with worker() as lap:
-            ref = put_layer(lap.place)
-            processes.holds_back = True
-            await lap.parts.start(of_layer(1, ref), PROFILE)
-            process = await processes.started(1)
-            await process.reported(Open)
-            spoil(lap.place, ref)
-            process.report_line(Opened("tcp://127.0.0.1:4000", KEY))
-            broken = await lap.breaks()
-            assert (broken.fault, broken.error) == (
-                "load",
-                f"layer {ref.digest[:12]} changed on the disk while it was loaded; it will be fetched again",
-            )
-            await process.ended()
-            assert not lap.place.cache.has(ref), "what is spoilt is removed, so that the next try fetches it"
-            assert not any(state.loaded for state in lap.states())
-
-    asyncio.run(once())
+async def test_a_layer_that_changes_while_it_is_loaded_never_serves(worker, processes):
+    async with worker() as lap:
+        ref = put_layer(lap.place)
+        processes.holds_back = True
+        await lap.parts.start(of_layer(1, ref), PROFILE)
+        process = await processes.started(1)
+        await process.reported(Open)
+        spoil(lap.place, ref)
+        process.report_line(Opened("tcp://127.0.0.1:4000", KEY))
+        broken = await lap.breaks()
+        assert (broken.fault, broken.error) == (
+            "load",
+            f"layer {ref.digest[:12]} changed on the disk while it was loaded; it will be fetched again",
+        )
+        await process.ended()
+        assert not lap.place.cache.has(ref), "what is spoilt is removed, so that the next try fetches it"
+        assert not any(state.loaded for state in lap.states())
 
 
-def test_what_is_kept_and_was_spoilt_meanwhile_is_loaded_anew(worker, processes, monkeypatch):
+async def test_what_is_kept_and_was_spoilt_meanwhile_is_loaded_anew(worker, processes, monkeypatch):
     async def fetch(*_: object, **__: object) -> None:
         put_layer(lap_place[0])
 
     monkeypatch.setattr(stages, "fetch_layers", fetch)
     lap_place: list[Workspace] = []
-
-    async def once() -> None:
-        async with worker() as lap:
-            lap_place.append(lap.place)
-            ref = put_layer(lap.place)
-            first = await lap.serve(of_layer(1, ref))
-            await lap.parts.release(1)
-            spoil(lap.place, ref)
-            second = await lap.serve(of_layer(2, ref))
-            assert second is not first
-            assert first.closed
-
-    asyncio.run(once())
+    async with worker() as lap:
+        lap_place.append(lap.place)
+        ref = put_layer(lap.place)
+        first = await lap.serve(of_layer(1, ref))
+        await lap.parts.release(1)
+        spoil(lap.place, ref)
+        second = await lap.serve(of_layer(2, ref))
+        assert second is not first
+        assert first.closed
 
 
 def unreadable(file: str | None, why: str = "weights cannot be read: Input/output error") -> WeightsError:
@@ -623,174 +546,135 @@ async def break_with(lap: Worker, epoch: int, load: Load, error: WeightsError) -
 
 
 @pytest.mark.parametrize("is_named", [True, False])
-def test_weights_that_could_not_be_read_are_looked_at_before_they_are_loaded_again(
+async def test_weights_that_could_not_be_read_are_looked_at_before_they_are_loaded_again(
     worker, processes, monkeypatch, is_named
 ):
     fetched: list[LayerRef] = []
+    async with worker() as lap:
 
-    async def once() -> None:
-        async with worker() as lap:
+        async def fetch(*args: object, **_: object) -> None:
+            fetched.extend(args[2])
+            put_layer(lap.place)
 
-            async def fetch(*args: object, **_: object) -> None:
-                fetched.extend(args[2])
-                put_layer(lap.place)
-
-            monkeypatch.setattr(stages, "fetch_layers", fetch)
-            ref = put_layer(lap.place)
-            path = lap.place.cache.path(ref.digest)
-            error = unreadable(str(path) if is_named else None)
-            status = path.stat()
-            process = await lap.serve(of_layer(1, ref))
-            path.write_bytes(path.read_bytes()[:-1] + b"?")
-            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # nothing but reading it tells
-            process.die(error)
-            broken = await lap.breaks()
-            assert (broken.fault, broken.error) == ("ring", str(error))
-            await process.ended()
-            await lap.serve(of_layer(2, ref))
-            assert fetched == [ref]
-
-    asyncio.run(once())
+        monkeypatch.setattr(stages, "fetch_layers", fetch)
+        ref = put_layer(lap.place)
+        path = lap.place.cache.path(ref.digest)
+        error = unreadable(str(path) if is_named else None)
+        status = path.stat()
+        process = await lap.serve(of_layer(1, ref))
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # nothing but reading it tells
+        process.die(error)
+        broken = await lap.breaks()
+        assert (broken.fault, broken.error) == ("ring", str(error))
+        await process.ended()
+        await lap.serve(of_layer(2, ref))
+        assert fetched == [ref]
 
 
-def test_a_file_that_was_cut_short_under_a_process_that_could_not_say_so_is_named(worker):
-    async def once() -> None:
-        async with worker() as lap:
-            ref = put_layer(lap.place)
-            path = lap.place.cache.path(ref.digest)
-            process = await lap.serve(of_layer(1, ref))
-            os.truncate(path, 10)
-            process.die(unreadable(None))
-            assert (await lap.breaks()).error == f"SIGBUS: {path}"
-
-    asyncio.run(once())
+async def test_a_file_that_was_cut_short_under_a_process_that_could_not_say_so_is_named(worker):
+    async with worker() as lap:
+        ref = put_layer(lap.place)
+        path = lap.place.cache.path(ref.digest)
+        process = await lap.serve(of_layer(1, ref))
+        os.truncate(path, 10)
+        process.die(unreadable(None))
+        assert (await lap.breaks()).error == f"SIGBUS: {path}"
 
 
-def test_a_disk_that_fails_twice_at_one_file_is_what_is_at_fault(worker):
-    async def once() -> None:
-        async with worker() as lap:
-            faults = [(await break_with(lap, epoch, a_load(epoch), unreadable("a"))).fault for epoch in (1, 2, 3)]
-            assert faults == ["ring", "disk", "disk"]
-
-    asyncio.run(once())
+async def test_a_disk_that_fails_twice_at_one_file_is_what_is_at_fault(worker):
+    async with worker() as lap:
+        faults = [(await break_with(lap, epoch, a_load(epoch), unreadable("a"))).fault for epoch in (1, 2, 3)]
+        assert faults == ["ring", "disk", "disk"]
 
 
-def test_a_disk_that_fails_at_one_file_after_the_other_is_what_is_at_fault(worker):
-    async def once() -> None:
-        async with worker() as lap:
-            errors = [unreadable(name) for name in "abcd"]
-            faults = [
-                (await break_with(lap, epoch, a_load(epoch), error)).fault
-                for epoch, error in enumerate(errors, start=1)
-            ]
-            assert faults == ["ring", "ring", "disk", "disk"]
-
-    asyncio.run(once())
+async def test_a_disk_that_fails_at_one_file_after_the_other_is_what_is_at_fault(worker):
+    async with worker() as lap:
+        errors = [unreadable(name) for name in "abcd"]
+        faults = [
+            (await break_with(lap, epoch, a_load(epoch), error)).fault for epoch, error in enumerate(errors, start=1)
+        ]
+        assert faults == ["ring", "ring", "disk", "disk"]
 
 
-def test_a_disk_that_failed_long_ago_is_forgiven(worker):
-    async def once() -> None:
-        async with worker(forgiven_s=0.0) as lap:
-            faults = [(await break_with(lap, epoch, a_load(epoch), unreadable("a"))).fault for epoch in (1, 2, 3)]
-            assert faults == ["ring", "ring", "ring"]
-
-    asyncio.run(once())
+async def test_a_disk_that_failed_long_ago_is_forgiven(worker):
+    async with worker(forgiven_s=0.0) as lap:
+        faults = [(await break_with(lap, epoch, a_load(epoch), unreadable("a"))).fault for epoch in (1, 2, 3)]
+        assert faults == ["ring", "ring", "ring"]
 
 
-def test_metadata_that_is_no_gguf_never_reaches_llama_cpp(worker, processes, monkeypatch):
+async def test_metadata_that_is_no_gguf_never_reaches_llama_cpp(worker, processes, monkeypatch):
     def read(_: Path) -> None:
         raise ModelError("window.gguf: is not a GGUF file")
 
     monkeypatch.setattr(loading, "read_header", read)
-
-    async def once() -> None:
-        async with worker() as lap:
-            await lap.parts.start(a_load(1), PROFILE)
-            assert (await lap.breaks()).fault == "load"
-            assert processes.all == []
-
-    asyncio.run(once())
+    async with worker() as lap:
+        await lap.parts.start(a_load(1), PROFILE)
+        assert (await lap.breaks()).fault == "load"
+        assert processes.all == []
 
 
-def test_a_status_is_passed_on_with_the_daemons_own_memory(worker):
-    async def once() -> None:
-        async with worker() as lap:
-            await lap.serve(a_load(1))
-            await lap.parts.report()
-            status = await lap.hears(WorkerStatus)
-            assert (status.epoch, status.status) == (1, STATUS)
-            assert status.daemon_rss_bytes > 1 << 20
-
-    asyncio.run(once())
+async def test_a_status_is_passed_on_with_the_daemons_own_memory(worker):
+    async with worker() as lap:
+        await lap.serve(a_load(1))
+        await lap.parts.report()
+        status = await lap.hears(WorkerStatus)
+        assert (status.epoch, status.status) == (1, STATUS)
+        assert status.daemon_rss_bytes > 1 << 20
 
 
-def test_a_lack_of_memory_is_told_with_what_a_plan_may_use(worker, monkeypatch):
+async def test_a_lack_of_memory_is_told_with_what_a_plan_may_use(worker, monkeypatch):
     """What there is room for beside the ring process, which goes on until the next one is loaded."""
-
-    async def once() -> None:
-        async with worker() as lap:
-            process = await lap.serve(a_load(1))
-            monkeypatch.setattr(memory_watch, "children", lambda: [process.pid])
-            found = {(process.pid,): (Memory(8 << 30, 400 << 20), 300 << 20)}
-            monkeypatch.setattr(memory_watch, "memory", lambda ours: found[tuple(ours)][0])
-            monkeypatch.setattr(memory_watch, "held_bytes", lambda pids: found[tuple(pids)][1])
-            process.report_line(RingPressed(50 << 20))
-            assert await lap.hears(MemoryLow) == MemoryLow(
-                epoch=1, needed_bytes=50 << 20, ram_available_bytes=100 << 20
-            )
-            await lap.parts.report()
-            assert await lap.hears(WorkerStatus), "the part goes on"
-            assert lap.broken() == set()
-            await lap.parts.release(1)
-            await process.ended()  # what is kept for another ring is memory as well
-
-    asyncio.run(once())
+    async with worker() as lap:
+        process = await lap.serve(a_load(1))
+        monkeypatch.setattr(memory_watch, "children", lambda: [process.pid])
+        found = {(process.pid,): (Memory(8 << 30, 400 << 20), 300 << 20)}
+        monkeypatch.setattr(memory_watch, "memory", lambda ours: found[tuple(ours)][0])
+        monkeypatch.setattr(memory_watch, "held_bytes", lambda pids: found[tuple(pids)][1])
+        process.report_line(RingPressed(50 << 20))
+        assert await lap.hears(MemoryLow) == MemoryLow(epoch=1, needed_bytes=50 << 20, ram_available_bytes=100 << 20)
+        await lap.parts.report()
+        assert await lap.hears(WorkerStatus), "the part goes on"
+        assert lap.broken() == set()
+        await lap.parts.release(1)
+        await process.ended()  # what is kept for another ring is memory as well
 
 
-def test_layers_on_a_gpu_whose_memory_others_need_are_let_go_at_once_and_no_device_is_to_blame(worker):
-    async def once() -> None:
-        async with worker() as lap:
-            process = await lap.serve(a_load(1, assignment=in_memory(2, 4, gpu_layers=2)))
-            process.report_line(GpuLoaded(layers=2, planned=2, held_bytes=1 << 30, why=""))
-            process.report_line(GpuLow(free_bytes=0, needed_bytes=256 << 20))
-            broken = await lap.breaks()
-            assert (broken.fault, broken.again) == ("ring", True)
-            assert "other programs need memory of the GPU, 256 MiB more than is free" in broken.error
-            assert lap.less_of_the_gpu == 1
-            await process.ended()  # it is not kept for another ring
-
-    asyncio.run(once())
+async def test_layers_on_a_gpu_whose_memory_others_need_are_let_go_at_once_and_no_device_is_to_blame(worker):
+    async with worker() as lap:
+        process = await lap.serve(a_load(1, assignment=in_memory(2, 4, gpu_layers=2)))
+        process.report_line(GpuLoaded(layers=2, planned=2, held_bytes=1 << 30, why=""))
+        process.report_line(GpuLow(free_bytes=0, needed_bytes=256 << 20))
+        broken = await lap.breaks()
+        assert (broken.fault, broken.again) == ("ring", True)
+        assert "other programs need memory of the GPU, 256 MiB more than is free" in broken.error
+        assert lap.less_of_the_gpu == 1
+        await process.ended()  # it is not kept for another ring
 
 
-def test_a_ring_process_is_not_kept_while_another_one_lacks_its_room_on_the_gpu(worker):
-    async def once() -> None:
-        async with worker() as lap:
-            on_gpu = in_memory(2, 4, gpu_layers=2)
-            before = await lap.serve(a_load(1, assignment=on_gpu))
-            before.report_line(GpuLoaded(layers=2, planned=2, held_bytes=1 << 30, why=""))
-            after = await lap.serve(a_load(2, assignment=on_gpu))
-            after.report_line(GpuLoaded(layers=1, planned=2, held_bytes=1 << 29, why="out of memory"))
-            after.report_line(STATUS)
-            await lap.hears(WorkerStatus, lambda status: status.epoch == 2)
-            assert (lap.less_of_the_gpu, lap.printed[2:]) == (0, []), "plans are as they were"
-            await lap.parts.release(1)
-            await before.ended()
-            broken = await lap.breaks(2)
-            assert broken.again
-            assert "the GPU has room" in broken.error
-
-    asyncio.run(once())
+async def test_a_ring_process_is_not_kept_while_another_one_lacks_its_room_on_the_gpu(worker):
+    async with worker() as lap:
+        on_gpu = in_memory(2, 4, gpu_layers=2)
+        before = await lap.serve(a_load(1, assignment=on_gpu))
+        before.report_line(GpuLoaded(layers=2, planned=2, held_bytes=1 << 30, why=""))
+        after = await lap.serve(a_load(2, assignment=on_gpu))
+        after.report_line(GpuLoaded(layers=1, planned=2, held_bytes=1 << 29, why="out of memory"))
+        after.report_line(STATUS)
+        await lap.hears(WorkerStatus, lambda status: status.epoch == 2)
+        assert (lap.less_of_the_gpu, lap.printed[2:]) == (0, []), "plans are as they were"
+        await lap.parts.release(1)
+        await before.ended()
+        broken = await lap.breaks(2)
+        assert broken.again
+        assert "the GPU has room" in broken.error
 
 
-def test_what_the_device_before_it_sent_is_told_as_that_devices_doing(worker):
-    async def once() -> None:
-        async with worker() as lap:
-            process = await lap.serve(a_load(1))
-            process.die(SenderError("the device before this one sent NaN"))
-            broken = await lap.breaks()
-            assert broken == Broken(error="the device before this one sent NaN", fault="ring", sender=True)
-
-    asyncio.run(once())
+async def test_what_the_device_before_it_sent_is_told_as_that_devices_doing(worker):
+    async with worker() as lap:
+        process = await lap.serve(a_load(1))
+        process.die(SenderError("the device before this one sent NaN"))
+        broken = await lap.breaks()
+        assert broken == Broken(error="the device before this one sent NaN", fault="ring", sender=True)
 
 
 @pytest.mark.parametrize(
@@ -801,55 +685,42 @@ def test_what_the_device_before_it_sent_is_told_as_that_devices_doing(worker):
     ],
     ids=["a step that nobody takes", "nonsense"],
 )
-def test_a_ring_that_cannot_go_on_is_told_once(worker, event, fault, error):
-    async def once() -> None:
-        async with worker() as lap:
-            process = await lap.serve(a_load(1))
-            process.report_line(event)
-            process.report_line(event)
-            broken = await lap.breaks()
-            assert (broken.fault, broken.error) == (fault, error)
-            await lap.parts.release(1)
-            assert len(lap.broken()) == 1
-
-    asyncio.run(once())
+async def test_a_ring_that_cannot_go_on_is_told_once(worker, event, fault, error):
+    async with worker() as lap:
+        process = await lap.serve(a_load(1))
+        process.report_line(event)
+        process.report_line(event)
+        broken = await lap.breaks()
+        assert (broken.fault, broken.error) == (fault, error)
+        await lap.parts.release(1)
+        assert len(lap.broken()) == 1
 
 
-def test_an_epoch_or_a_link_that_is_asked_for_again_is_there_already(worker):
-    async def once() -> None:
-        async with worker() as lap:
-            process = await lap.serve(a_load(1))
-            told, revision = len(lap.reported), lap.parts.standing.revision
-            await lap.parts.start(a_load(1), PROFILE)
-            await lap.parts.link(1, "tcp://127.0.0.1:9", KEY, OTHER_KEY)
-            assert (len(lap.reported), lap.parts.standing.revision) == (told, revision)
-            assert lap.parts.is_serving
-            assert [type(command) for command in process.commands].count(Connect) == 1
-
-    asyncio.run(once())
+async def test_an_epoch_or_a_link_that_is_asked_for_again_is_there_already(worker):
+    async with worker() as lap:
+        process = await lap.serve(a_load(1))
+        told, revision = len(lap.reported), lap.parts.standing.revision
+        await lap.parts.start(a_load(1), PROFILE)
+        await lap.parts.link(1, "tcp://127.0.0.1:9", KEY, OTHER_KEY)
+        assert (len(lap.reported), lap.parts.standing.revision) == (told, revision)
+        assert lap.parts.is_serving
+        assert [type(command) for command in process.commands].count(Connect) == 1
 
 
-def test_what_nobody_knows_is_no_trouble(worker):
-    async def once() -> None:
-        async with worker() as lap:
-            await lap.parts.release(5)
-            await lap.parts.link(5, "tcp://127.0.0.1:9", KEY, OTHER_KEY)
-            await lap.parts.unload()
-            await lap.parts.report()
-            assert lap.reported == []
-
-    asyncio.run(once())
+async def test_what_nobody_knows_is_no_trouble(worker):
+    async with worker() as lap:
+        await lap.parts.release(5)
+        await lap.parts.link(5, "tcp://127.0.0.1:9", KEY, OTHER_KEY)
+        await lap.parts.unload()
+        await lap.parts.report()
+        assert lap.reported == []
 
 
-def test_the_threads_are_those_that_the_profile_found_best(worker, processes):
+async def test_the_threads_are_those_that_the_profile_found_best(worker, processes):
     cpu = dataclasses.replace(PROFILE.cpu, cores=8, threads=3, batch_threads=7)
-
-    async def once() -> None:
-        async with worker() as lap:
-            await lap.parts.start(a_load(1), dataclasses.replace(PROFILE, cpu=cpu))
-            process = await processes.started(1)
-            options = (await process.reported(Open)).options
-            assert (options.threads, options.batch_threads) == (3, 7)
-            assert processes.starts[0].threads == 7, "the process has room for the larger team"
-
-    asyncio.run(once())
+    async with worker() as lap:
+        await lap.parts.start(a_load(1), dataclasses.replace(PROFILE, cpu=cpu))
+        process = await processes.started(1)
+        options = (await process.reported(Open)).options
+        assert (options.threads, options.batch_threads) == (3, 7)
+        assert processes.starts[0].threads == 7, "the process has room for the larger team"

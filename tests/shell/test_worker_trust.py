@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Final, get_args
 
@@ -81,117 +80,104 @@ async def is_let_in(device: FakeHead) -> bool:
     return isinstance(await device.next(), Probed)
 
 
-def test_whom_a_head_introduces_may_do_what_a_ring_needs_as_long_as_that_head_may_lead(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            desk, tower = lap.head(), lap.head("tower", TOWER)
-            nas, pc = new_identity(), new_identity()
-            lap.trust.add(trusted_now("pc", pc.public, BY_HAND))
-            written = (lap.home / "trust.json").stat().st_ino
-            await desk.takes()
-            await desk.report_line(introduces(nas, pc, lap.identity, TOWER))
+async def test_whom_a_head_introduces_may_do_what_a_ring_needs_as_long_as_that_head_may_lead(lab):
+    async with lab() as lap:
+        desk, tower = lap.head(), lap.head("tower", TOWER)
+        nas, pc = new_identity(), new_identity()
+        lap.trust.add(trusted_now("pc", pc.public, BY_HAND))
+        written = (lap.home / "trust.json").stat().st_ino
+        await desk.takes()
+        await desk.report_line(introduces(nas, pc, lap.identity, TOWER))
+        await desk.report_line(Ping(status=False))
+        await desk.hear(Pong)
+        neighbour, friend = lap.head("nas", nas), lap.head("pc", pc)
+        assert await is_let_in(neighbour)
+        assert lap.daemon._layers._allows(nas.public)
+        described = await lap.admin(Describe())
+        assert nas.public in described.status["introduced"]
+        # Each list stands for all before; whom the owner trusts, and who leads, no other device can keep out.
+        for message in (introduces(revoked=[nas, pc, TOWER, DESK]), introduces(nas, revoked=[nas])):
+            await desk.report_line(message)
             await desk.report_line(Ping(status=False))
             await desk.hear(Pong)
-            neighbour, friend = lap.head("nas", nas), lap.head("pc", pc)
-            assert await is_let_in(neighbour)
-            assert lap.daemon._layers._allows(nas.public)
+            assert not await is_let_in(neighbour)
+            assert not lap.daemon._layers._allows(nas.public)
+            assert await is_let_in(friend)
+            assert await is_let_in(tower)
+        await desk.report_line(introduces(nas))
+        await desk.takes(session=2)  # it starts anew
+        assert await is_let_in(neighbour)
+        assert (lap.home / "trust.json").stat().st_ino == written, "nobody but the owner writes there"
+        lap.trust.revoke("desk")
+        assert not await is_let_in(neighbour)
+        await lap.emits("head desk is no longer trusted as a head; waiting for a head")
+        await tower.takes()
+        assert not await is_let_in(neighbour)
+        await tower.report_line(introduces(nas, DESK))
+        assert await is_let_in(neighbour)
+        assert not await is_let_in(desk), "what the owner revoked nobody introduces"
+
+
+async def test_a_worker_that_is_revoked_says_so_and_works_for_nobody_until_its_head_takes_it_back(lab):
+    async with lab() as lap:
+        desk, other = lap.head(), lap.head()
+        neighbour = new_identity()
+        await desk.takes()
+        await desk.report_line(introduces(neighbour))
+        await other.report_line(Revoked())
+        line = await lap.emits("desk revoked this device")
+        assert "'primad pair --code CODE' here" in line
+        assert not lap.daemon._admits(neighbour.public)
+        status = (await lap.admin(Describe())).status
+        assert (status["revoked_by"], status["head"]) == ([DESK.public], None)
+        assert status["devices"] == {"desk": "revoked this device", "lap": "waiting for a head; revoked by desk"}
+        await desk.takes(session=2)
+        assert (await lap.admin(Describe())).status["revoked_by"] == []
+
+
+async def test_a_head_that_the_owner_revokes_or_makes_a_worker_loses_its_rings_at_once_however_long_it_may_be_silent(
+    lab,
+):
+    """It says nothing more, and no message of it shows that it may not lead."""
+    timings = Timings(worker=WorkerTimings(trust_look_every_s=0.05))
+    async with lab(timings=timings) as lap:
+        for number, end in enumerate((lap.trust.revoke, lambda key: lap.trust.add(trusted_now("desk", key, BY_HAND)))):
+            lap.trust.add(trusted_now("desk", DESK.public, BY_HAND, HEAD))
+            lap.printed.clear()
+            desk = lap.head()
+            await desk.takes(session=number, gone_after_s=3600.0)
+            await desk.loads(a_load(number + 1))
+            end(DESK.public)
+            await lap.emits("head desk is no longer trusted as a head")
             described = await lap.admin(Describe())
-            assert nas.public in described.status["introduced"]
-            # Each list stands for all before; whom the owner trusts, and who leads, no other device can keep out.
-            for message in (introduces(revoked=[nas, pc, TOWER, DESK]), introduces(nas, revoked=[nas])):
-                await desk.report_line(message)
+            assert not described.status["serving"]
+            await lap.head("tower", TOWER).takes(session=number, gone_after_s=SILENCE_S)
+            await lap.emits("head tower went away")
+
+
+async def test_who_is_no_head_here_may_ask_who_this_is_and_measure_links_and_nothing_else(lab):
+    async with lab() as lap:
+        desk, paired, introduced, friend = lap.head(), new_identity(), new_identity(), new_identity()
+        lap.trust.add(trusted_now("pc", paired.public, BY_HAND, WORKER))
+        before = lap.trust.revoked(), lap.trust.entries()
+        for lead in (False, True):
+            if lead:
+                await desk.takes()
+                await desk.report_line(introduces(introduced, paired))
                 await desk.report_line(Ping(status=False))
                 await desk.hear(Pong)
-                assert not await is_let_in(neighbour)
-                assert not lap.daemon._layers._allows(nas.public)
-                assert await is_let_in(friend)
-                assert await is_let_in(tower)
-            await desk.report_line(introduces(nas))
-            await desk.takes(session=2)  # it starts anew
-            assert await is_let_in(neighbour)
-            assert (lap.home / "trust.json").stat().st_ino == written, "nobody but the owner writes there"
-            lap.trust.revoke("desk")
-            assert not await is_let_in(neighbour)
-            await lap.emits("head desk is no longer trusted as a head; waiting for a head")
-            await tower.takes()
-            assert not await is_let_in(neighbour)
-            await tower.report_line(introduces(nas, DESK))
-            assert await is_let_in(neighbour)
-            assert not await is_let_in(desk), "what the owner revoked nobody introduces"
-
-    asyncio.run(once())
-
-
-def test_a_worker_that_is_revoked_says_so_and_works_for_nobody_until_its_head_takes_it_back(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            desk, other = lap.head(), lap.head()
-            neighbour = new_identity()
-            await desk.takes()
-            await desk.report_line(introduces(neighbour))
-            await other.report_line(Revoked())
-            line = await lap.emits("desk revoked this device")
-            assert "'primad pair --code CODE' here" in line
-            assert not lap.daemon._admits(neighbour.public)
-            status = (await lap.admin(Describe())).status
-            assert (status["revoked_by"], status["head"]) == ([DESK.public], None)
-            assert status["devices"] == {"desk": "revoked this device", "lap": "waiting for a head; revoked by desk"}
-            await desk.takes(session=2)
-            assert (await lap.admin(Describe())).status["revoked_by"] == []
-
-    asyncio.run(once())
-
-
-def test_a_head_that_the_owner_revokes_or_makes_a_worker_loses_its_rings_at_once_however_long_it_may_be_silent(lab):
-    """It says nothing more, and no message of it shows that it may not lead."""
-
-    async def once() -> None:
-        timings = Timings(worker=WorkerTimings(trust_look_every_s=0.05))
-        async with lab(timings=timings) as lap:
-            for number, end in enumerate(
-                (lap.trust.revoke, lambda key: lap.trust.add(trusted_now("desk", key, BY_HAND)))
-            ):
-                lap.trust.add(trusted_now("desk", DESK.public, BY_HAND, HEAD))
-                lap.printed.clear()
-                desk = lap.head()
-                await desk.takes(session=number, gone_after_s=3600.0)
-                await desk.loads(a_load(number + 1))
-                end(DESK.public)
-                await lap.emits("head desk is no longer trusted as a head")
-                described = await lap.admin(Describe())
-                assert not described.status["serving"]
-                await lap.head("tower", TOWER).takes(session=number, gone_after_s=SILENCE_S)
-                await lap.emits("head tower went away")
-
-    asyncio.run(once())
-
-
-def test_who_is_no_head_here_may_ask_who_this_is_and_measure_links_and_nothing_else(lab):
-    async def once() -> None:
-        async with lab() as lap:
-            desk, paired, introduced, friend = lap.head(), new_identity(), new_identity(), new_identity()
-            lap.trust.add(trusted_now("pc", paired.public, BY_HAND, WORKER))
-            before = lap.trust.revoked(), lap.trust.entries()
-            for lead in (False, True):
-                if lead:
-                    await desk.takes()
-                    await desk.report_line(introduces(introduced, paired))
-                    await desk.report_line(Ping(status=False))
-                    await desk.hear(Pong)
-                for other in (lap.head("desk", paired), *([lap.head("desk", introduced)] if lead else [])):
-                    assert await is_let_in(other)
-                    await other.report_line(Echo(payload=b"", answer_bytes=0))
-                    await other.hear(Echoed)
-                    for message in WORDS_OF_A_HEAD:
-                        await other.report_line(message)
-                        refused = await other.next()
-                        assert isinstance(refused, Refused), f"{message} was answered by {refused}"
-                        assert refused.reason.startswith("lap does not take this device as a head; type 'primad pair'")
-                    await other.report_line(introduces(friend, revoked=[DESK]))
-                    await other.hear(Refused)
-                    assert not lap.daemon._admits(friend.public)
-            await desk.report_line(Ping(status=False))
-            await desk.hear(Pong)
-            assert (lap.trust.revoked(), lap.trust.entries()) == before
-
-    asyncio.run(once())
+            for other in (lap.head("desk", paired), *([lap.head("desk", introduced)] if lead else [])):
+                assert await is_let_in(other)
+                await other.report_line(Echo(payload=b"", answer_bytes=0))
+                await other.hear(Echoed)
+                for message in WORDS_OF_A_HEAD:
+                    await other.report_line(message)
+                    refused = await other.next()
+                    assert isinstance(refused, Refused), f"{message} was answered by {refused}"
+                    assert refused.reason.startswith("lap does not take this device as a head; type 'primad pair'")
+                await other.report_line(introduces(friend, revoked=[DESK]))
+                await other.hear(Refused)
+                assert not lap.daemon._admits(friend.public)
+        await desk.report_line(Ping(status=False))
+        await desk.hear(Pong)
+        assert (lap.trust.revoked(), lap.trust.entries()) == before
