@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import socket
@@ -104,20 +105,20 @@ class House:
         """The digest of a layer that the worker holds."""
         return next((self.homes["w1"] / "cache" / "layers").glob("*.gguf")).stem
 
-    def layer_doors(self) -> list[Door]:
+    async def layer_doors(self) -> list[Door]:
         """Where the head and the worker give layers; their addresses are told on the control link only."""
         found = []
         for owner in ("head", "w1"):
             ports = listening(self.daemons[owner]) - listening_of(ring_process(self.daemons[owner]))
             known = {self.head.port, admin_port(self.homes[owner])} | ({self.port("w1")} if owner == "w1" else set())
-            pairing = {self.open_pairing().port} if owner == "head" else set()
+            pairing = {(await self.open_pairing()).port} if owner == "head" else set()
             (port,) = ports - known - pairing
             found.append(Door(owner, port, "zmq", self.key(owner)))
         return found
 
-    def open_pairing(self) -> PairingCode:
+    async def open_pairing(self) -> PairingCode:
         """The code that the head shows."""
-        answer = ask(self.homes["head"], OpenPairing())
+        answer = await asyncio.to_thread(ask, self.homes["head"], OpenPairing())
         assert isinstance(answer, PairingCode)
         return answer
 

@@ -83,9 +83,9 @@ def planned_house(quick_model: Path, module_home, tmp_path_factory) -> Iterator[
 
 
 @pytest.fixture
-def doors(house: House) -> list[Door]:
+async def doors(house: House) -> list[Door]:
     """Every open TCP port, that of pairing included."""
-    return house.doors(house.open_pairing().port)
+    return house.doors((await house.open_pairing()).port)
 
 
 def attacking(attack: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
@@ -104,8 +104,10 @@ async def all_over(attacks: Sequence[tuple[Door, asyncio.Task[Any]]]) -> None:
     assert not failed, f"these were not cut off, or failed: {failed}"
 
 
-def test_strangers_noise_and_slow_clients_get_a_greeting_and_a_refusal_at_every_door(house: House, doors: list[Door]):
-    async def attack() -> None:
+async def test_strangers_noise_and_slow_clients_get_a_greeting_and_a_refusal_at_every_door(
+    house: House, doors: list[Door]
+):
+    with house.undisturbed_by("strangers, noise and slow clients"):
         asked = [(door, attacking(ask_as(door, who), who)) for door in doors for who in CLIENTS]
         sent = [(door, attacking(send_raw(door, data), name)) for door in doors for name, data in RAW.items()]
         slow = [(door, attacking(dribble(door), f"slow {at}")) for door in doors for at in range(20)]
@@ -116,12 +118,9 @@ def test_strangers_noise_and_slow_clients_get_a_greeting_and_a_refusal_at_every_
             for heard in answers.result():
                 judge(door, heard)
 
-    with house.undisturbed_by("strangers, noise and slow clients"):
-        asyncio.run(attack())
 
-
-def test_a_thousand_connections_a_second_at_every_door(house: House, doors: list[Door]):
-    async def attack() -> None:
+async def test_a_thousand_connections_a_second_at_every_door(house: House, doors: list[Door]):
+    with house.undisturbed_by("a burst"):
         bursts = []
         for at, door in enumerate(doors):
             bursts.append((door, attacking(burst(door, 1000), "burst")))
@@ -131,14 +130,10 @@ def test_a_thousand_connections_a_second_at_every_door(house: House, doors: list
             for heard in answers.result():
                 judge(door, heard)
 
-    with house.undisturbed_by("a burst"):
-        asyncio.run(attack())
 
-
-def test_a_trusted_device_that_talks_nonsense_is_refused_and_the_others_keep_working(house: House):
+async def test_a_trusted_device_that_talks_nonsense_is_refused_and_the_others_keep_working(house: House):
     """It is trusted by the head and, introduced by that, by the worker; the head's worker is not its own."""
-
-    async def attack() -> None:
+    with house.undisturbed_by("nonsense"):
         async with rogues(house.port("w1"), house.key("w1")) as (rogue,):
             await rogue.say_all(nonsense())
             await rogue.say(b"one", b"two")
@@ -149,13 +144,10 @@ def test_a_trusted_device_that_talks_nonsense_is_refused_and_the_others_keep_wor
             await rogue.say_all([KNOCK])
             assert (await rogue.wait_for(Probed)).device == house.name("w1")
 
-    with house.undisturbed_by("nonsense"):
-        asyncio.run(attack())
 
-
-def test_floods_of_a_trusted_device_cost_little(house: House):
+async def test_floods_of_a_trusted_device_cost_little(house: House):
     digest = house.layer()
-    layers = house.layer_doors()
+    layers = await house.layer_doors()
 
     async def echo(owner: str, port: int) -> None:
         async with rogues(port, house.key(owner), 4) as many:
@@ -168,15 +160,12 @@ def test_floods_of_a_trusted_device_cost_little(house: House):
         async with rogues(door.port, door.key, 2) as many:
             await asyncio.gather(*(rogue.say_all(requests(digest)) for rogue in many))
 
-    async def attack() -> None:
+    with house.undisturbed_by("floods"):
         await asyncio.gather(echo("w1", house.port("w1")), *(fetch(door) for door in layers))
 
-    with house.undisturbed_by("floods"):
-        asyncio.run(attack())
 
-
-def test_a_rogue_head_is_obeyed_within_limits_only(house: House):
-    async def attack() -> None:
+async def test_a_rogue_head_is_obeyed_within_limits_only(house: House):
+    with house.undisturbed_by("a rogue head"):
         async with rogues(house.port("idle"), house.key("idle")) as (rogue,):
             await rogue.say_all([HELLO])
             assert (await rogue.wait_for(Welcome)).profile.device == house.name("idle")
@@ -197,16 +186,12 @@ def test_a_rogue_head_is_obeyed_within_limits_only(house: House):
             await rogue.say_all([msgspec.structs.replace(KNOCK, protocol=1, oldest=1)] * 500)
             await rogue.say_all([KNOCK])
             await rogue.wait_for(Probed)
-
-    with house.undisturbed_by("a rogue head"):
-        asyncio.run(attack())
     assert house.idle.process.poll() is None
 
 
-def test_what_the_head_and_a_worker_said_is_worth_nothing_to_who_recorded_it(house: House, doors: list[Door]):
+async def test_what_the_head_and_a_worker_said_is_worth_nothing_to_who_recorded_it(house: House, doors: list[Door]):
     """A conversation of a trusted device is recorded on the way, then changed on the way, then said again everywhere."""
-
-    async def attack() -> None:
+    with house.undisturbed_by("a replay"):
         async with tap(house.port("w1")) as between, rogues(between.port, house.key("w1")) as (rogue,):
             await rogue.say_all([KNOCK])
             await rogue.wait_for(Probed)
@@ -231,12 +216,10 @@ def test_what_the_head_and_a_worker_said_is_worth_nothing_to_who_recorded_it(hou
         for door, heard in printed:
             judge(door, heard.result())
 
-    with house.undisturbed_by("a replay"):
-        asyncio.run(attack())
 
-
-def test_all_that_mdns_says_is_public_and_nonsense_there_costs_nothing(house: House):
-    async def attack() -> None:
+async def test_all_that_mdns_says_is_public_and_nonsense_there_costs_nothing(house: House):
+    house.code = await house.open_pairing()
+    with house.undisturbed_by("mDNS"):
         peers: list[Peer] = []
         code = house.code.code.partition("-")
         printed = {None, (int(code[0]), house.code.port)}
@@ -255,61 +238,44 @@ def test_all_that_mdns_says_is_public_and_nonsense_there_costs_nothing(house: Ho
             await asyncio.to_thread(house.head.run.wait_for, namesake)
             await asyncio.to_thread(house.head.run.wait_for, "fake-7 is in sight, but not paired")
 
-    house.code = house.open_pairing()
-    with house.undisturbed_by("mDNS"):
-        asyncio.run(attack())
 
-
-def test_five_wrong_codes_burn_it_and_none_is_tried_within_a_second_of_another(house: House):
-    shown = house.open_pairing()
+async def test_five_wrong_codes_burn_it_and_none_is_tried_within_a_second_of_another(house: House):
+    shown = await house.open_pairing()
     right = parse_code(shown.code)
     wrong = replace(right, second=next(word for word in WORDS if word != right.second))
-
-    async def propose() -> list[str]:
-        printed = []
-        for _ in range(MAX_TRIES):
-            with pytest.raises(ClusterError) as refused:
-                await pair_with("127.0.0.1", shown.port, wrong, who(house), lambda: None)
-            printed.append(str(refused.value))
-        with pytest.raises(ClusterError):
-            await pair_with("127.0.0.1", shown.port, right, who(house), lambda: None)
-        return printed
-
-    began = time.monotonic()
-    printed = asyncio.run(propose())
+    printed, began = [], time.monotonic()
+    for _ in range(MAX_TRIES):
+        with pytest.raises(ClusterError) as refused:
+            await pair_with("127.0.0.1", shown.port, wrong, who(house), lambda: None)
+        printed.append(str(refused.value))
+    with pytest.raises(ClusterError):
+        await pair_with("127.0.0.1", shown.port, right, who(house), lambda: None)
     assert time.monotonic() - began > (MAX_TRIES - 1) * BETWEEN_TRIES_S
     assert "4 tries are left" in printed[0]
     assert "the code is invalid" in printed[-1]
     house.head.run.wait_for("the pairing code was tried too often and is void")
-    again = house.open_pairing()
+    again = await house.open_pairing()
     assert again.code != shown.code
     assert shown.code not in house.output()
 
 
-def test_of_two_devices_with_one_code_one_is_paired_and_the_code_is_used(house: House):
-    shown = house.open_pairing()
+async def test_of_two_devices_with_one_code_one_is_paired_and_the_code_is_used(house: House):
+    shown = await house.open_pairing()
     code = parse_code(shown.code)
-
-    async def join() -> list[object]:
-        both = [
-            pair_with("127.0.0.1", shown.port, code, who(house, name), lambda: None) for name in ("first", "second")
-        ]
-        return list(await asyncio.gather(*both, return_exceptions=True))
-
-    outcomes = asyncio.run(join())
+    both = [pair_with("127.0.0.1", shown.port, code, who(house, name), lambda: None) for name in ("first", "second")]
+    outcomes = await asyncio.gather(*both, return_exceptions=True)
     assert sorted(isinstance(each, ClusterError) for each in outcomes) == [False, True], outcomes
     with pytest.raises(ClusterError):
-        asyncio.run(pair_with("127.0.0.1", shown.port, code, who(house, "third"), lambda: None))
+        await pair_with("127.0.0.1", shown.port, code, who(house, "third"), lambda: None)
     house.head.run.wait_for("paired with (first|second)")
     assert house.head.run.output.count("paired with first") + house.head.run.output.count("paired with second") == 1
 
 
-def test_who_is_revoked_in_the_middle_of_a_session_is_cut_off(house: House):
+async def test_who_is_revoked_in_the_middle_of_a_session_is_cut_off(house: House):
     """A device that only talks, at once on the head and within seconds on the worker that the head tells of it."""
-    (layers, others) = house.layer_doors()
+    (layers, others) = await house.layer_doors()
     question = encode(AskPresent(digests=[house.layer()]))
-
-    async def session() -> None:
+    with house.undisturbed_by("a revoked device"):
         async with (
             rogues(house.port("w1"), house.key("w1")) as (control,),
             rogues(layers.port, layers.key) as (given,),
@@ -332,9 +298,6 @@ def test_who_is_revoked_in_the_middle_of_a_session_is_cut_off(house: House):
                 assert "no longer trusts this device" in refused.reason
             await shared.say(question)
             assert not await shared.is_answered()
-
-    with house.undisturbed_by("a revoked device"):
-        asyncio.run(session())
 
 
 def test_a_worker_that_is_revoked_in_the_middle_of_an_answer_computes_no_more_of_it(planned_house: House):

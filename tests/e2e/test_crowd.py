@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,7 +24,7 @@ MAX_BYTES = 256 << 20
     ("requests", "clients", "workers"),
     [(36, 8, 0), pytest.param(1000, 32, 2, marks=pytest.mark.matrix)],
 )
-def test_every_request_of_a_crowd_ends_and_nothing_is_left_of_it(
+async def test_every_request_of_a_crowd_ends_and_nothing_is_left_of_it(
     quick_model: Path, module_home, requests, clients, workers
 ):
     cluster = f"crowd-{secrets.token_hex(6)}"
@@ -36,10 +35,10 @@ def test_every_request_of_a_crowd_ends_and_nothing_is_left_of_it(
         head = stack.enter_context(heading(quick_model, module_home(f"head-{workers}"), cluster, *arguments))
         head.wait_serving()
         alone = ask(head, tokens=16).text
-        asyncio.run(Crowd(head.url, seed=1).ask(clients, clients))  # threads and buffers that stay are made now
+        await Crowd(head.url, seed=1).ask(clients, clients)  # threads and buffers that stay are made now
         before = held(head)
         crowd = Crowd(head.url, seed=2)
-        asyncio.run(crowd.ask(requests, clients))
+        await crowd.ask(requests, clients)
         after = held(head)
         show(f"{requests} requests of {clients} clients: {dict(crowd.ends)}; before {before}, after {after}")
         assert crowd.ends.total() == requests

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -80,23 +79,25 @@ def tokens_of(model: Path, *texts: str) -> list[list[int]]:
         plain.release()
 
 
-def check(model: Path, texts: Sequence[str], kinds: Sequence[Sampling], drafting: Drafting, **options: Any) -> int:
+async def check(
+    model: Path, texts: Sequence[str], kinds: Sequence[Sampling], drafting: Drafting, **options: Any
+) -> int:
     """Nothing that is told differs from what a ring without drafts tells; how many drafts were accepted."""
     prompts = tokens_of(model, *texts)
-    expected, none = asyncio.run(reported(model, prompts, kinds, **options))
-    found, accepted = asyncio.run(reported(model, prompts, kinds, drafting=drafting, **options))
+    expected, none = await reported(model, prompts, kinds, **options)
+    found, accepted = await reported(model, prompts, kinds, drafting=drafting, **options)
     assert found == expected
     assert none == 0
     return accepted
 
 
-def test_drafts_change_no_token_and_no_log_probability(quick_model: Path):
+async def test_drafts_change_no_token_and_no_log_probability(quick_model: Path):
     """Neither those ahead in steps of their own, nor those in one step with the next token where its rows are exact."""
     kinds = [*(msgspec.structs.replace(each, logit_bias=FEW_LIKELY) for each in (GREEDY, SAMPLED)), GUIDED]
     prompts, batching = tokens_of(quick_model, TEXT), Batching(replays=4)
-    expected, _ = asyncio.run(reported(quick_model, prompts, kinds, batching=batching))
+    expected, _ = await reported(quick_model, prompts, kinds, batching=batching)
     for drafting in (Drafting(room=4), Drafting(rows=4, costs=(1.0,) * 4, adapts=False)):
-        found, accepted = asyncio.run(reported(quick_model, prompts, kinds, drafting=drafting, batching=batching))
+        found, accepted = await reported(quick_model, prompts, kinds, drafting=drafting, batching=batching)
         assert found == expected
         assert accepted > 0
 
@@ -105,33 +106,33 @@ def test_drafts_change_no_token_and_no_log_probability(quick_model: Path):
     ("architecture", "rows"),
     [("qwen35", 4), ("granitehybrid", 1), pytest.param("nemotron_h", 4, marks=pytest.mark.matrix)],
 )
-def test_states_go_back_behind_drafts_and_several_are_computed_in_one_step(tmp_path: Path, architecture, rows):
+async def test_states_go_back_behind_drafts_and_several_are_computed_in_one_step(tmp_path: Path, architecture, rows):
     """In a ring and alone: prompts one by one, together, and with drafts, of which some hold: few tokens are likely."""
     model, prompts = tmp_path / "model.gguf", [[1 + (7 * i + each) % 90 for i in range(40 + each)] for each in range(3)]
     synth.write_model(model, architecture=architecture, layers=12)
     kinds = [msgspec.structs.replace(each, logit_bias=FEW_LIKELY) for each in (GREEDY, SAMPLED)]
-    alone = [asyncio.run(reported(model, [prompt], kinds, None))[0] for prompt in prompts]
+    alone = [(await reported(model, [prompt], kinds, None))[0] for prompt in prompts]
     for shape in ((4, 4), None):
-        together, _ = asyncio.run(reported(model, prompts, kinds, shape, batching=Batching(rows=3)))
+        together, _ = await reported(model, prompts, kinds, shape, batching=Batching(rows=3))
         assert together == [each[kind] for kind in range(len(kinds)) for each in alone]
         ahead, with_next = Drafting(room=3, adapts=False), Drafting(rows=rows, costs=(1.0,) * rows, adapts=False)
         for drafting in [ahead] * (shape is not None) + [with_next] * (rows > 1):
             options = {"drafting": drafting, "batching": Batching(replays=4)}
-            found, accepted = asyncio.run(reported(model, prompts[:1], kinds, shape, **options))
+            found, accepted = await reported(model, prompts[:1], kinds, shape, **options)
             assert found == alone[0]
             assert accepted > 0
 
 
-def test_the_own_layer_of_a_model_with_states_drafts_and_changes_nothing(tmp_path: Path):
+async def test_the_own_layer_of_a_model_with_states_drafts_and_changes_nothing(tmp_path: Path):
     """Right by construction, so that what it drafts holds if it is the most likely."""
     model = tmp_path / "model.gguf"
     sampled = msgspec.structs.replace(SAMPLED, temperature=write_controlled(model, architecture="qwen35", layers=13))
     prompts, kinds = [[1 + 7 * i % 90 for i in range(90)]], [GREEDY, sampled]
-    expected, _ = asyncio.run(reported(model, prompts, kinds, None, rows=64))
+    expected, _ = await reported(model, prompts, kinds, None, rows=64)
     ahead, with_next = Drafting(room=3, adapts=False), Drafting(rows=4, costs=(1.0,) * 4, adapts=False)
     for shape, drafting in (((4, 4), ahead), (None, with_next)):
         options = {"drafting": drafting, "predicts": True, "batching": Batching(replays=4)}
-        found, accepted = asyncio.run(reported(model, prompts, kinds, shape, rows=64, **options))
+        found, accepted = await reported(model, prompts, kinds, shape, rows=64, **options)
         assert found == expected
         assert accepted > 0.5 * TOKENS
 
@@ -141,7 +142,7 @@ def guessing(model: Path) -> DraftModel:
     return draft_model(model, open_model(model), context=512, threads=1)
 
 
-def test_a_model_that_guesses_changes_nothing_and_is_killed_without_harm(quick_model: Path):
+async def test_a_model_that_guesses_changes_nothing_and_is_killed_without_harm(quick_model: Path):
     (prompt,) = tokens_of(quick_model, STORY)
 
     async def run(draft: DraftModel | None, latency_s: float) -> tuple[list[Sampled], Finished]:
@@ -160,30 +161,25 @@ def test_a_model_that_guesses_changes_nothing_and_is_killed_without_harm(quick_m
 
             return await ring.generate(prompt, TOKENS + 8, logprobs=3, heard=heard)
 
-    expected, _ = asyncio.run(run(None, 0.0))
-    found, finished = asyncio.run(run(guessing(quick_model), 0.01))
+    expected, _ = await run(None, 0.0)
+    found, finished = await run(guessing(quick_model), 0.01)
     assert found == expected
     assert (finished.reason, finished.completion_tokens) == ("length", TOKENS + 8)
 
 
 @pytest.mark.parametrize("branches", [pytest.param(0, marks=pytest.mark.matrix), 4])
-def test_steps_of_several_rows_wait_for_a_model_and_may_be_trees(quick_model: Path, branches):
+async def test_steps_of_several_rows_wait_for_a_model_and_may_be_trees(quick_model: Path, branches):
     """Of rows that need not be exact the text may differ far behind, where two tokens are nearly as likely."""
     (prompt,) = tokens_of(quick_model, STORY)
     drafting = Drafting(rows=6, costs=(1.0,) * 6, adapts=False, branches=branches)
-
-    async def run() -> tuple[list[Sampled], list[Sampled], Finished]:
-        async with LocalRing(
-            quick_model, SHAPE, context=512, threads=1, latency_s=0.02, drafting=drafting, draft=guessing(quick_model)
-        ) as ring:
-            alone, _ = await ring.generate(prompt, TOKENS, speculates=False)
-            for _ in range(200):  # until the draft model is loaded, which nothing waits for
-                found, finished = await ring.generate(prompt, TOKENS)
-                if finished.accepted:
-                    break
-            return alone, found, finished
-
-    alone, found, finished = asyncio.run(run())
+    async with LocalRing(
+        quick_model, SHAPE, context=512, threads=1, latency_s=0.02, drafting=drafting, draft=guessing(quick_model)
+    ) as ring:
+        alone, _ = await ring.generate(prompt, TOKENS, speculates=False)
+        for _ in range(200):  # until the draft model is loaded, which nothing waits for
+            found, finished = await ring.generate(prompt, TOKENS)
+            if finished.accepted:
+                break
     assert [event.token for event in found[:8]] == [event.token for event in alone[:8]]
     assert (finished.reason, finished.completion_tokens) == ("length", TOKENS)
     assert finished.accepted > 0
@@ -192,8 +188,8 @@ def test_steps_of_several_rows_wait_for_a_model_and_may_be_trees(quick_model: Pa
 @pytest.mark.matrix
 @pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("room", [2, 9])
-def test_no_room_and_no_skipping_changes_anything(smollm2: Path, room, skips):
-    accepted = check(
+async def test_no_room_and_no_skipping_changes_anything(smollm2: Path, room, skips):
+    accepted = await check(
         smollm2,
         [TEXT, f"{STORY} {TEXT}"],
         [GREEDY, SAMPLED, PENALISED, MIROSTAT, GUIDED],
@@ -203,14 +199,14 @@ def test_no_room_and_no_skipping_changes_anything(smollm2: Path, room, skips):
 
 
 @pytest.mark.matrix
-def test_eight_users_have_the_answers_that_they_have_without(smollm2: Path):
+async def test_eight_users_have_the_answers_that_they_have_without(smollm2: Path):
     texts = [f"{number}. {TEXT[: 100 + 40 * number]}" for number in range(8)]
-    accepted = check(smollm2, texts, [GREEDY, SAMPLED], Drafting(room=9), batching=Batching(steps=3))
+    accepted = await check(smollm2, texts, [GREEDY, SAMPLED], Drafting(room=9), batching=Batching(steps=3))
     assert accepted < 2 * len(texts) * TOKENS, "users go first: a full ring has little room, or none"
 
 
 @pytest.mark.matrix
-def test_sliding_windows_are_cut_back_exactly(gemma3: Path):
+async def test_sliding_windows_are_cut_back_exactly(gemma3: Path):
     (prompt,) = tokens_of(gemma3, TEXT * 4)
     shape = (6, 6, 5)
 
@@ -218,8 +214,8 @@ def test_sliding_windows_are_cut_back_exactly(gemma3: Path):
         async with LocalRing(gemma3, shape, context=1024, threads=1, drafting=drafting) as ring:
             return await ring.generate(prompt, 120, logprobs=3)
 
-    expected, _ = asyncio.run(run(None))
-    found, finished = asyncio.run(run(Drafting(room=5)))
+    expected, _ = await run(None)
+    found, finished = await run(Drafting(room=5))
     assert found == expected
     assert finished.accepted > 0
 

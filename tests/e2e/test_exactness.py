@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -131,28 +130,24 @@ def ring_of(expected: Truth, windows, rounds: int, layers: Path, **options) -> L
 
 
 @pytest.mark.parametrize(("model", "windows", "rounds"), list(rings()))
-def test_a_ring_gives_the_tokens_and_logprobs_of_plain_llama(truths, layers, model, windows, rounds):
+async def test_a_ring_gives_the_tokens_and_logprobs_of_plain_llama(truths, layers, model, windows, rounds):
     expected = truths(model)
-
-    async def run():
-        async with ring_of(expected, windows, rounds, layers) as ring:
-            for count, prompt in expected.prompts.items():
-                with_logprobs = count == max(expected.prompts)
-                sampled, finished = await ring.generate(prompt, TOKENS, logprobs=TOP if with_logprobs else None)
-                assert [event.token for event in sampled] == expected.answers[count].tokens, f"prompt of {count}"
-                assert (finished.reason, finished.prompt_tokens, finished.completion_tokens) == (
-                    "length",
-                    count,
-                    TOKENS,
-                )
-                for step, event in enumerate(sampled if with_logprobs else ()):
-                    answer = expected.answers[count]
-                    best = [answer.logprob(step, token) for token in answer.best[step]]
-                    assert [logprob for _, logprob in event.top] == pytest.approx(best, abs=1e-9)
-                    for token, logprob in ((event.token, event.logprob), *event.top):
-                        assert logprob == pytest.approx(answer.logprob(step, token), abs=1e-9)
-
-    asyncio.run(run())
+    async with ring_of(expected, windows, rounds, layers) as ring:
+        for count, prompt in expected.prompts.items():
+            with_logprobs = count == max(expected.prompts)
+            sampled, finished = await ring.generate(prompt, TOKENS, logprobs=TOP if with_logprobs else None)
+            assert [event.token for event in sampled] == expected.answers[count].tokens, f"prompt of {count}"
+            assert (finished.reason, finished.prompt_tokens, finished.completion_tokens) == (
+                "length",
+                count,
+                TOKENS,
+            )
+            for step, event in enumerate(sampled if with_logprobs else ()):
+                answer = expected.answers[count]
+                best = [answer.logprob(step, token) for token in answer.best[step]]
+                assert [logprob for _, logprob in event.top] == pytest.approx(best, abs=1e-9)
+                for token, logprob in ((event.token, event.logprob), *event.top):
+                    assert logprob == pytest.approx(answer.logprob(step, token), abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -164,29 +159,27 @@ def test_a_ring_gives_the_tokens_and_logprobs_of_plain_llama(truths, layers, mod
         pytest.param("gemma3", (2, 6), 2, marks=pytest.mark.matrix),
     ],
 )
-def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_another(truths, layers, model, windows, rounds):
+async def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_another(
+    truths, layers, model, windows, rounds
+):
     """Behind a whole chunk that two prompts share, also behind a sliding window, with an answer computed in between."""
     expected = truths(model)
     whole = expected.prompts[max(expected.prompts)]
     other = whole[: expected.chunk + 20] + whole[30:50]
-
-    async def run():
-        async with ring_of(expected, windows, rounds, layers) as ring:
-            alone, _ = await ring.generate(other, TOKENS, logprobs=TOP)
-            await ring.generate(whole, TOKENS)
-            shared, _ = await ring.generate(other, TOKENS, logprobs=TOP, reuses=True)
-            again, finished = await ring.generate(other, TOKENS, logprobs=TOP, reuses=True)
-            rows = [(await ring.status(ring.plan.head)).rows]
-            for prompt in (other, [*other, other[0]]):
-                await ring.generate(prompt, 1, reuses=True)
-                rows.append((await ring.status(ring.plan.head)).rows)
-        assert shared == [msgspec.structs.replace(event, request=3) for event in alone]
-        assert again == [msgspec.structs.replace(event, request=4) for event in alone]
-        assert finished.prompt_tokens == len(other)
-        longer = (rounds + 1) * (len(other) + 1 - expected.chunk)  # once in each of the head's windows
-        assert [rows[1] - rows[0], rows[2] - rows[1]] == [0, longer]
-
-    asyncio.run(run())
+    async with ring_of(expected, windows, rounds, layers) as ring:
+        alone, _ = await ring.generate(other, TOKENS, logprobs=TOP)
+        await ring.generate(whole, TOKENS)
+        shared, _ = await ring.generate(other, TOKENS, logprobs=TOP, reuses=True)
+        again, finished = await ring.generate(other, TOKENS, logprobs=TOP, reuses=True)
+        rows = [(await ring.status(ring.plan.head)).rows]
+        for prompt in (other, [*other, other[0]]):
+            await ring.generate(prompt, 1, reuses=True)
+            rows.append((await ring.status(ring.plan.head)).rows)
+    assert shared == [msgspec.structs.replace(event, request=3) for event in alone]
+    assert again == [msgspec.structs.replace(event, request=4) for event in alone]
+    assert finished.prompt_tokens == len(other)
+    longer = (rounds + 1) * (len(other) + 1 - expected.chunk)  # once in each of the head's windows
+    assert [rows[1] - rows[0], rows[2] - rows[1]] == [0, longer]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +190,7 @@ def test_what_prompts_have_in_common_is_computed_once_and_not_a_bit_is_another(t
         pytest.param("real", (2, 6), 2, CHUNKS["gemma3"], marks=pytest.mark.matrix),
     ],
 )
-def test_a_small_cache_of_windows_gives_what_plain_llama_says_with_its_own(
+async def test_a_small_cache_of_windows_gives_what_plain_llama_says_with_its_own(
     gemma3, sliding, tmp_path, which, windows, rounds, chunk
 ):
     """Behind its last cell, also where a prompt goes back to a kept state, and in a ring that goes on with an answer."""
@@ -205,28 +198,24 @@ def test_a_small_cache_of_windows_gives_what_plain_llama_says_with_its_own(
     expected = truth(model, chunk, (2 * chunk + 60,), swa_full=False)
     (whole,), (answer,) = expected.prompts.values(), expected.answers.values()
     other = whole[: 2 * expected.chunk + 20] + whole[30:50]
-
-    async def run():
-        async with ring_of(expected, windows, rounds, tmp_path, small_windows=True) as ring:
-            alone, _ = await ring.generate(other, TOKENS, logprobs=TOP)
-            sampled, _ = await ring.generate(whole, TOKENS, logprobs=0)
-            rows = [(await ring.status(ring.plan.head)).rows]
-            for _ in range(2):
-                shared, _ = await ring.generate(other, TOKENS, logprobs=TOP, reuses=True)
-                assert printed(shared) == printed(alone)
-                rows.append((await ring.status(ring.plan.head)).rows)
-            if windows is not None:
-                await ring.replace_head()
-                rest, _ = await ring.generate(whole, TOKENS, replayed=answer.tokens[:6], logprobs=0)
-                assert [event.token for event in rest] == answer.tokens[6:]
-        assert [event.token for event in sampled] == answer.tokens
-        assert [event.logprob for event in sampled] == pytest.approx(
-            [answer.logprob(step, token) for step, token in enumerate(answer.tokens)], abs=1e-9
-        )
-        visits = 1 if windows is None else rounds + 1
-        assert [rows[1] - rows[0], rows[2] - rows[1]] == [visits * (40 + TOKENS - 1), visits * (TOKENS - 1)]
-
-    asyncio.run(run())
+    async with ring_of(expected, windows, rounds, tmp_path, small_windows=True) as ring:
+        alone, _ = await ring.generate(other, TOKENS, logprobs=TOP)
+        sampled, _ = await ring.generate(whole, TOKENS, logprobs=0)
+        rows = [(await ring.status(ring.plan.head)).rows]
+        for _ in range(2):
+            shared, _ = await ring.generate(other, TOKENS, logprobs=TOP, reuses=True)
+            assert printed(shared) == printed(alone)
+            rows.append((await ring.status(ring.plan.head)).rows)
+        if windows is not None:
+            await ring.replace_head()
+            rest, _ = await ring.generate(whole, TOKENS, replayed=answer.tokens[:6], logprobs=0)
+            assert [event.token for event in rest] == answer.tokens[6:]
+    assert [event.token for event in sampled] == answer.tokens
+    assert [event.logprob for event in sampled] == pytest.approx(
+        [answer.logprob(step, token) for step, token in enumerate(answer.tokens)], abs=1e-9
+    )
+    visits = 1 if windows is None else rounds + 1
+    assert [rows[1] - rows[0], rows[2] - rows[1]] == [visits * (40 + TOKENS - 1), visits * (TOKENS - 1)]
 
 
 @pytest.mark.parametrize(
@@ -252,7 +241,9 @@ def test_a_small_cache_of_windows_gives_what_plain_llama_says_with_its_own(
         ),
     ],
 )
-def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, model, windows, rounds, batching, pieces):
+async def test_answers_at_once_are_each_what_plain_llama_says_alone(
+    truths, layers, model, windows, rounds, batching, pieces
+):
     """More of them than there are sequences, with prompts of one token, of a part of a chunk and of more than a chunk.
 
     All begin alike, and each prompt is there twice: what they have in common is copied. Chunks are cut into pieces without
@@ -261,19 +252,15 @@ def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, mo
     flash = pieces is None
     expected = truths(model) if flash else truths(model, flash=False)
     asked = [*expected.prompts, *reversed(expected.prompts)]
-
-    async def run():
-        several = {"sequences": 4, "batching": batching, "pieces": pieces, "flash": flash}
-        async with ring_of(expected, windows, rounds, layers, **several) as ring:
-            prompts = [expected.prompts[count] for count in asked]
-            reported = await ring.generate_all(prompts, TOKENS, logprobs=0, reuses=True)
-        for count, sampled in zip(asked, reported, strict=True):
-            answer = expected.answers[count]
-            assert [event.token for event in sampled] == answer.tokens, f"prompt of {count}"
-            for step, event in enumerate(sampled):
-                assert event.logprob == pytest.approx(answer.logprob(step, event.token), abs=1e-9)
-
-    asyncio.run(run())
+    several = {"sequences": 4, "batching": batching, "pieces": pieces, "flash": flash}
+    async with ring_of(expected, windows, rounds, layers, **several) as ring:
+        prompts = [expected.prompts[count] for count in asked]
+        reported = await ring.generate_all(prompts, TOKENS, logprobs=0, reuses=True)
+    for count, sampled in zip(asked, reported, strict=True):
+        answer = expected.answers[count]
+        assert [event.token for event in sampled] == answer.tokens, f"prompt of {count}"
+        for step, event in enumerate(sampled):
+            assert event.logprob == pytest.approx(answer.logprob(step, event.token), abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +275,9 @@ def test_answers_at_once_are_each_what_plain_llama_says_alone(truths, layers, mo
         ),
     ],
 )
-def test_sixteen_answers_at_once_are_each_what_it_is_alone(truths, layers, model, windows, counts, threads, tokens):
+async def test_sixteen_answers_at_once_are_each_what_it_is_alone(
+    truths, layers, model, windows, counts, threads, tokens
+):
     """Batches, pieces and copies as a ring on these processors has them without flash attention."""
     expected = truths(model, flash=False)
     plain = Plain(expected.path)
@@ -305,7 +294,7 @@ def test_sixteen_answers_at_once_are_each_what_it_is_alone(truths, layers, model
         for number, sampled in enumerate(together):
             assert printed(sampled) == printed(alone[number % 6]), f"prompt {number}"
 
-    asyncio.run(run())
+    await run()
 
 
 def printed(sampled: Iterable[Sampled]) -> list[Sampled]:

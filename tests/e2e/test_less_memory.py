@@ -148,11 +148,11 @@ def check(model: Model, ran: Ran) -> None:
 
 
 @pytest.mark.parametrize("share", [*(pytest.param(share, marks=pytest.mark.matrix) for share in (0.75, 0.5)), 0.3])
-def test_the_same_text_and_nothing_read_twice(model: Model, share: float) -> None:
+async def test_the_same_text_and_nothing_read_twice(model: Model, share: float) -> None:
     limit = int(share * model.size_bytes)
     with LimitedGroup(limit) as group:
         solution = planned(model, group)
-        ran = asyncio.run(limited(model, group, solution, FEW_TOKENS))
+        ran = await limited(model, group, solution, FEW_TOKENS)
     check(model, ran)
     memory, streaming = ran.status.memory, solution.plan.streaming_of("d0")
     assert memory is not None
@@ -161,12 +161,12 @@ def test_the_same_text_and_nothing_read_twice(model: Model, share: float) -> Non
 
 
 @pytest.mark.parametrize("share", [0.5])
-def test_the_same_text_beside_a_program_that_takes_and_frees_memory(model: Model, share: float) -> None:
+async def test_the_same_text_beside_a_program_that_takes_and_frees_memory(model: Model, share: float) -> None:
     limit = int(share * model.size_bytes)
     maximum = int(NEIGHBOUR_SHARE * limit)
     with LimitedGroup(limit) as group:
         solution = planned(model, group)
         with Neighbour(group, maximum) as other:
-            ran = asyncio.run(limited(model, group, solution))
+            ran = await limited(model, group, solution)
             assert other.end() >= 1
     check(model, ran)
