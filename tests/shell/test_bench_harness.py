@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from tools.lab import figures, harness
-from tools.lab.figures import Figure, Row, read_file
+from tools.lab.figures import Compared, Figure, Row, read_file
 from tools.lab.harness import Bench, Run, add_bench, execute, flag
 from tools.lab.names import LabError
 
@@ -131,3 +131,15 @@ def test_a_table_shows_the_columns_of_a_row_by_their_format():
         "windows": "9+21",
         "behind": "-",
     }
+
+
+def test_what_stood_beside_each_other_is_judged_by_the_ratios_of_its_runs_and_fails_where_texts_differ():
+    row = Compared(
+        model="m", case="mtp", devices=2, what="tokens/s", found=[5.0, 30.0], beside=[10.0, 20.0], at_least=1.6
+    )
+    assert list(Compared.figures([row])) == [
+        Figure(what="m, mtp, 2 devices: tokens/s", values=(0.5, 1.5), at_least=1.6, at_most=None)
+    ]
+    assert not row.failures()
+    row.is_same = False
+    assert row.failures() == ["mtp, 2 devices, tokens/s: the text DIFFERS"]

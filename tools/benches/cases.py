@@ -184,10 +184,9 @@ def _streamed(server: HttpServer, streams: int) -> tuple[float, float]:
     """Tokens a second of all ``streams``, and bytes that were read for a token; their prompts are in the cache."""
     how: dict[str, Any] = {"ignore_eos": True, "speculate": False}
     prompts = [prompt_of(20 + i)[i:] for i in range(streams)]
-    with ThreadPoolExecutor(streams) as pool:
-        list(pool.map(lambda prompt: server.stream(prompt, 4, **how), prompts))
-        before, begin_s = server.read_bytes(), time.perf_counter()
-        times = list(pool.map(lambda prompt: server.stream(prompt, STREAMED_TOKENS, **how), prompts))
+    server.together(prompts, 4, **how)
+    before, begin_s = server.read_bytes(), time.perf_counter()
+    times = server.together(prompts, STREAMED_TOKENS, **how)
     tokens = sum(map(len, times))
     return tokens / (max(each[-1] for each in times) - begin_s), (server.read_bytes() - before) / tokens
 

@@ -7,14 +7,14 @@ before the first run and take turns. Beside the tokens a second: how many tokens
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from tools.lab.figures import Figure, Row, by_round, median, number
+from tools.lab.figures import Compared
 from tools.lab.harness import Bench, Run, in_thread, threads_flag
 from tools.lab.http_servers import HttpServer, head_here
 from tools.lab.local_ring import even_windows
@@ -25,21 +25,6 @@ PROMPT_TOKENS: Final = 40
 TOKENS: Final = 256
 RINGS: Final[Mapping[str, tuple[str, ...]]] = {"without": ("--kv-backup", "off"), "with": ("--kv-backup", "16")}
 AT_LEAST: Final = 0.98
-
-
-class CopiesRow(Row):
-    """Run by run, by ring: ``tokens_per_s``. Of the ring with copies, after an answer: ``lag_tokens`` not kept twice yet."""
-
-    def cells(self) -> Mapping[str, str]:
-        return {f"{ring} copies, tok/s": number(median(rates)) for ring, rates in self.tokens_per_s.items()} | {
-            "tokens behind at most": str(max(self.lag_tokens))
-        }
-
-    @classmethod
-    def figures(cls, rows: Sequence[CopiesRow]) -> Iterator[Figure]:
-        for row in rows:
-            ratios = tuple(by_round(row.tokens_per_s["with"], row.tokens_per_s["without"]))
-            yield Figure(what="KV cells kept twice: tokens/s, of once", values=ratios, at_least=AT_LEAST)
 
 
 async def measure(run: Run, model: Path) -> None:
@@ -61,8 +46,20 @@ async def measure(run: Run, model: Path) -> None:
         for ring, options in RINGS.items()
     }
     turns = await run.alternate({ring: in_thread(partial(ask, head)) for ring, head in heads.items()})
-    rates = {ring: [rate for rate, _ in its] for ring, its in turns.items()}
-    run.add(CopiesRow(tokens_per_s=rates, lag_tokens=[behind for _, behind in turns["with"]]))
+    without, copied = ([rate for rate, _ in its] for its in turns.values())
+    note = f"at most {max(behind for _, behind in turns['with'])} tokens behind after a response"
+    run.add(
+        Compared(
+            model=model.stem,
+            case="copies",
+            devices=1 + len(WORKERS),
+            what="tokens/s with the KV cache replicated, of without",
+            found=copied,
+            beside=without,
+            at_least=AT_LEAST,
+            note=note,
+        )
+    )
 
 
 BENCH: Final = Bench(

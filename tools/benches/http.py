@@ -12,51 +12,23 @@ from __future__ import annotations
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from tools.lab.figures import Figure, Row, by_round
 from tools.lab.harness import SMALL, Bench, Run, flag, in_thread
 from tools.lab.http_servers import HttpServer, head_here
 from tools.lab.names import LabError
 from tools.lab.plain_llama import prompt_of
 from tools.lab.ports import free_port
+from tools.lab.served import PRIMAD, Served
 
 SERVER: Final = "llama-server"
-PRIMAD: Final = "primad"
 PROMPT_TOKENS: Final = 128
 TOKENS: Final = 128
 CONTEXT: Final = 1024
-WANTED: Final = {1: 0.97, 2: 0.95, 3: 0.9}
-"""Of the tokens a second of one answer, by processes."""
-
-
-class Asked(Row):
-    """What a server gave with so many answers at once, round by round: tokens a second of all of them from the first token
-    on, and the mean of what their first tokens were waited for, seconds."""
-
-    columns = "system=server, processes, streams=answers, tokens_per_s=tok/s:.1f, first_s=first ms:ms"
-
-    def heading(self) -> str:
-        return f"{self.model}, over HTTP"
-
-    @classmethod
-    def figures(cls, rows: Sequence[Asked]) -> Iterator[Figure]:
-        """primad's tokens a second, and the waits for its first token, of the best llama-server in the same round."""
-        for row in (row for row in rows if row.system == PRIMAD):
-            theirs = [each for each in rows if each.system != PRIMAD]
-            beside = [each for each in theirs if (each.model, each.streams) == (row.model, row.streams)]
-            best = max(beside, key=lambda each: statistics.median(each.tokens_per_s))
-            first = min(beside, key=lambda each: statistics.median(each.first_s))
-            what = f"{row.model}: {row.processes} processes, {row.streams} answers at once, of the best {SERVER}"
-            rates = tuple(by_round(row.tokens_per_s, best.tokens_per_s))
-            minimum = WANTED.get(row.processes) if row.streams == 1 else None
-            yield Figure(what=f"{what}: tokens/s", values=rates, at_least=minimum)
-            yield Figure(what=f"{what}: time to the first token", values=tuple(by_round(row.first_s, first.first_s)))
 
 
 async def measure(run: Run, model: Path) -> None:
@@ -80,8 +52,8 @@ async def measure(run: Run, model: Path) -> None:
     )
     for (system, count, streams), its in turns.items():
         rates, first_s = map(list, zip(*its, strict=True))
-        what = {"model": model.stem, "system": system, "processes": count, "streams": streams}
-        run.add(Asked(**what, tokens_per_s=rates, first_s=first_s))
+        what: dict[str, Any] = {"model": model.stem, "system": system, "devices": count, "streams": streams}
+        run.add(Served(**what, where="all cores", tokens_per_s=rates, first_s=first_s))
 
 
 @contextmanager
@@ -107,10 +79,9 @@ def _llama_server(program: Path, model: Path, folder: Path, streams: int, *optio
 
 def _ask(server: HttpServer, streams: int, number: int) -> tuple[float, float]:
     """Tokens a second of all answers together once the last of them began, and the mean of seconds to a first token."""
-    with ThreadPoolExecutor(streams) as pool:
-        begin_s = time.perf_counter()
-        prompts = [[100 + 16 * number + place, *prompt_of(PROMPT_TOKENS - 1)] for place in range(streams)]
-        times = list(pool.map(lambda prompt: server.stream(prompt, TOKENS, ignore_eos=True), prompts))
+    prompts = [[100 + 16 * number + place, *prompt_of(PROMPT_TOKENS - 1)] for place in range(streams)]
+    begin_s = time.perf_counter()
+    times = server.together(prompts, TOKENS, ignore_eos=True)
     since_s = max(each[0] for each in times)
     until_s = min(each[-1] for each in times)
     tokens = sum(sum(since_s < at_s <= until_s for at_s in each) for each in times)

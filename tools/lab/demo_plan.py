@@ -25,9 +25,9 @@ What to try next:
 def plan_options(model: Path, devices: int) -> list[str]:
     """What makes the layers be shared equally, where the model can be cut so; else all take part."""
     if devices == 1:
-        return ["--alone"]
+        return []
     header = open_model(model, header_only=True)
     windows = even_windows(layer_count(header), devices) or []
     is_cut = min(windows) > 0 and set(accumulate(windows)) <= set(cut_points(header))
     by_hand = ["--windows", ",".join(map(str, windows)), "--rounds", "1"]
-    return ["--wait", str(devices - 1), "--wait-timeout", "300", *(by_hand if is_cut else ["--use-all"])]
+    return by_hand if is_cut else ["--use-all"]

@@ -105,6 +105,44 @@ class Row(SimpleNamespace):
         return ()
 
 
+@dataclass(kw_only=True)
+class Compared(Row):
+    """What was ``found``, run by run, and what stood ``beside`` it in the same rounds: their ratio should be ``at_least`` or
+    ``at_most`` so much. ``is_same``: so are all texts that must be."""
+
+    columns: ClassVar[str] = "case, devices, what, beside=beside it:.4g, found=measured:.4g"
+
+    model: str
+    case: str
+    devices: int
+    what: str
+    found: Sequence[float]
+    beside: Sequence[float]
+    at_least: float | None = None
+    at_most: float | None = None
+    is_same: bool = True
+    note: str = ""
+
+    def heading(self) -> str:
+        return self.model
+
+    def remarks(self) -> Iterable[str]:
+        return [f"{self.case}, {self.devices} devices, {self.what}: {self.note}"] if self.note else []
+
+    def failures(self) -> Sequence[str]:
+        return () if self.is_same else [f"{self.case}, {self.devices} devices, {self.what}: the text DIFFERS"]
+
+    @classmethod
+    def figures(cls, rows: Sequence[Self]) -> Iterable[Figure]:
+        for row in rows:
+            yield Figure(
+                what=f"{row.model}, {row.case}, {row.devices} devices: {row.what}",
+                values=tuple(by_round(row.found, row.beside)),
+                at_least=row.at_least,
+                at_most=row.at_most,
+            )
+
+
 def by_round(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """``ours`` of ``theirs``, each of runs that stood side by side."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]

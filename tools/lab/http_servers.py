@@ -16,6 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -38,7 +39,7 @@ class HttpServer:
     """A ``process`` that serves a model, which it calls ``name``, on 127.0.0.1."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, name: str) -> None:
-        self._process, self._port, self._name = process, port, name
+        self.process, self._port, self._name = process, port, name
 
     @property
     def url(self) -> str:
@@ -47,7 +48,7 @@ class HttpServer:
 
     def cpu_s(self) -> float:
         """Processor seconds of everything but a ring process, until now."""
-        head = psutil.Process(self._process.pid)
+        head = psutil.Process(self.process.pid)
         others = [child for child in head.children(recursive=True) if "primad.ring.process" not in child.cmdline()]
         return sum(sum(each.cpu_times()[:2]) for each in [head, *others])
 
@@ -65,13 +66,18 @@ class HttpServer:
         """
         asked = {"model": self._name, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, **more}
         times = [] if times is None else times
-        with closing(self._events("/v1/completions", asked)) as events:
+        with closing(self.events("/v1/completions", asked)) as events:
             for at_s, _ in events:
                 if leaves is not None and leaves.is_set():
                     return times
                 times.append(at_s)
         del times[-1]  # the last event only ends the answer
         return times
+
+    def together(self, prompts: Sequence[Sequence[int]], tokens: int, **more: Any) -> list[list[float]]:
+        """When the tokens of each of some completions came that are asked for at once; see ``stream``."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda prompt: self.stream(prompt, tokens, **more), prompts))
 
     def sampled(
         self, prompt: Sequence[int], tokens: int, found: list[tuple[float, int]] | None = None, /, **more: Any
@@ -82,7 +88,7 @@ class HttpServer:
         """
         asked = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "stream": True, **more}
         found = [] if found is None else found
-        for at_s, body in self._events("/completion", asked):
+        for at_s, body in self.events("/completion", asked):
             event = json.loads(body)
             if "error" in event:
                 raise LabError(f"{self.url} ends a response: {event['error']}")
@@ -90,7 +96,8 @@ class HttpServer:
                 found += [(at_s, token) for token in event["tokens"]]
         return found
 
-    def _events(self, path: str, asked: dict[str, Any]) -> Generator[tuple[float, bytes], None, None]:
+    def events(self, path: str, asked: dict[str, Any]) -> Generator[tuple[float, bytes], None, None]:
+        """The events of a response, each with when it came. Raises ``LabError`` where it is refused."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_S)
         try:
             connection.request("POST", path, json.dumps(asked), {"Content-Type": "application/json"})
@@ -127,7 +134,7 @@ class HttpServer:
     def wait(self, log: Path) -> None:
         """Wait until it serves; it writes to ``log``. Raises ``LabError`` when it does not."""
         until = time.monotonic() + START_S
-        while time.monotonic() < until and self._process.poll() is None:
+        while time.monotonic() < until and self.process.poll() is None:
             try:
                 if self._get("/health", 5)[0] == 200:
                     return
@@ -162,16 +169,18 @@ def head_here(
     bound: bool = True,
     started: Callable[[int], None] = lambda _: None,
     host: str | None = LOOPBACK,
+    port: int = 0,
+    is_heard: bool = False,
 ) -> Iterator[HttpServer]:
     """A head and ``workers`` by name in a cluster of their own, each with a home in ``homes``, a new folder in which no
     daemon ran. What was measured before for the same daemon in a folder beside it is used again.
 
     ``machines`` are ``bound`` to a core each, or not. ``every`` one has these options, and the ``head`` some more.
-    ``started`` is given the process of each that starts; all listen on ``host``, or everywhere. Raises ``LabError`` when it
-    does not come.
+    ``started`` is given the process of each that starts; all listen on ``host``, or everywhere. The head has ``port`` if
+    that is free; one that ``is_heard`` prints what it says. Raises ``LabError`` when it does not come.
     """
     homes.mkdir(parents=True, exist_ok=True)
-    names, cluster, port = ["head", *workers], f"bench-{secrets.token_hex(4)}", free_port()
+    names, cluster, port = ["head", *workers], f"bench-{secrets.token_hex(4)}", free_port(port)
     before = {name: as_machine(name, at if bound else None) if machines else [] for at, name in enumerate(names)}
     for name, words in before.items():
         _profile(homes / name, words, every)
@@ -181,7 +190,8 @@ def head_here(
         def start(name: str, *words: str) -> subprocess.Popen[bytes]:
             log = stack.enter_context((homes / f"{name}.log").open("wb"))
             own = ["--home", str(homes / name), "--name", name, "--cluster", cluster]
-            process = stack.enter_context(daemon([*words, *own, *every], homes, log, before=before[name], host=host))
+            heard = None if is_heard and name == "head" else log
+            process = stack.enter_context(daemon([*words, *own, *every], homes, heard, before=before[name], host=host))
             started(process.pid)
             return process
 

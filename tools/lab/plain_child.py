@@ -9,14 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.lab.rpc_server import RpcServers
-
 
 class PlainChild:
     """A whole model in one process, mapped; ``extra_buffers`` is on or off, ``rows`` the most that it computes at once.
 
-    ``context`` is that of all ``sequences`` together. ``gpu_layers``, the last ones, are computed by ``rpc`` where it is
-    given, else by the GPU.
+    ``gpu_layers``, the last ones, are computed by the GPU.
     """
 
     def __init__(
@@ -28,8 +25,6 @@ class PlainChild:
         *,
         context: int,
         rows: int = 512,
-        sequences: int = 1,
-        rpc: RpcServers | None = None,
         gpu_layers: int = 0,
     ) -> None:
         options = {
@@ -38,9 +33,6 @@ class PlainChild:
             "extra_buffers": extra_buffers == "on",
             "context": context,
             "rows": rows,
-            "sequences": sequences,
-            "library": "" if rpc is None else str(rpc.library),
-            "servers": [] if rpc is None else rpc.endpoints,
             "gpu_layers": gpu_layers,
         }
         self._process = subprocess.Popen(

@@ -1,4 +1,7 @@
-"""What ``tools/bench serve`` found of each system, and the ratios that are wanted."""
+"""What servers gave that were asked over HTTP with several answers at once, and the ratios that are wanted.
+
+``tools/bench serve`` has primad's rings alone, ``http`` llama-server beside them.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,10 @@ from typing import ClassVar, Final
 from tools.lab.figures import Figure, Row, by_round, late
 
 PRIMAD: Final = "primad"
-ONE_BATCH: Final = "llama.cpp, one batch"
-"""All answers in one process and one step, as llama-server has them."""
-RPC: Final = "llama.cpp, RPC"
 TOGETHER: Final = 1.7
-"""Four answers of a ring of two, of one of it."""
+"""Four answers of a ring of two machines, of one of it."""
+OF_LLAMA: Final = {1: 0.97, 2: 0.95, 3: 0.9}
+"""Of llama-server's tokens a second of one answer, by processes."""
 
 
 @dataclass(kw_only=True)
@@ -38,6 +40,8 @@ class Served(Row):
         return self.model
 
     def cells(self) -> Mapping[str, str]:
+        if not self.next_s:
+            return super().cells()
         waits = f"{1e3 * statistics.median(self.next_s):.0f} ({1e3 * late(self.next_s):.0f})"
         return {**super().cells(), "next token\nms (95 %)": waits}
 
@@ -52,22 +56,28 @@ class Served(Row):
 
     @classmethod
     def figures(cls, rows: Sequence[Served]) -> Iterator[Figure]:
-        """Ratios of those systems that were run."""
-
-        def found(row: Served, **differs: object) -> Served | None:
-            return next((each for each in rows if each.is_like(row, **differs)), None)
-
+        """Of primad's: the best of the other systems in the same round, one answer, one device."""
         for row in (row for row in rows if row.system == PRIMAD):
             what = f"{row.model}: ring of {row.devices}, {row.streams} streams, of"
-            for system, minimum in ((ONE_BATCH, 0.9), (RPC, 1.5)) if (row.devices, row.streams) == (3, 4) else ():
-                for other in rows:
-                    if (other.model, other.system, other.streams) == (row.model, system, 4):
-                        yield Figure(what=f"{what} {system}", values=row.of(other), at_least=minimum)
-            one = found(row, streams=1)
+            others = [each for each in rows if each.system != PRIMAD and each.is_like(row, **_of(each))]
+            if others:
+                best = max(others, key=lambda each: statistics.median(each.tokens_per_s))
+                first = min(others, key=lambda each: statistics.median(each.first_s))
+                minimum = OF_LLAMA.get(row.devices) if row.streams == 1 else None
+                yield Figure(what=f"{what} the best other server: tokens/s", values=row.of(best), at_least=minimum)
+                waits = tuple(by_round(row.first_s, first.first_s))
+                yield Figure(what=f"{what} the best other server: time to the first token", values=waits)
+            one = next((each for each in rows if each.is_like(row, streams=1)), None)
             if one is not None and row.streams > 1:
-                together = TOGETHER if (row.devices, row.streams) == (2, 4) else None
-                yield Figure(what=f"{what} one stream of it", values=row.of(one), at_least=together)
-            alone = found(row, devices=1, streams=1)
-            if alone is not None and row.devices == 2 and row.streams > 1:  # others share cores
+                is_judged = (row.devices, row.streams) == (2, 4) and not others  # those share cores
+                yield Figure(
+                    what=f"{what} one stream of it", values=row.of(one), at_least=TOGETHER if is_judged else None
+                )
+            alone = next((each for each in rows if each.is_like(row, devices=1, streams=1)), None)
+            if alone is not None and row.devices == 2 and row.streams > 1 and not others:
                 values = tuple(each / row.devices for each in row.of(alone))
                 yield Figure(what=f"{what} {row.devices} x one device with one", values=values, at_least=0.9)
+
+
+def _of(other: Served) -> dict[str, object]:
+    return {"system": other.system, "devices": other.devices}
