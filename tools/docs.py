@@ -1,7 +1,8 @@
 """Write what the code knows into the documents: architectures, models, messages, the fields of ``primad plan --json``.
 
 Each table lies between two marks of its page; what stands around them is written by hand. ``tools/docs --check`` writes
-nothing and fails where a page is not current, as a test asks for it.
+nothing and fails where a page is not current, as a test asks for it. ``profiles/devices`` are written as well, from data
+sheets. ``tools/docs paper`` solves for the paper's fleet instead, and writes the tables of ``profiles/PAPER.md``.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ from primad.gguf.architectures.table import SUPPORTED  # noqa: E402
 from primad.gguf.published import published_models, published_profile  # noqa: E402
 from primad.network import layer_messages, messages  # noqa: E402
 from primad.planning import schema  # noqa: E402
+from primad.profiler.fleets import read_fleet  # noqa: E402
+from primad.profiler.store import encode_profile  # noqa: E402
 from primad.ring import messages as ring_messages  # noqa: E402
 from primad.settings.quantities import show_bytes  # noqa: E402
 from primad.trust import pairing  # noqa: E402
-from tools.lab import matrix  # noqa: E402
+from tools.lab import matrix, paper  # noqa: E402
+from tools.lab.data_sheets import SHEETS, profiles, read_sheets  # noqa: E402
 from tools.lab.pages import between  # noqa: E402
 
 _FIRST_CONTEXT = 8192
+_MEASURED = "2026-11-28"
+"""When the rule of the data sheets was set."""
 
 
 def pages() -> dict[Path, dict[str, str]]:
@@ -170,18 +176,33 @@ def _messages(kinds: list[type[msgspec.Struct]]) -> str:
     return "\n".join(lines)
 
 
+def files() -> dict[Path, bytes]:
+    """What the code knows, by the file in which it stands."""
+    found = {path: with_tables(path.read_text(encoding="utf-8"), tables).encode() for path, tables in pages().items()}
+    devices = profiles(read_sheets()).items()
+    return found | {
+        SHEETS.parent / "devices" / f"{name}.json": encode_profile(device, how, _MEASURED)
+        for name, (device, how) in devices
+    }
+
+
+def paper_page() -> dict[Path, bytes]:
+    """The paper's fleet under our plan, beside what was published."""
+    fleet = read_fleet(paper.FLEET)
+    tables = paper.tables([paper.row(name, fleet) for name in paper.MODELS])
+    return {paper.PAGE: with_tables(paper.PAGE.read_text(encoding="utf-8"), tables).encode()}
+
+
 def main(arguments: list[str]) -> int:
-    """Write the pages, or with ``--check`` say which are not current; the exit code."""
+    """Write the files, or with ``--check`` say which are not current; the exit code."""
     stale = 0
-    for path, tables in pages().items():
-        page = path.read_text(encoding="utf-8")
-        current = with_tables(page, tables)
-        if page != current:
+    for path, content in (paper_page() if arguments == ["paper"] else files()).items():
+        if not path.is_file() or path.read_bytes() != content:
             stale += 1
             if arguments == ["--check"]:
                 print(f"{path.relative_to(ROOT)}: not current; run tools/docs")
             else:
-                path.write_text(current, encoding="utf-8")
+                path.write_bytes(content)
                 print(f"{path.relative_to(ROOT)}: written")
     return 1 if stale and arguments == ["--check"] else 0
 

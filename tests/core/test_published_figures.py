@@ -108,7 +108,7 @@ def test_the_devices_that_come_with_primad_are_what_the_rule_gives(sheets: Sheet
     for name, (device, how) in profiles(sheets).items():
         check_profile(device)
         stored = load_profile(SHEETS.parent / "devices" / f"{name}.json")
-        assert (stored.device, stored.how) == (device, how), "run tools/data_sheets.py"
+        assert (stored.device, stored.how) == (device, how), "run tools/docs"
 
 
 def test_what_has_no_forecast_is_shown_with_the_reason(sheets: Sheets) -> None:

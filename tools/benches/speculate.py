@@ -4,11 +4,10 @@ Every way of drafting has a ring of its own, all loaded before the first run, an
 without drafts and with them. So each figure is a ratio of neighbours. ``as served`` looks drafts up in what was written;
 ``model`` has the same model in another form (``--draft``) draft as well, ``wrong model`` one that knows nothing.
 
-``two``: what ``primad serve`` makes of two devices that count as machines, with a core each, asked over HTTP. The other
-cases are rings without daemons, which draft as a plan for such devices says. ``far``: four devices whose hops take 10 ms
-longer. ``streams``: one device that has memory for half of the model in Q8_0, of which several rows of a step are exact
-(needs cgroups and root). Questions: code to edit, a story to go on with, a chat over a text, and random tokens, of which
-nothing can be drafted. ``--way`` has some of the ways alone.
+``two``: what ``primad serve`` makes of two devices that count as machines, with a core each, asked over HTTP; ``streams``:
+of one device that may have half of the model in memory, in Q8_0, of which several rows of a step are exact. ``far``: a ring
+without daemons, which drafts as a plan for such devices says: four whose hops take 10 ms longer. Questions: code to edit, a
+story to go on with, a chat over a text, and random tokens, of which nothing can be drafted. ``--way`` has some of the ways.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import shutil
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +25,7 @@ from typing import Any, Final
 
 import msgspec
 
-from halda import DeviceProfile, Infeasible, ModelProfile, Solution, Workload, arrange, instance, solve
+from halda import arrange, instance
 from primad.engine.protocol import GREEDY, Sampling
 from primad.engine.vocabulary import LlamaVocabulary
 from primad.gguf.model import open_model
@@ -37,19 +34,16 @@ from primad.planning.batching import batches_of
 from primad.planning.draft_model import draft_model
 from primad.planning.drafting import drafting_of
 from primad.planning.question import default_workload
-from primad.profiler.effort import Effort
-from primad.profiler.measure import measure_home
 from primad.ring.speculation.drafter import MAX_ROOM, Drafting
 from primad.ring.speculation.messages import DraftModel
-from tools.lab import LabError
+from tools.benches.cases import BESIDE_BYTES, STREAMING_SHARE
 from tools.lab.drafted import AS_SERVED, QUESTIONS, Drafted, DraftedCompletion
 from tools.lab.figures import late
 from tools.lab.harness import Bench, Run, flag
 from tools.lab.here import HOP, links_between, machines_here, measured_cpu
 from tools.lab.http_servers import HttpServer, head_here
 from tools.lab.local_ring import LocalRing, even_bytes
-from tools.lab.memory import LimitedGroup
-from tools.lab.memory_runs import device_in
+from tools.lab.memory_runs import file_bytes
 from tools.lab.quantised import FORMS, quantised
 from tools.synth import write_model
 
@@ -58,8 +52,6 @@ ROWS: Final = 256
 FAR_DEVICES: Final = 4
 FAR_S: Final = 0.01
 """What a hop of far rings takes longer."""
-BESIDE_BYTES: Final = 105 << 20
-"""What the process takes beside weights."""
 WAYS: Final = (AS_SERVED, "model", "wrong model")
 DRAWN: Final = msgspec.structs.replace(GREEDY, temperature=1.0, seed=7)
 
@@ -147,7 +139,7 @@ def _loaded(path: Path, draft: Path | None) -> DraftModel | None:
     return None if draft is None else draft_model(draft, open_model(path), context=CONTEXT, threads=1)
 
 
-# ---- rings without daemons ------------------------------------------------------------------------------------------
+# ---- a ring without daemons -----------------------------------------------------------------------------------------
 
 
 def _alone(ring: LocalRing) -> _System:
@@ -214,70 +206,36 @@ async def _far(run: Run, path: Path, folder: Path, drafts: _Drafts) -> _Systems:
     return systems, f"far, {FAR_DEVICES} devices, {1e3 * FAR_S:g} ms, room {drafting.room}"
 
 
-async def _streams(run: Run, path: Path, folder: Path, drafts: _Drafts) -> _Systems:
-    """One device with one thread: from so many cells on several threads share what is attended to in another way.
-
-    Each way has a file and a memory of its own, in which what drafts has room beside it.
-    """
-    model = model_profile(open_model(path))
-    (machine,) = machines_here(["d0"], await asyncio.to_thread(measured_cpu, folder, 1, model))
-    machine = replace(machine, disk=measure_home(folder, lambda _: None, Effort()).disk)
-    systems: dict[str, _System] = {}
-    name = "streams"
-    for way, draft_path in drafts.items():
-        draft = _loaded(path, draft_path)
-        own = path.with_name(f"{path.stem}-{len(systems)}.gguf")
-        await asyncio.to_thread(shutil.copyfile, path, own)
-        more = 0 if draft is None else draft.memory_bytes
-        group = run.stack.enter_context(LimitedGroup(model.size_bytes // 2 + BESIDE_BYTES + more))
-        device = device_in(group, machine, "d0", machine.disk.prefetch_bytes_per_s)
-        device = replace(device, ram_available_bytes=device.ram_available_bytes - more)
-        solution, work = _planned(device, model)
-        question = instance([device], [], model, work, {})
-        batches = batches_of("exact", solution.plan, question, 1)
-        drafting = drafting_of("lookup", "exact", solution.plan, question, batches)
-        if drafting is None:
-            raise LabError(f"{path.stem}: nothing streams, or no two rows of a step are known to be exact here")
-        ring = LocalRing(
-            own,
-            None,
-            plan=solution.plan,
-            groups={"d0": group},
-            context=CONTEXT,
-            rows=work.chunk_rows,
-            threads=1,
-            drafting=replace(drafting, branches=0),
-            draft=draft,
-            step_timeout_s=600,
-        )
-        systems[way] = _alone(await run.stack.enter_async_context(ring))
-        (streamed,) = solution.prediction.devices
-        name = f"streams, {streamed.streamed_bytes / model.size_bytes:.0%}, {drafting.rows} rows"
-    return systems, name
-
-
-def _planned(device: DeviceProfile, model: ModelProfile) -> tuple[Solution, Workload]:
-    """The solver's plan, with as many rows a step as memory allows."""
-    for rows in (512, 256, 128, 64, 32):
-        with suppress(Infeasible):
-            work = default_workload(CONTEXT, rows, "f16")
-            return solve([device], [], model, work), work
-    raise LabError(f"{model.name}: half of it does not fit")
-
-
 # ---- as primad serves -----------------------------------------------------------------------------------------------
 
 
 async def _two(run: Run, path: Path, _: Path, drafts: _Drafts) -> _Systems:
-    return {way: await asyncio.to_thread(_head, run, path, draft) for way, draft in drafts.items()}, "two"
+    """Two machines with a core each."""
+    return {way: await asyncio.to_thread(_head, run, path, draft, ("w1",), ()) for way, draft in drafts.items()}, "two"
 
 
-def _head(run: Run, path: Path, draft: Path | None) -> _System:
-    """What ``primad serve`` makes of two machines with a core each."""
+async def _streams(run: Run, path: Path, _: Path, drafts: _Drafts) -> _Systems:
+    """One device that has memory for half of the model, and for what drafts beside it.
+
+    It has one thread: from so many cells on several share what is attended to in another way.
+    """
+    systems = {}
+    for way, draft in drafts.items():
+        limit = int(STREAMING_SHARE * file_bytes(path)) + BESIDE_BYTES + (0 if draft is None else file_bytes(draft))
+        every = ("--threads", "1", "--max-ram", f"{limit}B")
+        systems[way] = await asyncio.to_thread(_head, run, path, draft, (), every)
+    return systems, "streams"
+
+
+def _head(run: Run, path: Path, draft: Path | None, workers: Sequence[str], every: Sequence[str]) -> _System:
+    """What ``primad serve`` makes of these devices, several of which are machines."""
     how = ["--speculate", "lookup"] if draft is None else ["--speculate", "draft", "--draft", str(draft)]
-    head = ["--context", str(CONTEXT), "--use-all", "--extra-buffers", "off", *how]
-    server = run.stack.enter_context(head_here(path, run.homes(), ["w1"], head=head, machines=True))
-    run.say(f"two, {'no draft model' if draft is None else draft.name}: layers {server.plan()}")
+    head = ["--context", str(CONTEXT), "--extra-buffers", "off", *how, *(["--use-all"] if workers else [])]
+    server = run.stack.enter_context(
+        head_here(path, run.homes(), workers, every=every, head=head, machines=bool(workers))
+    )
+    streamed = sum(device["predicted"]["streamed"] for device in server.status()["devices"])
+    run.say(f"{'no draft model' if draft is None else draft.name}: layers {server.plan()}, {streamed} of them streamed")
 
     def drafts() -> tuple[int, int, int]:
         printed: dict[str, Any] = server.status()["drafts"] or {}
