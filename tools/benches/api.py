@@ -29,7 +29,6 @@ from primad.head.model.tokenizer import ModelVocabulary
 from primad.head.model.vocabulary import chat_template_of
 from tools.lab.figures import Figure, Row, by_round
 from tools.lab.harness import Bench, Run, threads_flag
-from tools.lab.http_servers import head_here
 from tools.lab.local_ring import LocalRing
 from tools.lab.plain_llama import PROMPT
 
@@ -73,8 +72,7 @@ def _figure(what: str, values: tuple[float, ...], maximum: float) -> Figure:
 async def measure(run: Run, model: Path) -> None:
     """Three systems: the ring alone, HTTP, and HTTP with a schema."""
     requests, threads = time_requests(model), run.options.threads
-    serving = ("--threads", str(threads), "--extra-buffers", "off", "--context", "1024")
-    head = run.stack.enter_context(head_here(model, run.homes(), head=serving))
+    head = run.head(model, 1, "--threads", str(threads), "--extra-buffers", "off", "--context", "1024")
     ring = LocalRing(model, None, context=1024, threads=threads, flash=False)
     await run.stack.enter_async_context(ring)
     sampling = msgspec.structs.replace(GREEDY, ignore_eos=True)

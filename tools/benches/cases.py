@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,8 +24,8 @@ from primad.gguf.model import open_model
 from primad.gguf.windows import control_tokens
 from tools.lab import LabError
 from tools.lab.figures import Figure, Row, late
-from tools.lab.harness import Run
-from tools.lab.http_servers import HttpServer, head_here
+from tools.lab.harness import Run, in_thread
+from tools.lab.http_servers import HttpServer
 from tools.lab.memory_runs import file_bytes
 from tools.lab.plain_llama import prompt_of
 
@@ -59,11 +59,9 @@ class CaseRow(Row):
                 yield Figure(what=what, values=(row.found[name],), at_least=minimum, at_most=maximum)
 
 
-def _head(run: Run, path: Path, devices: int, context: int, sequences: int) -> AbstractContextManager[HttpServer]:
+def _head(run: Run, path: Path, devices: int, context: int, sequences: int) -> HttpServer:
     """What ``primad serve`` makes of so many devices, which count as machines with a core each."""
-    head = ["--context", str(context), "--sequences", str(sequences), *(["--use-all"] if devices > 1 else [])]
-    workers = [f"w{place}" for place in range(1, devices)]
-    return head_here(path, run.homes(), workers, head=head, machines=True)
+    return run.head(path, devices, "--context", str(context), "--sequences", str(sequences), machines=True)
 
 
 def _add(
@@ -79,8 +77,7 @@ def _add(
 
 async def long_prompt(run: Run, path: Path, devices: int) -> None:
     """A prompt of 4,000 tokens over four answers, and one of 50 behind it."""
-    with _head(run, path, devices, LONG_TOKENS + 96, 6) as server:
-        found = await asyncio.to_thread(_long_prompt, server)
+    found = await asyncio.to_thread(_long_prompt, _head(run, path, devices, LONG_TOKENS + 96, 6))
     _add(run, "prompt", path, devices, found, times=(None, 2.0))
 
 
@@ -133,14 +130,13 @@ async def second_turn(run: Run, path: Path, devices: int) -> None:
     history: list[int] = []
     while len(history) < HISTORY_TOKENS:
         history += [begins, *prompt_of(99 + len(history) // 100)]
-    first_s = []
-    with _head(run, path, devices, 4096, 1) as server:
-        await asyncio.to_thread(server.sampled, prompt_of(300), 2)
-        for _ in range(2):
-            begin_s = time.perf_counter()
-            reported = await asyncio.to_thread(server.sampled, history, 32, speculate=False)
-            first_s.append(reported[0][0] - begin_s)
-            history = [*history, *(token for _, token in reported), begins, *prompt_of(30)]
+    first_s, server = [], _head(run, path, devices, 4096, 1)
+    await asyncio.to_thread(server.sampled, prompt_of(300), 2)
+    for _ in range(2):
+        begin_s = time.perf_counter()
+        reported = await asyncio.to_thread(server.sampled, history, 32, speculate=False)
+        first_s.append(reported[0][0] - begin_s)
+        history = [*history, *(token for _, token in reported), begins, *prompt_of(30)]
     found = {"first_ms": 1e3 * first_s[0], "second_ms": 1e3 * first_s[1], "times": first_s[1] / first_s[0]}
     _add(run, "turn", path, devices, found, times=(None, 0.2))
 
@@ -150,27 +146,32 @@ async def first_token(run: Run, path: Path, devices: int) -> None:
     if devices == 1:
         return
     how: dict[str, Any] = {"cache_prompt": False, "speculate": False}
-    took_s = dict[int, list[float]]()
-    with _head(run, path, 1, 1024, 1) as one, _head(run, path, devices, 1024, 1) as several:
-        plan = several.plan()
-        for _ in range(1 + run.options.rounds):
-            for count, server in ((1, one), (devices, several)):
-                begin_s = time.perf_counter()
-                [at_s] = await asyncio.to_thread(server.stream, prompt_of(PROMPT_TOKENS), 1, **how)
-                took_s.setdefault(count, []).append(at_s - begin_s)
-    alone_s, together_s = (statistics.median(each[1:]) for each in took_s.values())
-    found = {"plan": plan, "one_ms": 1e3 * alone_s, "first_ms": 1e3 * together_s, "times": together_s / alone_s}
+    heads = {count: _head(run, path, count, 1024, 1) for count in (1, devices)}
+
+    def ask(server: HttpServer, _: int) -> float:
+        begin_s = time.perf_counter()
+        [at_s] = server.stream(prompt_of(PROMPT_TOKENS), 1, **how)
+        return at_s - begin_s
+
+    turns = await run.alternate({count: in_thread(partial(ask, server)) for count, server in heads.items()})
+    alone_s, together_s = map(statistics.median, turns.values())
+    found = {
+        "plan": heads[devices].plan(),
+        "one_ms": 1e3 * alone_s,
+        "first_ms": 1e3 * together_s,
+        "times": together_s / alone_s,
+    }
     _add(run, "first", path, devices, found, times=(None, 0.6))
 
 
 async def streaming(run: Run, path: Path, devices: int) -> None:
     """Four answers at once against one, of a model with half of its memory, on one device with all cores."""
     limit = int(STREAMING_SHARE * file_bytes(path)) + BESIDE_BYTES
-    head = ["--context", "256", "--sequences", "4", "--max-ram", f"{limit}B"]
-    with head_here(path, run.homes(), every=["--threads", "2"], head=head) as server:
-        (one_tokens, one_bytes), (four_tokens, four_bytes) = [
-            await asyncio.to_thread(_streamed, server, streams) for streams in (1, 4)
-        ]
+    every = ("--threads", "2", "--max-ram", f"{limit}B")
+    server = run.head(path, 1, "--context", "256", "--sequences", "4", every=every)
+    (one_tokens, one_bytes), (four_tokens, four_bytes) = [
+        await asyncio.to_thread(_streamed, server, streams) for streams in (1, 4)
+    ]
     found = {
         "tokens_per_s": [one_tokens, four_tokens],
         "bytes_per_token": [one_bytes, four_bytes],

@@ -16,11 +16,11 @@ from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from tools.lab.figures import Compared
 from tools.lab.harness import Bench, Run, in_thread, threads_flag
-from tools.lab.http_servers import HttpServer, head_here
+from tools.lab.http_servers import HttpServer
 from tools.lab.local_ring import even_windows
 from tools.lab.plain_llama import PROMPT
 
-WORKERS: Final = ("w1", "w2")
+DEVICES: Final = 3
 PROMPT_TOKENS: Final = 40
 TOKENS: Final = 256
 RINGS: Final[Mapping[str, tuple[str, ...]]] = {"without": ("--kv-backup", "off"), "with": ("--kv-backup", "16")}
@@ -29,7 +29,7 @@ AT_LEAST: Final = 0.98
 
 async def measure(run: Run, model: Path) -> None:
     """Both rings in turn."""
-    windows = even_windows(len(model_profile(open_model(model)).layers), 1 + len(WORKERS)) or ()
+    windows = even_windows(len(model_profile(open_model(model)).layers), DEVICES) or ()
     serving = ["--extra-buffers", "off", "--context", "1024", "--sequences", "1", "--rounds", "1"]
     serving += ["--windows", ",".join(map(str, windows))]
     every = ("--threads", str(run.options.threads))
@@ -41,10 +41,7 @@ async def measure(run: Run, model: Path) -> None:
         time.sleep(1)  # what came last is copied and forgotten before the other ring has its turn
         return (len(times) - 1) / (times[-1] - times[0]), behind
 
-    heads = {
-        ring: run.stack.enter_context(head_here(model, run.homes(), WORKERS, every=every, head=[*serving, *options]))
-        for ring, options in RINGS.items()
-    }
+    heads = {ring: run.head(model, DEVICES, *serving, *options, every=every) for ring, options in RINGS.items()}
     turns = await run.alternate({ring: in_thread(partial(ask, head)) for ring, head in heads.items()})
     without, copied = ([rate for rate, _ in its] for its in turns.values())
     note = f"at most {max(behind for _, behind in turns['with'])} tokens behind after a response"
@@ -52,7 +49,7 @@ async def measure(run: Run, model: Path) -> None:
         Compared(
             model=model.stem,
             case="copies",
-            devices=1 + len(WORKERS),
+            devices=DEVICES,
             what="tokens/s with the KV cache replicated, of without",
             found=copied,
             beside=without,

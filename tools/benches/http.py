@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tools.lab.harness import SMALL, Bench, Run, flag, in_thread
-from tools.lab.http_servers import HttpServer, head_here
+from tools.lab.http_servers import HttpServer
 from tools.lab.names import LabError
 from tools.lab.plain_llama import prompt_of
 from tools.lab.ports import free_port
@@ -39,10 +39,7 @@ async def measure(run: Run, model: Path) -> None:
         servers[name, 1] = run.stack.enter_context(_llama_server(options.server, model, folder, maximum, *more))
     head = ["--context", str(CONTEXT), "--objective", options.objective, "--extra-buffers", options.extra_buffers]
     for count in options.devices:
-        workers = [f"worker-{place}" for place in range(1, count)]
-        all_take_part = ["--use-all"] if workers else []
-        started = head_here(model, run.homes(), workers, head=[*head, *all_take_part])
-        servers[PRIMAD, count] = run.stack.enter_context(started)
+        servers[PRIMAD, count] = run.head(model, count, *head)
     turns = await run.alternate(
         {
             (*system, streams): in_thread(partial(_ask, server, streams))

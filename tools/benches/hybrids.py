@@ -33,7 +33,7 @@ from tools.lab import LabError
 from tools.lab.controlled import write_controlled
 from tools.lab.figures import Compared
 from tools.lab.harness import CORES, Bench, Run, flag, in_thread
-from tools.lab.http_servers import HttpServer, head_here
+from tools.lab.http_servers import HttpServer
 from tools.synth import write_model
 
 HISTORY_TOKENS: Final = 2000
@@ -83,12 +83,9 @@ def _model(run: Run, *, is_right: bool = False) -> tuple[Path, float]:
 
 
 def _head(run: Run, model: Path, devices: int, *options: str, pids: list[int] | None = None) -> HttpServer:
-    workers = [f"w{place}" for place in range(1, devices)]
-    head = ["--context", str(CONTEXT), "--extra-buffers", "off", *options, *(["--use-all"] if workers else [])]
     machines, started = 1 < devices <= CORES, ([] if pids is None else pids).append
-    return run.stack.enter_context(
-        head_here(model, run.homes(), workers, head=head, machines=machines, started=started)
-    )
+    served = ("--context", str(CONTEXT), "--extra-buffers", "off", *options)
+    return run.head(model, devices, *served, machines=machines, started=started)
 
 
 def _prompt(tokens: int, number: int) -> list[int]:

@@ -65,6 +65,8 @@ class LimitRow(Row):
             ring = f" on each of {row.devices} devices" if row.devices > 1 else ""
             name = f"{row.model} with {row.limit_share:g} of its memory{ring}"
             yield Figure(what=f"{name}: tokens/s, of plain llama.cpp", values=tuple(row.ratios), at_least=1.0)
+            off = 100 * abs(row.tokens_per_s / row.predicted_tokens_per_s - 1)  # ms a token, as predict has it
+            yield Figure(what=f"{name}: a token, predicted: % off", values=(off,), at_most=10.0)
             if row.read_ratio is not None:
                 yield Figure(what=f"{name}: bytes read, of the plan's", values=(row.read_ratio,), at_most=1.05)
 

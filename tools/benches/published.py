@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Final
 from tools.lab.figures import ROOT
 from tools.lab.harness import Bench, Run, flag
 from tools.lab.pages import between
-from tools.lab.published import FIGURES, Row, by_kind, decode_ratios, prefill_ratios, read_figures, rows, summary
+from tools.lab.published import FIGURES, NEAR, Row, by_kind, decode_ratios, prefill_ratios, read_figures, rows
 
 PAGE: Final = ROOT / "docs" / "benchmarks" / "published.md"
 BEGIN: Final = "<!-- published -->"
@@ -39,13 +40,15 @@ def markdown(found: Sequence[Row]) -> str:
 
 
 def _summary(ratios: Sequence[float]) -> str:
+    """How many there are, their median, and how many are near 1."""
     if not ratios:
         return ""
-    its = summary(ratios)
-    if its.count == 1:
-        return f"1: {its.median:.2f}"
-    spread = f"{its.median:.2f} ({its.minimum:.2f} to {its.maximum:.2f})"
-    return f"{its.count}: {spread}; {its.near} within 25 %, half within {its.error:.0%}"
+    median = f"{len(ratios)}: {statistics.median(ratios):.2f}"
+    if len(ratios) == 1:
+        return median
+    off = [abs(ratio - 1) for ratio in ratios]
+    near, half = sum(each <= NEAR for each in off), statistics.median(off)
+    return f"{median} ({min(ratios):.2f} to {max(ratios):.2f}); {near} within 25 %, half within {100 * half:.0f} %"
 
 
 BENCH: Final = Bench(

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from tools.benches.cases import CASES
 from tools.lab.harness import CORES, SMALL, Bench, Run, flag, in_thread
-from tools.lab.http_servers import HttpServer, head_here
+from tools.lab.http_servers import HttpServer
 from tools.lab.plain_llama import PROMPT
 from tools.lab.served import PRIMAD, Served
 
@@ -35,7 +35,8 @@ async def measure(run: Run, model: Path) -> None:
     options = run.options
     if options.case:
         for case, count in itertools.product(options.case, options.devices):
-            await CASES[case](run, model, count)
+            async with run.part():
+                await CASES[case](run, model, count)
         return
     heads = {count: await asyncio.to_thread(_head, run, model, count) for count in options.devices}
     turns = await run.alternate(
@@ -63,10 +64,7 @@ async def measure(run: Run, model: Path) -> None:
 
 
 def _head(run: Run, path: Path, count: int) -> HttpServer:
-    """What ``primad serve`` makes of so many devices."""
-    workers = [f"w{place}" for place in range(1, count)]
-    head = [*HEAD, "--sequences", str(max(run.options.streams)), *(["--use-all"] if workers else [])]
-    return run.stack.enter_context(head_here(path, run.homes(), workers, head=head, machines=count <= CORES))
+    return run.head(path, count, *HEAD, "--sequences", str(max(run.options.streams)), machines=count <= CORES)
 
 
 def _ask(head: HttpServer, streams: int, _: int) -> tuple[float, list[float], list[float]]:

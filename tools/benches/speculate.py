@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import llama_cpp as llama
 import msgspec
 
 from halda import arrange, instance
@@ -36,15 +37,14 @@ from primad.planning.drafting import drafting_of
 from primad.planning.question import default_workload
 from primad.ring.speculation.drafter import MAX_ROOM, Drafting
 from primad.ring.speculation.messages import DraftModel
-from tools.benches.cases import BESIDE_BYTES, STREAMING_SHARE
+from tools.lab import LabError
 from tools.lab.drafted import AS_SERVED, QUESTIONS, Drafted, DraftedCompletion
 from tools.lab.figures import late
 from tools.lab.harness import Bench, Run, flag
 from tools.lab.here import HOP, links_between, machines_here, measured_cpu
-from tools.lab.http_servers import HttpServer, head_here
+from tools.lab.http_servers import HttpServer
 from tools.lab.local_ring import LocalRing, even_bytes
 from tools.lab.memory_runs import file_bytes
-from tools.lab.quantised import FORMS, quantised
 from tools.synth import write_model
 
 CONTEXT: Final = 1024
@@ -52,6 +52,14 @@ ROWS: Final = 256
 FAR_DEVICES: Final = 4
 FAR_S: Final = 0.01
 """What a hop of far rings takes longer."""
+FORMS: Final = {
+    "f16": llama.LLAMA_FTYPE_MOSTLY_F16,
+    "q8_0": llama.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "q4_1": llama.LLAMA_FTYPE_MOSTLY_Q4_1,
+    "q2_k": llama.LLAMA_FTYPE_MOSTLY_Q2_K,
+}
+BESIDE_BYTES: Final = 130 << 20
+"""What the process takes beside half of the weights, where it streams the rest."""
 WAYS: Final = (AS_SERVED, "model", "wrong model")
 DRAWN: Final = msgspec.structs.replace(GREEDY, temperature=1.0, seed=7)
 
@@ -105,7 +113,7 @@ async def _measure_case(run: Run, case: str, path: Path) -> None:
     """All ways of one case, all questions."""
     options, folder = run.options, run.folder("/var/tmp")  # not in memory: what streams is read from a disk
     if case == "streams":
-        path = await asyncio.to_thread(quantised, path, "q8_0", folder, 2)
+        path = await asyncio.to_thread(_quantised, path, "q8_0", folder, 2)
     drafting = await asyncio.to_thread(_draft_models, path, folder, options.draft)
     systems, name = await CASES[case](run, path, folder, {way: drafting.get(way) for way in options.way})
     asked = questions(path)
@@ -132,7 +140,17 @@ def _draft_models(path: Path, folder: Path, form: str) -> dict[str, Path]:
     """What drafts for the model ``path`` in which way: another ``form`` of it, and one that was never taught."""
     untaught = folder / "untaught.gguf"
     write_model(untaught, vocabulary=f"from:{path}")
-    return {"model": quantised(path, form, folder, 2), "wrong model": untaught}
+    return {"model": _quantised(path, form, folder, 2), "wrong model": untaught}
+
+
+def _quantised(model: Path, form: str, folder: Path, threads: int) -> Path:
+    """``model`` in one of the ``FORMS``, made by llama.cpp's own quantiser, in a file in ``folder``. Raises ``LabError``."""
+    target = folder / f"{model.stem}-as-{form}.gguf"
+    params = llama.llama_model_quantize_default_params()
+    params.allow_requantize, params.nthread, params.ftype = True, threads, FORMS[form]
+    if llama.llama_model_quantize(str(model).encode(), str(target).encode(), params):
+        raise LabError(f"{model}: llama.cpp cannot make {form} of it")
+    return target
 
 
 def _loaded(path: Path, draft: Path | None) -> DraftModel | None:
@@ -211,7 +229,7 @@ async def _far(run: Run, path: Path, folder: Path, drafts: _Drafts) -> _Systems:
 
 async def _two(run: Run, path: Path, _: Path, drafts: _Drafts) -> _Systems:
     """Two machines with a core each."""
-    return {way: await asyncio.to_thread(_head, run, path, draft, ("w1",), ()) for way, draft in drafts.items()}, "two"
+    return {way: await asyncio.to_thread(_head, run, path, draft, 2, ()) for way, draft in drafts.items()}, "two"
 
 
 async def _streams(run: Run, path: Path, _: Path, drafts: _Drafts) -> _Systems:
@@ -221,19 +239,18 @@ async def _streams(run: Run, path: Path, _: Path, drafts: _Drafts) -> _Systems:
     """
     systems = {}
     for way, draft in drafts.items():
-        limit = int(STREAMING_SHARE * file_bytes(path)) + BESIDE_BYTES + (0 if draft is None else file_bytes(draft))
+        loaded = _loaded(path, draft)
+        limit = file_bytes(path) // 2 + BESIDE_BYTES + (0 if loaded is None else loaded.memory_bytes)
         every = ("--threads", "1", "--max-ram", f"{limit}B")
-        systems[way] = await asyncio.to_thread(_head, run, path, draft, (), every)
+        systems[way] = await asyncio.to_thread(_head, run, path, draft, 1, every)
     return systems, "streams"
 
 
-def _head(run: Run, path: Path, draft: Path | None, workers: Sequence[str], every: Sequence[str]) -> _System:
+def _head(run: Run, path: Path, draft: Path | None, devices: int, every: Sequence[str]) -> _System:
     """What ``primad serve`` makes of these devices, several of which are machines."""
     how = ["--speculate", "lookup"] if draft is None else ["--speculate", "draft", "--draft", str(draft)]
-    head = ["--context", str(CONTEXT), "--extra-buffers", "off", *how, *(["--use-all"] if workers else [])]
-    server = run.stack.enter_context(
-        head_here(path, run.homes(), workers, every=every, head=head, machines=bool(workers))
-    )
+    head = ("--context", str(CONTEXT), "--extra-buffers", "off", *how)
+    server = run.head(path, devices, *head, every=every, machines=devices > 1)
     streamed = sum(device["predicted"]["streamed"] for device in server.status()["devices"])
     run.say(f"{'no draft model' if draft is None else draft.name}: layers {server.plan()}, {streamed} of them streamed")
 

@@ -22,6 +22,7 @@ import psutil
 from tools import synthetic
 from tools.lab import LabError, figures
 from tools.lab.figures import Row, out
+from tools.lab.http_servers import HttpServer, head_here
 from tools.synth import PRESETS
 
 SMALL: Final = "smollm2-135m-q4_1"
@@ -107,6 +108,14 @@ class Run:
             self._homes.append(Path(self._all.enter_context(tempfile.TemporaryDirectory(prefix="primad-bench-"))))
         self._homes.append(self._homes[0] / str(len(self._homes)))
         return self._homes[-1]
+
+    def head(self, model: Path, devices: int, *options: str, **how: Any) -> HttpServer:
+        """What ``primad serve`` with ``options`` makes of so many devices, of which all take part; ``how`` as ``head_here``
+        has it. It ends with the part or the model that is measured."""
+        workers = [f"w{place}" for place in range(1, devices)]
+        all_take_part = ["--use-all"] if workers and "--windows" not in options else []
+        head = [*options, *all_take_part]
+        return self.stack.enter_context(head_here(model, self.homes(), workers, head=head, **how))
 
     async def alternate(
         self, systems: Mapping[K, Callable[[int], Awaitable[V]]], rounds: int | None = None

@@ -124,19 +124,6 @@ def prefill_ratios(rows: Iterable[Row]) -> list[float]:
     return [row.prefill_ratio for row in rows if row.prefill_ratio is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The ratios of a kind: how many, their median, and how many are near 1."""
-
-    count: int
-    median: float
-    minimum: float
-    maximum: float
-    near: int
-    error: float
-    """The median of how far they are off, as a share."""
-
-
 def read_figures(path: Path) -> list[Figure]:
     """The figures in a file. Raises ``ConfigError`` that names it."""
     try:
@@ -160,13 +147,6 @@ def row(figure: Figure, sheets: Sheets) -> Row:
     except (ConfigError, Infeasible) as exc:
         return _row(figure, None, None, str(exc))
     return _row(figure, *_rates(figure, found), "")
-
-
-def summary(ratios: Sequence[float]) -> Summary:
-    """What is said of some ratios."""
-    near = sum(abs(ratio - 1) <= NEAR for ratio in ratios)
-    off = statistics.median(abs(ratio - 1) for ratio in ratios)
-    return Summary(len(ratios), statistics.median(ratios), min(ratios), max(ratios), near, off)
 
 
 def _row(figure: Figure, decode: float | None, prefill: float | None, note: str) -> Row:

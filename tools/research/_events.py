@@ -70,14 +70,17 @@ class Fixture:
 
 @dataclass(slots=True)
 class Tally:
-    """Sums of one station since the beginning, in seconds, layers and bytes."""
+    """Sums of one station since the beginning, in seconds, layers and bytes.
+
+    ``link_s`` is what its outgoing link is occupied, ``hop_s`` what its messages are on the way in all.
+    """
 
     compute_s: float = 0.0
     stall_s: float = 0.0
     disk_s: float = 0.0
     link_s: float = 0.0
     hop_s: float = 0.0
-    layers: int = 0
+    layers: float = 0
     disk_bytes: float = 0.0
 
 

@@ -19,21 +19,11 @@ from halda.plan import Plan, Window
 from tools.research._events import Fixture, Segment, SimulatedRing, Tally, Visit
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceUse:
-    """What one device does for a token, on average. Seconds, layers, bytes.
-
-    ``link_s`` is what its outgoing link is occupied, ``hop_s`` what its messages are on the way in all.
-    """
+@dataclass(slots=True, kw_only=True)
+class DeviceUse(Tally):
+    """What one device does for a token, on average."""
 
     device: str
-    compute_s: float
-    stall_s: float
-    disk_s: float
-    link_s: float
-    hop_s: float
-    layers: float
-    disk_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
