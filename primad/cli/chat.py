@@ -42,6 +42,9 @@ def chat(
     url: Url = None,
     head: HeadName = None,
     api_key: Key = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model to talk to; the endpoint lists its names.", show_default=False)
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     temperature: Annotated[float | None, typer.Option(help="0 to 2.", min=0, max=2, show_default=False)] = None,
     seed: Annotated[int | None, typer.Option(help="Makes responses repeatable.", min=0, show_default=False)] = None,
@@ -60,7 +63,7 @@ def chat(
 
         primad chat --url http://127.0.0.1:9000 --system "Answer in French."
     """
-    options = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
+    options = {"model": model, "temperature": temperature, "seed": seed, "max_tokens": max_tokens}
     chosen = {key: value for key, value in options.items() if value is not None}
     there = reached(url, head, api_key)
     with asyncio.Runner() as runner:
@@ -68,7 +71,7 @@ def chat(
         if prompt is not None:
             talk.ask(prompt)
             return
-        err.print(_greeting(there), style="dim")
+        err.print(_greeting(there, model), style="dim")
         _converse(talk)
 
 
@@ -159,8 +162,8 @@ def _error(response: httpx.Response) -> str:
         return f"returned {response.status_code}; is it a primad endpoint?"
 
 
-def _greeting(there: Reached) -> str:
-    """The served model. Raises ``ClusterError`` if there is none, before anything is typed."""
+def _greeting(there: Reached, model: str | None) -> str:
+    """The ``model`` to talk to, else the served one. Raises ``ClusterError`` if there is none, before anything is typed."""
     with connected(there, _GREETING_S) as client:
         models = client.get("/v1/models")
         check_let_in(there.url, models.status_code)
@@ -170,7 +173,7 @@ def _greeting(there: Reached) -> str:
         waits = "" if health.status_code == _OK else f"; not serving yet: {health.json()['detail']}"
     except (ValueError, KeyError, TypeError) as exc:
         raise ClusterError(f"{there.url}: {_error(models)}") from exc
-    return f"{names[0] if names else 'no model yet'} at {there.url}{waits}"
+    return f"{model or (names[0] if names else 'no model yet')} at {there.url}{waits}"
 
 
 def _converse(talk: Talk) -> None:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 import typer
+from msgspec.structs import replace
 from rich import box
 from rich.table import Table
 
 from primad.cli.completion import one_of
 from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devices, wishes_of
 from primad.cli.grouped import grouped
+from primad.cli.hub import model_path
+from primad.cli.library import ModelFolders
 from primad.cli.options import Context, KvCacheType
 from primad.cli.output import err, out, print_json, tables
 from primad.cli.progress import RichReporter
+from primad.errors import ConfigError
+from primad.settings.config import load_config
 from primad.settings.quantities import parse_choice, show_bytes, show_ms, show_speed
 
 if TYPE_CHECKING:
+    from halda import ModelProfile
     from primad.planning.fit import Fit, FitResult
     from primad.planning.question import Question
 
@@ -32,6 +39,13 @@ class ModelsOptions:
 
     PANEL: ClassVar[str] = "Models"
 
+    model: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A model that 'primad models' lists, or a GGUF file; repeatable [default: well-known models].",
+            show_default=False,
+        ),
+    ] = None
     quant: Annotated[
         list[str] | None,
         typer.Option(
@@ -55,8 +69,9 @@ def fit(
     fleet: FleetOptions,
     live: LiveOptions,
     files: ProfileFiles = None,
+    folders: ModelFolders = None,
 ) -> None:
-    """Show which well-known models these devices can run, and how fast.
+    """Show which well-known models, or models on this device, these devices can run, and how fast.
 
     By default for this device and those in sight. The largest models with at least 5 tokens/s are marked.
 
@@ -67,27 +82,26 @@ def fit(
         primad fit --fleet mixed-home --quant q4k --quant q8
 
         primad fit --only qwen3 --context 16384
+
+        primad fit --model llama3.2:1b --model qwen3:4b
     """
     from primad.planning.fit import fit_all
 
-    questions = list(_questions(models, fleet, live, files))
+    profiles = list(_well_known(models) if not models.model else _of_library(models, live, folders))
+    questions = list(_questions(profiles, models, fleet, live, files))
     with RichReporter(err).waiting(f"planning for {len(questions)} models") as show:
         answer = fit_all(questions, planned=lambda count: show(f"planned for {count} of {len(questions)} models"))
+    if models.model:
+        answer = replace(answer, models=[replace(each, hub=each.name) for each in answer.models])
     if models.json:
         print_json(answer)
     else:
         _show(answer)
 
 
-def _questions(
-    models: ModelsOptions, fleet: FleetOptions, live: LiveOptions, files: list[Path] | None
-) -> Iterator[tuple[str, Question]]:
-    from halda import KV_TYPES
-    from primad.errors import ConfigError
+def _well_known(models: ModelsOptions) -> Iterator[tuple[str, ModelProfile]]:
     from primad.gguf.published import published_file, published_profile
     from primad.gguf.shapes import popular_shapes, shape
-    from primad.planning.question import Wishes, ask
-    from primad.planning.run_config import RunConfig
 
     kinds = [parse_choice(kind.lower(), _QUANTISATIONS, "--quant") for kind in models.quant or ("q4k",)]
     names = [name for name in popular_shapes() if (models.only or "").lower() in name]
@@ -95,19 +109,44 @@ def _questions(
         raise ConfigError(
             f"--only {models.only}: no model has that in its name; without --only 'primad fit' lists them all"
         )
-    found = found_devices(fleet, files, live)
-    run = RunConfig(objective="latency", kv_type=parse_choice(models.kv_type, KV_TYPES, "--kv-type"))
-    wishes = Wishes(time_limit_s=models.time_limit, **wishes_of(fleet))
-    wishes = replace(wishes, head=wishes.head or found.own)
     for name in names:
         for kind in kinds:
             file = published_file(f"{name}-{kind}")
-            profile = shape(f"{name}-{kind}") if file is None else published_profile(file)
-            context = None if models.context is None else min(models.context, profile.context_tokens)
-            yield (
-                f"{name}-{kind}",
-                ask(replace(wishes, run=replace(run, context_tokens=context)), found.devices, found.links, profile),
-            )
+            yield f"{name}-{kind}", shape(f"{name}-{kind}") if file is None else published_profile(file)
+
+
+def _of_library(
+    models: ModelsOptions, live: LiveOptions, folders: list[Path] | None
+) -> Iterator[tuple[str, ModelProfile]]:
+    from primad.planning.sources import read_model
+
+    if models.only or models.quant:
+        raise ConfigError("--model: contradicts --only and --quant; leave one of them out")
+    given = {"home": live.home, "models": tuple(folders or ())}
+    for name in dict.fromkeys(models.model or ()):
+        path = model_path(name, lambda: load_config(given), fetches=False)
+        yield name.as_posix(), read_model(path, None)
+
+
+def _questions(
+    profiles: Iterable[tuple[str, ModelProfile]],
+    models: ModelsOptions,
+    fleet: FleetOptions,
+    live: LiveOptions,
+    files: list[Path] | None,
+) -> Iterator[tuple[str, Question]]:
+    from halda import KV_TYPES
+    from primad.planning.question import Wishes, ask
+    from primad.planning.run_config import RunConfig
+
+    found = found_devices(fleet, files, live)
+    run = RunConfig(objective="latency", kv_type=parse_choice(models.kv_type, KV_TYPES, "--kv-type"))
+    wishes = Wishes(time_limit_s=models.time_limit, **wishes_of(fleet))
+    wishes = dataclasses.replace(wishes, head=wishes.head or found.own)
+    for name, profile in profiles:
+        context = None if models.context is None else min(models.context, profile.context_tokens)
+        asked = dataclasses.replace(wishes, run=dataclasses.replace(run, context_tokens=context))
+        yield name, ask(asked, found.devices, found.links, profile)
 
 
 def _show(answer: FitResult) -> None:
@@ -130,7 +169,8 @@ def _show(answer: FitResult) -> None:
 
 def what_is_marked(answer: FitResult) -> str:
     """The meaning of the star; without any, that no model is fast enough, and a possible reason."""
-    names = "each name is a --model-shape of primad plan"
+    is_served = all(each.hub == each.name for each in answer.models)
+    names = f"each name is a {'--model of primad serve' if is_served else '--model-shape of primad plan'}"
     if any(each.is_best for each in answer.models):
         return f"* the largest with at least 5 tokens/s; {names}"
     slow = "none reaches 5 tokens/s here; if a device was busy when it was measured: primad profile --remeasure"

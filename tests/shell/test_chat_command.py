@@ -35,6 +35,7 @@ class Endpoint:
     def __init__(self) -> None:
         self.asked: list[list[dict[str, str]]] = []
         self.paths: list[str] = []
+        self.models_asked: list[str | None] = []
         self.answers: list[tuple[int, bytes]] = []
         self.models: tuple[int, bytes] = 200, b'{"data": [{"id": "toy"}]}'
         self.health: tuple[int, bytes] = 200, b'{"detail": "serving with 1 device"}'
@@ -52,6 +53,7 @@ class Endpoint:
                 endpoint.paths.append(self.path)
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 endpoint.asked.append(body["messages"])
+                endpoint.models_asked.append(body.get("model"))
                 status, content = endpoint.answers.pop(0)
                 self.send_response(status)
                 self.send_header("content-length", str(len(content) + (not content.endswith((DONE, b"}")))))
@@ -112,6 +114,14 @@ def chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, en
 def test_one_question_gives_its_answer_and_no_thoughts_to_another_program(chat: Types, endpoint: Endpoint):
     endpoint.emits(event(reasoning_content="hm"), event(content="Be"), event(content="cause."), DONE)
     assert chat("Why?") == (0, "Because.\n", "")
+
+
+def test_another_model_of_the_endpoint_is_talked_to_by_name(chat: Types, endpoint: Endpoint):
+    endpoint.emits(event(content="so"), DONE)
+    endpoint.emits(event(content="so"), DONE)
+    assert chat("Why?") == (0, "so\n", "")
+    assert "llama3.2:1b at http" in chat("--model", "llama3.2:1b", lines=("Why?",))[2]
+    assert endpoint.models_asked == [None, "llama3.2:1b"]
 
 
 def test_letters_that_the_output_does_not_take_are_escaped(chat: Types, endpoint: Endpoint, monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 from primad.gguf.shapes import popular_shapes
 from primad.profiler.store import save_profile
 from tests.fakes.planning import GB, device
+from tools.synth import write_model
 
 
 @pytest.fixture
@@ -72,9 +73,27 @@ def test_json_has_every_model_and_quantisation(fit, house):
     assert all(each["tokens_per_s"] > 0 and each["devices"] for each in answer["models"])
 
 
+def test_models_of_the_library_are_planned_for_by_name_and_served_by_it(fit, house, tmp_path):
+    folder = tmp_path / "models"
+    folder.mkdir()
+    write_model(folder / "toy.gguf")
+    code, out, err = fit("--devices", house, "--models", folder, "--model", "toy")
+    assert (code, err) == (0, "")
+    assert "each name is a --model of primad serve" in out
+    assert out.splitlines()[-1] == "  primad serve --model toy"
+    code, out, _ = fit(
+        "--devices", house, "--models", folder, "--model", "toy", "--model", folder / "toy.gguf", "--json"
+    )
+    one, other = json.loads(out)["models"]
+    assert {one["name"], other["name"]} == {"toy", str(folder / "toy.gguf")}
+    assert one["tokens_per_s"] == pytest.approx(other["tokens_per_s"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "replies"),
     [
+        (("--model", "nosuch"), "nosuch: no such file, nor a model of this name here"),
+        (("--model", "toy", "--only", "qwen3"), "--model: contradicts --only and --quant"),
         (("--only", "nosuch"), "--only nosuch: no model has that in its name"),
         (("--quant", "q5"), "--quant"),
         (("--kv-type", "q9"), "--kv-type"),

@@ -60,6 +60,8 @@ FORMS: Final = {
 }
 BESIDE_BYTES: Final = 130 << 20
 """What the process takes beside half of the weights, where it streams the rest."""
+DRAFTING_BYTES: Final = 40 << 20
+"""What one that drafts takes beside its model."""
 WAYS: Final = (AS_SERVED, "model", "wrong model")
 DRAWN: Final = msgspec.structs.replace(GREEDY, temperature=1.0, seed=7)
 
@@ -240,7 +242,7 @@ async def _streams(run: Run, path: Path, _: Path, drafts: _Drafts) -> _Systems:
     systems = {}
     for way, draft in drafts.items():
         loaded = _loaded(path, draft)
-        limit = file_bytes(path) // 2 + BESIDE_BYTES + (0 if loaded is None else loaded.memory_bytes)
+        limit = file_bytes(path) // 2 + BESIDE_BYTES + (0 if loaded is None else loaded.memory_bytes + DRAFTING_BYTES)
         every = ("--threads", "1", "--max-ram", f"{limit}B")
         systems[way] = await asyncio.to_thread(_head, run, path, draft, 1, every)
     return systems, "streams"
