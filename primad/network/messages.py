@@ -247,7 +247,7 @@ class LoadDraft(msgspec.Struct, frozen=True, kw_only=True, tag="load_draft"):
     fetch the missing layers from ``sources`` and load it, for texts of at most ``context`` tokens, if ``memory_bytes``
     are free. ``maximum`` tokens are drafted at once, the ``first`` ones of them before alternatives.
 
-    Repeated until a ``DraftModelState`` comes. An older worker does not know it, and does not draft.
+    The reply is a ``DraftModelState``. An older worker does not know it, and does not draft.
     """
 
     epoch: int

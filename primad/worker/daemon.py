@@ -49,6 +49,7 @@ from primad.network.linkprobe import measure_links
 from primad.network.messages import (
     Dismiss,
     DraftInput,
+    DraftModelState,
     Echo,
     HeadMessage,
     Hello,
@@ -450,8 +451,8 @@ class WorkerDaemon:
                 await self._draft_service.release(epoch)
             case Dismiss():
                 self._dismissed.set()
-            case LoadDraft():
-                logger.info("paused: drafts nothing")
+            case LoadDraft(epoch=epoch):
+                await self._notify(DraftModelState(epoch=epoch, ready=False, error="paused by its owner"))
             case Probe() | Hello() | Echo() | Revoked():
                 raise AssertionError("answered before")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from primad.head.members.wanted import WantedState
-from primad.network.messages import Dismiss, Introduce, Link, MeasureLinks, Ping, Release
+from primad.network.messages import Dismiss, Introduce, Link, LoadDraft, MeasureLinks, Ping, Release, ReleaseDraft
 from tests.fakes.load import a_load
 
 KEYS = {"address": "tcp://127.0.0.1:5", "key": "a", "sender": "b"}
@@ -37,6 +37,20 @@ def test_links_are_asked_for_until_they_are_measured():
     assert table.ask_again(1) == [MeasureLinks(targets=[])]
     table.measured()
     assert table.ask_again(1) == []
+
+
+def a_draft(epoch):
+    window = a_load(epoch).windows[0].spec
+    return LoadDraft(epoch=epoch, window=window, vocabulary=9, context=64, maximum=8, first=2, sources=[])
+
+
+def test_a_draft_model_is_asked_for_until_its_ring_ends_and_no_other_ring_wants_one():
+    table = wanted(a_draft(3), a_draft(4))
+    assert table.ask_again(1) == [a_draft(4)]
+    table.ask(ReleaseDraft(epoch=3), 1)
+    assert table.ask_again(1) == [a_draft(4)], "of a ring before it"
+    table.ask(ReleaseDraft(epoch=4), 1)
+    assert table.ask_again(1) == [ReleaseDraft(epoch=4)]
 
 
 def test_an_epoch_is_released_until_the_worker_has_no_stage_in_it():

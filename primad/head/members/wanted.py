@@ -7,6 +7,8 @@ trust in other devices ``Introduce``           another list replaces it         
 a stage in an epoch    ``Load``, then ``Link`` it is released                   keeps it: loading, linked or broken
 no stage in an epoch   ``Release``             ``StageStates`` come without it  does nothing
 its links, measured    ``MeasureLinks``        ``LinksMeasured`` comes          continues to measure the same links
+a draft model          ``LoadDraft``           it is released                   keeps it, and reports its state
+no draft model         ``ReleaseDraft``        another one is wanted            does nothing
 its end                ``Dismiss``             the link is closed               does nothing
 =====================  ======================  ===============================  ==================================
 
@@ -18,9 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from primad.network.messages import Dismiss, HeadMessage, Introduce, Link, Load, MeasureLinks, Release
+from primad.network.messages import (
+    Dismiss,
+    HeadMessage,
+    Introduce,
+    Link,
+    Load,
+    LoadDraft,
+    MeasureLinks,
+    Release,
+    ReleaseDraft,
+)
 
-Wish = Introduce | Load | Link | Release | MeasureLinks | Dismiss
+Wish = Introduce | Load | Link | Release | MeasureLinks | LoadDraft | ReleaseDraft | Dismiss
 
 
 class WantedState:
@@ -40,7 +52,11 @@ class WantedState:
                 self._unseen.pop(epoch, None)
                 if isinstance(message, Load):
                     self._unseen[epoch] = next_ping, False
-            case Introduce() | MeasureLinks() | Dismiss():
+            case ReleaseDraft(epoch=epoch):
+                asked = self._asked.get(LoadDraft)
+                if not isinstance(asked, LoadDraft) or asked.epoch == epoch:  # another ring's is wanted still
+                    self._asked[LoadDraft] = message
+            case Introduce() | MeasureLinks() | LoadDraft() | Dismiss():
                 self._asked[type(message)] = message
 
     def measured(self) -> None:

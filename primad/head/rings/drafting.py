@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import Any, Final
 
 from primad.errors import ClusterError, PrimadError, ProtocolError
@@ -27,8 +26,6 @@ from primad.system.tasks import in_thread
 
 logger = logging.getLogger(__name__)
 
-AGAIN_S: Final = 5.0
-"""Unanswered messages are repeated."""
 LOOK_S: Final = 1.0
 """How often to check whether the device may be used, or may again."""
 TRY_S: Final = (30.0, 600.0)
@@ -167,16 +164,12 @@ class RemoteDrafter:
 
     async def _until_ready(self, worker: WorkerLink) -> None:
         load = await self._load(worker)
+        await worker.send(load)
         while not self._is_ready:
-            self._heard.clear()
             if self._error:
                 raise ClusterError(self._error)
-            await worker.send(load)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(AGAIN_S):
-                    while not self._is_ready and not self._error:
-                        await self._heard.wait()
-                        self._heard.clear()
+            await self._heard.wait()
+            self._heard.clear()
 
     async def _pass_on(self) -> None:
         while not self._error:
