@@ -25,9 +25,8 @@ from tools.lab import missing  # noqa: E402
 from tools.lab.forecasts import judged  # noqa: E402
 from tools.lab.matrix import CELLS, PAGE, Outcome, pages_seconds, with_table  # noqa: E402
 
-TESTS = "tests/homelab/test_faults.py"
-CROWD = "tests/e2e/test_crowd.py"
-LONG = "tests/e2e/test_long_answers.py"
+MATRIX = "tests/homelab/test_faults.py"
+TESTS = {"crowd": ("tests/e2e/test_crowd.py", "-q", "-rP"), "long": ("tests/e2e/test_long_answers.py", "-v")}
 TIMED = (
     "tests/e2e/test_ctrl_c.py",
     "tests/e2e/test_recovery.py",
@@ -42,12 +41,16 @@ TIMED = (
 
 
 def main(arguments: list[str]) -> int:
-    """Make the matrix, or judge the times; the exit code."""
-    if arguments[:1] == ["times"]:
-        return times(arguments[1:])
-    if arguments[:1] == ["long"]:
-        return long(arguments[1:])
-    return crowd(arguments[1:]) if arguments[:1] == ["crowd"] else matrix(arguments)
+    """Make the matrix, judge the times, or run the tests of a crowd or of long answers; the exit code."""
+    kind, *others = arguments or [""]
+    if kind == "times":
+        return times(others)
+    if kind not in TESTS:
+        return matrix(arguments)
+    code, found = run([*TESTS[kind], "-m", "slow and matrix", *others])
+    for test, name, seconds in found:
+        print(f"{test}: {name.removeprefix('gap_')}: {seconds:.2f} s")
+    return code
 
 
 def matrix(arguments: list[str]) -> int:
@@ -55,7 +58,7 @@ def matrix(arguments: list[str]) -> int:
     if (reason := missing()) is not None:
         print(f"faults: error: {reason}", file=sys.stderr)
         return 2
-    code, found = run([TESTS, "-v", "-m", "slow", *arguments])
+    code, found = run([MATRIX, "-v", "-m", "slow", *arguments])
     measured = {test.partition("[")[2].removesuffix("]"): value for test, name, value in found if name == "seconds"}
     page = PAGE.read_text(encoding="utf-8")
     known = pages_seconds(page) | measured
@@ -71,20 +74,6 @@ def times(arguments: list[str]) -> int:
     lines = judged(found)
     print("\n".join(lines))
     return code or int(any(line.startswith("BROKEN") for line in lines))
-
-
-def crowd(arguments: list[str]) -> int:
-    """Run what a crowd of clients does to a ring of three, and say what was held before and after; the exit code."""
-    code, _ = run([CROWD, "-q", "-rP", "-m", "slow and matrix", *arguments])
-    return code
-
-
-def long(arguments: list[str]) -> int:
-    """Run long answers under which a device dies, and say how long each stood still; the exit code."""
-    code, found = run([LONG, "-v", "-m", "slow and matrix", *arguments])
-    for test, name, seconds in found:
-        print(f"{test}: {name.removeprefix('gap_')}: {seconds:.2f} s")
-    return code
 
 
 def run(arguments: list[str]) -> tuple[int, list[tuple[str, str, float]]]:

@@ -183,7 +183,9 @@ def _status(_: argparse.Namespace) -> None:
 def _down(options: argparse.Namespace) -> None:
     hierarchies = here()
     labs = record.labs(hierarchies)
-    chosen = options.labs or ([options.lab] if options.lab else [lab for lab in labs if not record.owned(lab)])
+    chosen = options.labs or (
+        [options.lab] if options.lab else [lab for lab in labs if record.owner_lives(lab) is not True]
+    )
     for lab in chosen:
         if lab not in labs:
             raise LabError(f"lab {lab}: not there; {', '.join(labs) or 'there is none'}")

@@ -7,8 +7,9 @@ process give back layers that were planned to stay, which is right, and read up 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,13 @@ from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.planning.question import default_workload
 from primad.ring.messages import Sampled, Status
+from primad.system.memory import memory
+from tests.fakes.neighbour import Neighbour
 from tests.fakes.profile import PROFILE
 from tools.lab import missing
 from tools.lab.cgroups import here
 from tools.lab.local_ring import LocalRing
 from tools.lab.memory import Counters, LimitedGroup
-from tools.lab.memory_runs import device_in
-from tools.lab.neighbour import Neighbour
 from tools.synth import write_model
 
 pytestmark = [
@@ -101,7 +102,19 @@ async def unlimited(path: Path) -> tuple[list[int], list[int]]:
 
 def planned(model: Model, group: LimitedGroup) -> Solution:
     """The solver's plan for a device that has the group's memory."""
-    device = device_in(group, PROFILE, "d0", 1e9)
+    with tempfile.NamedTemporaryFile("w", suffix=".cgroup") as file:
+        file.write(group.proc_cgroup())
+        file.flush()
+        found = memory(Path(file.name))
+    device = replace(
+        PROFILE,
+        device="d0",
+        host="d0",
+        ram_total_bytes=found.total_bytes,
+        ram_available_bytes=found.available_bytes,
+        disk=replace(PROFILE.disk, prefetch_bytes_per_s=1e9),
+        gpu=None,
+    )
     return solve([device], [], model.profile, default_workload(CONTEXT, ROWS, "f16"))
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.neighbour import Neighbour
 from tools import synthetic
 from tools.lab import LabError
-from tools.lab.neighbour import Neighbour
 
 # ---- the program beside it ------------------------------------------------------------------------------------------
 

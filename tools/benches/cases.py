@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import statistics
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any, Final
 from primad.gguf.model import open_model
 from primad.gguf.windows import control_tokens
 from tools.lab import LabError
-from tools.lab.figures import Figure, Row, late
+from tools.lab.figures import Compared, late
 from tools.lab.harness import Run, in_thread
 from tools.lab.http_servers import HttpServer
 from tools.lab.memory_runs import file_bytes
@@ -41,47 +40,24 @@ _CALM_TOKENS: Final = 50
 """Of each answer, before a prompt comes and behind it."""
 
 
-class CaseRow(Row):
-    """What was ``found`` in a ``case``, and those of it that are ``judged``, each with its least and its most."""
-
-    def remarks(self) -> Iterator[str]:
-        reported = (
-            f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in self.found.items()
-        )
-        yield f"{self.case}, {self.model}, {self.devices} devices: {', '.join(reported)}"
-
-    @classmethod
-    def figures(cls, rows: Sequence[CaseRow]) -> Iterator[Figure]:
-        for row in rows:
-            for name, (minimum, maximum) in row.judged.items():
-                what = f"{row.model}, {row.devices} devices, case {row.case}: {name}"
-                yield Figure(what=what, values=(row.found[name],), at_least=minimum, at_most=maximum)
-
-
 def _head(run: Run, path: Path, devices: int, context: int, sequences: int) -> HttpServer:
     """What ``primad serve`` makes of so many devices, which count as machines with a core each."""
     return run.head(path, devices, "--context", str(context), "--sequences", str(sequences), machines=True)
 
 
-def _add(
-    run: Run,
-    case: str,
-    path: Path,
-    devices: int,
-    found: Mapping[str, Any],
-    **judged: tuple[float | None, float | None],
-) -> None:
-    run.add(CaseRow(case=case, model=path.stem, devices=devices, found=dict(found), judged=judged))
+def _add(run: Run, case: str, path: Path, devices: int, what: str, **more: Any) -> None:
+    run.add(Compared(case=case, model=path.stem, devices=devices, what=what, **more))
 
 
 async def long_prompt(run: Run, path: Path, devices: int) -> None:
     """A prompt of 4,000 tokens over four answers, and one of 50 behind it."""
     found = await asyncio.to_thread(_long_prompt, _head(run, path, devices, LONG_TOKENS + 96, 6))
-    _add(run, "prompt", path, devices, found, times=(None, 2.0))
+    _add(
+        run, "prompt", path, devices, "95 % of waits for a token beside a long prompt, of without", at_most=2.0, **found
+    )
 
 
-def _long_prompt(server: HttpServer) -> dict[str, float]:
+def _long_prompt(server: HttpServer) -> dict[str, Any]:
     times, leaves = [list[float]() for _ in range(4)], threading.Event()
     how: dict[str, Any] = {"ignore_eos": True, "speculate": False}
     with ThreadPoolExecutor(6) as pool:
@@ -114,31 +90,33 @@ def _long_prompt(server: HttpServer) -> dict[str, float]:
         for since_s, until_s in spans
     )
     calm = max(before, after)  # answers grow while the prompt is computed, and each of their tokens takes longer
-    return {
-        "late_before_ms": 1e3 * before,
-        "late_beside_ms": 1e3 * beside,
-        "late_after_ms": 1e3 * after,
-        "times": beside / calm,
-        "short_first_ms": 1e3 * (short_s - begin_s),
-        "long_first_ms": 1e3 * (end_s - begin_s),
-    }
+    note = f"TTFT of the prompt of {SHORT_TOKENS} {short_s - begin_s:.2f} s, of the long one {end_s - begin_s:.2f} s"
+    return {"found": [beside], "beside": [calm], "note": note}
 
 
 async def second_turn(run: Run, path: Path, devices: int) -> None:
     """What the first token of a chat's second turn takes, of what that of the first took."""
     begins = min(control_tokens(open_model(path)))
-    history: list[int] = []
-    while len(history) < HISTORY_TOKENS:
-        history += [begins, *prompt_of(99 + len(history) // 100)]
-    first_s, server = [], _head(run, path, devices, 4096, 1)
-    await asyncio.to_thread(server.sampled, prompt_of(300), 2)
-    for _ in range(2):
+    server = _head(run, path, devices, 4096, 1)
+
+    def prompt(tokens: int, number: int) -> list[int]:
+        return [begins, *prompt_of(tokens + number)[number + 1 :]]
+
+    turns = await run.alternate({"chat": in_thread(partial(chat, server, prompt))})
+    first, second, _ = zip(*turns["chat"], strict=True)
+    _add(run, "turn", path, devices, "TTFT of the second turn, of the first", found=second, beside=first, at_most=0.2)
+
+
+def chat(server: HttpServer, prompt: Callable[[int, int], list[int]], number: int) -> list[float]:
+    """TTFT of the first turn of a chat, of 2,000 tokens, of its second one, and of that asked again."""
+    asked = [token for i in range(HISTORY_TOKENS // 100) for token in prompt(100, 20 * number + i)]
+    first_s = []
+    for more in (prompt(30, number), [], []):
         begin_s = time.perf_counter()
-        reported = await asyncio.to_thread(server.sampled, history, 32, speculate=False)
-        first_s.append(reported[0][0] - begin_s)
-        history = [*history, *(token for _, token in reported), begins, *prompt_of(30)]
-    found = {"first_ms": 1e3 * first_s[0], "second_ms": 1e3 * first_s[1], "times": first_s[1] / first_s[0]}
-    _add(run, "turn", path, devices, found, times=(None, 0.2))
+        found = server.sampled(asked, 32, speculate=False, ignore_eos=True)
+        first_s.append(found[0][0] - begin_s)
+        asked = [*asked, *(token for _, token in found), *more] if more else asked
+    return first_s
 
 
 async def first_token(run: Run, path: Path, devices: int) -> None:
@@ -154,14 +132,9 @@ async def first_token(run: Run, path: Path, devices: int) -> None:
         return at_s - begin_s
 
     turns = await run.alternate({count: in_thread(partial(ask, server)) for count, server in heads.items()})
-    alone_s, together_s = map(statistics.median, turns.values())
-    found = {
-        "plan": heads[devices].plan(),
-        "one_ms": 1e3 * alone_s,
-        "first_ms": 1e3 * together_s,
-        "times": together_s / alone_s,
-    }
-    _add(run, "first", path, devices, found, times=(None, 0.6))
+    what = f"TTFT of {PROMPT_TOKENS} tokens, of that on one device"
+    more = {"found": turns[devices], "beside": turns[1], "note": f"layers {heads[devices].plan()}"}
+    _add(run, "first", path, devices, what, at_most=0.6, **more)
 
 
 async def streaming(run: Run, path: Path, devices: int) -> None:
@@ -172,13 +145,11 @@ async def streaming(run: Run, path: Path, devices: int) -> None:
     (one_tokens, one_bytes), (four_tokens, four_bytes) = [
         await asyncio.to_thread(_streamed, server, streams) for streams in (1, 4)
     ]
-    found = {
-        "tokens_per_s": [one_tokens, four_tokens],
-        "bytes_per_token": [one_bytes, four_bytes],
-        "tokens_times": four_tokens / one_tokens,
-        "bytes_times": four_bytes / one_bytes,
-    }
-    _add(run, "streaming", path, devices, found, tokens_times=(3.0, None), bytes_times=(None, 0.3))
+    if not one_bytes:
+        raise LabError(f"{path.stem}: nothing streams with {limit / 1e6:.0f} MB; choose a larger --model")
+    of = "of four requests, of one"
+    _add(run, "streaming", path, 1, f"tokens/s {of}", found=[four_tokens], beside=[one_tokens], at_least=3.0)
+    _add(run, "streaming", path, 1, f"bytes read a token {of}", found=[four_bytes], beside=[one_bytes], at_most=0.3)
 
 
 def _streamed(server: HttpServer, streams: int) -> tuple[float, float]:

@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from tools.lab.daemons import free_port
 from tools.lab.harness import SMALL, Bench, Run, flag, in_thread
 from tools.lab.http_servers import HttpServer
 from tools.lab.names import LabError
 from tools.lab.plain_llama import prompt_of
-from tools.lab.ports import free_port
 from tools.lab.served import PRIMAD, Served
 
 SERVER: Final = "llama-server"

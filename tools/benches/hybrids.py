@@ -29,6 +29,7 @@ from typing import Any, Final
 from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import scalar_value
 from primad.planning.batching import BATCHING_MODES
+from tools.benches.cases import chat
 from tools.lab import LabError
 from tools.lab.controlled import write_controlled
 from tools.lab.figures import Compared
@@ -36,7 +37,6 @@ from tools.lab.harness import CORES, Bench, Run, flag, in_thread
 from tools.lab.http_servers import HttpServer
 from tools.synth import write_model
 
-HISTORY_TOKENS: Final = 2000
 BEGINS: Final = 1
 """The token that a message begins with in these models."""
 CONTEXT: Final = 4096
@@ -101,17 +101,7 @@ async def turn(run: Run, devices: int) -> None:
     """A chat after the other, of two turns, the second one twice."""
     server = _head(run, _model(run)[0], devices, "--sequences", "1")
 
-    def chat(number: int) -> list[float]:
-        asked = [each for i in range(HISTORY_TOKENS // 100) for each in _prompt(100, 20 * number + i)]
-        first_s = []
-        for more in (_prompt(30, number), [], []):
-            begin_s = time.perf_counter()
-            found = server.sampled(asked, 32, **PLAIN)
-            first_s.append(found[0][0] - begin_s)
-            asked = [*asked, *(token for _, token in found), *more] if more else asked
-        return first_s
-
-    turns = await run.alternate({"chat": in_thread(chat)})
+    turns = await run.alternate({"chat": in_thread(partial(chat, server, _prompt))})
     first, second, again = zip(*turns["chat"], strict=True)
     for what, found in (("TTFT of the second turn", second), ("TTFT of it asked again", again)):
         _add(run, "turn", what, found, first, devices=devices, at_most=TURN)

@@ -38,7 +38,7 @@ from primad.planning.question import default_workload
 from primad.ring.speculation.drafter import MAX_ROOM, Drafting
 from primad.ring.speculation.messages import DraftModel
 from tools.lab import LabError
-from tools.lab.drafted import AS_SERVED, QUESTIONS, Drafted, DraftedCompletion
+from tools.lab.drafted import AS_SERVED, DEVICES, QUESTIONS, DraftedCompletion, compared
 from tools.lab.figures import late
 from tools.lab.harness import Bench, Run, flag
 from tools.lab.here import HOP, links_between, machines_here, measured_cpu
@@ -49,7 +49,6 @@ from tools.synth import write_model
 
 CONTEXT: Final = 1024
 ROWS: Final = 256
-FAR_DEVICES: Final = 4
 FAR_S: Final = 0.01
 """What a hop of far rings takes longer."""
 FORMS: Final = {
@@ -119,23 +118,19 @@ async def _measure_case(run: Run, case: str, path: Path) -> None:
     drafting = await asyncio.to_thread(_draft_models, path, folder, options.draft)
     systems, name = await CASES[case](run, path, folder, {way: drafting.get(way) for way in options.way})
     asked = questions(path)
-    found = {
-        (question, way): Drafted(case=name, model=path.stem, way=way, question=question)
-        for question in asked
-        for way in systems
+    found: dict[tuple[str, str], tuple[list[DraftedCompletion], list[DraftedCompletion]]] = {
+        (question, way): ([], []) for question in asked for way in systems
     }
 
     async def turn(question: str, way: str, number: int) -> None:
-        row = found[question, way]
         for speculates in (False, True) if number % 2 else (True, False):
             answer = await systems[way].ask(asked[question], options.tokens, speculates)
             if number:
-                (row.with_ if speculates else row.without).append(answer)
+                found[question, way][speculates].append(answer)
 
     await run.alternate({key: partial(turn, *key) for key in found})
-    for (_, way), row in found.items():
-        row.skipped = await systems[way].skipped()
-        run.add(row)
+    for (question, way), (without, drafted) in found.items():
+        run.add(*compared(path.stem, name, question, way, without, drafted, await systems[way].skipped()))
 
 
 def _draft_models(path: Path, folder: Path, form: str) -> dict[str, Path]:
@@ -200,15 +195,15 @@ def _completion(
 
 async def _far(run: Run, path: Path, folder: Path, drafts: _Drafts) -> _Systems:
     """Machines with a core each, which draft as ``serve`` would on them, as this one is measured now."""
-    model, names = model_profile(open_model(path)), [f"d{i}" for i in range(FAR_DEVICES)]
-    windows = even_bytes(model, FAR_DEVICES) or ()
+    model, count = model_profile(open_model(path)), DEVICES["far"]
+    names, windows = [f"d{i}" for i in range(count)], even_bytes(model, count) or ()
     found = machines_here(names, await asyncio.to_thread(measured_cpu, folder, 1, model))
     work = replace(default_workload(CONTEXT, ROWS, "f16"), flash=True)
     plan = arrange(names, windows, rounds=1, model=model)
     hop = replace(HOP, round_trip_s=HOP.round_trip_s + 2 * FAR_S)
     question = instance(found, links_between(names, hop), model, work, {}, plan.head)
     served = drafting_of("lookup", "exact", plan, question, batches_of("exact", plan, question, 1))
-    drafting = served or Drafting(room=min(FAR_DEVICES, MAX_ROOM))
+    drafting = served or Drafting(room=min(count, MAX_ROOM))
     systems = {}
     for way, draft in drafts.items():
         ring = LocalRing(
@@ -223,7 +218,7 @@ async def _far(run: Run, path: Path, folder: Path, drafts: _Drafts) -> _Systems:
             folder=folder,
         )
         systems[way] = _alone(await run.stack.enter_async_context(ring))
-    return systems, f"far, {FAR_DEVICES} devices, {1e3 * FAR_S:g} ms, room {drafting.room}"
+    return systems, f"far, {1e3 * FAR_S:g} ms, room {drafting.room}"
 
 
 # ---- as primad serves -----------------------------------------------------------------------------------------------

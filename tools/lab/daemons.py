@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -46,3 +47,13 @@ def daemon(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def free_port(wanted: int = 0) -> int:
+    """A port of 127.0.0.1 that nobody listens on now: the one that is ``wanted`` if it is free."""
+    try:
+        free = socket.create_server(("127.0.0.1", wanted))
+    except OSError:
+        free = socket.create_server(("127.0.0.1", 0))
+    with free:
+        return int(free.getsockname()[1])

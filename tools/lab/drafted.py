@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
-from tools.lab.figures import Figure, Row, number
+from tools.lab.figures import Compared
 
 AS_SERVED: Final = "as served"
+DEVICES: Final = {"two": 2, "streams": 1, "far": 4}
 COPIES: Final = ("code", "chat")
 """Answers to these questions repeat their prompts."""
 AT_LEAST: Final = {"two": 1.4, "streams": 2.5, "far": 2.0}
@@ -68,74 +69,48 @@ class DraftedCompletion:
     accepted: int
 
 
-@dataclass(kw_only=True)
-class Drafted(Row):
-    """One way of drafting and one question, run by run: without drafts and with."""
+def compared(
+    model: str,
+    case: str,
+    question: str,
+    way: str,
+    without: Sequence[DraftedCompletion],
+    drafted: Sequence[DraftedCompletion],
+    skipped: float,
+) -> Iterator[Compared]:
+    """One way of drafting and one question, run by run: without drafts and with; the share that this way ``skipped`` of all
+    its drafts, for all questions."""
+    tokens = sum(each.drafted for each in drafted)
+    held = f"{sum(each.accepted for each in drafted) / tokens:.0%} right, " if tokens else ""
+    late_ms = [f"{1e3 * statistics.median(each.late_s for each in of):.0f}" for of in (without, drafted)]
+    name = case.partition(",")[0]
+    what: dict[str, Any] = {"model": model, "case": case, "devices": DEVICES[name]}
+    is_same = all(a.tokens == b.tokens for a, b in zip(without, drafted, strict=True))
+    yield Compared(
+        **what,
+        what=f"{question}, {way}: tokens/s, of those without",
+        found=[1 / each.next_s for each in drafted],
+        beside=[1 / each.next_s for each in without],
+        at_least=_wanted(name, question, way),
+        is_same=is_same,
+        note=f"{held}{skipped:.0%} skipped, late tokens after {', '.join(late_ms)} ms",
+    )
+    if way == AS_SERVED:
+        yield Compared(
+            **what,
+            what=f"{question}, {way}: time to the first token",
+            found=[each.first_s for each in drafted],
+            beside=[each.first_s for each in without],
+            at_most=1.05,
+            is_same=is_same,
+        )
 
-    case: str
-    model: str
-    way: str
-    question: str
-    without: list[DraftedCompletion] = field(default_factory=list)
-    with_: list[DraftedCompletion] = field(default_factory=list)
-    skipped: float = 0.0
-    """Of all that this way drafted, for all questions."""
 
-    @property
-    def times(self) -> float:
-        """So many times the tokens a second."""
-        return statistics.median(self.rounds)
-
-    @property
-    def rounds(self) -> tuple[float, ...]:
-        """The same, round by round."""
-        return tuple(a.next_s / b.next_s for a, b in zip(self.without, self.with_, strict=True))
-
-    @property
-    def first_rounds(self) -> tuple[float, ...]:
-        """So many times the time to the first token, round by round."""
-        return tuple(b.first_s / a.first_s for a, b in zip(self.without, self.with_, strict=True))
-
-    @property
-    def is_same(self) -> bool:
-        """Whether all texts are those without."""
-        return all(a.tokens == b.tokens for a, b in zip(self.without, self.with_, strict=True))
-
-    @property
-    def accepted(self) -> float | None:
-        """Of what was drafted."""
-        drafted = sum(each.drafted for each in self.with_)
-        return sum(each.accepted for each in self.with_) / drafted if drafted else None
-
-    def heading(self) -> str:
-        return f"{self.model}, {self.case}"
-
-    def cells(self) -> Mapping[str, str]:
-        off, on = (statistics.median(1 / each.next_s for each in of) for of in (self.without, self.with_))
-        late = (1e3 * statistics.median(each.late_s for each in of) for of in (self.without, self.with_))
-        return {
-            "question": self.question,
-            "drafts": self.way,
-            "tok/s\noff, on": f"{off:.1f}, {on:.1f}",
-            "times": number(self.times, ".2f"),
-            "first\ntimes": number(statistics.median(self.first_rounds), ".2f"),
-            "late ms\noff, on": ", ".join(f"{each:.0f}" for each in late),
-            "right": number(self.accepted, ".0%", ""),
-            "skip": f"{self.skipped:.0%}",
-            "text": "same" if self.is_same else "DIFFERS",
-        }
-
-    @classmethod
-    def figures(cls, rows: Sequence[Drafted]) -> Iterator[Figure]:
-        """The ratios that are asked for."""
-        for each in rows:
-            case, repeats = each.case.partition(",")[0], each.question in COPIES
-            name = f"{each.model}, {each.case}, {each.question}, {each.way}"
-            faster = f"{name}: tokens/s, of those without"
-            if each.way == AS_SERVED:
-                yield Figure(what=faster, values=each.rounds, at_least=AT_LEAST.get(case) if repeats else 0.97)
-                yield Figure(what=f"{name}: time to the first token", values=each.first_rounds, at_most=1.05)
-            elif each.way == "wrong model" and not repeats:
-                yield Figure(what=faster, values=each.rounds, at_least=0.95)
-            elif each.way == "model" and case == "far":
-                yield Figure(what=faster, values=each.rounds, at_least=2.0 if each.question != "random" else 0.97)
+def _wanted(case: str, question: str, way: str) -> float | None:
+    """So many times the tokens a second at least."""
+    repeats = question in COPIES
+    if way == AS_SERVED:
+        return AT_LEAST.get(case) if repeats else 0.97
+    if way == "model" and case == "far":
+        return 2.0 if question != "random" else 0.97
+    return 0.95 if way == "wrong model" and not repeats else None

@@ -171,11 +171,6 @@ def shown(value: Any, form: str) -> str:
     return format(value, form)
 
 
-def number(value: float | None, form: str = ".1f", none: str = "-") -> str:
-    """``value`` in this form, for a table."""
-    return none if value is None else format(value, form)
-
-
 def figures_of(rows: Sequence[Row]) -> list[Figure]:
     """What is judged of rows of all kinds."""
     kinds: dict[type[Row], list[Row]] = {}

@@ -25,9 +25,8 @@ import psutil
 
 from primad.head.model.options import model_id
 from primad.settings.config import LOOPBACK
-from tools.lab.daemons import PRIMAD, daemon, environment
+from tools.lab.daemons import PRIMAD, daemon, environment, free_port
 from tools.lab.names import LabError
-from tools.lab.ports import free_port
 
 START_S: Final = 600.0
 ANSWER_S: Final = 600.0

@@ -34,9 +34,8 @@ class Counters:
 
     ``anonymous_bytes`` belong to no file, ``cache_bytes`` are the page cache, ``shared_bytes`` of it lie in no file of a
     disk. ``unevictable_bytes`` are locked, of whichever kind. ``usage_bytes`` is all that counts, the kernel's own included,
-    ``peak_bytes`` the most of it ever. ``limit_hits`` counts how often the limit made room, ``oom_kills`` processes that
-    died of it. (Linux 6.18 does not count the former in version 1: it says 0 for a group that is full.) ``read_bytes`` came
-    from disks, by calls, read-ahead and page faults alike.
+    ``oom_kills`` counts processes that died of the limit. ``read_bytes`` came from disks, by calls, read-ahead and page
+    faults alike.
     """
 
     anonymous_bytes: int
@@ -44,9 +43,7 @@ class Counters:
     shared_bytes: int
     unevictable_bytes: int
     usage_bytes: int
-    peak_bytes: int
     swap_bytes: int
-    limit_hits: int
     oom_kills: int
     read_bytes: int
 
@@ -113,36 +110,28 @@ class LimitedGroup:
     def _first(self) -> Counters:
         folder = self._at.group("memory", self._lab, _NAME)
         held = _fields(folder / "memory.stat")
-        # Whichever of two equal limits is asked first counts alone: that which includes swap, where swap is counted.
-        failures = [folder / "memory.failcnt", folder / "memory.memsw.failcnt"]
         return Counters(
             anonymous_bytes=held["total_rss"],
             cache_bytes=held["total_cache"],
             shared_bytes=held.get("total_shmem", 0),
             unevictable_bytes=held["total_unevictable"],
             usage_bytes=_number(folder / "memory.usage_in_bytes"),
-            peak_bytes=_number(folder / "memory.max_usage_in_bytes"),
             swap_bytes=held.get("total_swap", 0),
-            limit_hits=sum(_number(path) for path in failures if path.exists()),
             oom_kills=_fields(folder / "memory.oom_control").get("oom_kill", 0),
             read_bytes=self._read("blkio.throttle.io_service_bytes_recursive", _reads_of_first),
         )
 
     def _second(self) -> Counters:
         folder = self._at.group("memory", self._lab, _NAME)
-        held, events = _fields(folder / "memory.stat"), _fields(folder / "memory.events")
-        swap, peak = folder / "memory.swap.current", folder / "memory.peak"
-        usage = _number(folder / "memory.current")
+        held, swap = _fields(folder / "memory.stat"), folder / "memory.swap.current"
         return Counters(
             anonymous_bytes=held["anon"],
             cache_bytes=held["file"],
             shared_bytes=held["shmem"],
             unevictable_bytes=held["unevictable"],
-            usage_bytes=usage,
-            peak_bytes=_number(peak) if peak.exists() else usage,
+            usage_bytes=_number(folder / "memory.current"),
             swap_bytes=_number(swap) if swap.exists() else 0,
-            limit_hits=events["max"],
-            oom_kills=events["oom_kill"],
+            oom_kills=_fields(folder / "memory.events")["oom_kill"],
             read_bytes=self._read("io.stat", _reads_of_second),
         )
 

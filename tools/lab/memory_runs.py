@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
-from halda import DeviceProfile
-from primad.system.memory import memory
 from tools.lab import LabError, disk
 from tools.lab.http_servers import head_here
 from tools.lab.memory import Counters, LimitedGroup
@@ -49,23 +46,6 @@ class MemoryRun:
     devices: Sequence[dict[str, Any]] = ()
     stall_s: float = 0.0
     hit_share: float | None = None
-
-
-def device_in(group: LimitedGroup, profile: DeviceProfile, name: str, read_bytes_per_s: float) -> DeviceProfile:
-    """``profile`` as that of a device with the memory of ``group``, as primad tells its own, and a disk of this speed."""
-    with tempfile.NamedTemporaryFile("w", suffix=".cgroup") as file:
-        file.write(group.proc_cgroup())
-        file.flush()
-        found = memory(Path(file.name))
-    return replace(
-        profile,
-        device=name,
-        host=name,
-        ram_total_bytes=found.total_bytes,
-        ram_available_bytes=found.available_bytes,
-        disk=replace(profile.disk, prefetch_bytes_per_s=read_bytes_per_s),
-        gpu=None,
-    )
 
 
 def file_bytes(path: Path) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Final
 
 from halda import (
-    DeviceProfile,
     Instance,
     ModelProfile,
     Plan,
@@ -73,7 +72,7 @@ def row(name: str, fleet: Fleet) -> Row:
     model, latency = shape(MODELS[name]), PAPER["token_latency_ms"][name]
     paper = solve_published(fleet.devices, fleet.links, model, WORKLOAD, head=BEST_DEVICE)
     asked = ask(fleet, model, BEST_DEVICE)
-    split = memory_split(fleet.devices, asked)
+    split = memory_split(fleet, asked)
     heads = [device.device for device in fleet.devices]
     return Row(
         name=name,
@@ -94,9 +93,9 @@ def ask(fleet: Fleet, model: ModelProfile, head: str) -> Instance:
     return instance(fleet.devices, fleet.links, model, WORKLOAD, {}, head)
 
 
-def memory_split(devices: Sequence[DeviceProfile], asked: Instance) -> Plan:
+def memory_split(fleet: Fleet, asked: Instance) -> Plan:
     """Layers in proportion to free memory (VRAM where there is a GPU), as many on GPUs as fit: prima.cpp without Halda."""
-    model = asked.model
+    model, devices = asked.model, fleet.devices
     budgets = [device.gpu.vram_available_bytes if device.gpu else device.ram_available_bytes for device in devices]
     counts = apportion(budgets, len(model.layers), minimum=[2, *([1] * (len(devices) - 1))])
     plan = arrange([device.device for device in devices], counts, rounds=1, model=model)
@@ -106,7 +105,7 @@ def memory_split(devices: Sequence[DeviceProfile], asked: Instance) -> Plan:
         on_gpu = min(len(window.layers), room[window.device])
         room[window.device] -= on_gpu
         route.append(replace(window, gpu_layers=on_gpu))
-    return residency(replace(plan, route=tuple(route)), ask_head(asked, plan.head))
+    return residency(replace(plan, route=tuple(route)), ask(fleet, model, plan.head))
 
 
 def apportion(weights: Sequence[int], total: int, *, minimum: Sequence[int]) -> list[int]:
@@ -121,11 +120,6 @@ def apportion(weights: Sequence[int], total: int, *, minimum: Sequence[int]) -> 
     for i in by_remainder[: free - sum(extra)]:
         extra[i] += 1
     return [low + more for low, more in zip(minimum, extra, strict=True)]
-
-
-def ask_head(asked: Instance, head: str) -> Instance:
-    """The same question with another head."""
-    return instance(asked.devices, list(asked.links.values()), asked.model, asked.workload, asked.limits, head)
 
 
 def gpu_layers(asked: Instance, name: str, windows: int) -> int:

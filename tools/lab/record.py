@@ -79,22 +79,13 @@ def labs(hierarchies: Hierarchies) -> list[str]:
     return sorted(set().union(*(lab_ids(folder) for folder in (ROOTS, *hierarchies.tops()))))
 
 
-def owned(lab: str) -> bool:
-    """Whether a process that still runs will take the lab down."""
+def owner_lives(lab: str) -> bool | None:
+    """Whether the process that takes the lab down still runs; False where its record is gone, None for one that stays."""
     try:
         owner = read(lab).owner
     except LabError:
         return False
-    return owner is not None and owner.lives()
-
-
-def abandoned(lab: str) -> bool:
-    """Whether nobody will take the lab down any more: its owner is gone, or its record is."""
-    try:
-        owner = read(lab).owner
-    except LabError:
-        return True
-    return owner is not None and not owner.lives()
+    return None if owner is None else owner.lives()
 
 
 def _started(pid: int) -> int | None:

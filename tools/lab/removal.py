@@ -33,7 +33,7 @@ def remove(lab: str, hierarchies: Hierarchies) -> None:
 
 def remove_abandoned(hierarchies: Hierarchies) -> list[str]:
     """Remove the labs whose owner is gone; which."""
-    gone = [lab for lab in record.labs(hierarchies) if record.abandoned(lab)]
+    gone = [lab for lab in record.labs(hierarchies) if record.owner_lives(lab) is False]
     for lab in gone:
         remove(lab, hierarchies)
     return gone

@@ -59,7 +59,11 @@ class Served(Row):
         """Of primad's: the best of the other systems in the same round, one answer, one device."""
         for row in (row for row in rows if row.system == PRIMAD):
             what = f"{row.model}: ring of {row.devices}, {row.streams} streams, of"
-            others = [each for each in rows if each.system != PRIMAD and each.is_like(row, **_of(each))]
+            others = [
+                each
+                for each in rows
+                if each.system != PRIMAD and (each.model, each.streams) == (row.model, row.streams)
+            ]
             if others:
                 best = max(others, key=lambda each: statistics.median(each.tokens_per_s))
                 first = min(others, key=lambda each: statistics.median(each.first_s))
@@ -77,7 +81,3 @@ class Served(Row):
             if alone is not None and row.devices == 2 and row.streams > 1 and not others:
                 values = tuple(each / row.devices for each in row.of(alone))
                 yield Figure(what=f"{what} {row.devices} x one device with one", values=values, at_least=0.9)
-
-
-def _of(other: Served) -> dict[str, object]:
-    return {"system": other.system, "devices": other.devices}
