@@ -7,14 +7,13 @@ without is put back; where that changes nothing llama.cpp ignores it, which is w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from primad.gguf.architectures.table import SUPPORTED
 from primad.gguf.header import Header, Scalar, Value, array_value, scalar_value
 from primad.gguf.windows import window_metadata
 
-Values = Mapping[str, Value]
 KeyChange = Callable[[dict[str, Value], int, int], None]
 """Changes the metadata of the window of the layers from the first number to before the second."""
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
 
 from primad.errors import ModelError
 from primad.gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
@@ -259,18 +260,25 @@ def read_header(path: Path, *, header_only: bool = False) -> Header:
     Raises ``ModelError`` with the file, what is wrong and what to do, for everything that is not a complete,
     little-endian GGUF of version 2 or 3 whose tensors all lie inside the file.
     """
+    with _opened(path) as (file, size):
+        return read_header_of(file, path, size, header_only=header_only)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """The file at ``path`` and its size, not that of a pipe or device. Raises ``ModelError``."""
     try:
-        if path.is_dir():
-            raise ModelError(f"{path}: is a directory; give the .gguf file itself")
-        if path.exists() and not path.is_file():
-            raise ModelError(f"{path}: is not a regular file; give the .gguf file itself")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
+            raise ModelError(f"{path}: is {kind}; give the .gguf file itself")
+        if not status.st_size:
+            raise ModelError(f"{path}: is empty; fetch the file again")
         with path.open("rb") as file:
-            size = path.stat().st_size
-            if size == 0:
-                raise ModelError(f"{path}: is empty; fetch the file again")
-            return read_header_of(file, path, size, header_only=header_only)
+            yield file, status.st_size
     except FileNotFoundError as exc:
-        raise ModelError(f"{path}: no such file; check the path") from exc
+        linked = ", but a link to none" if path.is_symlink() else ""
+        raise ModelError(f"{path}: no such file{linked}; check the path") from exc
     except OSError as exc:
         raise ModelError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
 
@@ -303,18 +311,8 @@ def read_beginning(path: Path, max_bytes: int) -> Header:
     Opens no pipe or device. Raises ``ModelError`` for what can be seen to be wrong there, as ``read_header``, and for a
     file that has no tensors and is not the first part of a split model.
     """
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise ModelError(f"{path}: is not a regular file; give the .gguf file itself")
-        with path.open("rb") as file:
-            cursor = _Cursor(_Beginning(file.read(max_bytes)), path, status.st_size)
-    except FileNotFoundError as exc:
-        raise ModelError(f"{path}: no such file, or a link to none") from exc
-    except OSError as exc:
-        raise ModelError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
-    if not cursor.size:
-        raise ModelError(f"{path}: is empty; fetch the file again")
+    with _opened(path) as (file, size):
+        cursor = _Cursor(_Beginning(file.read(max_bytes)), path, size)
     values: dict[str, Value] = {}
     tensor_count, value_count = _counts(cursor)
     try:

@@ -13,7 +13,6 @@ tables of ``config.toml``.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, Final
 
 from primad.errors import ConfigError, printable
 from primad.settings.config import toml_file
-from primad.settings.quantities import parse_yes_no
+from primad.settings.quantities import did_you_mean, parse_yes_no
 from primad.settings.tables import OptionTable
 
 DEFAULTS: Final = "defaults"
@@ -73,14 +72,13 @@ def read_model_tables(home: Path, known: Collection[str]) -> ModelTables:
         table = OptionTable(name=name, file=file, values=dict(values))
         for key in values:
             if key not in known and key != PINNED:
-                raise ConfigError(f"{table.where(printable(key, 80))}: is no setting of a model; {_choice(key, known)}")
+                raise ConfigError(f"{table.where(printable(key, 80))}: is no setting of a model{_choice(key, known)}")
         tables.append(OptionTable(name=name, file=file, values=_checked(table)))
     return ModelTables(tuple(tables))
 
 
 def _choice(key: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean '{close[0]}'?" if close else f"there are {', '.join(sorted({*known, PINNED}))}"
+    return did_you_mean(key, known) or f"; there are {', '.join(sorted({*known, PINNED}))}"
 
 
 def _checked(table: OptionTable) -> dict[str, Any]:

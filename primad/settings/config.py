@@ -46,6 +46,7 @@ from primad.errors import ConfigError, printable
 from primad.settings.limits import OwnerLimits
 from primad.settings.quantities import (
     Amount,
+    did_you_mean,
     parse_amount,
     parse_bytes,
     parse_duration,
@@ -424,7 +425,6 @@ def _own_keys(stored: ConfigFile) -> dict[str, Any]:
     path, content = stored.path, {key: value for key, value in stored.values.items() if key not in TABLES}
     unknown = sorted(set(content) - set(KEYS))
     if unknown:
-        close = difflib.get_close_matches(unknown[0], KEYS, n=1)
-        meant = f"; did you mean '{close[0]}'?" if close else ""
-        raise ConfigError(f"{path}: unknown key '{printable(unknown[0], 80)}'; known are {', '.join(KEYS)}{meant}")
+        known = f"known are {', '.join(KEYS)}{did_you_mean(unknown[0], KEYS)}"
+        raise ConfigError(f"{path}: unknown key '{printable(unknown[0], 80)}'; {known}")
     return content

@@ -7,9 +7,10 @@ The ``show_`` functions write quantities for people.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -152,6 +153,12 @@ def parse_count(text: str, maximum: int, source: str) -> int | None:
     if not 1 <= count <= maximum:
         raise ConfigError(f"{source} {printable(text)}: give a whole number from 1 to {maximum}, or auto")
     return count
+
+
+def did_you_mean(typed: str, known: Collection[str]) -> str:
+    """The end of a message about ``typed``, which is not one of the ``known``: the one that is nearest, if any is near."""
+    close = difflib.get_close_matches(typed, known, n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def parse_list(value: Any, source: str) -> list[Any]:

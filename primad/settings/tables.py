@@ -10,7 +10,6 @@ What is typed wins over the table. Keys of the device itself stand above all tab
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from primad.errors import ConfigError, printable
 from primad.settings.config import KEYS, ConfigFile
+from primad.settings.quantities import did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,5 @@ def option_table(name: str, known: Collection[str], stored: ConfigFile) -> Optio
             continue
         if key in KEYS:
             raise table.error(key, "is a key of this device; it stands above all tables")
-        close = difflib.get_close_matches(key, known, n=1)
-        raise table.error(key, f"no option of primad {name}" + (f"; did you mean '{close[0]}'?" if close else ""))
+        raise table.error(key, f"no option of primad {name}{did_you_mean(key, known)}")
     return table

@@ -7,7 +7,6 @@ continues, and keeps what it has loaded for a head that comes back.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
 from contextlib import AsyncExitStack
@@ -86,8 +85,6 @@ from primad.system.tasks import Tasks
 from primad.trust.trust import HEAD
 from primad.worker.drafting import DraftService
 from primad.worker.stages import Stages
-
-logger = logging.getLogger(__name__)
 
 _MAX_RETIRED: Final = 256
 _MAX_HOLDS: Final = 4
