@@ -23,17 +23,12 @@ from starlette.routing import Route as StarletteRoute
 
 from primad import __version__
 from primad.api.answering.backend import Backend, Embeddings, ModelNames
-from primad.api.dialects.anthropic import routes as anthropic
-from primad.api.dialects.llama_server import routes as llama_server
-from primad.api.dialects.ollama import routes as ollama
-from primad.api.dialects.openai import routes as openai
 from primad.api.dialects.openai.shapes import HealthBody
-from primad.api.dialects.responses import routes as responses
+from primad.api.dialects.table import DIALECTS, dialect_of, refuse
 from primad.api.http.access import Admission
 from primad.api.http.connection import MAX_BODIES_BYTES, BodyGuard
-from primad.api.http.dialect import COMPONENT, Dialect, Route, schemas
+from primad.api.http.dialect import COMPONENT, Route, schemas
 from primad.api.http.endpoint import Endpoint, json_response
-from primad.api.http.errors import error_response
 from primad.api.http.framing import EVENT_STREAM
 from primad.api.http.guard import HostGuard, KeyGuard
 from primad.api.http.health import PATHS, HealthChecks
@@ -49,13 +44,6 @@ from primad.errors import PrimadError, RequestError
 from primad.settings.old_names import with_old_keys
 from primad.settings.timings import ApiTimings
 
-DIALECTS: Final = (
-    openai.DIALECT,
-    llama_server.DIALECT,
-    anthropic.DIALECT,
-    ollama.DIALECT,
-    responses.DIALECT,
-)
 SCRAPE_PAUSE_S: Final = 0.1
 """A text of the metrics takes milliseconds; all who ask meanwhile get the next one."""
 
@@ -84,10 +72,10 @@ def create_app(
     metrics.know(route.path for route in routes)
     app = Api(routes)
     app.add_middleware(BodyGuard, max_bytes=MAX_BODIES_BYTES)  # the middleware added last sees a request first
-    app.add_middleware(KeyGuard, door=admission.door, refuse=_refuse)
+    app.add_middleware(KeyGuard, door=admission.door, refuse=refuse)
     if origins := admission.origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",))
-    app.add_middleware(HostGuard, hosts=admission.hosts, refuse=_refuse)
+    app.add_middleware(HostGuard, hosts=admission.hosts, refuse=refuse)
     app.add_middleware(Counted, metrics=metrics)
     app.add_middleware(TidyPaths)
     _handle_errors(app)
@@ -187,27 +175,12 @@ def _served(route: Route) -> StarletteRoute:
     return served
 
 
-def _dialect_of(path: str) -> Dialect:
-    """The dialect with the longest prefix of ``path``."""
-    found = [
-        (len(prefix), number)
-        for number, one in enumerate(DIALECTS)
-        for prefix in one.prefixes
-        if path.startswith(prefix)
-    ]
-    return DIALECTS[max(found)[1]] if found else openai.DIALECT
-
-
-def _refuse(path: str, exc: PrimadError, headers: dict[str, str] | None = None) -> Response:
-    return error_response(exc, headers, shape=_dialect_of(path).error_body)
-
-
 def _handle_errors(app: Starlette) -> None:
     """Turn every exception into the error object of the path's dialect."""
 
     async def on_primad_error(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, PrimadError)
-        return _refuse(request.url.path, exc)
+        return refuse(request.url.path, exc)
 
     async def on_http_exception(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, HTTPException)
@@ -219,13 +192,13 @@ def _handle_errors(app: Starlette) -> None:
                 message = f"the method is not allowed: {where}"
             case _:
                 message = str(exc.detail)
-        return _refuse(request.url.path, RequestError(message, status=exc.status_code), dict(exc.headers or {}))
+        return refuse(request.url.path, RequestError(message, status=exc.status_code), dict(exc.headers or {}))
 
     async def on_left(request: Request, exc: Exception) -> Response:
         return Response(status_code=499)
 
     async def on_our_mistake(request: Request, exc: Exception) -> Response:
-        return _refuse(request.url.path, PrimadError("an internal error; the server's log has its traceback"))
+        return refuse(request.url.path, PrimadError("an internal error; the server's log has its traceback"))
 
     handlers: dict[type[Exception], Callable[[Request, Exception], Any]] = {
         PrimadError: on_primad_error,
@@ -257,7 +230,7 @@ def _responses(route: Route) -> dict[int | str, dict[str, Any]] | None:
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if route.stream_type is not None:
         content[route.stream_type] = {"itemSchema": _item(route)} if route.streamed else {}
-    error = _dialect_of(route.path).error_name
+    error = dialect_of(route.path).error_name
     refused = {"application/json": {"schema": {"$ref": COMPONENT.format(error)}}}
     return {200: {"description": "OK", "content": content}, "default": {"description": "Error", "content": refused}}
 

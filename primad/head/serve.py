@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
-
-import uvicorn
 
 from halda import ModelProfile
 from primad.api.answering.backend import ModelNames
@@ -18,8 +14,7 @@ from primad.api.app import create_app
 from primad.api.http.access import OF_THIS_MACHINE, OPEN, Admission, Door
 from primad.api.http.key_file import KeyFile
 from primad.api.http.keys import ApiKey, digest_of, new_key
-from primad.api.http.listener import Listener
-from primad.api.http.patience import MAX_CONNECTIONS, Patience
+from primad.api.http.server import HTTP_GRACE_S, HttpServer, bind_http, http_server, local_url
 from primad.certify.first import certified, warning
 from primad.certify.verdict import load_verdict, with_verdict
 from primad.daemon.embedding import EmbeddingService
@@ -35,27 +30,25 @@ from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
 from primad.head.admin_api import HeadAdminApi
 from primad.head.daemon import HeadDaemon
-from primad.head.model.options import ServeOptions, bind_http, is_for_several
+from primad.head.model.options import ServeOptions, is_for_several
 from primad.head.model.service import service_of
 from primad.head.model.text_service import TextService
 from primad.head.model.vocabulary import chat_template_of, facts_of
 from primad.head.rings.backend import RingBackend
 from primad.network.local_heads import announced_head
 from primad.network.own_places import own_names
-from primad.network.sockets import raise_descriptor_limit
 from primad.planning.adapters import check_adapters, open_adapters, with_adapters, with_rope
 from primad.planning.check_run import check_run
 from primad.planning.draft_model import AUTO, MAX_CONTEXT, choose_draft, draft_model, models_here, no_room_here
 from primad.planning.predicting import predicts, with_predicting
 from primad.ring.speculation.messages import DraftModel
-from primad.settings.config import LOOPBACK, Config, models_folder
+from primad.settings.config import Config, models_folder
 from primad.settings.quantities import show_bytes
 from primad.settings.timings import ApiTimings
 from primad.system.memory import memory
 from primad.system.niceness import apply_nice
 from primad.system.processors import usable_cores
 
-HTTP_GRACE_S: Final = 1
 EMBEDDING_NICE: Final = 10
 """A request's next token precedes embeddings."""
 OWN_COMMANDS: Final = "--own-commands"
@@ -245,33 +238,6 @@ async def _run(head: HeadDaemon, embedding: EmbeddingService | None, reporter: R
             await embedding.close()
 
 
-def local_url(host: str, port: int) -> str:
-    """The URL of the endpoint that listens at ``host``, for programs on this device."""
-    reached = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
-    return f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its own signal handlers: the daemon decides when it ends."""
-
-    def __init__(self, config: uvicorn.Config, patience: Patience, close: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._patience, self._close = patience, close
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve whom there is room for, from now on with other objects for ``sockets``."""
-        await super().serve([Listener(each, self._patience) for each in sockets or ()])
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End; listening pages are disconnected first."""
-        self._close()
-        await super().shutdown(sockets)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 def door_of(options: ServeOptions, own_key: str) -> Door:
     """The access rule: without keys everybody who reaches the server (``--no-auth``), or programs of this machine; with
     keys their holders, or ``own_key``. Raises ``ConfigError``."""
@@ -292,21 +258,9 @@ def _http_server(
     timings: ApiTimings,
     embeddings: EmbeddingService | None,
     admin_api: HeadAdminApi,
-) -> uvicorn.Server:
+) -> HttpServer:
     names = ModelNames(aliases=options.aliases, any_model=options.any_model)
     app = create_app(
         backend, admission=admission, timings=timings, names=names, embeddings=embeddings, admin_api=admin_api
     )
-    descriptors = raise_descriptor_limit()
-    maximum = MAX_CONNECTIONS if descriptors is None else min(MAX_CONNECTIONS, descriptors // 2)
-    patience = Patience(timings.request_timeout_s, timings.send_timeout_s, maximum=maximum, checks=app.state.checks)
-    config = uvicorn.Config(
-        app,
-        lifespan="off",
-        http=patience.protocol,  # type: ignore[arg-type]
-        ws="none",
-        log_level="error",  # it warns once per invalid request, as many as anybody likes to send
-        access_log=False,
-        timeout_graceful_shutdown=HTTP_GRACE_S,
-    )
-    return _HttpServer(config, patience, app.state.close)
+    return http_server(app, timings, app.state.checks, app.state.close)

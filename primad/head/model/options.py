@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any, Final
 
 from primad.api.answering.reading import AUTO
 from primad.engine.rope import AS_IN_THE_MODEL, Rope
-from primad.errors import ConfigError
 from primad.network.own_places import own_hosts
 from primad.planning.run_config import DEFAULT_RUN, RunConfig
 from primad.settings.config import LOOPBACK, Config, join_address
@@ -99,20 +96,3 @@ def is_for_several(options: ServeOptions, config: Config) -> bool:
 def model_id(path: Path) -> str:
     """The model's name for clients: its file's, without the part number of a split model."""
     return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
-
-
-def bind_http(host: str, port: int) -> socket.socket:
-    """The listening socket of the HTTP server. Raises ``ConfigError`` when the port is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    if sys.platform != "win32":  # there it would share a taken port
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(128)
-    except OSError as exc:
-        listener.close()
-        raise ConfigError(
-            f"--port {port}: cannot listen on {host}: {exc.strerror or exc}; choose another --port"
-        ) from exc
-    return listener
