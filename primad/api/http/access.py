@@ -41,8 +41,8 @@ class Door:
         self._allowances: dict[str, Allowance] = {}
 
     def enter(self, path: str, given: str | None, now_s: float, *, from_elsewhere: bool = False) -> Allowance | None:
-        """The allowance of the caller with the key ``given``; None: unlimited. ``from_elsewhere``: a proxy acts for
-        another machine.
+        """The allowance of the caller with the key ``given``; None: unlimited. ``from_elsewhere``: a proxy
+        or relay acts for another machine.
 
         Raises ``RequestError`` (401, 403, 429).
         """
@@ -51,8 +51,8 @@ class Door:
         if self._keys is None:
             if self._this_machine and from_elsewhere:
                 raise RequestError(
-                    "a proxy forwards this for another machine, and without keys this server is for local programs; "
-                    "give 'primad serve' an --api-key or --api-key-file, or --no-auth",
+                    "a proxy or relay forwards this for another machine, and without keys this server is for local "
+                    "programs; give 'primad serve' an --api-key or --api-key-file, or --no-auth",
                     status=403,
                     code="from_elsewhere",
                 )

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from primad.api.http.access import caller
 from primad.api.http.framing import Framing
-from primad.errors import PrimadError, RequestError
+from primad.errors import PrimadError, RequestError, RingError
 from primad.settings.timings import ApiTimings
 from primad.system.shares import Shares
 
@@ -32,6 +32,9 @@ MAX_BODIES_BYTES: Final = 128 << 20
 
 SEND_BODY: Final = "primad.send_body"
 """The scope's key for a function that sends bodies, bypassing middleware that only looks at the start of a response."""
+BROKEN: Final = "primad.broken"
+"""The scope's key for a function that gets the bytes which end a stream if this server goes away."""
+_GONE: Final = RingError("the head went away during this response; send the request again")
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -113,9 +116,14 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
     Raises ``ClientDisconnect`` if it left, and whatever ``work`` raises.
     """
+    return await unless(_wait_left(receive), work)
+
+
+async def unless(leaves: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled if ``leaves`` raises, and cancels it. Raises whatever either raises."""
     try:
         async with asyncio.TaskGroup() as group:
-            leaving = group.create_task(_wait_left(receive))
+            leaving = group.create_task(leaves)
             result = await work
             leaving.cancel()
     except BaseExceptionGroup as failures:
@@ -166,6 +174,8 @@ class MessageStream(Response):
         message."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (note_broken := scope.get(BROKEN)) is not None:
+            note_broken(self._framing.error(_GONE))
         try:
             await self._send_all(receive, send, scope.get(SEND_BODY, send))
         except ClientDisconnect:

@@ -27,6 +27,8 @@ from primad.errors import PrimadError, RequestError
 
 Refusing = Callable[[str, PrimadError], Response]
 """The response that refuses a request of a path, in the shape of its dialect."""
+RELAYED: Final = "primad.relayed"
+"""The key of a scope whose request another device relays: it is another machine's, and its host name was checked there."""
 
 
 _FORWARDED: Final = ("x-forwarded-for", "x-real-ip", "cf-connecting-ip", "true-client-ip")
@@ -50,7 +52,7 @@ class HostGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
-        if host is None or is_allowed(host, self._hosts):
+        if host is None or RELAYED in scope or is_allowed(host, self._hosts):
             await self._app(scope, receive, send)
             return
         refusal = RequestError(
@@ -85,7 +87,7 @@ class KeyGuard:
         if scope["type"] == "http":
             try:
                 headers = Headers(scope=scope)
-                proxied = comes_from_elsewhere(headers)
+                proxied = RELAYED in scope or comes_from_elsewhere(headers)
                 allowance = self._door.enter(scope["path"], claimed_key(headers), self._clock(), from_elsewhere=proxied)
                 let_in(allowance, (scope.get("client") or ("",))[0])
             except RequestError as exc:

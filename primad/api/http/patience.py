@@ -48,12 +48,12 @@ MAX_PARTS: Final = 64
 """For all connections that send many parts, in one turn of the loop."""
 MAX_READS: Final = 32
 """In one turn of the loop; whoever is read after them waits for its turn to be read again."""
-_BUSY: Final = (
+BUSY: Final = (
     b'{"error": {"message": "too many connections; close some or try again later", "code": "too_many_connections"}}'
 )
 REFUSAL: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-    b"retry-after: 5\r\nconnection: close\r\n\r\n%b" % (len(_BUSY), _BUSY)
+    b"retry-after: 5\r\nconnection: close\r\n\r\n%b" % (len(BUSY), BUSY)
 )
 
 

@@ -1,0 +1,141 @@
+"""Messages by which a device relays HTTP requests to its head (``primad join --api``).
+
+Each side names a request by the number that the relaying device gave it. Order is kept on a connection. Of the bytes of a
+body at most ``WINDOW_BYTES`` are on their way: the receiver confirms what it passed on (``BodyTaken``).
+
+Messages get lost with a connection. So while requests are open, the device says every second which ones (``RelayAlive``),
+and the head replies with those that it knows. Each ends what the other does not know, and everything after a silence.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from primad.errors import ProtocolError, printable
+from primad.network.contacts import is_address
+
+MAX_HEAD_BYTES: Final = 64 << 10
+"""The path, query and headers of a request or response together."""
+MAX_HEADERS: Final = 512
+MAX_OPEN: Final = 4096
+"""Requests of a device at a time."""
+PIECE_BYTES: Final = 16 << 10
+"""A longer part of a body is sent in pieces."""
+WINDOW_BYTES: Final = 64 << 10
+EMPTY_BYTES: Final = 64
+"""What a part of a body costs besides its bytes."""
+MAX_RELAY_BYTES: Final = 256 << 10
+"""Of a message."""
+_METHOD: Final = re.compile(r"[A-Z]{1,20}")
+_PATH: Final = re.compile(rb"/[!-~]*")
+
+Number = Annotated[int, Meta(ge=1, le=1 << 62)]
+Headers = Annotated[list[tuple[bytes, bytes]], Meta(max_length=MAX_HEADERS)]
+Piece = Annotated[bytes, Meta(max_length=PIECE_BYTES)]
+
+
+class RelayRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
+    """A request begins: ``path`` as in its first line, without the ``query``. ``client`` is the address of who sent it,
+    empty if it is the relaying device itself."""
+
+    number: Number
+    method: str
+    path: bytes
+    query: bytes
+    headers: Headers
+    client: str
+    version: str = "1.1"
+
+
+class RequestBody(msgspec.Struct, frozen=True, kw_only=True, tag="request-body"):
+    """The next bytes of its body; ``more``: others follow."""
+
+    number: Number
+    data: Piece
+    more: bool
+
+
+class RequestLeft(msgspec.Struct, frozen=True, kw_only=True, tag="request-left"):
+    """Its client is gone."""
+
+    number: Number
+
+
+class ResponseStart(msgspec.Struct, frozen=True, kw_only=True, tag="response"):
+    """The response begins. Of a stream, ``broken`` is the error that ends it if this head goes away."""
+
+    number: Number
+    status: Annotated[int, Meta(ge=100, le=599)]
+    headers: Headers
+    broken: Annotated[bytes, Meta(max_length=PIECE_BYTES)] = b""
+
+
+class ResponseBody(msgspec.Struct, frozen=True, kw_only=True, tag="response-body"):
+    """The next bytes of its body; without ``more`` the response is complete."""
+
+    number: Number
+    data: Piece
+    more: bool
+
+
+class BodyTaken(msgspec.Struct, frozen=True, kw_only=True, tag="taken"):
+    """The receiver passed on parts of the body that cost ``size`` bytes (``cost_of``)."""
+
+    number: Number
+    size: Annotated[int, Meta(ge=1, le=WINDOW_BYTES)]
+
+
+class RelayAlive(msgspec.Struct, frozen=True, kw_only=True, tag="alive"):
+    """A sign of life, with the requests that are open at the sender. The reply repeats ``newest``, the number of the
+    latest request."""
+
+    newest: Annotated[int, Meta(ge=0, le=1 << 62)]
+    open: Annotated[list[Number], Meta(max_length=MAX_OPEN)]
+
+
+RelayedMessage = RelayRequest | RequestBody | RequestLeft | BodyTaken | RelayAlive
+RelayReply = ResponseStart | ResponseBody | BodyTaken | RelayAlive
+
+_request_decoder: Final = msgspec.msgpack.Decoder(RelayedMessage)
+_reply_decoder: Final = msgspec.msgpack.Decoder(RelayReply)
+
+
+def cost_of(data: bytes) -> int:
+    """What a part of a body with these bytes takes of the window."""
+    return len(data) + EMPTY_BYTES
+
+
+def decode_relayed(data: bytes | memoryview) -> RelayedMessage:
+    """A message of a relaying device. Raises ``ProtocolError``."""
+    try:
+        message: RelayedMessage = _request_decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
+        raise ProtocolError(f"not a message of a device that relays requests: {printable(exc)}") from exc
+    if isinstance(message, RelayRequest):
+        _check_request(message)
+    return message
+
+
+def decode_relay_reply(data: bytes | memoryview) -> RelayReply:
+    """A message of the head. Raises ``ProtocolError``."""
+    try:
+        message: RelayReply = _reply_decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
+        raise ProtocolError(f"not a message of a head about relayed requests: {printable(exc)}") from exc
+    return message
+
+
+def _check_request(request: RelayRequest) -> None:
+    if not _METHOD.fullmatch(request.method) or request.version not in ("1.0", "1.1"):
+        raise ProtocolError(f"a relayed request of the method {printable(request.method, 40)!r}")
+    if not _PATH.fullmatch(request.path):
+        raise ProtocolError(f"a relayed request for {printable(request.path, 80)}")
+    if request.client and not is_address(request.client):
+        raise ProtocolError(f"a relayed request of {printable(request.client, 50)!r}, which is no address")
+    size = len(request.path) + len(request.query) + sum(len(name) + len(value) for name, value in request.headers)
+    if size > MAX_HEAD_BYTES:
+        raise ProtocolError(f"a relayed request whose headers have {size} bytes")

@@ -1,0 +1,56 @@
+"""Bodies on their way between two devices: in pieces, and no more of them than the receiver's memory has room for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+import zmq.asyncio
+
+from primad.network.relay_messages import PIECE_BYTES, WINDOW_BYTES, cost_of
+
+
+class Window:
+    """The sender's room for the parts of one body; it waits until the receiver took enough of them."""
+
+    def __init__(self) -> None:
+        self._left_bytes = WINDOW_BYTES
+        self._changed = asyncio.Event()
+        self._is_open = True
+
+    async def take(self, data: bytes) -> bool:
+        """Wait for room for ``data``, and take it; False if the receiver is gone."""
+        cost = cost_of(data)
+        while self._is_open and self._left_bytes < cost:
+            self._changed.clear()
+            await self._changed.wait()
+        self._left_bytes -= cost
+        return self._is_open
+
+    def give_back(self, size: int) -> None:
+        """The receiver took parts that cost ``size`` bytes."""
+        self._left_bytes = min(WINDOW_BYTES, self._left_bytes + size)
+        self._changed.set()
+
+    def close(self) -> None:
+        """The receiver is gone."""
+        self._is_open = False
+        self._changed.set()
+
+
+def send_now(socket: zmq.asyncio.Socket, frames: Sequence[bytes]) -> None:
+    """Send ``frames`` on a socket without a high-water mark, so that it need not wait; what cannot be sent is lost, as
+    with a connection."""
+    if not socket.closed:
+        socket.send_multipart(frames, zmq.NOBLOCK).add_done_callback(_sent)
+
+
+def _sent(sending: asyncio.Future[object]) -> None:
+    if not sending.cancelled():
+        sending.exception()
+
+
+def pieces(data: bytes, *, more: bool) -> Iterator[tuple[bytes, bool]]:
+    """``data`` in parts that fit a message, each with whether others follow; one if it is empty."""
+    for begin in range(0, max(1, len(data)), PIECE_BYTES):
+        yield data[begin : begin + PIECE_BYTES], more or begin + PIECE_BYTES < len(data)
