@@ -35,7 +35,7 @@ _PATH: Final = re.compile(rb"/[!-~]*")
 
 Number = Annotated[int, Meta(ge=1, le=1 << 62)]
 Headers = Annotated[list[tuple[bytes, bytes]], Meta(max_length=MAX_HEADERS)]
-Piece = Annotated[bytes, Meta(max_length=PIECE_BYTES)]
+PartBytes = Annotated[bytes, Meta(max_length=PIECE_BYTES)]
 
 
 class RelayRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
@@ -51,11 +51,11 @@ class RelayRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     version: str = "1.1"
 
 
-class RequestBody(msgspec.Struct, frozen=True, kw_only=True, tag="request-body"):
+class RequestPart(msgspec.Struct, frozen=True, kw_only=True, tag="request-part"):
     """The next bytes of its body; ``more``: others follow."""
 
     number: Number
-    data: Piece
+    data: PartBytes
     more: bool
 
 
@@ -74,11 +74,11 @@ class ResponseStart(msgspec.Struct, frozen=True, kw_only=True, tag="response"):
     broken: Annotated[bytes, Meta(max_length=PIECE_BYTES)] = b""
 
 
-class ResponseBody(msgspec.Struct, frozen=True, kw_only=True, tag="response-body"):
+class ResponsePart(msgspec.Struct, frozen=True, kw_only=True, tag="response-part"):
     """The next bytes of its body; without ``more`` the response is complete."""
 
     number: Number
-    data: Piece
+    data: PartBytes
     more: bool
 
 
@@ -97,8 +97,8 @@ class RelayAlive(msgspec.Struct, frozen=True, kw_only=True, tag="alive"):
     open: Annotated[list[Number], Meta(max_length=MAX_OPEN)]
 
 
-RelayedMessage = RelayRequest | RequestBody | RequestLeft | BodyTaken | RelayAlive
-RelayReply = ResponseStart | ResponseBody | BodyTaken | RelayAlive
+RelayedMessage = RelayRequest | RequestPart | RequestLeft | BodyTaken | RelayAlive
+RelayReply = ResponseStart | ResponsePart | BodyTaken | RelayAlive
 
 _request_decoder: Final = msgspec.msgpack.Decoder(RelayedMessage)
 _reply_decoder: Final = msgspec.msgpack.Decoder(RelayReply)

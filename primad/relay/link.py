@@ -24,16 +24,16 @@ from primad.network.relay_messages import (
     RelayAlive,
     RelayedMessage,
     RelayRequest,
-    RequestBody,
     RequestLeft,
-    ResponseBody,
+    RequestPart,
+    ResponsePart,
     ResponseStart,
     cost_of,
     decode_relay_reply,
 )
 from primad.network.sockets import bound_socket, endpoint, monitored, open_socket
 from primad.relay.place import HeadPlace
-from primad.relay.window import Window, pieces, send_now
+from primad.relay.window import SendWindow, pieces, send_now
 from primad.system.complaints import Complaints
 from primad.system.wire import encode
 from primad.trust.identity import Identity
@@ -48,9 +48,9 @@ class _Open:
     """A request that the head has: its replies that wait, and the room for its body."""
 
     def __init__(self) -> None:
-        self.replies: asyncio.Queue[ResponseStart | ResponseBody | None] = asyncio.Queue()
+        self.replies: asyncio.Queue[ResponseStart | ResponsePart | None] = asyncio.Queue()
         """None: no more will come. Windows bound what waits."""
-        self.window = Window()
+        self.window = SendWindow()
 
     def end(self) -> None:
         """The head does not have it any more."""
@@ -100,7 +100,7 @@ class HeadLink:
         while (message := await receive())["type"] == "http.request":
             for data, more in pieces(message.get("body", b""), more=message.get("more_body", False)):
                 if await request.window.take(data):
-                    self._send(RequestBody(number=number, data=data, more=more))
+                    self._send(RequestPart(number=number, data=data, more=more))
         raise ClientDisconnect
 
     async def _respond(self, number: int, request: _Open, send: Send) -> None:

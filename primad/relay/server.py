@@ -33,16 +33,16 @@ from primad.network.relay_messages import (
     RelayAlive,
     RelayReply,
     RelayRequest,
-    RequestBody,
     RequestLeft,
-    ResponseBody,
+    RequestPart,
+    ResponsePart,
     ResponseStart,
     cost_of,
     decode_relayed,
 )
 from primad.network.scopes import bare
 from primad.network.sockets import bind, bound_socket, open_socket
-from primad.relay.window import Window, pieces, send_now
+from primad.relay.window import SendWindow, pieces, send_now
 from primad.system.complaints import Complaints
 from primad.system.shares import Shares
 from primad.system.tasks import Tasks
@@ -56,8 +56,6 @@ MAX_RELAYED: Final = 1024
 LOOK_S: Final = 1.0
 GRACE_S: Final = 1.0
 """How long an ending head waits for open responses."""
-
-Send = Callable[[RelayReply], None]
 
 
 class RelayServer:
@@ -129,7 +127,7 @@ class RelayServer:
                 self._send(peer, RelayAlive(newest=newest, open=sorted(here)))
             case _ if device is None or message.number not in device.open:
                 return  # it has ended meanwhile
-            case RequestBody():
+            case RequestPart():
                 device.open[message.number].put(message)
             case BodyTaken():
                 device.open[message.number].window.give_back(message.size)
@@ -146,7 +144,7 @@ class RelayServer:
         if not self._places.has_room(machine):
             headers = [(b"content-type", b"application/json"), (b"retry-after", b"5")]
             self._send(peer, ResponseStart(number=number, status=503, headers=headers))
-            self._send(peer, ResponseBody(number=number, data=BUSY, more=False))
+            self._send(peer, ResponsePart(number=number, data=BUSY, more=False))
             return
         self._places.take(machine)
         request = device.open[number] = _Request(number, lambda reply: self._send(peer, reply))
@@ -191,17 +189,17 @@ class _Device:
 class _Request:
     """One relayed request, as the application receives it and responds to it."""
 
-    def __init__(self, number: int, reply: Send) -> None:
-        self.number, self.window = number, Window()
+    def __init__(self, number: int, reply: Callable[[RelayReply], None]) -> None:
+        self.number, self.window = number, SendWindow()
         self.is_complete = False
         self._reply = reply
-        self._parts: deque[RequestBody] = deque()
+        self._parts: deque[RequestPart] = deque()
         self._waiting_bytes = 0
         self._changed = asyncio.Event()
         self._has_left = False
         self._broken = b""
 
-    def put(self, part: RequestBody) -> None:
+    def put(self, part: RequestPart) -> None:
         """The next part of the body. Raises ``ProtocolError`` if the device exceeds its window."""
         self._waiting_bytes += cost_of(part.data)
         if self._waiting_bytes > WINDOW_BYTES:
@@ -244,7 +242,7 @@ class _Request:
             if not await self.window.take(data):
                 await asyncio.sleep(0)  # an application may go on sending until it hears of it
                 return
-            self._reply(ResponseBody(number=self.number, data=data, more=more))
+            self._reply(ResponsePart(number=self.number, data=data, more=more))
             self.is_complete = not more
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import zmq.asyncio
 
 from primad.network.relay_messages import PIECE_BYTES, WINDOW_BYTES, cost_of
 
 
-class Window:
+class SendWindow:
     """The sender's room for the parts of one body; it waits until the receiver took enough of them."""
 
     def __init__(self) -> None:
@@ -42,10 +43,10 @@ def send_now(socket: zmq.asyncio.Socket, frames: Sequence[bytes]) -> None:
     """Send ``frames`` on a socket without a high-water mark, so that it need not wait; what cannot be sent is lost, as
     with a connection."""
     if not socket.closed:
-        socket.send_multipart(frames, zmq.NOBLOCK).add_done_callback(_sent)
+        asyncio.ensure_future(socket.send_multipart(frames, zmq.NOBLOCK)).add_done_callback(_sent)
 
 
-def _sent(sending: asyncio.Future[object]) -> None:
+def _sent(sending: asyncio.Future[Any]) -> None:
     if not sending.cancelled():
         sending.exception()
 
