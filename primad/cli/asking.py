@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Final
@@ -15,8 +16,17 @@ from primad.settings.config import is_loopback
 MIN_KEY_CHARS: Final = 16
 MAX_KEY_CHARS: Final = 512
 _KEY: Final = re.compile(rf"[!-~]{{{MIN_KEY_CHARS},{MAX_KEY_CHARS}}}")
+NOT_ENCRYPTED: Final = "the HTTP endpoint is not encrypted; anyone on the network can read the traffic and keys"
 _HOST: Final = re.compile(r"(\*\.)?[a-z0-9]([a-z0-9._-]{0,252})")
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*]{1,255}")
+
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A name that clients use for this server, such as desk.lan or *.local; repeatable.",
+        show_default=False,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +50,7 @@ class AskingOptions:
     no_auth: Annotated[bool, typer.Option("--no-auth", help="Serve everybody who can reach the address of --host.")] = (
         False
     )
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A name that clients use for this server, such as desk.lan or *.local; repeatable.",
-            show_default=False,
-        ),
-    ] = None
+    allow_host: AllowHost = None
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(
@@ -82,12 +86,12 @@ def warning(options: AskingOptions, host: str) -> str | None:
             f"--host {host}: the HTTP endpoint has no password and no encryption; everyone who reaches this address "
             "can use it and read the traffic"
         )
-    return f"--host {host}: the HTTP endpoint is not encrypted; anyone on the network can read the traffic and keys"
+    return f"--host {host}: {NOT_ENCRYPTED}"
 
 
-def allowed_hosts(options: AskingOptions) -> tuple[str, ...]:
+def allowed_hosts(names: Sequence[str] | None) -> tuple[str, ...]:
     """The names of ``--allow-host``. Raises ``ConfigError`` for an invalid one."""
-    hosts = tuple(host.lower().removesuffix(".") for host in options.allow_host or ())
+    hosts = tuple(host.lower().removesuffix(".") for host in names or ())
     for host in hosts:
         if not _HOST.fullmatch(host):
             raise ConfigError(

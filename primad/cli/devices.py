@@ -34,9 +34,10 @@ class Row:
 
     ``device`` is the name under which it is trusted here, or the announced name of a stranger; ``calls_itself`` is the
     new name of a renamed one, else empty. Devices that a head introduced to the daemon here are trusted while that head
-    is connected. It listens at ``places`` (``host:port``): a worker for heads, a head for HTTP. ``key`` is the public
-    key in hexadecimal digits, ``fingerprint`` the same for people to compare; both are empty for a device too old to
-    have one. ``state`` comes from the daemon that runs here, or from discovery.
+    is connected. It listens at ``places`` (``host:port``): a worker for heads, a head for HTTP; a worker relays requests
+    to its head that reach ``relays_at``. ``key`` is the public key in hexadecimal digits, ``fingerprint`` the same for
+    people to compare; both are empty for a device too old to have one. ``state`` comes from the daemon that runs here, or
+    from discovery.
     """
 
     device: str
@@ -52,6 +53,7 @@ class Row:
     key: str
     fingerprint: str
     state: str
+    relays_at: tuple[str, ...] = ()
 
 
 @devices_app.callback()
@@ -148,6 +150,7 @@ def rows(peers: Sequence[Peer], trust: TrustStore, report: DaemonReport, own: st
             key=key_hex(peer.key),
             fingerprint=fingerprint(peer.key),
             state=state(peer),
+            relays_at=peer.relays_at,
         )
         for peer in peers
         if peer is newest[peer.key]
@@ -192,6 +195,7 @@ def _table(found: Sequence[Row], hidden: Collection[str]) -> Table:
     for row in found:
         name = f"{row.device} (calls itself {row.calls_itself})" if row.calls_itself else row.device
         address = "\n".join(row.places) + (" (that device only)" if row.key in hidden else "")
+        address += "".join(f"\nAPI {place}" for place in row.relays_at)
         halves = f"{row.fingerprint[:_HALF]}\n{row.fingerprint[_HALF + 1 :]}".strip()
         state = row.state if row.version in ("", __version__) else f"{row.state}, has primad {row.version}"
         table.add_row(*map(Text, (name, row.role, row.cluster, row.trusted, halves, state, address)))

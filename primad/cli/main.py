@@ -21,7 +21,7 @@ from primad.cli.commands import CommandGroup
 from primad.cli.devices import devices_app
 from primad.cli.doctor import doctor
 from primad.cli.fit import fit
-from primad.cli.join import JOIN_SHOWN, join
+from primad.cli.join import JOIN_SHOWN, JOIN_TABLE, join
 from primad.cli.key import key_app
 from primad.cli.models import models, pull, rm
 from primad.cli.options import Gpu, Home, Name, Threads
@@ -87,7 +87,7 @@ def _options(
     hide_gpus()  # a head loads the vocabulary with llama.cpp; only its child processes touch GPU drivers
 
 
-app.command(shown=JOIN_SHOWN)(join)
+app.command(shown=JOIN_SHOWN, table=JOIN_TABLE)(join)
 app.command(shown=SERVE_SHOWN, table=SERVE_TABLE)(serve)
 
 

@@ -300,7 +300,7 @@ def _serve_options(
         chat_template=None if endpoint.chat_template is None else chat_template_in(endpoint.chat_template),
         tool_parser=parse_choice(endpoint.tool_parser, PARSERS, "--tool-parser"),
         embedding=endpoint.embedding,
-        allowed_hosts=allowed_hosts(asking),
+        allowed_hosts=allowed_hosts(asking.allow_host),
         cors_origins=cors_origins(asking),
         api_key=asking.api_key,
         api_key_file=asking.api_key_file,

@@ -194,6 +194,11 @@ def _notes(status: StatusBody) -> list[str]:
         for member in status.cluster
         if member.device not in there
     ]
+    others += [
+        f"{printable(member.device)}: relays requests at {printable(member.api)}"
+        for member in status.cluster
+        if member.api
+    ]
     measured = status.measured
     wrong = [wrong_line(measured)] if measured is not None and measured.wrong is not None else []
     kept = [] if status.kv is None else _kept(status.kv)

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Final
 
 import zmq.asyncio
+from starlette.types import ASGIApp
 
 from primad.daemon.kv_blocks import HeldBlocks
 from primad.daemon.measuring import OwnProfile
@@ -56,6 +57,7 @@ from primad.network.admin import (
 )
 from primad.network.gate import Gate
 from primad.profiler.effort import QUICK
+from primad.relay.server import RelayServer
 from primad.system.notify import report
 from primad.system.tasks import Tasks
 from primad.trust.trust import WORKER
@@ -87,6 +89,8 @@ class HeadDaemon:
         )
         self._context = zmq.asyncio.Context()
         self._events: asyncio.Queue[types.Event] = asyncio.Queue(_MAX_EVENTS)
+        self.app: ASGIApp | None = None
+        """The HTTP application for requests that devices relay, if they may."""
         self._state: types.State | None = None
         self._awaited = ""
         self._missing: list[str] = []
@@ -148,6 +152,8 @@ class HeadDaemon:
                     group.create_task(self._node.gpu_care.run()),
                     group.create_task(report(lambda: self._backend.health().detail)),
                 ]
+                if self.app is not None and not self._options.single_device:
+                    services.append(group.create_task(self._accept_relayed(self.app).run()))
                 measuring = group.create_task(self._profile.measure())
                 services.append(measuring)
                 try:
@@ -167,6 +173,19 @@ class HeadDaemon:
                     # Concurrently: to say goodbye takes a while, and so does the end of a ring process.
                     await asyncio.gather(self._devices.farewell(), sight.aclose(), self._rings.close())
                     await self._held.clear()
+
+    def _accept_relayed(self, app: ASGIApp) -> RelayServer:
+        node = self._node
+        relays = RelayServer(
+            self._context,
+            self._config.host,
+            node.identity,
+            app,
+            allows=node.trust.trusts,
+            gone_after_s=self._config.gone_after_s,
+        )
+        self._devices.accept_relayed(relays.port)
+        return relays
 
     async def _drive(self) -> None:
         """Pass every event to the core, and carry out its decisions."""
@@ -275,6 +294,7 @@ class HeadDaemon:
                 "device": name,
                 "phase": str(phase_of(state, name)),
                 "reason": device.reason or (PAUSED if self._device_limits.of(name).is_paused else ""),
+                "api": self._devices.api_of(name),
             }
             for name, device in sorted(state.devices.items())
         ]

@@ -10,11 +10,11 @@ from typing import Final
 
 from halda import ModelProfile
 from primad.api.answering.backend import ModelNames
-from primad.api.app import create_app
+from primad.api.app import Api, create_app
 from primad.api.http.access import OF_THIS_MACHINE, OPEN, Admission, Door
 from primad.api.http.key_file import KeyFile
 from primad.api.http.keys import ApiKey, digest_of, new_key
-from primad.api.http.server import HTTP_GRACE_S, HttpServer, bind_http, http_server, local_url
+from primad.api.http.server import HTTP_GRACE_S, bind_http, http_server, local_url
 from primad.certify.first import certified, warning
 from primad.certify.verdict import load_verdict, with_verdict
 from primad.daemon.embedding import EmbeddingService
@@ -193,7 +193,8 @@ def serve(
                 reporter=reporter,
             )
             async with asyncio.TaskGroup() as group:
-                http = _http_server(backend, options, admission, node.timings.api, embedding, head.admin_api)
+                app = _app(backend, options, admission, node.timings.api, embedding, head.admin_api)
+                head.app, http = app, http_server(app, node.timings.api, app.state.checks, app.state.close)
                 serving = group.create_task(http.serve(sockets=[listener]))
                 heading = asyncio.create_task(_run(head, embedding, reporter))
                 try:
@@ -251,16 +252,15 @@ def door_of(options: ServeOptions, own_key: str) -> Door:
     return Door(lambda: (*always, *file.keys()))
 
 
-def _http_server(
+def _app(
     backend: RingBackend,
     options: ServeOptions,
     admission: Admission,
     timings: ApiTimings,
     embeddings: EmbeddingService | None,
     admin_api: HeadAdminApi,
-) -> HttpServer:
+) -> Api:
     names = ModelNames(aliases=options.aliases, any_model=options.any_model)
-    app = create_app(
+    return create_app(
         backend, admission=admission, timings=timings, names=names, embeddings=embeddings, admin_api=admin_api
     )
-    return http_server(app, timings, app.state.checks, app.state.close)

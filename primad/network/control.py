@@ -72,6 +72,8 @@ class WorkerEnd:
         self._socket, self.port = listen(context, zmq.ROUTER, host, port, preferred, identity=identity)
         self._complaints = Complaints(logger)
         self.scopes = Scopes()
+        self.heard_at = ""
+        """The address of the sender of the last message."""
 
     async def receive(self) -> tuple[bytes, str, HeadMessage]:
         """The next message of any device: connection, public key, message."""
@@ -84,7 +86,8 @@ class WorkerEnd:
                 key, size = sender_key(frames[0]), len(frames[0])
                 if size > USUAL_BYTES and not self._leads(key):
                     raise ProtocolError(f"message of {size} bytes of a device that is no head here")
-                self.scopes.saw(sender_address(frames[0]))
+                self.heard_at = sender_address(frames[0])
+                self.scopes.saw(self.heard_at)
                 return peer.bytes, key, decode_from_head(frames[0].bytes)
             except ProtocolError as exc:
                 self._complaints.add("refused a message on the control link", exc)

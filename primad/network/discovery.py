@@ -132,11 +132,13 @@ class Discovery:
         key: str,
         is_measuring: bool = False,
         http: str = "",
+        api: str = "",
     ) -> str:
         """Announce this device; returns its name, with a number if another device has the name.
 
         ``port`` is where it listens, ``key`` its public key (40 characters); ``is_measuring`` until ``end_measuring``.
-        ``http`` is the address on which a head's HTTP server has that port. Raises ``MulticastError`` when mDNS does
+        ``http`` is the address on which a head's HTTP server has that port, ``api`` where a worker relays requests
+        (``host:port``). Raises ``MulticastError`` when mDNS does
         not work.
         """
         await self._started()
@@ -154,6 +156,7 @@ class Discovery:
                 "key": key,
             } | ({"measuring": "1"} if is_measuring else {})
             self._announced |= {"http": http} if http else {}
+            self._announced |= {"api": api} if api else {}
             info = self._to_announce()
             try:
                 register = self._zeroconf.async_register_service

@@ -106,7 +106,8 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, tag="probe"):
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """The head introduces itself; ``session`` tells its restarts apart, ``build`` names its llama.cpp.
 
-    The worker may consider it gone after a silence of ``gone_after_s``.
+    The worker may consider it gone after a silence of ``gone_after_s``. It relays requests to TCP port ``relay_port`` (0:
+    this head accepts none).
     """
 
     protocol: int
@@ -115,6 +116,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     session: int
     build: str
     gone_after_s: Annotated[float, Meta(ge=0.1, le=3600.0)]
+    relay_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True):
@@ -303,13 +305,15 @@ class Probed(msgspec.Struct, frozen=True, kw_only=True, tag="probed"):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """The worker is free and has this profile; it serves layers on TCP port ``layer_port``."""
+    """The worker is free and has this profile; it serves layers on TCP port ``layer_port``, and the API at the URL
+    ``api``, if it does."""
 
     protocol: int
     version: str
     build: str
     profile: DeviceProfile
     layer_port: TcpPort
+    api: Annotated[str, Meta(max_length=300)] = ""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from primad.network.addresses import Interface, read_interfaces, resolved_host, usable_addresses
 from primad.network.scopes import needs_scope
+from primad.settings.config import join_address
 
 
 def own_names() -> tuple[str, ...]:
@@ -34,3 +35,8 @@ def own_hosts(
     usable = usable_addresses(own, resolved_host(host), interface)
     bridged = {str(address.ip) for found in own if found.rank > 1 for address in found.addresses}
     return [address for address in usable if not needs_scope(address) and address not in bridged] or usable
+
+
+def url_for_clients(host: str, port: int) -> str:
+    """The URL of the HTTP server that listens on ``host``: with that address, or the likeliest one for a wildcard."""
+    return f"http://{join_address(own_hosts(host)[0] if host in ('0.0.0.0', '::') else host, port)}"

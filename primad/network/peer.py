@@ -12,7 +12,7 @@ from zeroconf.asyncio import AsyncServiceInfo
 
 from primad.errors import printable
 from primad.network.addresses import Interface, order_by_likelihood
-from primad.settings.config import NAME, is_loopback, join_address
+from primad.settings.config import NAME, is_loopback, join_address, split_address
 from primad.trust.identity import is_key
 
 SERVICE: Final = "_primad._tcp.local."
@@ -31,8 +31,9 @@ class Peer:
 
     ``addresses`` are in the order to try them, link-local IPv6 ones with their scope here. ``key`` is the public key it
     claims. ``pairing`` is the channel of the open code and its pairing port. One that ``is_measuring`` itself accepts
-    no head yet. ``http`` is the address that a head's HTTP server listens on; empty if an older one does not say. Of
-    two announcements of one device the one with the higher ``revision`` is newer.
+    no head yet. ``http`` is the address that a head's HTTP server listens on; empty if an older one does not say. A
+    worker that relays requests to its head listens for them at ``api`` (``host:port``). Of two announcements of one
+    device the one with the higher ``revision`` is newer.
     """
 
     device: str
@@ -46,6 +47,7 @@ class Peer:
     pairing: tuple[int, int] | None
     is_measuring: bool = False
     http: str = ""
+    api: str = ""
     revision: int = 0
 
     def is_worker_of(self, cluster: str) -> bool:
@@ -60,13 +62,21 @@ class Peer:
     @property
     def listens_at(self) -> tuple[str, ...]:
         """Its address, as ``host:port``: a worker's for heads, a head's for HTTP. The most reachable one first."""
-        if self.http in ("", "::"):
+        return self._places(self.http, self.port)
+
+    @property
+    def relays_at(self) -> tuple[str, ...]:
+        """Where it relays requests to its head, as ``host:port``."""
+        return self._places(*split_address(self.api)) if self.api else ()
+
+    def _places(self, listening: str, port: int) -> tuple[str, ...]:
+        if listening in ("", "::"):
             hosts = self.addresses
-        elif self.http == "0.0.0.0":
+        elif listening == "0.0.0.0":
             hosts = tuple(address for address in self.addresses if ":" not in address)
         else:
-            hosts = (self.http,)
-        return tuple(join_address(host, self.port) for host in hosts)
+            hosts = (listening,)
+        return tuple(join_address(host, port) for host in hosts)
 
 
 def peer_of(info: AsyncServiceInfo, own: Sequence[Interface] = ()) -> Peer | None:
@@ -83,6 +93,7 @@ def peer_of(info: AsyncServiceInfo, own: Sequence[Interface] = ()) -> Peer | Non
     if not _NUMBER.fullmatch(protocol) or not is_key(key):
         return None
     http, revision = (texts.get("http") or "") if role == "head" else "", texts.get("rev") or ""
+    api = (texts.get("api") or "") if role == "worker" else ""
     pairing = _PAIR.fullmatch(pair) if pair else None
     if pair is not None and (pairing is None or not 0 < int(pairing[2]) < 65_536):
         return None
@@ -100,8 +111,14 @@ def peer_of(info: AsyncServiceInfo, own: Sequence[Interface] = ()) -> Peer | Non
         pairing=None if pairing is None else (int(pairing[1]), int(pairing[2])),
         is_measuring="measuring" in texts,
         http=http if _is_host(http) else "",
+        api=api if _is_place(api) else "",
         revision=int(revision) if _REVISION.fullmatch(revision) else 0,
     )
+
+
+def _is_place(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return _is_host(host.removeprefix("[").removesuffix("]")) and bool(re.fullmatch(r"[0-9]{1,5}", port))
 
 
 def _is_host(text: str) -> bool:

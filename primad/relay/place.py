@@ -1,8 +1,9 @@
-"""The head that a device relays requests to."""
+"""The head that a device relays requests to, and who has to know it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,3 +17,23 @@ class HeadPlace:
     port: int
     session: int
     gone_after_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiPlace:
+    """Where a device takes requests for its head, from clients that name an IP address, its own names or one of
+    ``allowed_hosts``."""
+
+    host: str
+    port: int
+    allowed_hosts: tuple[str, ...] = ()
+
+
+class FollowsHead(Protocol):
+    """The API of a device: for clients at ``url``, bound to ``listens_at`` (``host:port``)."""
+
+    url: str
+    listens_at: str
+
+    def follow(self, place: HeadPlace | None) -> None:
+        """From now on requests go to the head at ``place``; None: there is no head."""

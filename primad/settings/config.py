@@ -65,7 +65,7 @@ _VARIABLE: Final = "PRIMAD_"
 _UNIT: Final = re.compile(r"_(bytes|s|bytes_per_s)$")
 _NEARLY: Final = 0.8
 """So like a key, from 0 to 1, is a slip of it."""
-TABLES: Final = ("serve", "plan")
+TABLES: Final = ("serve", "join", "plan")
 """Commands whose options may stand in the file too, each in a table of its own (``tables.py``)."""
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
 """Names of devices and clusters, our own and those that others announce."""

@@ -78,6 +78,7 @@ from primad.network.messages import (
 )
 from primad.network.scopes import bare
 from primad.network.versions import OURS, Versions, build_gap, version_gap
+from primad.relay.place import FollowsHead, HeadPlace
 from primad.settings.config import DEFAULT_CONTROL_PORT, is_loopback
 from primad.settings.profiles import with_speeds
 from primad.system.notify import report
@@ -120,11 +121,12 @@ class WorkerDaemon:
         profile: OwnProfile,
         report_line: ReportLine,
         versions: Versions = OURS,
+        relay: FollowsHead | None = None,
     ) -> None:
         config, identity, trust = node.config, node.identity, node.trust
         self._config, self._identity, self._trust = config, identity, trust
         self._build, self._timings, self._versions = node.workspace.build, node.timings, versions
-        self._profile, self._report_line = profile, report_line
+        self._profile, self._report_line, self._relay = profile, report_line, relay
         self._name = config.name
         self._is_measured = profile.is_known
         self._discovery: Discovery | None = None
@@ -238,6 +240,7 @@ class WorkerDaemon:
                 port=self._end.port,
                 key=self._identity.public,
                 is_measuring=not self._is_measured,
+                api="" if self._relay is None else self._relay.listens_at,
             )
         except MulticastError as exc:
             self._report_line(f"{exc}; heads find this device by --device only")
@@ -246,6 +249,8 @@ class WorkerDaemon:
             self._pairing.use(discovery)
         self._pairing.name = self._name
         self._report_line(f"{self._name} is waiting for a head (cluster {self._config.cluster}, port {self._end.port})")
+        if self._relay is not None:
+            self._report_line(f"requests to {self._relay.url} are relayed to the head")
         if self._pause.paused is not None:
             self._report_line(f"{self._name} {self._pause.paused}")
         if not self._trust.entries() and not is_loopback(self._config.host):
@@ -319,7 +324,7 @@ class WorkerDaemon:
             elif isinstance(message, Revoked):
                 await self._on_revoked(key)
             elif isinstance(message, Hello):
-                await self._greet(peer, key, message)
+                await self._greet(peer, key, message, self._end.heard_at)
             elif lease is None or lease.key != key:
                 await self._end.send(peer, Refused("this device works for another head now; say hello first"))
             else:
@@ -356,7 +361,7 @@ class WorkerDaemon:
         answer = Probed(protocol=own.protocol, oldest=own.oldest, version=own.primad, device=self._name)
         await self._end.send(peer, answer)
 
-    async def _greet(self, peer: bytes, key: str, hello: Hello) -> None:
+    async def _greet(self, peer: bytes, key: str, hello: Hello, address: str) -> None:
         lease = self._lease
         if lease is not None and lease.key != key:
             await self._end.send(peer, Refused(f"{self._name} works for the head {lease.head}"))
@@ -398,6 +403,17 @@ class WorkerDaemon:
             profile=profile,
             introduced=lease.introduced if lease is not None else frozenset(),
         )
+        if self._relay is not None:
+            self._relay.follow(
+                HeadPlace(
+                    name=head,
+                    key=key,
+                    address=address,
+                    port=hello.relay_port,
+                    session=hello.session,
+                    gone_after_s=hello.gone_after_s,
+                )
+            )
         await self._notify(
             Welcome(
                 protocol=self._versions.protocol,
@@ -405,6 +421,7 @@ class WorkerDaemon:
                 build=self._build,
                 profile=profile,
                 layer_port=self._layers.port,
+                api="" if self._relay is None else self._relay.url,
             )
         )
 
@@ -494,6 +511,8 @@ class WorkerDaemon:
         if self._lease is not None:
             self._retired.append(self._lease.peer)
         self._lease = None
+        if self._relay is not None:
+            self._relay.follow(None)
         self._dismissed.set()  # nobody is left to hand over to
         self._stop_measuring()
         await self._draft_service.end()
@@ -598,6 +617,7 @@ class WorkerDaemon:
                         "serving": self._stages.is_serving,
                         "paused": self._pause.paused,
                         "port": self._end.port,
+                        "api": None if self._relay is None else self._relay.url,
                         "revoked_by": sorted(self._revoked_by),
                         "introduced": [] if self._lease is None else sorted(self._lease.introduced),
                     }

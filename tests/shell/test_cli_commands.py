@@ -33,6 +33,7 @@ from primad.network.admin import (
     Resume,
 )
 from primad.network.peer import Peer
+from primad.relay.place import ApiPlace
 from primad.settings.config import any_host
 from primad.settings.quantities import Share
 from primad.trust.identity import fingerprint, key_hex, load_identity, new_identity
@@ -98,14 +99,25 @@ def test_join_hands_on_what_its_owner_decided(command, joined):
     assert (config.limits.ram, config.limits.vram, config.limits.disk_bytes) == (Share(0.5), 6 * 10**9, 40 * 10**9)
     assert (config.nice, config.pause_on_battery) == (10, True)
     assert (config.interface, config.host, config.devices) == (INTERFACE, "127.0.0.1", ())
-    assert more == {"code": "7-lamp-river", "pair_at": "192.168.1.20:4711"}
+    assert more == {"code": "7-lamp-river", "pair_at": "192.168.1.20:4711", "api": None}
 
 
 def test_join_without_a_word_hears_all_networks(command, joined):
     assert command("join")[0] == 0
     ((config, more),) = joined
     assert config.host == any_host()
-    assert more == {"code": None, "pair_at": None}
+    assert more == {"code": None, "pair_at": None, "api": None}
+
+
+def test_join_relays_requests_only_where_its_owner_wants_it(command, joined, home):
+    code, _, err = command("join", "--api", "--api-host", "0.0.0.0", "--api-port", 0, "--allow-host", "sofa.lan")
+    assert code == 0
+    assert "warning: --api-host 0.0.0.0: the HTTP endpoint is not encrypted" in err
+    assert joined[0][1]["api"] == ApiPlace(host="0.0.0.0", port=0, allowed_hosts=("sofa.lan",))
+    home.mkdir()
+    (home / "config.toml").write_text("[join]\napi = true\napi_port = 8081\n")
+    assert command("join")[0] == 0
+    assert joined[1][1]["api"] == ApiPlace(host="127.0.0.1", port=8081)
 
 
 def test_a_flag_can_switch_off_what_the_file_switches_on(command, joined, home):

@@ -55,14 +55,14 @@ def test_what_cannot_be_names_the_file_and_the_key(content, message, tmp_path):
 def test_every_option_can_stand_in_the_file():
     """In its command's table, or as a key of the device."""
     own = {field.name for kind in (DeviceOptions, OwnerOptions) for field in fields(kind)} - {"home"}
+    own |= {"host", "port", "pause_on_battery"}
     elsewhere = {"listen": "host", "interface": "interface", "device": "devices", "models": "models"}
-    for name in ("serve", "plan"):
+    once = {"serve": {"home", "help_all"}, "join": {"home", "help_all", "code", "device"}}
+    once["plan"] = once["serve"] | {"files"}
+    for name in ("serve", "join", "plan"):
         command = get_command(cli.app).commands[name]
         for param in command.params:
-            if param.name in ("home", "help_all", "files") or param.name in command.table:
+            if param.name in once[name] or param.name in command.table:
                 continue
             assert param.name in own | set(elsewhere), param.name
             assert elsewhere.get(param.name, param.name) in KEYS
-    join = get_command(cli.app).commands["join"]
-    once = {"home", "help_all", "code", "device"}
-    assert {param.name for param in join.params} - once <= set(KEYS)

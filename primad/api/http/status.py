@@ -189,11 +189,13 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterMember(msgspec.Struct, frozen=True, kw_only=True):
-    """One device that the head knows, in the ring or not; ``reason`` explains its state, "" for none."""
+    """One device that the head knows, in the ring or not; ``reason`` explains its state, "" for none. ``api`` is where it
+    relays requests to the head."""
 
     device: str
     phase: str
     reason: str
+    api: str = ""
 
 
 class LeftOutDevice(msgspec.Struct, frozen=True, kw_only=True):

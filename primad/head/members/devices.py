@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from typing import Final
 
 from primad import __version__
@@ -64,6 +65,14 @@ class Devices:
         self._known_keys: set[str] = set()
         self._given: dict[str, str] = {}
         """The owner's names of the devices that are trusted by a file, by key."""
+
+    def api_of(self, name: str) -> str:
+        """The URL at which the device relays requests; empty if it does not."""
+        return self.workers[name].api if name in self.workers else ""
+
+    def accept_relayed(self, port: int) -> None:
+        """Devices may relay requests to ``port``."""
+        self._caller = replace(self._caller, relay_port=port)
 
     @property
     def session(self) -> int:

@@ -73,8 +73,8 @@ HELD_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The greeting head: its name, its keys, this start of it, its llama.cpp, and the silence after which it is
-    gone."""
+    """The greeting head: its name, its keys, this start of it, its llama.cpp, the silence after which it is gone, and the
+    port for relayed requests, if it accepts them."""
 
     context: zmq.asyncio.Context
     identity: Identity
@@ -83,6 +83,7 @@ class Caller:
     build: str
     gone_after_s: float
     ping_interval_s: float
+    relay_port: int = 0
     timings: NetworkTimings = NetworkTimings()
     versions: Versions = OURS
 
@@ -244,6 +245,7 @@ async def greet(caller: Caller, end: HeadEnd, post: Post, name: str) -> WorkerLi
         session=caller.session,
         build=caller.build,
         gone_after_s=caller.gone_after_s,
+        relay_port=caller.relay_port,
     )
     timeout_s = caller.timings.hello_timeout_s
     try:
@@ -277,7 +279,7 @@ class WorkerLink:
         self._calls_itself = welcome.profile.device
         self.profile: DeviceProfile = replace(welcome.profile, device=name)
         self.build = welcome.build
-        self.layer_port = welcome.layer_port
+        self.layer_port, self.api = welcome.layer_port, welcome.api
         self._post = post
         self._stages: dict[int, Stage] = {}
         self._drafts: dict[int, HearsDrafts] = {}

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from primad.api.answering.reading import AUTO
 from primad.engine.rope import AS_IN_THE_MODEL, Rope
-from primad.network.own_places import own_hosts
+from primad.network.own_places import url_for_clients
 from primad.planning.run_config import DEFAULT_RUN, RunConfig
-from primad.settings.config import LOOPBACK, Config, join_address
+from primad.settings.config import LOOPBACK, Config
 
 BLOCK_TOKENS: Final = 16
 """The most tokens lost with a device, besides those on their way to its replica."""
@@ -82,8 +82,7 @@ class ServeOptions:
     @property
     def url(self) -> str:
         """The endpoint's URL for clients: with the listening address, or the likeliest one for a wildcard."""
-        host = own_hosts(self.http_host)[0] if self.http_host in ("0.0.0.0", "::") else self.http_host
-        return f"http://{join_address(host, self.http_port)}"
+        return url_for_clients(self.http_host, self.http_port)
 
 
 def is_for_several(options: ServeOptions, config: Config) -> bool:
