@@ -41,7 +41,11 @@ from primad.trust.identity import Identity
 logger = logging.getLogger(__name__)
 
 ALIVE_S: Final = 1.0
-_WATCHED: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+_REFUSED_AFTER: Final = 2
+"""Refused connections in a row until the head's process counts as ended."""
+_WATCHED: Final = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+)
 
 
 class _Open:
@@ -157,13 +161,16 @@ class HeadLink:
 
     async def _watch(self) -> None:
         """What is open when the connection breaks is lost; without anything open it is just made again."""
-        is_made = False
+        is_made, refused, head = False, 0, f"the head {self.place.name}"
         while True:
             event = (await recv_monitor_message(self._monitor))["event"]
+            refused = refused + 1 if event == zmq.EVENT_CLOSED else 0
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self.end(f"the head {self.place.name} does not let this device in; pair the two again ('primad pair')")
+                self.end(f"{head} does not let this device in; pair the two again ('primad pair')")
             elif event == zmq.EVENT_DISCONNECTED and is_made and self._open:
-                self.end(f"the connection to the head {self.place.name} broke")
+                self.end(f"the connection to {head} broke")
+            elif refused >= _REFUSED_AFTER and self._open:
+                self.end(f"{head} is not there")
             is_made = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     def _send(self, message: RelayedMessage) -> None:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.e2e.cluster import (
+    HTTP,
     PATIENCE_S,
     Head,
     Primad,
@@ -30,8 +31,10 @@ from tests.figures import note
 
 pytestmark = pytest.mark.slow
 
-BY_HAND = ("--wait", 2, "--windows", "8,10,9", "--context", 512)
+BY_HAND = ("--wait", 2, "--windows", "8,10,9", "--context", 512, "--no-auth")
 """The same plan whatever is measured, and none with fewer devices."""
+
+RELAYED = ("--api", "--api-port", 0)
 
 
 @dataclass
@@ -52,7 +55,12 @@ class Three:
 
     def start_worker(self, name: str) -> None:
         """Start a worker again."""
-        self.workers[name] = self.stack.enter_context(joined(self.homes[name], self.cluster))
+        self.workers[name] = self.stack.enter_context(joined(self.homes[name], self.cluster, *RELAYED))
+
+    def relayed(self, name: str) -> Head:
+        """The head as clients of a worker see it."""
+        run = self.workers[name]
+        return Head(run, run.wait_for("^requests to (http://.*) are relayed to the head$")[1])
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +68,7 @@ def three(quick_model: Path, module_home) -> Iterator[Three]:
     with ExitStack() as stack:
         cluster = f"three-{secrets.token_hex(6)}"
         homes = {name: module_home(name) for name in ("head", "one", "two")}
-        one, two = stack.enter_context(all_joined([homes["one"], homes["two"]], cluster))
+        one, two = stack.enter_context(all_joined([homes["one"], homes["two"]], cluster, *RELAYED))
         workers = {"one": one, "two": two}
         head = stack.enter_context(heading(quick_model, homes["head"], cluster, *BY_HAND))
         head.wait_serving()
@@ -88,15 +96,36 @@ def test_a_worker_that_restarts_gets_nothing_again(three):
     assert layer_files(three.homes["two"]) == layers
 
 
+def test_a_worker_relays_what_the_head_streams_and_a_client_that_leaves_it(three):
+    relayed, path = three.relayed("two"), "/v1/chat/completions"
+    body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "stream": True, "max_tokens": 24}
+    direct, through = (
+        [json.loads(line[6:])["choices"] for line in answer.text.splitlines() if line.startswith("data: {")]
+        for answer in (httpx.post(f"{to.url}{path}", json=body, timeout=PATIENCE_S) for to in (three.head, relayed))
+    )
+    assert len(direct) > 12
+    assert through == direct
+    with httpx.stream("POST", f"{relayed.url}{path}", json=body | {"max_tokens": 400}, timeout=PATIENCE_S) as answer:
+        next(answer.iter_lines())
+    slots = f"{relayed.url}/slots"
+    wait_until(lambda: not any(slot["is_processing"] for slot in HTTP.get(slots).json()), "the sequence is free")
+    member = next(each for each in three.head.status()["cluster"] if each["device"] == "two")
+    assert member["api"] == relayed.url
+
+
 def test_a_head_that_restarts_finds_the_layers_in_the_memory_of_the_workers(three):
-    expected = ask(three.head, tokens=24).text
+    expected, relayed = ask(three.head, tokens=24).text, three.relayed("one")
     pids = {name: ring_process(run).pid for name, run in three.workers.items()}
-    three.head.run.kill()
+    broken = ask(relayed, three.head.run.kill, middle=8)
+    assert broken.error is not None
+    assert "the head went away" in broken.error["message"]
+    assert relayed.health()[0] == 503
     wait_until(lambda: marked(three.head.run.mark) == [], "the ring process of the killed head ends")
     start = time.monotonic()
     three.start_head()
     note("serving again", time.monotonic() - start, "the head restarted")
     assert ask(three.head, tokens=24).text == expected
+    assert ask(relayed, tokens=24).text == expected
     assert "shipping" not in three.head.run.output
     assert {name: ring_process(run).pid for name, run in three.workers.items()} == pids
     for run in (three.head.run, *three.workers.values()):
