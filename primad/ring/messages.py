@@ -469,13 +469,14 @@ def cause_of(broken: RingBroken) -> PrimadError:
 class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     """What only the head's ring process is told: the path of the ``model`` file, and how it runs generations.
 
-    It keeps at most ``depth`` steps in flight and runs so many generations ``at_once``, whose next tokens are computed
-    together as ``batching`` says. A chunk of a prompt has at most ``chunk_rows``, and ``min_rows`` or more before a
-    message; beside other answers it is computed in ``pieces``. Of an answer the cells of every ``keep_rows`` rows are kept,
-    or none. So many ``states`` of sequences are kept, where some layers have one; 0: they can be cut back. Where cells do
-    not go on without a state, one is kept with every ``state_rows`` rows of an answer; None: they do. Drafts are computed as
-    ``drafting`` says, or none; the model ``draft`` drafts what they are, if there is one: here, unless another device
-    ``drafts_elsewhere``. Or the model ``predicts`` itself, with layers that its tail has.
+    It keeps at most ``depth`` steps in flight (while nobody writes one chunk more) and runs so many generations
+    ``at_once``, whose next tokens are computed together as ``batching`` says. A chunk of a prompt has at most
+    ``chunk_rows``, and ``min_rows`` or more before a message; beside other answers it is computed in ``pieces``. Of an
+    answer the cells of every ``keep_rows`` rows are kept, or none. So many ``states`` of sequences are kept, where some
+    layers have one; 0: they can be cut back. Where cells do not go on without a state, one is kept with every
+    ``state_rows`` rows of an answer; None: they do. Drafts are computed as ``drafting`` says, or none; the model ``draft``
+    drafts what they are, if there is one: here, unless another device ``drafts_elsewhere``. Or the model ``predicts``
+    itself, with layers that its tail has.
     Where ``model`` has the vocabulary alone, the token embedding is in the layer file ``embedding``. Whole files of
     ``adapters`` are for the token embedding and for a model that is not cut. Of the ``vocabulary``'s tokens ``ends`` end
     a generation.

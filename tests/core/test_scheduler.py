@@ -84,14 +84,24 @@ def test_a_prompt_of_whole_chunks_has_no_empty_chunk():
     assert made.next_step(0) is None
 
 
-def test_the_depth_bounds_the_steps_under_way():
-    made = with_prompt(range(40), depth=2)
-    next_step(made)
-    next_step(made)
+@pytest.mark.parametrize(("depth", "under_way"), [(1, 1), (2, 3), (3, 4)])
+def test_one_chunk_waits_before_the_devices_of_a_ring_while_nobody_writes(depth, under_way):
+    made = with_prompt(range(40), depth=depth)
+    for _ in range(under_way):
+        next_step(made)
     assert made.next_step(0) is None
     assert commit(made, 0, None, 0) == [PromptProgress(request=1, tokens=4)]
-    assert next_step(made).step == 2
-    assert made.in_flight == 2
+    assert next_step(made).step == under_way
+    assert made.in_flight == under_way
+
+
+def test_while_others_write_no_more_chunks_are_under_way_than_there_are_devices():
+    made = scheduler(depth=2, sequences=2)
+    made.submit(generate(1, [1]))
+    next_step(made)
+    made.submit(generate(2, range(40)))
+    assert next_step(made).requests == [2]
+    assert made.next_step(0) is None
 
 
 def test_a_decode_step_waits_for_the_token_before_it():
@@ -194,9 +204,9 @@ def test_a_cancel_forgets_what_runs_and_drops_what_is_under_way():
 
 
 def test_a_cancelled_generation_still_takes_its_place_in_the_depth():
-    made = with_prompt(range(8), depth=2)
-    next_step(made)
-    next_step(made)
+    made = with_prompt(range(12), depth=2)
+    for _ in range(3):
+        next_step(made)
     made.cancel(Cancel(1))
     made.submit(generate(2, [9]))
     assert made.next_step(0) is None

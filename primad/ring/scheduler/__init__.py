@@ -15,10 +15,10 @@ where each has one the generation that had its sequence longest, once it has dra
 What is set back waits and goes on later as after the end of an epoch.
 
 Prompts are fed in chunks or pieces of them (``chunks.py``). They follow each other into the ring without waiting (up to
-``depth`` in flight), since only the last one's output is needed; decode steps wait for the tokens before them. Behind each
-the others that write have their turn, for it takes as long as a round of theirs. What of a prompt is there already is not
-computed again (``slots.py``); generations with the same whole prompt, as the choices of one request, have their first
-tokens drawn from the same logits.
+``depth`` in flight, in a ring one more while nobody writes), since only the last one's output is needed; decode steps wait
+for the tokens before them. Behind each the others that write have their turn, for it takes as long as a round of theirs.
+What of a prompt is there already is not computed again (``slots.py``); generations with the same whole prompt, as the
+choices of one request, have their first tokens drawn from the same logits.
 
 A generation that an earlier epoch began comes with the tokens it has sampled already. They are fed one by one, as they were
 fed then: llama.cpp computes several rows of a sequence in another order than single rows, and its sums would differ in the

@@ -177,6 +177,13 @@ class SchedulerState:
         return sum(running.is_decoding for running in self.running.values())
 
     @property
+    def max_steps(self) -> int:
+        """How many steps may be under way, drafts aside. While nobody writes one more chunk waits, since the head
+        has both the beginning of a chunk and the end of an earlier one: none idles until it comes to either.
+        """
+        return self.depth + (self.depth > 1 and not self.decoding)
+
+    @property
     def may_take_back(self) -> bool:
         """Whether drafts are on their way that may have to be taken back from a state."""
         return self.slots.have_states and any(step.tree.nodes for step in self.in_flight.values())
