@@ -10,7 +10,6 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from primad.api.answering.backend import ServedModel
 from primad.api.answering.job import Job
 from primad.api.dialects.anthropic import prepared
 from primad.api.dialects.anthropic.prepared import TokenCount
@@ -23,7 +22,7 @@ from primad.api.dialects.anthropic.responses import (
 )
 from primad.api.dialects.anthropic.schema import CountRequest, MessagesRequest
 from primad.api.http.dialect import Dialect, Route
-from primad.api.http.endpoint import Endpoint, json_response
+from primad.api.http.endpoint import Endpoint, Serving, json_response
 from primad.api.http.framing import EVENT_STREAM, Framing, NamedEvent, named_event
 from primad.errors import PrimadError
 
@@ -51,13 +50,12 @@ class _Routes:
 
     async def count(self, request: Request) -> Response:
         """The number of tokens of a conversation, even of one that is too long."""
-        served = self._endpoint.serving()
-        return json_response(await self._endpoint.prepare(request, prepared.count, served))
+        return json_response(await self._endpoint.serving(request).prepare(prepared.count))
 
     async def messages(self, request: Request) -> Response:
         """Continue a conversation."""
-        served = self._endpoint.serving()
-        asked = await self._endpoint.prepare(request, prepared.messages, served)
+        serving = self._endpoint.serving(request)
+        asked = await serving.prepare(prepared.messages)
         response = MessageResponse(
             id=f"msg_{secrets.token_hex(12)}",
             model=asked.model,
@@ -65,15 +63,13 @@ class _Routes:
             shows_thoughts=asked.shows_thoughts,
         )
         if asked.stream:
-            return self._endpoint.stream(self._stream(served, asked.job, response), _EVENTS)
-        completed = await self._endpoint.whole(request, served, asked.job)
+            return self._endpoint.stream(self._stream(serving, asked.job, response), _EVENTS)
+        completed = await serving.whole(asked.job)
         return json_response(response.whole(completed[0]))
 
-    async def _stream(
-        self, served: ServedModel, job: Job, response: MessageResponse
-    ) -> AsyncGenerator[NamedEvent, None]:
+    async def _stream(self, serving: Serving, job: Job, response: MessageResponse) -> AsyncGenerator[NamedEvent, None]:
         begun = False
-        async with aclosing(self._endpoint.write(served, job, job.choices[0])) as written:
+        async with aclosing(serving.write(job, job.choices[0])) as written:
             async for part in written:
                 if not begun:
                     begun = True

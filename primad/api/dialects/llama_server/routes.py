@@ -29,7 +29,7 @@ from primad.api.dialects.llama_server.schema import (
 )
 from primad.api.dialects.openai.routes import EVENTS
 from primad.api.http.dialect import Dialect, Route
-from primad.api.http.endpoint import Endpoint, json_response
+from primad.api.http.endpoint import Endpoint, Serving, json_response
 from primad.api.http.errors import error_body
 from primad.api.http.framing import EVENT_STREAM
 from primad.api.http.long_response import LongResponse, in_pieces
@@ -56,19 +56,19 @@ class _Routes:
         return await self._whole(request, prepared.apply_template)
 
     async def _whole(self, request: Request, preparation: Preparation[prepared.WholeBody]) -> Response:
-        whole = await self._endpoint.prepare(request, preparation, self._endpoint.serving())
+        whole = await self._endpoint.serving(request).prepare(preparation)
         return in_pieces(whole.body)
 
     async def props(self, request: Request) -> Response:
         """The context and the chat template."""
-        served, model = self._endpoint.serving(), self._endpoint.backend.model()
+        served, model = self._endpoint.serving(request).served, self._endpoint.backend.model()
         if model is not self._props[0]:
             self._props = model, msgspec.json.encode(props(served))
         return Response(self._props[1], media_type="application/json")
 
     async def slots(self, request: Request) -> Response:
         """Running requests."""
-        served = self._endpoint.serving()
+        served = self._endpoint.serving(request).served
         busy = self._endpoint.answers_open
         return json_response(
             [Slot(id=i, n_ctx=served.context_tokens, is_processing=i < busy) for i in range(served.sequences)]
@@ -83,15 +83,15 @@ class _Routes:
         return await self._respond(request, prepared.infill)
 
     async def _respond(self, request: Request, preparation: Preparation[prepared.PreparedRaw]) -> Response:
-        served = self._endpoint.serving()
-        asked = await self._endpoint.prepare(request, preparation, served)
+        serving = self._endpoint.serving(request)
+        asked = await serving.prepare(preparation)
         job, begun_s = asked.job, time.perf_counter()
         responses = [
             RawCompletion(
                 model=asked.model,
                 prompt=asked.prompts[choice.index // job.n],
                 settings=msgspec.structs.replace(asked.settings, seed=choice.sampling.seed),
-                served=served,
+                served=serving.served,
                 choice=choice,
                 clock=CompletionClock(prompt_tokens=len(choice.prompt), begun_s=begun_s),
                 with_probs=job.logprobs is not None,
@@ -100,8 +100,8 @@ class _Routes:
             for choice in job.choices
         ]
         if asked.stream:
-            return self._endpoint.stream(self._stream(served, job, responses, asked.fields), _EVENTS)
-        completed = await self._endpoint.whole(request, served, job, [response.clock for response in responses])
+            return self._endpoint.stream(self._stream(serving, job, responses, asked.fields), _EVENTS)
+        completed = await serving.whole(job, [response.clock for response in responses])
         now_s, results, long = time.perf_counter(), list[Any](), LongResponse()
         for response, each in zip(responses, completed, strict=True):
             chances = await long.list_of(msgspec.json.encode(chance) for chance in response.chances(each.tokens))
@@ -109,10 +109,10 @@ class _Routes:
         return long.response(results[0] if len(results) == 1 else results)
 
     async def _stream(
-        self, served: ServedModel, job: Job, responses: list[RawCompletion], fields: Sequence[str]
+        self, serving: Serving, job: Job, responses: list[RawCompletion], fields: Sequence[str]
     ) -> AsyncGenerator[Any, None]:
-        begins = [partial(self._endpoint.write, served, job, choice) for choice in job.choices]
-        async with aclosing(together(begins, served.sequences)) as written:
+        begins = [partial(serving.write, job, choice) for choice in job.choices]
+        async with aclosing(together(begins, serving.served.sequences)) as written:
             async for place, part in written:
                 response = responses[place]
                 event = response.part(part, time.perf_counter())

@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from primad.api.answering.backend import Preparation, ServedModel
+from primad.api.answering.backend import Preparation
 from primad.api.answering.job import Job
 from primad.api.answering.timings import CompletionClock
 from primad.api.dialects.ollama import embedding, prepared
@@ -28,7 +28,7 @@ from primad.api.dialects.ollama.responses import (
 )
 from primad.api.dialects.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
 from primad.api.http.dialect import Dialect, Route
-from primad.api.http.endpoint import Endpoint, json_response
+from primad.api.http.endpoint import Endpoint, Serving, json_response
 from primad.api.http.framing import Framing
 from primad.api.http.long_response import LongResponse
 from primad.errors import PrimadError
@@ -66,9 +66,9 @@ class _Routes:
 
     async def show(self, request: Request) -> Response:
         """Facts about a model."""
-        served = self._endpoint.serving()
-        await self._endpoint.prepare(request, prepared.show, served)
-        return json_response(shown(served))
+        serving = self._endpoint.serving(request)
+        await serving.prepare(prepared.show)
+        return json_response(shown(serving.served))
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
@@ -79,31 +79,31 @@ class _Routes:
         return await self._respond(request, prepared.generate)
 
     async def _respond(self, request: Request, preparation: Preparation[prepared.PreparedLines]) -> Response:
-        served = self._endpoint.serving()
-        asked = await self._endpoint.prepare(request, preparation, served)
+        serving = self._endpoint.serving(request)
+        asked = await serving.prepare(preparation)
         job = asked.job
         response = LinesResponse(
             model=asked.model,
             is_chat=asked.is_chat,
             shows_thoughts=asked.shows_thoughts,
             created=time.time(),
-            vocabulary=served.vocabulary if asked.with_logprobs else None,
+            vocabulary=serving.served.vocabulary if asked.with_logprobs else None,
             clock=CompletionClock(prompt_tokens=0 if job is None else job.prompt_tokens, begun_s=time.perf_counter()),
         )
         if job is None:
             return json_response(response.loaded())
         if asked.stream:
             framing = replace(_LINES, waiting=_line(response.nothing()))
-            return self._endpoint.stream(self._stream(served, job, response), framing)
-        completed = await self._endpoint.whole(request, served, job, [response.clock])
+            return self._endpoint.stream(self._stream(serving, job, response), framing)
+        completed = await serving.whole(job, [response.clock])
         long = LongResponse()
         entries = await long.list_of(response.entries(completed[0]))
         return long.response(response.whole(completed[0], entries, time.perf_counter()))
 
     async def _stream(
-        self, served: ServedModel, job: Job, response: LinesResponse
+        self, serving: Serving, job: Job, response: LinesResponse
     ) -> AsyncGenerator[msgspec.Struct, None]:
-        async with aclosing(self._endpoint.write(served, job, job.choices[0])) as written:
+        async with aclosing(serving.write(job, job.choices[0])) as written:
             async for part in written:
                 line = response.part(part, time.perf_counter())
                 if line is not None:

@@ -32,7 +32,7 @@ from primad.api.dialects.openai.shapes import (
     Usage,
 )
 from primad.api.http.dialect import Dialect, Route
-from primad.api.http.endpoint import Endpoint, json_response
+from primad.api.http.endpoint import Endpoint, Serving, json_response
 from primad.api.http.errors import error_body
 from primad.api.http.framing import EVENT_STREAM, Framing
 from primad.api.http.long_response import LongResponse
@@ -86,37 +86,35 @@ class _Routes:
 
     async def count(self, request: Request) -> Response:
         """The number of tokens of a conversation, even of one that is too long."""
-        return json_response(await self._endpoint.prepare(request, preparations.count, self._endpoint.serving()))
+        return json_response(await self._endpoint.serving(request).prepare(preparations.count))
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
-        served = self._endpoint.serving()
-        prepared = await self._endpoint.prepare(request, preparations.chat, served)
-        return await self._respond(request, prepared, served, ChatResponse)
+        serving = self._endpoint.serving(request)
+        return await self._respond(serving, await serving.prepare(preparations.chat), ChatResponse)
 
     async def complete(self, request: Request) -> Response:
         """Continue a text."""
-        served = self._endpoint.serving()
-        prepared = await self._endpoint.prepare(request, preparations.completion, served)
-        return await self._respond(request, prepared, served, CompletionResponse)
+        serving = self._endpoint.serving(request)
+        return await self._respond(serving, await serving.prepare(preparations.completion), CompletionResponse)
 
     async def _respond(
-        self, request: Request, prepared: preparations.PreparedCompletion, served: ServedModel, kind: type[ApiResponse]
+        self, serving: Serving, prepared: preparations.PreparedCompletion, kind: type[ApiResponse]
     ) -> Response:
         job = prepared.job
         response = kind(
             id=f"{kind.PREFIX}-{secrets.token_hex(12)}",
             created=int(time.time()),
             model=prepared.model,
-            vocabulary=served.vocabulary,
+            vocabulary=serving.served.vocabulary,
             with_logprobs=job.logprobs is not None,
             include_usage=prepared.include_usage,
         )
         if prepared.stream:
-            chunks = self._stream(served, job, response, times_parts=prepared.times_parts)
+            chunks = self._stream(serving, job, response, times_parts=prepared.times_parts)
             return self._endpoint.stream(chunks, EVENTS)
         clock = CompletionClock(prompt_tokens=job.prompt_tokens, begun_s=time.perf_counter())
-        completed = await self._endpoint.whole(request, served, job, [clock])
+        completed = await serving.whole(job, [clock])
         timings = clock.timings(time.perf_counter())
         ended = [(each.choice, each.cached) for each in completed]
         draft_counts = sum((each.draft_counts for each in completed), NO_DRAFTS_COUNTED)
@@ -128,7 +126,7 @@ class _Routes:
         return long.response(_timed(response.whole(completed, lists, usage), timings))
 
     async def _stream(
-        self, served: ServedModel, job: Job, response: ApiResponse, *, times_parts: bool
+        self, serving: Serving, job: Job, response: ApiResponse, *, times_parts: bool
     ) -> AsyncGenerator[msgspec.Struct, None]:
         begin_s, ended = time.perf_counter(), list[tuple[Choice, int]]()
         whole = CompletionClock(prompt_tokens=job.prompt_tokens, begun_s=begin_s)
@@ -139,10 +137,10 @@ class _Routes:
         def begins(place: int) -> AsyncGenerator[Written, None]:
             choice = job.choices[place]
             clocks[place] = CompletionClock(prompt_tokens=len(choice.prompt), begun_s=time.perf_counter())
-            return self._endpoint.write(served, job, choice)
+            return serving.write(job, choice)
 
         all_begin = [partial(begins, place) for place in range(len(job.choices))]
-        async with aclosing(together(all_begin, served.sequences)) as written:
+        async with aclosing(together(all_begin, serving.served.sequences)) as written:
             async for place, part in written:
                 choice, clock = job.choices[place], clocks[place]
                 now_s = time.perf_counter()

@@ -12,14 +12,13 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from primad.api.answering.backend import ServedModel
 from primad.api.answering.job import Job
 from primad.api.dialects.openai.routes import EVENTS
 from primad.api.dialects.responses import prepared as preparations
 from primad.api.dialects.responses.responses import ResponseBody, ResponseStream
 from primad.api.dialects.responses.schema import ResponsesRequest
 from primad.api.http.dialect import Dialect, Route
-from primad.api.http.endpoint import Endpoint, json_response
+from primad.api.http.endpoint import Endpoint, Serving, json_response
 from primad.api.http.errors import error_body
 from primad.api.http.framing import EVENT_STREAM, NamedEvent, named_event
 from primad.errors import PrimadError
@@ -33,12 +32,12 @@ class _Routes:
 
     async def count(self, request: Request) -> Response:
         """The number of tokens of a conversation, even of one that is too long."""
-        return json_response(await self._endpoint.prepare(request, preparations.count, self._endpoint.serving()))
+        return json_response(await self._endpoint.serving(request).prepare(preparations.count))
 
     async def respond(self, request: Request) -> Response:
         """Continue a conversation."""
-        served = self._endpoint.serving()
-        prepared = await self._endpoint.prepare(request, preparations.respond, served)
+        serving = self._endpoint.serving(request)
+        prepared = await serving.prepare(preparations.respond)
         response = ResponseStream(
             id=f"resp_{secrets.token_hex(16)}",
             created=int(time.time()),
@@ -47,15 +46,13 @@ class _Routes:
             prompt_tokens=prepared.job.prompt_tokens,
         )
         if prepared.stream:
-            return self._endpoint.stream(self._stream(served, prepared.job, response), _EVENTS)
-        completed = await self._endpoint.whole(request, served, prepared.job)
+            return self._endpoint.stream(self._stream(serving, prepared.job, response), _EVENTS)
+        completed = await serving.whole(prepared.job)
         return json_response(response.whole(completed[0]))
 
-    async def _stream(
-        self, served: ServedModel, job: Job, response: ResponseStream
-    ) -> AsyncGenerator[NamedEvent, None]:
+    async def _stream(self, serving: Serving, job: Job, response: ResponseStream) -> AsyncGenerator[NamedEvent, None]:
         begun = False
-        async with aclosing(self._endpoint.write(served, job, job.choices[0])) as written:
+        async with aclosing(serving.write(job, job.choices[0])) as written:
             try:
                 async for part in written:
                     if not begun:
