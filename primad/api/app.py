@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -23,19 +24,21 @@ from starlette.routing import Route as StarletteRoute
 
 from primad import __version__
 from primad.api.answering.backend import Backend, Embeddings, ModelNames
+from primad.api.answering.models import Models
 from primad.api.dialects.openai.shapes import HealthBody
 from primad.api.dialects.table import DIALECTS, dialect_of, refuse
-from primad.api.http.access import Admission
+from primad.api.http.access import Admission, may_manage
+from primad.api.http.choosing import ModelChoice
 from primad.api.http.connection import MAX_BODIES_BYTES, BodyGuard
 from primad.api.http.dialect import COMPONENT, Route, schemas
 from primad.api.http.endpoint import Endpoint, json_response
 from primad.api.http.framing import EVENT_STREAM
-from primad.api.http.guard import HostGuard, KeyGuard
+from primad.api.http.guard import HostGuard, KeyGuard, claimed_key
 from primad.api.http.health import PATHS, HealthChecks
 from primad.api.http.metrics import MEDIA_TYPE, Counted, Metrics
 from primad.api.http.paths import TidyPaths
 from primad.api.http.shared import Shared
-from primad.api.http.status import StatusBody, status_body
+from primad.api.http.status import StatusBody, model_status, status_body
 from primad.api.page import files
 from primad.api.page.admin_api import AdminApi
 from primad.api.page.owner import Owner
@@ -56,18 +59,24 @@ def create_app(
     names: ModelNames = ModelNames(),
     embeddings: Embeddings | None = None,
     admin_api: AdminApi | None = None,
+    models: Models | None = None,
 ) -> Api:
     """The API over ``backend``, whose model also has the names ``names``, for clients of ``admission``.
 
-    ``embeddings`` is a second model, if there is one. The owner may change things at ``admin_api`` through the page. Its
-    ``state.close()`` ends everything that is open when the server ends; its ``state.checks`` answer plain health checks
-    without it.
+    ``embeddings`` is a second model, if there is one. Where ``models`` switches, requests choose among those, and
+    ``backend`` says how the server is, and prepares what needs no model. The owner may change things at ``admin_api``
+    through the page. Its ``state.close()`` ends everything that is open when the server ends; its ``state.checks`` answer
+    plain health checks without it.
     """
     metrics = Metrics()
-    endpoint = Endpoint(backend, metrics, timings, names, embeddings)
+    owner = Owner(admission.owner_key)
+    switching = models if models is not None and models.switches else None
+    endpoint = Endpoint(backend, metrics, timings, names, embeddings, switching, partial(_check_owner, owner))
     server = _Server(endpoint, metrics)
-    page = Page(server.look, admin_api, Owner(admission.owner_key), timings)
+    page = Page(server.look, admin_api, owner, timings)
     dialects = [route for one in DIALECTS for route in one.routes(endpoint)]
+    if switching is not None:
+        dialects = [ModelChoice(switching, endpoint).of(route) for route in dialects]
     routes = [*server.routes(), *page.routes(), *dialects]
     metrics.know(route.path for route in routes)
     app = Api(routes)
@@ -79,7 +88,12 @@ def create_app(
     app.add_middleware(Counted, metrics=metrics)
     app.add_middleware(TidyPaths)
     _handle_errors(app)
-    app.state.close = page.close
+
+    def close() -> None:
+        endpoint.ended.set()
+        page.close()
+
+    app.state.close = close
     app.state.checks = HealthChecks(server.look_at_health, admission.hosts, metrics.count)
     return app
 
@@ -112,7 +126,7 @@ class _Server:
 
     def look_at_health(self) -> tuple[HealthBody, int]:
         """The response to a health check of this moment, and its status."""
-        health, served = self._backend.health(), self._backend.model()
+        health, served = self._backend.health(), self._endpoint.shown().model()
         body = HealthBody(
             status="ok" if health.serving else "loading",
             detail=health.detail,
@@ -133,10 +147,18 @@ class _Server:
 
     async def look(self) -> StatusBody:
         """The status of this moment."""
-        ring = await self._backend.status()
-        beside = self._endpoint.embeddings
+        shown, beside, models = self._endpoint.shown(), self._endpoint.embeddings, self._endpoint.models
+        ring = await shown.status()
         embedding = None if beside is None else beside.status()
-        return status_body(self._backend.health(), self._backend.model(), ring, embedding, self._metrics.tokens())
+        offered = () if models is None else models.offered()
+        return status_body(
+            self._backend.health(),
+            shown.model(),
+            ring,
+            embedding,
+            self._metrics.tokens(),
+            list(map(model_status, offered)),
+        )
 
 
 class Api(Starlette):
@@ -173,6 +195,16 @@ def _served(route: Route) -> StarletteRoute:
     if route.path.startswith("/ui/"):  # the page asks for no heads, and of events there is none
         served.methods = set(route.methods)
     return served
+
+
+def _check_owner(owner: Owner, request: Request) -> None:
+    if not may_manage() and not owner.is_owner(claimed_key(request.headers)):
+        raise RequestError(
+            "only the owner of this head may do that: from the page ('primad page'), or with an API key that has the right "
+            "'manages'",
+            status=403,
+            code="not_the_owner",
+        )
 
 
 def _handle_errors(app: Starlette) -> None:

@@ -122,6 +122,12 @@ def machine_of(address: str) -> str:
     return "" if found.is_loopback else str(found)
 
 
+def may_manage() -> bool:
+    """Whether the key of this request has the right to download and delete models."""
+    allowance = _asking.get()
+    return allowance is not None and allowance.key.manages
+
+
 def charge(tokens: int) -> None:
     """Charge ``tokens`` to the caller of this request."""
     allowance = _asking.get()

@@ -150,21 +150,52 @@ async def _wait_left(receive: Receive) -> None:
     raise ClientDisconnect
 
 
+class StreamNews:
+    """What a stream's client hears before the first message: the latest of what was told, until the ``end``.
+
+    ``headers`` are those of the response, as far as they are known when it begins.
+    """
+
+    def __init__(self) -> None:
+        self.headers: dict[str, str] = {}
+        self.is_over = False
+        self._latest, self._is_new = b"", asyncio.Event()
+
+    def tell(self, data: bytes) -> None:
+        """Send ``data`` next, in place of what was told before."""
+        self._latest = data
+        self._is_new.set()
+
+    def end(self) -> None:
+        """There is no more."""
+        self.is_over = True
+
+    async def next(self) -> bytes:
+        """The latest, when something was told since the last."""
+        await self._is_new.wait()
+        self._is_new.clear()
+        return self._latest
+
+
 class MessageStream(Response):
     """The messages of a generator as bytes, in the given ``framing``.
 
     A ``PrimadError`` before the first byte propagates, so that it becomes an ordinary response with its status.
     Refusals come at once; so if nothing comes for a moment the headers are sent, followed by keep-alives. A later error
-    is sent in the framing's shape, and nothing after it. The generator is closed in any case.
+    is sent in the framing's shape, and nothing after it. The generator is closed in any case. ``news`` is sent meanwhile.
     """
 
     def __init__(
-        self, messages: AsyncGenerator[msgspec.Struct, None], framing: Framing, timings: ApiTimings = ApiTimings()
+        self,
+        messages: AsyncGenerator[msgspec.Struct, None],
+        framing: Framing,
+        timings: ApiTimings = ApiTimings(),
+        news: StreamNews | None = None,
     ) -> None:
         self.media_type = framing.media_type
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._messages, self._framing, self._timings = messages, framing, timings
+        self.messages, self._framing, self._timings, self._news = messages, framing, timings, news
         self._begun = False
         self._reported_s = 0.0
         self._sending = False
@@ -198,8 +229,10 @@ class MessageStream(Response):
     async def _send_messages(self, send: Send, send_body: Send) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                beside = (group.create_task(self._report_that_it_waits(send)), group.create_task(self._lose_patience()))
-                async with aclosing(self._messages) as messages:
+                beside = [group.create_task(self._report_that_it_waits(send)), group.create_task(self._lose_patience())]
+                if self._news is not None:
+                    beside.append(group.create_task(self._tell(send, self._news)))
+                async with aclosing(self.messages) as messages:
                     async for message in messages:
                         if not self._begun or self._turn.locked():
                             async with self._turn:
@@ -242,10 +275,21 @@ class MessageStream(Response):
                 async with self._turn:
                     await self._send_bytes(send, self._framing.waiting)
 
+    async def _tell(self, send: Send, news: StreamNews) -> None:
+        """Send the ``news`` one by one, the latest after each pause."""
+        while not news.is_over:
+            await asyncio.sleep(self._timings.admitted_s)
+            data = await news.next()
+            async with self._turn:
+                if not news.is_over:
+                    await self._begin(send)
+                    await self._send_bytes(send, data)
+
     async def _begin(self, send: Send) -> None:
         """Send the headers, once: from now on the status is 200."""
         if not self._begun:
             self._begun = True
+            self.headers.update({} if self._news is None else self._news.headers)
             await self._deliver(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             self._reported_s = asyncio.get_running_loop().time()
 

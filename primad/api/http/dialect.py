@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from primad.api.http.wanted import Choosing
 from primad.errors import PrimadError
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class Route:
     """One path of a dialect. ``asks``, ``responses`` and ``streamed`` name schemas for the OpenAPI document.
 
     ``stream_type`` is the media type of its streams, None without streams. Named events have no ``streamed``. If it
-    ``picks``, a request may select fields of the response, and several prompts have a list of them.
+    ``picks``, a request may select fields of the response, and several prompts have a list of them. A request that
+    ``chooses`` among several models gets the one that it names; None if the path is not about one.
     """
 
     path: str
@@ -40,6 +42,7 @@ class Route:
     streamed: tuple[str, ...] = ()
     stream_type: str | None = None
     picks: bool = False
+    chooses: Choosing | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

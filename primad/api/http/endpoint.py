@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -26,12 +26,14 @@ from primad.api.answering.backend import (
 from primad.api.answering.choices import together
 from primad.api.answering.generation import MAX_TOKENS_AT_ONCE, Written, WrittenChoice, write
 from primad.api.answering.job import Choice, Job
+from primad.api.answering.models import Models
 from primad.api.answering.timings import CompletionClock
 from primad.api.http.access import caller, charged
 from primad.api.http.connection import MessageStream, read_json, while_connected
 from primad.api.http.errors import RETRY_AFTER_S
 from primad.api.http.framing import Framing
 from primad.api.http.metrics import Metrics
+from primad.api.http.offered import find_offered, state_line
 from primad.errors import RequestError, RingError
 from primad.settings.timings import ApiTimings
 from primad.system.shares import Shares
@@ -39,9 +41,25 @@ from primad.system.shares import Shares
 MAX_LISTED: Final = 1 << 21
 """Log-probabilities of responses that do not stream; each takes some 200 bytes until sent. Callers share them."""
 
+CHOSEN: Final = "primad.chosen"
+"""The scope's key for what a request ``Chosen``, where there are several models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The ``backend`` of the model that a request names, and its ``body``, which was read for that."""
+
+    backend: Backend
+    body: bytes
+
 
 class Endpoint:
-    """The server as a dialect sees it. Its only state are counters."""
+    """The server as a dialect sees it. Its only state are counters, and the name of the model that was used last.
+
+    ``models`` are those that requests choose among, None if there is one, which is ``backend``'s. Without a model
+    ``backend`` prepares what needs none. ``check_owner`` raises ``RequestError`` (403) for clients that may not download
+    or delete models.
+    """
 
     def __init__(
         self,
@@ -50,9 +68,14 @@ class Endpoint:
         timings: ApiTimings,
         names: ModelNames,
         embeddings: Embeddings | None = None,
+        models: Models | None = None,
+        check_owner: Callable[[Request], None] = lambda _: None,
     ) -> None:
-        self.backend, self.embeddings = backend, embeddings
-        self.any_model = names.any_model
+        self.backend, self.embeddings, self.models = backend, embeddings, models
+        self.any_model, self.check_owner = names.any_model, check_owner
+        self.ended = asyncio.Event()
+        """The server ends, and so does every stream that has no end."""
+        self._last = ""
         self.metrics, self.timings, self._names = metrics, timings, names
         self.listed = Shares(MAX_LISTED)
 
@@ -66,19 +89,58 @@ class Endpoint:
         """The number of running and waiting requests."""
         return self.metrics.answers_open
 
-    def serving(self, request: Request) -> Serving:
+    def serving(self, request: Request) -> ModelEndpoint:
         """The model for ``request``, if it is available. Raises ``RingError`` otherwise."""
-        return Serving(self, request, self.backend, self.model())
+        chosen: Chosen | None = request.scope.get(CHOSEN)
+        return (
+            ModelEndpoint(self, request, self.backend, self.model())
+            if chosen is None
+            else self._of(request, chosen.backend)
+        )
+
+    def _of(self, request: Request, backend: Backend) -> ModelEndpoint:
+        served = backend.model()  # which the request may call by any of its names, or a part of one
+        named = None if served is None else replace(served, names=replace(served.names, any_model=True))
+        return ModelEndpoint(self, request, backend, named)
+
+    def used(self, backend: Backend) -> None:
+        """A request uses ``backend``, one of the loaded models."""
+        assert self.models is not None, "there are several models"
+        self._last = next((name for name, each in self.models.loaded().items() if each is backend), self._last)
+
+    def shown(self) -> Backend:
+        """The backend of the model that was used last, of another one that is loaded, or the one without a model."""
+        loaded = {} if self.models is None else self.models.loaded()
+        return loaded.get(self._last) or next(iter(loaded.values()), self.backend)
+
+    def looking(self, request: Request) -> ModelEndpoint | None:
+        """The model that ``request`` looks at, which is not loaded for that: the one of its query, or the last one used;
+        None if no model is loaded. Raises ``RequestError`` if the one of the query is not."""
+        if self.models is None:
+            return self.serving(request)
+        name = request.query_params.get("model")
+        if not name:
+            return self._of(request, self.shown()) if self.models.loaded() else None
+        found = find_offered(name, self.models.offered())
+        backend = self.models.loaded().get(found.id)
+        if backend is None:
+            raise RequestError(
+                f"{state_line(found)}; POST /models/load loads it, and so does any request for an answer",
+                code="model_not_loaded",
+                param="model",
+            )
+        return self._of(request, backend)
 
     async def prepare(self, request: Request, preparation: Preparation[Prepared]) -> Prepared:
-        """The result of ``preparation``, which needs no model, for the body of ``request``; raises as ``Serving`` does."""
-        return await self.prepare_with(self.backend, request, preparation, None)
+        """The result of ``preparation``, which needs no model, for the body of ``request``; raises like that of a model."""
+        return await self.prepare_with(self.shown(), request, preparation, None)
 
     async def prepare_with(
         self, backend: Backend, request: Request, preparation: Preparation[Prepared], served: ModelSettings | None
     ) -> Prepared:
         """As above, by ``backend`` for the model ``served``."""
-        body = await read_json(request, self.timings.body_timeout_s)
+        chosen: Chosen | None = request.scope.get(CHOSEN)
+        body = await read_json(request, self.timings.body_timeout_s) if chosen is None else chosen.body
         return await while_connected(request.receive, backend.prepare(preparation, body, served, owner=caller()))
 
     def stream(self, messages: AsyncGenerator[msgspec.Struct, None], framing: Framing) -> Response:
@@ -86,14 +148,17 @@ class Endpoint:
         return MessageStream(messages, framing, self.timings)
 
 
-class Serving:
-    """The model ``served`` for one request, and its work. Raises ``RingError`` if requests cannot be taken."""
+class ModelEndpoint:
+    """The model ``served`` for one request, and its work; ``model`` is the same under its own names.
+
+    Raises ``RingError`` if requests cannot be taken.
+    """
 
     def __init__(self, endpoint: Endpoint, request: Request, backend: Backend, served: ServedModel | None) -> None:
         health = backend.health()
         if not health.taken or served is None:
             raise RingError(f"not serving yet: {health.detail}")
-        self.served = served
+        self.served, self.model = served, backend.model()
         self._endpoint, self._request, self._backend = endpoint, request, backend
 
     async def prepare(self, preparation: Preparation[Prepared]) -> Prepared:

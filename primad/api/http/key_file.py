@@ -1,6 +1,7 @@
 """The file of API keys: a line per key with its name, the hash of the key, and limits, readable by its owner alone.
 
     laptop 5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8 requests=60 tokens=100000
+    phone 2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b manages
 
 Empty lines, and those that start with ``#``, are ignored. ``primad key`` writes it, and a server notices at once.
 """
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 MAX_KEYS: Final = 1024
 MAX_LIMIT: Final = 10**9
 KEY_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
+_MANAGES: Final = "manages"
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _LIMIT: Final = re.compile(r"(requests|tokens)=([1-9][0-9]{0,9})")
 _HEADING: Final = "# API keys of primad, hashed: 'primad key' writes this file"
@@ -48,16 +50,20 @@ def _key(words: list[str], where: str) -> ApiKey:
     if len(words) < 2 or not KEY_NAME.fullmatch(words[0]) or not _DIGEST.fullmatch(words[1]):
         raise ConfigError(f"{where}: not a key (a name, 64 digits, limits); write it with 'primad key add'")
     limits: dict[str, int] = {}
-    for word in words[2:]:
+    rights, given = {_MANAGES} & set(words[2:]), [word for word in words[2:] if word != _MANAGES]
+    for word in given:
         found = _LIMIT.fullmatch(word)
         if found is None or found[1] in limits or int(found[2]) > MAX_LIMIT:
-            raise ConfigError(f"{where}: {printable(word, 60)!r} is not a limit; write requests=60 or tokens=100000")
+            raise ConfigError(
+                f"{where}: {printable(word, 60)!r} is not a limit; write requests=60 or tokens=100000, or {_MANAGES}"
+            )
         limits[found[1]] = int(found[2])
     return ApiKey(
         name=words[0],
         digest=words[1],
         requests_per_min=limits.get("requests"),
         tokens_per_min=limits.get("tokens"),
+        manages=bool(rights),
     )
 
 
@@ -68,9 +74,8 @@ def written_keys(keys: Iterable[ApiKey]) -> str:
 
 def _line(key: ApiKey) -> str:
     limits = {"requests": key.requests_per_min, "tokens": key.tokens_per_min}
-    return " ".join(
-        [key.name, key.digest, *(f"{what}={maximum}" for what, maximum in limits.items() if maximum is not None)]
-    )
+    words = [f"{what}={maximum}" for what, maximum in limits.items() if maximum is not None]
+    return " ".join([key.name, key.digest, *words, *([_MANAGES] if key.manages else [])])
 
 
 def read_keys(file: Path) -> tuple[ApiKey, ...] | None:

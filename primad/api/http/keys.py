@@ -22,12 +22,14 @@ MINUTE_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """A key by its ``name`` and its SHA-256 ``digest``, in hexadecimal digits. None means no limit."""
+    """A key by its ``name`` and its SHA-256 ``digest``, in hexadecimal digits. None means no limit. One that ``manages``
+    may download and delete models."""
 
     name: str
     digest: str
     requests_per_min: int | None = None
     tokens_per_min: int | None = None
+    manages: bool = False
 
 
 def new_key() -> str:

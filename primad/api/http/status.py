@@ -6,12 +6,13 @@ forecast. Before the first ring all this is missing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from primad.api.answering.backend import Health, ServedModel
+from primad.api.answering.models import OfferedModel
 from primad.errors import printable
 from primad.settings.quantities import show_ms
 
@@ -240,11 +241,30 @@ class EmbeddingStatus(msgspec.Struct, frozen=True, kw_only=True):
     compute_s: float
 
 
+class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """An offered model: its ``state`` is unloaded, loading, loaded, unloading or failed; texts are empty if unknown.
+
+    While it loads, ``progress`` goes from 0 to 1. A loaded one that nobody uses is unloaded at ``expires_at_s`` (Unix
+    time; null: never), and takes ``memory_bytes`` of each device.
+    """
+
+    id: str
+    state: str
+    detail: str
+    size_bytes: int
+    progress: float | None
+    expected_s: float | None
+    expires_at_s: float | None
+    pinned: bool
+    memory_bytes: dict[str, int]
+
+
 class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /status``: ``serving``, ``detail`` and ``model`` as in the health check, then the serving ring.
 
     It runs ``sequences`` requests at once. ``checked`` is whether windows of the model were found to be exact; null if
-    one device has all of it. ``events`` are the latest ones, the oldest first.
+    one device has all of it. ``events`` are the latest ones, the oldest first. ``models`` are those that requests choose
+    among; of their rings it shows the one that was used last.
     """
 
     serving: bool
@@ -265,6 +285,7 @@ class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
     events: list[ClusterEvent] = []
     tokens: TokenCounts | None = None
     embedding: EmbeddingStatus | None = None
+    models: list[ModelStatus] = []
 
 
 def status_body(
@@ -273,10 +294,27 @@ def status_body(
     ring: Mapping[str, Any],
     embedding: Mapping[str, Any] | None = None,
     tokens: TokenCounts | None = None,
+    models: Sequence[ModelStatus] = (),
 ) -> StatusBody:
-    """The whole status: ``ring``, the backend's part, ``embedding``, if there is one, and ``tokens``."""
+    """The whole status: ``ring``, the backend's part, ``embedding``, if there is one, ``tokens`` and ``models``."""
     own = {"serving": health.serving, "detail": health.detail, "model": served.id if served is not None else None}
-    return msgspec.convert({**ring, **own, "embedding": embedding, "tokens": tokens}, StatusBody)
+    more = {"embedding": embedding, "tokens": tokens, "models": list(models)}
+    return msgspec.convert({**ring, **own, **more}, StatusBody)
+
+
+def model_status(model: OfferedModel) -> ModelStatus:
+    """``model`` as it is now."""
+    return ModelStatus(
+        id=model.id,
+        state=model.state,
+        detail=model.detail,
+        size_bytes=model.size_bytes,
+        progress=model.progress,
+        expected_s=model.expected_s,
+        expires_at_s=model.expires_at_s,
+        pinned=model.pinned,
+        memory_bytes=dict(model.memory_bytes),
+    )
 
 
 _TERMS: Final = {"compute": "computing on {}", "disk": "waiting for the disk of {}", "hops": "the hops between devices"}

@@ -21,16 +21,15 @@ _BILLING: Final = "x-anthropic-"
 """A system block that starts like this is the client's note to Anthropic; it changes with every request."""
 NAMES: Final = {"json_schema": "output_config.format"}
 """Names of the core's fields here."""
+OF_CLIENTS: Final = "claude-"
+"""Clients have names built in that start like this: they mean the served model."""
 _CHOICES: Final = {"auto": "auto", "none": "none", "any": "required"}
 
 
 def chat_request(ask: CountRequest, served: ModelSettings) -> ChatRequest:
-    """``ask`` as a chat request. Raises ``RequestError`` for unsupported features.
-
-    Every ``claude-...`` name means the served model: clients have these names built in.
-    """
+    """``ask`` as a chat request. Raises ``RequestError`` for unsupported features."""
     fields: dict[str, Any] = {
-        "model": None if ask.model.startswith("claude-") or ask.model == served.id else ask.model,
+        "model": None if ask.model.startswith(OF_CLIENTS) or ask.model == served.id else ask.model,
         "messages": [*_system(ask), *(message for turn in ask.messages for message in _messages(turn))],
     }
     tools = [_tool(tool) for tool in ask.tools or () if tool.input_schema is not None]

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Final, Literal
 
 import msgspec
+from msgspec import UnsetType
 
 from primad.api.dialects.openai.shapes import Model
 
@@ -21,7 +22,7 @@ class AnthropicModel(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     display_name: str
     created_at: str
-    max_input_tokens: int
+    max_input_tokens: int | UnsetType
 
 
 class AnthropicModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Final
 
 from starlette.requests import Request
@@ -12,6 +13,7 @@ from starlette.responses import Response
 
 from primad.api.answering.job import Job
 from primad.api.dialects.anthropic import prepared
+from primad.api.dialects.anthropic.job import OF_CLIENTS
 from primad.api.dialects.anthropic.prepared import TokenCount
 from primad.api.dialects.anthropic.responses import (
     AnthropicError,
@@ -22,8 +24,9 @@ from primad.api.dialects.anthropic.responses import (
 )
 from primad.api.dialects.anthropic.schema import CountRequest, MessagesRequest
 from primad.api.http.dialect import Dialect, Route
-from primad.api.http.endpoint import Endpoint, Serving, json_response
+from primad.api.http.endpoint import Endpoint, ModelEndpoint, json_response
 from primad.api.http.framing import EVENT_STREAM, Framing, NamedEvent, named_event
+from primad.api.http.wanted import Choosing, Fields, WantedModel, wanted
 from primad.errors import PrimadError
 
 
@@ -38,6 +41,14 @@ _EVENTS: Final = Framing(
     end=b"",
     waiting=named_event(NamedEvent("ping", {"type": "ping"})),
 )
+
+
+def _wanted(fields: Fields) -> WantedModel:
+    """Names that clients have built in mean the model that was used last, unless there is one of that name."""
+    found = wanted(fields)
+    return replace(
+        found, is_any=found.model.startswith(OF_CLIENTS), is_readable=found.is_readable and bool(found.model)
+    )
 
 
 class _Routes:
@@ -67,7 +78,9 @@ class _Routes:
         completed = await serving.whole(asked.job)
         return json_response(response.whole(completed[0]))
 
-    async def _stream(self, serving: Serving, job: Job, response: MessageResponse) -> AsyncGenerator[NamedEvent, None]:
+    async def _stream(
+        self, serving: ModelEndpoint, job: Job, response: MessageResponse
+    ) -> AsyncGenerator[NamedEvent, None]:
         begun = False
         async with aclosing(serving.write(job, job.choices[0])) as written:
             async for part in written:
@@ -88,8 +101,15 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
             asks="MessagesRequest",
             responses="AnthropicMessage",
             stream_type=EVENT_STREAM,
+            chooses=Choosing(read=_wanted, framing=lambda _: _EVENTS),
         ),
-        Route(path="/v1/messages/count_tokens", handler=here.count, asks="CountRequest", responses="TokenCount"),
+        Route(
+            path="/v1/messages/count_tokens",
+            handler=here.count,
+            asks="CountRequest",
+            responses="TokenCount",
+            chooses=Choosing(read=_wanted),
+        ),
     )
 
 

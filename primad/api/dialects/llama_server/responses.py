@@ -19,6 +19,7 @@ from primad.api.answering.timings import CompletionClock, CompletionTimings
 from primad.api.answering.tool_prompt import mentions
 from primad.api.dialects.llama_server.settings import GenerationSettings
 from primad.api.dialects.openai.logprobs import IMPOSSIBLE
+from primad.api.dialects.openai.shapes import LoadProgress
 from primad.ring.messages import Sampled
 
 
@@ -33,6 +34,7 @@ class CompletionPart(msgspec.Struct, frozen=True, kw_only=True):
     tokens_predicted: int
     tokens_evaluated: int
     completion_probabilities: list[Any] | UnsetType = UNSET
+    load_progress: LoadProgress | UnsetType = UNSET
     timings: CompletionTimings | UnsetType = UNSET
 
 
@@ -196,6 +198,12 @@ def props(served: ServedModel) -> dict[str, Any]:
         "modalities": {"vision": False, "audio": False},
         "build_info": f"primad {__version__}",
     }
+
+
+def router_props() -> dict[str, Any]:
+    """``GET /props`` while no model is loaded."""
+    settings = {"id": 0, "n_ctx": 0, "params": None}
+    return {"role": "router", "default_generation_settings": settings, "build_info": f"primad {__version__}"}
 
 
 def _usual(served: ServedModel) -> dict[str, Any]:

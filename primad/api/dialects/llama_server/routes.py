@@ -16,10 +16,20 @@ from starlette.responses import Response
 from primad.api.answering.backend import Preparation, ServedModel
 from primad.api.answering.choices import together
 from primad.api.answering.job import Job
+from primad.api.answering.models import OfferedModel
 from primad.api.answering.timings import CompletionClock
 from primad.api.dialects.llama_server import prepared
+from primad.api.dialects.llama_server.models import ModelPaths, ModelSuccess
 from primad.api.dialects.llama_server.prepared import DetokenizedText, TemplatedPrompt, TokenList
-from primad.api.dialects.llama_server.responses import CompletionEnd, CompletionPart, RawCompletion, Slot, picked, props
+from primad.api.dialects.llama_server.responses import (
+    CompletionEnd,
+    CompletionPart,
+    RawCompletion,
+    Slot,
+    picked,
+    props,
+    router_props,
+)
 from primad.api.dialects.llama_server.schema import (
     DetokenizeRequest,
     InfillRequest,
@@ -28,13 +38,28 @@ from primad.api.dialects.llama_server.schema import (
     TokenizeRequest,
 )
 from primad.api.dialects.openai.routes import EVENTS
+from primad.api.dialects.openai.shapes import LoadProgress
 from primad.api.http.dialect import Dialect, Route
-from primad.api.http.endpoint import Endpoint, Serving, json_response
+from primad.api.http.endpoint import Endpoint, ModelEndpoint, json_response
 from primad.api.http.errors import error_body
 from primad.api.http.framing import EVENT_STREAM
 from primad.api.http.long_response import LongResponse, in_pieces
+from primad.api.http.named_model import NamedModel
+from primad.api.http.wanted import Choosing, WantedModel, comment
 
 _EVENTS: Final = replace(EVENTS, end=b"")
+
+
+def _news(wants: WantedModel, model: OfferedModel) -> bytes:
+    if not wants.reports_progress:
+        return comment(wants, model)
+    progress = LoadProgress(status=model.state, value=model.progress, expected_s=model.expected_s)
+    return _EVENTS.message(
+        CompletionPart(content="", tokens=[], tokens_predicted=0, tokens_evaluated=0, load_progress=progress)
+    )
+
+
+_CHOOSES: Final = Choosing(framing=lambda _: _EVENTS, news=_news)
 
 
 class _Routes:
@@ -60,16 +85,20 @@ class _Routes:
         return in_pieces(whole.body)
 
     async def props(self, request: Request) -> Response:
-        """The context and the chat template."""
-        served, model = self._endpoint.serving(request).served, self._endpoint.backend.model()
-        if model is not self._props[0]:
-            self._props = model, msgspec.json.encode(props(served))
+        """The context and the chat template of a loaded model; of the server if none is loaded."""
+        looking = self._endpoint.looking(request)
+        if looking is None:
+            return json_response(router_props())
+        if looking.model is not self._props[0]:
+            self._props = looking.model, msgspec.json.encode(props(looking.served))
         return Response(self._props[1], media_type="application/json")
 
     async def slots(self, request: Request) -> Response:
-        """Running requests."""
-        served = self._endpoint.serving(request).served
-        busy = self._endpoint.answers_open
+        """Running requests; none if no model is loaded."""
+        looking = self._endpoint.looking(request)
+        if looking is None:
+            return json_response([])
+        served, busy = looking.served, self._endpoint.answers_open
         return json_response(
             [Slot(id=i, n_ctx=served.context_tokens, is_processing=i < busy) for i in range(served.sequences)]
         )
@@ -109,7 +138,7 @@ class _Routes:
         return long.response(results[0] if len(results) == 1 else results)
 
     async def _stream(
-        self, serving: Serving, job: Job, responses: list[RawCompletion], fields: Sequence[str]
+        self, serving: ModelEndpoint, job: Job, responses: list[RawCompletion], fields: Sequence[str]
     ) -> AsyncGenerator[Any, None]:
         begins = [partial(serving.write, job, choice) for choice in job.choices]
         async with aclosing(together(begins, serving.served.sequences)) as written:
@@ -124,10 +153,17 @@ class _Routes:
 
 def _routes(endpoint: Endpoint) -> Sequence[Route]:
     here = _Routes(endpoint)
+    models = () if endpoint.models is None else ModelPaths(endpoint, endpoint.models).routes()
     return (
-        Route(path="/tokenize", handler=here.tokenize, asks="TokenizeRequest", responses="TokenList"),
-        Route(path="/detokenize", handler=here.detokenize, asks="DetokenizeRequest", responses="DetokenizedText"),
-        Route(path="/apply-template", handler=here.apply_template, asks="TemplateRequest", responses="TemplatedPrompt"),
+        *models,
+        *(
+            Route(path=path, handler=handler, asks=asks, responses=responses, chooses=Choosing())
+            for path, handler, asks, responses in (
+                ("/tokenize", here.tokenize, "TokenizeRequest", "TokenList"),
+                ("/detokenize", here.detokenize, "DetokenizeRequest", "DetokenizedText"),
+                ("/apply-template", here.apply_template, "TemplateRequest", "TemplatedPrompt"),
+            )
+        ),
         Route(path="/props", handler=here.props, methods=("GET",)),
         Route(path="/slots", handler=here.slots, methods=("GET",)),
         Route(
@@ -138,6 +174,7 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
             picks=True,
             streamed=("CompletionPart", "CompletionEnd"),
             stream_type=EVENT_STREAM,
+            chooses=_CHOOSES,
         ),
         Route(
             path="/infill",
@@ -147,6 +184,7 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
             picks=True,
             streamed=("CompletionPart", "CompletionEnd"),
             stream_type=EVENT_STREAM,
+            chooses=_CHOOSES,
         ),
     )
 
@@ -157,5 +195,5 @@ DIALECT: Final = Dialect(
     error_body=error_body,
     error_name="ErrorBody",
     requests=(TokenizeRequest, DetokenizeRequest, TemplateRequest, RawCompletionRequest, InfillRequest),
-    responses=(TokenList, DetokenizedText, TemplatedPrompt, CompletionEnd, CompletionPart),
+    responses=(TokenList, DetokenizedText, TemplatedPrompt, CompletionEnd, CompletionPart, ModelSuccess, NamedModel),
 )

@@ -16,11 +16,10 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from primad.api.answering.backend import ServedModel, TokenPieces
+from primad.api.answering.capabilities import capabilities
 from primad.api.answering.chat import CHATML
 from primad.api.answering.generation import GivenCall, GivenPart, Written, WrittenChoice, whole_calls
-from primad.api.answering.reading import manner_of
 from primad.api.answering.timings import CompletionClock
-from primad.api.answering.tool_prompt import mentions
 from primad.api.dialects.ollama.job import LATEST
 from primad.api.dialects.openai.logprobs import chat_logprobs, encoded_chat
 from primad.api.dialects.openai.shapes import TokenLogprob
@@ -123,9 +122,9 @@ class LinesResponse:
         """A keep-alive without content."""
         return self._line(None)
 
-    def loaded(self) -> OllamaLine:
-        """The response to a request that only loads the model."""
-        return self._line(None, done=True, done_reason="load")
+    def loaded(self, reason: str = "load") -> OllamaLine:
+        """The response to a request that only loads the model, or with this ``reason`` unloads it."""
+        return self._line(None, done=True, done_reason=reason)
 
     def _end(
         self, written_part: Written | WrittenChoice, calls: Sequence[GivenCall], finish: str, now_s: float
@@ -205,17 +204,9 @@ def shown(served: ServedModel) -> dict[str, Any]:
             f"{architecture}.context_length": served.context_tokens,
             f"{architecture}.embedding_length": facts.width,
         },
-        "capabilities": _capabilities(served),
+        "capabilities": capabilities(served),
         "modified_at": iso(served.created),
     }
-
-
-def _capabilities(served: ServedModel) -> list[str]:
-    """The model's capabilities, from its chat template."""
-    template = served.vocabulary.chat_template or CHATML
-    thinks = manner_of(template, served.tool_parser).is_thinking
-    has = {"tools": mentions(template, "tools"), "thinking": thinks}
-    return ["completion", *(name for name, is_there in has.items() if is_there)]
 
 
 def _entry(served: ServedModel, name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
@@ -14,8 +14,13 @@ from starlette.responses import Response
 
 from primad.api.answering.backend import Preparation
 from primad.api.answering.job import Job
+from primad.api.answering.models import ModelState
 from primad.api.answering.timings import CompletionClock
 from primad.api.dialects.ollama import embedding, prepared
+from primad.api.dialects.ollama.job import plain
+from primad.api.dialects.ollama.keep_alive import keep_alive_s
+from primad.api.dialects.ollama.models import entry, listed, loaded_entry, shown_model
+from primad.api.dialects.ollama.pulling import PullLine, PullPaths
 from primad.api.dialects.ollama.responses import (
     API_VERSION,
     LinesResponse,
@@ -27,10 +32,14 @@ from primad.api.dialects.ollama.responses import (
     tags,
 )
 from primad.api.dialects.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
+from primad.api.http.connection import while_connected
 from primad.api.http.dialect import Dialect, Route
-from primad.api.http.endpoint import Endpoint, Serving, json_response
+from primad.api.http.endpoint import Endpoint, ModelEndpoint, json_response
 from primad.api.http.framing import Framing
 from primad.api.http.long_response import LongResponse
+from primad.api.http.named_model import named_model
+from primad.api.http.offered import find_offered
+from primad.api.http.wanted import Choosing, Fields, WantedModel, small, wanted
 from primad.errors import PrimadError
 
 
@@ -44,6 +53,26 @@ def _error(exc: PrimadError) -> bytes:
 
 _LINES: Final = Framing(media_type="application/x-ndjson", message=_line, error=_error, end=b"", waiting=b"")
 """JSON lines. Clients accept nothing else, so a keep-alive is a line without content."""
+_EMPTY: Final[tuple[Any, ...]] = (None, "", [])
+
+
+def _wanted(fields: Fields) -> WantedModel:
+    """Streams are the rule, and a request without messages or a prompt only loads the model."""
+    found, is_empty = wanted(fields), small(fields.messages) in _EMPTY and small(fields.prompt) in _EMPTY
+    return replace(
+        found,
+        name=plain(found.model) or None,
+        streams=not is_empty and bytes(fields.stream) != b"false",
+        keep_alive_s=keep_alive_s(small(fields.keep_alive)),
+        is_empty=is_empty,
+        is_readable=found.is_readable and bool(found.model),
+    )
+
+
+def _bare(model: str, *, is_chat: bool) -> LinesResponse:
+    """Lines without content."""
+    clock = CompletionClock(prompt_tokens=0, begun_s=time.perf_counter())
+    return LinesResponse(model=model, is_chat=is_chat, shows_thoughts=False, created=time.time(), clock=clock)
 
 
 class _Routes:
@@ -55,17 +84,30 @@ class _Routes:
         return json_response({"version": API_VERSION})
 
     async def tags(self, request: Request) -> Response:
-        """The served models."""
+        """The models that there are."""
+        if (models := self._endpoint.models) is not None:
+            return json_response(
+                listed([entry(each) for each in models.offered() if each.state is not ModelState.FAILED])
+            )
         served, beside = self._endpoint.model(), self._endpoint.embeddings
         is_other = beside is not None and (served is None or beside.name not in served.all_names)
         return json_response(tags(served, [embedding.listed(beside)] if beside is not None and is_other else []))
 
     async def running(self, request: Request) -> Response:
         """The loaded models."""
+        if (models := self._endpoint.models) is not None:
+            loaded = models.loaded()
+            offered = [each for each in models.offered() if each.id in loaded]
+            return json_response(listed([loaded_entry(each, loaded[each.id].model()) for each in offered]))
         return json_response(running(self._endpoint.model()))
 
     async def show(self, request: Request) -> Response:
-        """Facts about a model."""
+        """Facts about a model, which is not loaded for that."""
+        if (models := self._endpoint.models) is not None:
+            asked = await named_model(request, self._endpoint.timings.body_timeout_s)
+            found = find_offered(plain(asked.called), models.offered())
+            backend = models.loaded().get(found.id)
+            return json_response(shown_model(found, None if backend is None else backend.model()))
         serving = self._endpoint.serving(request)
         await serving.prepare(prepared.show)
         return json_response(shown(serving.served))
@@ -77,6 +119,25 @@ class _Routes:
     async def generate(self, request: Request) -> Response:
         """Answer a prompt."""
         return await self._respond(request, prepared.generate)
+
+    def choosing(self, *, is_chat: bool) -> Choosing:
+        """How its requests choose a model; they hear nothing but lines without content."""
+
+        def nothing(wants: WantedModel) -> LinesResponse:
+            return _bare(wants.model, is_chat=is_chat)
+
+        async def unload(request: Request, wants: WantedModel) -> Response | None:
+            if not wants.is_empty or wants.keep_alive_s != 0 or wants.name is None or self._endpoint.models is None:
+                return None
+            await while_connected(request.receive, self._endpoint.models.unload(wants.name))
+            return json_response(nothing(wants).loaded("unload"))
+
+        return Choosing(
+            read=_wanted,
+            framing=lambda wants: replace(_LINES, waiting=_line(nothing(wants).nothing())),
+            news=lambda wants, _: _line(nothing(wants).nothing()),
+            instead=unload,
+        )
 
     async def _respond(self, request: Request, preparation: Preparation[prepared.PreparedLines]) -> Response:
         serving = self._endpoint.serving(request)
@@ -101,7 +162,7 @@ class _Routes:
         return long.response(response.whole(completed[0], entries, time.perf_counter()))
 
     async def _stream(
-        self, serving: Serving, job: Job, response: LinesResponse
+        self, serving: ModelEndpoint, job: Job, response: LinesResponse
     ) -> AsyncGenerator[msgspec.Struct, None]:
         async with aclosing(serving.write(job, job.choices[0])) as written:
             async for part in written:
@@ -112,7 +173,9 @@ class _Routes:
 
 def _routes(endpoint: Endpoint) -> Sequence[Route]:
     here = _Routes(endpoint)
+    pulls = () if endpoint.models is None else PullPaths(endpoint, endpoint.models, _LINES).routes()
     return (
+        *pulls,
         *embedding.routes(endpoint),
         Route(path="/api/version", handler=here.version, methods=("GET", "HEAD")),
         Route(path="/api/tags", handler=here.tags, methods=("GET", "HEAD")),
@@ -126,6 +189,7 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
                 responses="OllamaLine",
                 streamed=("OllamaLine",),
                 stream_type=_LINES.media_type,
+                chooses=here.choosing(is_chat=path == "/api/chat"),
             )
             for path, handler, asks in (
                 ("/api/chat", here.chat, "OllamaChatRequest"),
@@ -141,5 +205,5 @@ DIALECT: Final = Dialect(
     error_body=ollama_error,
     error_name="OllamaError",
     requests=(OllamaChatRequest, OllamaGenerateRequest, *embedding.REQUESTS),
-    responses=(OllamaLine, OllamaError, *embedding.RESPONSES),
+    responses=(OllamaLine, OllamaError, PullLine, *embedding.RESPONSES),
 )

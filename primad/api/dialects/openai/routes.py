@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Final, TypeVar
@@ -14,17 +14,20 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from primad.api.answering.backend import ServedModel
+from primad.api.answering.backend import Backend, ServedModel
 from primad.api.answering.choices import together
 from primad.api.answering.generation import NO_DRAFTS_COUNTED, DraftCounts, Written, cached_tokens
 from primad.api.answering.job import Choice, Job, check_model
+from primad.api.answering.models import OfferedModel
 from primad.api.answering.timings import CompletionClock, CompletionTimings
 from primad.api.dialects.anthropic.models import ANTHROPIC, model_entry, model_list
 from primad.api.dialects.openai import embeddings, schema, shapes
 from primad.api.dialects.openai import prepared as preparations
+from primad.api.dialects.openai.offered_models import offered_entry
 from primad.api.dialects.openai.responses import ApiResponse, ChatResponse, CompletionResponse
 from primad.api.dialects.openai.shapes import (
     CompletionTokensDetails,
+    LoadProgress,
     Model,
     ModelList,
     PromptTokensDetails,
@@ -32,10 +35,12 @@ from primad.api.dialects.openai.shapes import (
     Usage,
 )
 from primad.api.http.dialect import Dialect, Route
-from primad.api.http.endpoint import Endpoint, Serving, json_response
+from primad.api.http.endpoint import Endpoint, ModelEndpoint, json_response
 from primad.api.http.errors import error_body
 from primad.api.http.framing import EVENT_STREAM, Framing
 from primad.api.http.long_response import LongResponse
+from primad.api.http.offered import find_offered, is_offered
+from primad.api.http.wanted import Choosing, WantedModel, comment
 from primad.errors import PrimadError
 
 
@@ -57,27 +62,49 @@ EVENTS: Final = Framing(
 """Server-sent events without names; ``[DONE]`` ends a complete response."""
 
 
+def _choosing(kind: type[shapes.ChatChunk | shapes.Completion], prefix: str) -> Choosing:
+    """A client that reads progress gets events of this ``kind`` while its model loads, others comments."""
+
+    def news(wants: WantedModel, model: OfferedModel) -> bytes:
+        if not wants.reports_progress:
+            return comment(wants, model)
+        progress = LoadProgress(status=model.state, value=model.progress, expected_s=model.expected_s)
+        number = f"{prefix}-{secrets.token_hex(12)}"
+        return _event(kind(id=number, created=int(time.time()), model=wants.model, choices=[], load_progress=progress))
+
+    return Choosing(framing=lambda _: EVENTS, news=news)
+
+
 class _Routes:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
 
     async def models(self, request: Request) -> Response:
-        """The served model by its names; empty until it is known."""
-        served = self._endpoint.model()
-        names = served.all_names if served else ()
-        listed = [_model(served, name) for name in names if served]
+        """The served model by its names, empty until it is known; or all models that there are."""
+        if (models := self._endpoint.models) is not None:
+            loaded = models.loaded()
+            listed = [_offered(each, loaded) for each in models.offered()]
+            names: Sequence[str] = [name for each in models.offered() for name in each.names]
+        else:
+            served = self._endpoint.model()
+            names = served.all_names if served else ()
+            listed = [_model(served, name) for name in names if served]
         beside = self._endpoint.embeddings
         if beside is not None and beside.name not in names:
             listed.append(embeddings.listed(beside))
         return json_response(model_list(listed) if ANTHROPIC in request.headers else ModelList(data=listed))
 
     async def model(self, request: Request) -> Response:
-        """The served model by one of its names."""
+        """A model by one of its names."""
         model = self._model(request.path_params["model_id"])
         return json_response(model_entry(model) if ANTHROPIC in request.headers else model)
 
     def _model(self, name: str) -> Model:
         served, beside = self._endpoint.model(), self._endpoint.embeddings
+        if (models := self._endpoint.models) is not None:
+            if beside is not None and name == beside.name and not is_offered(name, models.offered()):
+                return embeddings.listed(beside)
+            return _offered(find_offered(name, models.offered()), models.loaded())
         if beside is not None and name == beside.name and (served is None or name not in served.all_names):
             return embeddings.listed(beside)
         check_model(name, [served] if served else [])
@@ -99,7 +126,7 @@ class _Routes:
         return await self._respond(serving, await serving.prepare(preparations.completion), CompletionResponse)
 
     async def _respond(
-        self, serving: Serving, prepared: preparations.PreparedCompletion, kind: type[ApiResponse]
+        self, serving: ModelEndpoint, prepared: preparations.PreparedCompletion, kind: type[ApiResponse]
     ) -> Response:
         job = prepared.job
         response = kind(
@@ -126,7 +153,7 @@ class _Routes:
         return long.response(_timed(response.whole(completed, lists, usage), timings))
 
     async def _stream(
-        self, serving: Serving, job: Job, response: ApiResponse, *, times_parts: bool
+        self, serving: ModelEndpoint, job: Job, response: ApiResponse, *, times_parts: bool
     ) -> AsyncGenerator[msgspec.Struct, None]:
         begin_s, ended = time.perf_counter(), list[tuple[Choice, int]]()
         whole = CompletionClock(prompt_tokens=job.prompt_tokens, begun_s=begin_s)
@@ -177,7 +204,11 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
             for path in ("/v1/models", "/models")
         ),
         Route(
-            path="/v1/chat/completions/input_tokens", handler=here.count, asks="ChatRequest", responses="InputTokens"
+            path="/v1/chat/completions/input_tokens",
+            handler=here.count,
+            asks="ChatRequest",
+            responses="InputTokens",
+            chooses=Choosing(),
         ),
         Route(path="/v1/models/{model_id:path}", handler=here.model, methods=("GET",), responses="Model"),
         *(
@@ -188,6 +219,7 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
                 responses="ChatCompletion",
                 streamed=("ChatChunk",),
                 stream_type=EVENT_STREAM,
+                chooses=_choosing(shapes.ChatChunk, ChatResponse.PREFIX),
             )
             for path in ("/v1/chat/completions", "/chat/completions")
         ),
@@ -199,6 +231,7 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
                 responses="Completion",
                 streamed=("Completion",),
                 stream_type=EVENT_STREAM,
+                chooses=_choosing(shapes.Completion, CompletionResponse.PREFIX),
             )
             for path in ("/v1/completions", "/completions")
         ),
@@ -223,6 +256,11 @@ def _usage(job: Job, sampled: int, ended: Sequence[tuple[Choice, int]], draft_co
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens(ended)),
         completion_tokens_details=UNSET if draft_counts == NO_DRAFTS_COUNTED else details,
     )
+
+
+def _offered(model: OfferedModel, loaded: Mapping[str, Backend]) -> Model:
+    backend = loaded.get(model.id)
+    return offered_entry(model, None if backend is None else backend.model())
 
 
 def _model(served: ServedModel, name: str) -> Model:

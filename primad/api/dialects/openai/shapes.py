@@ -5,7 +5,7 @@ A field of type ``UnsetType`` is omitted from the JSON while it is ``UNSET``, wh
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -168,6 +168,15 @@ class ReadPrompt(msgspec.Struct, frozen=True, kw_only=True):
     time_ms: int
 
 
+class LoadProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the model of a request is, while the request waits for it: ``value`` goes from 0 to 1, and it will be ready in
+    ``expected_s``; null if unknown."""
+
+    status: str
+    value: float | None
+    expected_s: float | None
+
+
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="chat.completion.chunk"):
     """One event of a streamed chat response. ``created`` is in Unix seconds."""
 
@@ -177,6 +186,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", t
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_progress: ReadPrompt | UnsetType = UNSET
+    load_progress: LoadProgress | UnsetType = UNSET
     timings: CompletionTimings | UnsetType = UNSET
 
 
@@ -201,6 +211,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", 
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_progress: ReadPrompt | UnsetType = UNSET
+    load_progress: LoadProgress | UnsetType = UNSET
     timings: CompletionTimings | UnsetType = UNSET
 
 
@@ -208,20 +219,32 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", 
 
 
 class ModelMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """llama-server's facts about a model's context, in tokens: as served, and as trained."""
+    """llama-server's facts about a model's context, in tokens: as served, and as trained; and the bytes of its file.
 
-    n_ctx: int
-    n_ctx_train: int
+    The first is missing while the model is not loaded, the others if they are unknown.
+    """
+
+    n_ctx: int | UnsetType
+    n_ctx_train: int | UnsetType
+    size: int | UnsetType = UNSET
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="model"):
-    """A served model. ``created`` is in Unix seconds; ``max_model_len`` is vLLM's name of the context."""
+    """A served model. ``created`` is in Unix seconds; ``max_model_len`` is vLLM's name of the context.
+
+    The rest is said where requests choose among several: ``status`` has llama-server's ``value`` (``unloaded``,
+    ``loading``, ``loaded``), ``failed`` and ``detail``, ``progress`` (0 to 1), and ``expected_s`` until it is loaded.
+    """
 
     id: str
     created: int
     owned_by: str
-    max_model_len: int
+    max_model_len: int | UnsetType
     meta: ModelMeta
+    aliases: list[str] | UnsetType = UNSET
+    status: dict[str, Any] | UnsetType = UNSET
+    architecture: dict[str, list[str]] | UnsetType = UNSET
+    capabilities: list[str] | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="list"):

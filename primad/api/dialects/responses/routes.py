@@ -18,9 +18,10 @@ from primad.api.dialects.responses import prepared as preparations
 from primad.api.dialects.responses.responses import ResponseBody, ResponseStream
 from primad.api.dialects.responses.schema import ResponsesRequest
 from primad.api.http.dialect import Dialect, Route
-from primad.api.http.endpoint import Endpoint, Serving, json_response
+from primad.api.http.endpoint import Endpoint, ModelEndpoint, json_response
 from primad.api.http.errors import error_body
 from primad.api.http.framing import EVENT_STREAM, NamedEvent, named_event
+from primad.api.http.wanted import Choosing
 from primad.errors import PrimadError
 
 _EVENTS: Final = replace(EVENTS, message=named_event, end=b"")
@@ -50,7 +51,9 @@ class _Routes:
         completed = await serving.whole(prepared.job)
         return json_response(response.whole(completed[0]))
 
-    async def _stream(self, serving: Serving, job: Job, response: ResponseStream) -> AsyncGenerator[NamedEvent, None]:
+    async def _stream(
+        self, serving: ModelEndpoint, job: Job, response: ResponseStream
+    ) -> AsyncGenerator[NamedEvent, None]:
         begun = False
         async with aclosing(serving.write(job, job.choices[0])) as written:
             try:
@@ -70,7 +73,13 @@ class _Routes:
 def _routes(endpoint: Endpoint) -> Sequence[Route]:
     here = _Routes(endpoint)
     return (
-        Route(path="/v1/responses/input_tokens", handler=here.count, asks="ResponsesRequest", responses="InputTokens"),
+        Route(
+            path="/v1/responses/input_tokens",
+            handler=here.count,
+            asks="ResponsesRequest",
+            responses="InputTokens",
+            chooses=Choosing(),
+        ),
         *(
             Route(
                 path=path,
@@ -78,6 +87,7 @@ def _routes(endpoint: Endpoint) -> Sequence[Route]:
                 asks="ResponsesRequest",
                 responses="ResponseBody",
                 stream_type=EVENT_STREAM,
+                chooses=Choosing(framing=lambda _: _EVENTS),
             )
             for path in ("/v1/responses", "/responses")
         ),

@@ -1,0 +1,24 @@
+"""What a model can do, in the words of Ollama and llama-server."""
+
+from __future__ import annotations
+
+from primad.api.answering.backend import ServedModel
+from primad.api.answering.chat import CHATML
+from primad.api.answering.models import OfferedModel
+from primad.api.answering.reading import manner_of
+from primad.api.answering.tool_prompt import mentions
+
+
+def capabilities(served: ServedModel) -> list[str]:
+    """Those of a served model, from its chat template."""
+    template = served.vocabulary.chat_template or CHATML
+    thinks = manner_of(template, served.tool_parser).is_thinking
+    has = {"tools": mentions(template, "tools"), "thinking": thinks}
+    return ["completion", *(name for name, is_there in has.items() if is_there)]
+
+
+def capabilities_of(model: OfferedModel, served: ServedModel | None) -> list[str]:
+    """Those of an offered model; without the template of a ``served`` one only its kind is known."""
+    if model.embeds:
+        return ["embedding"]
+    return ["completion"] if served is None else capabilities(served)

@@ -1,0 +1,77 @@
+"""Offered models in Ollama's shapes, loaded or not. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from primad.api.answering.backend import ServedModel
+from primad.api.answering.capabilities import capabilities_of
+from primad.api.answering.models import OfferedModel
+from primad.api.dialects.ollama.job import LATEST
+from primad.api.dialects.ollama.responses import iso, shown
+
+NEVER: Final = "9999-12-31T23:59:59Z"
+
+
+def digest_of(text: str) -> str:
+    """Clients take models and files with the same digest for one."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def entry(model: OfferedModel) -> dict[str, Any]:
+    """``model`` in ``GET /api/tags``."""
+    tagged = model.id if ":" in model.id else model.id + LATEST
+    return {
+        "name": tagged,
+        "model": tagged,
+        "modified_at": iso(model.created),
+        "size": model.size_bytes,
+        "digest": digest_of(f"{model.id} {model.size_bytes}"),
+        "details": _details(model),
+    }
+
+
+def loaded_entry(model: OfferedModel, served: ServedModel | None) -> dict[str, Any]:
+    """``model`` in ``GET /api/ps``. Its memory is that of all devices; which part of it GPUs have is not known here."""
+    return entry(model) | {
+        "size": sum(model.memory_bytes.values()) or model.size_bytes,
+        "expires_at": NEVER if model.expires_at_s is None else iso(model.expires_at_s),
+        "size_vram": 0,
+        "context_length": 0 if served is None else served.context_tokens,
+    }
+
+
+def shown_model(model: OfferedModel, served: ServedModel | None) -> dict[str, Any]:
+    """``POST /api/show``: only a loaded model, as it is ``served``, has its chat template here."""
+    if served is not None:
+        return shown(served) | {"details": _details(model)}
+    architecture = model.architecture or "llama"
+    context = {} if model.trained_context_tokens is None else {"context_length": model.trained_context_tokens}
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": "",
+        "details": _details(model),
+        "model_info": {"general.architecture": architecture, "general.basename": model.id}
+        | {f"{architecture}.{name}": value for name, value in context.items()},
+        "capabilities": capabilities_of(model, None),
+        "modified_at": iso(model.created),
+    }
+
+
+def listed(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A list of entries."""
+    return {"models": list(models)}
+
+
+def _details(model: OfferedModel) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": model.architecture,
+        "families": [model.architecture],
+        "parameter_size": model.parameters,
+        "quantization_level": model.quantisation,
+    }

@@ -1,0 +1,44 @@
+"""Offered models, loaded or not, as entries of ``/v1/models`` with what llama-server's router says of them. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import UNSET
+
+from primad.api.answering.backend import ServedModel
+from primad.api.answering.capabilities import capabilities_of
+from primad.api.answering.models import ModelState, OfferedModel
+from primad.api.dialects.openai.shapes import Model, ModelMeta
+
+
+def offered_entry(model: OfferedModel, served: ServedModel | None) -> Model:
+    """``model``, with its context as ``served`` if it is loaded, and as trained if that is known."""
+    trained = UNSET if model.trained_context_tokens is None else model.trained_context_tokens
+    context = UNSET if served is None else served.context_tokens
+    return Model(
+        id=model.id,
+        created=model.created,
+        owned_by="primad",
+        max_model_len=trained if context is UNSET else context,
+        meta=ModelMeta(n_ctx=context, n_ctx_train=trained, size=model.size_bytes or UNSET),
+        aliases=list(model.aliases),
+        status=model_status(model),
+        architecture={"input_modalities": ["text"], "output_modalities": ["embeddings" if model.embeds else "text"]},
+        capabilities=capabilities_of(model, served),
+    )
+
+
+def model_status(model: OfferedModel) -> dict[str, Any]:
+    """The state as llama-server's router says it: one that failed is unloaded. Unknown values are missing."""
+    failed = model.state is ModelState.FAILED
+    more = {
+        "failed": failed or None,
+        "detail": model.detail or None,
+        "progress": model.progress,
+        "expected_s": model.expected_s,
+        "expires_at": model.expires_at_s,
+        "pinned": model.pinned or None,
+    }
+    value = ModelState.UNLOADED if failed else model.state
+    return {"value": value.value} | {name: each for name, each in more.items() if each is not None}

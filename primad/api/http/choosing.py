@@ -1,0 +1,103 @@
+"""Requests that choose among several models: each gets the one that it names, which is loaded first if it is not, and
+stays loaded until the response has ended.
+
+A stream tells its client meanwhile how far the model is; other requests wait. A client that leaves ends its wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
+from functools import wraps
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from primad.api.answering.backend import Backend
+from primad.api.answering.models import Models, OfferedModel, Waiting
+from primad.api.http.access import caller
+from primad.api.http.connection import MessageStream, StreamNews, read_json, while_connected
+from primad.api.http.dialect import Route
+from primad.api.http.endpoint import CHOSEN, Chosen, Endpoint
+from primad.api.http.offered import is_offered
+from primad.api.http.wanted import Choosing, WantedModel, read_wanted
+from primad.errors import RequestError
+
+EXPECTED: Final = "x-primad-expected-s"
+"""The header of a stream with the seconds that its model takes to load, if they can be forecast."""
+RouteHandler = Callable[[Request], Awaitable[Response]]
+
+
+class ModelChoice:
+    """Gives requests of routes the one of ``models`` that they want."""
+
+    def __init__(self, models: Models, endpoint: Endpoint) -> None:
+        self._models, self._endpoint = models, endpoint
+
+    def of(self, route: Route) -> Route:
+        """``route``, with a handler that gets the model of each request."""
+        return route if route.chooses is None else replace(route, handler=self._chosen(route.handler, route.chooses))
+
+    def _chosen(self, handler: RouteHandler, choosing: Choosing) -> RouteHandler:
+        @wraps(handler)
+        async def choose(request: Request) -> Response:
+            body = await read_json(request, self._endpoint.timings.body_timeout_s)
+            wants = read_wanted(body, choosing, request.query_params.get("model"))
+            if not wants.is_readable:
+                return await self._refuse(request, handler, body)
+            if choosing.instead is not None and (response := await choosing.instead(request, wants)) is not None:
+                return response
+            if wants.streams and choosing.framing is not None:
+                news = StreamNews()
+                messages = self._streamed(request, handler, choosing, wants, body, news)
+                return MessageStream(messages, choosing.framing(wants), self._endpoint.timings, news)
+            async with AsyncExitStack() as stack:
+                using = stack.enter_async_context(self._use(wants))
+                request.scope[CHOSEN] = Chosen(await while_connected(request.receive, using), body)
+                response = await handler(request)
+            assert not isinstance(response, MessageStream), "a stream lasts longer than its model is held here"
+            return response
+
+        return choose
+
+    async def _streamed(
+        self,
+        request: Request,
+        handler: RouteHandler,
+        choosing: Choosing,
+        wants: WantedModel,
+        body: bytes,
+        news: StreamNews,
+    ) -> AsyncGenerator[Any, None]:
+        def waiting(model: OfferedModel) -> None:
+            if model.expected_s is not None:
+                news.headers = {EXPECTED: f"{model.expected_s:.0f}"}
+            news.tell(choosing.news(wants, model))
+
+        async with self._use(wants, waiting) as backend:
+            news.end()
+            request.scope[CHOSEN] = Chosen(backend, body)
+            response = await handler(request)
+            assert isinstance(response, MessageStream), "a request that streams is answered by a stream"
+            async with aclosing(response.messages) as messages:
+                async for message in messages:
+                    yield message
+
+    @asynccontextmanager
+    async def _use(self, wants: WantedModel, waiting: Waiting = lambda _: None) -> AsyncIterator[Backend]:
+        name, models = wants.name, self._models
+        if name is not None and (wants.is_any or self._endpoint.any_model) and not is_offered(name, models.offered()):
+            name = None
+        async with models.use(name, owner=caller(), keep_alive_s=wants.keep_alive_s, waiting=waiting) as backend:
+            self._endpoint.used(backend)
+            yield backend
+
+    async def _refuse(self, request: Request, handler: RouteHandler, body: bytes) -> Response:
+        """A body that names no model for sure: its dialect says what is wrong, in the process of any model."""
+        backend = next(iter(self._models.loaded().values()), None)
+        if backend is not None:
+            request.scope[CHOSEN] = Chosen(backend, body)
+            await handler(request)
+        raise RequestError("the body must be a JSON object whose 'model' is a text of at most 512 characters")

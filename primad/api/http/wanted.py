@@ -1,0 +1,95 @@
+"""What a request says about its model, read before the text process of that model reads the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import msgspec
+from msgspec import Raw
+from starlette.requests import Request
+from starlette.responses import Response
+
+from primad.api.answering.models import OfferedModel
+from primad.api.http.framing import Framing
+from primad.api.http.offered import state_line
+from primad.library.names import MAX_CHARS
+
+_MAX_SMALL_BYTES: Final = 64
+
+
+class Fields(msgspec.Struct, frozen=True):
+    """Fields of a body as JSON, empty if they are missing. All others are skipped."""
+
+    model: Raw = Raw()
+    stream: Raw = Raw()
+    return_progress: Raw = Raw()
+    keep_alive: Raw = Raw()
+    prompt: Raw = Raw()
+    messages: Raw = Raw()
+    input: Raw = Raw()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedModel:
+    """The model that a request names, None for the last one used; ``model`` is the client's word for it.
+
+    ``is_any`` says that the last one used will do as well. Unless it ``is_readable``, its dialect says what is wrong. It
+    ``is_empty`` if it only loads the model.
+    """
+
+    name: str | None = None
+    model: str = ""
+    streams: bool = False
+    reports_progress: bool = False
+    keep_alive_s: float | None = None
+    is_any: bool = False
+    is_empty: bool = False
+    is_readable: bool = True
+
+
+def wanted(fields: Fields) -> WantedModel:
+    """As most dialects say it. Raises ``msgspec.ValidationError`` for another type."""
+    name = msgspec.json.decode(bytes(fields.model) or b"null", type=str | None)
+    return WantedModel(
+        name=name or None,
+        model=name or "",
+        streams=bytes(fields.stream) == b"true",
+        reports_progress=bytes(fields.return_progress) == b"true",
+        is_readable=name is None or len(name) <= MAX_CHARS,
+    )
+
+
+def small(field: Raw) -> Any:
+    """The value of ``field``, None if it is missing; its JSON if that is long."""
+    data = bytes(field)
+    return msgspec.json.decode(data or b"null") if len(data) <= _MAX_SMALL_BYTES else data
+
+
+def comment(_: WantedModel, model: OfferedModel) -> bytes:
+    """A comment in a stream of server-sent events, which clients skip."""
+    return f": {state_line(model)}\n\n".encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choosing:
+    """How requests of a route choose their model: ``read`` says what they want.
+
+    Streams have the ``framing``, and ``news`` of the model that they wait for; None without streams. ``instead`` may
+    answer a request that needs no loaded model.
+    """
+
+    read: Callable[[Fields], WantedModel] = wanted
+    framing: Callable[[WantedModel], Framing] | None = None
+    news: Callable[[WantedModel, OfferedModel], bytes] = comment
+    instead: Callable[[Request, WantedModel], Awaitable[Response | None]] | None = None
+
+
+def read_wanted(body: bytes, choosing: Choosing, of_query: str | None) -> WantedModel:
+    """What ``body`` wants; a request without a model in it may have one in its query."""
+    try:
+        found = choosing.read(msgspec.json.decode(body, type=Fields))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return WantedModel(is_readable=False)
+    return replace(found, name=of_query) if of_query and found.name is None else found

@@ -1,0 +1,435 @@
+"""Requests that choose among several models, in every dialect, over fake models whose loading a test controls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from primad.api.answering.models import ModelState, PullProgress
+from primad.api.app import create_app
+from primad.api.http.access import Admission, Door
+from primad.api.http.keys import ApiKey, digest_of
+from primad.settings.timings import ApiTimings
+from tests.fakes.backend import FakeBackend
+from tests.fakes.http import PATIENCE_S, BareClient
+from tests.fakes.models import FakeModels, backend_of, without_model
+
+OWNER, KEY = "the-owner's-key-is-long", "a-key-of-some-length"
+AT_ONCE = ApiTimings(admitted_s=0.0, keepalive_s=3600.0)
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}>"
+HELLO = [{"role": "user", "content": "Hi"}]
+DIALECTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HELLO},
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 16},
+    "/completion": {"prompt": "Hi"},
+    "/infill": {"input_prefix": "a", "input_suffix": "b"},
+    "/api/chat": {"messages": HELLO},
+    "/api/generate": {"prompt": "Hi"},
+}
+WITHOUT_FILL_IN = [path for path in DIALECTS if path != "/infill"]
+every = pytest.mark.parametrize("path", WITHOUT_FILL_IN)
+
+
+def two() -> FakeModels:
+    return FakeModels(backend_of("one", template=PLAIN), backend_of("org/two:Q4_K_M", "two", template=PLAIN))
+
+
+def app_of(models: FakeModels, backend: FakeBackend | None = None, **more: Any) -> Any:
+    return create_app(
+        backend or without_model(),
+        models=models,
+        timings=AT_ONCE,
+        admission=more.pop("admission", Admission(owner_key=OWNER)),
+        **more,
+    )
+
+
+def run(work: Callable[[], Awaitable[Any]]) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(PATIENCE_S):
+            return await work()
+
+    return asyncio.run(bounded())
+
+
+def ask(app: Any, method: str, path: str, **request: Any) -> httpx.Response:
+    async def once() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.request(method, path, **request)
+
+    return run(once)
+
+
+def post(models: FakeModels, path: str, **body: Any) -> httpx.Response:
+    return ask(app_of(models), "POST", path, json=body)
+
+
+@every
+@pytest.mark.parametrize("streams", [True, False])
+def test_each_request_is_answered_by_the_model_that_it_names(path, streams):
+    models = two()
+    for name, text in (("two", "two"), ("ONE", "one"), ("org/two", "two")):
+        answer = post(models, path, model=name, stream=streams, **DIALECTS[path])
+        assert answer.status_code == 200, answer.text
+        assert text in _text_of(answer.text), answer.text
+    assert [name for name, _, _ in models.uses] == ["org/two:Q4_K_M", "one", "org/two:Q4_K_M"]
+    assert [len(each.calls) for each in models.backends.values()] == [1, 2]
+    assert not models.users.total()
+
+
+def _text_of(body: str) -> str:
+    """The letters of an answer, whether they came one by one or not."""
+    texts: list[str] = []
+
+    def collect(value: Any, key: str = "") -> None:
+        match value:
+            case dict():
+                for name, each in value.items():
+                    collect(each, name)
+            case list():
+                for each in value:
+                    collect(each, key)
+            case str() if key in ("content", "text", "delta", "response"):
+                texts.append(value)
+
+    for line in body.splitlines():
+        data = line.removeprefix("data: ")
+        if data.startswith("{"):
+            collect(json.loads(data))
+    return "".join(texts)
+
+
+@every
+def test_a_request_without_a_model_gets_the_one_that_was_used_last_where_its_dialect_allows_that(path):
+    models = two()
+    post(models, "/v1/completions", model="two", prompt="Hi", max_tokens=1)
+    answer = post(models, path, stream=False, **DIALECTS[path])
+    needs_one = path.startswith(("/api/", "/v1/messages"))
+    assert answer.status_code == (400 if needs_one else 200), answer.text
+    assert len(models.uses) == (1 if needs_one else 2)
+
+
+@every
+def test_an_unknown_model_is_a_404_that_names_those_that_there_are(path):
+    models = two()
+    for streams in (True, False):
+        answer = post(models, path, model="tow", stream=streams, **DIALECTS[path])
+        assert answer.status_code == 404, answer.text
+        assert "one, org/two:Q4_K_M" in answer.text
+    assert models.uses == []
+
+
+def test_names_that_clients_have_built_in_mean_the_model_that_was_used_last():
+    models = two()
+    post(models, "/v1/completions", model="two", prompt="Hi", max_tokens=1)
+    body = {**DIALECTS["/v1/messages"], "model": "claude-opus-9"}
+    assert "two" in ask(app_of(models), "POST", "/v1/messages", json=body).text
+
+
+@every
+def test_a_stream_tells_how_far_its_model_is_and_then_answers(path):
+    async def main() -> None:
+        models = two()
+        models.gates["one"] = asyncio.Event()
+        client = BareClient(path, model="one", stream=True, return_progress=True, **DIALECTS[path])
+        async with asyncio.TaskGroup() as group:
+            group.create_task(app_of(models)(client.scope, client.receive, client.send))
+            assert await models.waits.get() == "one"
+            begin = await client.got.get()
+            assert begin["status"] == 200
+            assert dict(begin["headers"])[b"x-primad-expected-s"] == b"12"
+            first = (await client.got.get())["body"]
+            models.change("one", progress=0.5, expected_s=6.0)
+            second = (await client.got.get())["body"]
+            _check_news(path, first, "0 %", 0.0)
+            _check_news(path, second, "50 %", 0.5)
+            models.gates["one"].set()
+            assert await models.ended.get() == "one"
+        body = b"".join(message["body"] for message in _rest(client))
+        assert "one" in _text_of(body.decode())
+
+    run(main)
+
+
+def _check_news(path: str, data: bytes, shown: str, progress: float) -> None:
+    if path.startswith("/api/"):
+        line = json.loads(data)
+        assert (line["done"], line["model"]) == (False, "one")
+    elif path in ("/v1/responses", "/v1/messages"):
+        assert data.startswith(b": one: loading, ")
+        assert shown.encode() in data
+    else:
+        event = json.loads(data.removeprefix(b"data: "))
+        assert (event["load_progress"]["status"], event["load_progress"]["value"]) == ("loading", progress)
+
+
+def _rest(client: BareClient) -> list[dict[str, Any]]:
+    return [client.got.get_nowait() for _ in range(client.got.qsize())]
+
+
+def test_a_client_that_does_not_read_progress_gets_comments():
+    async def main() -> None:
+        models = two()
+        models.gates["one"] = asyncio.Event()
+        client = BareClient("/v1/completions", model="one", stream=True, prompt="Hi")
+        async with asyncio.TaskGroup() as group:
+            group.create_task(app_of(models)(client.scope, client.receive, client.send))
+            assert (await client.got.get())["status"] == 200
+            assert (await client.got.get())["body"] == b": one: loading, 0 %, about 12 s left\n\n"
+            models.gates["one"].set()
+
+    run(main)
+
+
+@every
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_leaves_ends_its_wait(path, streams):
+    async def main() -> None:
+        models = two()
+        models.gates["one"] = asyncio.Event()
+        client = BareClient(path, model="one", stream=streams, **DIALECTS[path])
+        async with asyncio.TaskGroup() as group:
+            group.create_task(app_of(models)(client.scope, client.receive, client.send))
+            await models.waits.get()
+            client.left.set()
+            assert await models.ended.get() == "one"
+        assert models.waiting == []
+        assert models.backends["one"].calls == []
+
+    run(main)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_model_is_in_use_until_the_answer_has_ended_also_of_a_client_that_left(streams):
+    async def main() -> None:
+        goes_on = asyncio.Event()
+        models = FakeModels(backend_of("one", "a", goes_on))
+        client = BareClient("/v1/completions", model="one", stream=streams, prompt="Hi")
+        async with asyncio.TaskGroup() as group:
+            group.create_task(app_of(models)(client.scope, client.receive, client.send))
+            await models.waits.get()
+            if streams:
+                while b'"text":"a"' not in (await client.got.get()).get("body", b""):
+                    assert models.users["one"] == 1
+            client.left.set()
+            assert await models.ended.get() == "one"
+        assert all(each.closed.is_set() for each in models.backends["one"].calls)
+
+    run(main)
+
+
+@every
+def test_a_model_that_cannot_be_loaded_is_a_503_or_ends_a_stream_that_has_begun(path):
+    models = two()
+    models.failing.add("one")
+    answer = post(models, path, model="one", stream=False, **DIALECTS[path])
+    assert answer.status_code == 503
+    assert "no device has room" in answer.text
+
+    async def main() -> None:
+        models = two()
+        models.failing.add("one")
+        models.gates["one"] = asyncio.Event()
+        client = BareClient(path, model="one", stream=True, **DIALECTS[path])
+        async with asyncio.TaskGroup() as group:
+            group.create_task(app_of(models)(client.scope, client.receive, client.send))
+            assert (await client.got.get())["status"] == 200
+            models.gates["one"].set()
+        assert b"no device has room" in _rest(client)[-2]["body"]
+
+    run(main)
+
+
+def test_a_body_that_cannot_be_read_is_refused_by_its_dialect_and_loads_nothing():
+    models = two()
+    for body in (b"{", b"[]", b'{"model": 5}', b'{"model": "' + b"x" * 600 + b'"}', b"\xff"):
+        for path in DIALECTS:
+            answer = ask(app_of(models), "POST", path, content=body)
+            assert answer.status_code == 400, (path, body, answer.text)
+    assert (models.uses, models.loaded()) == ([], {})
+    models.change("one", state=ModelState.LOADED)
+    answer = ask(app_of(models), "POST", "/v1/completions", content=b'{"model": 5}')
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+    assert models.uses == []
+
+
+def test_paths_about_text_are_answered_by_the_model_of_their_body_or_query():
+    models = two()
+    for path, body in (
+        ("/tokenize", {"content": "Hi"}),
+        ("/detokenize", {"tokens": [72]}),
+        ("/apply-template", {"messages": HELLO}),
+        ("/v1/chat/completions/input_tokens", {"messages": HELLO}),
+        ("/v1/messages/count_tokens", {"messages": HELLO}),
+        ("/v1/responses/input_tokens", {"input": "Hi"}),
+    ):
+        assert post(models, path, model="one", **body).status_code == 200
+        if "messages/" not in path:
+            assert ask(app_of(models), "POST", path, params={"model": "two"}, json=body).status_code == 200
+    assert {name for name, _, _ in models.uses} == {"one", "org/two:Q4_K_M"}
+
+
+def test_looking_at_a_model_does_not_load_it():
+    models = two()
+    app = app_of(models)
+    assert ask(app, "GET", "/props").json()["role"] == "router"
+    assert ask(app, "GET", "/slots").json() == []
+    answer = ask(app, "GET", "/props?model=two")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "model_not_loaded")
+    assert ask(app, "GET", "/props?model=three").status_code == 404
+    for name in ("one", "two"):
+        ask(app, "POST", "/completion", json={"model": name, "prompt": "Hi"})
+    assert ask(app, "GET", "/props").json()["model_alias"] == "org/two:Q4_K_M"
+    assert ask(app, "GET", "/props?model=one").json()["model_alias"] == "one"
+    assert len(ask(app, "GET", "/slots?model=one").json()) == 4
+    assert len(models.uses) == 2
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_ollamas_keep_alive_reaches_the_model(path):
+    models = two()
+    for given, seconds in (
+        ("5m", 300), ("1h30m", 5400), (30, 30), ("30", 30), (0.5, 0.5), (-1, -1), ("-1m", -1), ("-1", -1), (None, None),
+    ):  # fmt: skip
+        assert post(models, path, model="one", keep_alive=given, **DIALECTS[path]).status_code == 200
+        assert models.uses[-1][1] == seconds, given
+    assert post(models, path, model="one", keep_alive=0, **DIALECTS[path]).status_code == 200
+    assert models.loaded() == {}
+    for wrong in ("soon", "5 m", True, [1], "x" * 100):
+        assert post(models, path, model="one", keep_alive=wrong, **DIALECTS[path]).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_ollamas_empty_request_loads_a_model_and_unloads_it(path):
+    models = two()
+    answer = post(models, path, model="one:latest")
+    assert (answer.json()["done_reason"], list(models.loaded())) == ("load", ["one"])
+    for empty in ({"prompt": "", "messages": []}, {}):
+        models.change("one", state=ModelState.LOADED)
+        answer = post(models, path, model="one", keep_alive=0, **empty)
+        assert (answer.json()["done_reason"], models.loaded()) == ("unload", {})
+    assert post(models, path, model="three", keep_alive=0).status_code == 404
+    assert len(models.uses) == 1
+
+
+def test_models_are_loaded_and_unloaded_as_llama_servers_router_does():
+    models = two()
+    app = app_of(models)
+    assert ask(app, "POST", "/models/load", json={"model": "two"}).json() == {"success": True}
+    assert list(models.loaded()) == ["org/two:Q4_K_M"]
+    assert ask(app, "POST", "/models/unload", json={"model": "two"}).json() == {"success": True}
+    assert models.loaded() == {}
+    assert ask(app, "POST", "/models/load", json={"model": "three"}).status_code == 404
+    for wrong in ({}, {"model": 5}, [], {"model": ""}):
+        assert ask(app, "POST", "/models/unload", json=wrong).status_code == 400
+
+
+def test_changes_of_models_are_events_until_the_server_ends():
+    async def main() -> None:
+        models = two()
+        app = app_of(models)
+        client = BareClient("/models/sse")
+        client.scope["method"] = "GET"
+        async with asyncio.TaskGroup() as group:
+            group.create_task(app(client.scope, client.receive, client.send))
+            assert (await client.got.get())["status"] == 200
+            models.change("one", state=ModelState.LOADING, progress=0.25)
+            event = json.loads((await client.got.get())["body"].removeprefix(b"data: "))
+            progress = {"stages": ["text_model"], "current": "text_model", "value": 0.25}
+            data = {"status": "loading", "progress": progress}
+            assert event == {"model": "one", "event": "model_status", "data": data}
+            app.state.close()
+        assert models.heard == []
+
+    run(main)
+
+
+def test_models_are_listed_with_what_is_known_of_them():
+    models = two()
+    models.change("one", state=ModelState.LOADED, memory_bytes={"desk": 600, "mini": 500}, expires_at_s=2e9)
+    models.change(
+        "org/two:Q4_K_M", trained_context_tokens=8192, aliases=("two",), parameters="7B", quantisation="Q4_K_M"
+    )
+    app = app_of(models)
+    loaded, other = ask(app, "GET", "/v1/models").json()["data"]
+    assert (loaded["id"], loaded["status"], loaded["meta"]["n_ctx"]) == (
+        "one",
+        {"value": "loaded", "expires_at": 2e9},
+        4096,
+    )
+    assert (other["id"], other["status"], other["aliases"]) == ("org/two:Q4_K_M", {"value": "unloaded"}, ["two"])
+    assert (other["meta"], other["capabilities"]) == ({"n_ctx_train": 8192, "size": 1000}, ["completion"])
+    assert ask(app, "GET", "/v1/models/two").json() == other
+    assert ask(app, "GET", "/v1/models/org/two:Q4_K_M").json() == other
+    assert ask(app, "GET", "/v1/models/three").status_code == 404
+    anthropic = {"anthropic-version": "2023-06-01"}
+    assert [each["id"] for each in ask(app, "GET", "/v1/models", headers=anthropic).json()["data"]] == [
+        "one",
+        "org/two:Q4_K_M",
+    ]
+    tags = ask(app, "GET", "/api/tags").json()["models"]
+    assert [each["name"] for each in tags] == ["one:latest", "org/two:Q4_K_M"]
+    assert tags[1]["details"]["quantization_level"] == "Q4_K_M"
+    [running] = ask(app, "GET", "/api/ps").json()["models"]
+    assert (running["size"], running["expires_at"][:4], running["context_length"]) == (1100, "2033", 4096)
+    shown = ask(app, "POST", "/api/show", json={"model": "two"}).json()
+    assert shown["model_info"]["llama.context_length"] == 8192
+    assert ask(app, "POST", "/api/show", json={"name": "one:latest"}).json()["template"] == PLAIN
+    assert models.uses == []
+
+
+def test_the_owner_and_keys_with_that_right_download_and_delete():
+    models = two()
+    models.files = [
+        PullProgress(file="x.gguf", done_bytes=5, total_bytes=10),
+        PullProgress(file="x.gguf", done_bytes=9),
+    ]
+    keys = [
+        ApiKey(name="plain", digest=digest_of(KEY)),
+        ApiKey(name="other", digest=digest_of(KEY + "2"), manages=True),
+        ApiKey(name="own", digest=digest_of(OWNER)),
+    ]
+    app = app_of(models, admission=Admission(door=Door(lambda: keys), owner_key=OWNER))
+    body = {"model": "hf.co/owner/repo:Q4_K_M"}
+    for key, status in ((KEY, 403), (KEY + "2", 200), (OWNER, 200)):
+        answer = ask(app, "POST", "/api/pull", json=body, headers={"x-api-key": key})
+        assert answer.status_code == status
+        lines = [json.loads(line) for line in answer.text.splitlines()]
+        deleted = ask(app, "DELETE", "/api/delete", content=json.dumps({"model": "one"}), headers={"x-api-key": key})
+        assert deleted.status_code == status
+    assert [line["status"] for line in lines] == ["pulling manifest", "pulling x.gguf", "pulling x.gguf", "success"]
+    assert (lines[1]["completed"], lines[1]["total"], "total" in lines[2]) == (5, 10, False)
+    assert lines[1]["digest"] == lines[2]["digest"]
+    assert (models.pulled, models.deleted) == (["owner/repo:Q4_K_M"] * 2, ["one"] * 2)
+    owner = {"x-api-key": OWNER}
+    assert ask(app, "POST", "/api/pull", json=body | {"stream": False}, headers=owner).json() == {"status": "success"}
+    assert ask(app, "POST", "/api/pull", json={"model": "llama3"}, headers=owner).status_code == 400
+    assert ask(app_of(models), "POST", "/api/pull", json=body).status_code == 403
+
+
+def test_the_server_is_well_without_a_loaded_model():
+    models = two()
+    app = app_of(models)
+    health = ask(app, "GET", "/health")
+    assert (health.status_code, health.json()["model"]) == (200, None)
+    assert ask(app, "GET", "/status").json()["serving"] is True
+    ask(app, "POST", "/completion", json={"model": "one", "prompt": "Hi"})
+    assert ask(app, "GET", "/health").json()["model"] == "one"
+
+
+def test_a_server_of_one_model_has_no_paths_for_several():
+    models = two()
+    models.switches = False
+    app = app_of(models, backend_of("one"))
+    assert ask(app, "POST", "/models/load", json={"model": "one"}).status_code == 404
+    assert ask(app, "POST", "/api/pull", json={"model": "a/b"}).status_code == 404
+    assert ask(app, "POST", "/v1/completions", json={"prompt": "Hi"}).status_code == 200
+    assert models.uses == []
