@@ -68,9 +68,9 @@ def create_app(
     through the page. Its ``state.close()`` ends everything that is open when the server ends; its ``state.checks`` answer
     plain health checks without it.
     """
-    metrics = Metrics()
     owner = Owner(admission.owner_key)
     switching = models if models is not None and models.switches else None
+    metrics = Metrics(several=switching is not None)
     endpoint = Endpoint(backend, metrics, timings, names, embeddings, switching, partial(_check_owner, owner))
     server = _Server(endpoint, metrics)
     page = Page(server.look, admin_api, owner, timings)

@@ -425,6 +425,24 @@ def test_the_server_is_well_without_a_loaded_model():
     assert ask(app, "GET", "/health").json()["model"] == "one"
 
 
+def test_metrics_and_the_status_know_each_model():
+    models = two()
+    app = app_of(models)
+    ask(app, "POST", "/completion", json={"model": "two", "prompt": "Hi"})
+    models.change("org/two:Q4_K_M", memory_bytes={"desk": 600})
+    lines = ask(app, "GET", "/metrics").text.splitlines()
+    for line in (
+        'primad_model_loaded{model="one"} 0.0',
+        'primad_model_loaded{model="org/two:Q4_K_M"} 1.0',
+        'primad_model_memory_bytes{device="desk",model="org/two:Q4_K_M"} 600.0',
+        'primad_model_answers_total{model="org/two:Q4_K_M"} 1.0',
+        'primad_model_completion_tokens_total{model="org/two:Q4_K_M"} 3.0',
+    ):
+        assert line in lines, line
+    states = {each["id"]: each["state"] for each in ask(app, "GET", "/status").json()["models"]}
+    assert states == {"org/two:Q4_K_M": "loaded", "one": "unloaded"}
+
+
 def test_a_server_of_one_model_has_no_paths_for_several():
     models = two()
     models.switches = False

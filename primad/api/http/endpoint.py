@@ -174,7 +174,7 @@ class ModelEndpoint:
         written = write(self._backend, self.served.vocabulary, job, choice, owner=caller(), clock=time.monotonic)
         if job.logprobs is not None:
             written = _in_turns(written)
-        return self._endpoint.metrics.metered(charged(written, len(choice.prompt)), len(choice.prompt))
+        return self._endpoint.metrics.metered(charged(written, len(choice.prompt)), len(choice.prompt), self.served.id)
 
     async def whole(self, job: Job, clocks: Sequence[CompletionClock] = ()) -> list[WrittenChoice]:
         """All complete choices of ``job``, each observed by its clock, or all by one; it stops if the client leaves."""

@@ -29,6 +29,7 @@ from primad.api.http.status import (
     EmbeddingStatus,
     KvStatus,
     MemoryFigures,
+    ModelStatus,
     RingFigures,
     StatusBody,
     TokenCounts,
@@ -153,9 +154,10 @@ _DRAFTS: Final[tuple[tuple[_Family, str, str, Callable[[DraftFigures], float]], 
 
 
 class Metrics:
-    """All figures of one app, in its own registry. ``clock`` gives seconds on any scale."""
+    """All figures of one app, in its own registry. ``clock`` gives seconds on any scale. Where there are ``several`` models,
+    requests and tokens are also counted by model."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, several: bool = False) -> None:
         self._clock = clock
         self._paths: frozenset[str] = frozenset()
         self._registry = CollectorRegistry()
@@ -193,6 +195,15 @@ class Metrics:
         )
         self._noted_s: list[float] = []
         self._noted_tokens = 0
+        of_models = self._registry if several else None
+        self._of_model = tuple(
+            Counter(f"primad_model_{name}", text, ["model"], registry=of_models)
+            for name, text in (
+                ("answers", "Requests of a model that have ended."),
+                ("prompt_tokens", "Prompt tokens of a model."),
+                ("completion_tokens", "Generated tokens of a model."),
+            )
+        )
         self._ring = _Ring()
         self._registry.register(self._ring)
 
@@ -248,10 +259,11 @@ class Metrics:
         self._noted_tokens = 0
 
     async def metered(
-        self, written: AsyncGenerator[Written, None], prompt_tokens: int
+        self, written: AsyncGenerator[Written, None], prompt_tokens: int, model: str = ""
     ) -> AsyncGenerator[Written, None]:
-        """The parts of ``written``, counted and timed; it is closed with this generator."""
+        """The parts of ``written`` by ``model``, counted and timed; it is closed with this generator."""
         end: str | None = None
+        sampled = 0
         before_s, is_first = self._clock(), True
         self._prompt_tokens.inc(prompt_tokens)
         self._open.inc()
@@ -259,7 +271,7 @@ class Metrics:
             async with aclosing(written):
                 async for part in written:
                     if part.sampled:
-                        now_s = self._clock()
+                        now_s, sampled = self._clock(), sampled + part.sampled
                         self._note(part.sampled, now_s - before_s, is_first=is_first)
                         before_s, is_first = now_s, False
                     if part.finish is not None:
@@ -278,6 +290,8 @@ class Metrics:
         finally:
             self._open.dec()
             self._responses.labels(end or "error").inc()
+            for counter, more in zip(self._of_model, (1, prompt_tokens, sampled), strict=True):
+                counter.labels(model).inc(more)
 
 
 class Counted:
@@ -351,10 +365,25 @@ class _Ring(Collector):
         if status.drafts is not None:
             for kind, name, text, became in _DRAFTS:
                 yield kind(f"primad_draft_{name}", text, value=became(status.drafts))
+        if status.models:
+            yield from _of_models(status.models)
         if status.embedding is not None:
             for kind, name, text, figure_of in _EMBEDDING:
                 if (value := figure_of(status.embedding)) is not None:
                     yield kind(f"primad_embedding_{name}", text, value=value)
+
+
+def _of_models(models: Iterable[ModelStatus]) -> Iterator[Metric]:
+    loaded = GaugeMetricFamily("primad_model_loaded", "Whether a model is loaded (1) or not (0).", labels=["model"])
+    memory = GaugeMetricFamily(
+        "primad_model_memory_bytes", "Memory of a loaded model on a device.", labels=["model", "device"]
+    )
+    for model in models:
+        loaded.add_metric([model.id], model.state == "loaded")
+        for device, size_bytes in model.memory_bytes.items():
+            memory.add_metric([model.id, device], size_bytes)
+    yield loaded
+    yield memory
 
 
 def _filled(
