@@ -134,6 +134,9 @@ class FakeModels:
         finally:
             self.heard.remove(queue)
 
+    def free_bytes(self) -> int | None:
+        return 50_000_000_000
+
     async def pull(self, name: str) -> AsyncIterator[PullProgress]:
         if "/" not in name:
             raise RequestError(f"{name}: name it as owner/repo:Q4_K_M", param="model")

@@ -97,7 +97,7 @@ class Models(Protocol):
 
         Afterwards it stays for ``keep_alive_s`` without a request (None: as the owner's setting says, 0: it is unloaded
         at once, less: for ever). A client that leaves the wait costs the others nothing. Raises ``RingError`` if it cannot
-        be loaded, ``RequestError`` with 429 if too many wait.
+        be loaded, ``RequestError`` with 429 if too many wait, or this one waited longer than the owner allows.
         """
 
     async def load(self, name: str) -> None:
@@ -109,6 +109,9 @@ class Models(Protocol):
 
     def changes(self) -> AsyncIterator[OfferedModel]:
         """Each model whenever its state or progress changes, from now on."""
+
+    def free_bytes(self) -> int | None:
+        """The space on the disk that ``pull`` writes to, None if unknown."""
 
     def pull(self, name: str) -> AsyncIterator[PullProgress]:
         """Download a model of the hub (``hf:owner/repo:Q4_K_M``, or without ``hf:``); it is offered from then on."""
