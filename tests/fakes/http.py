@@ -120,13 +120,13 @@ class BareClient:
 
 
 @asynccontextmanager
-async def served(backend: Backend, *, patience_s: float = PATIENCE_S) -> AsyncIterator[str]:
-    """The app under uvicorn on a free loopback port, in this loop; gives its URL."""
+async def served(backend: Backend, *, patience_s: float = PATIENCE_S, **more: Any) -> AsyncIterator[str]:
+    """The app under uvicorn on a free loopback port, in this loop; gives its URL. ``more`` is for the app."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
     port = listener.getsockname()[1]
-    config = uvicorn.Config(create_app(backend), log_config=None, lifespan="off", ws="none")
+    config = uvicorn.Config(create_app(backend, **more), log_config=None, lifespan="off", ws="none")
     server = uvicorn.Server(config)
     with closing(listener):
         async with asyncio.timeout(patience_s), asyncio.TaskGroup() as group:

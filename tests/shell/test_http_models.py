@@ -16,8 +16,11 @@ from primad.api.http.access import Admission, Door
 from primad.api.http.keys import ApiKey, digest_of
 from primad.settings.timings import ApiTimings
 from tests.fakes.backend import FakeBackend
-from tests.fakes.http import PATIENCE_S, BareClient
+from tests.fakes.http import PATIENCE_S, BareClient, served
 from tests.fakes.models import FakeModels, backend_of, without_model
+from tests.lazily import Lazily
+
+ollama, openai = Lazily("ollama"), Lazily("openai")
 
 OWNER, KEY = "the-owner's-key-is-long", "a-key-of-some-length"
 AT_ONCE = ApiTimings(admitted_s=0.0, keepalive_s=3600.0)
@@ -441,6 +444,49 @@ def test_metrics_and_the_status_know_each_model():
         assert line in lines, line
     states = {each["id"]: each["state"] for each in ask(app, "GET", "/status").json()["models"]}
     assert states == {"org/two:Q4_K_M": "loaded", "one": "unloaded"}
+
+
+def test_ollamas_client_switches_lists_pulls_and_unloads():
+    async def main() -> None:
+        models = two()
+        models.files = [PullProgress(file="x.gguf", done_bytes=5, total_bytes=10)]
+        more = {"models": models, "admission": Admission(owner_key=OWNER)}
+        async with served(without_model(), **more) as url:
+            client = ollama.AsyncClient(host=url, headers={"authorization": f"Bearer {OWNER}"})
+            assert [model.model for model in (await client.list()).models] == ["one:latest", "org/two:Q4_K_M"]
+            assert (await client.ps()).models == []
+            for name, text in (("one", "one"), ("org/two:Q4_K_M", "two")):
+                parts = [part.message.content async for part in await client.chat(name, HELLO, stream=True)]
+                assert "".join(parts) == text
+            assert [model.model for model in (await client.ps()).models] == ["one:latest", "org/two:Q4_K_M"]
+            assert (await client.generate("one", keep_alive=0)).done_reason == "unload"
+            assert [model.model for model in (await client.ps()).models] == ["org/two:Q4_K_M"]
+            assert (await client.show("one")).details.family == "llama"
+            lines = [line async for line in await client.pull("hf.co/owner/repo:Q4_K_M", stream=True)]
+            assert [line.status for line in lines] == ["pulling manifest", "pulling x.gguf", "success"]
+            assert (await client.delete("one")).status == "success"
+            with pytest.raises(ollama.ResponseError, match="there are: org/two"):
+                await client.chat("three", HELLO)
+            await client._client.aclose()
+
+    run(main)
+
+
+def test_openais_client_switches_models():
+    async def main() -> None:
+        models = two()
+        async with (
+            served(without_model(), models=models) as url,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            assert [model.id async for model in client.models.list()] == ["one", "org/two:Q4_K_M"]
+            for name, text in (("one", "one"), ("org/two:Q4_K_M", "two")):
+                answer = await client.chat.completions.create(model=name, messages=HELLO)
+                assert (answer.choices[0].message.content, answer.model) == (text, name)
+            with pytest.raises(openai.NotFoundError):
+                await client.chat.completions.create(model="three", messages=HELLO)
+
+    run(main)
 
 
 def test_a_server_of_one_model_has_no_paths_for_several():
