@@ -73,7 +73,7 @@ def create_app(
     metrics = Metrics(several=switching is not None)
     endpoint = Endpoint(backend, metrics, timings, names, embeddings, switching, partial(_check_owner, owner))
     server = _Server(endpoint, metrics)
-    page = Page(server.look, admin_api, owner, timings)
+    page = Page(server.look, admin_api, owner, timings, switching)
     dialects = [route for one in DIALECTS for route in one.routes(endpoint)]
     if switching is not None:
         dialects = [ModelChoice(switching, endpoint).of(route) for route in dialects]

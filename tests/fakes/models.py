@@ -82,6 +82,7 @@ class FakeModels:
         keep_alive_s: float | None = None,
         waiting: Waiting = lambda _: None,
     ) -> AsyncGenerator[Backend, None]:
+        self.loop = asyncio.get_running_loop()
         found = self._last() if name is None else find_offered(name, self.offered()).id
         self.uses.append((found, keep_alive_s, owner))
         self.users[found] += 1

@@ -245,7 +245,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     """An offered model: its ``state`` is unloaded, loading, loaded, unloading or failed; texts are empty if unknown.
 
     While it loads, ``progress`` goes from 0 to 1. A loaded one that nobody uses is unloaded at ``expires_at_s`` (Unix
-    time; null: never), and takes ``memory_bytes`` of each device.
+    time; null: never), and takes ``memory_bytes`` of each device. One that ``embeds`` makes embeddings, not text.
     """
 
     id: str
@@ -256,6 +256,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     expected_s: float | None
     expires_at_s: float | None
     pinned: bool
+    embeds: bool
     memory_bytes: dict[str, int]
 
 
@@ -313,6 +314,7 @@ def model_status(model: OfferedModel) -> ModelStatus:
         expected_s=model.expected_s,
         expires_at_s=model.expires_at_s,
         pinned=model.pinned,
+        embeds=model.embeds,
         memory_bytes=dict(model.memory_bytes),
     )
 

@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from primad.api.answering.models import Models
 from primad.api.http.connection import MessageStream, read_json
 from primad.api.http.dialect import Route
 from primad.api.http.endpoint import json_response
@@ -61,14 +62,25 @@ class Asker(msgspec.Struct, frozen=True, kw_only=True):
     is_owner: bool
 
 
+class DownloadRoom(msgspec.Struct, frozen=True, kw_only=True):
+    """Free space for models; null if unknown."""
+
+    free_bytes: int | None
+
+
 class Page:
     """The page's routes. ``look`` gives the status; the ``owner`` may change things at ``admin_api``, if there is
-    one."""
+    one. ``models`` are those that requests choose among, None for one."""
 
     def __init__(
-        self, look: Callable[[], Awaitable[StatusBody]], admin_api: AdminApi | None, owner: Owner, timings: ApiTimings
+        self,
+        look: Callable[[], Awaitable[StatusBody]],
+        admin_api: AdminApi | None,
+        owner: Owner,
+        timings: ApiTimings,
+        models: Models | None = None,
     ) -> None:
-        self._admin_api, self._owner, self._timings = admin_api, owner, timings
+        self._admin_api, self._owner, self._timings, self._models = admin_api, owner, timings, models
         self._watch = Watch(look, timings.page_every_s)
 
     def close(self) -> None:
@@ -84,6 +96,7 @@ class Page:
             Route(path="/ui/ticket", handler=self.ticket),
             Route(path="/ui/owner", handler=self.owner),
             Route(path="/ui/devices", handler=self.devices, methods=("GET",)),
+            Route(path="/ui/models", handler=self.models, methods=("GET",)),
             Route(path="/ui/pair", handler=self.pair),
             Route(path="/ui/bring", handler=self.bring),
             Route(path="/ui/trust", handler=self.trust),
@@ -123,6 +136,12 @@ class Page:
         check_origin(request)
         self._owner.check(claimed_key(request.headers))
         return json_response(await done(self._open_admin_api().devices()))
+
+    async def models(self, request: Request) -> Response:
+        """The room for downloads."""
+        check_origin(request)
+        self._owner.check(claimed_key(request.headers))
+        return json_response(DownloadRoom(free_bytes=None if self._models is None else self._models.free_bytes()))
 
     async def pair(self, request: Request) -> Response:
         """A pairing code."""

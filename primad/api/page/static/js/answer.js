@@ -2,8 +2,8 @@
 
 import { events } from "./server.js";
 
-/** What `chat` says so far, as the API takes it; `values` are the settings. Throws `Error` where a setting is wrong. */
-export function asked(chat, values) {
+/** What `chat` says so far, as the API takes it, for `model`; `values` are the settings. Throws `Error` where one is wrong. */
+export function asked(chat, values, model) {
   const messages = values.system.trim() ? [{ role: "system", content: values.system }] : [];
   for (const message of chat.messages) {
     if (message.role === "assistant") {
@@ -18,6 +18,7 @@ export function asked(chat, values) {
     } else messages.push({ role: message.role, content: message.content });
   }
   const body = { messages, stream: true, stream_options: { include_usage: true }, return_progress: true };
+  if (model !== null) body.model = model;
   for (const name of ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"]) {
     if (values[name] === "") continue;
     body[name] = Number(values[name]);
@@ -42,6 +43,7 @@ export async function write(body, message, changed, signal) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
+      if (chunk.load_progress) message.stats.load = chunk.load_progress;
       if (chunk.prompt_progress) message.stats.prompt = chunk.prompt_progress;
       const choice = chunk.choices?.[0];
       if (choice) take(choice, message, timing);

@@ -2,10 +2,11 @@
 
 import { asked, write } from "./answer.js";
 import { announce, copy, h, icon, iconButton } from "./dom.js";
-import { count, decode, ms } from "./format.js";
+import { count, decode, ms, soon } from "./format.js";
 import { drawHistory, forgetDeleted, isDeleted } from "./history.js";
 import { onStatus } from "./live.js";
 import { show } from "./markdown.js";
+import { chosen, selector } from "./selector.js";
 import * as store from "./store.js";
 
 const ENDS = { length: "cut at the limit", stopped: "stopped" };
@@ -45,7 +46,7 @@ export function startChat(panel) {
     }),
     send: h("button", { class: "send", type: "submit" }),
     failed: h("div", {}),
-    model: h("p", { class: "hint", id: "model-line" }, served, h("span", { class: "keys" }, "Shift+Enter starts a new line")),
+    model: h("p", { class: "hint", id: "model-line" }, selector(), served, h("span", { class: "keys" }, "Shift+Enter starts a new line")),
   };
   const history = h(
     "aside",
@@ -85,7 +86,7 @@ export function startChat(panel) {
   const latest = store.chats()[0];
   showChat(latest ?? chat);
   onStatus(({ status }) => {
-    if (!status?.model) return;
+    if (!status?.model || status.models?.length) return;
     const line = `${status.model}${status.devices.length > 1 ? ` on ${status.devices.length} devices` : ""} `;
     if (parts.served.textContent !== line) parts.served.textContent = line;
   });
@@ -196,7 +197,7 @@ async function answer() {
   forgetDeleted();
   showFailed();
   try {
-    body = asked(mine, store.settings());
+    body = asked(mine, store.settings(), chosen());
   } catch (error) {
     draw();
     toEnd();
@@ -233,6 +234,7 @@ async function answer() {
   message.calls = message.calls.filter(Boolean);
   if (!message.content && !message.thought && !message.calls.length) mine.messages.pop();
   delete message.stats.prompt;
+  delete message.stats.load;
   if (!isDeleted(mine)) store.keep(mine);
   if (mine !== chat) return;
   following(() => {
@@ -336,7 +338,8 @@ function fill(box, message, isWriting) {
   }
   rest.push(...message.calls.filter(Boolean).map((call) => drawnCall(call, message)));
   if (isWriting && !message.content && !message.thought) {
-    rest.push(message.stats.prompt ? reading(message.stats.prompt) : waiting());
+    const { prompt, load } = message.stats;
+    rest.push(prompt ? reading(prompt) : load ? loading(load) : waiting());
   }
   rest.push(h("footer", {}, statsLine(message.stats), isWriting ? null : actionsOfAnswer(message)));
   box.replaceChildren(...rest);
@@ -345,6 +348,11 @@ function fill(box, message, isWriting) {
 
 function waiting() {
   return h("p", { class: "waiting" }, h("span", {}), h("span", {}), h("span", {}), h("span", { class: "unseen" }, "waiting for the first token"));
+}
+
+/** How far the model is. */
+function loading(load) {
+  return h("p", { class: "reading" }, h("progress", { max: 1, value: load.value, "aria-label": "Model" }), `The model loads. ${soon(load)}`);
 }
 
 /** How much of the prompt is computed. */

@@ -14,6 +14,11 @@ export function ms(value) {
   return `${digits(value)} ms`;
 }
 
+/** When something is ready, as far as that can be forecast. */
+export function soon({ expected_s: seconds }) {
+  return seconds === null ? "" : `Ready in about ${Math.max(1, Math.round(seconds))} s.`;
+}
+
 export function speed(value) {
   return value === null || value === undefined ? "?" : digits(value);
 }

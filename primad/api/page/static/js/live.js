@@ -60,7 +60,7 @@ export async function watch() {
 /** How much of something that only grows came in a second; null where it is not known. */
 export function rate(news, read) {
   const { status, before } = news;
-  if (!status || !before) return null;
+  if (!status || !before || status.at_ms === before.at_ms) return null; // two that came at once
   const [now, then] = [read(status), read(before)];
   if (now === null || now === undefined || then === null || then === undefined || now < then) return null;
   return ((now - then) * 1000) / (status.at_ms - before.at_ms);

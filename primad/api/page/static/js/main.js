@@ -4,11 +4,12 @@ import { startChat } from "./chat.js";
 import { letOwnerIn, startDevices } from "./devices.js";
 import { icon } from "./dom.js";
 import { onStatus, watch } from "./live.js";
+import { letOwnerPull, startModels } from "./models.js";
 import { startRing } from "./ring.js";
 import { becomeOwner, keys, onKeyWanted } from "./server.js";
 
 const THEME = "primad.theme";
-const VIEWS = ["chat", "ring", "devices"];
+const VIEWS = ["chat", "models", "ring", "devices"];
 const by = (id) => document.getElementById(id);
 
 function showView(name, focus = false) {
@@ -26,11 +27,12 @@ function showView(name, focus = false) {
 function startTabs() {
   for (const view of VIEWS) by(`tab-${view}`).addEventListener("click", () => (location.hash = view));
   document.querySelector(".tabs").addEventListener("keydown", (event) => {
-    const at = VIEWS.findIndex((view) => by(`tab-${view}`) === document.activeElement);
+    const views = VIEWS.filter((view) => !by(`tab-${view}`).hidden);
+    const at = views.findIndex((view) => by(`tab-${view}`) === document.activeElement);
     const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: -1 }[event.key];
     if (next === undefined || at < 0) return;
     event.preventDefault();
-    location.hash = VIEWS[(next + VIEWS.length) % VIEWS.length];
+    location.hash = views[(next + views.length) % views.length];
     by(`tab-${location.hash.slice(1)}`).focus();
   });
   const follow = () => showView(VIEWS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "chat");
@@ -96,10 +98,15 @@ startTabs();
 startTheme();
 startKey();
 startChat(by("chat"));
+startModels(by("models"), by("tab-models"));
 startRing(by("ring"));
 startDevices(by("devices"));
 onStatus(showState);
 becomeOwner()
-  .then((isOwner) => isOwner && letOwnerIn())
+  .then((isOwner) => {
+    if (!isOwner) return;
+    letOwnerIn();
+    letOwnerPull();
+  })
   .catch(() => false)
   .finally(watch);

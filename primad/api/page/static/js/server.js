@@ -56,40 +56,56 @@ async function request(path, { body, signal, ...options } = {}) {
     return request(path, { body, signal, ...options });
   }
   if (!response.ok) {
-    const error = (await response.json().catch(() => null))?.error;
+    const given = (await response.json().catch(() => null))?.error;
+    const error = typeof given === "string" ? { message: given } : given; // as Ollama's paths say it
     if (response.status === 401) askForKey(Boolean(key));
     throw new Refused(error?.message ?? `the head returned ${response.status}`, response.status, error?.code);
   }
   return response;
 }
 
-/** The answer to a question, as JSON. Throws `Refused`, or `TypeError` where nobody answers. */
-export async function ask(path, body, signal) {
-  return (await request(path, { body, signal })).json();
+/** The answer to a question, as JSON, null for none. Throws `Refused`, or `TypeError` where nobody answers. */
+export async function ask(path, body, signal, options = {}) {
+  const text = await (await request(path, { body, signal, ...options })).text();
+  return text ? JSON.parse(text) : null;
 }
 
-/** Server-sent events, each with its `event` and `data`, until the stream ends. */
-export async function* events(path, body, signal) {
-  const response = await request(path, { body, signal });
+/** Lines of JSON until the stream ends. Throws `Refused` for one with an error, too. */
+export async function* lines(path, body, signal) {
+  for await (const line of pieces(await request(path, { body, signal }), "\n")) {
+    if (!line) continue;
+    const found = JSON.parse(line);
+    if (found.error) throw new Refused(found.error, 200);
+    yield found;
+  }
+}
+
+/** What `response` sends, up to each `mark`. */
+async function* pieces(response, mark) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
-      const blocks = (rest + value).split("\n\n");
-      rest = blocks.pop();
-      for (const block of blocks) {
-        const found = { event: "message", data: "" };
-        for (const line of block.split("\n")) {
-          if (line.startsWith("event: ")) found.event = line.slice(7);
-          if (line.startsWith("data: ")) found.data += line.slice(6);
-        }
-        if (found.data) yield found;
-      }
+      const whole = (rest + value).split(mark);
+      rest = whole.pop();
+      yield* whole;
     }
   } finally {
     reader.cancel().catch(() => {});
+  }
+}
+
+/** Server-sent events, each with its `event` and `data`, until the stream ends. */
+export async function* events(path, body, signal) {
+  for await (const block of pieces(await request(path, { body, signal }), "\n\n")) {
+    const found = { event: "message", data: "" };
+    for (const line of block.split("\n")) {
+      if (line.startsWith("event: ")) found.event = line.slice(7);
+      if (line.startsWith("data: ")) found.data += line.slice(6);
+    }
+    if (found.data) yield found;
   }
 }
 
