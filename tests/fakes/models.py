@@ -14,6 +14,7 @@ from primad.api.answering.models import ModelState, OfferedModel, PullProgress, 
 from primad.api.http.offered import find_offered
 from primad.errors import RequestError, RingError
 from tests.fakes.backend import ByteVocabulary, FakeBackend, replies
+from tests.fakes.embeddings import FakeEmbeddings
 
 
 def backend_of(name: str, *texts: Any, template: str | None = None) -> FakeBackend:
@@ -22,6 +23,16 @@ def backend_of(name: str, *texts: Any, template: str | None = None) -> FakeBacke
     assert backend.served is not None
     backend.served = replace(backend.served, id=name, sequences=4)
     return backend
+
+
+class EmbeddingBackend(FakeBackend, FakeEmbeddings):
+    """The backend of an embedding model."""
+
+    def __init__(self, name: str) -> None:
+        FakeBackend.__init__(self, replies())
+        FakeEmbeddings.__init__(self)
+        assert self.served is not None
+        self.name, self.served = name, replace(self.served, id=name)
 
 
 def without_model() -> FakeBackend:
@@ -40,8 +51,14 @@ class FakeModels:
     def __init__(self, *backends: FakeBackend) -> None:
         self.backends = {each.served.id: each for each in backends if each.served is not None}
         self.state = {
-            name: OfferedModel(id=name, created=1_700_000_000, size_bytes=1000, architecture="llama")
-            for name in self.backends
+            name: OfferedModel(
+                id=name,
+                created=1_700_000_000,
+                size_bytes=1000,
+                architecture="llama",
+                embeds=isinstance(backend, EmbeddingBackend),
+            )
+            for name, backend in self.backends.items()
         }
         self.gates: dict[str, asyncio.Event] = {}
         self.failing: set[str] = set()

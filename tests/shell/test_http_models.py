@@ -10,14 +10,16 @@ from typing import Any
 import httpx
 import pytest
 
+from primad.api.answering.backend import ModelNames
 from primad.api.answering.models import ModelState, PullProgress
 from primad.api.app import create_app
 from primad.api.http.access import Admission, Door
 from primad.api.http.keys import ApiKey, digest_of
 from primad.settings.timings import ApiTimings
 from tests.fakes.backend import FakeBackend
+from tests.fakes.embeddings import FakeEmbeddings
 from tests.fakes.http import PATIENCE_S, BareClient, served
-from tests.fakes.models import FakeModels, backend_of, without_model
+from tests.fakes.models import EmbeddingBackend, FakeModels, backend_of, without_model
 from tests.lazily import Lazily
 
 ollama, openai = Lazily("ollama"), Lazily("openai")
@@ -128,6 +130,13 @@ def test_an_unknown_model_is_a_404_that_names_those_that_there_are(path):
         assert answer.status_code == 404, answer.text
         assert "one, org/two:Q4_K_M" in answer.text
     assert models.uses == []
+
+
+def test_every_name_is_taken_where_the_owner_says_so():
+    models = two()
+    app = app_of(models, names=ModelNames(any_model=True))
+    for name, text in (("two", "two"), ("gpt-4o", "two"), ("one", "one"), ("gpt-4o", "one")):
+        assert text in _text_of(ask(app, "POST", "/v1/completions", json={"model": name, "prompt": "Hi"}).text)
 
 
 def test_names_that_clients_have_built_in_mean_the_model_that_was_used_last():
@@ -308,6 +317,31 @@ def test_ollamas_keep_alive_reaches_the_model(path):
     assert models.loaded() == {}
     for wrong in ("soon", "5 m", True, [1], "x" * 100):
         assert post(models, path, model="one", keep_alive=wrong, **DIALECTS[path]).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/api/embed", "/api/embeddings"])
+def test_embeddings_are_made_by_the_embedding_model_that_is_named(path):
+    body = {"input": "sea", "prompt": "sea", "query": "sea", "documents": ["ship"]}
+    models = FakeModels(backend_of("one"), EmbeddingBackend("bge"), EmbeddingBackend("org/gte:Q8_0"))
+    assert post(models, path, model="gte", **body).status_code == 200
+    assert [name for name, _, _ in models.uses] == ["org/gte:Q8_0"]
+    for name, status in (("one", 400), ("three", 404)):
+        answer = post(models, path, model=name, **body)
+        assert (answer.status_code, "bge" in answer.text) == (status, True)
+    if path.startswith("/v1/"):
+        assert post(models, path, **body).status_code == 400
+        assert post(FakeModels(EmbeddingBackend("bge")), path, **body).status_code == 200
+        assert post(two(), path, **body).json()["error"]["code"] == "no_embedding_model"
+    beside = ask(app_of(models, embeddings=FakeEmbeddings()), "POST", path, json=body | {"model": "small"})
+    assert beside.status_code == 200
+    assert len(models.uses) == 1
+
+
+def test_an_empty_request_that_looks_like_one_with_text_only_loads():
+    for body in ({"messages": [], "prompt": "Hi"}, {"prompt": "Hi"}):
+        assert post(two(), "/api/chat", model="one", **body).json()["done_reason"] == "load"
+    content = b'{"model": "one", "messages": [' + b" " * 100 + b"]}"
+    assert ask(app_of(two()), "POST", "/api/chat", content=content).json()["done_reason"] == "load"
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])

@@ -48,7 +48,7 @@ class OfferedModel:
     expires_at_s: float | None = None
     pinned: bool = False
     embeds: bool = False
-    """Whether it makes embeddings, not text."""
+    """Whether it makes embeddings, not text; its backend is ``Embeddings`` as well then."""
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property

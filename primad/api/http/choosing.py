@@ -10,18 +10,19 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import wraps
-from typing import Any, Final
+from typing import Any, Final, cast
 
+from msgspec import Raw
 from starlette.requests import Request
 from starlette.responses import Response
 
-from primad.api.answering.backend import Backend
+from primad.api.answering.backend import Backend, Embeddings
 from primad.api.answering.models import Models, OfferedModel, Waiting
 from primad.api.http.access import caller
 from primad.api.http.connection import MessageStream, StreamNews, read_json, while_connected
 from primad.api.http.dialect import Route
 from primad.api.http.endpoint import CHOSEN, Chosen, Endpoint
-from primad.api.http.offered import is_offered
+from primad.api.http.offered import find_embedder, is_offered
 from primad.api.http.wanted import Choosing, WantedModel, read_wanted
 from primad.errors import RequestError
 
@@ -53,6 +54,8 @@ class ModelChoice:
                 news = StreamNews()
                 messages = self._streamed(request, handler, choosing, wants, body, news)
                 return MessageStream(messages, choosing.framing(wants), self._endpoint.timings, news)
+            if choosing.embeds:
+                return await self._embed(request, handler, wants, body)
             async with AsyncExitStack() as stack:
                 using = stack.enter_async_context(self._use(wants))
                 request.scope[CHOSEN] = Chosen(await while_connected(request.receive, using), body)
@@ -80,10 +83,29 @@ class ModelChoice:
             news.end()
             request.scope[CHOSEN] = Chosen(backend, body)
             response = await handler(request)
-            assert isinstance(response, MessageStream), "a request that streams is answered by a stream"
-            async with aclosing(response.messages) as messages:
-                async for message in messages:
-                    yield message
+            if isinstance(response, MessageStream):
+                async with aclosing(response.messages) as messages:
+                    async for message in messages:
+                        yield message
+            else:  # it only loads the model, which could not be seen at a glance
+                yield Raw(bytes(response.body))
+
+    async def _embed(self, request: Request, handler: RouteHandler, wants: WantedModel, body: bytes) -> Response:
+        """By the embedding model of the request, which is one of those offered, or the one beside them."""
+        beside, offered = self._endpoint.embeddings, self._models.offered()
+        is_beside = beside is not None and (
+            wants.name in (None, beside.name)
+            or (self._endpoint.any_model and not is_offered(wants.name or "", offered))
+        )
+        found = None if is_beside else find_embedder(wants.name, offered)
+        if found is None:
+            request.scope[CHOSEN] = Chosen(self._endpoint.shown(), body, beside)
+            return await handler(request)
+        async with AsyncExitStack() as stack:
+            using = self._models.use(found.id, owner=caller(), keep_alive_s=wants.keep_alive_s)
+            backend = await while_connected(request.receive, stack.enter_async_context(using))
+            request.scope[CHOSEN] = Chosen(backend, body, cast(Embeddings, backend))
+            return await handler(request)
 
     @asynccontextmanager
     async def _use(self, wants: WantedModel, waiting: Waiting = lambda _: None) -> AsyncIterator[Backend]:

@@ -47,10 +47,12 @@ CHOSEN: Final = "primad.chosen"
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The ``backend`` of the model that a request names, and its ``body``, which was read for that."""
+    """The ``backend`` of the model that a request names, and its ``body``, which was read for that; ``embeddings`` if that
+    is an embedding model."""
 
     backend: Backend
     body: bytes
+    embeddings: Embeddings | None = None
 
 
 class Endpoint:
@@ -103,6 +105,11 @@ class Endpoint:
         named = None if served is None else replace(served, names=replace(served.names, any_model=True))
         return ModelEndpoint(self, request, backend, named)
 
+    def embeddings_for(self, request: Request) -> Embeddings | None:
+        """The embedding model for ``request``, None if there is none."""
+        chosen: Chosen | None = request.scope.get(CHOSEN)
+        return self.embeddings if chosen is None else chosen.embeddings
+
     def used(self, backend: Backend) -> None:
         """A request uses ``backend``, one of the loaded models."""
         assert self.models is not None, "there are several models"
@@ -133,7 +140,8 @@ class Endpoint:
 
     async def prepare(self, request: Request, preparation: Preparation[Prepared]) -> Prepared:
         """The result of ``preparation``, which needs no model, for the body of ``request``; raises like that of a model."""
-        return await self.prepare_with(self.shown(), request, preparation, None)
+        chosen: Chosen | None = request.scope.get(CHOSEN)
+        return await self.prepare_with(self.shown() if chosen is None else chosen.backend, request, preparation, None)
 
     async def prepare_with(
         self, backend: Backend, request: Request, preparation: Preparation[Prepared], served: ModelSettings | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from primad.api.answering.models import ModelState, OfferedModel
+from primad.api.answering.models import OfferedModel
 from primad.errors import RequestError, printable
 from primad.library.names import meant, nearest
 
@@ -18,12 +18,11 @@ def find_offered(name: str, offered: Sequence[OfferedModel]) -> OfferedModel:
     those that it may mean (400)."""
     names = [each.names for each in offered]
     found = [offered[place] for place in meant(name, names)]
-    usable = [each for each in found if each.state is not ModelState.FAILED] or found
-    if len(usable) == 1:
-        return usable[0]
+    if len(found) == 1:
+        return found[0]
     shown = printable(name, 200)
-    if usable:
-        raise RequestError(f"the model '{shown}' may be {_listed(usable)}; send one of these names", param="model")
+    if found:
+        raise RequestError(f"the model '{shown}' may be {_listed(found)}; send one of these names", param="model")
     like = nearest(name, names)
     hint = f"; did you mean {' or '.join(like)}?" if like else ";"
     raise RequestError(
@@ -32,6 +31,19 @@ def find_offered(name: str, offered: Sequence[OfferedModel]) -> OfferedModel:
         code="model_not_found",
         param="model",
     )
+
+
+def find_embedder(name: str | None, offered: Sequence[OfferedModel]) -> OfferedModel | None:
+    """The embedding model that ``name`` means; without a name the only one, None if there is none. Raises ``RequestError``
+    as above, and for a model that makes text."""
+    makers = [each for each in offered if each.embeds]
+    if name is None and len(makers) < 2:
+        return makers[0] if makers else None
+    found = None if name is None else find_offered(name, offered)
+    if found is None or not found.embeds:
+        what = "several models embed" if found is None else f"the model '{found.id}' makes text, not embeddings"
+        raise RequestError(f"{what}; those that embed are: {_listed(makers) or 'none'}", param="model")
+    return found
 
 
 def is_offered(name: str, offered: Sequence[OfferedModel]) -> bool:

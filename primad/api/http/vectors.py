@@ -44,14 +44,15 @@ async def embed(endpoint: Endpoint, request: Request, asked: PreparedTexts, *, q
         place = index - (query is not None)
         return asked.called(place) if place >= 0 else "query"
 
-    embeddings = endpoint.embeddings
+    embeddings = endpoint.embeddings_for(request)
     if embeddings is None:
         raise RequestError(
             "this server has no embedding model; start 'primad serve' with --embedding FILE.gguf",
             status=404,
             code="no_embedding_model",
         )
-    if model is not None and model != embeddings.name and not endpoint.any_model:
+    is_beside = embeddings is endpoint.embeddings
+    if is_beside and model is not None and model != embeddings.name and not endpoint.any_model:
         raise RequestError(
             f"the embedding model here is {embeddings.name}, not {printable(model)}",
             status=404,

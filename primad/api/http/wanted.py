@@ -77,13 +77,14 @@ class Choosing:
     """How requests of a route choose their model: ``read`` says what they want.
 
     Streams have the ``framing``, and ``news`` of the model that they wait for; None without streams. ``instead`` may
-    answer a request that needs no loaded model.
+    answer a request that needs no loaded model. One that ``embeds`` chooses among embedding models.
     """
 
     read: Callable[[Fields], WantedModel] = wanted
     framing: Callable[[WantedModel], Framing] | None = None
     news: Callable[[WantedModel, OfferedModel], bytes] = comment
     instead: Callable[[Request, WantedModel], Awaitable[Response | None]] | None = None
+    embeds: bool = False
 
 
 def read_wanted(body: bytes, choosing: Choosing, of_query: str | None) -> WantedModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -13,11 +14,13 @@ from starlette.responses import Response
 from primad.api.answering.backend import Embeddings
 from primad.api.dialects.ollama import prepared
 from primad.api.dialects.ollama.job import LATEST
+from primad.api.dialects.ollama.keep_alive import ollama_wanted
 from primad.api.dialects.ollama.responses import iso, nanoseconds
 from primad.api.http.dialect import Route
 from primad.api.http.endpoint import Endpoint, json_response
 from primad.api.http.long_response import LongResponse
 from primad.api.http.vectors import embed
+from primad.api.http.wanted import Choosing
 
 
 class OllamaEmbedded(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,13 +71,29 @@ class _Handlers:
         return json_response(OllamaEmbedding(embedding=vector))
 
 
+def _choosing(text: str) -> Choosing:
+    return Choosing(
+        read=lambda fields: replace(ollama_wanted(fields, getattr(fields, text)), streams=False), embeds=True
+    )
+
+
 def routes(endpoint: Endpoint) -> tuple[Route, ...]:
     """Both paths."""
     here = _Handlers(endpoint)
     return (
-        Route(path="/api/embed", handler=here.embed, asks="OllamaEmbedRequest", responses="OllamaEmbedded"),
         Route(
-            path="/api/embeddings", handler=here.embed_one, asks="OllamaEmbeddingsRequest", responses="OllamaEmbedding"
+            path="/api/embed",
+            handler=here.embed,
+            asks="OllamaEmbedRequest",
+            responses="OllamaEmbedded",
+            chooses=_choosing("input"),
+        ),
+        Route(
+            path="/api/embeddings",
+            handler=here.embed_one,
+            asks="OllamaEmbeddingsRequest",
+            responses="OllamaEmbedding",
+            chooses=_choosing("prompt"),
         ),
     )
 

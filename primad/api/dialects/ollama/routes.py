@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from starlette.requests import Request
@@ -14,11 +14,10 @@ from starlette.responses import Response
 
 from primad.api.answering.backend import Preparation
 from primad.api.answering.job import Job
-from primad.api.answering.models import ModelState
 from primad.api.answering.timings import CompletionClock
 from primad.api.dialects.ollama import embedding, prepared
 from primad.api.dialects.ollama.job import plain
-from primad.api.dialects.ollama.keep_alive import keep_alive_s
+from primad.api.dialects.ollama.keep_alive import ollama_wanted
 from primad.api.dialects.ollama.models import entry, listed, loaded_entry, shown_model
 from primad.api.dialects.ollama.pulling import PullLine, PullPaths
 from primad.api.dialects.ollama.responses import (
@@ -38,8 +37,8 @@ from primad.api.http.endpoint import Endpoint, ModelEndpoint, json_response
 from primad.api.http.framing import Framing
 from primad.api.http.long_response import LongResponse
 from primad.api.http.named_model import named_model
-from primad.api.http.offered import find_offered
-from primad.api.http.wanted import Choosing, Fields, WantedModel, small, wanted
+from primad.api.http.offered import find_offered, is_offered
+from primad.api.http.wanted import Choosing, WantedModel
 from primad.errors import PrimadError
 
 
@@ -53,20 +52,6 @@ def _error(exc: PrimadError) -> bytes:
 
 _LINES: Final = Framing(media_type="application/x-ndjson", message=_line, error=_error, end=b"", waiting=b"")
 """JSON lines. Clients accept nothing else, so a keep-alive is a line without content."""
-_EMPTY: Final[tuple[Any, ...]] = (None, "", [])
-
-
-def _wanted(fields: Fields) -> WantedModel:
-    """Streams are the rule, and a request without messages or a prompt only loads the model."""
-    found, is_empty = wanted(fields), small(fields.messages) in _EMPTY and small(fields.prompt) in _EMPTY
-    return replace(
-        found,
-        name=plain(found.model) or None,
-        streams=not is_empty and bytes(fields.stream) != b"false",
-        keep_alive_s=keep_alive_s(small(fields.keep_alive)),
-        is_empty=is_empty,
-        is_readable=found.is_readable and bool(found.model),
-    )
 
 
 def _bare(model: str, *, is_chat: bool) -> LinesResponse:
@@ -85,11 +70,12 @@ class _Routes:
 
     async def tags(self, request: Request) -> Response:
         """The models that there are."""
+        beside = self._endpoint.embeddings
         if (models := self._endpoint.models) is not None:
-            return json_response(
-                listed([entry(each) for each in models.offered() if each.state is not ModelState.FAILED])
-            )
-        served, beside = self._endpoint.model(), self._endpoint.embeddings
+            entries = [entry(each) for each in models.offered()]
+            is_beside = beside is not None and not is_offered(beside.name, models.offered())
+            return json_response(listed([*entries, embedding.listed(beside)] if beside and is_beside else entries))
+        served = self._endpoint.model()
         is_other = beside is not None and (served is None or beside.name not in served.all_names)
         return json_response(tags(served, [embedding.listed(beside)] if beside is not None and is_other else []))
 
@@ -133,7 +119,7 @@ class _Routes:
             return json_response(nothing(wants).loaded("unload"))
 
         return Choosing(
-            read=_wanted,
+            read=lambda fields: ollama_wanted(fields, fields.messages if is_chat else fields.prompt),
             framing=lambda wants: replace(_LINES, waiting=_line(nothing(wants).nothing())),
             news=lambda wants, _: _line(nothing(wants).nothing()),
             instead=unload,

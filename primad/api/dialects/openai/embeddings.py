@@ -21,6 +21,7 @@ from primad.api.http.dialect import Route
 from primad.api.http.endpoint import Endpoint, json_response
 from primad.api.http.long_response import LongResponse
 from primad.api.http.vectors import embed
+from primad.api.http.wanted import Choosing
 
 
 class EmbeddingUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +86,9 @@ class _Handlers:
         return json_response(Ranking(model=found.model, results=results, usage=_usage(found.tokens)))
 
 
+_CHOOSES: Final = Choosing(embeds=True)
+
+
 def _base64(vector: NDArray[np.float32]) -> str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
@@ -98,11 +102,11 @@ def routes(endpoint: Endpoint) -> tuple[Route, ...]:
     here = _Handlers(endpoint)
     return (
         *(
-            Route(path=path, handler=here.embed, asks="EmbeddingRequest", responses="EmbeddingList")
+            Route(path=path, handler=here.embed, asks="EmbeddingRequest", responses="EmbeddingList", chooses=_CHOOSES)
             for path in ("/v1/embeddings", "/embeddings")
         ),
         *(
-            Route(path=path, handler=here.rerank, asks="RerankRequest", responses="Ranking")
+            Route(path=path, handler=here.rerank, asks="RerankRequest", responses="Ranking", chooses=_CHOOSES)
             for path in ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking")
         ),
     )
