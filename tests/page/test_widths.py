@@ -160,7 +160,7 @@ def test_a_wrong_key_is_said_in_its_dialog(open_page, serious, screen):
         key.fill("another key")
         page.keyboard.press("Enter")
         expect(dialog.get_by_role("alert")).to_have_text(
-            "The server has no such key. Type it again, or ask its owner for another one."
+            "Invalid key. Type it again, or ask the owner for another one."
         )
         expect(dialog.get_by_role("alert")).to_be_in_viewport(ratio=1)
         assert serious(page) == []
