@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from primad.gguf.architecture import Recurrent, Sliding  # noqa: E402
 from primad.gguf.architectures.table import SUPPORTED  # noqa: E402
 from primad.gguf.published import published_models, published_profile  # noqa: E402
-from primad.network import layer_messages, messages  # noqa: E402
+from primad.network import layer_messages, messages, relay_messages  # noqa: E402
 from primad.planning import schema  # noqa: E402
 from primad.profiler.fleets import read_fleet  # noqa: E402
 from primad.profiler.store import encode_profile  # noqa: E402
@@ -132,7 +132,7 @@ def _architectures() -> str:
 
 def _versions() -> str:
     versions = {
-        "control and layers": (messages.PROTOCOL, messages.OLDEST),
+        "control, layers and relay": (messages.PROTOCOL, messages.OLDEST),
         "ring": (ring_messages.PROTOCOL, ring_messages.PROTOCOL),
         "pairing": (pairing.PROTOCOL, pairing.PROTOCOL),
     }
@@ -147,6 +147,9 @@ def _all_messages() -> dict[str, str]:
         "pairing": _heard(("The joiner says:", to_inviter), ("The inviter says:", to_joiner)),
         "control": _heard(("The head says:", messages.HeadMessage), ("The worker says:", messages.WorkerMessage)),
         "layers": _heard(("Requests:", layer_messages.TransferRequest), ("Replies:", layer_messages.TransferReply)),
+        "relay": _heard(
+            ("The worker says:", relay_messages.RelayedMessage), ("The head says:", relay_messages.RelayReply)
+        ),
         "ring": _heard(("The header:", ring_messages.Step), ("Its KV operations:", ring_messages.KvOp)),
         "commands": _heard(("", ring_messages.RingCommand)),
         "events": _heard(("", ring_messages.RingEvent)),

@@ -91,7 +91,7 @@ class ApiOptions:
 
 
 JOIN_SHOWN: Final = (
-    *("code", "device", "api", "api_host", "api_port"),
+    *("code", "device", "api"),
     *("name", "max_ram", "max_vram", "max_disk", "gpu", "nice", "pause_on_battery"),
 )
 """Options that ``--help`` shows."""

@@ -30,6 +30,16 @@ def bare(address: str) -> str:
     return address.partition("%")[0]
 
 
+def unmapped(address: str) -> str:
+    """``address``, as IPv4 if it is an IPv4 address in the form of IPv6."""
+    try:
+        found = ip_address(address)
+    except ValueError:
+        return address
+    mapped = found.ipv4_mapped if isinstance(found, IPv6Address) else None
+    return address if mapped is None else str(mapped)
+
+
 def needs_scope(address: str) -> bool:
     """Whether ``address`` is unusable without a scope, with or without one."""
     try:

@@ -76,7 +76,7 @@ from primad.network.messages import (
     Welcome,
     WorkerMessage,
 )
-from primad.network.scopes import bare
+from primad.network.scopes import bare, unmapped
 from primad.network.versions import OURS, Versions, build_gap, version_gap
 from primad.relay.place import FollowsHead, HeadPlace
 from primad.settings.config import DEFAULT_CONTROL_PORT, is_loopback
@@ -408,7 +408,7 @@ class WorkerDaemon:
                 HeadPlace(
                     name=head,
                     key=key,
-                    address=address,
+                    address=unmapped(address),
                     port=hello.relay_port,
                     session=hello.session,
                     gone_after_s=hello.gone_after_s,

@@ -71,6 +71,20 @@ def test_a_head_says_where_its_http_server_listens_and_which_announcement_is_new
     assert everywhere.listens_at == ("10.0.0.2:7770", "[fd00::2]:7770")
 
 
+def test_a_worker_says_where_it_relays_requests():
+    for api, places in (
+        ("127.0.0.1:8080", ("127.0.0.1:8080",)),
+        ("0.0.0.0:81", ("10.0.0.2:81",)),
+        ("[::]:81", ("10.0.0.2:81", "[fd00::2]:81")),
+        ("evil.example:80", ()),
+        ("[2J:80", ()),
+        ("10.0.0.9", ()),
+    ):
+        peer = announced(api=api, addresses=("10.0.0.2", "fd00::2"))
+        assert peer is not None
+        assert (peer.relays_at, peer.listens_at[0]) == (places, "10.0.0.2:7770")
+
+
 def test_both_kinds_of_addresses_are_kept_with_ipv4_first():
     peer = announced(addresses=("fd00::20", "192.168.1.20", "fe80::1", "0.0.0.0", "224.0.0.1", "127.0.0.1"))
     assert peer is not None

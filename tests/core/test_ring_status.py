@@ -285,6 +285,7 @@ def test_the_body_without_a_ring():
         "checked": None,
         "drafts": None,
         "embedding": None,
+        "models": [],
     }
 
 

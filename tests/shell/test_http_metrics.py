@@ -267,4 +267,4 @@ def test_status_has_the_ring_and_the_health():
     )
     assert body["devices"][0]["memory"]["pressure"] == "some"
     assert body["devices"][0]["predicted"]["bytes_read_per_token"] == 4e8
-    assert body["cluster"] == [{"device": "lap", "phase": "ready", "reason": ""}]
+    assert body["cluster"] == [{"device": "lap", "phase": "ready", "reason": "", "api": ""}]

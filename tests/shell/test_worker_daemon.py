@@ -68,6 +68,7 @@ from primad.network.messages import (
 )
 from primad.network.scopes import Scopes
 from primad.network.versions import OURS, Versions
+from primad.relay.place import FollowsHead, HeadPlace
 from primad.ring.messages import Connect
 from primad.settings.config import load_config, open_home
 from primad.settings.timings import Timings, WorkerTimings
@@ -169,6 +170,7 @@ class Lab:
         timings: Timings = Timings(),
         versions: Versions = OURS,
         is_new: bool = False,
+        relay: FollowsHead | None = None,
         **flags: object,
     ) -> None:
         self.processes = processes
@@ -203,6 +205,7 @@ class Lab:
             profile=self.profile,
             report_line=self._report_line,
             versions=versions,
+            relay=relay,
         )
         self.port = self.daemon._end.port
         self.running = asyncio.create_task(self.daemon.run())
@@ -306,6 +309,30 @@ async def test_a_code_that_its_owner_brings_pairs_a_worker_that_runs(lab):
 
 
 # ---- one head -------------------------------------------------------------------------------------------------------
+
+
+class Followed:
+    """The API of a worker; the heads that it was to follow."""
+
+    url, listens_at = "http://127.0.0.1:8080", "127.0.0.1:8080"
+
+    def __init__(self) -> None:
+        self.heads: list[tuple[str, int] | None] = []
+
+    def follow(self, place: HeadPlace | None) -> None:
+        assert place is None or (place.key, place.address) == (DESK.public, HOST)
+        self.heads.append(None if place is None else (place.name, place.session))
+
+
+async def test_a_relay_follows_the_head_of_the_lease_through_its_restart_until_it_goes(lab):
+    relay = Followed()
+    async with lab(relay=relay) as worker:
+        await worker.emits("requests to http://127.0.0.1:8080 are relayed to the head")
+        desk = worker.head()
+        assert (await desk.takes()).api == relay.url
+        await desk.takes(session=2, gone_after_s=SILENCE_S)
+        await worker.emits("head desk went away")
+        assert relay.heads == [("desk", 1), ("desk", 2), None]
 
 
 async def test_a_head_knocks_says_hello_and_gives_work(lab):
