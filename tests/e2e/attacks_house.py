@@ -28,7 +28,6 @@ from tests.e2e.cluster import (
     command_of,
     control_port,
     joining,
-    ring_process,
     run_primad,
     serving,
     wait_joined,
@@ -105,17 +104,6 @@ class House:
         """The digest of a layer that the worker holds."""
         return next((self.homes["w1"] / "cache" / "layers").glob("*.gguf")).stem
 
-    async def layer_doors(self) -> list[Door]:
-        """Where the head and the worker give layers; their addresses are told on the control link only."""
-        found = []
-        for owner in ("head", "w1"):
-            ports = listening(self.daemons[owner]) - listening_of(ring_process(self.daemons[owner]))
-            known = {self.head.port, admin_port(self.homes[owner])} | ({self.port("w1")} if owner == "w1" else set())
-            pairing = {(await self.open_pairing()).port} if owner == "head" else set()
-            (port,) = ports - known - pairing
-            found.append(Door(owner, port, "zmq", self.key(owner)))
-        return found
-
     async def open_pairing(self) -> PairingCode:
         """The code that the head shows."""
         answer = await asyncio.to_thread(ask, self.homes["head"], OpenPairing())
@@ -130,9 +118,9 @@ class House:
             for owner in ("head", "w1")
             for port in sorted(listening(self.daemons[owner]))
         ]
-        # head: HTTP, pairing, layers, admin, ring; worker: control, layers, admin, ring
-        assert [door.kind for door in found].count("zmq") == 7, found
-        assert len(found) == 9, found
+        # head: HTTP, pairing, layers, relayed requests, admin, ring; worker: control, layers, admin, ring
+        assert [door.kind for door in found].count("zmq") == 8, found
+        assert len(found) == 10, found
         return found
 
     def costs(self) -> Costs:

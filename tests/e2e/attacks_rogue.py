@@ -36,8 +36,9 @@ from primad.network.messages import (
 from primad.network.sockets import endpoint, open_socket
 from primad.system.wire import encode
 from primad.trust.identity import new_identity
-from tests.e2e.attacks_house import ROGUE
-from tests.e2e.cluster import PATIENCE_S
+from tests.e2e.attacks_house import ROGUE, House, admin_port, listening, listening_of
+from tests.e2e.attacks_wire import Door
+from tests.e2e.cluster import PATIENCE_S, ring_process
 from tests.fakes.load import a_load
 from tests.shell.gated import HOST, NOTHING_S
 
@@ -101,6 +102,28 @@ async def rogues(port: int, key: str, count: int = 1) -> AsyncIterator[list[Rogu
         yield [Rogue(context, port, key) for _ in range(count)]
     finally:
         context.destroy(linger=0)
+
+
+async def layer_doors(house: House) -> list[Door]:
+    """Where the head and the worker give layers; their addresses are told on the control link only."""
+    found = []
+    pairing = (await house.open_pairing()).port
+    for owner in ("head", "w1"):
+        ports = listening(house.daemons[owner]) - listening_of(ring_process(house.daemons[owner]))
+        ports -= {house.head.port, house.port("w1"), pairing, admin_port(house.homes[owner])}
+        asking = [asyncio.create_task(_layers_at(house, owner, port)) for port in ports]
+        found.append(await next(asyncio.as_completed(asking)))  # the head's other one, of relayed requests, is silent
+        for each in asking:
+            each.cancel()
+        await asyncio.wait(asking)
+    return found
+
+
+async def _layers_at(house: House, owner: str, port: int) -> Door:
+    async with rogues(port, house.key(owner)) as (rogue,):
+        await rogue.say(encode(AskPresent(digests=[house.layer()])))
+        await rogue.answered()
+    return Door(owner, port, "zmq", house.key(owner))
 
 
 def nonsense() -> list[bytes]:

@@ -46,6 +46,7 @@ from tests.e2e.attacks_rogue import (
     echoes,
     introductions,
     keys,
+    layer_doors,
     loads,
     nonsense,
     not_its_business,
@@ -147,7 +148,7 @@ async def test_a_trusted_device_that_talks_nonsense_is_refused_and_the_others_ke
 
 async def test_floods_of_a_trusted_device_cost_little(house: House):
     digest = house.layer()
-    layers = await house.layer_doors()
+    layers = await layer_doors(house)
 
     async def echo(owner: str, port: int) -> None:
         async with rogues(port, house.key(owner), 4) as many:
@@ -273,7 +274,7 @@ async def test_of_two_devices_with_one_code_one_is_paired_and_the_code_is_used(h
 
 async def test_who_is_revoked_in_the_middle_of_a_session_is_cut_off(house: House):
     """A device that only talks, at once on the head and within seconds on the worker that the head tells of it."""
-    (layers, others) = await house.layer_doors()
+    (layers, others) = await layer_doors(house)
     question = encode(AskPresent(digests=[house.layer()]))
     with house.undisturbed_by("a revoked device"):
         async with (
