@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from dataclasses import replace
 from typing import Any, Final
@@ -15,7 +14,7 @@ from primad.api.answering.backend import Embeddings
 from primad.api.dialects.ollama import prepared
 from primad.api.dialects.ollama.job import LATEST
 from primad.api.dialects.ollama.keep_alive import ollama_wanted
-from primad.api.dialects.ollama.responses import iso, nanoseconds
+from primad.api.dialects.ollama.responses import model_details, model_entry, nanoseconds
 from primad.api.http.dialect import Route
 from primad.api.http.endpoint import Endpoint, json_response
 from primad.api.http.long_response import LongResponse
@@ -101,15 +100,7 @@ def routes(endpoint: Endpoint) -> tuple[Route, ...]:
 def listed(embeddings: Embeddings) -> dict[str, Any]:
     """The embedding model as an entry of ``GET /api/tags``."""
     name = embeddings.name + LATEST
-    return {
-        "name": name,
-        "model": name,
-        "modified_at": iso(embeddings.created),
-        "size": 0,
-        "digest": hashlib.sha256(name.encode()).hexdigest(),
-        "details": {"parent_model": "", "format": "gguf", "family": "", "families": [], "parameter_size": ""}
-        | {"quantization_level": ""},
-    }
+    return model_entry(name, embeddings.created, 0, name, model_details("", "", "") | {"families": []})
 
 
 REQUESTS: Final = (prepared.OllamaEmbedRequest, prepared.OllamaEmbeddingsRequest)

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from primad.api.answering.backend import ServedModel
 from primad.api.answering.capabilities import capabilities_of
 from primad.api.answering.models import OfferedModel
-from primad.api.dialects.ollama.job import LATEST
-from primad.api.dialects.ollama.responses import iso, shown
-
-NEVER: Final = "9999-12-31T23:59:59Z"
-
-
-def digest_of(text: str) -> str:
-    """Clients take models and files with the same digest for one."""
-    return hashlib.sha256(text.encode()).hexdigest()
+from primad.api.dialects.ollama.responses import NEVER, iso, model_details, model_entry, shown, tagged
 
 
 def entry(model: OfferedModel) -> dict[str, Any]:
     """``model`` in ``GET /api/tags``."""
-    tagged = model.id if ":" in model.id else model.id + LATEST
-    return {
-        "name": tagged,
-        "model": tagged,
-        "modified_at": iso(model.created),
-        "size": model.size_bytes,
-        "digest": digest_of(f"{model.id} {model.size_bytes}"),
-        "details": _details(model),
-    }
+    size = model.size_bytes
+    return model_entry(tagged(model.id), model.created, size, f"{model.id} {size}", _details(model))
 
 
 def loaded_entry(model: OfferedModel, served: ServedModel | None) -> dict[str, Any]:
@@ -67,11 +51,4 @@ def listed(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _details(model: OfferedModel) -> dict[str, Any]:
-    return {
-        "parent_model": "",
-        "format": "gguf",
-        "family": model.architecture,
-        "families": [model.architecture],
-        "parameter_size": model.parameters,
-        "quantization_level": model.quantisation,
-    }
+    return model_details(model.architecture, model.parameters, model.quantisation)

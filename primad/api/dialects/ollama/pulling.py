@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from primad.api.answering.models import Models, PullProgress
 from primad.api.dialects.ollama.job import plain
-from primad.api.dialects.ollama.models import digest_of
+from primad.api.dialects.ollama.responses import digest_of
 from primad.api.http.connection import while_connected
 from primad.api.http.dialect import Route
 from primad.api.http.endpoint import Endpoint, json_response

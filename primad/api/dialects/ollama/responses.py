@@ -27,6 +27,7 @@ from primad.errors import PrimadError
 
 API_VERSION: Final = "0.12.0"
 """The Ollama version that is reported: clients refuse older ones."""
+NEVER: Final = "9999-12-31T23:59:59Z"
 _UNITS: Final = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
 
 
@@ -182,9 +183,8 @@ def running(served: ServedModel | None) -> dict[str, Any]:
     """``GET /api/ps``: the served model, which never expires."""
     models = []
     if served is not None:
-        entry = _entry(served, served.id)
-        expires = "9999-12-31T23:59:59Z"
-        models.append(entry | {"expires_at": expires, "size_vram": 0, "context_length": served.context_tokens})
+        loaded = {"expires_at": NEVER, "size_vram": 0, "context_length": served.context_tokens}
+        models.append(_entry(served, served.id) | loaded)
     return {"models": models}
 
 
@@ -210,28 +210,47 @@ def shown(served: ServedModel) -> dict[str, Any]:
 
 
 def _entry(served: ServedModel, name: str) -> dict[str, Any]:
-    tagged = name if ":" in name else name + LATEST
-    digest = hashlib.sha256(f"{served.id} {served.facts.size_bytes}".encode()).hexdigest()
+    size = served.facts.size_bytes
+    return model_entry(tagged(name), served.created, size or 0, f"{served.id} {size}", _details(served))
+
+
+def tagged(name: str) -> str:
+    """A model's name with a tag, which clients expect."""
+    return name if ":" in name else name + LATEST
+
+
+def model_entry(tag: str, created: float, size_bytes: int, same: str, details: Mapping[str, Any]) -> dict[str, Any]:
+    """A model in a list; those with the ``same`` text are one model under several tags."""
     return {
-        "name": tagged,
-        "model": tagged,
-        "modified_at": iso(served.created),
-        "size": served.facts.size_bytes or 0,
-        "digest": digest,
-        "details": _details(served),
+        "name": tag,
+        "model": tag,
+        "modified_at": iso(created),
+        "size": size_bytes,
+        "digest": digest_of(same),
+        "details": details,
+    }
+
+
+def digest_of(text: str) -> str:
+    """Clients take models and files with the same digest for one."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def model_details(family: str, parameters: str, quantisation: str) -> dict[str, Any]:
+    """What is said of a model wherever one is named."""
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": family,
+        "families": [family],
+        "parameter_size": parameters,
+        "quantization_level": quantisation,
     }
 
 
 def _details(served: ServedModel) -> dict[str, Any]:
     facts = served.facts
-    return {
-        "parent_model": "",
-        "format": "gguf",
-        "family": facts.architecture,
-        "families": [facts.architecture],
-        "parameter_size": _short(facts.parameters or 0),
-        "quantization_level": facts.quantization,
-    }
+    return model_details(facts.architecture, _short(facts.parameters or 0), facts.quantization)
 
 
 def _short(count: int) -> str:
