@@ -37,8 +37,8 @@ from primad.api.dialects.llama_server.schema import (
     TemplateRequest,
     TokenizeRequest,
 )
+from primad.api.dialects.openai.offered_models import load_progress
 from primad.api.dialects.openai.routes import EVENTS
-from primad.api.dialects.openai.shapes import LoadProgress
 from primad.api.http.dialect import Dialect, Route
 from primad.api.http.endpoint import Endpoint, ModelEndpoint, json_response
 from primad.api.http.errors import error_body
@@ -53,10 +53,8 @@ _EVENTS: Final = replace(EVENTS, end=b"")
 def _news(wants: WantedModel, model: OfferedModel) -> bytes:
     if not wants.reports_progress:
         return comment(wants, model)
-    progress = LoadProgress(status=model.state, value=model.progress, expected_s=model.expected_s)
-    return _EVENTS.message(
-        CompletionPart(content="", tokens=[], tokens_predicted=0, tokens_evaluated=0, load_progress=progress)
-    )
+    part = CompletionPart(content="", tokens=[], tokens_predicted=0, tokens_evaluated=0)
+    return _EVENTS.message(msgspec.structs.replace(part, load_progress=load_progress(model)))
 
 
 _CHOOSES: Final = Choosing(framing=lambda _: _EVENTS, news=_news)

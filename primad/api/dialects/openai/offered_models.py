@@ -9,7 +9,7 @@ from msgspec import UNSET
 from primad.api.answering.backend import ServedModel
 from primad.api.answering.capabilities import capabilities_of
 from primad.api.answering.models import ModelState, OfferedModel
-from primad.api.dialects.openai.shapes import Model, ModelMeta
+from primad.api.dialects.openai.shapes import LoadProgress, Model, ModelMeta
 
 
 def offered_entry(model: OfferedModel, served: ServedModel | None) -> Model:
@@ -23,13 +23,13 @@ def offered_entry(model: OfferedModel, served: ServedModel | None) -> Model:
         max_model_len=trained if context is UNSET else context,
         meta=ModelMeta(n_ctx=context, n_ctx_train=trained, size=model.size_bytes or UNSET),
         aliases=list(model.aliases),
-        status=model_status(model),
+        status=router_status(model),
         architecture={"input_modalities": ["text"], "output_modalities": ["embeddings" if model.embeds else "text"]},
         capabilities=capabilities_of(model, served),
     )
 
 
-def model_status(model: OfferedModel) -> dict[str, Any]:
+def router_status(model: OfferedModel) -> dict[str, Any]:
     """The state as llama-server's router says it: one that failed is unloaded. Unknown values are missing."""
     failed = model.state is ModelState.FAILED
     more = {
@@ -42,3 +42,8 @@ def model_status(model: OfferedModel) -> dict[str, Any]:
     }
     value = ModelState.UNLOADED if failed else model.state
     return {"value": value.value} | {name: each for name, each in more.items() if each is not None}
+
+
+def load_progress(model: OfferedModel) -> LoadProgress:
+    """How far ``model`` is, for a client that waits for it."""
+    return LoadProgress(status=model.state, value=model.progress, expected_s=model.expected_s)

@@ -23,11 +23,10 @@ from primad.api.answering.timings import CompletionClock, CompletionTimings
 from primad.api.dialects.anthropic.models import ANTHROPIC, model_entry, model_list
 from primad.api.dialects.openai import embeddings, schema, shapes
 from primad.api.dialects.openai import prepared as preparations
-from primad.api.dialects.openai.offered_models import offered_entry
+from primad.api.dialects.openai.offered_models import load_progress, offered_entry
 from primad.api.dialects.openai.responses import ApiResponse, ChatResponse, CompletionResponse
 from primad.api.dialects.openai.shapes import (
     CompletionTokensDetails,
-    LoadProgress,
     Model,
     ModelList,
     PromptTokensDetails,
@@ -68,8 +67,7 @@ def _choosing(kind: type[shapes.ChatChunk | shapes.Completion], prefix: str) -> 
     def news(wants: WantedModel, model: OfferedModel) -> bytes:
         if not wants.reports_progress:
             return comment(wants, model)
-        progress = LoadProgress(status=model.state, value=model.progress, expected_s=model.expected_s)
-        number = f"{prefix}-{secrets.token_hex(12)}"
+        number, progress = f"{prefix}-{secrets.token_hex(12)}", load_progress(model)
         return _event(kind(id=number, created=int(time.time()), model=wants.model, choices=[], load_progress=progress))
 
     return Choosing(framing=lambda _: EVENTS, news=news)
