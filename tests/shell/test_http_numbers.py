@@ -15,9 +15,9 @@ import pytest
 from primad.api.answering.backend import FillInTokens, SamplingDefaults
 from primad.api.app import create_app
 from primad.api.dialects.ollama.job import NAMES
+from primad.api.http.connection import decoded
 from primad.api.http.dialect import COMPONENT
 from primad.api.page.admin_api import DeviceLimit
-from primad.api.page.routes import decoded
 from primad.errors import RequestError
 from tests.fakes.backend import ByteVocabulary, FakeBackend, replies
 from tests.fakes.embeddings import FakeEmbeddings

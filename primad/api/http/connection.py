@@ -71,6 +71,14 @@ async def read_json(
     return bytes(body)
 
 
+def decoded(body: bytes, kind: type[T]) -> T:
+    """``body`` as ``kind``. Raises ``RequestError``."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise RequestError(f"the body is invalid: {exc}") from exc
+
+
 def may_be_a_page(headers: Headers) -> bool:
     """Whether a browser may have sent it: browsers send ``Origin`` with every POST to another origin, even without a
     content type (a ``Blob``) or for a form; old ones at least the referring page."""

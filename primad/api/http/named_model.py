@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 
-from primad.api.http.connection import read_json
+from primad.api.http.connection import decoded, read_json
 from primad.errors import RequestError
 from primad.library.names import MAX_CHARS
 
@@ -32,11 +32,7 @@ class NamedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 async def named_model(request: Request, timeout_s: float) -> NamedModel:
     """The body of ``request``. Raises ``RequestError`` where it names none."""
-    body = await read_json(request, timeout_s, max_bytes=MAX_BYTES)
-    try:
-        asked = msgspec.json.decode(body, type=NamedModel)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise RequestError(f"the body is invalid: {exc}") from exc
+    asked = decoded(await read_json(request, timeout_s, max_bytes=MAX_BYTES), NamedModel)
     if not asked.called:
         raise RequestError("'model' is required", param="model")
     return asked

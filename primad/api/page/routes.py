@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from primad.api.answering.models import Models
-from primad.api.http.connection import MessageStream, read_json
+from primad.api.http.connection import MessageStream, decoded, read_json
 from primad.api.http.dialect import Route
 from primad.api.http.endpoint import json_response
 from primad.api.http.guard import claimed_key
@@ -220,11 +220,3 @@ async def done(work: Awaitable[A]) -> A:
         raise
     except PrimadError as exc:
         raise RequestError(str(exc), status=409, code="refused") from exc
-
-
-def decoded(body: bytes, kind: type[T]) -> T:
-    """``body`` as ``kind``. Raises ``RequestError``."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise RequestError(f"the body is invalid: {exc}") from exc
