@@ -195,14 +195,14 @@ class Metrics:
         )
         self._noted_s: list[float] = []
         self._noted_tokens = 0
-        of_models = self._registry if several else None
         self._of_model = tuple(
-            Counter(f"primad_model_{name}", text, ["model"], registry=of_models)
+            Counter(f"primad_model_{name}", text, ["model"], registry=self._registry)
             for name, text in (
                 ("answers", "Requests of a model that have ended."),
                 ("prompt_tokens", "Prompt tokens of a model."),
                 ("completion_tokens", "Generated tokens of a model."),
             )
+            if several
         )
         self._ring = _Ring()
         self._registry.register(self._ring)
@@ -290,8 +290,9 @@ class Metrics:
         finally:
             self._open.dec()
             self._responses.labels(end or "error").inc()
-            for counter, more in zip(self._of_model, (1, prompt_tokens, sampled), strict=True):
-                counter.labels(model).inc(more)
+            if self._of_model:
+                for counter, more in zip(self._of_model, (1, prompt_tokens, sampled), strict=True):
+                    counter.labels(model).inc(more)
 
 
 class Counted:
