@@ -49,6 +49,7 @@ from primad.settings.timings import ApiTimings
 
 SCRAPE_PAUSE_S: Final = 0.1
 """A text of the metrics takes milliseconds; all who ask meanwhile get the next one."""
+_HOW_TO_MANAGE: Final = ": from the page ('primad page'), or with an API key that has the right 'manages'"
 
 
 def create_app(
@@ -198,13 +199,8 @@ def _served(route: Route) -> StarletteRoute:
 
 
 def _check_owner(owner: Owner, request: Request) -> None:
-    if not may_manage() and not owner.is_owner(claimed_key(request.headers)):
-        raise RequestError(
-            "only the owner of this head may do that: from the page ('primad page'), or with an API key that has the right "
-            "'manages'",
-            status=403,
-            code="not_the_owner",
-        )
+    if not may_manage():
+        owner.check(claimed_key(request.headers), _HOW_TO_MANAGE)
 
 
 def _handle_errors(app: Starlette) -> None:

@@ -17,6 +17,7 @@ from primad.errors import RequestError
 
 TICKET_S: Final = 60.0
 _MAX_TICKETS: Final = 16
+_HOW: Final = "; open the page with 'primad page' on the head's device"
 
 
 class Owner:
@@ -33,14 +34,10 @@ class Owner:
             return False
         return key_like(given, [ApiKey(name="owner", digest=digest_of(self._key))]) is not None
 
-    def check(self, given: str | None) -> None:
-        """Raises ``RequestError`` (403) for all other keys."""
+    def check(self, given: str | None, how: str = _HOW) -> None:
+        """Raises ``RequestError`` (403) for all other keys, which says ``how`` the owner does it."""
         if not self.is_owner(given):
-            raise RequestError(
-                "only the owner of this head may do that; open the page with 'primad page' on the head's device",
-                status=403,
-                code="not_the_owner",
-            )
+            raise RequestError(f"only the owner of this head may do that{how}", status=403, code="not_the_owner")
 
     def ticket(self) -> str:
         """A new ticket."""
