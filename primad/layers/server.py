@@ -37,7 +37,7 @@ from primad.network.layer_messages import (
     TransferRequest,
     decode_transfer,
 )
-from primad.network.sockets import bind, bound_socket, open_socket
+from primad.network.sockets import listen
 from primad.system.complaints import Complaints
 from primad.system.shares import Turns
 from primad.system.wire import encode
@@ -91,13 +91,8 @@ class LayerServer:
         allows: Callable[[str], bool] | None = None,
         complain_every_s: float = COMPLAIN_EVERY_S,
     ) -> None:
-        self._socket = open_socket(context, zmq.ROUTER, identity=identity, server=None)
-        bound_socket(self._socket, MAX_REQUEST_BYTES, SEND_LIMIT)
-        try:
-            self.port = bind(self._socket, host, None)
-        except ClusterError:
-            self._socket.close()
-            raise
+        limits = {"max_bytes": MAX_REQUEST_BYTES, "high_water": SEND_LIMIT}
+        self._socket, self.port = listen(context, zmq.ROUTER, host, None, identity=identity, **limits)
         self._find = find
         self._cells = cells
         self._allows = allows

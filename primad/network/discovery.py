@@ -138,8 +138,7 @@ class Discovery:
 
         ``port`` is where it listens, ``key`` its public key (40 characters); ``is_measuring`` until ``end_measuring``.
         ``http`` is the address on which a head's HTTP server has that port, ``api`` where a worker relays requests
-        (``host:port``). Raises ``MulticastError`` when mDNS does
-        not work.
+        (``host:port``). Raises ``MulticastError`` when mDNS does not work.
         """
         await self._started()
         self._port = port

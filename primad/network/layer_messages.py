@@ -15,6 +15,7 @@ from msgspec import Meta
 from primad.errors import ProtocolError, printable
 from primad.gguf.layers import CHUNK_BYTES as CHUNK_BYTES
 from primad.kv.cells import MAX_LAYERS, is_key
+from primad.system.wire import decoded
 
 MAX_ASKED: Final = 4096
 MAX_CELLS_ASKED: Final = 64
@@ -103,10 +104,7 @@ _decoder: Final = msgspec.msgpack.Decoder(TransferMessage)
 
 def decode_transfer(data: bytes | memoryview) -> TransferMessage:
     """A message about layers, its texts made printable. Raises ``ProtocolError``."""
-    try:
-        message: TransferMessage = _decoder.decode(data)
-    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
-        raise ProtocolError(f"not a message about layers: {printable(exc)}") from exc
+    message: TransferMessage = decoded(_decoder, data, "a message about layers")
     if isinstance(message, FetchCells) and not (message.first < message.last and all(map(is_key, message.keys))):
         raise ProtocolError("a request for invalid KV blocks")
     if isinstance(message, NoChunk):

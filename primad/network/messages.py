@@ -47,6 +47,7 @@ from primad.ring.speculation.drafter import MAX_ROOM
 from primad.ring.speculation.messages import MAX_TEXT_TOKENS, Drafted, TextTask
 from primad.settings.config import NAME
 from primad.settings.profiles import Implausible, check_profile
+from primad.system.wire import decoded
 from primad.trust.identity import is_key
 
 PROTOCOL: Final = 7
@@ -498,6 +499,7 @@ class _Tag(msgspec.Struct):
     type: str
 
 
+_WHAT: Final = "a control message"
 _tag_decoder = msgspec.msgpack.Decoder(_Tag)
 _head_decoder = msgspec.msgpack.Decoder(HeadMessage)
 _worker_decoder = msgspec.msgpack.Decoder(WorkerMessage)
@@ -562,14 +564,13 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_Message], data: bytes) -> _Message:
-    try:
-        if len(data) > USUAL_BYTES and len(data) > LARGE_BYTES.get(tag := _tag_decoder.decode(data).type, USUAL_BYTES):
+    if len(data) > USUAL_BYTES:
+        tag = decoded(_tag_decoder, data, _WHAT).type
+        if len(data) > LARGE_BYTES.get(tag, USUAL_BYTES):
             raise ProtocolError(
                 f"a control message {printable(tag, 20)!r} of {len(data)} bytes, which is too large for one"
             )
-        return decoder.decode(data)
-    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
-        raise ProtocolError(f"not a control message: {printable(exc)}") from exc
+    return decoded(decoder, data, _WHAT)
 
 
 def _check_key(key: str) -> None:

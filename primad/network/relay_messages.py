@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from primad.errors import ProtocolError, printable
 from primad.network.contacts import is_address
+from primad.system.wire import decoded
 
 MAX_HEAD_BYTES: Final = 64 << 10
 """The path, query and headers of a request or response together."""
@@ -111,10 +112,7 @@ def cost_of(data: bytes) -> int:
 
 def decode_relayed(data: bytes | memoryview) -> RelayedMessage:
     """A message of a relaying device. Raises ``ProtocolError``."""
-    try:
-        message: RelayedMessage = _request_decoder.decode(data)
-    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
-        raise ProtocolError(f"not a message of a device that relays requests: {printable(exc)}") from exc
+    message: RelayedMessage = decoded(_request_decoder, data, "a message of a device that relays requests")
     if isinstance(message, RelayRequest):
         _check_request(message)
     return message
@@ -122,10 +120,7 @@ def decode_relayed(data: bytes | memoryview) -> RelayedMessage:
 
 def decode_relay_reply(data: bytes | memoryview) -> RelayReply:
     """A message of the head. Raises ``ProtocolError``."""
-    try:
-        message: RelayReply = _reply_decoder.decode(data)
-    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
-        raise ProtocolError(f"not a message of a head about relayed requests: {printable(exc)}") from exc
+    message: RelayReply = decoded(_reply_decoder, data, "a message of a head about relayed requests")
     return message
 
 

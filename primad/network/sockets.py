@@ -81,12 +81,19 @@ def listen(
     preferred: int | None = None,
     *,
     identity: Identity,
+    max_bytes: int = MAX_MESSAGE_BYTES,
+    high_water: int = HIGH_WATER,
+    unsent: int | None = None,
 ) -> tuple[zmq.asyncio.Socket, int]:
     """A server that listens on ``host``: on ``port``, or on ``preferred`` if it is free, or on any; and its port.
 
-    Raises ``ClusterError`` if ``port`` is taken.
+    Its messages have at most ``max_bytes``, its queues ``high_water`` messages, those that wait to be sent ``unsent`` (0:
+    any number) if that is given. Raises ``ClusterError`` if ``port`` is taken.
     """
     socket = open_socket(context, kind, identity=identity, server=None)
+    bound_socket(socket, max_bytes, high_water)
+    if unsent is not None:
+        socket.setsockopt(zmq.SNDHWM, unsent)
     try:
         if port is not None or preferred is None:
             return socket, bind(socket, host, port)

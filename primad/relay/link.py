@@ -73,9 +73,7 @@ class HeadLink:
         self._is_busy = asyncio.Event()
         self._complaints = Complaints(logger)
         self._socket = open_socket(context, zmq.DEALER, identity=identity, server=place.key)
-        bound_socket(self._socket, MAX_RELAY_BYTES)
-        for queue in (zmq.SNDHWM, zmq.RCVHWM):
-            self._socket.setsockopt(queue, 0)  # windows bound what waits
+        bound_socket(self._socket, MAX_RELAY_BYTES, 0)  # windows bound what waits
         self._monitor = monitored(self._socket, _WATCHED)
         self._socket.connect(endpoint(place.address, place.port))
         self._tasks = [asyncio.create_task(work) for work in (self._hear(), self._watch(), self._keep_alive())]

@@ -23,7 +23,7 @@ from primad.api.http.access import machine_of
 from primad.api.http.connection import BROKEN
 from primad.api.http.guard import RELAYED
 from primad.api.http.patience import BUSY
-from primad.errors import ClusterError, ProtocolError
+from primad.errors import ProtocolError
 from primad.network.gate import sender_address, sender_key
 from primad.network.relay_messages import (
     MAX_RELAY_BYTES,
@@ -41,7 +41,7 @@ from primad.network.relay_messages import (
     decode_relayed,
 )
 from primad.network.scopes import bare
-from primad.network.sockets import bind, bound_socket, open_socket
+from primad.network.sockets import listen
 from primad.relay.window import SendWindow, pieces, send_now
 from primad.system.complaints import Complaints
 from primad.system.shares import Shares
@@ -73,14 +73,11 @@ class RelayServer:
         gone_after_s: float,
     ) -> None:
         self._app, self._allows, self._gone_after_s = app, allows, gone_after_s
-        self._socket = open_socket(context, zmq.ROUTER, identity=identity, server=None)
-        bound_socket(self._socket, MAX_RELAY_BYTES)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # a message over it would be lost; windows bound what waits
-        try:
-            self.port = bind(self._socket, host, None)
-        except ClusterError:
-            self._socket.close()
-            raise
+        limits = {
+            "max_bytes": MAX_RELAY_BYTES,
+            "unsent": 0,
+        }  # a message over it would be lost; windows bound what waits
+        self._socket, self.port = listen(context, zmq.ROUTER, host, None, identity=identity, **limits)
         self._devices: dict[bytes, _Device] = {}
         """By connection, those with requests a moment ago."""
         self._is_busy = asyncio.Event()

@@ -43,6 +43,7 @@ from primad.ring.chunks import ChunkSize, Pieces
 from primad.ring.grouping import Batching
 from primad.ring.speculation.drafter import Drafting
 from primad.ring.speculation.messages import Drafted, DraftModel, TextTask
+from primad.system.wire import decoded
 
 PROTOCOL: Final = 8
 """The version of every message in this file. It grows when an older peer could misread a newer one."""
@@ -203,10 +204,7 @@ def decode_route(header: bytes | memoryview, payload_bytes: int, limits: StepLim
     """
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"step header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are allowed")
-    try:
-        step = _route_decoder.decode(header)
-    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
-        raise ProtocolError(f"not a step header: {printable(exc)}") from exc
+    step = decoded(_route_decoder, header, "a step header")
     if step.protocol != PROTOCOL:
         raise ProtocolError(f"step of protocol {step.protocol}; this device speaks {PROTOCOL}")
     if (step.ring, step.epoch) != (limits.ring, limits.epoch):
