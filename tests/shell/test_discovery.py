@@ -297,7 +297,7 @@ async def test_answers_are_asked_for_where_all_programs_of_a_machine_hear_them(c
     assert [question for question in asked if question.unicast] == []
 
 
-async def test_who_said_goodbye_is_not_test_who_said_goodbye_is_not_announced_again(cluster):
+async def test_who_said_goodbye_is_not_announced_again(cluster):
     """An announcement is repeated for half a second: one that comes behind the goodbye keeps the device in sight."""
     with overheard() as packets:
         async with device(service=f"_t-{cluster[-12:]}._tcp.local.") as desk:
