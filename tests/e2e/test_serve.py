@@ -213,16 +213,20 @@ def test_an_answer_that_ends_by_itself(served):
     assert 0 < answer.usage.completion_tokens < 400
 
 
+def counts(usage: openai.types.CompletionUsage) -> dict[str, object]:
+    """Without what was reused: a better plan may come between two requests, whose ring begins without cells."""
+    return usage.model_dump(exclude={"prompt_tokens_details"})
+
+
 def test_streaming_gives_the_same_text_and_counts(served):
-    served.chat()
-    whole = served.chat()  # whose prompt is found again, as that of the stream is
+    whole = served.chat()
     chunks = list(served.chat(stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == (
         whole.choices[0].message.content
     )
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
     assert chunks[-1].choices == []
-    assert chunks[-1].usage == whole.usage
+    assert counts(chunks[-1].usage) == counts(whole.usage)
     assert len(chunks) > 8, "it came in pieces"
 
     text = served.complete().choices[0].text
