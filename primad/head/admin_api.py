@@ -27,7 +27,8 @@ from primad.errors import ClusterError, RequestError, printable
 from primad.gguf.shapes import profiles_directory
 from primad.head.members.core import HeadContext
 from primad.head.model.limits import DeviceLimits
-from primad.head.rings.planner import DevicePool, Planner
+from primad.head.rings.planner import DevicePool
+from primad.head.serving import ModelServing
 from primad.membership import types
 from primad.network.admin import PairingCode
 from primad.network.peer import Peer
@@ -44,20 +45,15 @@ MAX_IMAGINED: Final = 8
 
 
 class HeadAdminApi:
-    """The admin API of one head. ``offered_forecast`` is the serving ring's forecast."""
+    """The admin API of one head. ``serving`` is the model that is planned for."""
 
     def __init__(
-        self,
-        head: HeadContext,
-        pool: DevicePool,
-        planner: Planner,
-        pairing: PairingService,
-        offered_forecast: Callable[[], Forecast | None],
+        self, head: HeadContext, pool: DevicePool, pairing: PairingService, serving: Callable[[], ModelServing]
     ) -> None:
-        self._node, self._core = head.node, head.core
+        self._node = head.node
         self._devices, self._device_limits = pool.others, pool.limits
-        self._planner, self._pairing, self._offered_forecast = planner, pairing, offered_forecast
-        self._single_device = head.service.options.single_device
+        self._pairing, self._serving = pairing, serving
+        self._single_device = head.options.single_device
         self._imagining = False
 
     async def devices(self) -> DevicesBody:
@@ -98,8 +94,7 @@ class HeadAdminApi:
         if device_limit.device not in known or device_limit.device == self._node.config.name:
             raise ClusterError(f"{printable(device_limit.device, 70)}: not another device that is trusted here")
         is_less = await asyncio.to_thread(self._device_limits.put, device_limit)
-        self._planner.forget()
-        self._core.post(
+        self._serving().corrected(
             types.DeviceMemoryLow(device_limit.device, by_owner=True)
             if is_less
             else types.DeviceMemoryRecovered(device_limit.device, by_owner=True)
@@ -115,8 +110,9 @@ class HeadAdminApi:
         self._imagining = True
         try:
             more = await asyncio.to_thread(_profiles, asked.profiles, {self._node.config.name, *self._devices.workers})
-            now, speed = self._offered_forecast(), parse_link(asked.link, "link")
-            forecast = await self._planner.what_if(now, frozenset(asked.without), more, speed)
+            serving, speed = self._serving(), parse_link(asked.link, "link")
+            now = serving.rings.offered_forecast
+            forecast = await serving.planner.what_if(now, frozenset(asked.without), more, speed)
         finally:
             self._imagining = False
         return _imagined(forecast, now)

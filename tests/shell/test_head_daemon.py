@@ -23,8 +23,8 @@ from primad.errors import ClusterError, ConfigError, PlanError, RingError, Weigh
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
-from primad.head import daemon as daemon_module
 from primad.head.daemon import HeadDaemon
+from primad.head.members import core_loop as core_loop_module
 from primad.head.members import devices as devices_module
 from primad.head.members.core import StageError
 from primad.head.members.link_book import LinkBook
@@ -364,7 +364,7 @@ async def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_kn
         here.solver.prediction = prediction(desk_s=0.02, nas_s=0.03)
         here.start()
         ring = await here.serves("nas")
-        await here.daemon._planner.foreseeing
+        await here.daemon.serving.planner.foreseeing
         as_measured = here.solver.step_s
         ring.emits = {"desk": decoded(0.02, token_s=0.08), "nas": decoded(0.06)}
         answers = 5  # until what they took is certain
@@ -372,7 +372,7 @@ async def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_kn
             stream, request = await here.stream(ring)
             ring.finish(request, MIN_TOKENS)
             await stream.ends()
-            await here.daemon._rings._learner
+            await here.daemon.serving.rings._learner
         assert ring.measured.wrong.device == "nas"
         assert "the worst term is computing on nas: 60.0 ms, not 30.0 ms" in caplog.text
         assert await here.emits("nas: figures are corrected; looking for a better plan")
@@ -401,12 +401,12 @@ async def test_short_answers_and_those_beside_other_work_teach_nothing(lab, monk
         here.solver.prediction = prediction(desk_s=0.02, nas_s=0.03)
         here.start()
         ring = await here.serves("nas")
-        await here.daemon._planner.foreseeing
+        await here.daemon.serving.planner.foreseeing
         ring.emits = {"desk": decoded(0.02, token_s=0.08), "nas": decoded(0.06)}
         stream, request = await here.stream(ring)
         ring.finish(request, MIN_TOKENS - 1)
         await stream.ends()
-        assert here.daemon._rings._learner is None
+        assert here.daemon.serving.rings._learner is None
         here.rings.holds_back = True
         here.solver.value = lambda count: 10.0 / count
         here.device("lap")
@@ -414,7 +414,7 @@ async def test_short_answers_and_those_beside_other_work_teach_nothing(lab, monk
         stream, request = await here.stream(ring)
         ring.finish(request, MIN_TOKENS)
         await stream.ends()
-        await here.daemon._rings._learner
+        await here.daemon.serving.rings._learner
         assert ring.measured is None
         shadow.may_form.set()
 
@@ -622,7 +622,7 @@ async def test_the_loss_of_each_device_was_planned_for_before(lab):
         first = await here.serves("nas", "lap")
         await here.solver.wait(lambda: len(here.solver.precomputed) == 2)
         assert here.solver.precomputed == [("desk", "nas"), ("desk", "lap")]
-        foreseeing = here.daemon._planner.foreseeing
+        foreseeing = here.daemon.serving.planner.foreseeing
         if foreseeing is not None:
             await asyncio.wait([foreseeing])
         await nas.leave()
@@ -1214,7 +1214,7 @@ async def test_a_device_that_is_measured_is_greeted_when_it_is_done(lab):
 
 async def test_what_comes_due_while_the_core_decides_is_not_missed(lab, monkeypatch):
     """On a machine that stops for a while between two looks at its clock."""
-    decide = daemon_module.step
+    decide = core_loop_module.step
 
     def slowly(state: State, event: Event, now: float) -> tuple[State, list[Effect]]:
         decided = decide(state, event, now)
@@ -1223,7 +1223,7 @@ async def test_what_comes_due_while_the_core_decides_is_not_missed(lab, monkeypa
         return decided
 
     async with lab() as here:
-        monkeypatch.setattr(daemon_module, "step", slowly)
+        monkeypatch.setattr(core_loop_module, "step", slowly)
         fails_once(monkeypatch, devices_module, "probe")
         here.device("nas")
         here.start(use_all=True)

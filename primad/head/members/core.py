@@ -13,7 +13,7 @@ from halda import Plan
 from primad.daemon.node import Node
 from primad.daemon.reporter import Reporter
 from primad.errors import AlteredStepError, ClusterError, LoadAgainError, PrimadError, RingError, SenderError
-from primad.head.model.service import Service
+from primad.head.model.options import ServeOptions
 from primad.membership import types
 from primad.ring.messages import SENDER
 
@@ -37,10 +37,10 @@ class Core(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadContext:
-    """What all parts of a head share: its device, what it serves, its sockets, the membership core, its owner's screen."""
+    """What all parts of a head share: its device, its options, its sockets, the membership core, its owner's screen."""
 
     node: Node
-    service: Service
+    options: ServeOptions
     sockets: zmq.asyncio.Context
     core: Core
     reporter: Reporter

@@ -48,7 +48,7 @@ class Devices:
     def __init__(self, head: HeadContext, pairing: PairingService) -> None:
         node = head.node
         self._config, self._trust, self._timings = node.config, node.trust, node.timings
-        self._options, self._core, self._reporter = head.service.options, head.core, head.reporter
+        self._options, self._core, self._reporter = head.options, head.core, head.reporter
         self._pairing = pairing
         self._caller = Caller.of(node.config, head.sockets, node.identity, node.workspace.build, node.timings.network)
         self.workers: dict[str, WorkerLink] = {}

@@ -27,6 +27,7 @@ from primad.gguf.architectures.tensors import turns_by_context
 from primad.gguf.windows import control_tokens
 from primad.head.members.core import HeadContext
 from primad.head.members.devices import Devices
+from primad.head.model.service import Service
 from primad.head.rings.ring import HeadRing
 from primad.kv.keys import KvBlock, state_behind, to_go_on_from, up_to_lacking
 from primad.network.contacts import Contact
@@ -76,8 +77,8 @@ class _Copy:
 class KvBackup:
     """All blocks of this head. ``run`` it next to the rings."""
 
-    def __init__(self, head: HeadContext, devices: Devices, held: HeldBlocks) -> None:
-        self._node, self._service, self._reporter = head.node, head.service, head.reporter
+    def __init__(self, head: HeadContext, service: Service, devices: Devices, held: HeldBlocks) -> None:
+        self._node, self._service, self._reporter = head.node, service, head.reporter
         self._devices, self._held = devices, held
         self._head = head.node.config.name
         self._blocks: dict[str, KvBlock] = {}

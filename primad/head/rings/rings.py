@@ -21,6 +21,7 @@ from primad.api.answering.backend import ServedModel
 from primad.errors import ModelError, PlanError, PrimadError
 from primad.head.members.core import HeadContext, attributed
 from primad.head.members.worker_link import WorkerLink
+from primad.head.model.service import Service
 from primad.head.model.vocabulary import facts_of, sampling_defaults
 from primad.head.rings.backend import GoOn, RingBackend, StatusOf
 from primad.head.rings.kv_backup import KvBackup
@@ -60,9 +61,15 @@ class Rings:
     """All rings of this head, on devices of ``pool``. ``layer_port`` serves layers."""
 
     def __init__(
-        self, head: HeadContext, pool: DevicePool, planner: Planner, backend: RingBackend, kv: KvBackup
+        self,
+        head: HeadContext,
+        service: Service,
+        pool: DevicePool,
+        planner: Planner,
+        backend: RingBackend,
+        kv: KvBackup,
     ) -> None:
-        self._head, self._node, self._service, self._model = head, head.node, head.service, head.service.model
+        self._head, self._node, self._service, self._model = head, head.node, service, service.model
         self._core, self._reporter = head.core, head.reporter
         self._pool, self._devices = pool, pool.others
         self._planner, self._backend, self._kv = planner, backend, kv
@@ -259,17 +266,11 @@ class Rings:
         self._planner.forget()
         self._core.post(types.DeviceMemoryLow(self._node.config.name))
 
-    def gpu_changed(self) -> None:
-        """Later plans use less of the head's own GPU."""
-        self._planner.forget()
-        self._core.post(types.DevicesCorrected(frozenset({self._node.config.name})))
-
     def find_layer(self, digest: str) -> LayerSource | None:
-        """The layer ``digest``: from the model file, the draft model's, or the cache."""
+        """The layer ``digest`` from the model file, or the draft model's."""
         draft = self._service.draft_source
         cut = self._model.source(digest)
-        cut = draft.source(digest) if cut is None and draft is not None else cut
-        return cut if cut is not None else self._node.workspace.cache.reader(digest)
+        return draft.source(digest) if cut is None and draft is not None else cut
 
     async def _abandon(self, epoch: int) -> None:
         job = self._jobs.pop(epoch, None)
