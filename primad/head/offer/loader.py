@@ -1,0 +1,342 @@
+"""Which models are loaded, as one pure function: ``step(state, event, now) -> state, effects``.
+
+* Requests are granted their model when it is loaded, and wait in one queue when it is not. One model is loaded at a time:
+  that of the first request in the queue that lacks one. When it is loaded, all that wait for it are granted.
+* Memory is the shell's to judge. If a model needs the room of others, the shell names them (``NeedsRoom``), from those
+  that it may choose among: not pinned, those that nobody uses first, the least recently used first. From then on they are
+  *claimed*: what runs there ends, and new requests for them wait in the queue, behind the one that needs the room. So
+  nobody starves, and two models that fight for memory alternate.
+* A model that nobody uses is unloaded when its time is over, or its owner asks. One that is used never is.
+* A request that leaves the queue leaves nothing behind. A load that nobody waits for goes on, unless another model is
+  waited for.
+
+Nothing here waits, sends or looks at a clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from primad.api.answering.models import ModelState
+
+NOBODY: Final = 0
+"""The number of a request for which nobody waits: the owner has a model loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loadable:
+    """A model. ``users`` are the requests that use it, the latest of which keeps it for ``keep_s`` afterwards; it was used
+    last at ``used_s``, and goes at ``expires_at_s`` if nobody uses it then. ``leaving``: its owner wants it unloaded.
+    ``detail`` is why it failed."""
+
+    phase: ModelState = ModelState.UNLOADED
+    users: frozenset[int] = frozenset()
+    keep_s: float = 0.0
+    used_s: float = 0.0
+    expires_at_s: float = math.inf
+    leaving: bool = False
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingRequest:
+    """Request ``number`` waits for the model ``name``, and will keep it for ``keep_s`` (negative: for ever)."""
+
+    number: int
+    name: str
+    keep_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTurn:
+    """The model ``name`` is to be loaded: it is ``loading``, or waits until those that it ``claims`` are gone."""
+
+    name: str
+    claims: frozenset[str] = frozenset()
+    loading: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderState:
+    """All models that are or were loaded, by name, and the queue. Those of ``pinned`` stay loaded. Without a word of a
+    request a model is kept for ``keep_s`` (negative: for ever)."""
+
+    keep_s: float
+    pinned: frozenset[str] = frozenset()
+    models: Mapping[str, Loadable] = field(default_factory=dict)
+    queue: tuple[WaitingRequest, ...] = ()
+    turn: LoadTurn | None = None
+
+    def of(self, name: str) -> Loadable:
+        """The model ``name``."""
+        return self.models.get(name, Loadable())
+
+
+# ---- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAsked:
+    """Request ``number`` wants the model ``name``; ``keep_s`` as above, None as the owner's setting is."""
+
+    number: int
+    name: str
+    keep_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLeft:
+    """Request ``number`` does not wait any more, or does not use its model any more."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAsked:
+    """The owner wants ``name`` unloaded."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoaded:
+    """``name`` can answer."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsRoom:
+    """``name`` can be loaded once the models ``claims`` are gone."""
+
+    name: str
+    claims: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """``name`` cannot be loaded, and nothing is left of the attempt."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelUnloaded:
+    """No device holds anything of ``name``."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Time went by."""
+
+
+LoaderEvent = ModelAsked | RequestLeft | UnloadAsked | ModelLoaded | NeedsRoom | LoadFailed | ModelUnloaded | TimePassed
+
+
+# ---- effects --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoadModel:
+    """Load ``name``; the reply is ``ModelLoaded``, ``LoadFailed``, or ``NeedsRoom`` of some of ``may_go``, the first ones
+    rather than the last."""
+
+    name: str
+    may_go: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadModel:
+    """Unload ``name``, or give up loading it; the reply is ``ModelUnloaded``."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Request ``number`` may use its model."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseRequest:
+    """Request ``number`` gets no model, for this reason."""
+
+    number: int
+    reason: str
+
+
+LoaderEffect = LoadModel | UnloadModel | Grant | RefuseRequest
+
+
+# ---- decisions ------------------------------------------------------------------------------------------------------
+
+
+def step(state: LoaderState, event: LoaderEvent, now: float) -> tuple[LoaderState, tuple[LoaderEffect, ...]]:
+    """The next ``state`` after ``event`` at ``now`` (seconds on any scale), and the effects, in order."""
+    effects: list[LoaderEffect] = []
+    state = _take(state, event, now, effects)
+    state = _give_up_turn(state, effects)
+    state = _grant(state, now, effects)
+    state = _end_idle(state, now, effects)
+    state = _make_room(state, effects)
+    return _begin_turn(state, effects), tuple(effects)
+
+
+def wake_at(state: LoaderState, now: float) -> float | None:
+    """When ``TimePassed`` is due if nothing else happens; None: never."""
+    times = (each.expires_at_s for name, each in state.models.items() if _is_idle(state, name))
+    return min((time for time in times if now < time < math.inf), default=None)
+
+
+def _take(state: LoaderState, event: LoaderEvent, now: float, effects: list[LoaderEffect]) -> LoaderState:
+    match event:
+        case ModelAsked(number, name, keep_s):
+            asked = WaitingRequest(number=number, name=name, keep_s=state.keep_s if keep_s is None else keep_s)
+            return replace(state, queue=(*state.queue, asked))
+        case RequestLeft(number):
+            return _left(state, number, now)
+        case UnloadAsked(name):
+            queue = tuple(each for each in state.queue if each.name != name or each.number != NOBODY)
+            state = replace(state, queue=queue)
+            is_there = state.of(name).phase in (ModelState.LOADED, ModelState.LOADING)
+            return _put(state, name, leaving=True) if is_there else state
+        case ModelLoaded(name) if _is_loading(state, name):
+            state = _put(state, name, phase=ModelState.LOADED, used_s=now, keep_s=state.keep_s, detail="")
+            return _rested(_granted_all(replace(state, turn=None), name, now, effects), name, now)
+        case NeedsRoom(name, claims) if _is_loading(state, name) and state.turn is not None:
+            claims = frozenset(each for each in claims if state.of(each).phase is not ModelState.UNLOADED)
+            return replace(state, turn=replace(state.turn, claims=claims - state.pinned, loading=False))
+        case LoadFailed(name, reason) if _is_loading(state, name):
+            refused = [each for each in state.queue if each.name == name]
+            effects += [RefuseRequest(each.number, reason) for each in refused if each.number != NOBODY]
+            queue = tuple(each for each in state.queue if each.name != name)
+            state = replace(state, queue=queue, turn=None)
+            return _put(state, name, phase=ModelState.FAILED, leaving=False, detail=reason)
+        case ModelUnloaded(name) if state.of(name).phase is ModelState.UNLOADING:
+            return replace(state, models={other: each for other, each in state.models.items() if other != name})
+        case _:
+            return state  # time, or the late reply to a load that was given up
+
+
+def _left(state: LoaderState, number: int, now: float) -> LoaderState:
+    state = replace(state, queue=tuple(each for each in state.queue if each.number != number))
+    for name, model in state.models.items():
+        if number in model.users:
+            state = _put(state, name, users=model.users - {number}, used_s=now)
+            return _rested(state, name, now)
+    return state
+
+
+def _rested(state: LoaderState, name: str, now: float) -> LoaderState:
+    """From now on ``name`` rests, if nobody uses it."""
+    model = state.of(name)
+    if model.users:
+        return state
+    is_kept = model.keep_s < 0 or name in state.pinned
+    return _put(state, name, expires_at_s=math.inf if is_kept else now + model.keep_s)
+
+
+def _grant(state: LoaderState, now: float, effects: list[LoaderEffect]) -> LoaderState:
+    """Requests whose model is loaded and not claimed begin."""
+    claimed = frozenset[str]() if state.turn is None else state.turn.claims
+    for name in dict.fromkeys(each.name for each in state.queue):
+        model = state.of(name)
+        if model.phase is ModelState.LOADED and not model.leaving and name not in claimed:
+            state = _granted_all(state, name, now, effects)
+    return state
+
+
+def _granted_all(state: LoaderState, name: str, now: float, effects: list[LoaderEffect]) -> LoaderState:
+    """All requests in the queue for ``name``, which is loaded, begin."""
+    granted = [each for each in state.queue if each.name == name]
+    if not granted:
+        return state
+    numbers = [each.number for each in granted if each.number != NOBODY]
+    effects += [Grant(number) for number in numbers]
+    state = replace(state, queue=tuple(each for each in state.queue if each.name != name))
+    users = state.of(name).users | frozenset(numbers)
+    return _rested(_put(state, name, users=users, used_s=now, keep_s=granted[-1].keep_s), name, now)
+
+
+def _end_idle(state: LoaderState, now: float, effects: list[LoaderEffect]) -> LoaderState:
+    """What nobody uses goes, if its time is over, its owner wants it, or its room is needed."""
+    claimed = frozenset[str]() if state.turn is None else state.turn.claims
+    for name, model in state.models.items():
+        if _is_idle(state, name) and (model.leaving or name in claimed or model.expires_at_s <= now):
+            state = _unload(state, name, effects)
+    return state
+
+
+def _give_up_turn(state: LoaderState, effects: list[LoaderEffect]) -> LoaderState:
+    """Nobody waits for the model whose turn it is: its claims end, and so does its load if others wait, or its owner wants
+    that."""
+    turn = state.turn
+    if turn is None or any(each.name == turn.name for each in state.queue):
+        return state
+    if not turn.loading:
+        return _put(replace(state, turn=None), turn.name, phase=ModelState.UNLOADED, leaving=False)
+    others = any(state.of(each.name).phase is not ModelState.LOADED for each in state.queue)
+    return _unload(state, turn.name, effects) if others or state.of(turn.name).leaving else state
+
+
+def _make_room(state: LoaderState, effects: list[LoaderEffect]) -> LoaderState:
+    """Once all that it claimed are gone, the model whose turn it is is loaded."""
+    turn = state.turn
+    if turn is None or turn.loading or _is_unloading(state):
+        return state
+    if any(state.of(name).phase is ModelState.LOADED for name in turn.claims):
+        return state
+    effects.append(LoadModel(turn.name, _may_go(state)))
+    return replace(state, turn=replace(turn, loading=True))
+
+
+def _begin_turn(state: LoaderState, effects: list[LoaderEffect]) -> LoaderState:
+    """The first model in the queue that is not loaded has its turn, once nothing else is loaded or unloaded."""
+    if state.turn is not None or _is_unloading(state):
+        return state
+    absent = (ModelState.UNLOADED, ModelState.FAILED)
+    name = next((each.name for each in state.queue if state.of(each.name).phase in absent), None)
+    if name is None:
+        return state
+    state = _put(state, name, phase=ModelState.LOADING, leaving=False, detail="")
+    effects.append(LoadModel(name, _may_go(state)))
+    return replace(state, turn=LoadTurn(name=name))
+
+
+def _may_go(state: LoaderState) -> tuple[str, ...]:
+    """The models whose room another one may need, in the order in which they go."""
+    loaded = [name for name, each in state.models.items() if each.phase is ModelState.LOADED]
+    free = [name for name in loaded if name not in state.pinned]
+    return tuple(sorted(free, key=lambda name: (bool(state.of(name).users), state.of(name).used_s, name)))
+
+
+def _unload(state: LoaderState, name: str, effects: list[LoaderEffect]) -> LoaderState:
+    effects.append(UnloadModel(name))
+    if state.turn is not None and state.turn.name == name:
+        state = replace(state, turn=None)
+    return _put(state, name, phase=ModelState.UNLOADING)
+
+
+def _is_idle(state: LoaderState, name: str) -> bool:
+    model = state.of(name)
+    return model.phase is ModelState.LOADED and not model.users
+
+
+def _is_loading(state: LoaderState, name: str) -> bool:
+    return state.turn is not None and state.turn.name == name and state.turn.loading
+
+
+def _is_unloading(state: LoaderState) -> bool:
+    return any(each.phase is ModelState.UNLOADING for each in state.models.values())
+
+
+def _put(state: LoaderState, name: str, **changes: object) -> LoaderState:
+    return replace(state, models={**state.models, name: replace(state.of(name), **changes)})  # type: ignore[arg-type]

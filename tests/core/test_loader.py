@@ -1,0 +1,338 @@
+"""Which models are loaded: every request is served in the end, and none under whom a model goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primad.api.answering.models import ModelState
+from primad.head.offer.loader import (
+    NOBODY,
+    Grant,
+    LoaderEffect,
+    LoaderEvent,
+    LoaderState,
+    LoadFailed,
+    LoadModel,
+    ModelAsked,
+    ModelLoaded,
+    ModelUnloaded,
+    NeedsRoom,
+    RefuseRequest,
+    RequestLeft,
+    TimePassed,
+    UnloadAsked,
+    UnloadModel,
+    step,
+    wake_at,
+)
+
+SIZES = {"small": 1, "medium": 2, "large": 3, "huge": 9}
+ROOM = 4
+
+
+@dataclass
+class House:
+    """Devices with ``ROOM`` in all, that do what the core decides when the test lets them."""
+
+    state: LoaderState
+    now: float = 0.0
+    held: dict[str, int] = field(default_factory=dict)
+    """What takes room, loaded or on its way."""
+    due: list[LoadModel | UnloadModel] = field(default_factory=list)
+    granted: dict[int, str] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    gone: list[str] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, *pinned: str, keep_s: float = 300.0) -> House:
+        return cls(LoaderState(keep_s=keep_s, pinned=frozenset(pinned)))
+
+    def post(self, event: LoaderEvent) -> None:
+        self.state, effects = step(self.state, event, self.now)
+        for effect in effects:
+            self._take(effect)
+
+    def _take(self, effect: LoaderEffect) -> None:
+        match effect:
+            case Grant(number):
+                assert number not in self.granted, "granted twice"
+                name = self.names[number]
+                assert name in self.held, "granted what is not there"
+                assert not self._is_due(name), "granted what goes"
+                self.granted[number] = name
+            case RefuseRequest(number, reason):
+                self.refused[number] = reason
+            case LoadModel(name):
+                assert not any(isinstance(each, LoadModel) for each in self.due), "one at a time"
+                self.due.append(effect)
+            case UnloadModel(name):
+                assert name not in self.granted.values(), "unloaded under a request"
+                self.due = [each for each in self.due if each.name != name]
+                self.due.append(effect)
+
+    def _is_due(self, name: str) -> bool:
+        return any(each.name == name for each in self.due)
+
+    def ask(self, number: int, name: str, keep_s: float | None = None) -> None:
+        self.names[number] = name
+        self.post(ModelAsked(number, name, keep_s))
+
+    def leave(self, number: int) -> None:
+        self.granted.pop(number, None)
+        self.names.pop(number, None)
+        self.post(RequestLeft(number))
+
+    def work(self) -> None:
+        """The devices do what was decided first."""
+        match self.due.pop(0):
+            case UnloadModel(name):
+                self.held.pop(name, None)
+                self.gone.append(name)
+                self.post(ModelUnloaded(name))
+            case LoadModel(name, may_go):
+                lacking = sum(self.held.values()) + SIZES[name] - ROOM
+                claims: list[str] = []
+                for other in may_go if lacking > 0 else ():
+                    if lacking - sum(self.held[each] for each in claims) > 0:
+                        claims.append(other)
+                if lacking - sum(self.held[each] for each in claims) > 0:
+                    self.post(LoadFailed(name, "too large"))
+                elif claims:
+                    self.post(NeedsRoom(name, frozenset(claims)))
+                else:
+                    self.held[name] = SIZES[name]
+                    self.post(ModelLoaded(name))
+
+    def rest(self) -> None:
+        """All that was decided is done."""
+        while self.due:
+            self.work()
+
+    def phase(self, name: str) -> ModelState:
+        return self.state.of(name).phase
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.post(TimePassed())
+        self.rest()
+
+
+def test_a_request_waits_until_its_model_is_loaded():
+    house = House.of()
+    house.ask(1, "small")
+    assert not house.granted
+    assert house.phase("small") is ModelState.LOADING
+    house.rest()
+    assert house.granted == {1: "small"}
+    house.ask(2, "small")
+    assert house.granted == {1: "small", 2: "small"}
+
+
+def test_models_for_which_there_is_room_stay_side_by_side():
+    house = House.of()
+    house.ask(1, "small")
+    house.ask(2, "large")
+    house.rest()
+    assert house.granted == {1: "small", 2: "large"}
+
+
+def test_the_least_recently_used_model_goes_first_and_one_that_is_used_last():
+    house = House.of()
+    for number, name in enumerate(("small", "medium"), 1):
+        house.ask(number, name)
+        house.rest()
+        house.now += 1
+    house.leave(2)  # the smaller one is older, but it is used
+    house.ask(3, "large")
+    house.rest()
+    assert house.gone == ["medium"]
+    assert house.granted == {1: "small", 3: "large"}
+
+
+def test_a_model_that_is_used_is_waited_for_and_later_requests_for_it_wait_behind():
+    house = House.of()
+    house.ask(1, "large")
+    house.rest()
+    house.ask(2, "medium")
+    house.rest()
+    house.ask(3, "large")
+    assert house.granted == {1: "large"}
+    house.leave(1)
+    house.rest()
+    assert house.granted == {2: "medium"}
+    house.leave(2)
+    house.rest()
+    assert house.granted == {3: "large"}
+
+
+def test_requests_that_never_stop_coming_for_one_model_do_not_starve_another():
+    house = House.of()
+    house.ask(1, "large")
+    house.rest()
+    house.ask(2, "medium")
+    for number in range(3, 30):  # one is always there
+        house.ask(number, "large")
+        house.leave(number - 1 if number > 3 else 1)
+        if house.due:
+            house.work()
+        if 2 in house.granted:
+            break
+    assert 2 in house.granted
+
+
+def test_two_requests_for_two_models_that_do_not_fit_together_are_both_served():
+    house = House.of()
+    house.ask(1, "large")
+    house.ask(2, "medium")
+    house.rest()
+    assert house.granted == {1: "large"}
+    house.leave(1)
+    house.rest()
+    assert house.granted == {2: "medium"}
+
+
+def test_a_pinned_model_stays_and_what_does_not_fit_beside_it_is_refused():
+    house = House.of("medium")
+    house.ask(NOBODY, "medium")
+    house.rest()
+    house.wait(1e6)
+    house.ask(1, "large")
+    house.rest()
+    assert house.refused == {1: "too large"}
+    assert house.phase("medium") is ModelState.LOADED
+    assert house.state.of("large").detail == "too large"
+
+
+def test_after_a_failure_a_request_tries_again():
+    house = House.of()
+    house.ask(1, "huge")
+    house.rest()
+    house.ask(2, "huge")
+    assert house.phase("huge") is ModelState.LOADING
+    house.rest()
+    assert house.refused.keys() == {1, 2}
+
+
+def test_a_model_goes_when_nobody_used_it_for_as_long_as_the_last_request_said():
+    house = House.of(keep_s=300.0)
+    house.ask(1, "small")
+    house.rest()
+    house.wait(1000.0)
+    assert house.phase("small") is ModelState.LOADED
+    house.leave(1)
+    assert wake_at(house.state, house.now) == 1300.0
+    house.wait(299.0)
+    assert house.phase("small") is ModelState.LOADED
+    house.wait(1.0)
+    assert house.phase("small") is ModelState.UNLOADED
+    house.ask(2, "small", keep_s=0.0)
+    house.rest()
+    house.leave(2)
+    house.rest()
+    assert house.phase("small") is ModelState.UNLOADED
+    house.ask(3, "small", keep_s=-1.0)
+    house.rest()
+    house.leave(3)
+    house.wait(1e9)
+    assert house.phase("small") is ModelState.LOADED
+    assert wake_at(house.state, house.now) is None
+
+
+def test_a_load_without_waiters_goes_on_unless_another_model_is_waited_for():
+    house = House.of()
+    house.ask(1, "large")
+    house.leave(1)
+    house.rest()
+    assert house.phase("large") is ModelState.LOADED
+    house.post(UnloadAsked("large"))
+    house.rest()
+    house.ask(2, "large")
+    house.leave(2)
+    house.ask(3, "small")
+    house.rest()
+    assert house.granted == {3: "small"}
+    assert house.phase("large") is ModelState.UNLOADED
+
+
+def test_who_leaves_the_queue_gives_back_what_was_claimed_for_it():
+    house = House.of()
+    house.ask(1, "large")
+    house.rest()
+    house.ask(2, "medium")
+    house.rest()
+    house.ask(3, "large")
+    house.leave(2)
+    assert house.granted == {1: "large", 3: "large"}
+
+
+def test_an_owner_who_unloads_waits_for_requests_and_later_ones_load_again():
+    house = House.of()
+    house.ask(1, "small")
+    house.rest()
+    house.post(UnloadAsked("small"))
+    house.ask(2, "small")
+    assert house.phase("small") is ModelState.LOADED
+    house.leave(1)
+    house.rest()
+    assert house.gone == ["small"]
+    assert house.granted == {2: "small"}
+
+
+def test_an_owner_who_unloads_what_is_loading_stops_it_if_nobody_waits():
+    house = House.of()
+    house.ask(NOBODY, "small")
+    house.post(UnloadAsked("small"))
+    house.rest()
+    assert house.phase("small") is ModelState.UNLOADED
+    assert not house.state.queue
+
+
+_MOVES = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.sampled_from(sorted(SIZES)), st.sampled_from((None, 0.0, -1.0, 5.0))),
+        st.tuples(st.just("load"), st.sampled_from(sorted(SIZES)), st.none()),
+        st.tuples(st.just("unload"), st.sampled_from(sorted(SIZES)), st.none()),
+        st.tuples(st.just("leave"), st.integers(0, 20), st.none()),
+        st.tuples(st.just("work"), st.none(), st.none()),
+        st.tuples(st.just("wait"), st.sampled_from((1.0, 10.0)), st.none()),
+    ),
+    max_size=60,
+)
+
+
+@given(_MOVES, st.sampled_from([(), ("small",), ("medium",)]))
+def test_every_request_is_served_or_refused_in_the_end(moves, pinned):
+    house, number = House.of(*pinned, keep_s=5.0), NOBODY
+    for move, what, keep_s in moves:
+        match move:
+            case "ask":
+                number += 1
+                house.ask(number, what, keep_s)
+            case "load":
+                house.post(ModelAsked(NOBODY, what))
+            case "unload":
+                house.post(UnloadAsked(what))
+            case "leave" if house.names:
+                house.leave(sorted(house.names)[what % len(house.names)])
+            case "work" if house.due:
+                house.work()
+            case "wait":
+                house.now += what
+                house.post(TimePassed())
+        assert all(house.phase(name) is ModelState.LOADED for name in house.granted.values())
+        waiting = house.names.keys() - house.granted.keys() - house.refused.keys()
+        assert {each.number for each in house.state.queue} - {NOBODY} == waiting
+    while house.due or house.granted or house.state.queue:
+        assert house.due or house.granted, "nobody is served and nothing is on its way"
+        house.rest()
+        for each in list(house.granted):
+            house.leave(each)
+    for name in house.held:
+        house.post(UnloadAsked(name))
+    house.rest()
+    assert not house.held
+    assert all(each.phase is ModelState.FAILED for each in house.state.models.values())
