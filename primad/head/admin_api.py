@@ -45,14 +45,18 @@ MAX_IMAGINED: Final = 8
 
 
 class HeadAdminApi:
-    """The admin API of one head. ``serving`` is the model that is planned for."""
+    """The admin API of one head, with the models ``servings``; what-if is about the last one."""
 
     def __init__(
-        self, head: HeadContext, pool: DevicePool, pairing: PairingService, serving: Callable[[], ModelServing]
+        self,
+        head: HeadContext,
+        pool: DevicePool,
+        pairing: PairingService,
+        servings: Callable[[], Sequence[ModelServing]],
     ) -> None:
         self._node = head.node
         self._devices, self._device_limits = pool.others, pool.limits
-        self._pairing, self._serving = pairing, serving
+        self._pairing, self._servings = pairing, servings
         self._single_device = head.options.single_device
         self._imagining = False
 
@@ -94,11 +98,9 @@ class HeadAdminApi:
         if device_limit.device not in known or device_limit.device == self._node.config.name:
             raise ClusterError(f"{printable(device_limit.device, 70)}: not another device that is trusted here")
         is_less = await asyncio.to_thread(self._device_limits.put, device_limit)
-        self._serving().corrected(
-            types.DeviceMemoryLow(device_limit.device, by_owner=True)
-            if is_less
-            else types.DeviceMemoryRecovered(device_limit.device, by_owner=True)
-        )
+        event = types.DeviceMemoryLow if is_less else types.DeviceMemoryRecovered
+        for serving in self._servings():
+            serving.corrected(event(device_limit.device, by_owner=True))
 
     async def what_if(self, asked: OtherCluster) -> Imagined:
         if self._imagining:
@@ -110,7 +112,10 @@ class HeadAdminApi:
         self._imagining = True
         try:
             more = await asyncio.to_thread(_profiles, asked.profiles, {self._node.config.name, *self._devices.workers})
-            serving, speed = self._serving(), parse_link(asked.link, "link")
+            servings, speed = self._servings(), parse_link(asked.link, "link")
+            if not servings:
+                raise ClusterError("no model is loaded, so there is no plan to compare with; load one")
+            serving = servings[-1]
             now = serving.rings.offered_forecast
             forecast = await serving.planner.what_if(now, frozenset(asked.without), more, speed)
         finally:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 import zmq.asyncio
 from starlette.types import ASGIApp
 
+from primad.api.answering.backend import Health
 from primad.daemon.kv_blocks import HeldBlocks
 from primad.daemon.measuring import OwnProfile
 from primad.daemon.memory_watch import MemoryWatch, ram_room
@@ -25,15 +28,19 @@ from primad.daemon.pairing_service import PairingService
 from primad.daemon.reporter import Reporter
 from primad.head.admin_api import HeadAdminApi
 from primad.head.members.core import HeadContext
+from primad.head.members.core_loop import CoreLoop, Epochs
 from primad.head.members.devices import Devices
 from primad.head.model.learning import Learning
 from primad.head.model.limits import DeviceLimits
+from primad.head.model.options import ServeOptions
 from primad.head.model.service import Service
 from primad.head.rings.backend import RingBackend
 from primad.head.rings.planner import DevicePool, OwnDevice
-from primad.head.serving import DeviceEffect, HeadParts, ModelServing
+from primad.head.serving import DeviceEffect, HeadParts, ModelServing, Reply, cluster_of
 from primad.layers.server import LayerServer, LayerSource
 from primad.membership import types
+from primad.membership.due import is_being_measured
+from primad.membership.step import usable
 from primad.membership.types import DevicePhase
 from primad.network.admin import (
     AdminReply,
@@ -52,7 +59,7 @@ from primad.network.admin import (
 from primad.network.gate import Gate
 from primad.relay.server import RelayServer
 from primad.system.notify import report
-from primad.system.tasks import Tasks
+from primad.system.tasks import Tasks, to_its_end
 from primad.trust.trust import WORKER
 
 HOLD_S: Final = 900.0
@@ -60,19 +67,15 @@ HOLD_S: Final = 900.0
 
 
 class HeadDaemon:
-    """The head of ``service``. Its ``profile`` is measured while it looks for devices, and no plan is made before."""
+    """The head. Its ``profile`` is measured while it looks for devices, and no plan is made before.
 
-    def __init__(
-        self,
-        node: Node,
-        service: Service,
-        *,
-        profile: OwnProfile,
-        backend: RingBackend,
-        reporter: Reporter,
-    ) -> None:
+    It serves one model for ever (``only``), or any number of them (``begin``, ``serve`` and ``end``). Then a membership core
+    of its own welcomes devices, so that they are known when a model begins.
+    """
+
+    def __init__(self, node: Node, options: ServeOptions, *, profile: OwnProfile, reporter: Reporter) -> None:
         config = node.config
-        self._node, self._config, self._options = node, config, service.options
+        self._node, self._config, self._options = node, config, options
         self._reporter = reporter
         self._memory_watch = MemoryWatch(
             partial(ram_room, config.limits), self._memory_recovered, look_every_s=node.timings.memory_look_every_s
@@ -82,26 +85,75 @@ class HeadDaemon:
         """The HTTP application for requests that devices relay, if they may."""
         self._missing: list[str] = []
         self._tasks = Tasks()
-        self._head = HeadContext(node=node, options=self._options, sockets=self._context, core=self, reporter=reporter)
+        self._head = HeadContext(node=node, options=options, sockets=self._context, core=self, reporter=reporter)
         self._pairing = PairingService(node, reporter.report_line, WORKER)
         self._devices = Devices(self._head, self._pairing)
         self._profile = profile
-        pool = DevicePool(
+        self.pool = DevicePool(
             own=OwnDevice(lambda: profile.now(config.name), self._memory_watch, node.gpu_care),
             others=self._devices,
             learning=Learning(config.home),
             limits=DeviceLimits(config.home),
         )
         self._held = HeldBlocks(node, self._context)
-        self._shared = HeadParts(pool=pool, held=self._held, carry_out=self._carry_out)
-        self.serving = ModelServing(self._head, service, backend, self._shared)
-        self.admin_api = HeadAdminApi(self._head, pool, self._pairing, lambda: self.serving)
+        self._parts = HeadParts(
+            pool=self.pool, held=self._held, epochs=Epochs(), carry_out=self._carry_out, let_go=self._let_go
+        )
+        self._core = CoreLoop(self._parts.epochs, self._carry_out_alone, self._reply_measured)
+        self._unmeasured: list[tuple[frozenset[str], Reply]] = []
+        """What cores of models wait for, which the core of devices has measured."""
+        self._only: ModelServing | None = None
+        self._servings: list[ModelServing] = []
+        self._layer_port = 0
+        self._ready = asyncio.Event()
+        self.about: Callable[[], Mapping[str, Any]] = dict
+        """What else the owner's commands show of this head."""
+        self._detail = "starting"
+        self.admin_api = HeadAdminApi(self._head, self.pool, self._pairing, lambda: self._servings)
         node.gpu_care.attend(
             lambda: profile.now(config.name),
             report_line=reporter.report_line,
             changed=self._corrected,
             recovered=partial(self._memory_recovered, 0),
         )
+
+    def only(self, service: Service, backend: RingBackend) -> ModelServing:
+        """The model that this head serves, and no other. Before ``run``."""
+        self._only = self.begin(service, backend)
+        return self._only
+
+    def begin(self, service: Service, backend: RingBackend) -> ModelServing:
+        """A further model, to be served once ``serve`` runs."""
+        serving = ModelServing(self._head, service, backend, self._parts)
+        serving.rings.layer_port = self._layer_port
+        self._servings.append(serving)
+        return serving
+
+    async def serve(self, serving: ModelServing) -> None:
+        """Serve it until cancelled, beside ``run``. Raises ``ClusterError`` if there is no first ring."""
+        await self._ready.wait()
+        known = self._core.state
+        assert known is not None, "the core of devices runs"
+        settings = self._settings(serving.service.options)
+        self.pool.held[serving.name] = lambda: serving.rings.forecasts
+        await serving.run(types.State(settings=settings, started_s=known.started_s, devices=known.devices))
+
+    async def end(self, serving: ModelServing) -> None:
+        """No device holds anything of it any more."""
+        if serving in self._servings:
+            self._servings.remove(serving)
+        await to_its_end(serving.unload())
+        self.pool.held.pop(serving.name, None)
+        state = self._core.state
+        for name, device in () if state is None else state.devices.items():
+            if device.leaving:
+                await self._let_go(serving, name)
+
+    async def candidates(self) -> frozenset[str]:
+        """The devices that may be planned with, once they are known."""
+        await self._ready.wait()
+        assert self._core.state is not None, "the core of devices runs"
+        return usable(self._core.state, asyncio.get_running_loop().time())
 
     async def run(self) -> None:
         """Serve until cancelled. Raises ``PrimadError`` if it cannot start."""
@@ -110,7 +162,7 @@ class HeadDaemon:
             await stack.enter_async_context(Gate(self._context, self._node.trust.trusts))
             stack.callback(self._devices.close)
             stack.push_async_callback(self._tasks.close)
-            stack.push_async_callback(self.serving.close)
+            stack.push_async_callback(self._close_servings)
             stack.push_async_callback(self._pairing.close)
             stack.enter_context(self._node.trust.announce_locally(self._config.name))
             sight = await stack.enter_async_context(AsyncExitStack())
@@ -123,14 +175,16 @@ class HeadDaemon:
                 bytes_per_s=self._config.transfer_limit_bytes_per_s,
                 allows=self._node.trust.trusts,
             )
-            self.serving.rings.layer_port = layers.port
+            self._layer_port = layers.port
+            for serving in self._servings:
+                serving.rings.layer_port = layers.port
             async with asyncio.TaskGroup() as group:
                 services = [
                     group.create_task(layers.run()),
                     group.create_task(AdminServer(self._node.identity, self._config.home, self._administer).run()),
                     group.create_task(self._memory_watch.run()),
                     group.create_task(self._node.gpu_care.run()),
-                    group.create_task(report(lambda: self.serving.backend.health().detail)),
+                    group.create_task(report(lambda: self._health().detail)),
                 ]
                 if self.app is not None and not self._options.single_device:
                     services.append(group.create_task(self._accept_relayed(self.app).run()))
@@ -146,13 +200,12 @@ class HeadDaemon:
                         services.append(group.create_task(self._devices.notify_revoked()))
                     await measuring
                     services.append(group.create_task(self._refine()))
-                    now = asyncio.get_running_loop().time()
-                    await self.serving.run(types.State(settings=self._settings(), started_s=now))
+                    await self._decide()
                 finally:
                     for service in services:
                         service.cancel()
                     # Concurrently: to say goodbye takes a while, and so does the end of a ring process.
-                    await asyncio.gather(self._devices.farewell(), sight.aclose(), self.serving.close())
+                    await asyncio.gather(self._devices.farewell(), sight.aclose(), self._close_servings())
                     await self._held.clear()
 
     def _accept_relayed(self, app: ASGIApp) -> RelayServer:
@@ -168,8 +221,20 @@ class HeadDaemon:
         self._devices.accept_relayed(relays.port)
         return relays
 
-    def _settings(self) -> types.Settings:
-        options, config = self._options, self._config
+    async def _decide(self) -> None:
+        """Run the core of the only model, or that of devices."""
+        settings, now = self._settings(self._options), asyncio.get_running_loop().time()
+        if self._only is not None:
+            await self._only.run(types.State(settings=settings, started_s=now))
+        self._detail = "ready"
+        self._ready.set()
+        await self._core.run(types.State(settings=replace(settings, plans=False), started_s=now))
+
+    async def _close_servings(self) -> None:
+        await asyncio.gather(*(serving.close() for serving in self._servings))
+
+    def _settings(self, options: ServeOptions) -> types.Settings:
+        config = self._config
         wanted = options.wait or None
         wait_s = 0.0 if config.devices else self._node.timings.head.look_s
         if options.wait:
@@ -196,21 +261,59 @@ class HeadDaemon:
 
     def _corrected(self) -> None:
         """Other figures of this device are known."""
-        self.serving.corrected(types.DevicesCorrected(frozenset({self._config.name})))
+        for serving in self._servings:
+            serving.corrected(types.DevicesCorrected(frozenset({self._config.name})))
 
     async def _memory_recovered(self, _: int) -> None:
         """This device was short of memory, or its GPU was, and has room again."""
-        self.serving.corrected(types.DeviceMemoryRecovered(self._config.name))
+        for serving in self._servings:
+            serving.corrected(types.DeviceMemoryRecovered(self._config.name))
 
     def post(self, event: types.Event) -> None:
         """Post an event of a device."""
-        self.serving.post(event)
+        if self._only is None:
+            self._core.post(event)
+            if isinstance(event, types.Measured):  # the cores of models hear of it in ``_reply_measured``
+                return
+        for serving in self._servings:
+            serving.post(event)
 
     def describe(self, what: str) -> None:
         """The line about the current state for health check and owner, while nothing is served."""
-        self.serving.describe(what)
+        self._detail = what
+        for serving in self._servings:
+            serving.describe(what)
+        if not self._servings:
+            self._reporter.wait(what)
 
-    def _carry_out(self, effect: DeviceEffect) -> None:
+    def _carry_out(self, effect: DeviceEffect, reply: Reply) -> None:
+        """What a model's core wants of a device. Beside other models the core of devices has it done, for all of them; what
+        it knows already the model's core hears."""
+        if self._only is not None:
+            self._carry_out_alone(effect)
+            return
+        match effect:
+            case types.Greet(device) if device in self._devices.workers:
+                reply(types.Welcomed(device))
+            case types.Measure(devices):
+                self._unmeasured.append((devices, reply))
+                if (state := self._core.state) is not None:
+                    self._reply_measured(state, asyncio.get_running_loop().time())
+            case _:
+                pass
+
+    def _reply_measured(self, state: types.State, now: float) -> None:
+        """The core of devices is in ``state``: those whose devices it has measured, or cannot measure now, hear so."""
+        waiting, self._unmeasured = self._unmeasured, []
+        for devices, reply in waiting:
+            known = {name: state.devices[name] for name in devices if name in state.devices}
+            if any(is_being_measured(state, name, now) for name in known):
+                self._unmeasured.append((devices, reply))
+                continue
+            ready = frozenset(name for name, device in known.items() if types.is_measured(device))
+            reply(types.Measured(ready, unreached=bool(self._devices.book.unreached(ready))))
+
+    def _carry_out_alone(self, effect: types.Effect) -> None:
         match effect:
             case types.Greet(device):
                 self._tasks.start(self._devices.greet(device))
@@ -218,16 +321,39 @@ class HeadDaemon:
                 self._devices.drop(device)
             case types.Measure(devices, again):
                 self._tasks.start(self._devices.measure(devices, again=again))
+            case types.LetGo(device):
+                self._tasks.start(self._let_go(None, device))
+            case types.OwnerLine(text):
+                self._reporter.report_line(text)
+            case _:
+                raise AssertionError(f"without a model there is nothing to {type(effect).__name__}")
+
+    async def _let_go(self, by: ModelServing | None, device: str) -> None:
+        """``device`` asked to leave, and may as far as the model ``by`` is concerned."""
+        if not any(serving.needs(device) for serving in self._servings if serving is not by):
+            await self._devices.dismiss(device)
 
     def _find_layer(self, digest: str) -> LayerSource | None:
         """The layer ``digest``: from a model file, or the cache."""
-        cut = self.serving.rings.find_layer(digest)
+        cuts = (serving.rings.find_layer(digest) for serving in self._servings)
+        cut = next((cut for cut in cuts if cut is not None), None)
         return cut if cut is not None else self._node.workspace.cache.reader(digest)
+
+    def _health(self) -> Health:
+        if self._only is not None:
+            return self._only.backend.health()
+        return Health(serving=True, taken=True, detail=self._detail)
+
+    @property
+    def cluster(self) -> list[dict[str, Any]]:
+        """The devices, for the status."""
+        if self._only is not None:
+            return self._only.cluster()
+        return cluster_of([self._core.state, *(each.state for each in self._servings)], self.pool)
 
     def _refused(self) -> dict[str, str]:
         """Why trusted devices do not work for this head, by key."""
-        cluster = self.serving.cluster()
-        reasons = {each["device"]: each["reason"] for each in cluster if each["phase"] == DevicePhase.PAIRED}
+        reasons = {each["device"]: each["reason"] for each in self.cluster if each["phase"] == DevicePhase.PAIRED}
         return {key: reasons[label] for key, label in self._devices.labels.items() if reasons.get(label)}
 
     async def _administer(self, request: AdminRequest) -> AdminReply:
@@ -239,16 +365,17 @@ class HeadDaemon:
             case BringCode(code=code, at=at):
                 return Done(text=f"{self._config.name} is paired with {(await self._pairing.bring(code, at)).device}")
             case Describe():
-                state, health = self.serving.state, self.serving.backend.health()
+                health = self._health()
                 return Described(
                     status={
                         "device": self._config.name,
                         "role": "head",
-                        "epoch": 0 if state is None else state.epoch,
+                        "epoch": self._parts.epochs.latest,
                         "serving": health.serving,
                         "detail": health.detail,
-                        "devices": {each["device"]: _state_text(each) for each in self.serving.cluster()},
+                        "devices": {each["device"]: _state_text(each) for each in self.cluster},
                         "refused": self._refused(),
+                        **self.about(),
                     }
                 )
             case Leave() | Pause() | Resume():

@@ -185,13 +185,9 @@ def serve(
             texts = TextService(str(service.model.file), template)
             backend = RingBackend(texts=texts, max_wait_s=options.max_wait_s)
             embedding = _embedding_of(options, config)
-            head = HeadDaemon(
-                node,
-                service,
-                profile=OwnProfile(config, reporter, backend.describe, reserved_bytes=reserved_bytes),
-                backend=backend,
-                reporter=reporter,
-            )
+            profile = OwnProfile(config, reporter, backend.describe, reserved_bytes=reserved_bytes)
+            head = HeadDaemon(node, options, profile=profile, reporter=reporter)
+            head.only(service, backend)
             async with asyncio.TaskGroup() as group:
                 app = _app(backend, options, admission, node.timings.api, embedding, head.admin_api)
                 head.app, http = app, http_server(app, node.timings.api, app.state.checks, app.state.close)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from primad.daemon.kv_blocks import HeldBlocks
 from primad.errors import ClusterError
 from primad.head.members.core import HeadContext
-from primad.head.members.core_loop import CoreLoop
+from primad.head.members.core_loop import CoreLoop, Epochs
 from primad.head.model.service import Service
 from primad.head.rings.backend import RingBackend
 from primad.head.rings.kv_backup import KvBackup
@@ -19,36 +20,43 @@ from primad.head.rings.rings import Rings
 from primad.membership import types
 from primad.membership.due import waiting_line
 from primad.membership.step import phase_of
+from primad.membership.types import DevicePhase
 from primad.profiler.effort import QUICK
 
 PAUSED = "paused by the owner of this head"
+Reply = Callable[[types.Event], None]
 DeviceEffect = types.Greet | types.Drop | types.Measure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadParts:
-    """What all models of a head share: its devices, the KV blocks that it holds, and who carries out what concerns
-    devices."""
+    """What all models of a head share: its devices, the KV blocks that it holds, the numbers of rings, and who carries out
+    what concerns devices. ``let_go`` has a device leave once no model needs it."""
 
     pool: DevicePool
     held: HeldBlocks
-    carry_out: Callable[[DeviceEffect], None]
+    epochs: Epochs
+    carry_out: Callable[[DeviceEffect, Reply], None]
+    let_go: Callable[[ModelServing | None, str], Awaitable[None]]
 
 
 class ModelServing:
     """The model of ``service``, whose requests come through ``backend``."""
 
     def __init__(self, head: HeadContext, service: Service, backend: RingBackend, shared: HeadParts) -> None:
+        self.name = service.model.id
         self._head = replace(head, core=self)
         self._shared, self._devices, self._reporter = shared, shared.pool.others, head.reporter
         self.service, self.backend = service, backend
         self._awaited = ""
-        self._core = CoreLoop(self._carry_out, self._decided)
-        self.planner = Planner(service, shared.pool)
+        self._core = CoreLoop(shared.epochs, self._carry_out, self._decided)
+        self.planner = Planner(service, shared.pool, self.name)
         self.kv = KvBackup(self._head, service, self._devices, shared.held)
         backend.find_blocks = self.kv.find
         backend.around = self._around
-        self.rings = Rings(self._head, service, shared.pool, self.planner, backend, self.kv)
+        self.rings = Rings(
+            self._head, service, shared.pool, self.planner, backend, self.kv, partial(shared.let_go, self)
+        )
 
     @property
     def state(self) -> types.State | None:
@@ -72,6 +80,17 @@ class ModelServing:
         """End all rings."""
         await self.rings.close()
 
+    async def unload(self) -> None:
+        """End all rings; no device holds anything of the model any more."""
+        await self.rings.unload()
+        self.planner.forget()
+        await self.kv.close()
+
+    def needs(self, device: str) -> bool:
+        """Whether its ring has layers on ``device``."""
+        state = self.state
+        return state is not None and state.serving is not None and device in state.serving.members
+
     def post(self, event: types.Event) -> None:
         """Post an event, which the core handles in turn."""
         self._core.post(event)
@@ -84,7 +103,7 @@ class ModelServing:
     def _carry_out(self, effect: types.Effect) -> None:
         match effect:
             case types.Greet() | types.Drop() | types.Measure():
-                self._shared.carry_out(effect)
+                self._shared.carry_out(effect, self._core.post)
             case types.Solve(epoch, candidates, instead):
                 self.rings.solve(epoch, candidates, instead)
             case types.Form(epoch):
@@ -119,16 +138,17 @@ class ModelServing:
 
     def cluster(self) -> list[dict[str, Any]]:
         """The devices, as this model has them."""
-        state = self.state
-        if state is None:
-            return []
-        limits = self._shared.pool.limits
-        return [
-            {
-                "device": name,
-                "phase": str(phase_of(state, name)),
-                "reason": device.reason or (PAUSED if limits.of(name).is_paused else ""),
-                "api": self._devices.api_of(name),
-            }
-            for name, device in sorted(state.devices.items())
-        ]
+        return cluster_of([self.state], self._shared.pool)
+
+
+def cluster_of(states: Iterable[types.State | None], pool: DevicePool) -> list[dict[str, Any]]:
+    """The devices as all of ``states`` have them: one that serves a model serves."""
+    found: dict[str, dict[str, Any]] = {}
+    for state in (each for each in states if each is not None):
+        for name, device in state.devices.items():
+            phase = phase_of(state, name)
+            if name in found and phase not in (DevicePhase.LOADING, DevicePhase.SERVING):
+                continue
+            reason = device.reason or (PAUSED if pool.limits.of(name).is_paused else "")
+            found[name] = {"device": name, "phase": str(phase), "reason": reason, "api": pool.others.api_of(name)}
+    return [found[name] for name in sorted(found)]

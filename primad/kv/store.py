@@ -69,15 +69,18 @@ class KvStore:
         self.folder = folder
         self.limit_bytes = limit_bytes
         self._leases: dict[str, frozenset[str]] = {}
-        self._shapes: dict[tuple[int, bool], CellShape] = {}
-        """By layer, and whether it is that of a state."""
+        self._shapes: dict[int, dict[tuple[int, bool], CellShape]] = {}
+        """Of each ring by layer, and whether it is that of a state."""
         self._numbers = count()
         self._counted_bytes: int | None = None
         self._written_bytes = 0
 
-    def expect(self, shapes: Iterable[CellShape]) -> None:
-        """This device's windows have such cells from now on: copies of other forms in their layers are not taken, and go."""
-        self._shapes = {(shape.layer, shape.is_state): shape for shape in shapes}
+    def expect(self, shapes: Iterable[CellShape], *, of: int = 0) -> None:
+        """This device's windows in a ring have such cells from now on: copies of other forms in their layers are not taken,
+        and go."""
+        self._shapes.pop(of, None)
+        if own := {(shape.layer, shape.is_state): shape for shape in shapes}:
+            self._shapes[of] = own
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
@@ -111,9 +114,11 @@ class KvStore:
         with self._opened(path, key) as file:
             return file is not None
 
-    def _judge(self, shapes: Iterable[CellShape]) -> None:
-        for shape in shapes:
-            if self._shapes.get((shape.layer, shape.is_state), shape) != shape:
+    def _judge(self, found: Iterable[CellShape]) -> None:
+        for shape in found:
+            place = shape.layer, shape.is_state
+            expected = [shapes[place] for shapes in self._shapes.values() if place in shapes]
+            if expected and shape not in expected:
                 raise CellsError(f"KV cells of layer {shape.layer} have other types or sizes than those of this device")
 
     def read(self, key: str, first: int, last: int) -> list[LayerCells]:

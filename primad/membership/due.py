@@ -23,6 +23,7 @@ from primad.membership.types import (
     ServingRing,
     Solve,
     State,
+    is_measured,
 )
 
 RELIEVE_S: Final = 60.0
@@ -72,8 +73,8 @@ def wake_at(state: State, now: float) -> float | None:
             times.append(device.greet_at_s)
     if state.serving is not None:
         times.append(state.serving.since_s + timings.settle_s)
-        if state.again_at_s is not None:
-            times.append(state.again_at_s)
+    if state.again_at_s is not None and (state.serving is not None or not settings.plans):
+        times.append(state.again_at_s)
     if state.attempt is not None:
         times += [pace.since_s + LOAD_STALL_S for pace in state.attempt.loading.values()]
     if state.memory_low:
@@ -154,6 +155,13 @@ def _may_be_measured(state: State, device: Device, now: float) -> bool:
     return device.phase is DevicePhase.PROFILED and (state.last_resort or device.measure_at_s <= now)
 
 
+def is_being_measured(state: State, name: str, now: float) -> bool:
+    """Whether the links of device ``name`` are being measured, or are next."""
+    if name in state.measuring:
+        return not is_measured(state.devices[name])
+    return state.measure_at_s <= now and _may_be_measured(state, state.devices[name], now)
+
+
 def _measure_is_due(state: State, now: float) -> bool:
     profiled = any(_may_be_measured(state, device, now) for device in state.devices.values())
     return profiled and not state.measuring and state.measure_at_s <= now
@@ -182,12 +190,14 @@ def _measure(state: State, now: float, effects: list[Effect]) -> State:
 def _measure_again_is_due(state: State, now: float) -> bool:
     """Whether to check if failed links work now: rarely, as each may take seconds to fail."""
     serving, at_s = state.serving, state.again_at_s
-    return serving is not None and at_s is not None and max(settled_s(state, serving), at_s) <= now
+    if at_s is None or (serving is None and state.settings.plans):
+        return False
+    return (at_s if serving is None else max(settled_s(state, serving), at_s)) <= now
 
 
 def _attempt(state: State, now: float, effects: list[Effect]) -> State:
     """Start an attempt at another ring if there is a reason for one, or give up if there will be none."""
-    if state.attempt is not None:
+    if state.attempt is not None or not state.settings.plans:
         return state
     too_few = _too_few(state, now)
     if too_few is not None:
@@ -307,6 +317,8 @@ def waiting_line(state: State, measuring: Collection[str], measuring_s: float, n
     """
     settings = state.settings
     if state.has_served or state.ended or state.attempt is not None or settings.solo or not settings.wanted:
+        return None
+    if not settings.plans:
         return None
     left = settings.wanted - len(usable(state, now))
     if left <= 0:

@@ -216,7 +216,8 @@ def _refused(state: State, name: str, reason: str, now: float) -> State:
         return state
     if not known.in_sight:
         return without(state, name, now)
-    pause_s = min(GREET_S * 2**known.greets, _MAX_GREET_S) if state.has_served else GREET_S
+    is_patient = state.has_served or not state.settings.plans
+    pause_s = min(GREET_S * 2**known.greets, _MAX_GREET_S) if is_patient else GREET_S
     greets = min(known.greets + 1, 10)
     return put(state, name, replace(known, greeting=False, greets=greets, greet_at_s=now + pause_s, reason=reason))
 

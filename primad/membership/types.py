@@ -46,7 +46,8 @@ class Settings:
     taken when it gains at least the share ``gain``; with ``use_all`` any plan is that has layers for one more device.
     ``wanted`` is the number of workers to wait for at the start, for ``look_s`` (infinity: until they are there), None
     to take who is there then. ``hold_s`` is how long open answers wait for a new ring. ``solo``: no worker is awaited.
-    ``timings`` are the same in every home.
+    ``timings`` are the same in every home. Without ``plans`` there is no model to plan for: devices are welcomed and
+    measured, so that one can begin at once.
     """
 
     head: str
@@ -59,6 +60,7 @@ class Settings:
     hold_s: float
     solo: bool
     timings: MembershipTimings
+    plans: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,12 @@ class Device:
     measure_at_s: float = 0.0
     leaving: bool = False
     reason: str = ""
+
+
+def is_measured(device: Device) -> bool:
+    """Whether it is here, and its links are known."""
+    own = device.before if device.phase is DevicePhase.SUSPECTED else device.phase
+    return own is DevicePhase.READY
 
 
 class Purpose(StrEnum):

@@ -186,9 +186,10 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
-    """Release the windows of ``epoch``; the layer files stay."""
+    """Release the windows of ``epoch``; the layer files stay. With ``unload`` nothing stays loaded for later."""
 
     epoch: int
+    unload: bool = False
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):

@@ -433,7 +433,9 @@ class WorkerDaemon:
                 await self._stages.start(load, lease.profile)
             case Link(epoch=epoch, address=address, key=key, sender=sender):
                 await self._stages.link(epoch, scopes.endpoints(address)[0], key, sender)
-            case Release(epoch=epoch):
+            case Release(epoch=epoch, unload=unload):
+                if unload:
+                    await self._stages.keep_nothing(epoch)
                 await self._stages.release(epoch)
             case Ping(status=status, number=number, revision=revision, why_idle=why_idle):
                 if why_idle != lease.why_idle and (not why_idle or self._may_report("idle")):

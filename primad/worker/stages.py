@@ -60,9 +60,9 @@ logger = logging.getLogger(__name__)
 PROGRESS_INTERVAL_S: Final = 0.2
 MAX_UNREADABLE: Final = 2
 """One file is fetched again, and another one; a disk that then fails once more is given up."""
-MAX_LOADED_STAGES: Final = 8
-"""A head has a serving ring and one that loads; a plan may change while the last one's devices are still being
-released."""
+MAX_LOADED_STAGES: Final = 32
+"""Of each of its models a head has a serving ring and one that loads; a plan may change while the last one's devices are
+still being released."""
 
 NotifyHead = Callable[[WorkerMessage], Coroutine[Any, Any, None]]
 """Sends a message to the head."""
@@ -74,6 +74,8 @@ class _Stage:
 
     task: asyncio.Task[None]
     process: LoadedProcess | None = None
+    unload: bool = False
+    """Whether the process ends with the stage."""
     downloaded: list[DownloadedLayer] = field(default_factory=list)
 
 
@@ -142,6 +144,12 @@ class Stages:
         """Ask all ring processes for their status; each is sent to the head as it comes."""
         await self._to_all(Report())
 
+    async def keep_nothing(self, epoch: int) -> None:
+        """The windows of ``epoch`` do not stay loaded when it is released, nor those of earlier rings."""
+        if (stage := self._stages.get(epoch)) is not None:
+            stage.unload = True
+        await self._parking.unload()
+
     async def release(self, epoch: int) -> None:
         """The stage in ``epoch`` ends; its windows stay loaded for a while."""
         before = self.standing.revision
@@ -154,6 +162,7 @@ class Stages:
         If it is busy with the disk, this waits at most ``release_timeout_s``: the head must be served meanwhile.
         """
         self.standing.end(epoch)
+        self._place.kv.expect((), of=epoch)
         stage = self._stages.pop(epoch, None)
         if stage is not None:
             stage.task.cancel()
@@ -183,6 +192,7 @@ class Stages:
     async def _work(self, load: Load, profile: DeviceProfile) -> None:
         """Load the windows of ``load``; forward the events of their ring process until it breaks or this task is
         cancelled."""
+        own = self._stages.get(load.epoch)
         process: LoadedProcess | None = None
         windows = WindowLoad(load, self.next_number(), self._node, profile)
         fault: Fault = "fetch"
@@ -212,7 +222,9 @@ class Stages:
             if process is None or process.number != windows.number:
                 windows.release()
             is_kept = not (process is None or process.memory_low or self._node.gpu_care.is_cramped)
-            if process is not None and fault == "ring" and is_kept:
+            if process is not None and own is not None and own.unload:
+                await asyncio.wait([self._parking.end(process)])
+            elif process is not None and fault == "ring" and is_kept:
                 self._parking.put(process)
             elif process is not None:
                 self._parking.end(process)
@@ -284,7 +296,7 @@ class Stages:
             case Loading(windows):
                 await self._notify(Progress(epoch=load.epoch, phase="load", done=windows, total=len(load.windows)))
             case Opened(address, key, keeps, shapes):
-                self._place.kv.expect(shapes)
+                self._place.kv.expect(shapes, of=load.epoch)
                 stage = self._own_stage(load)
                 if stage is not None:
                     stage.process = process

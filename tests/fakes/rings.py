@@ -91,7 +91,7 @@ class FakeRing:
     def __init__(self, inputs: RingInputs, rings: FakeRings) -> None:
         self.inputs, self._rings = inputs, rings
         self.reported: list[RingCommand] = []
-        self.formed = self.drained = self.closed = False
+        self.formed = self.drained = self.closed = self.unloaded = False
         self.keeps = rings.keeps
         self.emits: dict[str, Status | None] = {}
         self.measured: CompletionFigures | None = None
@@ -154,6 +154,10 @@ class FakeRing:
         assert self.formed
         assert not self.closed
         self.drained = True
+
+    async def unload(self) -> None:
+        self.unloaded = True
+        await self.close()
 
     async def close(self) -> None:
         self.closed = True

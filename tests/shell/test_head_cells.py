@@ -211,7 +211,7 @@ async def asked(here: Lab, ring: FakeRing, owner: str, prompt: list[int] = PROMP
 def blocks_of(here: Lab, generate: Generate) -> list[KvBlock]:
     """The blocks of its prompt that can be of use."""
     assert here.daemon is not None
-    chunking = here.daemon.serving.kv._chunking
+    chunking = here.serving.kv._chunking
     assert chunking is not None
     return prompt_blocks(chunking, generate.prompt, generate.root)[:-1]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import zmq.asyncio
@@ -180,10 +180,23 @@ class Lab:
     def start(
         self, *, wait: int | None = None, use_all: bool = False, timings: Timings = TIMINGS, **flags: object
     ) -> None:
-        """Run the head."""
+        """Run the head with a model."""
+        self._make(wait, use_all, timings, flags)
+        assert self.daemon is not None
+        service = service_of(self.daemon._node, self.header, model_profile(self.header), self.daemon._options)
+        self.serving = self.daemon.only(service, self.backend)
+        self.running = asyncio.create_task(self.daemon.run())
+
+    def start_without_model(self, flags: Mapping[str, object] = MappingProxyType({})) -> None:
+        """Run the head; models begin and end."""
+        self._make(None, False, TIMINGS, flags)
+        assert self.daemon is not None
+        self.running = asyncio.create_task(self.daemon.run())
+
+    def _make(self, wait: int | None, use_all: bool, timings: Timings, flags: Mapping[str, object]) -> None:
         own = {"home": self.home, "name": "desk", "cluster": "test", "host": "127.0.0.1"}
         patient = {"suspect_after": PATIENCE_S, "gone_after": 2 * PATIENCE_S}
-        config = load_config(own | patient | flags, {})
+        config = load_config(own | patient | dict(flags), {})
         open_home(config)
         options = ServeOptions(
             wait=wait,
@@ -209,14 +222,7 @@ class Lab:
             build="a build",
         )
         node = Node(config=config, workspace=place, identity=HEAD, trust=self.trust, timings=timings)
-        self.daemon = HeadDaemon(
-            node,
-            service_of(node, self.header, model_profile(self.header), options),
-            profile=self.profile,
-            backend=self.backend,
-            reporter=self,
-        )
-        self.running = asyncio.create_task(self.daemon.run())
+        self.daemon = HeadDaemon(node, options, profile=self.profile, reporter=self)
 
     async def serves(self, *workers: str, after: int = 0) -> FakeRing:
         """The ring of exactly ``workers`` that serves, of an epoch behind ``after``, once there is one."""
@@ -364,7 +370,7 @@ async def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_kn
         here.solver.prediction = prediction(desk_s=0.02, nas_s=0.03)
         here.start()
         ring = await here.serves("nas")
-        await here.daemon.serving.planner.foreseeing
+        await here.serving.planner.foreseeing
         as_measured = here.solver.step_s
         ring.emits = {"desk": decoded(0.02, token_s=0.08), "nas": decoded(0.06)}
         answers = 5  # until what they took is certain
@@ -372,7 +378,7 @@ async def test_a_plan_that_an_answer_proves_wrong_is_told_of_and_the_next_one_kn
             stream, request = await here.stream(ring)
             ring.finish(request, MIN_TOKENS)
             await stream.ends()
-            await here.daemon.serving.rings._learner
+            await here.serving.rings._learner
         assert ring.measured.wrong.device == "nas"
         assert "the worst term is computing on nas: 60.0 ms, not 30.0 ms" in caplog.text
         assert await here.emits("nas: figures are corrected; looking for a better plan")
@@ -401,12 +407,12 @@ async def test_short_answers_and_those_beside_other_work_teach_nothing(lab, monk
         here.solver.prediction = prediction(desk_s=0.02, nas_s=0.03)
         here.start()
         ring = await here.serves("nas")
-        await here.daemon.serving.planner.foreseeing
+        await here.serving.planner.foreseeing
         ring.emits = {"desk": decoded(0.02, token_s=0.08), "nas": decoded(0.06)}
         stream, request = await here.stream(ring)
         ring.finish(request, MIN_TOKENS - 1)
         await stream.ends()
-        assert here.daemon.serving.rings._learner is None
+        assert here.serving.rings._learner is None
         here.rings.holds_back = True
         here.solver.value = lambda count: 10.0 / count
         here.device("lap")
@@ -414,7 +420,7 @@ async def test_short_answers_and_those_beside_other_work_teach_nothing(lab, monk
         stream, request = await here.stream(ring)
         ring.finish(request, MIN_TOKENS)
         await stream.ends()
-        await here.daemon.serving.rings._learner
+        await here.serving.rings._learner
         assert ring.measured is None
         shadow.may_form.set()
 
@@ -622,7 +628,7 @@ async def test_the_loss_of_each_device_was_planned_for_before(lab):
         first = await here.serves("nas", "lap")
         await here.solver.wait(lambda: len(here.solver.precomputed) == 2)
         assert here.solver.precomputed == [("desk", "nas"), ("desk", "lap")]
-        foreseeing = here.daemon.serving.planner.foreseeing
+        foreseeing = here.serving.planner.foreseeing
         if foreseeing is not None:
             await asyncio.wait([foreseeing])
         await nas.leave()

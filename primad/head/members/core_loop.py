@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from primad.membership import types
@@ -17,6 +18,13 @@ _MAX_EVENTS: Final = 10_000
 NEWS_KEPT: Final = 100
 
 
+@dataclass(slots=True)
+class Epochs:
+    """The ``latest`` epoch of all cores of a head: no two rings have the same, whatever model they serve."""
+
+    latest: int = 0
+
+
 class CoreLoop:
     """``carry_out`` gets the core's effects in order, ``decided`` is called with the time after all those of an event.
 
@@ -24,9 +32,12 @@ class CoreLoop:
     """
 
     def __init__(
-        self, carry_out: Callable[[types.Effect], None], decided: Callable[[types.State, float], None]
+        self,
+        epochs: Epochs,
+        carry_out: Callable[[types.Effect], None],
+        decided: Callable[[types.State, float], None] = lambda *_: None,
     ) -> None:
-        self._carry_out, self._decided = carry_out, decided
+        self._epochs, self._carry_out, self._decided = epochs, carry_out, decided
         self._events: asyncio.Queue[types.Event] = asyncio.Queue(_MAX_EVENTS)
         self.state: types.State | None = None
         self.news: deque[dict[str, Any]] = deque(maxlen=NEWS_KEPT)
@@ -43,8 +54,8 @@ class CoreLoop:
         while True:
             now = loop.time()
             before = state
-            state, effects = step(state, event, now)
-            self.state = state
+            state, effects = step(replace(state, epoch=self._epochs.latest), event, now)
+            self.state, self._epochs.latest = state, state.epoch
             for each in news(before, state, effects):
                 self.news.append({"at_s": time.time(), "kind": str(each.kind), "text": each.text})
             for effect in effects:

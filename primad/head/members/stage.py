@@ -43,6 +43,9 @@ class Participant(Protocol):
     def forget(self, stage: Stage) -> None:
         """``stage`` has ended."""
 
+    async def until_released(self, epoch: int) -> None:
+        """Wait until the device has nothing of ``epoch`` any more, or is gone; not longer than that may take."""
+
 
 class Stage:
     """One worker's stage in one epoch, as the head sees it.
@@ -100,6 +103,13 @@ class Stage:
         self._worker.forget(self)
         with contextlib.suppress(ClusterError):
             await self._worker.send(Release(epoch=self.epoch))
+
+    async def unload(self) -> None:
+        """As ``release``, but they do not stay loaded there, and this waits for that."""
+        self._worker.forget(self)
+        with contextlib.suppress(ClusterError):
+            await self._worker.send(Release(epoch=self.epoch, unload=True))
+            await self._worker.until_released(self.epoch)
 
     def fail(self, error: ClusterError) -> None:
         """This stage is over."""

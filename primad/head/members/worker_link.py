@@ -50,6 +50,7 @@ from primad.network.messages import (
     Probed,
     Progress,
     Refused,
+    Release,
     Remeasured,
     Revoked,
     StageState,
@@ -67,6 +68,8 @@ from primad.trust.identity import Identity
 
 logger = logging.getLogger(__name__)
 
+RELEASED_S: Final = 10.0
+"""The longest that a released stage is waited for."""
 HELD_S: Final = 2.0
 """How much longer a reply about KV cache may take than the worker's own search."""
 
@@ -287,6 +290,8 @@ class WorkerLink:
         self._holds: dict[int, asyncio.Future[list[bool]]] = {}
         self._hold_numbers = count(1)
         self._lost = False
+        self._released = asyncio.Event()
+        """Stages ended, or all did."""
         self._revision = 0
         self._states: dict[int, StageState] = {}
         self._wanted = WantedState()
@@ -307,6 +312,7 @@ class WorkerLink:
     def close(self) -> None:
         """Stop reading and close the link; nothing is reported any more."""
         self._lost = True
+        self._released.set()
         for task in self._tasks:
             task.cancel()
         if self._links is not None and not self._links.done():
@@ -412,6 +418,19 @@ class WorkerLink:
         if self._stages.get(stage.epoch) is stage:
             del self._stages[stage.epoch]
 
+    async def unload(self, epoch: int) -> None:
+        """Have the worker release ``epoch`` and whatever it keeps loaded for later; one that is gone has done so."""
+        with contextlib.suppress(ClusterError):
+            await self.send(Release(epoch=epoch, unload=True))
+
+    async def until_released(self, epoch: int) -> None:
+        """As ``Participant`` has it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RELEASED_S):
+                while epoch in self._states and not self._lost:
+                    self._released.clear()
+                    await self._released.wait()
+
     async def _ping(self, interval_s: float) -> None:
         while True:
             with contextlib.suppress(ClusterError):  # its missing pongs show that it accepts nothing
@@ -485,6 +504,7 @@ class WorkerLink:
     async def _compare(self, states: dict[int, StageState]) -> None:
         """The worker's stages are in ``states``: pass them on, and release those that nobody wants."""
         before, self._states = self._states, states
+        self._released.set()
         for epoch, stage in list(self._stages.items()):
             if epoch in states:
                 stage.hear(states[epoch])
@@ -506,6 +526,7 @@ class WorkerLink:
     def _report_lost(self, reason: str) -> None:
         if not self._lost:
             self._lost = True
+            self._released.set()
             self._end_holds()
             for drafts in self._drafts.values():
                 drafts.lost(reason)

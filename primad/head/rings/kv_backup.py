@@ -130,12 +130,15 @@ class KvBackup:
         """At once: a repeated request gets blocks of the same keys, which must not be dropped after they are kept."""
         while True:
             await self._over.wait()
-            self._over.clear()
-            forgotten, self._forgotten = self._forgotten, {}
-            for lasting in (False, True):
-                keys = [key for key, lasts in forgotten.items() if lasts == lasting]
-                for at in range(0, len(keys), MAX_BLOCKS):
-                    await self._notify_all(KvForget(keys=keys[at : at + MAX_BLOCKS], lasting=lasting))
+            await self._report_forgotten()
+
+    async def _report_forgotten(self) -> None:
+        self._over.clear()
+        forgotten, self._forgotten = self._forgotten, {}
+        for lasting in (False, True):
+            keys = [key for key, lasts in forgotten.items() if lasts == lasting]
+            for at in range(0, len(keys), MAX_BLOCKS):
+                await self._notify_all(KvForget(keys=keys[at : at + MAX_BLOCKS], lasting=lasting))
 
     async def _notify_all(self, forget: KvForget) -> None:
         await self._held.forget(forget.keys, lasting=forget.lasting)
@@ -144,6 +147,12 @@ class KvBackup:
                 await worker.send(forget)
             except ClusterError:
                 logger.info("cannot tell %s which KV cache to drop", worker.name)  # it drops all with this head
+
+    async def close(self) -> None:
+        """No device need hold a block of it any more; those of prompts may stay where there is a cache."""
+        self._copies = []
+        self._drop(list(self._blocks))
+        await self._report_forgotten()
 
     # ---- what rings say ------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from halda import CutOff, DeviceProfile, Infeasible, LinkProfile, evaluate, instance
@@ -19,6 +19,7 @@ from primad.head.members.worker_link import WorkerLink
 from primad.head.model.learning import Learning
 from primad.head.model.limits import DeviceLimits
 from primad.head.model.service import Service
+from primad.head.rings.taken import Taken, peak
 from primad.planning.extra_buffers import as_planned
 from primad.planning.forecast import Forecast
 from primad.planning.plan import FoundPlan, PlanRequest, complete, search
@@ -43,13 +44,24 @@ class DevicePool:
     others: Devices
     learning: Learning
     limits: DeviceLimits
+    held: dict[str, Callable[[], Iterable[Forecast]]] = field(default_factory=dict)
+    """What each model has, or is to have, of the devices, by its name."""
+
+    def taken(self, spared: Collection[str]) -> dict[str, Taken]:
+        """What the models hold of each device but ``spared``."""
+        found: dict[str, Taken] = {}
+        for name, forecasts in self.held.items():
+            if name not in spared:
+                for device, taken in peak(forecasts()).items():
+                    found[device] = found[device].and_also(taken) if device in found else taken
+        return found
 
 
 class Planner:
-    """Plans for ``service`` on the devices of ``pool``."""
+    """Plans for ``service``, which is called ``name``, on what other models leave of the devices of ``pool``."""
 
-    def __init__(self, service: Service, pool: DevicePool) -> None:
-        self._service, self._pool = service, pool
+    def __init__(self, service: Service, pool: DevicePool, name: str = "") -> None:
+        self._service, self._pool, self._name = service, pool, name
         self._precomputed: dict[frozenset[str], tuple[list[DeviceProfile], PlanResult]] = {}
         self.foreseeing: asyncio.Task[None] | None = None
         """The running planning for losses."""
@@ -72,6 +84,13 @@ class Planner:
         if precomputed is not None and profiles == [worker.profile for worker in workers]:
             return precomputed
         return await self._solve(workers, served, keeps_attention=keeps_attention)
+
+    async def objective_s(self, candidates: frozenset[str], gone: Collection[str]) -> float:
+        """The objective of a plan for the head and ``candidates`` if the models ``gone`` were not loaded.
+
+        Raises ``PlanError`` or ``Infeasible`` if there is none.
+        """
+        return (await self._solve(self._pool.others.present(candidates), None, gone=gone))[1]
 
     def forget(self) -> None:
         """Precomputed plans are invalid: the head's own memory became short."""
@@ -170,12 +189,15 @@ class Planner:
             self.imagines = False
         return forecast
 
-    def _known(self, measured: Sequence[DeviceProfile]) -> tuple[list[DeviceProfile], list[LinkProfile]]:
-        """Devices and the links between them, corrected."""
-        corrections = self._pool.learning.planned(measured)
+    def _known(
+        self, measured: Sequence[DeviceProfile], gone: Collection[str] = ()
+    ) -> tuple[list[DeviceProfile], list[LinkProfile]]:
+        """Devices and the links between them, corrected, without what other models hold, or those ``gone``."""
+        corrections, taken = self._pool.learning.planned(measured), self._pool.taken({self._name, *gone})
         links = self._pool.others.book.all_between(each.device for each in measured)
         limited = [self._pool.limits.apply(corrections.apply(each)) for each in measured]
-        return limited, [corrections.apply_link(link) for link in links]
+        left = [taken[each.device].off(each) if each.device in taken else each for each in limited]
+        return left, [corrections.apply_link(link) for link in links]
 
     async def _solve(
         self,
@@ -187,18 +209,20 @@ class Planner:
         background: bool = False,
         more: Sequence[DeviceProfile] = (),
         more_links: Sequence[LinkProfile] = (),
+        gone: Collection[str] = (),
     ) -> PlanResult:
         """The plan for the head and ``workers``, in which those of ``require`` have layers; its forecast, its
         objective.
 
-        Paused workers are left out. ``more`` are devices that are not here, with their links.
+        Paused workers are left out. ``more`` are devices that are not here, with their links; what the models ``gone`` hold
+        is free.
 
         It keeps the context of ``served``, unless it was automatic and there is no plan with it; its attention, if
         requested and there is a plan with it; and its sequences, unless they were automatic and the plan has no room. A
         plan that was set by hand has no prediction. ``background`` lets all other work of this device go first.
         """
         asked = await self._request(
-            workers, served, require, keeps_attention=keeps_attention, more=more, more_links=more_links
+            workers, served, require, keeps_attention=keeps_attention, more=more, more_links=more_links, gone=gone
         )
         by_hand = asked.run.windows is not None
         if by_hand:
@@ -218,12 +242,14 @@ class Planner:
         keeps_attention: bool,
         more: Sequence[DeviceProfile],
         more_links: Sequence[LinkProfile],
+        gone: Collection[str],
     ) -> PlanRequest:
         """The planner's question for this head and those of ``workers`` that are not paused."""
         service = self._service
         usable = self._pool.limits.unpaused(worker.profile.device for worker in workers)
         workers = [worker for worker in workers if worker.profile.device in usable]
-        devices, links = self._known([await self._pool.own.profile(), *(worker.profile for worker in workers)])
+        own = await self._pool.own.profile()
+        devices, links = self._known([own, *(worker.profile for worker in workers)], gone)
         devices = [*devices, *more]
         if service.options.run.windows is None and len(devices) > 1:
             cuttable(service.model.header)

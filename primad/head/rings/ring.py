@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -216,6 +216,13 @@ class HeadRing:
 
     async def close(self) -> None:
         """Release the workers and end the head's ring process."""
+        await self._close(Stage.release)
+
+    async def unload(self) -> None:
+        """As ``close``, but nothing stays loaded on workers either, and they have confirmed that."""
+        await self._close(Stage.unload)
+
+    async def _close(self, release: Callable[[Stage], Coroutine[Any, Any, None]]) -> None:
         if self._closed:
             return
         self._closed = True
@@ -225,8 +232,8 @@ class HeadRing:
             self._asking.cancel()
         if self._remote_drafter is not None:
             await self._remote_drafter.release()
-        for stage in self._workers.values():
-            await stage.release()
+        await asyncio.gather(*(release(stage) for stage in self._workers.values()))
+        self._inputs.node.workspace.kv.expect((), of=self.epoch)
         if self._process is not None:
             await self._process.close()
         else:
@@ -377,7 +384,7 @@ class HeadRing:
             case Loading(done):
                 self._inputs.reporter.progress(self.plan.head, "load", done, windows)
             case Opened(address, key, keeps, shapes):
-                self._inputs.node.workspace.kv.expect(shapes)
+                self._inputs.node.workspace.kv.expect(shapes, of=self.epoch)
                 self._own_keeps = keeps
                 resolve(self._own, (address, key))
             case RequestDrafts(task):

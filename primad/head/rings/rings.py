@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -54,6 +54,8 @@ MAX_EXPLAINED: Final = 4
 
 ATTENTION_CHANGES: Final = "no plan has memory for the attention of running requests; their text may change"
 
+LetsGo = Callable[[str], Awaitable[None]]
+"""Has a device leave that asked for it."""
 Order = types.Serve | types.Close | types.Fail | types.LetGo
 
 
@@ -68,11 +70,13 @@ class Rings:
         planner: Planner,
         backend: RingBackend,
         kv: KvBackup,
+        let_go: LetsGo,
     ) -> None:
         self._head, self._node, self._service, self._model = head, head.node, service, service.model
         self._core, self._reporter = head.core, head.reporter
         self._pool, self._devices = pool, pool.others
         self._planner, self._backend, self._kv = planner, backend, kv
+        self._let_go = let_go
         self.layer_port = 0
         self._candidates: dict[int, frozenset[str]] = {}
         self._plans: dict[int, Forecast] = {}
@@ -80,7 +84,9 @@ class Rings:
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._idle_plans: set[int] = set()
         """Rings planned while no request was open: their attention was chosen freely."""
-        self._serving = 0
+        self._serving = self._forming = 0
+        self.serves = asyncio.Event()
+        """Set once a ring has served."""
         self._page_reported = False
         self._why_left_out: dict[str, str] = {}
         """Why the serving ring has no layers on these devices."""
@@ -100,6 +106,7 @@ class Rings:
 
     def form(self, epoch: int) -> None:
         """Start forming the planned ring: ``Formed`` or ``RingFailed`` follows."""
+        self._forming = epoch
         self._job(epoch, self._form(epoch))
 
     def abandon(self, epoch: int) -> None:
@@ -114,6 +121,17 @@ class Rings:
         """End everything."""
         await self._tasks.close()
         await asyncio.gather(*(ring.close() for ring in self._rings.values()))
+
+    async def unload(self) -> None:
+        """End everything; devices hold nothing of it for later, nor what earlier rings left loaded."""
+        await self._tasks.close()
+        await asyncio.gather(*(ring.unload() for ring in self._rings.values()))
+        await asyncio.gather(*(worker.unload(self._forming) for worker in self._devices.workers.values()))
+
+    @property
+    def forecasts(self) -> list[Forecast]:
+        """Those of the rings that hold memory of devices, or are to."""
+        return [self._plans[epoch] for epoch in self._plans if epoch in self._rings or epoch == self._forming]
 
     def _job(self, epoch: int, work: Coroutine[Any, Any, None]) -> None:
         task = self._tasks.start(work)
@@ -295,7 +313,7 @@ class Rings:
                     self._backend.hold(f"forming the ring again: {reason}")
                     self._tasks.start(self._abandon(epoch))
                 case types.LetGo(device):  # after the ring that takes over, which has its blocks by now
-                    await self._devices.dismiss(device)
+                    await self._let_go(device)
                 case types.Fail(reason):
                     self._backend.fail(reason)
                     self._reporter.report_line(f"nothing can be served: {reason}; waiting for devices")
@@ -329,6 +347,7 @@ class Rings:
         detail = f"serving with {show_count(len(ring.plan.devices), 'device')}"
         served = await self._served(forecast)
         await self._backend.attach(served, epoch, ring.send, self._status_of(ring), detail, go_on)
+        self.serves.set()
         if instead is not None:
             self._tasks.start(self._abandon(instead))
         for name in frozenset(ring.plan.devices) - {ring.plan.head} - self._pool.limits.unpaused(ring.plan.devices):

@@ -1,0 +1,88 @@
+"""A head with several models: each has its rings, and all share the devices."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from primad.errors import ClusterError
+from primad.gguf.profile import model_profile
+from primad.head.model.service import service_of
+from primad.head.rings.backend import RingBackend
+from primad.network.messages import Release
+from tests.shell.test_head_daemon import QUICK, Lab, NoTexts, header, lab
+
+__all__ = ["header", "lab"]
+
+
+class Model:
+    """A model that is served in a lab beside others."""
+
+    def __init__(self, here: Lab, name: str) -> None:
+        assert here.daemon is not None
+        self.backend = RingBackend(texts=NoTexts())
+        options = replace(here.daemon._options, name=name)
+        service = service_of(here.daemon._node, here.header, model_profile(here.header), options)
+        self.serving = here.daemon.begin(service, self.backend)
+        self.running = asyncio.create_task(here.daemon.serve(self.serving))
+
+    async def end(self, here: Lab) -> None:
+        self.running.cancel()
+        await asyncio.wait([self.running])
+        await here.daemon.end(self.serving)
+
+
+async def test_two_models_are_served_side_by_side_on_the_same_devices(lab):
+    async with lab() as here:
+        nas = here.device("nas")
+        here.start_without_model()
+        one = Model(here, "one")
+        first = await here.rings.find(lambda each: each.formed and each.workers == {"nas"})
+        await one.serving.rings.serves.wait()
+        two = Model(here, "two")
+        second = await here.rings.find(lambda each: each.formed and each is not first)
+        await two.serving.rings.serves.wait()
+        assert second.workers == {"nas"}
+        assert first.epoch != second.epoch
+        assert not first.closed
+        assert nas.knocks == 1, "a device is greeted once"
+        held = sum(each.resident_bytes for each in first.inputs.forecast.assignments["nas"].windows)
+        assert here.solver.memory["nas"] == nas._profile.ram_available_bytes - held
+        await one.end(here)
+        assert first.unloaded
+        assert await nas.hear(Release) == Release(epoch=first.epoch, unload=True)
+        assert not second.closed
+        assert here.daemon.pool.taken({"two"}) == {}
+        await two.end(here)
+
+
+async def test_a_device_that_is_lost_is_lost_for_all_models(lab):
+    async with lab() as here:
+        nas = here.device("nas")
+        here.start_without_model(QUICK)
+        models = [Model(here, "one"), Model(here, "two")]
+        for each in models:
+            await each.serving.rings.serves.wait()
+        rings = list(here.rings.all.values())
+        assert [each.workers for each in rings] == [{"nas"}, {"nas"}]
+        await nas.leave()
+        await here.rings.find(lambda _: sum(each.formed and not each.workers for each in here.rings.all.values()) == 2)
+        for each in models:
+            await each.end(here)
+
+
+async def test_a_model_without_a_plan_fails_and_the_head_goes_on(lab):
+    async with lab() as here:
+        here.solver.minimum = 2
+        here.start_without_model()
+        model = Model(here, "one")
+        with pytest.raises(ClusterError, match="short of 1 GB"):
+            await model.running
+        await model.end(here)
+        assert not here.running.done()
+        here.device("nas")
+        model = Model(here, "one")
+        await here.rings.find(lambda each: each.formed and each.workers == {"nas"})
+        await model.end(here)
