@@ -9,8 +9,8 @@ from primad.gguf.architectures.cuts import cuttable
 from primad.gguf.architectures.table import ADVICE
 from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
+from primad.head.model.checked import as_it_can_be, check_options
 from primad.head.model.options import ServeOptions
-from primad.head.serve import as_it_can_be, check_options
 from primad.planning.run_config import RunConfig
 from tests.fakes.gguf import toy_arrays, write_gguf
 from tools import synth

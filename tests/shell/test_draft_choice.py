@@ -14,8 +14,8 @@ from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Value, scalar_value
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
+from primad.head.model.checked import draft_of
 from primad.head.model.options import ServeOptions
-from primad.head.serve import draft_of
 from primad.planning.check_run import check_sequences, check_speculate
 from primad.planning.draft_model import MAX_CONTEXT, choose_draft, draft_model, models_here
 from primad.planning.run_config import RunConfig

@@ -10,8 +10,8 @@ from primad.errors import ModelError
 from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header, scalar_value
 from primad.gguf.model import open_model
+from primad.head.model.checked import NO_TEMPLATE, template_of
 from primad.head.model.vocabulary import CHAT_TEMPLATE, MAX_TEMPLATE_BYTES
-from primad.head.serve import NO_TEMPLATE, template_of
 from primad.planning.fit import Fit, FitResult
 
 
