@@ -229,7 +229,8 @@ def write_model(
         shape = replace(shape, vocabulary=len(source["tokenizer.ggml.tokens"]))
     else:
         tokenizer = _byte_tokenizer(shape.vocabulary)
-    pairs = {**_metadata(shape), **tokenizer, **(values or {})}
+    given = dict(values or {})
+    pairs = {**_metadata(shape), **given, **tokenizer, **given}  # as converters do, what is of the model comes first
     tensors = list(_tensors(shape, kinds) if architecture not in zoo.ALL else _asked_tensors(pairs, shape, kinds))
     infos, offset = [], 0
     for tensor in tensors:

@@ -85,20 +85,47 @@ def _from_file(command: _Command, context: Any, args: list[str]) -> dict[str, An
     values: dict[str, Any] = {}
     origins: dict[str, OptionTable] = {}
     for each in (table, *_of_model(command, table, args, context.meta[CONFIG_FILE])):
-        for param in command.params:
-            if param.name not in each.values or param.name not in command.table:
-                continue
-            value = each.values[param.name]
-            values[param.name] = [value] if getattr(param, "multiple", False) and not isinstance(value, list) else value
-            origins[param.name] = each
-            try:
-                param.process_value(context, values[param.name])
-            except typer.BadParameter as exc:
-                raise each.error(param.name, exc.message) from exc
+        found, _ = _read(command, context, each)
+        values |= found
+        origins |= dict.fromkeys(found, each)
     typed = {word.partition("=")[0] for word in args}
     given = {param.name for param in command.params if typed & {*param.opts, *param.secondary_opts}}
     context.meta[_ORIGINS] = {name: each for name, each in origins.items() if name not in given}
     return values
+
+
+def _read(command: _Command, context: Any, table: OptionTable) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of ``table`` for options of ``command``, as they stand there, and as they are parsed."""
+    values: dict[str, Any] = {}
+    parsed: dict[str, Any] = {}
+    for param in command.params:
+        if param.name not in table.values or param.name not in command.table:
+            continue
+        value = table.values[param.name]
+        values[param.name] = [value] if getattr(param, "multiple", False) and not isinstance(value, list) else value
+        try:
+            parsed[param.name] = param.process_value(context, values[param.name])
+        except typer.BadParameter as exc:
+            raise table.error(param.name, exc.message) from exc
+    return values, parsed
+
+
+def untyped_values(context: typer.Context, tables: Iterable[OptionTable]) -> dict[str, Any]:
+    """The values of ``tables`` for options of the command of ``context`` that were not typed, a later one's first. Raises
+    ``ConfigError``."""
+    command = context.command
+    assert isinstance(command, _Command), "CommandGroup made it"
+    found: dict[str, Any] = {}
+    for table in tables:
+        found |= _read(command, context, table)[1]
+    typed = {name for name in found if is_typed(context, name)}
+    return {name: value for name, value in found.items() if name not in typed}
+
+
+def is_typed(context: typer.Context, name: str) -> bool:
+    """Whether the option ``name`` is on the command line, or in the environment."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
 
 
 def _of_model(command: _Command, table: OptionTable, args: list[str], stored: ConfigFile) -> list[OptionTable]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from typer.models import OptionInfo
@@ -51,6 +52,16 @@ def names_of(*kinds: Any) -> set[str]:
 def flags(*groups: Any) -> dict[str, Any]:
     """The options of the groups by name, as ``load_config`` takes them."""
     return {field.name: getattr(group, field.name) for group in groups for field in dataclasses.fields(group)}
+
+
+def replaced(group: Any, values: Mapping[str, Any]) -> Any:
+    """``group`` with those of ``values`` that are options of it, as the command line would have them."""
+    hints = get_type_hints(type(group))
+    own = {field.name: values[field.name] for field in dataclasses.fields(group) if field.name in values}
+    for name, value in own.items():
+        if isinstance(value, str) and Path in (hints[name], *get_args(hints[name])):
+            own[name] = Path(value)
+    return dataclasses.replace(group, **own)
 
 
 def _options(kind: Any) -> Iterator[inspect.Parameter]:

@@ -64,6 +64,13 @@ def _unless_wrong(library: Library, key: str) -> LibraryModel | None:
         return None
 
 
+def tables_of(model: LibraryModel, library: Library, config: Config) -> list[OptionTable]:
+    """The tables of ``models.toml`` for a model of ``library``, the strongest last. Raises ``ConfigError``."""
+    from primad.library.settings import read_model_tables
+
+    return read_model_tables(config.home, MODEL_OPTIONS).of(lambda key: _unless_wrong(library, key) == model)
+
+
 def is_path(given: Path) -> bool:
     """Whether ``given`` is a file, or can be nothing else: then the library is not asked."""
     return given.suffix.lower() == ".gguf" or given.is_absolute() or (given.exists() and not given.is_dir())

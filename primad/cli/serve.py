@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 import typer
 
 from primad.cli.asking import AskingOptions, allowed_hosts, check_asking, cors_origins, warning
-from primad.cli.commands import CONFIG_FILE, HelpAll
-from primad.cli.grouped import flags, grouped, names_of
+from primad.cli.commands import CONFIG_FILE, HelpAll, is_typed, untyped_values
+from primad.cli.grouped import flags, grouped, names_of, replaced
 from primad.cli.hub import library_model, model_path, served_model
-from primad.cli.library import ModelFolders
+from primad.cli.library import ModelFolders, library_of, pinned_in, tables_of
 from primad.cli.options import (
     DeviceOptions,
     Lora,
@@ -33,6 +34,8 @@ from primad.settings.quantities import parse_choice, parse_count
 
 if TYPE_CHECKING:
     from primad.head.model.options import ServeOptions
+    from primad.head.serve import LibraryOffer
+    from primad.library.library import Library, LibraryModel
 
 MAX_NAME_CHARS: Final = 512
 """The longest model name that a client may send."""
@@ -159,7 +162,9 @@ SERVE_SHOWN: Final = (
     *("host", "port", "api_key", "max_ram", "max_vram", "gpu"),
 )
 """Options that ``--help`` shows: those that a home needs."""
-SERVE_TABLE: Final = {"model", "lora", "wait", "wait_timeout", "alone"} | names_of(
+DEFAULT_KEEP_S: Final = 300.0
+OF_ONE_MODEL: Final = ("lora", "alias", "chat_template", "draft", "windows", "rounds")
+SERVE_TABLE: Final = {"model", "idle_unload", "lora", "wait", "wait_timeout", "alone"} | names_of(
     *(EndpointOptions, AskingOptions, RunOptions, DraftOptions, SamplingOptions, RingOptions, RopeOptions, KeptOptions)
 )
 """Options allowed in the configuration file, in addition to the keys of the device."""
@@ -169,14 +174,6 @@ SERVE_TABLE: Final = {"model", "lora", "wait", "wait_timeout", "alone"} | names_
 @daemon_command()
 def serve(
     called: typer.Context,
-    model: Annotated[
-        Path,
-        typer.Option(
-            help="A GGUF file, the first part of a split one, or a model by name: one that 'primad models' lists, or "
-            "hf:owner/repo:Q4_K_M.",
-            show_default=False,
-        ),
-    ],
     endpoint: EndpointOptions,
     asking: AskingOptions,
     others: OtherDevicesOptions,
@@ -188,11 +185,28 @@ def serve(
     kept: KeptOptions,
     device: DeviceOptions,
     owner: OwnerOptions,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="A GGUF file, the first part of a split one, or a model by name: one that 'primad models' lists, or "
+            "hf:owner/repo:Q4_K_M. Without it all that 'primad models' lists are offered, and loaded when a request names "
+            "them.",
+            show_default=False,
+        ),
+    ] = None,
     models: ModelFolders = None,
+    idle_unload: Annotated[
+        float,
+        typer.Option(
+            help="Without --model: unload a model that nobody used for this many seconds; -1: never.",
+            min=-1,
+            max=31_536_000,
+        ),
+    ] = DEFAULT_KEEP_S,
     lora: Lora = None,
     help_all: HelpAll = False,
 ) -> None:
-    """Serve a model with all paired devices in sight, to any OpenAI client.
+    """Serve a model, or all that are here, with all paired devices in sight, to any OpenAI client.
 
     Shows a code; 'primad join --code CODE' on another device pairs the two.
 
@@ -203,6 +217,10 @@ def serve(
         primad serve --model llama3.2:1b
 
         primad serve --model hf:Qwen/Qwen3-8B-GGUF:Q4_K_M
+
+        primad serve
+
+        primad serve --models /mnt/models --idle-unload 3600
 
         primad serve --model llama3-70b.gguf --wait 3 --context 8192
 
@@ -228,15 +246,28 @@ def serve(
     check_interface(config)
     _check_together(others, run)
     _warn(endpoint, asking, config)
+    if model is None:
+        _check_for_one(called)
     from primad.head.model.options import is_for_several
     from primad.head.serve import serve as run_serve
     from primad.planning.adapters import parse_lora
 
-    options = _serve_options(endpoint, asking, others, run, draft, ring, rope, kept, config)
-    found = library_model(model, lambda: config)
+    options = _serve_options(config, endpoint, asking, others, run, draft, ring, rope, kept)
     options = replace(options, lora=parse_lora(lora or ()), sampling=_given(sampling))
     if endpoint.embedding is not None and (other := library_model(endpoint.embedding, lambda: config)) is not None:
         options = replace(options, embedding=other.files[0], embedding_name=other.name)
+    reporter = RichReporter(err)
+    if model is None:
+        from primad.head.serve import serve_library
+
+        groups = (endpoint, asking, others, run, draft, ring, rope, kept)
+        offer = _offer(called, config, groups, sampling, lora or (), idle_unload)
+        try:
+            serve_library(config, offer, options, endpoint.host, reporter)
+        finally:
+            reporter.resolve()
+        return
+    found = library_model(model, lambda: config)
     if found is not None:
         known = dict.fromkeys((*options.aliases, model.as_posix(), found.name.removesuffix(":latest")))
         known.pop(found.name, None)
@@ -244,11 +275,43 @@ def serve(
     whole = others.alone or others.wait == 0 or bool(lora)
     model = model if found is None else found.files[0]
     source = served_model(model, config, whole=whole, several=is_for_several(options, config))
-    reporter = RichReporter(err)
     try:
         run_serve(config, source, options, endpoint.host, reporter)
     finally:
         reporter.resolve()  # restore the terminal's cursor in any case
+
+
+def _offer(
+    called: typer.Context,
+    config: Config,
+    groups: tuple[Any, ...],
+    sampling: SamplingOptions,
+    lora: Sequence[str],
+    keep_s: float,
+) -> LibraryOffer:
+    """The models of this device, each with what is typed, and else with its settings in ``models.toml``."""
+    from primad.head.serve import LibraryOffer
+    from primad.planning.adapters import parse_lora
+
+    def options_of(found: LibraryModel) -> ServeOptions:
+        values = untyped_values(called, tables_of(found, library_of(config), config))
+        own = _serve_options(config, *(replaced(each, values) for each in groups))
+        adapters = parse_lora(values.get("lora") or lora)
+        return replace(own, lora=adapters, sampling=_given(replaced(sampling, values)))
+
+    def pinned(library: Library) -> frozenset[str]:
+        return frozenset(each.name for each in pinned_in(library, config))
+
+    return LibraryOffer(read=lambda: library_of(config), options_of=options_of, pinned=pinned, keep_s=keep_s)
+
+
+def _check_for_one(called: typer.Context) -> None:
+    """Without ``--model`` nobody types options of a single model. Raises ``ConfigError``."""
+    for name in OF_ONE_MODEL:
+        if called.params.get(name) and is_typed(called, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: is for one model; add --model, or write it into models.toml for a model"
+            )
 
 
 def _check_together(others: OtherDevicesOptions, run: RunOptions) -> None:
@@ -267,6 +330,7 @@ def _warn(endpoint: EndpointOptions, asking: AskingOptions, config: Config) -> N
 
 
 def _serve_options(
+    config: Config,
     endpoint: EndpointOptions,
     asking: AskingOptions,
     others: OtherDevicesOptions,
@@ -275,7 +339,6 @@ def _serve_options(
     ring: RingOptions,
     rope: RopeOptions,
     kept: KeptOptions,
-    config: Config,
 ) -> ServeOptions:
     from primad.api.answering.reading import PARSERS
     from primad.head.model.options import ServeOptions

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         EmbeddingStatus,
         KvStatus,
         MemoryFigures,
+        ModelStatus,
         PlannedFigures,
         StatusBody,
     )
@@ -162,8 +163,29 @@ def render(status: StatusBody) -> RenderableType:
     parts: list[RenderableType] = [Text(_title(status), style="bold")]
     if status.devices:
         parts.append(_table(status))
-    parts += [Text(line) for line in _notes(status)]
+    parts += [Text(line) for line in (*map(_model_line, filter(_is_held, status.models)), *_notes(status))]
     return Group(*parts)
+
+
+def _is_held(model: ModelStatus) -> bool:
+    """Whether it is loaded, or is about to be, or failed to."""
+    return model.state != "unloaded"
+
+
+def _model_line(model: ModelStatus) -> str:
+    """One of several models: its state, its memory, and until when it stays."""
+    from primad.api.http.offered import state_line
+
+    words = [state_line(model)]
+    if model.memory_bytes:
+        words.append(
+            f"{show_bytes(sum(model.memory_bytes.values()))} on {', '.join(map(printable, model.memory_bytes))}"
+        )
+    if model.pinned:
+        words.append("stays")
+    elif model.expires_at_s is not None:
+        words.append(f"unloaded in {max(0, model.expires_at_s - time.time()):.0f} s unless it is used")
+    return ", ".join(words)
 
 
 def _title(status: StatusBody) -> str:

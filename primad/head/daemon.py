@@ -75,7 +75,7 @@ class HeadDaemon:
 
     def __init__(self, node: Node, options: ServeOptions, *, profile: OwnProfile, reporter: Reporter) -> None:
         config = node.config
-        self._node, self._config, self._options = node, config, options
+        self.node, self._config, self._options = node, config, options
         self._reporter = reporter
         self._memory_watch = MemoryWatch(
             partial(ram_room, config.limits), self._memory_recovered, look_every_s=node.timings.memory_look_every_s
@@ -120,14 +120,21 @@ class HeadDaemon:
     def only(self, service: Service, backend: RingBackend) -> ModelServing:
         """The model that this head serves, and no other. Before ``run``."""
         self._only = self.begin(service, backend)
+        self._only.rings.page_reported = False
         return self._only
 
     def begin(self, service: Service, backend: RingBackend) -> ModelServing:
         """A further model, to be served once ``serve`` runs."""
         serving = ModelServing(self._head, service, backend, self._parts)
-        serving.rings.layer_port = self._layer_port
+        serving.rings.layer_port, serving.rings.page_reported = self._layer_port, True
+        self._replan_others()
         self._servings.append(serving)
         return serving
+
+    def _replan_others(self) -> None:
+        """The memory that is left for models is another: plans that were made in advance are invalid."""
+        for serving in self._servings:
+            serving.planner.forget()
 
     async def serve(self, serving: ModelServing) -> None:
         """Serve it until cancelled, beside ``run``. Raises ``ClusterError`` if there is no first ring."""
@@ -144,10 +151,16 @@ class HeadDaemon:
             self._servings.remove(serving)
         await to_its_end(serving.unload())
         self.pool.held.pop(serving.name, None)
+        self._replan_others()
         state = self._core.state
         for name, device in () if state is None else state.devices.items():
             if device.leaving:
                 await self._let_go(serving, name)
+
+    def taken_here(self, name: str) -> int:
+        """What the model ``name`` has of this device's RAM, as planned."""
+        here = [serving.taken() for serving in self._servings if serving.name == name]
+        return sum(taken[self._config.name].ram_bytes for taken in here if self._config.name in taken)
 
     async def candidates(self) -> frozenset[str]:
         """The devices that may be planned with, once they are known."""
@@ -159,21 +172,21 @@ class HeadDaemon:
         """Serve until cancelled. Raises ``PrimadError`` if it cannot start."""
         async with AsyncExitStack() as stack:
             stack.callback(self._context.destroy, linger=0)  # also what had not begun at the end
-            await stack.enter_async_context(Gate(self._context, self._node.trust.trusts))
+            await stack.enter_async_context(Gate(self._context, self.node.trust.trusts))
             stack.callback(self._devices.close)
             stack.push_async_callback(self._tasks.close)
             stack.push_async_callback(self._close_servings)
             stack.push_async_callback(self._pairing.close)
-            stack.enter_context(self._node.trust.announce_locally(self._config.name))
+            stack.enter_context(self.node.trust.announce_locally(self._config.name))
             sight = await stack.enter_async_context(AsyncExitStack())
             layers = LayerServer(
                 self._context,
                 self._config.host,
-                self._node.identity,
+                self.node.identity,
                 self._find_layer,
-                cells=self._node.workspace.kv,
+                cells=self.node.workspace.kv,
                 bytes_per_s=self._config.transfer_limit_bytes_per_s,
-                allows=self._node.trust.trusts,
+                allows=self.node.trust.trusts,
             )
             self._layer_port = layers.port
             for serving in self._servings:
@@ -181,10 +194,10 @@ class HeadDaemon:
             async with asyncio.TaskGroup() as group:
                 services = [
                     group.create_task(layers.run()),
-                    group.create_task(AdminServer(self._node.identity, self._config.home, self._administer).run()),
+                    group.create_task(AdminServer(self.node.identity, self._config.home, self._administer).run()),
                     group.create_task(self._memory_watch.run()),
-                    group.create_task(self._node.gpu_care.run()),
-                    group.create_task(report(lambda: self._health().detail)),
+                    group.create_task(self.node.gpu_care.run()),
+                    group.create_task(report(lambda: self.health().detail)),
                 ]
                 if self.app is not None and not self._options.single_device:
                     services.append(group.create_task(self._accept_relayed(self.app).run()))
@@ -209,7 +222,7 @@ class HeadDaemon:
                     await self._held.clear()
 
     def _accept_relayed(self, app: ASGIApp) -> RelayServer:
-        node = self._node
+        node = self.node
         relays = RelayServer(
             self._context,
             self._config.host,
@@ -236,7 +249,7 @@ class HeadDaemon:
     def _settings(self, options: ServeOptions) -> types.Settings:
         config = self._config
         wanted = options.wait or None
-        wait_s = 0.0 if config.devices else self._node.timings.head.look_s
+        wait_s = 0.0 if config.devices else self.node.timings.head.look_s
         if options.wait:
             wait_s = math.inf if options.wait_timeout_s is None else options.wait_timeout_s
         elif options.wait is None and self._missing:  # named devices are waited for
@@ -251,7 +264,7 @@ class HeadDaemon:
             look_s=wait_s,
             hold_s=HOLD_S,
             solo=options.single_device or options.wait == 0,
-            timings=self._node.timings.membership,
+            timings=self.node.timings.membership,
         )
 
     async def _refine(self) -> None:
@@ -337,12 +350,18 @@ class HeadDaemon:
         """The layer ``digest``: from a model file, or the cache."""
         cuts = (serving.rings.find_layer(digest) for serving in self._servings)
         cut = next((cut for cut in cuts if cut is not None), None)
-        return cut if cut is not None else self._node.workspace.cache.reader(digest)
+        return cut if cut is not None else self.node.workspace.cache.reader(digest)
 
-    def _health(self) -> Health:
+    @property
+    def is_ready(self) -> bool:
+        """Whether models can begin."""
+        return self._ready.is_set()
+
+    def health(self) -> Health:
+        """Whether models are served."""
         if self._only is not None:
             return self._only.backend.health()
-        return Health(serving=True, taken=True, detail=self._detail)
+        return Health(serving=self.is_ready, taken=True, detail=self._detail)
 
     @property
     def cluster(self) -> list[dict[str, Any]]:
@@ -365,7 +384,7 @@ class HeadDaemon:
             case BringCode(code=code, at=at):
                 return Done(text=f"{self._config.name} is paired with {(await self._pairing.bring(code, at)).device}")
             case Describe():
-                health = self._health()
+                health = self.health()
                 return Described(
                     status={
                         "device": self._config.name,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from socket import socket
+from typing import Any, Final
 
-from primad.api.answering.backend import ModelNames
+from primad.api.answering.backend import Health, ModelNames
+from primad.api.answering.models import ModelState, OfferedModel
 from primad.api.app import Api, create_app
 from primad.api.http.access import OF_THIS_MACHINE, OPEN, Admission, Door
 from primad.api.http.key_file import KeyFile
@@ -16,23 +19,28 @@ from primad.api.http.keys import ApiKey, digest_of, new_key
 from primad.api.http.server import HTTP_GRACE_S, bind_http, http_server, local_url
 from primad.daemon.embedding import EmbeddingService
 from primad.daemon.measuring import OwnProfile
+from primad.daemon.node import Node
 from primad.daemon.reporter import Reporter
 from primad.daemon.run import own_node, run
 from primad.errors import ConfigError
 from primad.gguf.model import open_model
 from primad.gguf.ranged import RangedModel
-from primad.head.admin_api import HeadAdminApi
 from primad.head.daemon import HeadDaemon
-from primad.head.model.checked import check_model
+from primad.head.model.checked import CheckedModel, check_model
 from primad.head.model.options import ServeOptions
 from primad.head.model.text_service import TextService
 from primad.head.model.vocabulary import facts_of
+from primad.head.offer.models import HeadModels, NoDownloads, OfferSettings
+from primad.head.offer.offered_library import OfferedLibrary
+from primad.head.offer.opening import ModelOpening
+from primad.head.offer.without_model import WithoutModel
 from primad.head.rings.backend import RingBackend
+from primad.head.rings.status import page_line
+from primad.library.library import Library, LibraryModel
 from primad.network.local_heads import announced_head
 from primad.network.own_places import own_names
 from primad.settings.config import Config
-from primad.settings.quantities import show_bytes
-from primad.settings.timings import ApiTimings
+from primad.settings.quantities import show_bytes, show_count
 from primad.system.memory import memory
 from primad.system.niceness import apply_nice
 from primad.system.processors import usable_cores
@@ -53,13 +61,138 @@ def check_embedding(path: Path) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibraryOffer:
+    """The models of ``serve`` without ``--model``: what ``read`` finds, each with the options that ``options_of`` gives.
+
+    Those that are ``pinned`` stay loaded, others until nobody used them for ``keep_s`` (negative: for ever).
+    """
+
+    read: Callable[[], Library]
+    options_of: Callable[[LibraryModel], ServeOptions]
+    pinned: Callable[[Library], frozenset[str]]
+    keep_s: float
+
+
 def serve(
     config: Config, source: Path | RangedModel, options: ServeOptions, http_host: str, reporter: Reporter
 ) -> None:
-    """Run the head until it is stopped. Everything that needs no network is checked first."""
+    """Run the head with one model until it is stopped. Everything that needs no network is checked first."""
     checked = check_model(config, source, options, reporter)
     if options.embedding is not None:
         check_embedding(options.embedding)
+    with _opened(config, checked.options, http_host) as place:
+
+        async def main() -> None:
+            service = replace(checked, options=place.options).service(place.node)
+            texts = TextService(str(service.model.file), checked.template)
+            backend = RingBackend(texts=texts, max_wait_s=options.max_wait_s)
+            profile = OwnProfile(config, reporter, backend.describe, reserved_bytes=checked.reserved_bytes)
+            head = HeadDaemon(place.node, place.options, profile=profile, reporter=reporter)
+            head.only(service, backend)
+            embedding = _embedding_of(options, config)
+            app = create_app(
+                backend,
+                admission=place.admission,
+                timings=place.node.timings.api,
+                names=ModelNames(aliases=options.aliases, any_model=options.any_model),
+                embeddings=embedding,
+                admin_api=head.admin_api,
+            )
+            try:
+                await _conduct(place, head, app, _run(head, embedding, reporter), backend.fail)
+            finally:
+                await texts.close()
+
+        run(main())
+
+
+def serve_library(
+    config: Config, offer: LibraryOffer, options: ServeOptions, http_host: str, reporter: Reporter
+) -> None:
+    """Run the head until it is stopped; a model of ``offer`` is loaded when a request names it."""
+    if options.embedding is not None:
+        check_embedding(options.embedding)
+    library = offer.read()
+    pinned = offer.pinned(library)
+    with _opened(config, options, http_host) as place:
+
+        def check(model: LibraryModel) -> CheckedModel:
+            own = replace(offer.options_of(model), name=model.name, http_port=place.options.http_port)
+            return check_model(config, model.files[0], own, reporter)
+
+        async def main() -> None:
+            node, texts = place.node, TextService("", None)
+
+            def describe(what: str) -> None:
+                head.describe(what)
+
+            profile = OwnProfile(config, reporter, describe)
+            head = HeadDaemon(node, place.options, profile=profile, reporter=reporter)
+
+            def health() -> Health:
+                found = head.health()
+                return replace(found, detail=models.summary) if head.is_ready else found
+
+            without = WithoutModel(texts, health, lambda: {"cluster": head.cluster, "events": []})
+            opening = ModelOpening(
+                head,
+                without,
+                check=check,
+                embedder=lambda model: _embedder(model.files[0], model.name, config),
+                max_wait_s=options.max_wait_s,
+            )
+            settings = OfferSettings(keep_s=offer.keep_s, pinned=pinned, max_wait_s=options.max_wait_s)
+            offered = OfferedLibrary(offer.read, reporter.report_line)
+            models = HeadModels(offered, opening, NoDownloads(), settings, reporter.report_line)
+            head.about = models.about
+            embedding = _embedding_of(options, config)
+            app = create_app(
+                without,
+                admission=place.admission,
+                timings=node.timings.api,
+                names=ModelNames(any_model=options.any_model),
+                embeddings=embedding,
+                admin_api=head.admin_api,
+                models=models,
+            )
+
+            async def offering() -> None:
+                await models.begin()
+                reporter.report_line(offered_line(models.offered(), place.options.url))
+                reporter.report_line(page_line(place.options.url))
+                await _run(head, embedding, reporter)
+
+            try:
+                await _conduct(place, head, app, offering(), models.stop)
+            finally:
+                await models.close()
+                await texts.close()
+
+        run(main())
+
+
+def offered_line(offered: Sequence[OfferedModel], url: str) -> str:
+    """For the owner: how many models there are, and where."""
+    usable = sum(each.state is not ModelState.FAILED for each in offered)
+    if not usable:
+        return f"no model is here to offer at {url}/v1; 'primad pull' fetches one, --models names a folder"
+    are = "is" if usable == 1 else "are"
+    return f"{show_count(usable, 'model')} {are} offered at {url}/v1, and loaded when a request names one"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a head listens, and who may ask it."""
+
+    node: Node
+    listener: socket
+    options: ServeOptions
+    admission: Admission
+
+
+@contextlib.contextmanager
+def _opened(config: Config, options: ServeOptions, http_host: str) -> Iterator[_Place]:
     own_key = new_key()
     admission = Admission(
         door=door_of(options, own_key),
@@ -67,46 +200,46 @@ def serve(
         origins=options.cors_origins,
         owner_key=own_key,
     )
-    with contextlib.ExitStack() as stack:
-        node = stack.enter_context(own_node(config))
-        listener = stack.enter_context(contextlib.closing(bind_http(http_host, options.http_port)))
-        checked = replace(checked, options=replace(checked.options, http_port=listener.getsockname()[1]))
-        options = checked.options
+    with (
+        own_node(config) as node,
+        contextlib.closing(bind_http(http_host, options.http_port)) as listener,
+    ):
+        options = replace(options, http_port=listener.getsockname()[1])
         here = local_url(http_host, options.http_port)
-        stack.enter_context(announced_head(config.home, config.name, here, options.http_port, own_key))
+        with announced_head(config.home, config.name, here, options.http_port, own_key):
+            yield _Place(node=node, listener=listener, options=options, admission=admission)
 
-        async def main() -> None:
-            service = checked.service(node)
-            texts = TextService(str(service.model.file), checked.template)
-            backend = RingBackend(texts=texts, max_wait_s=options.max_wait_s)
-            embedding = _embedding_of(options, config)
-            profile = OwnProfile(config, reporter, backend.describe, reserved_bytes=checked.reserved_bytes)
-            head = HeadDaemon(node, options, profile=profile, reporter=reporter)
-            head.only(service, backend)
-            async with asyncio.TaskGroup() as group:
-                app = _app(backend, options, admission, node.timings.api, embedding, head.admin_api)
-                head.app, http = app, http_server(app, node.timings.api, app.state.checks, app.state.close)
-                serving = group.create_task(http.serve(sockets=[listener]))
-                heading = asyncio.create_task(_run(head, embedding, reporter))
-                try:
-                    await asyncio.wait([heading])
-                finally:
-                    # Open requests end with an error now, and the server need not wait for them.
-                    backend.fail("primad is stopping")
-                    http.should_exit = True
-                    heading.cancel()
-                    await asyncio.wait([serving], timeout=HTTP_GRACE_S)
-                    await asyncio.wait([heading])
-                    await texts.close()
-                heading.result()
 
-        run(main())
+async def _conduct(
+    place: _Place,
+    head: HeadDaemon,
+    app: Api,
+    work: Coroutine[Any, Any, None],
+    fail: Callable[[str], None],
+) -> None:
+    """Serve ``app`` until ``work``, which runs ``head``, ends; then have open requests ``fail``."""
+    async with asyncio.TaskGroup() as group:
+        head.app, http = app, http_server(app, place.node.timings.api, app.state.checks, app.state.close)
+        serving = group.create_task(http.serve(sockets=[place.listener]))
+        heading = asyncio.create_task(work)
+        try:
+            await asyncio.wait([heading])
+        finally:
+            # Open requests end with an error now, and the server need not wait for them.
+            fail("primad is stopping")
+            http.should_exit = True
+            heading.cancel()
+            await asyncio.wait([serving], timeout=HTTP_GRACE_S)
+            await asyncio.wait([heading])
+        heading.result()
 
 
 def _embedding_of(options: ServeOptions, config: Config) -> EmbeddingService | None:
     path, name = options.embedding, options.embedding_id
-    if path is None or name is None:
-        return None
+    return None if path is None or name is None else _embedder(path, name, config)
+
+
+def _embedder(path: Path, name: str, config: Config) -> EmbeddingService:
     return EmbeddingService(
         path,
         name,
@@ -141,17 +274,3 @@ def door_of(options: ServeOptions, own_key: str) -> Door:
         return Door(lambda: always)
     file = KeyFile(options.api_key_file)
     return Door(lambda: (*always, *file.keys()))
-
-
-def _app(
-    backend: RingBackend,
-    options: ServeOptions,
-    admission: Admission,
-    timings: ApiTimings,
-    embeddings: EmbeddingService | None,
-    admin_api: HeadAdminApi,
-) -> Api:
-    names = ModelNames(aliases=options.aliases, any_model=options.any_model)
-    return create_app(
-        backend, admission=admission, timings=timings, names=names, embeddings=embeddings, admin_api=admin_api
-    )

@@ -17,6 +17,7 @@ from primad.head.rings.backend import RingBackend
 from primad.head.rings.kv_backup import KvBackup
 from primad.head.rings.planner import DevicePool, Planner
 from primad.head.rings.rings import Rings
+from primad.head.rings.taken import Taken, peak
 from primad.membership import types
 from primad.membership.due import waiting_line
 from primad.membership.step import phase_of
@@ -52,6 +53,8 @@ class ModelServing:
         self._core = CoreLoop(shared.epochs, self._carry_out, self._decided)
         self.planner = Planner(service, shared.pool, self.name)
         self.kv = KvBackup(self._head, service, self._devices, shared.held)
+        self.changed: Callable[[], None] = lambda: None
+        """Hears when its state or progress may be another one."""
         backend.find_blocks = self.kv.find
         backend.around = self._around
         self.rings = Rings(
@@ -86,6 +89,23 @@ class ModelServing:
         self.planner.forget()
         await self.kv.close()
 
+    @property
+    def progress(self) -> float | None:
+        """The share of its first ring that other devices have loaded; None before there is a plan, or without others."""
+        attempt = None if self.state is None else self.state.attempt
+        if attempt is None or not attempt.members:
+            return None
+        shares = [
+            (1 if pace.stage is types.LoadStage.LOAD else 0) + pace.share
+            for pace in attempt.loading.values()
+            if pace.stage is not types.LoadStage.READY
+        ]
+        return 1 - sum(1 - share / 2 for share in shares) / len(attempt.members)
+
+    def taken(self) -> dict[str, Taken]:
+        """What its rings take of each device, as planned."""
+        return peak(self.rings.forecasts)
+
     def needs(self, device: str) -> bool:
         """Whether its ring has layers on ``device``."""
         state = self.state
@@ -119,7 +139,8 @@ class ModelServing:
                 raise ClusterError(reason)
 
     def _decided(self, state: types.State, now: float) -> None:
-        """Report who is awaited."""
+        """Report who is awaited, and that something changed."""
+        self.changed()
         line = waiting_line(state, self._devices.measuring, QUICK.seconds, now)
         if line is not None and line != self._awaited:
             self._awaited = line
@@ -131,6 +152,7 @@ class ModelServing:
         if not self.backend.health().taken:
             self.backend.describe(what)
             self._reporter.wait(what)
+            self.changed()
 
     def _around(self) -> dict[str, Any]:
         """The part of the status that does not depend on a ring."""

@@ -27,17 +27,21 @@ _PARAMETERS: Final = re.compile(
     r"(?<![A-Za-z0-9.])(\d+x)?\d+(\.\d+)?[BM](-A\d+(\.\d+)?B)?(?![A-Za-z0-9])", re.IGNORECASE
 )
 _NOT_A_MODEL: Final = ("mmproj", "adapter", "imatrix", "clip", "vocab")
+_EMBEDS: Final = (1, 2, 3)
+"""llama.cpp's ways to pool: the mean, the first token, the last one. 4 ranks."""
+_ENCODERS: Final = ("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert")
 
 
 class HeaderFacts(msgspec.Struct, frozen=True, array_like=True):
     """A file's ``general.type`` (``model``, ``mmproj``, ``adapter``), its architecture, parameters and quantisation, empty
-    if unknown, and the context that the model was trained with."""
+    if unknown, the context that the model was trained with, and whether it makes one vector of a text."""
 
     kind: str = "model"
     architecture: str = ""
     parameters: str = ""
     quantisation: str = ""
     context_tokens: int | None = None
+    embeds: bool = False
 
     @property
     def is_model(self) -> bool:
@@ -57,7 +61,7 @@ class KeptHeaders(msgspec.Struct, frozen=True):
     files: dict[str, tuple[int, int, HeaderFacts]]
 
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 @dataclass(slots=True)
@@ -108,6 +112,7 @@ def facts_in(header: Header) -> HeaderFacts:
         parameters=_text(header, "general.size_label"),
         quantisation=_quantisation(header),
         context_tokens=_count(header, f"{architecture}.context_length"),
+        embeds=_count(header, f"{architecture}.pooling_type") in _EMBEDS or architecture in _ENCODERS,
     )
 
 

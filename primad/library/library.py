@@ -45,6 +45,8 @@ class LibraryModel:
     context_tokens: int | None = None
     projector: Path | None = None
     problem: str = ""
+    embeds: bool = False
+    """Whether it makes one vector of a text, and writes none."""
 
     @property
     def name(self) -> str:
@@ -241,6 +243,7 @@ def _model(read: _Read, names: tuple[str, ...], projector: Path | None) -> Libra
         context_tokens=facts.context_tokens,
         projector=projector,
         problem=read.problem,
+        embeds=facts.embeds,
     )
 
 

@@ -3,7 +3,8 @@
 A name is what its program calls the model: ``llama3.2:1b``, ``org/repo:Q4_K_M``, ``Qwen3-8B-Q4_K_M``. A typed one means, in
 this order, the models that have exactly it, that have it in other case, and that it is short for. A short form leaves
 out what stands before a ``/``, and what stands behind a ``:``, ``/``, ``-`` or ``_``: ``qwen3-8b`` is short for
-``Qwen/Qwen3-8B-GGUF:Q4_K_M``, but ``llama3`` is not for ``llama3.2:1b``, which is another model.
+``Qwen/Qwen3-8B-GGUF:Q4_K_M``, but ``llama3`` is not for ``llama3.2:1b``, which is another model. Ollama's ``:latest`` may
+follow any name.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Final
 
 MAX_CHARS: Final = 512
 MAX_NEAREST: Final = 3
+_LATEST: Final = ":latest"
 _BEHIND: Final = (":", "/", "-", "_")
 _NEARLY: Final = 0.5
 """So like a name, from 0 to 1, may be a slip of it."""
@@ -27,7 +29,8 @@ def meant(typed: str, names: Sequence[Sequence[str]]) -> list[int]:
     exact = [place for place, own in enumerate(names) if typed in own]
     lower = [[name.casefold() for name in own] for own in names]
     alike = exact or [place for place, own in enumerate(lower) if folded in own]
-    return alike or [place for place, own in enumerate(lower) if any(is_short(folded, name) for name in own)]
+    found = alike or [place for place, own in enumerate(lower) if any(is_short(folded, name) for name in own)]
+    return found or (meant(typed[: -len(_LATEST)], names) if folded.endswith(_LATEST) else [])
 
 
 def is_short(typed: str, name: str) -> bool:

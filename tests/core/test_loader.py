@@ -21,10 +21,10 @@ from primad.head.offer.loader import (
     ModelUnloaded,
     NeedsRoom,
     RefuseRequest,
-    RequestLeft,
     TimePassed,
     UnloadAsked,
     UnloadModel,
+    UseEnded,
     step,
     wake_at,
 )
@@ -84,7 +84,7 @@ class House:
     def leave(self, number: int) -> None:
         self.granted.pop(number, None)
         self.names.pop(number, None)
-        self.post(RequestLeft(number))
+        self.post(UseEnded(number))
 
     def work(self) -> None:
         """The devices do what was decided first."""

@@ -42,6 +42,7 @@ LIBRARIES = st.lists(st.lists(NAMES, min_size=1, max_size=3).map(tuple), max_siz
         ("gemma", [3, 4]),
         ("gem", []),
         ("smollm2", [5]),
+        ("smollm2:latest", [5]),
         ("SmolLM2", [6]),
         ("SMOLLM2", [5, 6]),
         ("", []),

@@ -304,7 +304,7 @@ class Head:
 
 @contextmanager
 def heading(
-    model: Path,
+    model: Path | None,
     home: Path,
     cluster: str,
     *arguments: object,
@@ -312,10 +312,12 @@ def heading(
     config: str = PATIENT,
     **more: str,
 ) -> Iterator[Head]:
-    """A head that was just started; its name is that of its home folder. Extra buffers are off."""
+    """A head that was just started; its name is that of its home folder. Extra buffers are off. Without a ``model`` it
+    offers several."""
     (home / "config.toml").write_text(config)
     port = free_port()
-    base = ("serve", "--model", model, "--home", home, "--name", home.name, "--cluster", cluster, "--port", port)
+    chosen = () if model is None else ("--model", model)
+    base = ("serve", *chosen, "--home", home, "--name", home.name, "--cluster", cluster, "--port", port)
     extra = () if "--extra-buffers" in arguments else ("--extra-buffers", "off")
     with primad(*base, *extra, *arguments, temporary=temporary, **more) as run:
         yield Head(run, f"http://127.0.0.1:{port}")

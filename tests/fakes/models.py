@@ -74,6 +74,10 @@ class FakeModels:
         self.files: Sequence[PullProgress] = ()
         self.pulled: list[str] = []
         self.deleted: list[str] = []
+        self.looks = 0
+
+    async def look(self) -> None:
+        self.looks += 1
 
     def offered(self) -> list[OfferedModel]:
         return sorted(self.state.values(), key=lambda each: each.state is not ModelState.LOADED)

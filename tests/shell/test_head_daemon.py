@@ -183,7 +183,7 @@ class Lab:
         """Run the head with a model."""
         self._make(wait, use_all, timings, flags)
         assert self.daemon is not None
-        service = service_of(self.daemon._node, self.header, model_profile(self.header), self.daemon._options)
+        service = service_of(self.daemon.node, self.header, model_profile(self.header), self.daemon._options)
         self.serving = self.daemon.only(service, self.backend)
         self.running = asyncio.create_task(self.daemon.run())
 

@@ -24,7 +24,7 @@ class Model:
         assert here.daemon is not None
         self.backend = RingBackend(texts=NoTexts())
         options = replace(here.daemon._options, name=name)
-        service = service_of(here.daemon._node, here.header, model_profile(here.header), options)
+        service = service_of(here.daemon.node, here.header, model_profile(here.header), options)
         self.serving = here.daemon.begin(service, self.backend)
         self.running = asyncio.create_task(here.daemon.serve(self.serving))
 

@@ -92,8 +92,8 @@ async def test_a_head_that_is_short_of_memory_is_told_of_and_goes_on():
 
 async def test_what_is_said_when_nobody_waits_for_it_any_more_is_no_trouble():
     """Forming was cancelled, and the process not ended yet."""
-    kv = SimpleNamespace(expect=lambda _: None)
-    ring = HeadRing(SimpleNamespace(node=SimpleNamespace(workspace=SimpleNamespace(kv=kv))))
+    kv = SimpleNamespace(expect=lambda _, of: None)
+    ring = HeadRing(SimpleNamespace(epoch=1, node=SimpleNamespace(workspace=SimpleNamespace(kv=kv))))
     for wanted in (ring._own, ring._serving, ring._drained):
         wanted.cancel()
     for event in (Opened("tcp://127.0.0.1:1", "key"), Serving(), Drained()):

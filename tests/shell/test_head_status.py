@@ -117,7 +117,10 @@ class Lab:
             forecast=Forecast.of(PLAN, model(), None, context_tokens=64),
             epoch=5,
             devices=SimpleNamespace(links=SimpleNamespace(between=lambda names: [])),
-            node=SimpleNamespace(timings=Timings(head=timings)),
+            node=SimpleNamespace(
+                timings=Timings(head=timings),
+                workspace=SimpleNamespace(kv=SimpleNamespace(expect=lambda _, of: None)),
+            ),
             listener=SimpleNamespace(deliver=lambda epoch, event: None),
         )
         self.ring, self.process = HeadRing(inputs), FakeProcess()

@@ -337,6 +337,15 @@ def test_embeddings_are_made_by_the_embedding_model_that_is_named(path):
     assert len(models.uses) == 1
 
 
+@every
+def test_an_embedding_model_writes_no_text(path):
+    models = FakeModels(backend_of("one", template=PLAIN), EmbeddingBackend("embedder"))
+    answer = post(models, path, **DIALECTS[path], model="embedder")
+    assert answer.status_code == 400
+    assert "makes embeddings, not text" in answer.text
+    assert not models.uses
+
+
 def test_an_empty_request_that_looks_like_one_with_text_only_loads():
     for body in ({"messages": [], "prompt": "Hi"}, {"prompt": "Hi"}):
         assert post(two(), "/api/chat", model="one", **body).json()["done_reason"] == "load"

@@ -60,6 +60,16 @@ def served(monkeypatch):
     return found
 
 
+@pytest.fixture
+def offered(monkeypatch):
+    """What ``primad serve`` would offer: the offer and the options of each call."""
+    found: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(
+        serve_module, "serve_library", lambda config, offer, options, host, reporter: found.append((offer, options))
+    )
+    return found
+
+
 def settings(user, content):
     (user / "primad" / "models.toml").write_text(content)
 
@@ -227,3 +237,55 @@ def test_settings_of_a_model_are_options_of_serve():
     command = get_command(cli.app).commands["serve"]
     assert command.table >= MODEL_OPTIONS
     assert {field.name for field in fields(SamplingOptions)} <= {field.name for field in fields(SamplingDefaults)}
+
+
+def test_without_a_model_all_are_offered_each_with_its_settings(command, user, offered, weights):
+    ollama_model(user / ".ollama" / "models", f"{OLLAMA}/1b", weights.read_bytes())
+    template = user / "mine" / "chat.jinja"
+    toy(user / "mine" / "small.gguf")
+    template.write_text("{{ messages }}")
+    settings(
+        user,
+        f"""
+        [defaults]
+        context = 2048
+        kv_type = "q8_0"
+        [small]
+        alias = ["tiny", "quick"]
+        chat_template = "{template}"
+        context = 4096
+        temperature = 0.25
+        lora = "style.gguf=0.5"
+        pinned = true
+        """,
+    )
+    words = ("--kv-type", "f16", "--idle-unload", 60)
+    assert command("serve", "--alone", "--models", user / "mine", *words)[0] == 0
+    ((offer, options),) = offered
+    library = offer.read()
+    small, other = (library.find(name) for name in ("tiny", "llama3.2"))
+    assert (offer.keep_s, offer.pinned(library)) == (60, {"small"})
+    own = offer.options_of(small)
+    assert (own.run.context_tokens, own.run.kv_type, own.chat_template) == (4096, "f16", "{{ messages }}")
+    assert (own.sampling, [scale for _, scale in own.lora]) == ({"temperature": 0.25}, [0.5])
+    assert offer.options_of(other).run.context_tokens == 2048
+    assert offer.options_of(other).sampling == options.sampling == {}
+
+
+@pytest.mark.parametrize("word", ["--alias", "--lora", "--draft", "--windows", "--chat-template"])
+def test_options_of_one_model_need_one(command, user, offered, word):
+    path = user / "x"
+    path.write_text("x")
+    code, _, err = command("serve", "--alone", word, path)
+    assert code == 2
+    assert f"{word}: is for one model; add --model, or write it into models.toml" in err
+    assert not offered
+
+
+def test_a_wrong_setting_of_a_model_is_named_when_it_is_loaded(command, user, offered):
+    toy(user / "mine" / "small.gguf")
+    settings(user, '[small]\nkv_type = "q9"\n')
+    command("serve", "--alone", "--models", user / "mine")
+    ((offer, _),) = offered
+    with pytest.raises(ConfigError, match=r"q9"):
+        offer.options_of(offer.read().find("small"))

@@ -180,13 +180,12 @@ def test_a_dry_run_shows_the_unit_and_does_nothing(command: Primad, runner, unit
         (("join", "--no-such"), "; see 'primad join --help'"),
         (("join", "--dry-run"), "--dry-run: belongs before join: 'primad service install --dry-run join'"),
         (("join", "--nice", "20"), "--nice: "),
-        (("serve",), "--model"),
         (("serve", "--model", "nowhere.gguf"), "--model nowhere.gguf: no such file"),
         (("serve", "--model", "hf:a/b", "--api-key", "0123456789abcdef"), "give --api-key-file"),
         (("--system", "join"), "only root may change services of the machine; run it with sudo"),
         (("--as", "alice", "join"), "add --system"),
     ],
-    ids=["role", "code", "option", "place", "value", "needed", "file", "key", "root", "as"],
+    ids=["role", "code", "option", "place", "value", "file", "key", "root", "as"],
 )
 def test_what_cannot_be_installed_is_refused_before_anything_is_done(command: Primad, runner, unit, arguments, named):
     code, out, err = command("service", "install", *arguments)

@@ -50,6 +50,8 @@ class OfferedModel:
     embeds: bool = False
     """Whether it makes embeddings, not text; its backend is ``Embeddings`` as well then."""
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    vram_bytes: int = 0
+    """How much of it is memory of GPUs."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,8 +80,11 @@ class Models(Protocol):
     def switches(self) -> bool:
         """Whether requests choose among models; a server with one fixed model does not look at their names first."""
 
+    async def look(self) -> None:
+        """Look for files that are new or vanished, unless somebody did a moment ago."""
+
     def offered(self) -> Sequence[OfferedModel]:
-        """All models, the loaded ones first."""
+        """All models, the loaded ones first, as they were when somebody looked last."""
 
     def loaded(self) -> Mapping[str, Backend]:
         """The backends of loaded models, and of a fixed one always, by ``OfferedModel.id``."""

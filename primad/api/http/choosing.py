@@ -22,7 +22,7 @@ from primad.api.http.access import caller
 from primad.api.http.connection import MessageStream, StreamNews, read_json, while_connected
 from primad.api.http.dialect import Route
 from primad.api.http.endpoint import CHOSEN, Chosen, Endpoint
-from primad.api.http.offered import find_embedder, is_offered
+from primad.api.http.offered import check_writer, find_embedder, find_offered, is_offered
 from primad.api.http.wanted import Choosing, WantedModel, read_wanted
 from primad.errors import RequestError
 
@@ -92,6 +92,7 @@ class ModelChoice:
 
     async def _embed(self, request: Request, handler: RouteHandler, wants: WantedModel, body: bytes) -> Response:
         """By the embedding model of the request, which is one of those offered, or the one beside them."""
+        await self._models.look()
         beside, offered = self._endpoint.embeddings, self._models.offered()
         is_beside = beside is not None and (
             wants.name in (None, beside.name)
@@ -110,7 +111,9 @@ class ModelChoice:
     @asynccontextmanager
     async def _use(self, wants: WantedModel, waiting: Waiting = lambda _: None) -> AsyncIterator[Backend]:
         name, models = wants.name, self._models
-        if name is not None and (wants.is_any or self._endpoint.any_model) and not is_offered(name, models.offered()):
+        if name is not None and is_offered(name, models.offered()):
+            check_writer(find_offered(name, models.offered()))
+        elif wants.is_any or self._endpoint.any_model:
             name = None
         async with models.use(name, owner=caller(), keep_alive_s=wants.keep_alive_s, waiting=waiting) as backend:
             self._endpoint.used(backend)

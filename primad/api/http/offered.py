@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from primad.api.answering.models import OfferedModel
 from primad.errors import RequestError, printable
@@ -46,14 +46,35 @@ def find_embedder(name: str | None, offered: Sequence[OfferedModel]) -> OfferedM
     return found
 
 
+def check_writer(model: OfferedModel) -> None:
+    """Raises ``RequestError`` for an embedding model."""
+    if model.embeds:
+        raise RequestError(f"the model '{model.id}' makes embeddings, not text; name another one", param="model")
+
+
 def is_offered(name: str, offered: Sequence[OfferedModel]) -> bool:
     """Whether ``name`` means any of them."""
     return bool(meant(name, [each.names for each in offered]))
 
 
-def state_line(model: OfferedModel) -> str:
+class ShownModel(Protocol):
+    """The state of a model."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def detail(self) -> str: ...
+    @property
+    def progress(self) -> float | None: ...
+    @property
+    def expected_s(self) -> float | None: ...
+
+
+def state_line(model: ShownModel) -> str:
     """The state of ``model`` for people: ``qwen3: loading, 40 %, about 12 s left``."""
-    parts = [printable(model.detail) or model.state.value]
+    parts = [printable(model.detail) or str(model.state)]
     if model.progress is not None:
         parts.append(f"{100 * model.progress:.0f} %")
     if model.expected_s is not None:

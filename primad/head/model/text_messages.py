@@ -12,7 +12,8 @@ from primad.errors import ModelError, PrimadError, PromptTooLongError, RequestEr
 
 
 class LoadText(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """Load the vocabulary of the model file ``path``, with this chat template; the reply is ``TextReady``."""
+    """Load the vocabulary of the model file ``path``, with this chat template; the reply is ``TextReady``. An empty path is
+    no model: only requests that need none are prepared."""
 
     path: str
     chat_template: str | None

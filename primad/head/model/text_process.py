@@ -57,6 +57,10 @@ class _Process:
                 return prepared(task, self._vocabulary)
 
     def _load(self, task: LoadText) -> TextReady | Failed:
+        if not task.path:
+            import_module(NEEDED)
+            _bound_memory(task.memory_bytes)
+            return TextReady(pieces=None)
         from primad.head.model.tokenizer import ModelVocabulary  # loads llama.cpp
 
         try:

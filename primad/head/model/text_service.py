@@ -92,7 +92,7 @@ class _Child(AskedChild):
 
 
 class TextService:
-    """Prepares requests for the model of ``load``. ``began`` hears of each process."""
+    """Prepares requests for the model file ``path``, empty for requests that need none. ``began`` hears of each process."""
 
     def __init__(
         self,

@@ -88,7 +88,7 @@ class ModelAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLeft:
+class UseEnded:
     """Request ``number`` does not wait any more, or does not use its model any more."""
 
     number: int
@@ -136,7 +136,7 @@ class TimePassed:
     """Time went by."""
 
 
-LoaderEvent = ModelAsked | RequestLeft | UnloadAsked | ModelLoaded | NeedsRoom | LoadFailed | ModelUnloaded | TimePassed
+LoaderEvent = ModelAsked | UseEnded | UnloadAsked | ModelLoaded | NeedsRoom | LoadFailed | ModelUnloaded | TimePassed
 
 
 # ---- effects --------------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def _take(state: LoaderState, event: LoaderEvent, now: float, effects: list[Load
         case ModelAsked(number, name, keep_s):
             asked = WaitingRequest(number=number, name=name, keep_s=state.keep_s if keep_s is None else keep_s)
             return replace(state, queue=(*state.queue, asked))
-        case RequestLeft(number):
+        case UseEnded(number):
             return _left(state, number, now)
         case UnloadAsked(name):
             queue = tuple(each for each in state.queue if each.name != name or each.number != NOBODY)

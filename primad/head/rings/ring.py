@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -216,13 +216,13 @@ class HeadRing:
 
     async def close(self) -> None:
         """Release the workers and end the head's ring process."""
-        await self._close(Stage.release)
+        await self._close(unload=False)
 
     async def unload(self) -> None:
         """As ``close``, but nothing stays loaded on workers either, and they have confirmed that."""
-        await self._close(Stage.unload)
+        await self._close(unload=True)
 
-    async def _close(self, release: Callable[[Stage], Coroutine[Any, Any, None]]) -> None:
+    async def _close(self, *, unload: bool) -> None:
         if self._closed:
             return
         self._closed = True
@@ -232,7 +232,8 @@ class HeadRing:
             self._asking.cancel()
         if self._remote_drafter is not None:
             await self._remote_drafter.release()
-        await asyncio.gather(*(release(stage) for stage in self._workers.values()))
+        stages = self._workers.values()
+        await asyncio.gather(*(stage.unload() if unload else stage.release() for stage in stages))
         self._inputs.node.workspace.kv.expect((), of=self.epoch)
         if self._process is not None:
             await self._process.close()

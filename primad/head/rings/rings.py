@@ -34,6 +34,7 @@ from primad.head.rings.status import (
     chains_line,
     left_out_line,
     no_drafts_line,
+    page_line,
     predicted_line,
 )
 from primad.layers.server import LayerSource
@@ -87,7 +88,8 @@ class Rings:
         self._serving = self._forming = 0
         self.serves = asyncio.Event()
         """Set once a ring has served."""
-        self._page_reported = False
+        self.page_reported = False
+        """Whether the owner was told where the page is."""
         self._why_left_out: dict[str, str] = {}
         """Why the serving ring has no layers on these devices."""
         self.offered_forecast: Forecast | None = None
@@ -426,10 +428,9 @@ class Rings:
         if ring.prediction is not None:
             load = None if forecast.batches is None else forecast.batches.load
             self._reporter.report_line(predicted_line(ring.prediction, load, self._service.workload.prompt_tokens))
-        if not self._page_reported:
-            self._page_reported = True
-            url = self._service.options.url
-            self._reporter.report_line(f"the page is at {url}; 'primad page' opens it with the owner's rights")
+        if not self.page_reported:
+            self.page_reported = True
+            self._reporter.report_line(page_line(self._service.options.url))
 
     async def _left_out(self, epoch: int, forecast: Forecast, left: LeftOut) -> str:
         slowdown = None

@@ -196,6 +196,11 @@ def no_drafts_line(forecast: Forecast, model: ModelProfile, mode: SpeculateMode)
     return f"no drafts: {not_taken_back(model)}"
 
 
+def page_line(url: str) -> str:
+    """For the owner: where the page is."""
+    return f"the page is at {url}; 'primad page' opens it with the owner's rights"
+
+
 def predicted_line(prediction: Prediction, load: UnderLoad | None, prompt_tokens: int) -> str:
     """The forecast for one request, and for several together."""
     together = ""

@@ -22,7 +22,7 @@ def loaded_entry(model: OfferedModel, served: ServedModel | None) -> dict[str, A
     return entry(model) | {
         "size": sum(model.memory_bytes.values()) or model.size_bytes,
         "expires_at": NEVER if model.expires_at_s is None else iso(model.expires_at_s),
-        "size_vram": 0,
+        "size_vram": model.vram_bytes,
         "context_length": 0 if served is None else served.context_tokens,
     }
 

@@ -72,6 +72,7 @@ class _Routes:
         """The models that there are."""
         beside = self._endpoint.embeddings
         if (models := self._endpoint.models) is not None:
+            await models.look()
             entries = [entry(each) for each in models.offered()]
             is_beside = beside is not None and not is_offered(beside.name, models.offered())
             return json_response(listed([*entries, embedding.listed(beside)] if beside and is_beside else entries))
@@ -91,6 +92,7 @@ class _Routes:
         """Facts about a model, which is not loaded for that."""
         if (models := self._endpoint.models) is not None:
             asked = await named_model(request, self._endpoint.timings.body_timeout_s)
+            await models.look()
             found = find_offered(plain(asked.called), models.offered())
             backend = models.loaded().get(found.id)
             return json_response(shown_model(found, None if backend is None else backend.model()))

@@ -80,6 +80,7 @@ class _Routes:
     async def models(self, request: Request) -> Response:
         """The served model by its names, empty until it is known; or all models that there are."""
         if (models := self._endpoint.models) is not None:
+            await models.look()
             loaded = models.loaded()
             listed = [_offered(each, loaded) for each in models.offered()]
             names: Sequence[str] = [name for each in models.offered() for name in each.names]
@@ -94,6 +95,8 @@ class _Routes:
 
     async def model(self, request: Request) -> Response:
         """A model by one of its names."""
+        if self._endpoint.models is not None:
+            await self._endpoint.models.look()
         model = self._model(request.path_params["model_id"])
         return json_response(model_entry(model) if ANTHROPIC in request.headers else model)
 

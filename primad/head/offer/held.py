@@ -1,0 +1,157 @@
+"""A model that is loaded, or is being loaded: the processes that have it, and the door for its requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from primad.api.answering.backend import Backend
+from primad.daemon.embedding import EmbeddingService
+from primad.errors import ClusterError
+from primad.head.daemon import HeadDaemon
+from primad.head.model.checked import CheckedModel
+from primad.head.model.text_service import TextService
+from primad.head.offer.without_model import WithoutModel
+from primad.head.rings.backend import RingBackend
+
+
+class HeldModel(Protocol):
+    """A model with everything that is taken for it."""
+
+    @property
+    def backend(self) -> Backend:
+        """The door for its requests; an embedding model's is ``Embeddings`` as well."""
+
+    @property
+    def detail(self) -> str:
+        """Its state in a line."""
+
+    @property
+    def progress(self) -> float | None:
+        """How far it is loaded, if that is known."""
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What it takes of each device."""
+
+    def vram_bytes(self) -> int:
+        """How much of it is memory of GPUs."""
+
+    async def load(self) -> None:
+        """Return once it can answer. Raises ``PrimadError``."""
+
+    def stop(self, reason: str) -> None:
+        """Its requests end with an error."""
+
+    async def end(self) -> None:
+        """No device holds anything of it any more."""
+
+
+class RingModel:
+    """A model in rings of ``head``. A request that has not begun after ``max_wait_s`` is refused; ``lost`` hears if no ring
+    will serve it any more."""
+
+    def __init__(
+        self, head: HeadDaemon, checked: CheckedModel, max_wait_s: float | None, lost: Callable[[], None]
+    ) -> None:
+        self._head, self._lost = head, lost
+        service = checked.service(head.node)
+        self._texts = TextService(str(service.model.file), checked.template)
+        self.backend = RingBackend(texts=self._texts, max_wait_s=max_wait_s)
+        self.serving = head.begin(service, self.backend)
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def detail(self) -> str:
+        return self.backend.health().detail
+
+    @property
+    def progress(self) -> float | None:
+        return self.serving.progress
+
+    def memory_bytes(self) -> dict[str, int]:
+        return {device: taken.total_bytes for device, taken in self.serving.taken().items()}
+
+    def vram_bytes(self) -> int:
+        return sum(sum(taken.vram_bytes.values()) for taken in self.serving.taken().values())
+
+    async def load(self) -> None:
+        running = self._running = asyncio.create_task(self._head.serve(self.serving))
+        ready = asyncio.create_task(self.serving.rings.serves.wait())
+        try:
+            await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+        if running.done():
+            running.result()
+            raise ClusterError("its rings ended")
+        running.add_done_callback(self._ended)
+
+    def _ended(self, running: asyncio.Task[None]) -> None:
+        if not running.cancelled():
+            self.backend.fail(str(running.exception() or "its rings ended"))
+            self._lost()
+
+    def stop(self, reason: str) -> None:
+        self.backend.fail(reason)
+
+    async def end(self) -> None:
+        self.backend.fail("the model is unloaded")
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+        await self._head.end(self.serving)
+        await self._texts.close()
+
+
+class EmbeddingModel(WithoutModel):
+    """The embedding model of ``service``, in a process of ``device``, this one. It is ``Embeddings`` as well."""
+
+    def __init__(self, service: EmbeddingService, without: WithoutModel, device: str) -> None:
+        super().__init__(without.texts, without.health, dict)
+        self._service, self._device = service, device
+        self._bytes = 0
+        self.name, self.created = service.name, service.created
+
+    @property
+    def backend(self) -> Backend:
+        return self
+
+    @property
+    def detail(self) -> str:
+        return "serves embeddings" if self._bytes else "loading"
+
+    @property
+    def progress(self) -> float | None:
+        return None
+
+    @property
+    def width(self) -> int:
+        """As ``Embeddings`` has it."""
+        return self._service.width
+
+    @property
+    def max_text_tokens(self) -> int:
+        """As ``Embeddings`` has it."""
+        return self._service.max_text_tokens
+
+    def memory_bytes(self) -> dict[str, int]:
+        return {self._device: self._bytes} if self._bytes else {}
+
+    async def embed(
+        self, texts: Sequence[str | list[int]], called: Callable[[int], str], *, cuts: bool = False, owner: str = ""
+    ) -> tuple[list[bytes], int]:
+        """As ``Embeddings`` has it."""
+        return await self._service.embed(texts, called, cuts=cuts, owner=owner)
+
+    def vram_bytes(self) -> int:
+        return 0
+
+    async def load(self) -> None:
+        self._bytes = (await self._service.start()).bytes
+
+    def stop(self, reason: str) -> None:
+        del reason  # its requests take moments
+
+    async def end(self) -> None:
+        await self._service.close()

@@ -1,0 +1,463 @@
+"""The models that a head offers, loaded when a request names them: the shell around ``loader.py``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, Final, Protocol
+
+from halda import Infeasible
+from primad.api.answering.backend import Backend
+from primad.api.answering.models import ModelState, OfferedModel, PullProgress, Waiting
+from primad.api.http.offered import find_offered, state_line
+from primad.errors import PrimadError, RequestError, RingError
+from primad.head.offer.held import HeldModel
+from primad.head.offer.loader import (
+    NOBODY,
+    Grant,
+    LoaderEvent,
+    LoaderState,
+    LoadFailed,
+    LoadModel,
+    ModelAsked,
+    ModelLoaded,
+    ModelUnloaded,
+    NeedsRoom,
+    RefuseRequest,
+    TimePassed,
+    UnloadAsked,
+    UnloadModel,
+    UseEnded,
+    step,
+    wake_at,
+)
+from primad.head.offer.offered_library import OfferedLibrary
+from primad.library.library import LibraryModel
+from primad.settings.quantities import show_count
+from primad.system.shares import Shares
+from primad.system.tasks import Tasks, mistake, to_its_end
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING: Final = 256
+"""Requests of one caller that may wait for their model, fewer where several ask for many."""
+MAX_UNHEARD: Final = 1000
+
+
+class Opens(Protocol):
+    """Makes models."""
+
+    async def who_goes(self, model: LibraryModel, idle: Sequence[str], busy: Sequence[str]) -> frozenset[str]:
+        """The models that have to go before ``model`` is loaded, of those that are ``idle`` or ``busy``. Raises
+        ``PrimadError``, also for one that cannot be loaded at all."""
+
+    def begin(self, model: LibraryModel, changed: Callable[[], None], lost: Callable[[], None]) -> HeldModel:
+        """``model``, to be loaded; ``changed`` hears when it got further, ``lost`` if it cannot answer any more. After
+        ``who_goes``."""
+
+
+class Downloads(Protocol):
+    """Fetches models, and deletes what it fetched."""
+
+    def free_bytes(self) -> int | None: ...
+
+    def pull(self, name: str) -> AsyncIterator[PullProgress]: ...
+
+    async def delete(self, model: LibraryModel) -> None: ...
+
+
+class NoDownloads:
+    """Nothing is fetched."""
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    async def pull(self, name: str) -> AsyncGenerator[PullProgress, None]:
+        for each in _unfetched(name):
+            yield each
+
+    async def delete(self, model: LibraryModel) -> None:
+        raise RequestError(f"{model.name} cannot be deleted here; 'primad rm' does", param="model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferSettings:
+    """A model that nobody uses is unloaded after ``keep_s`` (negative: never), but for those of ``pinned``. Requests wait
+    for theirs at most ``max_wait_s`` (None: no limit)."""
+
+    keep_s: float
+    pinned: frozenset[str] = frozenset()
+    max_wait_s: float | None = None
+
+
+class HeadModels:
+    """``Models`` of a head, those of ``library``."""
+
+    switches = True
+
+    def __init__(
+        self,
+        library: OfferedLibrary,
+        opens: Opens,
+        downloads: Downloads,
+        settings: OfferSettings,
+        report_line: Callable[[str], None],
+    ) -> None:
+        self._library, self._opens, self._downloads, self._settings = library, opens, downloads, settings
+        self._report_line = report_line
+        self._state = LoaderState(keep_s=settings.keep_s, pinned=settings.pinned)
+        self._held: dict[str, HeldModel] = {}
+        self._known: dict[str, LibraryModel] = {}
+        """Those that are loaded or were asked for, as the library had them then."""
+        self._began_s: dict[str, float] = {}
+        self._took_s: dict[str, float] = {}
+        """By model: when its load began, and how long the last one took."""
+        self._numbers = count(NOBODY + 1)
+        self._waits: dict[int, asyncio.Future[None]] = {}
+        self._places = Shares(2 * MAX_WAITING, minimum=1)
+        self._loading: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
+        self._wake: asyncio.TimerHandle | None = None
+        self._last = ""
+        self._shown: dict[str, OfferedModel] = {}
+        """As those who listen heard of each last."""
+        self._listeners: set[asyncio.Queue[OfferedModel]] = set()
+        self._waiting: defaultdict[str, set[Waiting]] = defaultdict(set)
+
+    # ---- what the API asks --------------------------------------------------------------------------------------------
+
+    async def look(self) -> None:
+        await self._library.look()
+
+    def offered(self) -> list[OfferedModel]:
+        models = {each.name: each for each in self._library.found.models}
+        models |= {name: each for name, each in self._known.items() if self._is_in_use(name)}
+        found = [self._offered(each) for each in models.values()]
+        return sorted(found, key=lambda each: (each.state is not ModelState.LOADED, each.id.casefold()))
+
+    def loaded(self) -> Mapping[str, Backend]:
+        is_loaded = {name for name, each in self._state.models.items() if each.phase is ModelState.LOADED}
+        return {name: held.backend for name, held in self._held.items() if name in is_loaded}
+
+    @asynccontextmanager
+    async def use(
+        self,
+        name: str | None,
+        *,
+        owner: str = "",
+        keep_alive_s: float | None = None,
+        waiting: Waiting = lambda _: None,
+    ) -> AsyncGenerator[Backend, None]:
+        model = self._last_used() if name is None else await self._find(name)
+        number, granted = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._waits[number] = granted
+        try:
+            self._post(ModelAsked(number, model, keep_alive_s))
+            if not granted.done():
+                await self._wait(model, granted, owner, waiting)
+            await granted
+            if not self._known[model].embeds:
+                self._last = model
+            yield self._held[model].backend
+        finally:
+            self._waits.pop(number, None)
+            self._post(UseEnded(number))
+
+    async def load(self, name: str) -> None:
+        model = await self._find(name)
+        self._post(ModelAsked(NOBODY, model))
+
+    async def unload(self, name: str) -> None:
+        model = await self._find(name)
+        self._post(UnloadAsked(model))
+        with self._listening() as changes:
+            while self._state.of(model).phase in (ModelState.LOADED, ModelState.LOADING, ModelState.UNLOADING):
+                await changes.get()
+                if not self._state.of(model).leaving and self._state.of(model).phase is ModelState.LOADED:
+                    return  # it was unloaded, and loaded again by a request that waited
+
+    async def changes(self) -> AsyncGenerator[OfferedModel, None]:
+        with self._listening() as changes:
+            while True:
+                yield await changes.get()
+
+    def free_bytes(self) -> int | None:
+        return self._downloads.free_bytes()
+
+    async def pull(self, name: str) -> AsyncGenerator[PullProgress, None]:
+        async for progress in self._downloads.pull(name):
+            yield progress
+        await self._library.look(again=True)
+
+    async def delete(self, name: str) -> None:
+        found = await self._find(name, is_usable=False)
+        model = self._known.get(found) or next(each for each in self._library.found.models if each.name == found)
+        await self.unload(found)
+        await self._downloads.delete(model)
+        await self._library.look(again=True)
+
+    @property
+    def summary(self) -> str:
+        """For the health check: how many models there are, and which are loaded."""
+        loaded = list(self.loaded())
+        offered = f"{show_count(len(self._library.found.models), 'model')} offered"
+        return f"{offered}, loaded: {', '.join(loaded)}" if loaded else f"{offered}, none is loaded"
+
+    def about(self) -> dict[str, Any]:
+        """Those that are loaded, or are on their way, for the owner's commands."""
+        idle = (ModelState.UNLOADED, ModelState.FAILED)
+        return {"models": {each.id: state_line(each) for each in self.offered() if each.state not in idle}}
+
+    def stop(self, reason: str) -> None:
+        """Requests end with an error, those that wait and those that are answered."""
+        if self._wake is not None:
+            self._wake.cancel()
+        for granted in self._waits.values():
+            _settle(granted, RingError(reason))
+        for held in self._held.values():
+            held.stop(reason)
+
+    async def close(self) -> None:
+        """End everything. After ``stop``."""
+        await self._tasks.close()
+        await asyncio.gather(*(held.end() for held in self._held.values()))
+
+    async def begin(self) -> None:
+        """List the models, and load those that stay loaded."""
+        await self._library.look()
+        for name in sorted(self._settings.pinned):
+            try:
+                await self.load(name)
+            except PrimadError as exc:
+                self._report_line(f"{name} stays loaded by models.toml, but {exc}")
+
+    # ---- finding ------------------------------------------------------------------------------------------------------
+
+    async def _find(self, name: str, *, is_usable: bool = True) -> str:
+        """The model that ``name`` means. Raises ``RequestError``."""
+        try:
+            found = find_offered(name, self.offered())
+        except RequestError:  # or it is new
+            await self._library.look()
+            found = find_offered(name, self.offered())
+        model = next((each for each in self._library.found.models if each.name == found.id), None)
+        if model is None:
+            return found.id  # its file vanished, but it is loaded
+        if model.problem and is_usable and not self._is_in_use(found.id):
+            raise RequestError(f"{found.id} cannot be used: {model.problem}", param="model")
+        if not self._is_in_use(found.id):
+            self._known[found.id] = model
+        return found.id
+
+    def _is_in_use(self, name: str) -> bool:
+        return self._state.of(name).phase in (ModelState.LOADED, ModelState.LOADING, ModelState.UNLOADING)
+
+    def _last_used(self) -> str:
+        """The model for a request that names none."""
+        loaded = self.loaded()
+        if self._last and (self._last in loaded or self._last in self._known):
+            return self._last
+        writing = [name for name in loaded if not self._known[name].embeds]
+        if writing:
+            return writing[0]
+        usable = [each for each in self._library.found.models if not each.problem and not each.embeds]
+        if len(usable) == 1:
+            self._known.setdefault(usable[0].name, usable[0])
+            return usable[0].name
+        raise RequestError("no model is loaded; name one in 'model'", param="model")
+
+    def _offered(self, model: LibraryModel) -> OfferedModel:
+        own, name = self._state.of(model.name), model.name
+        phase, held = own.phase, self._held.get(name)
+        detail = {ModelState.UNLOADED: model.problem, ModelState.FAILED: own.detail}.get(phase, "")
+        if held is not None and phase in (ModelState.LOADED, ModelState.LOADING):
+            detail = held.detail
+        elif phase is ModelState.LOADING:
+            detail = self._waits_for()
+        is_idle = phase is ModelState.LOADED and not own.users and own.expires_at_s < float("inf")
+        return OfferedModel(
+            id=name,
+            aliases=model.names[1:],
+            created=self._library.created(model),
+            path=str(model.files[0]),
+            size_bytes=model.size_bytes,
+            architecture=model.architecture,
+            parameters=model.parameters,
+            quantisation=model.quantisation,
+            trained_context_tokens=model.context_tokens,
+            state=ModelState.FAILED if phase is ModelState.UNLOADED and model.problem else phase,
+            detail=detail,
+            progress=held.progress if held is not None and phase is ModelState.LOADING else None,
+            expected_s=self._expected_s(name) if phase is ModelState.LOADING else None,
+            expires_at_s=time.time() + own.expires_at_s - self._now() if is_idle else None,
+            pinned=name in self._settings.pinned,
+            embeds=model.embeds,
+            memory_bytes=held.memory_bytes() if held is not None else {},
+            vram_bytes=held.vram_bytes() if held is not None else 0,
+        )
+
+    def _waits_for(self) -> str:
+        turn = self._state.turn
+        if turn is None or not turn.claims:
+            return "loading"
+        return f"waits until {' and '.join(sorted(turn.claims))} made room"
+
+    def _expected_s(self, name: str) -> float | None:
+        """How long it will still load: as the last time, or as it got on so far."""
+        began_s, held = self._began_s.get(name), self._held.get(name)
+        spent_s = 0.0 if began_s is None else self._now() - began_s
+        if name in self._took_s:
+            return max(0.0, self._took_s[name] - spent_s)
+        progress = None if held is None else held.progress
+        return spent_s * (1 - progress) / progress if progress else None
+
+    # ---- waiting ------------------------------------------------------------------------------------------------------
+
+    async def _wait(self, model: str, granted: asyncio.Future[None], owner: str, waiting: Waiting) -> None:
+        if not self._places.has_room(owner):
+            raise RequestError(
+                "too many of your requests wait for a model already; try again later", status=429, code="queue_full"
+            )
+        with self._places.held(owner):
+            self._waiting[model].add(waiting)
+            try:
+                waiting(self._offered(self._known[model]))
+                async with asyncio.timeout(self._settings.max_wait_s):
+                    await granted
+            except TimeoutError:
+                raise RequestError(
+                    f"{model} was not loaded in {self._settings.max_wait_s:g} s, the limit of this server; try again "
+                    "later",
+                    status=429,
+                    code="waited_too_long",
+                ) from None
+            finally:
+                self._waiting[model].discard(waiting)
+
+    def _listening(self) -> _Listening:
+        return _Listening(self._listeners)
+
+    def _notify(self) -> None:
+        """Whoever waits or listens hears what changed."""
+        if not self._listeners and not any(self._waiting.values()):
+            return
+        for name, model in self._known.items():
+            now = self._offered(model)
+            if _shown(now) == _shown(self._shown.get(name)):
+                continue
+            self._shown[name] = now
+            for waiting in list(self._waiting.get(name, ())):
+                waiting(now)
+            for listener in list(self._listeners):
+                if listener.full():
+                    listener.get_nowait()
+                listener.put_nowait(now)
+
+    # ---- the loader ---------------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _post(self, event: LoaderEvent) -> None:
+        now = self._now()
+        self._state, effects = step(self._state, event, now)
+        for effect in effects:
+            match effect:
+                case LoadModel(name, may_go):
+                    self._loading = self._tasks.start(self._load(name, may_go))
+                case UnloadModel(name):
+                    self._tasks.start(self._unload(name))
+                case Grant(number):
+                    _settle(self._waits.get(number), None)
+                case RefuseRequest(number, reason):
+                    _settle(self._waits.get(number), RingError(reason))
+        if self._wake is not None:
+            self._wake.cancel()
+        wake = wake_at(self._state, now)
+        loop = asyncio.get_running_loop()
+        self._wake = None if wake is None else loop.call_at(wake, self._post, TimePassed())
+        self._notify()
+
+    async def _load(self, name: str, may_go: Sequence[str]) -> None:
+        model = self._known[name]
+        began_s = self._began_s[name] = self._now()
+        try:
+            idle = [each for each in may_go if not self._state.of(each).users]
+            claims = await self._opens.who_goes(model, idle, [each for each in may_go if each not in idle])
+            if claims:
+                self._report_line(f"{name} needs the room of {', '.join(sorted(claims))}")
+                self._later(NeedsRoom(name, claims))
+                return
+            held = self._held[name] = self._opens.begin(model, self._notify, partial(self._later, UnloadAsked(name)))
+            await held.load()
+        except (PrimadError, Infeasible) as exc:
+            await self._failed(name, str(exc))
+        except Exception as exc:  # our own mistake; requests wait for an outcome
+            logger.exception("%s cannot be loaded", name)
+            await self._failed(name, mistake(exc))
+        else:
+            self._took_s[name] = self._now() - began_s
+            self._later(ModelLoaded(name))
+
+    async def _failed(self, name: str, reason: str) -> None:
+        held = self._held.pop(name, None)
+        if held is not None:
+            await to_its_end(held.end())
+        self._report_line(f"{name} cannot be loaded: {reason}")
+        self._later(LoadFailed(name, f"{name} cannot be loaded: {reason}"))
+
+    async def _unload(self, name: str) -> None:
+        if self._loading is not None and not self._loading.done() and self._state.turn is None:
+            self._loading.cancel()  # it is this one that is loaded: others wait for their turn
+            await asyncio.wait([self._loading])
+        held = self._held.pop(name, None)
+        if held is not None:
+            await to_its_end(held.end())
+            self._report_line(f"{name} is unloaded")
+        self._later(ModelUnloaded(name))
+
+    def _later(self, event: LoaderEvent) -> None:
+        """Post it once this task has ended, which another one may wait for."""
+        asyncio.get_running_loop().call_soon(self._post, event)
+
+
+def _unfetched(name: str) -> list[PullProgress]:
+    raise RequestError(f"{name} cannot be fetched here; 'primad pull' does", param="model")
+
+
+class _Listening:
+    """A queue with every change from now on."""
+
+    def __init__(self, listeners: set[asyncio.Queue[OfferedModel]]) -> None:
+        self._listeners = listeners
+        self._queue: asyncio.Queue[OfferedModel] = asyncio.Queue(MAX_UNHEARD)
+
+    def __enter__(self) -> asyncio.Queue[OfferedModel]:
+        self._listeners.add(self._queue)
+        return self._queue
+
+    def __exit__(self, *_: object) -> None:
+        self._listeners.discard(self._queue)
+
+
+def _shown(model: OfferedModel | None) -> object:
+    """What of ``model`` is news once it changes."""
+    if model is None:
+        return None
+    return model.state, model.detail, None if model.progress is None else round(model.progress, 2)
+
+
+def _settle(granted: asyncio.Future[None] | None, error: PrimadError | None) -> None:
+    if granted is None or granted.done():
+        return
+    if error is None:
+        granted.set_result(None)
+    else:
+        granted.set_exception(error)

@@ -1,0 +1,63 @@
+"""The library of a head, read again when somebody looks: new files are offered, and those that vanished are not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from primad.errors import PrimadError
+from primad.library.library import Library, LibraryModel
+
+FRESH_S: Final = 2.0
+"""So long a list is taken for what is there: clients ask in bursts."""
+
+
+class OfferedLibrary:
+    """Lists what ``read`` finds, which takes a moment. ``report_line`` hears of every problem, once."""
+
+    def __init__(
+        self, read: Callable[[], Library], report_line: Callable[[str], None], *, fresh_s: float = FRESH_S
+    ) -> None:
+        self._read, self._report_line, self._fresh_s = read, report_line, fresh_s
+        self.found = Library((), ())
+        self._changed_s: Mapping[str, int] = {}
+        self._read_s: float | None = None
+        self._reading = asyncio.Lock()
+        self._reported: set[str] = set()
+
+    def created(self, model: LibraryModel) -> int:
+        """When its file was written, in Unix seconds; 0 if unknown."""
+        return self._changed_s.get(model.name, 0)
+
+    async def look(self, *, again: bool = False) -> Library:
+        """The library as it is now, or with ``again`` even if it was read a moment ago."""
+        async with self._reading:
+            if not again and self._read_s is not None and time.monotonic() < self._read_s + self._fresh_s:
+                return self.found
+            try:
+                self.found, self._changed_s = await asyncio.to_thread(self._list)
+            except PrimadError as exc:  # a wrong line in models.toml: the last list stands
+                self._report(str(exc))
+            self._read_s = time.monotonic()
+        for each in self.found.problems:
+            self._report(each.line)
+        for model in self.found.models:
+            if model.problem:
+                self._report(f"{model.name} cannot be used: {model.problem}")
+        return self.found
+
+    def _report(self, line: str) -> None:
+        if line not in self._reported:
+            self._reported.add(line)
+            self._report_line(line)
+
+    def _list(self) -> tuple[Library, dict[str, int]]:
+        library = self._read()
+        changed = {}
+        for model in library.models:
+            with contextlib.suppress(OSError):
+                changed[model.name] = int(model.files[0].stat().st_mtime)
+        return library, changed

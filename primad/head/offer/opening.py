@@ -1,0 +1,69 @@
+"""How a head makes the models that it offers: what they need is checked, and planned beside those that are loaded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from primad.daemon.embedding import EmbeddingService
+from primad.errors import ConfigError
+from primad.head.daemon import HeadDaemon
+from primad.head.model.checked import CheckedModel
+from primad.head.offer.held import EmbeddingModel, HeldModel, RingModel
+from primad.head.offer.room import who_goes
+from primad.head.offer.without_model import WithoutModel
+from primad.head.rings.planner import Planner
+from primad.library.library import LibraryModel
+from primad.settings.quantities import show_bytes
+from primad.system.memory import memory
+
+
+class ModelOpening:
+    """Makes models for ``head``: ``check`` opens a file with its settings, ``embedder`` is the process of one that embeds.
+    Requests that have not begun after ``max_wait_s`` are refused."""
+
+    def __init__(
+        self,
+        head: HeadDaemon,
+        without: WithoutModel,
+        *,
+        check: Callable[[LibraryModel], CheckedModel],
+        embedder: Callable[[LibraryModel], EmbeddingService],
+        max_wait_s: float | None,
+    ) -> None:
+        self._head, self._without, self._check, self._embedder = head, without, check, embedder
+        self._max_wait_s = max_wait_s
+        self._checked: dict[str, CheckedModel] = {}
+
+    async def who_goes(self, model: LibraryModel, idle: Sequence[str], busy: Sequence[str]) -> frozenset[str]:
+        """As ``Opens`` has it."""
+        candidates = await self._head.candidates()
+        if model.embeds:
+            return self._room_here(model, idle, busy)
+        checked = self._checked[model.name] = await asyncio.to_thread(self._check, model)
+        if checked.options.run.windows is not None or not (idle or busy):
+            return frozenset()
+        planner = Planner(checked.service(self._head.node), self._head.pool, model.name)
+        return await who_goes(partial(planner.objective_s, candidates), idle, busy)
+
+    def _room_here(self, model: LibraryModel, idle: Sequence[str], busy: Sequence[str]) -> frozenset[str]:
+        """Those that go for a model that this device alone has in its memory."""
+        free, loaded = memory().available_bytes, (*idle, *busy)
+        for number in range(len(loaded) + 1):
+            if model.size_bytes <= free:
+                return frozenset(loaded[:number])
+            if number < len(loaded):
+                free += self._head.taken_here(loaded[number])
+        raise ConfigError(
+            f"{model.name} has {show_bytes(model.size_bytes)} of weights, and {show_bytes(free)} of memory can be free "
+            "here; choose a smaller model"
+        )
+
+    def begin(self, model: LibraryModel, changed: Callable[[], None], lost: Callable[[], None]) -> HeldModel:
+        """As ``Opens`` has it."""
+        if model.embeds:
+            return EmbeddingModel(self._embedder(model), self._without, self._head.node.config.name)
+        made = RingModel(self._head, self._checked.pop(model.name), self._max_wait_s, lost)
+        made.serving.changed = changed
+        return made

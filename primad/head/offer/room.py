@@ -1,0 +1,44 @@
+"""Room for one more model: which of those that are loaded have to go for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Final
+
+from halda import Infeasible
+from primad.errors import PlanError
+
+WORSE: Final = 1.25
+"""A plan beside others may take so much more time than one for devices that are free."""
+
+
+async def who_goes(
+    objective_s: Callable[[Collection[str]], Awaitable[float]], idle: Sequence[str], busy: Sequence[str]
+) -> frozenset[str]:
+    """The models that go for a new one: as few as are needed, the first of ``idle`` first. Those of ``busy``, which are
+    answering, only where there is no plan without.
+
+    ``objective_s`` is what a plan takes once some are gone. Raises ``PlanError`` or ``Infeasible`` if there is none.
+    """
+
+    async def without(gone: Collection[str]) -> float:
+        try:
+            return await objective_s(gone)
+        except (PlanError, Infeasible):
+            return math.inf
+
+    beside = await without(())
+    if idle and (limit := WORSE * await without(idle)) < math.inf:
+        for number in range(len(idle)):
+            found = beside if number == 0 else await without(idle[:number])
+            if found <= limit:
+                return frozenset(idle[:number])
+        return frozenset(idle)
+    if beside < math.inf:
+        return frozenset()
+    for number in range(1, len(busy)):
+        if await without((*idle, *busy[:number])) < math.inf:
+            return frozenset((*idle, *busy[:number]))
+    await objective_s((*idle, *busy))
+    return frozenset((*idle, *busy))

@@ -1,0 +1,174 @@
+"""Several models of one head on two workers: requests choose, models come and go, devices die meanwhile."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import (
+    HTTP,
+    PATIENCE_S,
+    Head,
+    Primad,
+    heading,
+    joined,
+    ring_processes,
+    wait_until,
+)
+from tools import synth
+
+pytestmark = pytest.mark.slow
+
+MODELS = {"amber": "llama", "birch": "qwen3", "cedar": "gemma3", "delta": "qwen35"}
+"""By name the architecture."""
+NAMES = tuple(MODELS)
+TELL = "Tell me of the sea."
+DIALECTS = {
+    "/v1/chat/completions": lambda: {"messages": [{"role": "user", "content": TELL}], "max_tokens": 8},
+    "/v1/completions": lambda: {"prompt": TELL, "max_tokens": 8},
+    "/v1/responses": lambda: {"input": TELL, "max_output_tokens": 16},
+    "/v1/messages": lambda: {"messages": [{"role": "user", "content": TELL}], "max_tokens": 8},
+    "/api/chat": lambda: {
+        "messages": [{"role": "user", "content": TELL}],
+        "options": {"num_predict": 8, "temperature": 0},
+    },
+    "/api/generate": lambda: {"prompt": TELL, "options": {"num_predict": 8, "temperature": 0}},
+}
+
+
+def text_of(path: str, body: dict) -> tuple[str, str]:
+    """The model that answered, as it is called there, and its text."""
+    match path:
+        case "/v1/chat/completions":
+            text = body["choices"][0]["message"]["content"]
+        case "/v1/completions":
+            text = body["choices"][0]["text"]
+        case "/v1/responses":
+            text = "".join(part["text"] for item in body["output"] for part in item.get("content", ()))
+        case "/v1/messages":
+            text = "".join(part.get("text", "") for part in body["content"])
+        case "/api/chat":
+            text = body["message"]["content"]
+        case _:
+            text = body["response"]
+    return body["model"], text
+
+
+@dataclass
+class Offered:
+    """A head that offers four models, and its workers."""
+
+    head: Head
+    workers: list[Primad]
+    cluster: str
+
+    def ask(self, name: str, path: str, **fields: object) -> str:
+        """The text of ``name`` in the dialect of ``path``."""
+        body = {"model": name, "stream": False, "temperature": 0, **DIALECTS[path](), **fields}
+        answer = HTTP.post(f"{self.head.url}{path}", json=body)
+        assert answer.status_code == 200, answer.text
+        called, text = text_of(path, answer.json())
+        assert called == name
+        assert text
+        return text
+
+    def states(self) -> dict[str, str]:
+        listed = HTTP.get(f"{self.head.url}/v1/models").json()["data"]
+        return {each["id"]: each["status"]["value"] for each in listed}
+
+    def unload_all(self) -> None:
+        """Nothing is loaded any more, on any device."""
+        for name in NAMES:
+            assert HTTP.post(f"{self.head.url}/models/unload", json={"model": name}).json() == {"success": True}
+        assert set(self.states().values()) == {"unloaded"}
+        assert not ring_processes(self.head.run)
+        for worker in self.workers:
+            if worker.process.poll() is None:
+                wait_until(lambda: not ring_processes(worker), "the worker's ring processes ended")  # noqa: B023
+
+
+@pytest.fixture(scope="module")
+def offered(smollm2: Path, module_home, tmp_path_factory) -> Iterator[Offered]:
+    folder = tmp_path_factory.mktemp("models")
+    for name, architecture in MODELS.items():
+        synth.write_model(folder / f"{name}.gguf", architecture=architecture, layers=12, vocabulary=f"from:{smollm2}")
+    cluster = f"many-{time.time_ns():x}"
+    homes = [module_home(name) for name in ("first", "second")]
+    options = ("--use-all", "--context", 512, "--batching", "exact")
+    with (
+        heading(None, module_home("head"), cluster, *options, "--models", folder) as head,
+        joined(homes[0], cluster) as first,
+        joined(homes[1], cluster) as second,
+    ):
+        head.wait_serving()
+        wait_until(lambda: len(head.status()["cluster"]) == 2, "both workers are here")
+        yield Offered(head, [first, second], cluster)
+
+
+def leaves(offered: Offered, name: str) -> None:
+    """A client that asks for a long answer and goes before it has it."""
+    body = {"model": name, "prompt": TELL, "max_tokens": 400, "stream": True}
+    with httpx.stream("POST", f"{offered.head.url}/v1/completions", json=body, timeout=PATIENCE_S) as answered:
+        for _ in answered.iter_lines():
+            return
+
+
+def held(run: Primad) -> tuple[int, int]:
+    """Descriptors and threads of a daemon."""
+    (daemon,) = (each for each in run.processes() if each.pid == run.process.pid)
+    return daemon.num_fds(), daemon.num_threads()
+
+
+def test_sixty_requests_of_every_dialect_get_the_model_and_the_text_that_they_ask_for(offered):
+    draw = random.Random(48)
+    expected = {}
+    for name in NAMES:
+        for path in DIALECTS:
+            expected[name, path] = offered.ask(name, path)
+        offered.unload_all()
+    assert len({expected[name, "/v1/completions"] for name in NAMES}) == len(NAMES)
+    before = [held(each) for each in (offered.head.run, *offered.workers)]
+
+    def one(number: int) -> None:
+        name, path = draw.choice(NAMES), draw.choice(list(DIALECTS))
+        if number % 6 == 0:
+            leaves(offered, name)
+        else:
+            keep = {"keep_alive": draw.choice((0, -1, 300))} if path.startswith("/api") else {}
+            got = offered.ask(name, path, **keep)
+            assert got == expected[name, path], (name, path)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(60)))
+    offered.unload_all()
+    for (fds, threads), run in zip(before, (offered.head.run, *offered.workers), strict=True):
+        wait_until(lambda: held(run)[0] <= fds + 3, "nothing is left open")  # noqa: B023
+        assert held(run)[1] <= threads + 8, "threads of a pool may be begun, and no more"
+    assert "Traceback" not in offered.head.run.output
+
+
+def test_a_worker_that_is_killed_while_one_model_loads_or_two_serve_costs_no_request(offered, module_home):
+    one, other = offered.ask("amber", "/v1/completions"), offered.ask("birch", "/v1/completions", max_tokens=60)
+    offered.unload_all()
+    second = offered.workers.pop()
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(offered.ask, "amber", "/v1/completions")
+        wait_until(lambda: offered.states()["amber"] == "loading", "it is loaded")
+        second.kill()
+        assert first.result() == one
+        with joined(module_home("third"), offered.cluster) as third:
+            wait_until(lambda: "third" in str(offered.head.status()["cluster"]), "it is here")
+            offered.unload_all()
+            both = [pool.submit(offered.ask, name, "/v1/completions", max_tokens=60) for name in ("amber", "birch")]
+            wait_until(lambda: list(offered.states().values()).count("loaded") == 2, "both serve")
+            third.kill()
+            both[0].result()
+            assert both[1].result() == other
+    assert "Traceback" not in offered.head.run.output

@@ -1,0 +1,373 @@
+"""The models that a head offers: found, loaded for requests in order, unloaded; over devices that a test controls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from primad.api.answering.models import ModelState, OfferedModel, PullProgress
+from primad.errors import ClusterError, PlanError, RequestError, RingError
+from primad.head.offer.models import HeadModels, OfferSettings
+from primad.head.offer.offered_library import OfferedLibrary
+from primad.head.offer.room import who_goes
+from primad.library.library import Library, LibraryModel
+from primad.library.stores import LibraryProblem
+from tests.fakes.models import backend_of
+
+ROOM = 2
+
+
+def model(name: str, **facts: object) -> LibraryModel:
+    return LibraryModel(
+        names=(name, f"{name}-too"),
+        sources=("folder",),
+        files=(Path(f"/models/{name}.gguf"),),
+        size_bytes=1000,
+        **facts,  # type: ignore[arg-type]
+    )
+
+
+@dataclass
+class Held:
+    """A model that is loaded when its gate opens."""
+
+    house: House
+    name: str
+    lost: Callable[[], None]
+    detail: str = "planning"
+    progress: float | None = None
+
+    def __post_init__(self) -> None:
+        self.backend = backend_of(self.name)
+        self.gate = asyncio.Event()
+        if self.name not in self.house.slow:
+            self.gate.set()
+
+    def memory_bytes(self) -> dict[str, int]:
+        return {"desk": 1000}
+
+    def vram_bytes(self) -> int:
+        return 400
+
+    async def load(self) -> None:
+        await self.gate.wait()
+        if self.name in self.house.failing:
+            raise ClusterError("a device is short of memory")
+        self.detail = "serving with 1 device"
+
+    def stop(self, reason: str) -> None:
+        self.house.stopped.append(self.name)
+
+    async def end(self) -> None:
+        self.house.held.pop(self.name)
+        self.house.ended.append(self.name)
+        self.house.news.set()
+
+
+@dataclass
+class House:
+    """Devices with room for ``ROOM`` models, and a library."""
+
+    found: list[LibraryModel] = field(default_factory=lambda: [model("one"), model("two"), model("three")])
+    problems: tuple[LibraryProblem, ...] = ()
+    slow: set[str] = field(default_factory=set)
+    failing: set[str] = field(default_factory=set)
+    held: dict[str, Held] = field(default_factory=dict)
+    ended: list[str] = field(default_factory=list)
+    stopped: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    deleted: list[str] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Something is held that was not, or the other way round."""
+
+    def read(self) -> Library:
+        return Library(tuple(self.found), self.problems)
+
+    async def who_goes(self, model: LibraryModel, idle: Sequence[str], busy: Sequence[str]) -> frozenset[str]:
+        return frozenset([*idle, *busy][: max(0, len(self.held) + 1 - ROOM)])
+
+    def begin(self, model: LibraryModel, changed: Callable[[], None], lost: Callable[[], None]) -> Held:
+        del changed
+        made = self.held[model.name] = Held(self, model.name, lost)
+        self.news.set()
+        return made
+
+    def free_bytes(self) -> int | None:
+        return 1 << 30
+
+    async def pull(self, name: str) -> AsyncIterator[PullProgress]:
+        yield PullProgress(file=name)
+        self.found.append(model(name))
+
+    async def delete(self, model: LibraryModel) -> None:
+        self.deleted.append(model.name)
+        self.found.remove(model)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until what is held is as ``holds`` says."""
+        while not holds():
+            self.news.clear()
+            await self.news.wait()
+
+    async def comes_to(self, name: str) -> Held:
+        """``name``, once it is being loaded."""
+        await self.until(lambda: name in self.held)
+        return self.held[name]
+
+
+@asynccontextmanager
+async def offered(
+    house: House, *, keep_s: float = -1.0, pinned: Collection[str] = (), max_wait_s: float | None = None
+) -> AsyncIterator[HeadModels]:
+    settings = OfferSettings(keep_s=keep_s, pinned=frozenset(pinned), max_wait_s=max_wait_s)
+    library = OfferedLibrary(house.read, house.lines.append, fresh_s=0.0)
+    models = HeadModels(library, house, house, settings, house.lines.append)
+    await models.begin()
+    try:
+        yield models
+    finally:
+        models.stop("primad is stopping")
+        await models.close()
+        assert not house.held, "nothing is left"
+
+
+def state(models: HeadModels, name: str) -> OfferedModel:
+    return next(each for each in models.offered() if each.id == name)
+
+
+async def test_a_request_loads_the_model_that_it_names_by_any_of_its_names():
+    async with offered(House()) as models:
+        assert {each.state for each in models.offered()} == {ModelState.UNLOADED}
+        async with models.use("ONE-too") as backend:
+            served = backend.model()
+            assert served is not None
+            assert served.id == "one"
+            assert list(models.loaded()) == ["one"]
+        assert models.offered()[0].id == "one"
+        assert (models.offered()[0].memory_bytes, models.offered()[0].vram_bytes) == ({"desk": 1000}, 400)
+
+
+async def test_without_a_name_it_is_the_model_that_was_used_last():
+    house = House()
+    async with offered(house) as models:
+        with pytest.raises(RequestError, match="name one in 'model'"):
+            async with models.use(None):
+                pass
+        for name in ("one", "two"):
+            async with models.use(name):
+                pass
+        async with models.use(None):
+            assert [each.name for each in house.held.values()] == ["one", "two"]
+        await models.unload("two")
+        async with models.use(None) as backend:  # also once it was unloaded
+            assert backend is house.held["two"].backend
+
+
+async def test_a_wait_is_told_and_who_leaves_it_costs_the_others_nothing():
+    house = House(slow={"one"})
+    async with offered(house) as models:
+        told: list[OfferedModel] = []
+
+        async def use(name: str, heard: Callable[[OfferedModel], None]) -> str:
+            async with models.use(name, waiting=heard) as backend:
+                served = backend.model()
+                assert served is not None
+                return served.id
+
+        first = asyncio.create_task(use("one", told.append))
+        leaving = asyncio.create_task(use("one", lambda _: None))
+        other = asyncio.create_task(use("two", lambda _: None))
+        held = await house.comes_to("one")
+        assert [each.state for each in told][-1] is ModelState.LOADING
+        assert told[-1].detail in ("loading", "planning")
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        held.gate.set()
+        assert await first == "one"
+        assert await other == "two"
+
+
+async def test_a_load_that_everybody_left_is_given_up_for_the_next_one():
+    house = House(slow={"one"})
+    async with offered(house) as models:
+        first = asyncio.create_task(models.use("one").__aenter__())
+        await house.comes_to("one")
+        first.cancel()
+        async with models.use("two"):
+            assert house.ended == ["one"]
+
+
+async def test_what_has_to_go_goes_once_its_requests_have_ended():
+    house = House()
+    async with offered(house) as models:
+        async with models.use("one"):
+            pass
+        async with models.use("two"):
+            async with models.use("three"):  # in place of the one that nobody uses
+                assert house.ended == ["one"]
+            async with models.use("three"):
+                waiting = asyncio.create_task(models.use("one").__aenter__())
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                assert not waiting.done()
+                assert "waits until" in state(models, "one").detail
+        await waiting
+        assert len(house.held) == ROOM
+        assert any("needs the room of" in line for line in house.lines)
+
+
+async def test_a_model_that_cannot_be_loaded_is_an_error_and_is_tried_again_by_the_next_request():
+    house = House(failing={"one"})
+    async with offered(house) as models:
+        with pytest.raises(RingError, match=r"one cannot be loaded: a device is short of memory"):
+            async with models.use("one"):
+                pass
+        assert state(models, "one").state is ModelState.FAILED
+        assert "short of memory" in state(models, "one").detail
+        house.failing.clear()
+        async with models.use("one"):
+            assert state(models, "one").state is ModelState.LOADED
+
+
+async def test_a_model_that_is_lost_is_unloaded_and_loaded_again_by_the_next_request():
+    house = House()
+    async with offered(house) as models:
+        async with models.use("one"):
+            pass
+        house.held["one"].lost()
+        await house.until(lambda: house.ended == ["one"])
+        async with models.use("one"):
+            pass
+
+
+async def test_a_wait_that_is_too_long_is_a_429():
+    house = House(slow={"one"})
+    async with offered(house, max_wait_s=0.01) as models:
+        with pytest.raises(RequestError, match=r"was not loaded in 0.01 s") as refused:
+            async with models.use("one"):
+                pass
+        assert refused.value.status == 429
+
+
+async def test_keep_alive_0_unloads_and_pinned_models_stay():
+    house = House()
+    async with offered(house, keep_s=0.0, pinned={"three"}) as models:
+        async with models.use("three"):
+            pass
+        async with models.use("one", keep_alive_s=-1):
+            pass
+        assert set(models.loaded()) == {"one", "three"}
+        assert state(models, "three").pinned
+        async with models.use("one"):
+            pass
+        await house.until(lambda: "one" not in house.held)
+        assert set(models.loaded()) == {"three"}
+
+
+async def test_unloading_returns_when_nothing_is_held():
+    house = House()
+    async with offered(house) as models:
+        await models.unload("one")
+        async with models.use("one"):
+            unloading = asyncio.create_task(models.unload("one"))
+            await asyncio.sleep(0)
+            assert not unloading.done()
+        await unloading
+        assert house.ended == ["one"]
+
+
+async def test_new_files_are_offered_vanished_ones_are_not_and_broken_ones_harm_no_other():
+    house = House()
+    async with offered(house) as models:
+        house.found.append(model("new"))
+        async with models.use("new"):
+            house.found.pop()
+            await models.look()
+            assert state(models, "new").state is ModelState.LOADED, "it is loaded"
+        await models.unload("new")
+        assert "new" not in [each.id for each in models.offered()]
+        house.found.append(model("broken", problem="/models/broken.gguf: is cut short"))
+        await models.look()
+        assert state(models, "broken").state is ModelState.FAILED
+        with pytest.raises(RequestError, match=r"broken cannot be used: /models/broken.gguf: is cut short"):
+            async with models.use("broken"):
+                pass
+        async with models.use("one"):
+            pass
+        await models.look()
+        assert sum("cut short" in line for line in house.lines) == 1, "the owner is told once"
+
+
+async def test_an_unknown_name_is_a_404_with_the_names_that_there_are():
+    async with offered(House()) as models:
+        with pytest.raises(RequestError, match="there are: one, three, two") as refused:
+            await models.load("gpt-5")
+        assert refused.value.status == 404
+
+
+async def test_changes_are_heard_until_the_end():
+    house = House()
+    async with offered(house) as models:
+        changes = models.changes()
+        next_one = asyncio.create_task(anext(changes))
+        await asyncio.sleep(0)
+        await models.load("one")
+        heard = [await next_one]
+        while heard[-1].state is not ModelState.LOADED:
+            heard.append(await anext(changes))
+        assert heard[0].state is ModelState.LOADING
+        await changes.aclose()
+
+
+async def test_what_is_pulled_is_offered_and_what_is_deleted_is_not():
+    house = House()
+    async with offered(house) as models:
+        assert [each.file async for each in models.pull("hf:new")] == ["hf:new"]
+        async with models.use("hf:new"):
+            pass
+        await models.delete("hf:new")
+        assert house.ended == house.deleted == ["hf:new"]
+        assert "hf:new" not in [each.id for each in models.offered()]
+
+
+async def test_who_waits_or_is_answered_at_the_end_gets_an_error():
+    house = House(slow={"one"})
+    async with offered(house) as models:
+        waiting = asyncio.create_task(models.use("one").__aenter__())
+        await house.comes_to("one")
+    with pytest.raises(RingError, match="primad is stopping"):
+        await waiting
+
+
+@pytest.mark.parametrize(
+    ("beside", "idle", "busy", "gone"),
+    [
+        (1.2, ("a", "b"), (), ()),  # a plan beside others is nearly as good
+        (2.0, ("a", "b"), (), ("a",)),  # one makes enough room
+        (None, ("b", "a"), (), ("b", "a")),  # both are needed
+        (2.0, (), ("a",), ()),  # a slow plan is better than a wait
+        (None, (), ("c", "a"), ("c", "a")),
+    ],
+)
+async def test_as_few_go_as_are_needed_and_those_that_answer_only_without_another_way(beside, idle, busy, gone):
+    async def objective_s(without: Collection[str]) -> float:
+        if "a" in without:
+            return 1.0
+        if beside is None:
+            raise PlanError("short of memory")
+        return beside
+
+    assert await who_goes(objective_s, idle, busy) == frozenset(gone)
+
+
+async def test_without_a_plan_on_free_devices_its_error_is_the_answer():
+    async def objective_s(without: Collection[str]) -> float:
+        raise PlanError(f"short of memory without {sorted(without)}")
+
+    with pytest.raises(PlanError, match=r"without \['a', 'b'\]"):
+        await who_goes(objective_s, ("a",), ("b",))
