@@ -34,6 +34,7 @@ def add(
         int | None,
         typer.Option(help="Tokens per minute, of prompts and responses.", min=1, max=10**9, show_default=False),
     ] = None,
+    manages: Annotated[bool, typer.Option("--manages", help="It may download and delete models.")] = False,
 ) -> None:
     """Make a key and print it. It is stored hashed and cannot be shown again. A running server accepts it at once.
 
@@ -42,6 +43,8 @@ def add(
         primad key add laptop
 
         primad key add guest --requests 20 --tokens 20000
+
+        primad key add phone --manages
     """
     from primad.api.http.key_file import KEY_NAME, add_key
     from primad.api.http.keys import ApiKey, digest_of, new_key
@@ -51,14 +54,15 @@ def add(
             f"{printable(name, 70)!r} is not a valid name of a key; use up to 62 letters, digits, '.', '_' and '-'"
         )
     path, key = _file(file, home), new_key()
-    add_key(path, ApiKey(name=name, digest=digest_of(key), requests_per_min=requests, tokens_per_min=tokens))
+    rights = ApiKey(name=name, digest=digest_of(key), requests_per_min=requests, tokens_per_min=tokens, manages=manages)
+    add_key(path, rights)
     out.print(key)
     err.print(f"the key {name}; give it to its client now. It works with: primad serve --api-key-file {path}")
 
 
 @key_app.command("list")
 def show(file: File = None, home: Home = None) -> None:
-    """List the keys by name, with their limits.
+    """List the keys by name, with their limits and rights.
 
     Examples:
 
@@ -73,7 +77,7 @@ def show(file: File = None, home: Home = None) -> None:
     for key in keys or ():
         limits = ((key.requests_per_min, "requests"), (key.tokens_per_min, "tokens"))
         limits_text = ", ".join(f"{maximum} {what} per minute" for maximum, what in limits if maximum is not None)
-        out.print(f"{key.name}: {limits_text or 'no limits'}")
+        out.print(f"{key.name}: {limits_text or 'no limits'}{'; manages models' if key.manages else ''}")
 
 
 @key_app.command("remove")

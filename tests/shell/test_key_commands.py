@@ -30,6 +30,12 @@ def test_a_key_is_printed_once_listed_by_name_and_removed(command, tmp_path):
     assert command("key", "list")[1] == "laptop: no limits\n"
 
 
+def test_a_key_that_manages_is_listed_so(command, tmp_path):
+    command("key", "add", "phone", "--manages")
+    assert [key.manages for key in read_keys(tmp_path / "home" / "api-keys") or ()] == [True]
+    assert command("key", "list")[1] == "phone: no limits; manages models\n"
+
+
 def test_keys_may_be_in_any_file(command, tmp_path):
     command("key", "add", "laptop", "--file", tmp_path / "mine")
     assert "laptop" in command("key", "list", "--file", tmp_path / "mine")[1]
