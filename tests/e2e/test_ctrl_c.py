@@ -34,8 +34,10 @@ from tests.e2e.cluster import (
 from tests.figures import note
 from tools.synth import write_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("started_by_a_shell")]
+pytestmark = pytest.mark.slow
 
+started_by_a_shell = pytest.mark.usefixtures("started_by_a_shell")
+"""One of each command and state is started as users start it; the others fork, which spares a second of a core each."""
 interrupted = pytest.mark.parametrize("number", [signal.SIGINT], ids=["SIGINT"])
 terminated = pytest.mark.parametrize("number", [signal.SIGTERM], ids=["SIGTERM"])
 SHARED = ("--windows", "4,10")
@@ -127,6 +129,7 @@ def streaming(head: Head) -> Iterator[list[str]]:
     assert not reader.is_alive(), "the client still waits"
 
 
+@started_by_a_shell
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_worker_idle(new_home, cluster, temporary, number):
     home = new_home("worker")
@@ -134,6 +137,7 @@ def test_worker_idle(new_home, cluster, temporary, number):
         assert_ends(worker, number, temporary, home)
 
 
+@started_by_a_shell
 @both_signals
 def test_head_that_serves_alone(quick_model, new_home, cluster, temporary, number):
     home = new_home("head")
@@ -233,6 +237,7 @@ def test_worker_that_fetches(large, new_home, cluster, temporary, number):
         assert_ends(worker, number, temporary, worker_home)
 
 
+@started_by_a_shell
 @both_signals
 @pytest.mark.parametrize("command", ["join", "serve"])
 def test_first_profile(quick_model, tmp_path, cluster, temporary, command, number):
@@ -246,6 +251,7 @@ def test_first_profile(quick_model, tmp_path, cluster, temporary, command, numbe
         assert_ends(run, number, temporary, home)
 
 
+@started_by_a_shell
 @both_signals
 def test_head_and_worker_that_generate(quick_model, new_home, cluster, temporary, number):
     home, worker_home = new_home("head"), new_home("worker")
@@ -300,6 +306,7 @@ def test_head_in_a_long_prompt(quick_model, new_home, cluster, temporary, number
         assert not client.is_alive()
 
 
+@started_by_a_shell
 @both_signals
 def test_devices(cluster, temporary, number):
     with primad("devices", "--seconds", 30, "--cluster", cluster, temporary=temporary) as run:
