@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
 from primad.cli.conversation import COMMANDS, Conversation, Piece, Received, shown, split_command
 from primad.cli.drawing import Drawing
 from primad.cli.endpoint import (
-    ASKS_FOR_KEY,
     HeadName,
     Key,
     Reached,
     Url,
     check_let_in,
     connected,
+    error_in,
     in_our_words,
     opened,
     reached,
@@ -32,9 +31,6 @@ from primad.cli.output import err, out
 from primad.cli.progress import RichReporter
 from primad.errors import ClusterError, printable
 from primad.settings.config import load_config
-
-if TYPE_CHECKING:
-    import httpx
 
 
 def chat(
@@ -118,7 +114,7 @@ class Talk:
                 async with client, client.stream("POST", "/v1/chat/completions", json=body) as response:
                     if response.status_code != 200:
                         await response.aread()
-                        raise ClusterError(_error(response))
+                        raise ClusterError(error_in(response))
                     async for line in response.aiter_lines():
                         drawing.add(self._taken(line, waiting, show))
             if not self.received.is_whole:
@@ -153,15 +149,6 @@ def _text(typed: str) -> str:
     return typed.encode(errors="surrogateescape").decode(errors="replace")
 
 
-def _error(response: httpx.Response) -> str:
-    if response.status_code == 401:
-        return ASKS_FOR_KEY
-    try:
-        return str(response.json()["error"]["message"])
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return f"returned {response.status_code}; is it a primad endpoint?"
-
-
 def _greeting(there: Reached, model: str | None) -> str:
     """The ``model`` to talk to, else the served one. Raises ``ClusterError`` if there is none, before anything is typed."""
     with connected(there, _GREETING_S) as client:
@@ -172,7 +159,7 @@ def _greeting(there: Reached, model: str | None) -> str:
         names = [str(each["id"]) for each in models.json()["data"]]
         waits = "" if health.status_code == _OK else f"; not serving yet: {health.json()['detail']}"
     except (ValueError, KeyError, TypeError) as exc:
-        raise ClusterError(f"{there.url}: {_error(models)}") from exc
+        raise ClusterError(f"{there.url}: {error_in(models)}") from exc
     return f"{model or (names[0] if names else 'no model yet')} at {there.url}{waits}"
 
 

@@ -118,6 +118,16 @@ def check_let_in(url: str, status: int) -> None:
         raise KeyRefusedError(f"{url}: {ASKS_FOR_KEY}")
 
 
+def error_in(response: httpx.Response) -> str:
+    """What is wrong with ``response``, which is read, in its own words if it has some."""
+    if response.status_code == 401:
+        return ASKS_FOR_KEY
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"returned {response.status_code}; is it a primad endpoint?"
+
+
 @contextmanager
 def connected(there: Reached, timeout_s: float | None) -> Iterator[httpx.Client]:
     """A client of the endpoint. Failures are raised as ``ClusterError``."""

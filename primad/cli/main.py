@@ -23,6 +23,7 @@ from primad.cli.doctor import doctor
 from primad.cli.fit import fit
 from primad.cli.join import JOIN_SHOWN, JOIN_TABLE, join
 from primad.cli.key import key_app
+from primad.cli.load_unload import load, unload
 from primad.cli.models import models, pull, rm
 from primad.cli.options import Gpu, Home, Name, Threads
 from primad.cli.output import err, out, write_json
@@ -143,7 +144,7 @@ app.add_typer(devices_app, name="devices")
 app.add_typer(cache_app, name="cache")
 app.add_typer(key_app, name="key")
 app.add_typer(service_app, name="service")
-for command in (status, page, pair, leave, pause, resume, doctor, chat, check, pull, models, rm):
+for command in (status, page, pair, leave, pause, resume, doctor, chat, check, pull, models, load, unload, rm):
     app.command()(command)
 
 

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.table import Column, Table
 
+from primad.cli.endpoint import HeadName, Key, Reached, Url, connected, reached
 from primad.cli.hub import fetched
 from primad.cli.library import ModelFolders, library_of, pinned_in
+from primad.cli.offered import ANSWER_TIMEOUT_S, HeadModel, offered_models, states_here
 from primad.cli.options import Home
 from primad.cli.output import err, out, print_json
-from primad.errors import ConfigError
+from primad.errors import ClusterError, ConfigError
 from primad.settings.config import load_config, models_folder
 from primad.settings.quantities import show_bytes
 
@@ -43,36 +45,50 @@ def models(
     home: Home = None,
     folders: ModelFolders = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    url: Url = None,
+    head: HeadName = None,
+    api_key: Key = None,
 ) -> None:
-    """List the models of this device by name, with what is broken.
+    """List the models of this device by name, with what is broken, and which a head that runs here has loaded.
 
     Those of --models, those that were downloaded, and those of Ollama, LM Studio, Hugging Face's cache and llama.cpp.
+    With --url or --head those that this head offers.
 
     Examples:
 
         primad models
 
         primad models --models /srv/models --json
+
+        primad models --head desk
     """
     from primad.gguf.hub import kept_models
 
+    if url is not None or head is not None:
+        _show_offered(reached(url, head, api_key), json)
+        return
     config = load_config({"home": home, "models": tuple(folders or ())})
     library = library_of(config)
     headers = [each for each in kept_models(models_folder(config.home)) if not each.whole]
-    pinned = pinned_in(library, config)
+    pinned, offered = pinned_in(library, config), _offered_here(config.home)
     for wrong in library.problems:
         err.print(wrong.line, markup=False, highlight=False)
     if json:
-        print_json([*(_fields(each, each in pinned) for each in library.models), *map(_fields_of_header, headers)])
+        print_json(
+            [*(_fields(each, each in pinned, offered) for each in library.models), *map(_fields_of_header, headers)]
+        )
         return
     if not library.models and not headers:
         err.print("no models yet; primad pull hf:owner/repo downloads one")
         return
-    table = Table(Column("name", no_wrap=True), *_COLUMNS, box=None, pad_edge=False)
+    more = ["state"] if offered else []
+    table = Table(Column("name", no_wrap=True), *_COLUMNS, *more, box=None, pad_edge=False)
     for each in library.models:
         context = "" if each.context_tokens is None else f"{each.context_tokens:,}"
         size = show_bytes(each.size_bytes) if each.size_bytes else ""
-        table.add_row(each.name, each.parameters, each.quantisation, size, context, ", ".join(each.sources))
+        state = _state(each, offered)
+        shown = [each.parameters, each.quantisation, size, context, ", ".join(each.sources)]
+        table.add_row(each.name, *shown, *(["" if state is None else state.line] if offered else []))
     for header in headers:
         where = "only the header; its layers are on the devices"
         table.add_row(str(header.name), "", header.name.quantisation, "", "", where)
@@ -82,7 +98,36 @@ def models(
             err.print(f"{each.name} cannot be used: {each.problem}", markup=False, highlight=False)
 
 
-def _fields(model: LibraryModel, pinned: bool) -> dict[str, object]:
+def _offered_here(home: Path) -> list[HeadModel]:
+    """What the head of this home offers; none, with a line, where it does not say."""
+    try:
+        return states_here(home)
+    except ClusterError as exc:
+        err.print(f"states are unknown: {exc}")
+        return []
+
+
+def _state(model: LibraryModel, offered: list[HeadModel]) -> HeadModel | None:
+    return next((each for each in offered if each.id in model.names), None)
+
+
+def _show_offered(there: Reached, json: bool) -> None:
+    """The models of the head ``there``."""
+    with connected(there, ANSWER_TIMEOUT_S) as client:
+        models = offered_models(client, there)
+    if json:
+        print_json(models)
+        return
+    table = Table(Column("name", no_wrap=True), "size", "context", "state", box=None, pad_edge=False)
+    for each in models:
+        size, context = each.meta.get("size"), each.max_model_len
+        shown = [show_bytes(size) if isinstance(size, int) else "", "" if context is None else f"{context:,}"]
+        table.add_row(each.id, *shown, each.line)
+    out.print(table)
+
+
+def _fields(model: LibraryModel, pinned: bool, offered: list[HeadModel]) -> dict[str, object]:
+    state = _state(model, offered)
     return {
         "name": model.name,
         "names": model.names,
@@ -96,6 +141,7 @@ def _fields(model: LibraryModel, pinned: bool) -> dict[str, object]:
         "whole": True,
         "projector": None if model.projector is None else _shown(model.projector),
         "pinned": pinned,
+        "state": None if state is None else state.state,
         "problem": model.problem or None,
     }
 
