@@ -150,16 +150,21 @@ def _text(typed: str) -> str:
 
 
 def _greeting(there: Reached, model: str | None) -> str:
-    """The ``model`` to talk to, else the served one. Raises ``ClusterError`` if there is none, before anything is typed."""
+    """The ``model`` to talk to, else the served one. Raises ``ClusterError`` if there is none, or several of which none is
+    loaded, before anything is typed."""
     with connected(there, _GREETING_S) as client:
         models = client.get("/v1/models")
         check_let_in(there.url, models.status_code)
         health = client.get("/health")
     try:
-        names = [str(each["id"]) for each in models.json()["data"]]
+        listed = models.json()["data"]
+        names = [str(each["id"]) for each in listed]
+        is_open = len(names) > 1 and listed[0].get("status", {}).get("value") == "unloaded"
         waits = "" if health.status_code == _OK else f"; not serving yet: {health.json()['detail']}"
     except (ValueError, KeyError, TypeError) as exc:
         raise ClusterError(f"{there.url}: {error_in(models)}") from exc
+    if model is None and is_open:
+        raise ClusterError(f"{there.url}: offers {', '.join(map(printable, names))}; choose one with --model")
     return f"{model or (names[0] if names else 'no model yet')} at {there.url}{waits}"
 
 

@@ -260,6 +260,9 @@ def test_what_nobody_would_answer_fails_before_the_first_question(chat: Types, e
         "",
         f"primad: error: {endpoint.url}: requires an API key; give --api-key KEY, or set PRIMAD_API_KEY\n",
     )
+    several = [{"id": name, "status": {"value": "unloaded"}} for name in ("small", "large")]
+    endpoint.models = 200, json.dumps({"data": several}).encode()
+    assert f"{endpoint.url}: offers small, large; choose one with --model" in chat(lines=never_read)[2]
     endpoint.models = 404, b"nothing"
     assert "returned 404; is it a primad endpoint?" in chat(lines=never_read)[2]
     assert "no response" in chat(lines=never_read, url="http://127.0.0.1:9")[2]

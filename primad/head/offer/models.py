@@ -120,7 +120,8 @@ class HeadModels:
         self._took_s: dict[str, float] = {}
         """By model: when its load began, and how long the last one took."""
         self._numbers = count(NOBODY + 1)
-        self._waits: dict[int, asyncio.Future[None]] = {}
+        self._waits: dict[int, tuple[str, asyncio.Future[None]]] = {}
+        """The model of each request that waits or is answered, and what it waits for."""
         self._places = Shares(2 * MAX_WAITING, minimum=1)
         self._loading: asyncio.Task[None] | None = None
         self._tasks = Tasks()
@@ -157,7 +158,7 @@ class HeadModels:
     ) -> AsyncGenerator[Backend, None]:
         model = self._last_used() if name is None else await self._find(name)
         number, granted = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._waits[number] = granted
+        self._waits[number] = model, granted
         try:
             self._post(ModelAsked(number, model, keep_alive_s))
             if not granted.done():
@@ -219,8 +220,8 @@ class HeadModels:
         """Requests end with an error, those that wait and those that are answered."""
         if self._wake is not None:
             self._wake.cancel()
-        for granted in self._waits.values():
-            _settle(granted, RingError(reason))
+        for number in self._waits:
+            self._settle(number, f"is not loaded any more: {reason}")
         for held in self._held.values():
             held.stop(reason)
 
@@ -375,15 +376,24 @@ class HeadModels:
                 case UnloadModel(name):
                     self._tasks.start(self._unload(name))
                 case Grant(number):
-                    _settle(self._waits.get(number), None)
+                    self._settle(number, None)
                 case RefuseRequest(number, reason):
-                    _settle(self._waits.get(number), RingError(reason))
+                    self._settle(number, f"cannot be loaded: {reason}")
         if self._wake is not None:
             self._wake.cancel()
         wake = wake_at(self._state, now)
         loop = asyncio.get_running_loop()
         self._wake = None if wake is None else loop.call_at(wake, self._post, TimePassed())
         self._notify()
+
+    def _settle(self, number: int, error: str | None) -> None:
+        model, granted = self._waits.get(number, ("", None))
+        if granted is None or granted.done():
+            return
+        if error is None:
+            granted.set_result(None)
+        else:
+            granted.set_exception(RingError(f"{model} {error}"))
 
     async def _load(self, name: str, may_go: Sequence[str]) -> None:
         model = self._known[name]
@@ -411,7 +421,7 @@ class HeadModels:
         if held is not None:
             await to_its_end(held.end())
         self._report_line(f"{name} cannot be loaded: {reason}")
-        self._later(LoadFailed(name, f"{name} cannot be loaded: {reason}"))
+        self._later(LoadFailed(name, reason))
 
     async def _unload(self, name: str) -> None:
         if self._loading is not None and not self._loading.done() and self._state.turn is None:
@@ -452,12 +462,3 @@ def _shown(model: OfferedModel | None) -> object:
     if model is None:
         return None
     return model.state, model.detail, None if model.progress is None else round(model.progress, 2)
-
-
-def _settle(granted: asyncio.Future[None] | None, error: PrimadError | None) -> None:
-    if granted is None or granted.done():
-        return
-    if error is None:
-        granted.set_result(None)
-    else:
-        granted.set_exception(error)
