@@ -10,7 +10,7 @@ Prefill is the same for a chunk of rows. Chunks follow each other through the ri
 busiest machine, disk or link needs for one, and the output matrix is computed once. Where layers stream by expert windows
 differ from round to round, and chunks are followed stop by stop (``ring_passes.py``). Devices on one machine share cores
 and disk.
-``tools.research.simulate`` plays the same ring event by event and says where the two part.
+``tests.solver.simulator`` plays the same ring event by event and says where the two part.
 """
 
 from __future__ import annotations

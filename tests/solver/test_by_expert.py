@@ -11,10 +11,10 @@ from halda import Infeasible, Instance, ModelProfile, Plan, Solution, Streaming,
 from halda.profile import Workload
 from halda.streaming import RESERVE_BYTES, ReadLine, read_bytes, read_lines
 from tests.fakes import planning
+from tests.solver.simulator import simulate, simulate_prefill
 from tests.solver.small_fleets import small_instance
 from tests.solver.test_solve import check_against_brute_force
 from tools.research.random_fleets import random_instance, random_plan
-from tools.research.simulate import simulate, simulate_prefill
 
 MB = 10**6
 BASE = 10 * MB

@@ -10,10 +10,10 @@ import pytest
 from halda import DeviceProfile, Instance, LayerProfile, Plan, Streaming, Window, assignments, evaluate, instance
 from tests.fakes import planning
 from tests.fakes.planning import GB, offloading
+from tests.solver.simulator import simulate, simulate_prefill
 from tests.solver.small_fleets import small_instance, solved
 from tests.solver.test_by_expert import BASE, EXPERTS, MB, WORK, moe
 from tests.solver.test_solve import check_against_brute_force
-from tools.research.simulate import simulate, simulate_prefill
 
 LAYERS = 8
 MODEL = moe(LAYERS)

@@ -27,10 +27,10 @@ from halda import (
 from halda.cost import hop_s, message_s
 from halda.orders import ring_order
 from tests.fakes import planning
+from tests.solver.simulator import simulate, simulate_prefill
 from tests.solver.small_fleets import small_instance, solved
 from tests.solver.test_solve import check_against_brute_force
 from tools.research.random_fleets import random_instance
-from tools.research.simulate import simulate, simulate_prefill
 
 WIDTH = 1024
 WORK = Workload(context_tokens=8192, kv_type="f16", sequences=8, prompt_tokens=8000, answer_tokens=100, chunk_rows=250)

@@ -27,8 +27,8 @@ from tests.fakes import planning
 from tests.fakes.planning import GB, offloading
 from tests.solver import small_fleets
 from tests.solver.brute import Brute
+from tests.solver.simulator import simulate, simulate_prefill
 from tests.solver.small_fleets import small_instance
-from tools.research.simulate import simulate, simulate_prefill
 
 MB = 10**6
 CLOSE = 1e-6

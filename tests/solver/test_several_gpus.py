@@ -13,10 +13,10 @@ from halda.cost import GPU_RUNTIME_BYTES, between_gpus_s
 from halda.filling import filled
 from tests.fakes import planning
 from tests.fakes.planning import GB, offloading
+from tests.solver.simulator import simulate, simulate_prefill
 from tests.solver.small_fleets import small_instance, solved
 from tests.solver.test_solve import check_against_brute_force
 from tools.research.random_fleets import random_instance, random_plan, with_more_gpus
-from tools.research.simulate import simulate, simulate_prefill
 
 LAYERS = 8
 SIZE = GB // 4

@@ -28,9 +28,9 @@ from halda.evaluate import evaluate, stream
 from halda.instance import Instance
 from halda.instance import instance as ask
 from halda.load import under_load
+from tests.solver.simulator import simulate, simulate_prefill
 from tests.solver.small_fleets import solved
 from tools.research.random_fleets import random_instance, random_plan
-from tools.research.simulate import simulate, simulate_prefill
 
 LAYER = 1000
 """Bytes of a layer of the toy model; a layer takes 1 s on the CPU."""

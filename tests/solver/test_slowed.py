@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 
 from halda import Instance, Plan, evaluate
+from tests.solver.simulator import simulate
 from tests.solver.small_fleets import slowing
 from tests.solver.test_simulate import streaming_plans
-from tools.research.simulate import simulate
 
 
 def slowed(question: Instance, share: float) -> Instance:

@@ -16,7 +16,7 @@ from itertools import groupby
 from halda import cost
 from halda.instance import Instance, Member, Phase
 from halda.plan import Plan, Window
-from tools.research._events import Fixture, Segment, SimulatedRing, Tally, Visit
+from tests.solver.simulator_events import Fixture, Segment, SimulatedRing, Tally, Visit
 
 
 @dataclass(slots=True, kw_only=True)
