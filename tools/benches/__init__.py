@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from tools.benches import api, copies, http, hybrids, memory, predict, published, ring, serve, solve, speculate
+from tools.benches import api, copies, http, hybrids, memory, models, predict, published, ring, serve, solve, speculate
 from tools.lab.harness import Bench
 
 BENCHES: Final[Mapping[str, Bench]] = {
@@ -16,6 +16,7 @@ BENCHES: Final[Mapping[str, Bench]] = {
     "speculate": speculate.BENCH,
     "copies": copies.BENCH,
     "hybrids": hybrids.BENCH,
+    "models": models.BENCH,
     "predict": predict.BENCH,
     "solve": solve.BENCH,
     "paper": solve.PAPER,

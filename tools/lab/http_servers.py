@@ -182,7 +182,7 @@ def head_here(
     names, cluster, port = ["head", *workers], f"bench-{secrets.token_hex(4)}", free_port(port)
     before = {name: as_machine(name, at if bound else None) if machines else [] for at, name in enumerate(names)}
     for name, words in before.items():
-        _profile(homes / name, words, every)
+        profiled_home(homes / name, words, every)
     others = ["--wait", str(len(workers)), "--wait-timeout", f"{START_S:g}"] if workers else ["--alone"]
     with ExitStack() as stack:
 
@@ -202,7 +202,7 @@ def head_here(
         yield server
 
 
-def _profile(home: Path, before: Sequence[str], every: Sequence[str]) -> None:
+def profiled_home(home: Path, before: Sequence[str], every: Sequence[str]) -> None:
     """Have ``home`` profiled: as one of another daemon was that is started alike, or now."""
     options = [
         word for option in ("--threads",) if option in every for word in (option, every[every.index(option) + 1])
