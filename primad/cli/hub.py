@@ -156,7 +156,7 @@ def fetched(name: HubName, config: Config) -> KeptModel:
     _quiet()
     from rich.progress import Progress
 
-    from primad.gguf.hub import fetch
+    from primad.gguf.hub_fetch import fetch
 
     with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
         tasks = {}

@@ -158,7 +158,7 @@ def _fields_of_header(model: KeptModel) -> dict[str, object]:
 
 def rm(name: ModelName, home: Home = None) -> None:
     """Remove a downloaded model; without a quantisation, all of its repository."""
-    from primad.gguf.hub import remove
+    from primad.gguf.hub_fetch import remove
 
     asked = _named(name)
     removed = remove(asked, models_folder(load_config({"home": home}).home))

@@ -8,22 +8,20 @@ interrupted, and is compared with the hash that the hub states. What is in the f
 
 from __future__ import annotations
 
-import hashlib
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 from urllib.parse import quote
 
-from primad.errors import ConfigError, DiskError, ModelError, printable
+from primad.errors import ConfigError, printable
+from primad.gguf.hub_download import PARTS
 from primad.gguf.hub_library import asked, endpoint, library, token
 from primad.gguf.hub_ranges import DEFAULT_HUB, HubError, HubRanges, own_hubs
 from primad.gguf.model import PART_NAME
 from primad.gguf.origins import RemoteFile
 from primad.gguf.ranged import HEADERS, RangedModel, keep_header, open_ranged
-from primad.system.files import lacking_room
 
 PREFIX: Final = "hf:"
 PREFERRED: Final = ("Q4_K_M", "Q4_K_XL", "Q4_K_S", "Q4_0", "MXFP4", "IQ4_XS", "IQ4_NL", "Q5_K_M", "Q8_0")
@@ -40,12 +38,11 @@ _BESIDE: Final = ("mmproj", "imatrix")
 """Files beside a model that are none."""
 ANSWER_TIMEOUT_S: Final = 30.0
 """A hub that takes longer to say what a repository has cannot be reached."""
-_CHUNK_BYTES: Final = 8 << 20
 UNKNOWN: Final = "unknown"
 """The folder of a header whose quantisation its name does not say."""
 
 OnBytes = Callable[[str, int, int], None]
-"""Told what is done (a verb and a file's name), and bytes of how many."""
+"""Told what is downloaded (a file's name) or done (a verb before it), and bytes of how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +107,17 @@ def repository_in(text: str) -> str | None:
 
 def kept_models(folder: Path) -> list[KeptModel]:
     """The models in ``folder``, by name: the whole ones, and those of which the header is there."""
-    return [model for place in sorted(folder.glob("*/*")) for model in (*_kept_in(place), *headers_in(place))]
+    places = [place for place in sorted(folder.glob("*/*")) if place.is_dir()]
+    return [model for place in places for model in (*kept_in(place), *headers_in(place))]
 
 
-def _kept_in(place: Path) -> list[KeptModel]:
+def kept_in(place: Path) -> list[KeptModel]:
     """Those of the repository at ``place``."""
     found = []
     files = {
         path.relative_to(place).as_posix(): path
         for path in place.rglob("*.gguf")
-        if not {".cache", HEADERS} & set(path.relative_to(place).parts)
+        if not {PARTS, HEADERS} & set(path.relative_to(place).parts)
     }
     for quantisation, names in by_quantisation(files).items():
         if not _lacking(names):
@@ -132,25 +130,9 @@ def _kept_in(place: Path) -> list[KeptModel]:
 
 def kept(name: HubName, folder: Path) -> KeptModel | None:
     """The model that is called so in ``folder``, whole."""
-    own = {each.name.quantisation: each for each in _kept_in(name.place(folder))}
+    own = {each.name.quantisation: each for each in kept_in(name.place(folder))}
     chosen = choose(list(own), name.quantisation)
     return None if chosen is None else own[chosen]
-
-
-def remove(name: HubName, folder: Path) -> list[KeptModel]:
-    """Remove the models that are called so, of any quantisation where ``name`` has none; those that were there."""
-    place = name.place(folder)
-    own = [each for each in _kept_in(place) if name.quantisation.lower() in ("", each.name.quantisation.lower())]
-    for each in own:
-        for path in each.files:
-            path.unlink()
-    headers = headers_in(place)
-    for each in [each for each in headers if name.quantisation.lower() in ("", each.name.quantisation.lower())]:
-        shutil.rmtree(each.files[0].parent, ignore_errors=True)
-        own.append(each)
-    if own and not any(place.rglob("*.gguf")):
-        shutil.rmtree(place, ignore_errors=True)
-    return own
 
 
 def headers_in(place: Path) -> list[KeptModel]:
@@ -192,23 +174,6 @@ def choose(kinds: Sequence[str], asked: str) -> str | None:
     return next((by_name[kind.lower()] for kind in PREFERRED if kind.lower() in by_name), next(iter(kinds), None))
 
 
-def fetch(name: HubName, folder: Path, advance: OnBytes) -> KeptModel:
-    """Have ``name`` in ``folder``, whole and as the hub has it.
-
-    Raises ``ConfigError`` where the hub does not have it, or does not give it; ``DiskError`` where it does not fit;
-    ``ModelError`` for a file that is not what the hub says.
-    """
-    named, _, wanted = _wanted(name)
-    place = name.place(folder)
-    missing = [file for file in wanted if not _is_here(place, file)]
-    _check_room(place, missing, name)
-    for file in missing:
-        _download(name, file, place)
-        _verify(place / file.name, file, advance)
-    paths = tuple(place / file.name for file in wanted)
-    return KeptModel(name=named, files=paths, size_bytes=sum(file.size_bytes for file in wanted))
-
-
 def header_of(name: HubName, folder: Path) -> RangedModel:
     """The header of ``name`` alone, out of ``folder`` or fetched into it.
 
@@ -216,20 +181,15 @@ def header_of(name: HubName, folder: Path) -> RangedModel:
     ``ConfigError`` and ``ModelError`` as ``fetch``, and ``DiskError``.
     """
     place = name.place(folder) / HEADERS
-    hub = (endpoint() or DEFAULT_HUB).rstrip("/")
+    hub = _hub()
     found = kept_header(name, folder)
     if found is not None and all(file.url.startswith(f"{hub}/") for file in found.files):
         return found
-    named, commit, wanted = _wanted(name)
-    files = {
-        PurePosixPath(file.name).name: RemoteFile(
-            f"{hub}/{name.repository}/resolve/{commit}/{quote(file.name)}", file.size_bytes, file.sha256
-        )
-        for file in wanted
-    }
+    named, commit, wanted = wanted_files(name)
+    files = {PurePosixPath(file.name).name: remote_file(name, commit, file) for file in wanted}
     if not commit or not all(file.sha256 for file in wanted):
         raise HubError(f"{hub} does not state the hashes of its files", again=False)
-    reader = HubRanges(own_hubs(), token(), silence_timeout_s=ANSWER_TIMEOUT_S)
+    reader = own_reader()
     try:
         keep_header(files, place / (named.quantisation or UNKNOWN), reader)
     finally:
@@ -246,7 +206,7 @@ def kept_header(name: HubName, folder: Path) -> RangedModel | None:
     return None if chosen is None else open_ranged(place / chosen)
 
 
-def _wanted(name: HubName) -> tuple[HubName, str, list[HubFile]]:
+def wanted_files(name: HubName) -> tuple[HubName, str, list[HubFile]]:
     """Which model is meant, the commit, and its files in order. Raises ``ConfigError``."""
     commit, files = repository(name)
     known = {file.name: file for file in files}
@@ -277,14 +237,19 @@ def repository(name: HubName) -> tuple[str, list[HubFile]]:
     ]
 
 
-def _download(name: HubName, file: HubFile, place: Path) -> None:
-    hub = library()
-    asked(
-        name,
-        lambda: hub.hf_hub_download(
-            name.repository, file.name, local_dir=place, endpoint=endpoint(), library_name="primad"
-        ),
-    )
+def _hub() -> str:
+    return (endpoint() or DEFAULT_HUB).rstrip("/")
+
+
+def remote_file(name: HubName, commit: str, file: HubFile) -> RemoteFile:
+    """``file`` of the repository ``name`` in ``commit``, as it is read by ranges."""
+    url = f"{_hub()}/{name.repository}/resolve/{commit}/{quote(file.name)}"
+    return RemoteFile(url, file.size_bytes, file.sha256)
+
+
+def own_reader() -> HubRanges:
+    """A connection to the hubs of this device's owner."""
+    return HubRanges(own_hubs(), token(), silence_timeout_s=ANSWER_TIMEOUT_S)
 
 
 def _lacking(names: Sequence[str]) -> list[int]:
@@ -294,39 +259,3 @@ def _lacking(names: Sequence[str]) -> list[int]:
         return []
     there = {int(match["number"]) for match in map(_PART.fullmatch, names) if match is not None}
     return sorted(set(range(1, int(first["count"]) + 1)) - there)
-
-
-def _is_here(place: Path, file: HubFile) -> bool:
-    path = place / file.name
-    return path.is_file() and path.stat().st_size == file.size_bytes
-
-
-def _check_room(place: Path, files: Sequence[HubFile], name: HubName) -> None:
-    needed = sum(file.size_bytes for file in files)
-    if not needed:
-        return
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        lacking = lacking_room(place, needed)
-    except OSError as exc:
-        raise DiskError(f"{place}: cannot be made: {exc.strerror}; make its folder writable") from exc
-    if lacking:
-        raise DiskError(
-            f"{name}: {needed} bytes do not fit {place}: {lacking}; make room, or take a smaller quantisation"
-        )
-
-
-def _verify(path: Path, file: HubFile, advance: OnBytes) -> None:
-    """Compare what came with what the hub says; what differs is removed."""
-    found, done = hashlib.sha256(), 0
-    with path.open("rb") as stream:
-        while file.sha256 and (chunk := stream.read(_CHUNK_BYTES)):
-            found.update(chunk)
-            done += len(chunk)
-            advance(f"verifying {path.name}", done, file.size_bytes)
-    size = path.stat().st_size
-    if size != file.size_bytes or (file.sha256 and found.hexdigest() != file.sha256):
-        path.unlink()
-        raise ModelError(
-            f"{path}: is not what the hub says ({size} of {file.size_bytes} bytes came); it is removed, fetch it again"
-        )

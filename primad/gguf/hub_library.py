@@ -9,6 +9,10 @@ from typing import Any
 from primad.errors import ConfigError, DiskError, NotNowError, printable
 
 
+class NoRepositoryError(ConfigError):
+    """A repository that the hub does not have."""
+
+
 def token() -> str | None:
     """The owner's token for the hub: that of HF_TOKEN, or what the hub's own library has kept."""
     found: str | None = library().get_token()
@@ -26,7 +30,7 @@ def asked(name: object, ask: Callable[[], Any]) -> Any:
             f"{name}: its makers ask for your consent; give it on the model's page, and a token in HF_TOKEN"
         ) from exc
     except errors.RepositoryNotFoundError as exc:
-        raise ConfigError(
+        raise NoRepositoryError(
             f"{name}: the hub has no such repository, or not for everybody; look at the name, or set HF_TOKEN"
         ) from exc
     except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled) as exc:
@@ -64,3 +68,30 @@ def library() -> Any:
 def endpoint() -> str | None:
     """The hub that the owner names in place of Hugging Face's."""
     return os.environ.get("HF_ENDPOINT") or None
+
+
+def bar_class(advance: Callable[[int, int | None], None], check: Callable[[], None]) -> Any:
+    """What the hub's library takes for a progress bar: bytes of how many go to ``advance``, and what ``check`` raises ends
+    a download."""
+
+    class Bar:
+        def __init__(self, *_: object, total: int | None = None, initial: int = 0, **__: object) -> None:
+            self.n, self.total = initial, total
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def update(self, count: float | None = 1) -> None:
+            check()
+            self.n += int(count or 0)
+            advance(self.n, self.total)
+
+        def set_postfix_str(self, *_: object, **__: object) -> None:
+            pass
+
+        refresh = close = set_postfix_str
+
+    return Bar

@@ -7,6 +7,7 @@
     names.py       which model a typed name means
     library.py     all of it together
     settings.py    models.toml: settings of a model
+    pulling.py     downloads and deletions of a running head; pull_progress.py: how far one is
 
 A file that cannot be used is one line in the list, and harms no other.
 """

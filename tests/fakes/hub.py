@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import queue
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import unquote, urlparse
 
 import pytest
@@ -25,7 +29,9 @@ class FakeHub:
 
     ``cut`` is how many bytes of a file are sent before the connection ends, once a file. ``asked`` is what was asked for.
     ``ranges`` are given, or not; ``elsewhere`` is another hub, to which it sends those who ask for a file. ``statuses`` come
-    once each in place of files, and ``tokens`` are those that it saw.
+    once each in place of files, and ``tokens`` are those that it saw. Of files in
+    ``after`` it gives so many bytes. Who asks for a file with a gate in ``gates`` is
+    noted in ``waits`` and gets it when that is open.
     """
 
     repositories: dict[str, dict[str, bytes]]
@@ -37,6 +43,9 @@ class FakeHub:
     elsewhere: str = ""
     statuses: list[int] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
+    after: dict[str, int] = field(default_factory=dict)
+    gates: dict[str, threading.Event] = field(default_factory=dict)
+    waits: queue.Queue[str] = field(default_factory=queue.Queue)
     endpoint: str = ""
 
     @property
@@ -57,6 +66,12 @@ def own_hub(monkeypatch: pytest.MonkeyPatch, repositories: dict[str, dict[str, b
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", int(PATIENCE_S))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", int(PATIENCE_S))
         yield fake
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a client may leave
+            super().handle_error(request, client_address)
 
 
 @contextmanager
@@ -122,10 +137,16 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
             if hub.statuses:
                 self._send(hub.statuses.pop(0), b"", {}, has_body=has_body)
                 return
+            if has_body and name in hub.gates:
+                hub.waits.put(name)
+                assert hub.gates[name].wait(PATIENCE_S)
             data = files[name]
             asked = self.headers.get("Range") if hub.ranges else None
             begin, _, end = (asked or "bytes=0-").removeprefix("bytes=").partition("-")
             first, last = int(begin), min(int(end or len(data)), len(data) - 1)
+            if has_body and last >= hub.after.get(name, len(data)):
+                self._send(503, b"", {}, has_body=True)
+                return
             headers = {
                 "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
                 "X-Repo-Commit": COMMIT,
@@ -152,5 +173,5 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
             if cut is not None:
                 self.close_connection = True
 
-    with answering(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as hub.endpoint:
+    with answering(_Server(("127.0.0.1", 0), Handler)) as hub.endpoint:
         yield hub

@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from primad.api.answering.backend import Backend, Health
-from primad.api.answering.models import ModelState, OfferedModel, PullProgress, Waiting
+from primad.api.answering.models import ModelState, OfferedModel, Waiting
 from primad.api.http.offered import find_offered
 from primad.errors import RequestError, RingError
+from primad.library.pull_progress import PullProgress
 from tests.fakes.backend import ByteVocabulary, FakeBackend, replies
 from tests.fakes.embeddings import FakeEmbeddings
 

@@ -6,7 +6,8 @@ import asyncio
 
 from playwright.sync_api import Page, expect
 
-from primad.api.answering.models import ModelState, PullProgress
+from primad.api.answering.models import ModelState
+from primad.library.pull_progress import PullProgress
 from primad.settings.timings import ApiTimings
 from tests.fakes.models import FakeModels, backend_of, without_model
 from tests.page.head import OWNER, PLAIN, say, served

@@ -11,10 +11,11 @@ import httpx
 import pytest
 
 from primad.api.answering.backend import ModelNames
-from primad.api.answering.models import ModelState, PullProgress
+from primad.api.answering.models import ModelState
 from primad.api.app import create_app
 from primad.api.http.access import Admission, Door
 from primad.api.http.keys import ApiKey, digest_of
+from primad.library.pull_progress import PullProgress
 from primad.settings.timings import ApiTimings
 from tests.fakes.backend import FakeBackend
 from tests.fakes.embeddings import FakeEmbeddings

@@ -20,7 +20,8 @@ from primad.errors import ClusterError, DiskError, ModelError
 from primad.gguf import hub_ranges
 from primad.gguf.architectures.table import NotCutError
 from primad.gguf.digests import LayerDigests
-from primad.gguf.hub import HubName, header_of, kept_models, remove
+from primad.gguf.hub import HubName, header_of, kept_models
+from primad.gguf.hub_fetch import remove
 from primad.gguf.hub_ranges import HubError, HubRanges, own_hubs
 from primad.gguf.layers import chunk_count, cut_layer
 from primad.gguf.model import open_model

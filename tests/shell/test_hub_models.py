@@ -9,9 +9,10 @@ import sys
 import pytest
 
 from primad.errors import ConfigError
-from primad.gguf import hub as hub_module
+from primad.gguf import hub_download
 from primad.gguf.hub import HubName, by_quantisation, choose, hub_name
 from primad.settings.config import models_folder
+from primad.system import files
 from tests.fakes.hub import own_hub
 from tools import synth
 
@@ -34,8 +35,8 @@ def hub(weights, monkeypatch):
         "Tiny-F16.gguf": weights["f16"],
         "mmproj-Tiny-F16.gguf": b"pictures",
         "README.md": b"# Tiny",
-        "big/Tiny-Q6_K-00001-of-00002.gguf": b"one",
-        "big/Tiny-Q6_K-00002-of-00002.gguf": b"two!",
+        "big/Tiny-Q6_K-00001-of-00002.gguf": b"GGUF one",
+        "big/Tiny-Q6_K-00002-of-00002.gguf": b"GGUF two",
         "Tiny-Q5_K_M-00002-of-00002.gguf": b"the first is missing",
     }
     repositories = {REPO: files, "acme/Empty": {"README.md": b""}, "acme/Gated": files}
@@ -80,21 +81,51 @@ def test_a_split_model_comes_with_all_its_parts(primad, hub, tmp_path):
     assert code == 0
     assert "00001-of-00002" in out
     place = models_folder(tmp_path / "home") / REPO / "big"
-    assert sorted(path.read_bytes() for path in place.glob("*.gguf")) == [b"one", b"two!"]
+    assert sorted(path.read_bytes() for path in place.glob("*.gguf")) == [b"GGUF one", b"GGUF two"]
 
 
-def test_what_was_interrupted_goes_on(primad, hub, tmp_path):
-    """The hub's library keeps what came, 10 MiB at a time."""
-    large = hub.repositories[REPO]["Tiny-Q5_0.gguf"] = bytes(range(256)) * (12 << 12)
-    hub.cut["Tiny-Q5_0.gguf"] = 11 << 20
-    for _ in range(3):
-        code, _, err = primad("pull", f"hf:{REPO}:Q5_0")
-        if not code:
-            break
-        assert err.count("\n") == 1
-    assert code == 0
+def test_a_connection_that_ends_costs_no_more_than_its_range(primad, hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub_download, "PAUSE_S", 0.0)
+    large = hub.repositories[REPO]["Tiny-Q5_0.gguf"] = b"GGUF" + bytes(range(256)) * (3 << 12)
+    hub.cut["Tiny-Q5_0.gguf"] = 1000
+    code, _, err = primad("pull", f"hf:{REPO}:Q5_0")
+    assert code == 0, err
     assert (models_folder(tmp_path / "home") / REPO / "Tiny-Q5_0.gguf").read_bytes() == large
-    assert f"bytes={10 << 20}-" in [part for _, _, part in hub.asked]
+    assert hub.given_bytes == len(large) + hub_download.MIN_RANGE_BYTES
+
+
+def test_what_was_interrupted_is_resumed_by_the_next_pull(primad, hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub_download, "TRIES", 1)
+    large = hub.repositories[REPO]["Tiny-Q5_0.gguf"] = b"GGUF" + bytes(range(256)) * (3 << 12)
+    hub.after["Tiny-Q5_0.gguf"] = hub_download.MIN_RANGE_BYTES
+    code, _, err = primad("pull", f"hf:{REPO}:Q5_0")
+    assert code == 2
+    assert "the next try resumes it" in err
+    assert err.count("\n") == 1
+    [part] = (models_folder(tmp_path / "home") / REPO).rglob("*.part")
+    assert part.read_bytes() == large[: hub_download.MIN_RANGE_BYTES]
+    assert "no models yet" in primad("models")[2]
+    hub.after.clear()
+    hub.asked.clear()
+    assert primad("pull", f"hf:{REPO}:Q5_0")[0] == 0
+    assert (models_folder(tmp_path / "home") / REPO / "Tiny-Q5_0.gguf").read_bytes() == large
+    assert hub.given_bytes == len(large) - hub_download.MIN_RANGE_BYTES
+    assert not part.exists()
+
+
+def test_a_hub_without_ranges_gives_whole_files(primad, hub, weights, tmp_path):
+    hub.ranges = False
+    code, _, err = primad("pull", f"hf:{REPO}:F16")
+    assert code == 0, err
+    assert (models_folder(tmp_path / "home") / REPO / "Tiny-F16.gguf").read_bytes() == weights["f16"]
+
+
+def test_what_is_no_gguf_is_removed(primad, hub, tmp_path):
+    hub.repositories[REPO]["Tiny-Q5_0.gguf"] = b"<html>"
+    code, _, err = primad("pull", f"hf:{REPO}:Q5_0")
+    assert code == 2
+    assert "is not a GGUF file" in err
+    assert not (models_folder(tmp_path / "home") / REPO / "Tiny-Q5_0.gguf").exists()
 
 
 def test_what_is_not_what_the_hub_says_is_removed(primad, hub, tmp_path):
@@ -128,7 +159,7 @@ def test_mistakes_are_named(primad, hub, arguments, replies):
 
 
 def test_a_disk_without_room_is_told_before_anything_comes(primad, hub, monkeypatch):
-    monkeypatch.setattr(hub_module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 100, 100))
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9 - 100, 100))
     code, _, err = primad("pull", f"hf:{REPO}")
     assert code == 2
     assert "bytes of disk are free" in err

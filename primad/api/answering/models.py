@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from primad.api.answering.backend import Backend
+from primad.library.pull_progress import PullProgress as PullProgress
 
 
 class ModelState(StrEnum):
@@ -57,15 +58,6 @@ class OfferedModel:
     def names(self) -> tuple[str, ...]:
         """Its own name, then its aliases."""
         return (self.id, *self.aliases)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullProgress:
-    """How far a download is: ``done_bytes`` of ``total_bytes`` of ``file``; ``total_bytes`` is None until it is known."""
-
-    file: str
-    done_bytes: int = 0
-    total_bytes: int | None = None
 
 
 Waiting = Callable[[OfferedModel], None]

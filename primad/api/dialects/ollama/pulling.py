@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from primad.api.answering.models import Models, PullProgress
+from primad.api.answering.models import Models
 from primad.api.dialects.ollama.job import plain
 from primad.api.dialects.ollama.responses import digest_of
 from primad.api.http.connection import while_connected
@@ -18,6 +18,7 @@ from primad.api.http.dialect import Route
 from primad.api.http.endpoint import Endpoint, json_response
 from primad.api.http.framing import Framing
 from primad.api.http.named_model import named_model
+from primad.library.pull_progress import PullProgress
 
 _HUBS: Final = ("https://", "hf.co/", "huggingface.co/")
 SUCCESS: Final = "success"

@@ -1,0 +1,170 @@
+"""Fetch models of the hub whole into a folder of ours, and remove them from it.
+
+One primad at a time does either with a repository, so that nobody downloads the same file twice at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from pathlib import Path
+from typing import Final
+
+from primad.errors import DiskError, ModelError, NotNowError
+from primad.gguf.header import MAGIC
+from primad.gguf.hub import (
+    HubFile,
+    HubName,
+    KeptModel,
+    OnBytes,
+    headers_in,
+    kept_in,
+    own_reader,
+    remote_file,
+    wanted_files,
+)
+from primad.gguf.hub_download import PARTS, StopDownload, download, part_of
+from primad.gguf.hub_library import asked, bar_class, endpoint, library
+from primad.gguf.hub_ranges import HubError
+from primad.gguf.ranged import HEADERS
+from primad.system.files import lacking_room, locked
+
+_CHUNK_BYTES: Final = 8 << 20
+
+
+def fetch(name: HubName, folder: Path, advance: OnBytes, stop: StopDownload | None = None) -> KeptModel:
+    """Have ``name`` in ``folder``, whole and as the hub has it. What an earlier call got of it is not fetched again.
+
+    Raises ``ConfigError`` where the hub does not have it, or does not give it; ``NotNowError`` while another one fetches
+    it; ``DiskError`` where it does not fit; ``ModelError`` for a file that is not what the hub says; ``DownloadStopped``.
+    """
+    stop = stop or StopDownload()
+    named, commit, wanted = wanted_files(name)
+    stop.check()
+    place = name.place(folder)
+    if not all(_is_here(place, file) for file in wanted):
+        with _alone(name, place):
+            missing = [file for file in wanted if not _is_here(place, file)]
+            _check_room(place, missing, name)
+            for file in missing:
+                _download(name, commit, file, place, advance, stop)
+                _check_gguf(place / file.name)
+    paths = tuple(place / file.name for file in wanted)
+    return KeptModel(name=named, files=paths, size_bytes=sum(file.size_bytes for file in wanted))
+
+
+@contextmanager
+def _alone(name: HubName, place: Path) -> Iterator[None]:
+    """Let nobody else download into ``place``, or remove it. Raises ``NotNowError``."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise DiskError(f"{place}: cannot be made: {exc.strerror}; make its folder writable") from exc
+    taken = NotNowError(f"{name.repository}: is being downloaded or removed by another primad; wait until that ends")
+    with locked(place.parent / f".{place.name}.lock", place, taken):
+        yield
+
+
+def remove(name: HubName, folder: Path) -> list[KeptModel]:
+    """Remove the models that are called so, of any quantisation where ``name`` has none; those that were there.
+
+    Raises ``NotNowError`` while one of the repository is downloaded, ``DiskError``.
+    """
+    place, kind = name.place(folder), name.quantisation.lower()
+    own = [each for each in (*kept_in(place), *headers_in(place)) if kind in ("", each.name.quantisation.lower())]
+    if own:
+        remove_files(name, folder, [path for each in own for path in each.files])
+    return own
+
+
+def remove_files(name: HubName, folder: Path, files: Iterable[Path]) -> None:
+    """Remove ``files`` of the repository ``name`` in ``folder``, and the rest of it with its last model. Raises as
+    ``remove``."""
+    place = name.place(folder)
+    with _alone(name, place):
+        for path in files:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as exc:
+                raise DiskError(f"{path}: cannot be removed: {exc.strerror}; make its folder writable") from exc
+            if path.parent.parent.name == HEADERS:
+                shutil.rmtree(path.parent, ignore_errors=True)
+        if not any(place.rglob("*.gguf")):
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _download(name: HubName, commit: str, file: HubFile, place: Path, advance: OnBytes, stop: StopDownload) -> None:
+    """``file``, by ranges; the hub's own library is for what they do not give: a hub without them, or behind a proxy."""
+    if commit and file.sha256:
+        remote = remote_file(name, commit, file)
+        part = part_of(place, remote)
+        try:
+            download(remote, part, own_reader, lambda done: advance(file.name, done, file.size_bytes), stop)
+            (place / file.name).parent.mkdir(parents=True, exist_ok=True)
+            part.replace(place / file.name)
+        except HubError as exc:
+            if exc.again and _size(part):
+                raise NotNowError(f"{name}: {exc}; what came is kept, and the next try resumes it") from exc
+        except OSError as exc:
+            raise DiskError(f"{part}: cannot be written: {exc.strerror}; make room or the folder writable") from exc
+        else:
+            return
+    hub, bar = library(), bar_class(lambda done, total: advance(file.name, done, total or file.size_bytes), stop.check)
+    more = {"tqdm_class": bar} if "tqdm_class" in signature(hub.hf_hub_download).parameters else {}
+    given = {"local_dir": place, "endpoint": endpoint(), "library_name": "primad", **more}
+    try:
+        asked(name, lambda: hub.hf_hub_download(name.repository, file.name, **given))
+    except NotNowError:
+        stop.check()
+        raise
+    _verify(place / file.name, file, advance)
+    (place / PARTS / f"{file.sha256}.part").unlink(missing_ok=True)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _is_here(place: Path, file: HubFile) -> bool:
+    path = place / file.name
+    return path.is_file() and path.stat().st_size == file.size_bytes
+
+
+def _check_room(place: Path, files: Sequence[HubFile], name: HubName) -> None:
+    needed = sum(file.size_bytes - _size(place / PARTS / f"{file.sha256}.part") for file in files)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        lacking = lacking_room(place, needed)
+    except OSError as exc:
+        raise DiskError(f"{place}: cannot be made: {exc.strerror}; make its folder writable") from exc
+    if needed > 0 and lacking:
+        raise DiskError(
+            f"{name}: {needed} bytes do not fit {place}: {lacking}; make room, or take a smaller quantisation"
+        )
+
+
+def _check_gguf(path: Path) -> None:
+    with path.open("rb") as stream:
+        begin = stream.read(len(MAGIC))
+    if begin != MAGIC:
+        path.unlink()
+        raise ModelError(f"{path}: is not a GGUF file, whatever the hub calls it; it is removed, take another one")
+
+
+def _verify(path: Path, file: HubFile, advance: OnBytes) -> None:
+    """Compare what came with what the hub says; what differs is removed."""
+    found, done = hashlib.sha256(), 0
+    with path.open("rb") as stream:
+        while file.sha256 and (chunk := stream.read(_CHUNK_BYTES)):
+            found.update(chunk)
+            done += len(chunk)
+            advance(f"verifying {path.name}", done, file.size_bytes)
+    size = path.stat().st_size
+    if size != file.size_bytes or (file.sha256 and found.hexdigest() != file.sha256):
+        path.unlink()
+        raise ModelError(
+            f"{path}: is not what the hub says ({size} of {file.size_bytes} bytes came); it is removed, fetch it again"
+        )
