@@ -30,16 +30,17 @@ from primad.head.model.checked import CheckedModel, check_model
 from primad.head.model.options import ServeOptions
 from primad.head.model.text_service import TextService
 from primad.head.model.vocabulary import facts_of
-from primad.head.offer.models import HeadModels, NoDownloads, OfferSettings
+from primad.head.offer.models import HeadModels, OfferSettings
 from primad.head.offer.offered_library import OfferedLibrary
 from primad.head.offer.opening import ModelOpening
 from primad.head.offer.without_model import WithoutModel
 from primad.head.rings.backend import RingBackend
 from primad.head.rings.status import page_line
 from primad.library.library import Library, LibraryModel
+from primad.library.pulling import HubDownloads
 from primad.network.local_heads import announced_head
 from primad.network.own_places import own_names
-from primad.settings.config import Config
+from primad.settings.config import Config, models_folder
 from primad.settings.quantities import show_bytes, show_count
 from primad.system.memory import memory
 from primad.system.niceness import apply_nice
@@ -143,8 +144,9 @@ def serve_library(
                 max_wait_s=options.max_wait_s,
             )
             settings = OfferSettings(keep_s=offer.keep_s, pinned=pinned, max_wait_s=options.max_wait_s)
+            downloads = HubDownloads(models_folder(config.home), offer.read)
             offered = OfferedLibrary(offer.read, reporter.report_line)
-            models = HeadModels(offered, opening, NoDownloads(), settings, reporter.report_line)
+            models = HeadModels(offered, opening, downloads, settings, reporter.report_line)
             head.about = models.about
             embedding = _embedding_of(options, config)
             app = create_app(
@@ -166,6 +168,7 @@ def serve_library(
             try:
                 await _conduct(place, head, app, offering(), models.stop)
             finally:
+                await downloads.close()
                 await models.close()
                 await texts.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,7 +100,7 @@ class House:
     def free_bytes(self) -> int | None:
         return 1 << 30
 
-    async def pull(self, name: str) -> AsyncIterator[PullProgress]:
+    async def pull(self, name: str) -> AsyncGenerator[PullProgress, None]:
         yield PullProgress(file=name)
         self.found.append(model(name))
 

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -68,23 +68,9 @@ class Downloads(Protocol):
 
     def free_bytes(self) -> int | None: ...
 
-    def pull(self, name: str) -> AsyncIterator[PullProgress]: ...
+    def pull(self, name: str) -> AsyncGenerator[PullProgress, None]: ...
 
     async def delete(self, model: LibraryModel) -> None: ...
-
-
-class NoDownloads:
-    """Nothing is fetched."""
-
-    def free_bytes(self) -> int | None:
-        return None
-
-    async def pull(self, name: str) -> AsyncGenerator[PullProgress, None]:
-        for each in _unfetched(name):
-            yield each
-
-    async def delete(self, model: LibraryModel) -> None:
-        raise RequestError(f"{model.name} cannot be deleted here; 'primad rm' does", param="model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +179,9 @@ class HeadModels:
         return self._downloads.free_bytes()
 
     async def pull(self, name: str) -> AsyncGenerator[PullProgress, None]:
-        async for progress in self._downloads.pull(name):
-            yield progress
+        async with aclosing(self._downloads.pull(name)) as progress:
+            async for each in progress:
+                yield each
         await self._library.look(again=True)
 
     async def delete(self, name: str) -> None:
@@ -436,10 +423,6 @@ class HeadModels:
     def _later(self, event: LoaderEvent) -> None:
         """Post it once this task has ended, which another one may wait for."""
         asyncio.get_running_loop().call_soon(self._post, event)
-
-
-def _unfetched(name: str) -> list[PullProgress]:
-    raise RequestError(f"{name} cannot be fetched here; 'primad pull' does", param="model")
 
 
 class _Listening:
