@@ -282,8 +282,9 @@ def test_one_device_more_is_never_slower(seed):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_required_device_takes_part_and_costs_what_it_costs(seed):
-    question, _ = feasible(seed, devices=3, layers=12)
-    best = solved(question, "latency")  # in two seconds a slow machine may find none as good as with the device
+    question, best = feasible(seed, devices=3, layers=12)
+    if not best.proven:  # in two seconds a slow machine may find none as good as with the device
+        best = solved(question, "latency")
     for device in question.devices[1:]:
         try:
             forced = solved(question, "latency", require=frozenset({device.device}))
@@ -296,8 +297,9 @@ def test_a_required_device_takes_part_and_costs_what_it_costs(seed):
 @pytest.mark.parametrize("seed", range(7))
 def test_what_is_best_for_another_objective_is_no_better_for_this_one(seed):
     """The time that is made small is the one that is forecast, so no plan that is found has less of it."""
-    question, _ = feasible(seed, devices=3, layers=16, memory="short")
-    found = {objective: solved(question, objective) for objective in OBJECTIVES}
+    question, first = feasible(seed, devices=3, layers=16, memory="short")
+    found = {each: solved(question, each) for each in OBJECTIVES if each != "latency" or not first.proven}
+    found.setdefault("latency", first)
     for objective, best in found.items():
         assert best.proven
         for other in found.values():
