@@ -281,6 +281,20 @@ async def test_unloading_returns_when_nothing_is_held():
         assert house.ended == ["one"]
 
 
+async def test_unloading_returns_also_for_a_model_whose_load_nobody_listened_to():
+    house = House()
+    async with offered(house) as models:
+        async with models.use("one"):
+            pass
+        await models.unload("one")  # it was unloaded when somebody listened last
+        house.slow.add("one")
+        await models.load("one")
+        await house.comes_to("one")
+        async with asyncio.timeout(10):
+            await models.unload("one")
+        assert state(models, "one").state is ModelState.UNLOADED
+
+
 async def test_new_files_are_offered_vanished_ones_are_not_and_broken_ones_harm_no_other():
     house = House()
     async with offered(house) as models:

@@ -114,7 +114,7 @@ class HeadModels:
         self._wake: asyncio.TimerHandle | None = None
         self._last = ""
         self._shown: dict[str, OfferedModel] = {}
-        """As those who listen heard of each last."""
+        """As each was when its listeners heard of it last, or when the first of them came."""
         self._listeners: set[asyncio.Queue[OfferedModel]] = set()
         self._waiting: defaultdict[str, set[Waiting]] = defaultdict(set)
 
@@ -314,6 +314,7 @@ class HeadModels:
                 "too many of your requests wait for a model already; try again later", status=429, code="queue_full"
             )
         with self._places.held(owner):
+            self._begin_to_listen()
             self._waiting[model].add(waiting)
             try:
                 waiting(self._offered(self._known[model]))
@@ -330,11 +331,20 @@ class HeadModels:
                 self._waiting[model].discard(waiting)
 
     def _listening(self) -> _Listening:
+        self._begin_to_listen()
         return _Listening(self._listeners)
+
+    def _is_heard(self) -> bool:
+        return bool(self._listeners) or any(self._waiting.values())
+
+    def _begin_to_listen(self) -> None:
+        """What changed while nobody listened is no news, and must not hide a change back."""
+        if not self._is_heard():
+            self._shown = {name: self._offered(model) for name, model in self._known.items()}
 
     def _notify(self) -> None:
         """Whoever waits or listens hears what changed."""
-        if not self._listeners and not any(self._waiting.values()):
+        if not self._is_heard():
             return
         for name, model in self._known.items():
             now = self._offered(model)
