@@ -419,6 +419,8 @@ def toml_file(path: Path) -> ConfigFile:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror or exc}; check who may read it") from exc
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
         raise ConfigError(f"{path}: cannot be read as TOML: {exc}") from exc
+    except RecursionError as exc:
+        raise ConfigError(f"{path}: cannot be read as TOML: it is nested too deeply") from exc
 
 
 def _own_keys(stored: ConfigFile) -> dict[str, Any]:

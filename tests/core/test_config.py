@@ -306,6 +306,10 @@ def test_a_file_that_is_not_text_is_refused(home):
     assert "cannot be read as TOML" in refusal(home)
 
 
+def test_a_file_that_is_nested_without_end_is_a_config_error(home):
+    assert "nested too deeply" in refusal(home, file="x = " + "[" * 50_000)
+
+
 def test_a_file_in_place_of_the_folder_is_refused(home):
     home.write_text("")
     assert refusal(home) == f"{home}: is not a folder; give one for a home folder"
