@@ -122,10 +122,15 @@ class House:
 
 @asynccontextmanager
 async def offered(
-    house: House, *, keep_s: float = -1.0, pinned: Collection[str] = (), max_wait_s: float | None = None
+    house: House,
+    *,
+    keep_s: float = -1.0,
+    pinned: Collection[str] = (),
+    max_wait_s: float | None = None,
+    fresh_s: float = 0.0,
 ) -> AsyncIterator[HeadModels]:
     settings = OfferSettings(keep_s=keep_s, pinned=frozenset(pinned), max_wait_s=max_wait_s)
-    library = OfferedLibrary(house.read, house.lines.append, fresh_s=0.0)
+    library = OfferedLibrary(house.read, house.lines.append, fresh_s=fresh_s)
     models = HeadModels(library, house, house, settings, house.lines.append)
     await models.begin()
     try:
@@ -166,6 +171,39 @@ async def test_without_a_name_it_is_the_model_that_was_used_last():
         await models.unload("two")
         async with models.use(None) as backend:  # also once it was unloaded
             assert backend is house.held["two"].backend
+
+
+async def test_without_a_name_a_model_that_vanished_since_is_passed_over():
+    house = House()
+    async with offered(house) as models:
+        for name in ("two", "one"):
+            async with models.use(name):
+                pass
+        await models.unload("one")
+        del house.found[0]
+        async with models.use(None) as backend:
+            assert backend is house.held["two"].backend
+
+
+async def test_a_file_that_is_new_or_repaired_is_found_though_the_list_was_read_a_moment_ago():
+    house = House(found=[model("one", problem="is cut short")])
+    async with offered(house, fresh_s=1e9) as models:
+        house.found = [model("one"), model("new")]
+        for name in ("one", "new"):
+            async with models.use(name):
+                pass
+
+
+async def test_those_that_look_again_at_the_same_time_share_a_look():
+    looks = []
+
+    def read() -> Library:
+        looks.append(1)
+        return Library((), ())
+
+    library = OfferedLibrary(read, lambda _: None)
+    await asyncio.gather(*(library.look(again=True) for _ in range(20)))
+    assert len(looks) <= 2
 
 
 async def test_a_wait_is_told_and_who_leaves_it_costs_the_others_nothing():

@@ -142,7 +142,7 @@ class HeadModels:
         keep_alive_s: float | None = None,
         waiting: Waiting = lambda _: None,
     ) -> AsyncGenerator[Backend, None]:
-        model = self._last_used() if name is None else await self._find(name)
+        model = await self._last_used() if name is None else await self._find(name)
         number, granted = next(self._numbers), asyncio.get_running_loop().create_future()
         self._waits[number] = model, granted
         try:
@@ -232,8 +232,11 @@ class HeadModels:
         """The model that ``name`` means. Raises ``RequestError``."""
         try:
             found = find_offered(name, self.offered())
-        except RequestError:  # or it is new
-            await self._library.look()
+            is_known = found.state is not ModelState.FAILED
+        except RequestError:
+            is_known = False
+        if not is_known:  # it may be new, or repaired
+            await self._library.look(again=True)
             found = find_offered(name, self.offered())
         model = next((each for each in self._library.found.models if each.name == found.id), None)
         if model is None:
@@ -247,12 +250,14 @@ class HeadModels:
     def _is_in_use(self, name: str) -> bool:
         return self._state.of(name).phase in (ModelState.LOADED, ModelState.LOADING, ModelState.UNLOADING)
 
-    def _last_used(self) -> str:
+    async def _last_used(self) -> str:
         """The model for a request that names none."""
-        loaded = self.loaded()
-        if self._last and (self._last in loaded or self._last in self._known):
+        if self._last and self._is_in_use(self._last):
             return self._last
-        writing = [name for name in loaded if not self._known[name].embeds]
+        await self._library.look()
+        if self._last in (each.name for each in self._library.found.models if not each.problem):
+            return await self._find(self._last)
+        writing = [name for name in self.loaded() if not self._known[name].embeds]
         if writing:
             return writing[0]
         usable = [each for each in self._library.found.models if not each.problem and not each.embeds]

@@ -33,15 +33,19 @@ class OfferedLibrary:
         return self._changed_s.get(model.name, 0)
 
     async def look(self, *, again: bool = False) -> Library:
-        """The library as it is now, or with ``again`` even if it was read a moment ago."""
+        """The library as it is now, or with ``again`` even if it was read a moment ago: all that ask for that while it is
+        read share the next look."""
+        asked_s = time.monotonic()
         async with self._reading:
-            if not again and self._read_s is not None and time.monotonic() < self._read_s + self._fresh_s:
+            fresh_since_s = asked_s if again else time.monotonic() - self._fresh_s
+            if self._read_s is not None and fresh_since_s < self._read_s:
                 return self.found
+            began_s = time.monotonic()
             try:
                 self.found, self._changed_s = await asyncio.to_thread(self._list)
             except PrimadError as exc:  # a wrong line in models.toml: the last list stands
                 self._report(str(exc))
-            self._read_s = time.monotonic()
+            self._read_s = began_s
         for each in self.found.problems:
             self._report(each.line)
         for model in self.found.models:
