@@ -1,4 +1,4 @@
-"""The ring as events in time: what is computed, read and sent when. ``simulate.py`` makes its input and reads its output.
+"""The ring as events in time: what is computed, read and sent when. ``simulator.py`` makes its input and reads its output.
 
 A ``Visit`` is what a device computes between receiving a hidden state and sending one: a window, or windows that follow each
 other on it, the tail and the next token's first window among them. Every device serves stops in the order of their

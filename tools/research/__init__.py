@@ -1,4 +1,4 @@
 """For research, not shipped: the plan as the paper has it, set beside ours.
 
-Tools and tests import it; ``primad plan --solver paper`` looks for it when it runs.
+Tools and tests import it.
 """
