@@ -8,6 +8,8 @@ cores; more count as machines with a core each while there are as many, else the
   Each time the ring is a new one.
 - ``mtp``: tokens/s with drafts of the model's own layer, of those of a head with ``--speculate off``: of a model made so
   that 7 drafts of 10 hold (``lab/controlled.py``), and of one of random weights.
+  With ``--quantisation bf16 --width 2048 --layers 8`` a step is bound by memory more than by computing. No profile compares
+  rows of BF16, so alone it has drafts with ``--batching fast`` only, and the text may differ.
 - ``four``: four requests at once, in total tokens/s, of one.
 """
 
@@ -212,7 +214,7 @@ BENCH: Final = Bench(
         flag("--architecture", choices=("qwen35", "qwen35moe"), default="qwen35"),
         flag("--layers", type=int, default=16, help="without the one for multi-token prediction"),
         flag("--width", type=int, default=1024, help="a multiple of 64"),
-        flag("--quantisation", choices=("q8_0", "f16"), default="q8_0"),
+        flag("--quantisation", choices=("q8_0", "f16", "bf16"), default="q8_0"),
         flag("--devices", type=int, nargs="+", default=[1, 2], help="of all cases but pause, which has 3"),
         flag("--lengths", type=int, nargs=2, default=[100, 4000], help="tokens of a response before a worker dies"),
         flag("--tokens", type=int, default=192, help="of a response with drafts, or beside others"),
