@@ -160,7 +160,7 @@ class FakeModels:
     def free_bytes(self) -> int | None:
         return 50_000_000_000
 
-    async def pull(self, name: str) -> AsyncIterator[PullProgress]:
+    async def pull(self, name: str) -> AsyncGenerator[PullProgress, None]:
         if "/" not in name:
             raise RequestError(f"{name}: name it as owner/repo:Q4_K_M", param="model")
         for each in self.files:

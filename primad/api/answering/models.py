@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -110,7 +110,7 @@ class Models(Protocol):
     def free_bytes(self) -> int | None:
         """The space on the disk that ``pull`` writes to, None if unknown."""
 
-    def pull(self, name: str) -> AsyncIterator[PullProgress]:
+    def pull(self, name: str) -> AsyncGenerator[PullProgress, None]:
         """Download a model of the hub (``hf:owner/repo:Q4_K_M``, or without ``hf:``); it is offered from then on."""
 
     async def delete(self, name: str) -> None:

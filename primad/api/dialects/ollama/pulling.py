@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Final
 
 import msgspec
@@ -71,11 +72,12 @@ class PullPaths:
 
     async def _lines(self, name: str) -> AsyncGenerator[PullLine, None]:
         has_begun = False
-        async for progress in self._models.pull(name):
-            if not has_begun:
-                has_begun = True
-                yield PullLine(status="pulling manifest")
-            yield _line(progress)
+        async with aclosing(self._models.pull(name)) as pulled:  # it stops at once when its client leaves
+            async for progress in pulled:
+                if not has_begun:
+                    has_begun = True
+                    yield PullLine(status="pulling manifest")
+                yield _line(progress)
         yield PullLine(status=SUCCESS)
 
 
