@@ -4,7 +4,7 @@ A name is what its program calls the model: ``llama3.2:1b``, ``org/repo:Q4_K_M``
 this order, the models that have exactly it, that have it in other case, and that it is short for. A short form leaves
 out what stands before a ``/``, and what stands behind a ``:``, ``/``, ``-`` or ``_``: ``qwen3-8b`` is short for
 ``Qwen/Qwen3-8B-GGUF:Q4_K_M``, but ``llama3`` is not for ``llama3.2:1b``, which is another model. Ollama's ``:latest`` may
-follow any name.
+follow any name. Of several models that have a name it means the one that is shown by it, which nothing else would.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def meant(typed: str, names: Sequence[Sequence[str]]) -> list[int]:
     exact = [place for place, own in enumerate(names) if typed in own]
     lower = [[name.casefold() for name in own] for own in names]
     alike = exact or [place for place, own in enumerate(lower) if folded in own]
+    alike = [place for place in alike if lower[place][0] == folded] or alike
     found = alike or [place for place, own in enumerate(lower) if any(is_short(folded, name) for name in own)]
     return found or (meant(typed[: -len(_LATEST)], names) if folded.endswith(_LATEST) else [])
 

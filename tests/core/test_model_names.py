@@ -53,12 +53,19 @@ def test_a_name_means_what_is_exactly_so_then_in_other_case_then_what_it_is_shor
     assert meant(typed, HERE) == places
 
 
+def test_no_other_name_of_a_model_hides_one_that_is_called_so():
+    assert meant("amber", [("cedar", "amber"), ("amber",)]) == [1]
+    assert meant("Amber:latest", [("cedar", "AMBER"), ("amber",)]) == [1]
+    assert meant("tiny", [("cedar", "tiny"), ("amber", "tiny")]) == [0, 1]
+
+
 @given(LIBRARIES)
 def test_every_name_of_a_model_means_it_first_of_all(library):
     for place, own in enumerate(library):
         for name in own:
             found = meant(name, library)
-            assert place in found
+            hidden = all(library[each][0].casefold() == name.casefold() for each in found)
+            assert place in found or hidden, "another name gives way to a model that is called so"
             assert all(name in library[other] for other in found), "an exact name is never taken for a longer one"
 
 
