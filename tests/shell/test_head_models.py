@@ -73,6 +73,21 @@ async def test_a_device_that_is_lost_is_lost_for_all_models(lab):
             await each.end(here)
 
 
+async def test_a_model_that_nothing_can_serve_any_more_gives_up_its_place(lab):
+    async with lab() as here:
+        nas = here.device("nas")
+        here.start_without_model(QUICK)
+        model = Model(here, "one")
+        gave_up = asyncio.Event()
+        model.serving.rings.gave_up = gave_up.set
+        await model.serving.rings.serves.wait()
+        here.solver.minimum = 2
+        await nas.leave()
+        await gave_up.wait()
+        assert "short of" in model.backend.health().detail
+        await model.end(here)
+
+
 async def test_a_model_without_a_plan_fails_and_the_head_goes_on(lab):
     async with lab() as here:
         here.solver.minimum = 2

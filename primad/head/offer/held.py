@@ -59,6 +59,7 @@ class RingModel:
         self._texts = TextService(str(service.model.file), checked.template)
         self.backend = RingBackend(texts=self._texts, max_wait_s=max_wait_s)
         self.serving = head.begin(service, self.backend)
+        self.serving.rings.gave_up = lost  # the next request loads it anew: the file as it is, with the room of others
         self._running: asyncio.Task[None] | None = None
 
     @property

@@ -86,6 +86,8 @@ class Rings:
         self._idle_plans: set[int] = set()
         """Rings planned while no request was open: their attention was chosen freely."""
         self._serving = self._forming = 0
+        self.gave_up: Callable[[], None] = lambda: None
+        """Hears when nothing can be served until devices or files are others."""
         self.serves = asyncio.Event()
         """Set once a ring has served."""
         self.page_reported = False
@@ -319,6 +321,7 @@ class Rings:
                 case types.Fail(reason):
                     self._backend.fail(reason)
                     self._reporter.report_line(f"nothing can be served: {reason}; waiting for devices")
+                    self.gave_up()
 
     async def _serve(self, epoch: int, instead: int | None) -> None:
         changes_attention = self._changes_attention(epoch)
