@@ -274,6 +274,17 @@ def test_a_body_that_cannot_be_read_is_refused_by_its_dialect_and_loads_nothing(
     assert models.uses == []
 
 
+@pytest.mark.parametrize("wrong", [b'"temperature": NaN', b'"keep_alive": 1e999', b'"user": "\\ud800"'])
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+@every
+def test_a_body_that_only_its_dialect_can_read_is_not_answered_by_another_model(path, stream, wrong):
+    models = two()
+    models.change("one", state=ModelState.LOADED)
+    rest = json.dumps(DIALECTS[path])[1:].encode()
+    ask(app_of(models), "POST", path, content=b'{"model": "two", "stream": ' + stream + b", " + wrong + b", " + rest)
+    assert not models.backends["one"].calls
+
+
 def test_paths_about_text_are_answered_by_the_model_of_their_body_or_query():
     models = two()
     for path, body in (

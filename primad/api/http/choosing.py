@@ -25,9 +25,11 @@ from primad.api.http.endpoint import CHOSEN, Chosen, Endpoint
 from primad.api.http.offered import check_writer, find_embedder, find_offered, is_offered
 from primad.api.http.wanted import Choosing, WantedModel, read_wanted
 from primad.errors import RequestError
+from primad.ring.messages import Generate, GenerationEvent
 
 EXPECTED: Final = "x-primad-expected-s"
 """The header of a stream with the seconds that its model takes to load, if they can be forecast."""
+_UNREADABLE: Final = "the body must be strict JSON, an object whose 'model' is a text of at most 512 characters"
 RouteHandler = Callable[[Request], Awaitable[Response]]
 
 
@@ -123,6 +125,22 @@ class ModelChoice:
         """A body that names no model for sure: its dialect says what is wrong, in the process of any model."""
         backend = next(iter(self._models.loaded().values()), None)
         if backend is not None:
-            request.scope[CHOSEN] = Chosen(backend, body)
+            request.scope[CHOSEN] = Chosen(_Reader(backend), body)
             await handler(request)
-        raise RequestError("the body must be a JSON object whose 'model' is a text of at most 512 characters")
+        raise RequestError(_UNREADABLE)
+
+
+class _Reader:
+    """A backend that reads requests, and generates nothing: what its dialect takes may still name no model for sure."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.health, self.model, self.status = backend.health, backend.model, backend.status
+        self.prepare = backend.prepare
+
+    async def generate(self, asked: Generate, *, may_expire: bool = True) -> AsyncGenerator[GenerationEvent, None]:
+        for event in _generate_nothing(asked):
+            yield event
+
+
+def _generate_nothing(_: Generate) -> list[GenerationEvent]:
+    raise RequestError(_UNREADABLE)

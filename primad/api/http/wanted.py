@@ -62,9 +62,12 @@ def wanted(fields: Fields) -> WantedModel:
 
 
 def small(field: Raw) -> Any:
-    """The value of ``field``, None if it is missing; its JSON if that is long."""
+    """The value of ``field``, None if it is missing; its JSON if that is long, or a number beyond all measure."""
     data = bytes(field)
-    return msgspec.json.decode(data or b"null") if len(data) <= _MAX_SMALL_BYTES else data
+    try:
+        return msgspec.json.decode(data or b"null") if len(data) <= _MAX_SMALL_BYTES else data
+    except msgspec.DecodeError:
+        return data
 
 
 def comment(_: WantedModel, model: OfferedModel) -> bytes:
