@@ -89,7 +89,10 @@ class House:
         return Library(tuple(self.found), self.problems)
 
     async def who_goes(self, model: LibraryModel, idle: Sequence[str], busy: Sequence[str]) -> frozenset[str]:
-        return frozenset([*idle, *busy][: max(0, len(self.held) + 1 - ROOM)])
+        too_many = max(0, len(self.held) + 1 - ROOM)
+        if too_many > len(idle) + len(busy):
+            raise PlanError(f"{model.name} has no room")
+        return frozenset([*idle, *busy][:too_many])
 
     def begin(self, model: LibraryModel, changed: Callable[[], None], lost: Callable[[], None]) -> Held:
         del changed
@@ -305,6 +308,17 @@ async def test_keep_alive_0_unloads_and_pinned_models_stay():
             pass
         await house.until(lambda: "one" not in house.held)
         assert set(models.loaded()) == {"three"}
+
+
+async def test_a_model_without_room_beside_pinned_ones_says_who_stays():
+    house = House()
+    async with offered(house, pinned={"one", "two"}) as models:
+        for name in ("one", "two"):
+            async with models.use(name):
+                pass
+        with pytest.raises(RingError, match=r"has no room; one and two stay loaded by models\.toml"):
+            async with models.use("three"):
+                pass
 
 
 async def test_unloading_returns_when_nothing_is_held():

@@ -17,7 +17,7 @@ from halda import Infeasible
 from primad.api.answering.backend import Backend
 from primad.api.answering.models import ModelState, OfferedModel, PullProgress, Waiting
 from primad.api.http.offered import find_offered, state_line
-from primad.errors import PrimadError, RequestError, RingError
+from primad.errors import PlanError, PrimadError, RequestError, RingError
 from primad.head.offer.held import HeldModel
 from primad.head.offer.loader import (
     NOBODY,
@@ -409,7 +409,9 @@ class HeadModels:
                 return
             held = self._held[name] = self._opens.begin(model, self._notify, partial(self._later, UnloadAsked(name)))
             await held.load()
-        except (PrimadError, Infeasible) as exc:
+        except (PlanError, Infeasible) as exc:
+            await self._failed(name, f"{exc}{self._beside_pinned(name)}")
+        except PrimadError as exc:
             await self._failed(name, str(exc))
         except Exception as exc:  # our own mistake; requests wait for an outcome
             logger.exception("%s cannot be loaded", name)
@@ -417,6 +419,11 @@ class HeadModels:
         else:
             self._took_s[name] = self._now() - began_s
             self._later(ModelLoaded(name))
+
+    def _beside_pinned(self, name: str) -> str:
+        """Who may have the room that ``name`` lacks, and does not make it."""
+        stay = sorted(self._settings.pinned & self._held.keys() - {name})
+        return f"; {' and '.join(stay)} {'stays' if len(stay) == 1 else 'stay'} loaded by models.toml" if stay else ""
 
     async def _failed(self, name: str, reason: str) -> None:
         held = self._held.pop(name, None)
