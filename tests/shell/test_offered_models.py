@@ -233,6 +233,34 @@ async def test_a_wait_is_told_and_who_leaves_it_costs_the_others_nothing():
         assert await other == "two"
 
 
+async def test_a_load_is_expected_to_take_what_it_took_the_last_time(monkeypatch):
+    loop, later_s = asyncio.get_running_loop(), 0.0
+    real = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real() + later_s)
+    house = House(slow={"one"})
+    async with offered(house) as models:
+        told: list[OfferedModel] = []
+
+        async def use() -> None:
+            async with models.use("one", waiting=told.append):
+                pass
+
+        using = asyncio.create_task(use())
+        held = await house.comes_to("one")
+        later_s += 100
+        held.gate.set()
+        await using
+        await models.unload("one")
+        later_s += 1000
+        told.clear()
+        using = asyncio.create_task(use())
+        held = await house.comes_to("one")
+        assert told[0].expected_s is not None
+        assert 100 <= told[0].expected_s < 200
+        held.gate.set()
+        await using
+
+
 async def test_a_load_that_everybody_left_is_given_up_for_the_next_one():
     house = House(slow={"one"})
     async with offered(house) as models:

@@ -104,7 +104,7 @@ class HeadModels:
         """Those that are loaded or were asked for, as the library had them then."""
         self._began_s: dict[str, float] = {}
         self._took_s: dict[str, float] = {}
-        """By model: when its load began, and how long the last one took."""
+        """By model: when the load that runs began, and how long the last one took."""
         self._numbers = count(NOBODY + 1)
         self._waits: dict[int, tuple[str, asyncio.Future[None]]] = {}
         """The model of each request that waits or is answered, and what it waits for."""
@@ -419,6 +419,8 @@ class HeadModels:
         else:
             self._took_s[name] = self._now() - began_s
             self._later(ModelLoaded(name))
+        finally:
+            self._began_s.pop(name, None)
 
     def _beside_pinned(self, name: str) -> str:
         """Who may have the room that ``name`` lacks, and does not make it."""
