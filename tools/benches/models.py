@@ -1,183 +1,222 @@
-"""``models``: several models of one head: how long a switch takes, what an unloaded model leaves behind, two side by side.
+"""``models``: what it takes that one head has several models, in rings of devices that count as machines with a core each.
 
-A head offers two models on a ring of ``--devices``, each with a host name of its own and, while there are enough, a core.
-``switch``: from a request for a model that is not loaded, whose layers all devices hold, to its first token; beside the time
-from the start of ``primad serve --model`` on the same workers, which hold the layers too, to its first token.
-``unload``: of what a device's processes took for a model (``held_bytes``: what the system cannot have back at once), the
-share that they give back. ``beside``: tokens a second of each model while the other one answers too, by those while it does
-not; on shared processors half each is fair, so the two shares are added.
+``switch``: the time from a request for a model that is not loaded, but whose layers all devices have, to its first token, of
+that of a new head with ``--model`` on the same devices, from when their links are measured: both plan, load and answer. In
+each round a new head with the model, then a new one that offers all, which loads another model and unloads it before.
+
+``unload``: what the processes of each device hold of its memory before anything is loaded for the first time (in this head,
+in any of the worker's), while the model is loaded, and when it is unloaded; page cache is not counted.
+
+``beside``: both models stay loaded in three devices, and answer one request each, in turn and both at once. Where they
+compute on the same device, or on the same core because there are fewer than devices, the share of each is half of its speed
+alone, else all of it. Speeds at once are those of the time in which both write. Texts must be those of alone.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
-import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
-from primad.head.model.options import model_id
 from primad.system.memory import held_bytes
+from tools.lab import LabError
 from tools.lab.daemons import daemon, free_port
 from tools.lab.figures import Compared
-from tools.lab.harness import CORES, Bench, Run, flag, model_named
-from tools.lab.http_servers import HttpServer, as_machine, profiled_home
+from tools.lab.harness import CORES, SMALL, Bench, Run, flag, in_thread, model_named
+from tools.lab.http_servers import START_S, HttpServer, as_machine, profile_home
 from tools.lab.plain_llama import PROMPT
 
 OTHER: Final = "gemma3-270m-q4_k_m"
-HEAD: Final = ("--context", "1024", "--sequences", "1", "--speculate", "off", "--extra-buffers", "off", "--use-all")
-TOKENS: Final = 96
-SWITCH: Final = 1.2
+OPTIONS: Final = ("--use-all", "--context", "512", "--extra-buffers", "off")
+ASKED: Final[Mapping[str, Any]] = {"ignore_eos": True, "cache_prompt": False, "speculate": False}
+PROMPT_TOKENS: Final = 40
+TOKENS: Final = 160
+KNOWN: Final = "measuring links: done"
+MAX_TIMES: Final = 1.2
 GIVEN_BACK: Final = 0.95
-SHARES: Final = 0.9
+OF_SHARE: Final = 0.9
+LOOK_S: Final = 0.005
 
 
-class Ring:
-    """Workers that stay, and heads on them that come and go, with their processes by device."""
+class House:
+    """Devices whose workers run; heads come and go on the first one. ``folder`` has the models that heads offer."""
 
-    def __init__(self, run: Run, devices: int) -> None:
-        self._homes, self._cluster = run.homes(), f"bench-{secrets.token_hex(4)}"
+    def __init__(self, run: Run, count: int, folder: Path) -> None:
+        self._homes, self._folder, self._cluster = run.homes(), folder, f"bench-{secrets.token_hex(4)}"
         self._homes.mkdir(parents=True)
-        names = ["head", *(f"w{place}" for place in range(1, devices))]
-        self._before = {name: as_machine(name, at if at < CORES else None) for at, name in enumerate(names)}
+        self.cores = {name: at % CORES for at, name in enumerate(["head", *(f"w{at}" for at in range(1, count))])}
+        self._before = {name: as_machine(name, core) for name, core in self.cores.items()}
+        self._processes: dict[str, int] = {}
+        self.idle: dict[str, int] = {}
+        """What each device held when nothing had been loaded."""
         for name, words in self._before.items():
-            profiled_home(self._homes / name, words, ())
-        self._wait = str(devices - 1)
-        self.pids: dict[str, int] = {}
-        for name in names[1:]:
+            profile_home(self._homes / name, words, ())
+        for name in list(self._before)[1:]:
             run.stack.enter_context(self._started(name, "join"))
 
     @contextmanager
-    def _started(self, name: str, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-        own = ("--home", str(self._homes / name), "--name", name, "--cluster", self._cluster)
+    def _started(self, name: str, *words: str) -> Iterator[Any]:
+        own = ["--home", str(self._homes / name), "--name", name, "--cluster", self._cluster]
         with (
             (self._homes / f"{name}.log").open("wb") as log,
             daemon([*words, *own], self._homes, log, before=self._before[name]) as process,
         ):
-            self.pids[name] = process.pid
+            self._processes[name] = process.pid
             yield process
 
     @contextmanager
-    def head(self, *words: str, name: str = "") -> Iterator[HttpServer]:
-        """``primad serve`` with ``words``, once it serves."""
-        port = free_port()
-        with self._started("head", "serve", "--port", str(port), "--wait", self._wait, *HEAD, *words) as process:
-            server = HttpServer(process, port, name)
-            server.wait(self._homes / "head.log")
-            yield server
+    def head(self, model: Path | None) -> Iterator[tuple[HttpServer, float]]:
+        """A head that serves ``model``, or offers all, and when it knew its devices."""
+        port, others = free_port(), str(len(self._before) - 1)
+        what = ("--models", str(self._folder)) if model is None else ("--model", str(model))
+        waits = ("--wait", others, "--wait-timeout", f"{START_S:g}")
+        with self._started("head", "serve", *what, "--port", str(port), *waits, *OPTIONS) as process:
+            log = self._homes / "head.log"
+            while KNOWN not in log.read_text(errors="replace"):
+                if process.poll() is not None:
+                    raise LabError(f"the head ends: {log.read_text(errors='replace')[-500:]}")
+                time.sleep(LOOK_S)
+            known_s = time.perf_counter()
+            server = HttpServer(process, port, "" if model is None else model.stem)
+            server.wait(log, every_s=LOOK_S)
+            yield server, known_s
 
-    def held_bytes(self) -> dict[str, int]:
-        """What the processes of each device have."""
+    def held(self) -> dict[str, int]:
+        """Bytes of memory of each device."""
         found = {}
-        for name, pid in self.pids.items():
-            daemon_process = psutil.Process(pid)
-            found[name] = held_bytes([pid, *(each.pid for each in daemon_process.children(recursive=True))])
+        for name, pid in self._processes.items():
+            process = psutil.Process(pid)
+            found[name] = held_bytes([pid, *(each.pid for each in process.children(recursive=True))])
         return found
 
 
-async def measure(run: Run, model: Path) -> None:
-    """The three cases, on the same workers."""
-    folder, other = run.folder(), model_named(OTHER)
-    for each in (model, other):
-        (folder / each.name).symlink_to(each.resolve())
-    devices = run.options.devices
-    ring = Ring(run, devices)
-    names = (model_id(model), model_id(other))
-    offered, fresh = [], []
-    with ring.head("--models", str(folder), "--idle-unload", "-1") as head:
-        for name in names:
-            _first_s(head, name)  # the layers are shipped
-            _unload(head, name)
-        before = ring.held_bytes()
-        for _ in range(run.options.rounds):
-            offered.append(_first_s(head, names[0]))
-            loaded = ring.held_bytes()
-            _unload(head, names[0])
-            after = ring.held_bytes()
-        for device, empty in before.items():
-            taken = loaded[device] - empty
-            back = (loaded[device] - after[device]) / taken
-            what = f"given back by {device}, of {taken / 1e6:.0f} MB"
-            run.add(
-                Compared(
-                    model=model.stem,
-                    case="unload",
-                    devices=devices,
-                    what=what,
-                    found=[back],
-                    beside=[1.0],
-                    at_least=GIVEN_BACK,
-                )
-            )
-        run.add(*_beside(run, model, head, names))
-    for _ in range(run.options.rounds):
-        begin_s = time.perf_counter()
-        with ring.head("--model", str(model), name=names[0]) as alone:
-            _first_s(alone, names[0])
-            fresh.append(time.perf_counter() - begin_s)
-    what = "seconds to the first token"
-    run.add(
-        Compared(
-            model=model.stem, case="switch", devices=devices, what=what, found=offered, beside=fresh, at_most=SWITCH
-        )
-    )
-
-
-def _first_s(head: HttpServer, name: str) -> float:
-    begin_s = time.perf_counter()
-    return head.stream(PROMPT[:8], 2, model=name, cache_prompt=False)[0] - begin_s
+def _ask(head: HttpServer, name: str, tokens: int = 1) -> list[tuple[float, int]]:
+    return head.sampled(PROMPT[:PROMPT_TOKENS], tokens, model=name, **ASKED)
 
 
 def _unload(head: HttpServer, name: str) -> None:
-    body = json.dumps({"model": name}).encode()
-    asked = urllib.request.Request(f"{head.url}/models/unload", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(asked, timeout=120):
-        pass
+    asked = urllib.request.Request(f"{head.url}/models/unload", json.dumps({"model": name}).encode(), method="POST")
+    asked.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(asked, timeout=START_S) as answered:
+        answered.read()
 
 
-def _beside(run: Run, model: Path, head: HttpServer, names: tuple[str, str]) -> Iterator[Compared]:
-    """Each model alone, then both; the text must be the same."""
+def _fresh(house: House, model: Path) -> float:
+    with house.head(model) as (head, known_s):
+        return _ask(head, model.stem)[0][0] - known_s
 
-    def rate(name: str) -> tuple[float, list[int]]:
-        told = head.sampled(PROMPT[:40], TOKENS, model=name, cache_prompt=False, ignore_eos=True)
-        return (len(told) - 1) / (told[-1][0] - told[0][0]), [token for _, token in told]
 
+def _switched(house: House, model: Path, other: str) -> tuple[float, dict[str, tuple[int, int, int]]]:
+    """Seconds of a switch, and what each device held when nothing had been loaded, with the model and behind it."""
+    with house.head(None) as (head, _):
+        house.idle = house.held() | {name: size for name, size in house.idle.items() if name != "head"}
+        _ask(head, other)
+        _unload(head, other)
+        begin_s = time.perf_counter()
+        took_s = _ask(head, model.stem)[0][0] - begin_s
+        loaded = house.held()
+        _unload(head, model.stem)
+        after = house.held()
+    return took_s, {name: (size, loaded[name], after[name]) for name, size in house.idle.items()}
+
+
+def _beside(head: HttpServer, names: tuple[str, ...]) -> tuple[list[float], bool]:
+    """The speed of each at once by alone, and whether texts are the same."""
+    alone = {name: _ask(head, name, TOKENS) for name in names}
+    with ThreadPoolExecutor(len(names)) as pool:
+        at_once = dict(zip(names, pool.map(lambda name: _ask(head, name, TOKENS), names), strict=True))
+    begin_s, end_s = (edge(its[at][0] for its in at_once.values()) for edge, at in ((max, 0), (min, -1)))
+    found = []
     for name in names:
-        rate(name)
-    shares, is_same = [], True
-    with ThreadPoolExecutor(2) as pool:
-        for _ in range(run.options.rounds):
-            alone = list(map(rate, names))
-            both = list(pool.map(rate, names))
-            shares.append(sum(one[0] / other[0] for one, other in zip(both, alone, strict=True)))
-            is_same = is_same and [text for _, text in both] == [text for _, text in alone]
-            run.say(
-                f"alone {alone[0][0]:.1f} and {alone[1][0]:.1f} tokens/s, both {both[0][0]:.1f} and {both[1][0]:.1f}"
-            )
-    yield Compared(
-        model=f"{model.stem} and {OTHER}",
-        case="beside",
-        devices=run.options.devices,
-        what="shares of both models together",
-        found=shares,
-        beside=[1.0] * len(shares),
-        at_least=SHARES,
-        is_same=is_same,
+        times = [at_s for at_s, _ in alone[name]]
+        written = [at_s for at_s, _ in at_once[name] if begin_s <= at_s <= end_s]
+        rates = [(len(its) - 1) / (its[-1] - its[0]) for its in (written, times)]
+        found.append(rates[0] / rates[1])
+    return found, all([t for _, t in alone[name]] == [t for _, t in at_once[name]] for name in names)
+
+
+async def _switch(run: Run, model: Path, other: Path) -> None:
+    house, count = House(run, 2, model.parent), 2
+    turns = await run.alternate(
+        {
+            "switch": in_thread(lambda _: _switched(house, model, other.stem)),
+            "fresh": in_thread(lambda _: (_fresh(house, model), {})),
+        }
     )
+    run.add(
+        Compared(
+            model=model.stem,
+            case="switch",
+            devices=count,
+            what="seconds to the first token, of a new head's",
+            found=[took_s for took_s, _ in turns["switch"]],
+            beside=[took_s for took_s, _ in turns["fresh"]],
+            at_most=MAX_TIMES,
+        )
+    )
+    for name in house.idle:
+        held = [its[name] for _, its in turns["switch"]]
+        run.add(
+            Compared(
+                model=model.stem,
+                case="unload",
+                devices=count,
+                what=f"MB of {name} given back, of those taken",
+                found=[(loaded - after) / 1e6 for _, loaded, after in held],
+                beside=[(loaded - before) / 1e6 for before, loaded, _ in held],
+                at_least=GIVEN_BACK,
+            )
+        )
+
+
+async def _two(run: Run, model: Path, other: Path) -> None:
+    house, count, names = House(run, 3, model.parent), 3, (model.stem, other.stem)
+    with house.head(None) as (head, _):
+        for name in names:
+            await asyncio.to_thread(_ask, head, name)
+        plans = [{each["name"]: each["layers"] for each in head.status(name)["devices"]} for name in names]
+        cores = [{house.cores[device] for device in plan} for plan in plans]
+        share = 0.5 if cores[0] & cores[1] else 1.0
+        turns = await run.alternate({"both": in_thread(lambda _: _beside(head, names))})
+    for at, name in enumerate(names):
+        run.add(
+            Compared(
+                model=model.stem,
+                case="beside",
+                devices=count,
+                what=f"tokens/s of {name} beside the other, of its share ({share:g} of alone)",
+                found=[rates[at] for rates, _ in turns["both"]],
+                beside=[share] * len(turns["both"]),
+                at_least=OF_SHARE,
+                is_same=all(is_same for _, is_same in turns["both"]),
+                note=f"layers {plans[at]}",
+            )
+        )
+
+
+async def measure(run: Run, model: Path) -> None:
+    """Each case in turn, with another model beside this one."""
+    other = model_named(OTHER if model.stem != OTHER else SMALL)
+    for case in run.options.case:
+        async with run.part():
+            await {"switch": _switch, "beside": _two}[case](run, model, other)
 
 
 BENCH: Final = Bench(
-    help="several models of one head: switch, unload, side by side",
+    help="several models of one head: a switch, memory given back, two side by side",
     measure=measure,
+    models=(SMALL, "1b-q4k"),
     rounds=3,
+    flags=(flag("--case", choices=("switch", "beside"), nargs="+", default=["switch", "beside"]),),
     quick={"rounds": 1},
-    flags=(flag("--devices", type=int, default=3, help="devices of the ring"),),
-    all_quick=None,
+    quick_models=(SMALL,),
 )

@@ -109,9 +109,9 @@ class HttpServer:
         finally:
             connection.close()
 
-    def status(self) -> dict[str, Any]:
-        """What primad says of itself."""
-        return dict(json.loads(self._get("/status", 60)[1]))
+    def status(self, model: str = "") -> dict[str, Any]:
+        """What primad says of itself, or of one of its models."""
+        return dict(json.loads(self._get(f"/status?model={model}" if model else "/status", 60)[1]))
 
     def plan(self) -> str:
         """Layers by device of primad's plan, the head's first, as in 9+21."""
@@ -130,8 +130,8 @@ class HttpServer:
         finally:
             connection.close()
 
-    def wait(self, log: Path) -> None:
-        """Wait until it serves; it writes to ``log``. Raises ``LabError`` when it does not."""
+    def wait(self, log: Path, every_s: float = 0.2) -> None:
+        """Wait until it serves, looking ``every_s``; it writes to ``log``. Raises ``LabError`` when it does not."""
         until = time.monotonic() + START_S
         while time.monotonic() < until and self.process.poll() is None:
             try:
@@ -139,7 +139,7 @@ class HttpServer:
                     return
             except OSError:
                 pass
-            time.sleep(0.2)
+            time.sleep(every_s)
         raise LabError(f"{self.url} does not serve: {log.read_text(errors='replace')[-500:]}")
 
 
@@ -182,7 +182,7 @@ def head_here(
     names, cluster, port = ["head", *workers], f"bench-{secrets.token_hex(4)}", free_port(port)
     before = {name: as_machine(name, at if bound else None) if machines else [] for at, name in enumerate(names)}
     for name, words in before.items():
-        profiled_home(homes / name, words, every)
+        profile_home(homes / name, words, every)
     others = ["--wait", str(len(workers)), "--wait-timeout", f"{START_S:g}"] if workers else ["--alone"]
     with ExitStack() as stack:
 
@@ -202,7 +202,7 @@ def head_here(
         yield server
 
 
-def profiled_home(home: Path, before: Sequence[str], every: Sequence[str]) -> None:
+def profile_home(home: Path, before: Sequence[str], every: Sequence[str]) -> None:
     """Have ``home`` profiled: as one of another daemon was that is started alike, or now."""
     options = [
         word for option in ("--threads",) if option in every for word in (option, every[every.index(option) + 1])
