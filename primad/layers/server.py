@@ -141,16 +141,18 @@ class LayerServer:
 
     async def _serve(self, line: _Line) -> None:
         while True:
-            peer, request = await line.wait_next()
-            try:
-                reply, data = await asyncio.to_thread(self._answer, request)
-            except ProtocolError as exc:
-                self._complain(exc)
-                continue
-            if (wait_s := self._bucket.take(len(data), time.monotonic())) > 0:
-                await asyncio.sleep(wait_s)
-            frames = [peer, encode(reply), data] if data else [peer, encode(reply)]
-            await self._socket.send_multipart(frames, copy=False)
+            await self._reply(*await line.wait_next())  # which leaves no chunk in this frame while it waits
+
+    async def _reply(self, peer: bytes, request: TransferRequest) -> None:
+        try:
+            reply, data = await asyncio.to_thread(self._answer, request)
+        except ProtocolError as exc:
+            self._complain(exc)
+            return
+        if (wait_s := self._bucket.take(len(data), time.monotonic())) > 0:
+            await asyncio.sleep(wait_s)
+        frames = [peer, encode(reply), data] if data else [peer, encode(reply)]
+        await self._socket.send_multipart(frames, copy=False)
 
     def _answer(self, request: TransferRequest) -> tuple[TransferReply, Bytes]:
         if isinstance(request, AskPresent):

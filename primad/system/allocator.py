@@ -56,6 +56,14 @@ def keep_little_freed() -> None:
         mallopt(_M_ARENA_MAX, ARENAS)
 
 
+def give_back_freed() -> None:
+    """What a model leaves behind that has ended is freed now and, with glibc, the system's again: ``keep_what_is_loaded`` has
+    Python look for it next to never, and between blocks that are in use the C library keeps what is freed."""
+    gc.collect()
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
 OLD_EVERY: Final = 1000
 """Of so many looks at what is young one is at what is old too."""
 

@@ -109,9 +109,9 @@ class HttpServer:
         finally:
             connection.close()
 
-    def status(self, model: str = "") -> dict[str, Any]:
-        """What primad says of itself, or of one of its models."""
-        return dict(json.loads(self._get(f"/status?model={model}" if model else "/status", 60)[1]))
+    def status(self) -> dict[str, Any]:
+        """What primad says of itself."""
+        return dict(json.loads(self._get("/status", 60)[1]))
 
     def plan(self) -> str:
         """Layers by device of primad's plan, the head's first, as in 9+21."""

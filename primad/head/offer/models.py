@@ -41,6 +41,7 @@ from primad.head.offer.loader import (
 from primad.head.offer.offered_library import OfferedLibrary
 from primad.library.library import LibraryModel
 from primad.settings.quantities import show_count
+from primad.system.allocator import give_back_freed
 from primad.system.shares import Shares
 from primad.system.tasks import Tasks, mistake, to_its_end
 
@@ -441,6 +442,8 @@ class HeadModels:
         held = self._held.pop(name, None)
         if held is not None:
             await to_its_end(held.end())
+            del held
+            await asyncio.to_thread(give_back_freed)
             self._report_line(f"{name} is unloaded")
         self._later(ModelUnloaded(name))
 
