@@ -57,8 +57,8 @@ def keep_little_freed() -> None:
 
 
 def give_back_freed() -> None:
-    """What a model leaves behind that has ended is freed now and, with glibc, the system's again: ``keep_what_is_loaded`` has
-    Python look for it next to never, and between blocks that are in use the C library keeps what is freed."""
+    """What a model that has ended leaves behind is the system's again: after ``keep_what_is_loaded`` Python looks for such
+    garbage next to never, and glibc keeps what is freed between blocks that are in use."""
     gc.collect()
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)

@@ -103,6 +103,29 @@ print(held_bytes([os.getpid()]) - before)
     assert int(python(program, "as ever")) > 6 << 20
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library decides for itself")
+def test_what_an_ended_model_leaves_goes_back_to_the_system():
+    program = """
+import os
+from primad.system.allocator import give_back_freed, keep_little_freed, keep_what_is_loaded
+from primad.system.memory import held_bytes
+keep_little_freed()
+keep_what_is_loaded()
+
+class Model:
+    def __init__(self):
+        self.itself, self.header = self, [os.urandom(4 << 10) for _ in range(4 << 10)]
+
+before = held_bytes([os.getpid()])
+model = Model()
+pinned = os.urandom(4 << 10)
+del model
+give_back_freed()
+print(held_bytes([os.getpid()]) - before)
+"""
+    assert int(python(program)) < 2 << 20
+
+
 def test_what_a_daemon_has_loaded_is_not_looked_through_again_while_it_answers():
     program = """
 import gc

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -231,6 +232,28 @@ async def test_several_devices_fetch_at_once(layers, tmp_path):
             group.create_task(fetch(context, [source], layers, cache))
     for cache in caches:
         whole(cache, layers)
+
+
+async def test_a_server_that_waits_holds_no_chunk_that_it_sent(layers, cache):
+    class Data(bytearray):
+        """Bytes that can be referred to weakly."""
+
+    sent = list[weakref.ref[Data]]()
+
+    class Weak(Counting):
+        def read(self, offset: int, size: int) -> Data:
+            data = Data(super().read(offset, size))
+            sent.append(weakref.ref(data))
+            return data
+
+    async with (
+        links() as context,
+        running(context, {each.ref().digest: Weak(each, []) for each in layers}, "h") as source,
+    ):
+        await fetch(context, [source], layers, cache)
+        while any(each() is not None for each in sent):  # noqa: ASYNC110  (ZeroMQ's own thread lets go of the last ones)
+            await asyncio.sleep(0)
+    assert sent
 
 
 async def test_two_fetches_of_one_cache_take_turns(layers, cache):

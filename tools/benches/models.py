@@ -181,10 +181,11 @@ async def _switch(run: Run, model: Path, other: Path) -> None:
 async def _two(run: Run, model: Path, other: Path) -> None:
     house, count, names = House(run, 3, model.parent), 3, (model.stem, other.stem)
     with house.head(None) as (head, _):
-        plans = []
+        plans = list[dict[str, int]]()
         for name in names:
             await asyncio.to_thread(_ask, head, name)
-            plans.append({each["name"]: each["layers"] for each in head.status()["devices"]})  # of the one used last
+            devices = head.status()["devices"]  # of the model used last; a name that is taken has a number behind it
+            plans.append({each["name"].partition("-")[0]: each["layers"] for each in devices})
         cores = [{house.cores[device] for device in plan} for plan in plans]
         share = 0.5 if cores[0] & cores[1] else 1.0
         turns = await run.alternate({"both": in_thread(lambda _: _beside(head, names))})
