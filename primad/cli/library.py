@@ -48,12 +48,12 @@ def library_of(config: Config) -> Library:
     return read_library(places, HeaderCache(config.home / "library.json")).with_aliases(aliases)
 
 
-def pinned_in(library: Library, config: Config) -> list[LibraryModel]:
-    """The models that ``models.toml`` keeps loaded."""
+def pinned_in(library: Library, config: Config) -> dict[str, LibraryModel | None]:
+    """The names of models that ``models.toml`` keeps loaded, with what each means; None for none or several, or one that
+    cannot be used."""
     from primad.library.settings import read_model_tables
 
-    pinned = read_model_tables(config.home, MODEL_OPTIONS).pinned
-    return [model for key in pinned if (model := _unless_wrong(library, key)) is not None]
+    return {key: _unless_wrong(library, key) for key in read_model_tables(config.home, MODEL_OPTIONS).pinned}
 
 
 def _unless_wrong(library: Library, key: str) -> LibraryModel | None:

@@ -70,7 +70,7 @@ def models(
     config = load_config({"home": home, "models": tuple(folders or ())})
     library = library_of(config)
     headers = [each for each in kept_models(models_folder(config.home)) if not each.whole]
-    pinned, offered = pinned_in(library, config), _offered_here(config.home)
+    pinned, offered = pinned_in(library, config).values(), _offered_here(config.home)
     for wrong in library.problems:
         err.print(wrong.line, markup=False, highlight=False)
     if json:

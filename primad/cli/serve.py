@@ -300,7 +300,10 @@ def _offer(
         return replace(own, lora=adapters, sampling=_given(replaced(sampling, values)))
 
     def pinned(library: Library) -> frozenset[str]:
-        return frozenset(each.name for each in pinned_in(library, config))
+        found = pinned_in(library, config)
+        for key in (key for key, model in found.items() if model is None):
+            err.print(f"{printable(key)} in models.toml is to stay loaded, but means no model that can be used here")
+        return frozenset(model.name for model in found.values() if model is not None)
 
     return LibraryOffer(read=lambda: library_of(config), options_of=options_of, pinned=pinned, keep_s=keep_s)
 

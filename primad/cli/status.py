@@ -190,7 +190,7 @@ def _model_line(model: ModelStatus) -> str:
 
 def _title(status: StatusBody) -> str:
     words = [printable(status.detail)]
-    if status.model is not None:
+    if status.model is not None and not status.models:
         words.append(printable(status.model))
     if status.epoch is not None:
         words.append(f"epoch {status.epoch}")

@@ -239,7 +239,7 @@ def test_settings_of_a_model_are_options_of_serve():
     assert {field.name for field in fields(SamplingOptions)} <= {field.name for field in fields(SamplingDefaults)}
 
 
-def test_without_a_model_all_are_offered_each_with_its_settings(command, user, offered, weights):
+def test_without_a_model_all_are_offered_each_with_its_settings(command, user, offered, weights, capsys):
     ollama_model(user / ".ollama" / "models", f"{OLLAMA}/1b", weights.read_bytes())
     template = user / "mine" / "chat.jinja"
     toy(user / "mine" / "small.gguf")
@@ -257,6 +257,8 @@ def test_without_a_model_all_are_offered_each_with_its_settings(command, user, o
         temperature = 0.25
         lora = "style.gguf=0.5"
         pinned = true
+        [nothing]
+        pinned = true
         """,
     )
     words = ("--kv-type", "f16", "--idle-unload", 60)
@@ -265,6 +267,7 @@ def test_without_a_model_all_are_offered_each_with_its_settings(command, user, o
     library = offer.read()
     small, other = (library.find(name) for name in ("tiny", "llama3.2"))
     assert (offer.keep_s, offer.pinned(library)) == (60, {"small"})
+    assert "nothing in models.toml is to stay loaded, but means no model" in capsys.readouterr().err
     own = offer.options_of(small)
     assert (own.run.context_tokens, own.run.kv_type, own.chat_template) == (4096, "f16", "{{ messages }}")
     assert (own.sampling, [scale for _, scale in own.lora]) == ({"temperature": 0.25}, [0.5])
