@@ -264,7 +264,7 @@ def test_options_of_serve(tiny, tmp_path, temporary, arguments, named):
 @pytest.mark.parametrize(
     ("arguments", "variables", "named"),
     [
-        (("serve",), {}, "--model"),
+        (("serve", "--lora", "x.gguf"), {}, "--lora"),
         (("join", "--insecure-lan"), {}, "--insecure-lan"),
         (("join", "--code", "lamp"), {}, "lamp"),
         (("join", "--device", "127.0.0.1:7770"), {}, "--code"),

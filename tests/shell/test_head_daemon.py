@@ -1243,3 +1243,12 @@ async def test_after_a_mistake_of_our_own_a_device_is_greeted_and_measured_again
         here.device("nas")
         here.start(use_all=True)
         await here.serves("nas")
+
+
+async def test_a_mistake_of_our_own_before_a_ring_is_made_is_told(lab, monkeypatch):
+    async with lab() as here:
+        fails_once(monkeypatch, planner_module.OwnDevice, "begin")
+        here.start()
+        with pytest.raises(ExceptionGroup) as caught:
+            await here.running
+        assert "dictionary changed size" in str(caught.value.exceptions[0])

@@ -178,23 +178,22 @@ class Rings:
 
     async def _form(self, epoch: int) -> None:
         self._core.describe("loading")
-        ring = HeadRing(self._inputs(epoch, await self._pool.own.begin()))
-        self._rings[epoch] = ring
-        preparing = self._tasks.start(self._kv.prepare(ring, self._backend.chains()))
         try:
-            await ring.form()
-            await preparing
+            ring = self._rings[epoch] = HeadRing(self._inputs(epoch, await self._pool.own.begin()))
+            preparing = self._tasks.start(self._kv.prepare(ring, self._backend.chains()))
+            try:
+                await ring.form()
+                await preparing
+            finally:
+                preparing.cancel()
         except PrimadError as exc:
             self._model.remember(exc)
-            self._core.post(attributed(exc, ring.plan, epoch))
-            return
+            self._core.post(attributed(exc, self._plans[epoch].plan, epoch))
         except Exception as exc:  # as above
             logger.exception("ring %d cannot be formed", epoch)
             self._core.post(types.RingFailed(epoch, None, mistake(exc)))
-            return
-        finally:
-            preparing.cancel()
-        self._core.post(types.Formed(epoch))
+        else:
+            self._core.post(types.Formed(epoch))
 
     async def _read_pieces(self) -> None:
         """While a plan is made; if they cannot be read, the ring that needs them gets the error."""
