@@ -137,7 +137,9 @@ class _Server:
 
     async def status(self, request: Request) -> Response:
         """Windows, state and memory of every device."""
-        return json_response(with_old_keys(msgspec.to_builtins(await self.look())))
+        return json_response(
+            with_old_keys(msgspec.to_builtins(await self.look(request.query_params.get("model") or "")))
+        )
 
     async def metrics(self, request: Request) -> Response:
         """Requests, tokens, times, and the state of every device, for Prometheus."""
@@ -146,9 +148,9 @@ class _Server:
     async def _render(self) -> bytes:
         return self._metrics.render(await self.look())
 
-    async def look(self) -> StatusBody:
-        """The status of this moment."""
-        shown, beside, models = self._endpoint.shown(), self._endpoint.embeddings, self._endpoint.models
+    async def look(self, model: str = "") -> StatusBody:
+        """The status of this moment, with the ring of ``model`` if one is named."""
+        shown, beside, models = self._endpoint.shown(model), self._endpoint.embeddings, self._endpoint.models
         ring = await shown.status()
         embedding = None if beside is None else beside.status()
         offered = () if models is None else models.offered()

@@ -499,6 +499,10 @@ def test_metrics_and_the_status_know_each_model():
         assert line in lines, line
     states = {each["id"]: each["state"] for each in ask(app, "GET", "/status").json()["models"]}
     assert states == {"org/two:Q4_K_M": "loaded", "one": "unloaded"}
+    ask(app, "POST", "/completion", json={"model": "one", "prompt": "Hi"})
+    for query, model in (("", "one"), ("?model=two", "org/two:Q4_K_M")):
+        assert ask(app, "GET", f"/status{query}").json()["model"] == model
+    assert ask(app, "GET", "/status?model=three").status_code == 404
 
 
 def test_ollamas_client_switches_lists_pulls_and_unloads():

@@ -115,28 +115,28 @@ class Endpoint:
         assert self.models is not None, "there are several models"
         self._last = next((name for name, each in self.models.loaded().items() if each is backend), self._last)
 
-    def shown(self) -> Backend:
-        """The backend of the model that was used last, of another one that is loaded, or the one without a model."""
+    def shown(self, name: str = "") -> Backend:
+        """The backend of the model ``name``; without one, of the model that was used last, of another one that is loaded, or
+        the one without a model. Raises ``RequestError`` if ``name`` is not loaded."""
         loaded = {} if self.models is None else self.models.loaded()
-        return loaded.get(self._last) or next(iter(loaded.values()), self.backend)
+        if not name or self.models is None:
+            return loaded.get(self._last) or next(iter(loaded.values()), self.backend)
+        found = find_offered(name, self.models.offered())
+        if found.id not in loaded:
+            raise RequestError(
+                f"{state_line(found)}; POST /models/load loads it, and so does any request for an answer",
+                code="model_not_loaded",
+                param="model",
+            )
+        return loaded[found.id]
 
     def looking(self, request: Request) -> ModelEndpoint | None:
         """The model that ``request`` looks at, which is not loaded for that: the one of its query, or the last one used;
         None if no model is loaded. Raises ``RequestError`` if the one of the query is not."""
         if self.models is None:
             return self.serving(request)
-        name = request.query_params.get("model")
-        if not name:
-            return self._of(request, self.shown()) if self.models.loaded() else None
-        found = find_offered(name, self.models.offered())
-        backend = self.models.loaded().get(found.id)
-        if backend is None:
-            raise RequestError(
-                f"{state_line(found)}; POST /models/load loads it, and so does any request for an answer",
-                code="model_not_loaded",
-                param="model",
-            )
-        return self._of(request, backend)
+        name = request.query_params.get("model") or ""
+        return self._of(request, self.shown(name)) if name or self.models.loaded() else None
 
     async def prepare(self, request: Request, preparation: Preparation[Prepared]) -> Prepared:
         """The result of ``preparation``, which needs no model, for the body of ``request``; raises like that of a model."""
