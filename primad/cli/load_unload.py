@@ -12,6 +12,7 @@ from primad.cli.offered import ANSWER_TIMEOUT_S, offered_model, offered_models
 from primad.cli.output import err, out
 from primad.cli.progress import RichReporter
 from primad.errors import ClusterError, printable
+from primad.settings.quantities import show_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,10 +121,9 @@ def _event(data: str, called: str) -> tuple[str, str, str]:
         if event["model"] != called:
             return "", "", ""
         about = event["data"]
-        share, left_s = about.get("progress"), about.get("expected_s")
-        parts = [str(about.get("detail") or about["status"])]
-        parts += [] if share is None else [f"{100 * float(share['value']):.0f} %"]
-        parts += [] if left_s is None else [f"about {float(left_s):.0f} s left"]
+        share = None if (progress := about.get("progress")) is None else float(progress["value"])
+        left_s = None if (expected_s := about.get("expected_s")) is None else float(expected_s)
+        parts = [str(about.get("detail") or about["status"]), *show_progress(share, left_s)]
         return str(about["status"]), str(about.get("detail", "")), ", ".join(parts)
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError, AttributeError):
         return "", "", ""

@@ -12,6 +12,7 @@ import msgspec
 from primad.cli.endpoint import Reached, check_let_in, connected, error_in
 from primad.errors import ClusterError, printable
 from primad.library.names import meant
+from primad.settings.quantities import show_progress
 
 if TYPE_CHECKING:
     import httpx
@@ -37,11 +38,8 @@ class HeadModel(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def line(self) -> str:
         """Its state for people."""
-        status, parts = self.status or {}, [self.state]
-        if isinstance(progress := status.get("progress"), int | float):
-            parts.append(f"{100 * progress:.0f} %")
-        if isinstance(left_s := status.get("expected_s"), int | float):
-            parts.append(f"about {left_s:.0f} s left")
+        status = self.status or {}
+        parts = [self.state, *show_progress(status.get("progress"), status.get("expected_s"))]
         if isinstance(expires := status.get("expires_at"), int | float) and self.state == "loaded":
             parts.append(f"unloads in {max(1, math.ceil((expires - time.time()) / 60))} min if idle")
         if self.state == "failed" and status.get("detail"):

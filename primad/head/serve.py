@@ -114,8 +114,8 @@ def serve_library(
     """Run the head until it is stopped; a model of ``offer`` is loaded when a request names it."""
     if options.embedding is not None:
         check_embedding(options.embedding)
-    library = offer.read()
-    pinned = offer.pinned(library)
+    offered = OfferedLibrary(offer.read, reporter.report_line)
+    pinned = offer.pinned(offered.read())
     with _opened(config, options, http_host) as place:
 
         def check(model: LibraryModel) -> CheckedModel:
@@ -145,7 +145,6 @@ def serve_library(
             )
             settings = OfferSettings(keep_s=offer.keep_s, pinned=pinned, max_wait_s=options.max_wait_s)
             downloads = HubDownloads(models_folder(config.home), offer.read)
-            offered = OfferedLibrary(offer.read, reporter.report_line)
             models = HeadModels(offered, opening, downloads, settings, reporter.report_line)
             head.about = models.about
             embedding = _embedding_of(options, config)

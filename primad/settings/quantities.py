@@ -235,3 +235,9 @@ def _named(value: Any) -> str:
 def show_gpu(name: str, gpu: str) -> str:
     """A GPU by its name and by llama.cpp's name for it, as one of several."""
     return f"{name} ({gpu})" if gpu else name
+
+
+def show_progress(share: object, left_s: object) -> list[str]:
+    """How far something is, and how long it still takes, as far as these are known: ``40 %``, ``about 12 s left``."""
+    parts = [f"{100 * share:.0f} %"] if isinstance(share, int | float) else []
+    return [*parts, f"about {left_s:.0f} s left"] if isinstance(left_s, int | float) else parts

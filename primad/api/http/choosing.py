@@ -112,9 +112,9 @@ class ModelChoice:
 
     @asynccontextmanager
     async def _use(self, wants: WantedModel, waiting: Waiting = lambda _: None) -> AsyncIterator[Backend]:
-        name, models = wants.name, self._models
-        if name is not None and is_offered(name, models.offered()):
-            check_writer(find_offered(name, models.offered()))
+        name, models, offered = wants.name, self._models, self._models.offered()
+        if name is not None and is_offered(name, offered):
+            check_writer(find_offered(name, offered))
         elif wants.is_any or self._endpoint.any_model:
             name = None
         async with models.use(name, owner=caller(), keep_alive_s=wants.keep_alive_s, waiting=waiting) as backend:

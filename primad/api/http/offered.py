@@ -8,6 +8,7 @@ from typing import Final, Protocol
 from primad.api.answering.models import OfferedModel
 from primad.errors import RequestError, printable
 from primad.library.names import meant, nearest
+from primad.settings.quantities import show_progress
 
 MAX_NAMED: Final = 50
 """Names in an error."""
@@ -74,11 +75,7 @@ class ShownModel(Protocol):
 
 def state_line(model: ShownModel) -> str:
     """The state of ``model`` for people: ``qwen3: loading, 40 %, about 12 s left``."""
-    parts = [printable(model.detail) or str(model.state)]
-    if model.progress is not None:
-        parts.append(f"{100 * model.progress:.0f} %")
-    if model.expected_s is not None:
-        parts.append(f"about {model.expected_s:.0f} s left")
+    parts = [printable(model.detail) or str(model.state), *show_progress(model.progress, model.expected_s)]
     return f"{printable(model.id)}: {', '.join(parts)}"
 
 

@@ -42,10 +42,10 @@ class OfferedLibrary:
                 return self.found
             began_s = time.monotonic()
             try:
-                self.found, self._changed_s = await asyncio.to_thread(self._list)
+                await asyncio.to_thread(self.read)
             except PrimadError as exc:  # a wrong line in models.toml: the last list stands
                 self._report(str(exc))
-            self._read_s = began_s
+                self._read_s = began_s
         for each in self.found.problems:
             self._report(each.line)
         for model in self.found.models:
@@ -58,10 +58,12 @@ class OfferedLibrary:
             self._reported.add(line)
             self._report_line(line)
 
-    def _list(self) -> tuple[Library, dict[str, int]]:
-        library = self._read()
+    def read(self) -> Library:
+        """Read the library. Raises ``PrimadError`` for settings that are wrong."""
+        began_s, library = time.monotonic(), self._read()
         changed = {}
         for model in library.models:
             with contextlib.suppress(OSError):
                 changed[model.name] = int(model.files[0].stat().st_mtime)
-        return library, changed
+        self.found, self._changed_s, self._read_s = library, changed, began_s
+        return library
