@@ -293,8 +293,8 @@ def _offer(
     from primad.head.serve import LibraryOffer
     from primad.planning.adapters import parse_lora
 
-    def options_of(found: LibraryModel) -> ServeOptions:
-        values = untyped_values(called, tables_of(found, library_of(config), config))
+    def options_of(found: LibraryModel, library: Library) -> ServeOptions:
+        values = untyped_values(called, tables_of(found, library, config))
         own = _serve_options(config, *(replaced(each, values) for each in groups))
         adapters = parse_lora(values.get("lora") or lora)
         return replace(own, lora=adapters, sampling=_given(replaced(sampling, values)))

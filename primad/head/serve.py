@@ -64,13 +64,13 @@ def check_embedding(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryOffer:
-    """The models of ``serve`` without ``--model``: what ``read`` finds, each with the options that ``options_of`` gives.
+    """The models of ``serve`` without ``--model``: what ``read`` finds, each with the options that ``options_of`` gives it.
 
     Those that are ``pinned`` stay loaded, others until nobody used them for ``keep_s`` (negative: for ever).
     """
 
     read: Callable[[], Library]
-    options_of: Callable[[LibraryModel], ServeOptions]
+    options_of: Callable[[LibraryModel, Library], ServeOptions]
     pinned: Callable[[Library], frozenset[str]]
     keep_s: float
 
@@ -119,7 +119,7 @@ def serve_library(
     with _opened(config, options, http_host) as place:
 
         def check(model: LibraryModel) -> CheckedModel:
-            own = replace(offer.options_of(model), name=model.name, http_port=place.options.http_port)
+            own = replace(offer.options_of(model, offered.found), name=model.name, http_port=place.options.http_port)
             return check_model(config, model.files[0], own, reporter)
 
         async def main() -> None:

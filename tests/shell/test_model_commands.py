@@ -268,11 +268,11 @@ def test_without_a_model_all_are_offered_each_with_its_settings(command, user, o
     small, other = (library.find(name) for name in ("tiny", "llama3.2"))
     assert (offer.keep_s, offer.pinned(library)) == (60, {"small"})
     assert "nothing in models.toml is to stay loaded, but means no model" in capsys.readouterr().err
-    own = offer.options_of(small)
+    own = offer.options_of(small, library)
     assert (own.run.context_tokens, own.run.kv_type, own.chat_template) == (4096, "f16", "{{ messages }}")
     assert (own.sampling, [scale for _, scale in own.lora]) == ({"temperature": 0.25}, [0.5])
-    assert offer.options_of(other).run.context_tokens == 2048
-    assert offer.options_of(other).sampling == options.sampling == {}
+    assert offer.options_of(other, library).run.context_tokens == 2048
+    assert offer.options_of(other, library).sampling == options.sampling == {}
 
 
 @pytest.mark.parametrize("word", ["--alias", "--lora", "--draft", "--windows", "--chat-template"])
@@ -291,4 +291,4 @@ def test_a_wrong_setting_of_a_model_is_named_when_it_is_loaded(command, user, of
     command("serve", "--alone", "--models", user / "mine")
     ((offer, _),) = offered
     with pytest.raises(ConfigError, match=r"q9"):
-        offer.options_of(offer.read().find("small"))
+        offer.options_of(offer.read().find("small"), offer.read())
