@@ -10,6 +10,9 @@ from typing import Final
 TYPES: Final = ("Q4_K", "Q6_K", "Q8_0", "F16", "Q4_0", "Q5_K", "Q4_1", "Q5_0", "IQ4_XS")
 """Quantisation types of weights, those that most models have in front. The first is the one that thread counts and fixed
 costs are measured with."""
+MORE_COMPARED: Final = ("Q3_K", "Q2_K", "IQ3_XXS", "IQ3_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q5_1", "IQ4_NL", "BF16")
+"""Types that are compared besides, where there is time: how many of their rows are bit for bit single ones. What is not
+known to be exact computes neither drafts nor several requests in a step."""
 STEPS_BESIDE_TYPES: Final = 4
 """Memory, threads, layers, disk."""
 

@@ -10,10 +10,11 @@ import logging
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import chain, takewhile
 from typing import Final, get_args
 
 from halda import PREFILL_ROWS, RATE_WIDTH, CacheCost, StateKind, TypeRows, TypeSpeed, WidthCost
-from primad.profiler.effort import TYPES
+from primad.profiler.effort import MORE_COMPARED, TYPES
 from primad.profiler.speeds import Bench, answered
 from primad.profiler.synthetic import BIG, MIDDLE, NARROW, WIDE, LayerShape
 
@@ -113,14 +114,15 @@ def measure_attention(bench: Bench, main: TypeSpeed) -> dict[str, float]:
 def measure_exact(bench: Bench, speeds: Sequence[TypeSpeed]) -> tuple[TypeRows, ...]:
     """What is bit for bit the same in steps of other rows, by type; both with and without extra buffers where they are used.
 
-    Windows that stream do without.
+    Windows that stream do without. All of ``TYPES`` are compared, others as far as time lasts.
     """
     extra = {speed.type for speed in speeds if speed.extra_buffers}
+    more = takewhile(lambda _: not bench.effort.is_quick and bench.budget.left_s > 0, MORE_COMPARED)
     return tuple(
         _both(bench.exact_rows(kind, extra=False), bench.exact_rows(kind, extra=True))
         if kind in extra
         else bench.exact_rows(kind, extra=False)
-        for kind in TYPES
+        for kind in chain(TYPES, more)
     )
 
 

@@ -35,6 +35,11 @@ _SCALES_AT: Final[dict[str, tuple[int, ...]]] = {
     "Q2_K": (80, 82),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    "IQ2_XXS": (0,),
+    "IQ2_XS": (0,),
+    "IQ2_S": (0,),
+    "IQ3_XXS": (0,),
+    "IQ3_S": (0,),
 }
 """Where in a block of the type its half-precision scales (and minimum) stand (ggml-common.h)."""
 
@@ -190,8 +195,10 @@ def _metadata(shape: LayerShape, layers: int, tensors: int) -> bytes:
 def piece_of(kind: str) -> bytes:
     """Weights of type ``kind``."""
     random = np.random.default_rng(0)
-    if kind in ("F32", "F16"):
+    if kind in ("F32", "F16", "BF16"):
         numbers = random.standard_normal(_PIECE_BYTES // 4).astype(np.float32) * np.float32(0.02)
+        if kind == "BF16":
+            return bytes((numbers.view(np.uint32) >> 16).astype(np.uint16).tobytes())
         return bytes(numbers.astype(np.float16 if kind == "F16" else np.float32).tobytes())
     block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
     data = np.frombuffer(bytearray(random.bytes(_PIECE_BYTES // block_bytes * block_bytes)), np.uint8)

@@ -24,9 +24,17 @@ from primad.engine.devices import GpuDevice, find_gpu, list_gpus, own_memory_of,
 from primad.errors import ConfigError, EngineError
 from primad.profiler import device, disk, gpus, measure, processors, speeds, synthetic
 from primad.profiler.device import check_chosen_gpu, is_disturbed, is_profiled, profile_device, unused_gpus
-from primad.profiler.effort import QUICK, TYPES, Budget, Effort
+from primad.profiler.effort import MORE_COMPARED, QUICK, TYPES, Budget, Effort
 from primad.profiler.records import VERSION, home_file, machine_file, read_home, read_machine, write
-from primad.profiler.shapes import CACHED, MODEL_BYTES, measure_attention, measure_caches, measure_rows, measure_widths
+from primad.profiler.shapes import (
+    CACHED,
+    MODEL_BYTES,
+    measure_attention,
+    measure_caches,
+    measure_exact,
+    measure_rows,
+    measure_widths,
+)
 from primad.profiler.speeds import (
     Bench,
     RetryBudget,
@@ -106,6 +114,9 @@ class Machine:
 
     def single_s(self, *, flash: bool) -> float:
         return self.attention_s if flash else self.plain_attention_s
+
+    def compare(self, task: CompareRows) -> ExactRows:
+        return ExactRows(rows=7, piece_rows=8, replay_rows=7)
 
     def gpus(self) -> Sequence[GpuDevice] | str:
         raise AssertionError("not asked for")
@@ -392,6 +403,22 @@ def test_llama_cpp_computes_a_window_of_every_type(tmp_path, has_weights):
             assert (len(one.decode_s), one.batch_s, one.prefill_s) == (1, (), ()), "once, where there is no time"
             assert (many.decode_s, len(many.batch_s), len(many.prefill_s)) == ((), 1, 1)
             assert min(one.decode_s + many.batch_s + many.prefill_s) > 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "effort", "more"), [(60.0, Effort(), MORE_COMPARED), (0.0, Effort(), ()), (60.0, QUICK, ())]
+)
+def test_rows_of_rarer_types_are_compared_where_there_is_time(tmp_path, seconds, effort, more):
+    place = bench(tmp_path, Machine(), effort=effort, budget=Budget(seconds, lambda: 0.0))
+    assert [found.type for found in measure_exact(place, ())] == [*TYPES, *more]
+
+
+def test_llama_cpp_compares_rows_of_every_type(tmp_path, has_weights):
+    with child_trials(1) as children:
+        for kind in (*TYPES, *MORE_COMPARED):
+            window = write_window(tmp_path, SMALL, kind, 1, gpu_layers=0)
+            found = children.compare(CompareRows(window=window, width=SMALL.width, threads=1))
+            assert isinstance(found, ExactRows), f"{kind}: {found}"
 
 
 def test_several_rows_of_every_kind_of_state_are_compared(tmp_path, has_weights):
