@@ -21,13 +21,13 @@ FIRST_TOKENS_PER_S: Final = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """``prediction`` is what ``plan`` promises, None when it was set by hand; ``assignments`` are those of its devices.
+    """``prediction`` is what ``plan`` promises, if it was planned; ``assignments`` are those of its devices.
 
     Both were made with what was learnt until then, ``corrections``, and for ``sequences`` answers at once, each with a
     context of ``context_tokens``; ``why_sequences`` and ``why_context`` say why it is not more, where nobody said how much.
     Attention is ``flash`` attention or not, with ``small_windows`` as in ``Workload``, and next tokens are computed together
     as ``batches`` say, drafts as ``drafting`` does, by a model on device ``draft_device``, if one drafts. ``question`` is
-    what was planned for, if that was solved.
+    what was planned for.
     """
 
     plan: Plan
@@ -89,22 +89,22 @@ class Forecast:
         return replace(self.drafting, branches=0)
 
     @classmethod
-    def of_planned(cls, planned: Planned, corrections: Corrections, *, by_hand: bool) -> Self:
-        """What ``planned`` promises; nothing is predicted for a plan that was set ``by_hand``."""
+    def of_planned(cls, planned: Planned, corrections: Corrections) -> Self:
+        """What ``planned`` promises."""
         work = planned.question.workload
         return cls.of(
             planned.plan,
             planned.question.model,
-            None if by_hand else planned.prediction,
+            planned.prediction,
             context_tokens=work.context_tokens,
             sequences=work.sequences,
-            corrections=NOTHING_LEARNT if by_hand else corrections,
+            corrections=corrections,
             why_context=planned.why_context,
             why_sequences=planned.why_sequences,
             flash=work.flash,
             small_windows=work.small_windows,
             batches=planned.batches,
-            question=None if by_hand else planned.question,
+            question=planned.question,
             drafting=planned.drafting,
             draft_device=planned.draft_device,
         )

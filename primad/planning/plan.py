@@ -278,8 +278,11 @@ def _search_by_hand(request: PlanRequest) -> FoundPlan:
     assert run.windows is not None
     names = [device.device for device in request.devices]
     plan = plan_by_hand(names, run.windows, run.rounds, request.model)
-    there = msgspec.structs.replace(request, devices=request.devices[: len(run.windows)])
-    asked = there.instance(workload_of(run, request.model), plan.head)
+    work = workload_of(run, request.model)
+    devices = request.devices[: len(run.windows)]
+    if run.extra_buffers != "on":
+        devices = [suited(device, work, run.objective) for device in devices]
+    asked = msgspec.structs.replace(request, devices=devices).instance(work, plan.head)
     wanted = 0 if run.context_tokens is not None else wanted_context(request.model)
     return _settled(with_context_by_hand(plan, asked, wanted, run.objective))
 

@@ -139,6 +139,17 @@ async def test_a_plan_by_hand_is_for_one_unless_said_otherwise(house, asked, pla
     assert forecast.sequences == planned
 
 
+async def test_a_plan_by_hand_is_forecast_and_computes_prompts_in_the_chunks_of_its_ring(house):
+    at_home = house(ram=64 * GB, lap=64 * GB, windows=(10, 9), rounds=1)
+    forecast, _ = await at_home.plan(LAP)
+    assert forecast.prediction is not None
+    assert forecast.prediction.chunk_rows < RunConfig().chunk_rows, "one has a chunk while the other has the next"
+    assert [each.ram_bytes > 0 for each in forecast.prediction.devices] == [True, True], (
+        "other models are planned beside it"
+    )
+    assert await at_home.planner.value(forecast) is None, "no other plan is better"
+
+
 @pytest.mark.parametrize(("ram", "left"), [(7, 4), (6.5, 2), (5, 1)])
 async def test_without_a_device_as_many_go_on_as_still_fit(house, ram, left):
     at_home = house(ram=ram * GB, lap=64 * GB, use_all=True)

@@ -118,11 +118,11 @@ class Planner:
                 logger.info("without %s there is no plan: %s", lost, exc)
 
     async def value(self, forecast: Forecast) -> float | None:
-        """The objective of a solved plan, with current knowledge; None if a device of it is not connected."""
+        """The objective of a plan, with current knowledge; None if it was set by hand or a device of it is not connected."""
         before, run = forecast.prediction, self._service.options.run
         workers = self._pool.others.present(forecast.plan.devices)
         own = await self._pool.own.profile()
-        if before is None or len(workers) + 1 < len(forecast.plan.devices):
+        if before is None or run.windows is not None or len(workers) + 1 < len(forecast.plan.devices):
             return None
         devices, links = self._known([own, *(worker.profile for worker in workers)])
         if forecast.question is not None:
@@ -230,7 +230,7 @@ class Planner:
             planned = complete(asked, search(asked))
         else:
             planned = complete(asked, await self._search(asked, background=background))
-        forecast = Forecast.of_planned(planned, self._pool.learning.corrections, by_hand=by_hand)
+        forecast = Forecast.of_planned(planned, self._pool.learning.corrections)
         return forecast, 0.0 if by_hand else planned.objective_s
 
     async def _request(
