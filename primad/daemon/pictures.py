@@ -1,0 +1,133 @@
+"""The head's side of its process for pictures: start it with the first one, ask it, start it again after a crash, end it.
+
+What a picture became is kept, so that one in the next turn of a conversation is not encoded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from primad.engine.pictures.headers import check_picture
+from primad.engine.pictures.messages import (
+    EmbeddedRun,
+    EncodedPicture,
+    EncodePicture,
+    EncoderFailed,
+    EncoderReady,
+    LoadEncoder,
+    PictureRefused,
+    PictureReply,
+    PictureTask,
+)
+from primad.errors import EngineError, RequestError, RingError
+from primad.system.children.asked_child import AskedChild, EndedError
+from primad.system.children.spawn import environment
+
+TIMEOUT_S: Final = 120.0
+"""The process is taken to hang when a picture takes longer."""
+KEPT_BYTES: Final = 128 << 20
+"""Of what pictures became."""
+
+_decoder = msgspec.msgpack.Decoder(PictureReply)
+
+
+class PictureService:
+    """Encodes pictures for ``model`` with the encoder file ``path``, one at a time. ``began`` hears of each process."""
+
+    def __init__(
+        self,
+        path: Path,
+        model: Path,
+        *,
+        threads: int,
+        began: Callable[[int], None] = lambda _: None,
+        timeout_s: float = TIMEOUT_S,
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
+        self._load_task = LoadEncoder(path=str(path), model=str(model), threads=threads)
+        self._began, self._timeout_s, self._room = began, timeout_s, kept_bytes
+        self._child: AskedChild | None = None
+        self._kept = OrderedDict[str, EncodedPicture]()
+        self._turn = asyncio.Lock()
+        self.starts = self.encoded = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The process, while there is one."""
+        return None if self._child is None else self._child.pid
+
+    async def encode(self, data: bytes, called: str) -> EncodedPicture:
+        """What the file ``data`` becomes, which its request has ``called`` so.
+
+        Raises ``RequestError`` for one that is no picture or too large a one, ``EngineError`` where the encoder cannot be
+        loaded, ``RingError`` when its process ended or hung; the next picture starts it again.
+        """
+        try:
+            check_picture(data)  # of the header alone, so that no process is asked, nor started, for nothing
+        except ValueError as exc:
+            raise RequestError(f"{called}: {exc}", param=called) from exc
+        digest = hashlib.sha256(data).hexdigest()
+        async with self._turn:
+            if (found := self._kept.get(digest)) is not None:
+                self._kept.move_to_end(digest)
+                return found
+            if self._child is None or not self._child.is_alive:
+                await self._load()
+            reply = await self._ask(EncodePicture(data))
+            if isinstance(reply, PictureRefused):
+                raise RequestError(f"{called}: {reply.error}", param=called)
+            assert isinstance(reply, EncodedPicture)
+            self.encoded += 1
+            self._keep(reply)
+            return reply
+
+    def _keep(self, picture: EncodedPicture) -> None:
+        self._kept[picture.digest] = picture
+        while self._kept and sum(map(_bytes_of, self._kept.values())) > self._room:
+            self._kept.popitem(last=False)
+
+    async def close(self) -> None:
+        """End the process, whatever it does; the next picture starts it again."""
+        child, self._child = self._child, None
+        if child is not None:
+            await child.end()
+
+    async def _load(self) -> None:
+        await self.close()
+        variables = environment({"OMP_PROC_BIND": "false"} | os.environ, self._load_task.threads, 0)
+        self._child = await AskedChild.start("primad.engine.pictures.process", variables, "the process for pictures")
+        self.starts += 1
+        self._began(self._child.pid)
+        assert isinstance(await self._ask(self._load_task), EncoderReady)
+
+    async def _ask(self, task: PictureTask) -> PictureReply:
+        """Whoever leaves before the reply is there ends the process too: the reply would be taken for another's."""
+        assert self._child is not None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                reply: PictureReply = _decoder.decode(await self._child.ask(task))
+        except TimeoutError:
+            await self.close()
+            raise RingError(f"the process for pictures gave no answer in {self._timeout_s:g} s") from None
+        except EndedError as exc:
+            await self.close()
+            raise RingError(f"the process for pictures {exc}") from None
+        except BaseException:
+            await self.close()
+            raise
+        if isinstance(reply, EncoderFailed):
+            await self.close()
+            raise EngineError(reply.error)
+        return reply
+
+
+def _bytes_of(picture: EncodedPicture) -> int:
+    return sum(len(run.content) for run in picture.runs if isinstance(run, EmbeddedRun))

@@ -1,0 +1,112 @@
+"""An encoder file beside a model, with llama.cpp's libmtmd."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, Final
+
+from primad.engine.binding import llama, why
+from primad.engine.pictures.headers import check_picture
+from primad.engine.pictures.messages import EmbeddedRun, EncodedPicture, TokenRun
+from primad.errors import EngineError
+from primad.system.allocator import without_top
+
+with without_top("llama_cpp"):
+    from llama_cpp import mtmd_cpp as mtmd
+
+MAX_CONTENT_BYTES: Final = 56 << 20
+"""Of what a picture becomes: it is one frame between two processes."""
+
+
+class PictureEncoder:
+    """Makes rows for ``model`` of pictures. Of the model itself only its metadata and tokens are loaded.
+
+    Raises ``EngineError`` where llama.cpp cannot load the two together, or where primad does not know such rows yet.
+    """
+
+    def __init__(self, path: str, model: str, *, threads: int) -> None:
+        self._stack = ExitStack()
+        try:
+            self._open(path, model, threads)
+        except BaseException:
+            self.release()
+            raise
+
+    def _open(self, path: str, model: str, threads: int) -> None:
+        params = llama.llama_model_default_params()
+        params.n_gpu_layers, params.no_alloc, params.load_mode = 0, True, llama.LLAMA_LOAD_MODE_NONE
+        loaded = llama.llama_model_load_from_file(model.encode(), params)
+        if not loaded:
+            raise EngineError(f"llama.cpp cannot read {model}: {why('it does not say why')}")
+        self._stack.callback(llama.llama_model_free, loaded)
+        self.width = int(llama.llama_model_n_embd(loaded))
+        options = mtmd.mtmd_context_params_default()
+        options.use_gpu = options.print_timings = options.warmup = False
+        options.n_threads = threads
+        self._eye: Any = mtmd.mtmd_init_from_file(path.encode(), loaded, options)
+        if not self._eye:
+            raise EngineError(f"llama.cpp cannot load {path} as the encoder of {model}")
+        self._stack.callback(mtmd.mtmd_free, self._eye)
+        if not mtmd.mtmd_support_vision(self._eye):
+            raise EngineError(f"{path}: this encoder takes no pictures")
+        if mtmd.mtmd_decode_use_mrope(self._eye) or llama.llama_model_n_embd_inp(loaded) != self.width:
+            raise EngineError(
+                f"{path}: pictures of this model have positions, or layers, of several parts, which is not supported"
+            )
+
+    def encode(self, data: bytes) -> EncodedPicture:
+        """What the file ``data`` becomes. Raises ``ValueError`` for one that is no picture, or too large a one."""
+        check_picture(data)
+        with ExitStack() as stack:
+            chunks = self._chunks(stack, self._bitmap(stack, data))
+            return EncodedPicture(digest=hashlib.sha256(data).hexdigest(), runs=tuple(self._runs(chunks)))
+
+    def _bitmap(self, stack: ExitStack, data: bytes) -> Any:
+        buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+        options = mtmd.mtmd_helper_init_opt_default()
+        options.video_params.ffmpeg_bin_dir = os.devnull.encode()  # what stb_image cannot decode ffmpeg is not to see
+        found = mtmd.mtmd_helper_bitmap_init_from_buf_wrapper(self._eye, buffer, len(data), False, options)
+        if found.bitmap:
+            stack.callback(mtmd.mtmd_bitmap_free, found.bitmap)
+        if found.video_ctx:
+            stack.callback(mtmd.mtmd_helper_video_free, found.video_ctx)
+        if not found.bitmap or found.video_ctx:
+            raise ValueError("the picture cannot be decoded: its file is damaged")
+        return found.bitmap
+
+    def _chunks(self, stack: ExitStack, bitmap: Any) -> Any:
+        chunks = mtmd.mtmd_input_chunks_init()
+        stack.callback(mtmd.mtmd_input_chunks_free, chunks)
+        part = mtmd.mtmd_input_part(None, bitmap)
+        parts = (ctypes.POINTER(mtmd.mtmd_input_part) * 1)(ctypes.pointer(part))
+        if mtmd.mtmd_tokenize_from_parts(self._eye, chunks, parts, 1, False):
+            raise ValueError("the picture has a shape that the model's encoder does not take")
+        return chunks
+
+    def _runs(self, chunks: Any) -> Iterator[TokenRun | EmbeddedRun]:
+        room = MAX_CONTENT_BYTES
+        for i in range(mtmd.mtmd_input_chunks_size(chunks)):
+            chunk = mtmd.mtmd_input_chunks_get(chunks, i)
+            rows = int(mtmd.mtmd_input_chunk_get_n_tokens(chunk))
+            if mtmd.mtmd_input_chunk_get_type(chunk) == mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
+                count = ctypes.c_size_t(0)
+                tokens = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
+                yield TokenRun(tuple(tokens[: count.value]))
+                continue
+            size = rows * self.width * 4
+            room -= size
+            if room < 0:
+                raise ValueError(f"the picture becomes more than {MAX_CONTENT_BYTES >> 20} MB of rows for the model")
+            if mtmd.mtmd_encode_chunk(self._eye, chunk):
+                raise EngineError("llama.cpp failed to encode a picture")
+            content = ctypes.string_at(mtmd.mtmd_get_output_embd(self._eye), size)
+            looks_ahead = bool(mtmd.mtmd_decode_use_non_causal(self._eye, chunk))
+            yield EmbeddedRun(rows=rows, looks_ahead=looks_ahead, content=content)
+
+    def release(self) -> None:
+        """Give back its memory."""
+        self._stack.close()

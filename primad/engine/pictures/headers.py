@@ -1,0 +1,85 @@
+"""What the header of a picture says, read before anything of it is decoded.
+
+The attack: a file of some kB that says, or hides, 40,000 x 40,000 pixels. So formats that the decoder (stb_image) knows are
+told apart here as it tells them, by their first bytes, and the pixels are bounded by the numbers that it will use. Whatever
+is none of these is refused: libmtmd would give it to ffmpeg.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+MAX_BYTES: Final = 20 << 20
+MAX_PIXELS: Final = 1 << 25
+"""33 million: 100 MB once decoded."""
+_PNG: Final = b"\x89PNG\r\n\x1a\n"
+_BMP_HEADERS: Final = frozenset((12, 40, 56, 108, 124))
+_SIZED: Final = frozenset((0xC0, 0xC1, 0xC2))
+"""JPEG's frames that the decoder takes: baseline, extended and progressive."""
+_SKIPPED: Final = frozenset((0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)))
+"""JPEG's segments that it passes on the way to the frame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of a picture, in pixels."""
+
+    width: int
+    height: int
+
+
+def check_picture(data: bytes) -> Size:
+    """The size that the file ``data`` says. Raises ``ValueError`` for one that is not to be decoded."""
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"a picture may have {MAX_BYTES >> 20} MB; this one has {len(data) / (1 << 20):.1f} MB")
+    try:
+        size = _size_of(data)
+    except (struct.error, IndexError):
+        raise ValueError("the picture's file ends within its header") from None
+    if size.width < 1 or size.height < 1:
+        raise ValueError(f"the picture has no pixels: it says {size.width} x {size.height}")
+    if size.width * size.height > MAX_PIXELS:
+        raise ValueError(f"a picture may have {MAX_PIXELS:,} pixels; this one says {size.width} x {size.height}")
+    return size
+
+
+def _size_of(data: bytes) -> Size:
+    if data.startswith(_PNG):
+        if data[12:16] != b"IHDR":
+            raise ValueError("the PNG does not begin with its header")
+        return Size(*struct.unpack_from(">II", data, 16))
+    if data.startswith((b"GIF87a", b"GIF89a")):
+        return Size(*struct.unpack_from("<HH", data, 6))
+    if data.startswith(b"BM"):
+        return _bmp_size(data)
+    if data.startswith(b"\xff\xd8"):
+        return _jpeg_size(data)
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        raise ValueError("WebP pictures are not supported; send PNG or JPEG")
+    raise ValueError("not a picture of a known format; send PNG, JPEG, GIF or BMP")
+
+
+def _bmp_size(data: bytes) -> Size:
+    header = struct.unpack_from("<I", data, 14)[0]
+    if header not in _BMP_HEADERS:
+        raise ValueError("a BMP with an unknown header")
+    width, height = struct.unpack_from("<hh" if header == 12 else "<ii", data, 18)
+    return Size(width, abs(height))  # upside down where it is negative
+
+
+def _jpeg_size(data: bytes) -> Size:
+    at = 2
+    while True:
+        while data[at] != 0xFF:  # the decoder passes what stands between segments
+            at += 1
+        while data[at] == 0xFF:
+            at += 1
+        marker, length = data[at], struct.unpack_from(">H", data, at + 1)[0]
+        if marker in _SIZED:
+            height, width = struct.unpack_from(">HH", data, at + 4)
+            return Size(width, height)
+        if marker not in _SKIPPED:
+            raise ValueError(f"a JPEG of a kind that cannot be decoded (segment {marker:02X})")
+        at += 1 + max(length, 2)

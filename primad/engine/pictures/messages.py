@@ -1,0 +1,71 @@
+"""What the head and its process for pictures say to each other, in frames of msgpack."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LoadEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """Load the encoder file ``path`` for the ``model`` file, with so many ``threads``; answered with ``EncoderReady``."""
+
+    path: str
+    model: str
+    threads: int
+
+
+class EncodePicture(msgspec.Struct, frozen=True, tag="encode"):
+    """Encode the file ``data``; answered with ``EncodedPicture`` or ``PictureRefused``."""
+
+    data: bytes
+
+
+class EncoderReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """Rows have ``width`` numbers; the process holds so many ``bytes``."""
+
+    width: int
+    bytes: int
+
+
+class TokenRun(msgspec.Struct, frozen=True, tag="tokens"):
+    """Tokens that the model wants around and between the parts of a picture."""
+
+    tokens: tuple[int, ...]
+
+
+class EmbeddedRun(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
+    """Rows of hidden states, as they go into the first layer: (rows, width) float32, little-endian.
+
+    They stand at one position each, and belong in one step. Where they ``look_ahead`` each sees them all.
+    """
+
+    rows: int
+    looks_ahead: bool
+    content: bytes
+
+
+class EncodedPicture(msgspec.Struct, frozen=True, kw_only=True, tag="encoded"):
+    """A picture in a prompt: its ``runs`` in order, and what its file is known by."""
+
+    digest: str
+    runs: tuple[TokenRun | EmbeddedRun, ...]
+
+    @property
+    def positions(self) -> int:
+        """So many of the context it takes."""
+        return sum(run.rows if isinstance(run, EmbeddedRun) else len(run.tokens) for run in self.runs)
+
+
+class PictureRefused(msgspec.Struct, frozen=True, tag="refused"):
+    """What is wrong with the picture."""
+
+    error: str
+
+
+class EncoderFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """What llama.cpp cannot do."""
+
+    error: str
+
+
+PictureTask = LoadEncoder | EncodePicture
+PictureReply = EncoderReady | EncodedPicture | PictureRefused | EncoderFailed

@@ -1,0 +1,81 @@
+"""The process for pictures: ``python -m primad.engine.pictures.process`` encodes those of its daemon.
+
+It ends with its standard input, whatever it computes: then whoever asked is gone.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from primad.engine.pictures.messages import (
+    EncodedPicture,
+    EncodePicture,
+    EncoderFailed,
+    EncoderReady,
+    LoadEncoder,
+    PictureRefused,
+    PictureReply,
+    PictureTask,
+)
+from primad.errors import EngineError
+from primad.system.children.reply_stream import answer_tasks
+
+if TYPE_CHECKING:
+    from primad.engine.pictures.encoder import PictureEncoder
+
+MORE_BYTES: Final = 4 << 30
+"""Beyond its weights the process gets no more memory: it ends before the machine is out of it."""
+
+
+class _Process:
+    def __init__(self) -> None:
+        self._encoder: PictureEncoder | None = None
+
+    def answer(self, task: PictureTask) -> PictureReply:
+        try:
+            match task:
+                case LoadEncoder():
+                    return self._load(task)
+                case EncodePicture():
+                    return self._encode(task)
+        except EngineError as exc:
+            return EncoderFailed(str(exc))
+
+    def _load(self, task: LoadEncoder) -> EncoderReady:
+        import psutil
+
+        from primad.engine.pictures.encoder import PictureEncoder  # only this process loads libmtmd
+
+        self._encoder = PictureEncoder(task.path, task.model, threads=task.threads)
+        memory = psutil.Process().memory_info()
+        _limit(memory.vms + MORE_BYTES)
+        return EncoderReady(width=self._encoder.width, bytes=memory.rss)
+
+    def _encode(self, task: EncodePicture) -> EncodedPicture | PictureRefused:
+        assert self._encoder is not None
+        try:
+            return self._encoder.encode(task.data)
+        except ValueError as exc:
+            return PictureRefused(str(exc))
+
+
+def _limit(size_bytes: int) -> None:
+    """Let this process have at most so many bytes of addresses, where the system counts them."""
+    if sys.platform != "win32":
+        import resource
+
+        _, maximum = resource.getrlimit(resource.RLIMIT_AS)
+        if maximum == resource.RLIM_INFINITY or size_bytes < maximum:
+            resource.setrlimit(resource.RLIMIT_AS, (size_bytes, maximum))
+
+
+def main() -> None:
+    """Answer tasks until standard input ends."""
+    answer_tasks(msgspec.msgpack.Decoder(PictureTask), _Process().answer)
+
+
+if __name__ == "__main__":
+    main()

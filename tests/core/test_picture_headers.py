@@ -1,0 +1,86 @@
+"""A picture is judged by its header before anything of it is decoded."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from primad.engine.pictures.headers import MAX_BYTES, Size, check_picture
+
+PNG = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4s", 13, b"IHDR")
+SEGMENT = b"\xff\xe0" + struct.pack(">H", 6) + b"JFIF"
+
+
+def png(width, height):
+    return PNG + struct.pack(">II", width, height)
+
+
+def jpeg(width, height, frame=0xC0, before=SEGMENT):
+    return b"\xff\xd8" + before + bytes((0xFF, frame)) + struct.pack(">HBHHB", 17, 8, height, width, 3)
+
+
+def gif(width, height):
+    return b"GIF89a" + struct.pack("<HH", width, height)
+
+
+def bmp(width, height, header=40):
+    sizes = struct.pack("<hh" if header == 12 else "<ii", width, height)
+    return b"BM" + bytes(12) + struct.pack("<I", header) + sizes
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        png(30, 20),
+        gif(30, 20),
+        bmp(30, 20),
+        bmp(30, -20),
+        bmp(30, 20, header=12),
+        jpeg(30, 20),
+        jpeg(30, 20, frame=0xC2),
+        jpeg(30, 20, before=SEGMENT + b"\0\xff\xff" + SEGMENT[1:]),
+    ],
+)
+def test_each_known_format_says_its_size(data):
+    assert check_picture(data) == Size(30, 20)
+
+
+@pytest.mark.parametrize("make", [png, jpeg, gif, bmp])
+def test_more_pixels_than_may_be_are_refused_by_the_header(make):
+    with pytest.raises(ValueError, match="40000 x 40000"):
+        check_picture(make(40_000, 40_000))
+
+
+@pytest.mark.parametrize("data", [png(0, 20), jpeg(30, 0), gif(0, 0), bmp(-30, 20)])
+def test_a_picture_has_pixels(data):
+    with pytest.raises(ValueError, match="no pixels"):
+        check_picture(data)
+
+
+@pytest.mark.parametrize(
+    "data", [png(30, 20)[:-1], gif(30, 20)[:9], bmp(30, 20)[:20], jpeg(30, 20)[:-4], b"\xff\xd8" + SEGMENT]
+)
+def test_a_file_that_ends_within_its_header_is_refused(data):
+    with pytest.raises(ValueError, match="ends within its header"):
+        check_picture(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "not a picture"),
+        (b"<svg/>", "not a picture"),
+        (b"P6 2 2 255 ", "not a picture"),
+        (b"ID3\x04", "not a picture"),
+        (b"RIFF\0\0\0\0WAVEfmt ", "not a picture"),
+        (b"RIFF\0\0\0\0WEBPVP8 ", "WebP"),
+        (b"\x89PNG\r\n\x1a\n\0\0\0\4CgBI" + bytes(40), "begin with its header"),
+        (b"BM" + bytes(40), "unknown header"),
+        (jpeg(30, 20, frame=0xC3), "C3"),
+        (bytes(MAX_BYTES + 1), "20 MB"),
+    ],
+)
+def test_what_the_decoder_would_not_take_or_give_to_others_is_refused(data, why):
+    with pytest.raises(ValueError, match=why):
+        check_picture(data)

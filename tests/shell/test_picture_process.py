@@ -1,0 +1,109 @@
+"""The process for pictures, with a tiny encoder: what it makes of good files, of bad ones, and what becomes of a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import struct
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from primad.daemon.pictures import PictureService
+from primad.engine.pictures.messages import EmbeddedRun, TokenRun
+from primad.errors import EngineError, RequestError, RingError
+from tools.lab.mmproj import noise, write_gemma3
+from tools.synth import write_model
+
+PATIENCE_S = 120
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    shape = write_model(folder / "model.gguf", architecture="gemma3")
+    eye = write_gemma3(folder / "encoder.gguf", shape.width)
+    return folder / "encoder.gguf", folder / "model.gguf", eye, shape
+
+
+@asynccontextmanager
+async def pictures(files, **options):
+    service = PictureService(files[0], files[1], threads=1, **options)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield service
+    finally:
+        await service.close()
+
+
+async def test_a_picture_becomes_rows_of_the_models_width_between_tokens(files):
+    _, _, eye, shape = files
+    async with pictures(files) as service:
+        assert service.pid is None, "started with the first picture"
+        found, other = await service.encode(noise(1), "a"), await service.encode(noise(2), "b")
+    before, rows, after = found.runs
+    assert isinstance(before, TokenRun)
+    assert isinstance(after, TokenRun)
+    assert isinstance(rows, EmbeddedRun)
+    assert (rows.rows, rows.looks_ahead) == (eye.rows, True)
+    hidden = np.frombuffer(rows.content, "<f4").reshape(eye.rows, shape.width)
+    assert np.isfinite(hidden).all()
+    assert hidden.std() > 0
+    assert found.positions == len(before.tokens) + eye.rows + len(after.tokens)
+    assert other.digest != found.digest
+    assert other.runs[1] != rows
+
+
+async def test_a_picture_is_encoded_once_while_there_is_room_to_keep_it(files):
+    _, _, eye, shape = files
+    async with pictures(files, kept_bytes=eye.rows * shape.width * 4) as service:
+        first = await service.encode(noise(1), "a")
+        assert await service.encode(noise(1), "a") is first
+        assert service.encoded == 1
+        await service.encode(noise(2), "a")
+        assert await service.encode(noise(1), "a") == first
+        assert service.encoded == 3
+
+
+async def test_a_damaged_picture_is_the_requests_fault_and_ends_nothing(files):
+    whole = noise(1)
+    async with pictures(files) as service:
+        await service.encode(whole, "a")
+        pid = service.pid
+        for data in (
+            whole[:60],
+            whole[:-40],
+            whole[:33] + bytes(100),
+            b"GIF89a" + struct.pack("<HH", 9, 9) + bytes(50),
+        ):
+            with pytest.raises(RequestError, match=r"images\[3\]"):
+                await service.encode(data, "images[3]")
+        with pytest.raises(RequestError, match="pixels"):
+            await service.encode(whole[:16] + struct.pack(">II", 40_000, 40_000) + whole[24:], "a")
+        await service.encode(noise(2), "a")
+        assert service.pid == pid
+
+
+async def test_after_a_crash_the_next_picture_starts_the_process_again(files):
+    async with pictures(files) as service:
+        first = await service.encode(noise(1), "a")
+        os.kill(service.pid, signal.SIGSTOP)
+        asking = asyncio.create_task(service.encode(noise(2), "a"))
+        for _ in range(20):  # steps of this loop, until it is asked
+            await asyncio.sleep(0)
+        os.kill(service.pid, signal.SIGKILL)
+        with pytest.raises(RingError, match="process for pictures"):
+            await asking
+        assert await service.encode(noise(1), "a") is first, "what was kept is"
+        await service.encode(noise(2), "a")
+        assert service.starts == 2
+
+
+async def test_an_encoder_of_another_model_is_named(files, tmp_path):
+    write_gemma3(tmp_path / "other.gguf", 32)
+    async with pictures((tmp_path / "other.gguf", files[1])) as service:
+        with pytest.raises(EngineError, match=r"other\.gguf"):
+            await service.encode(noise(1), "a")
+        assert service.pid is None
