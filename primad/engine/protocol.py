@@ -228,13 +228,16 @@ class Rows:
     """The rows of one step as one window sees them.
 
     ``content`` is (rows,) int32 token ids for the route's first window, (rows, width) float32 hidden states for all
-    others. Row ``i`` stands at ``positions[i]``, belongs to ``sequences[i]`` and wants logits when ``outputs[i]``.
+    others. For the first window it is (rows, width) as well where the rows are a picture's. Row ``i`` stands at
+    ``positions[i]``, belongs to ``sequences[i]`` and wants logits when ``outputs[i]``. Rows that ``look_ahead`` see those
+    behind them in the step too.
     """
 
     content: Tokens | Hidden
     positions: Sequence[int]
     sequences: Sequence[Sequence[int]]
     outputs: Sequence[bool]
+    look_ahead: bool = False
 
     def __len__(self) -> int:
         return len(self.positions)

@@ -14,7 +14,7 @@ import pytest
 from primad.daemon.pictures import PictureService
 from primad.engine.pictures.messages import EmbeddedRun, TokenRun
 from primad.errors import EngineError, RequestError, RingError
-from tools.lab.mmproj import noise, write_gemma3
+from tools.lab.mmproj import noise, write_encoder
 from tools.synth import write_model
 
 PATIENCE_S = 120
@@ -24,7 +24,7 @@ PATIENCE_S = 120
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
     shape = write_model(folder / "model.gguf", architecture="gemma3")
-    eye = write_gemma3(folder / "encoder.gguf", shape.width)
+    eye = write_encoder(folder / "encoder.gguf", "gemma3", shape.width)
     return folder / "encoder.gguf", folder / "model.gguf", eye, shape
 
 
@@ -102,7 +102,7 @@ async def test_after_a_crash_the_next_picture_starts_the_process_again(files):
 
 
 async def test_an_encoder_of_another_model_is_named(files, tmp_path):
-    write_gemma3(tmp_path / "other.gguf", 32)
+    write_encoder(tmp_path / "other.gguf", "gemma3", 32)
     async with pictures((tmp_path / "other.gguf", files[1])) as service:
         with pytest.raises(EngineError, match=r"other\.gguf"):
             await service.encode(noise(1), "a")

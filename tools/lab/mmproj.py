@@ -1,7 +1,7 @@
 """Tiny encoders of pictures for tests: a GGUF beside a model of ``tools/synth.py``, with random weights.
 
-llama.cpp cannot be asked for the tensors of an encoder, as ``tools/lab/zoo.py`` asks for a model's; the names and shapes here
-are those that its loader (``tools/mtmd/clip.cpp``) reads, and it refuses a file that lacks one.
+llama.cpp cannot be asked for an encoder's tensors, as ``tools/lab/zoo.py`` asks for a model's; the names and shapes here are
+those that its loader (``tools/mtmd/clip.cpp``) reads, and it refuses a file that lacks one.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from gguf import GGUFWriter
 from numpy.typing import NDArray
+
+_Named = tuple[str, tuple[int, ...]]
+"""A tensor and its shape, the outermost dimension first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +41,16 @@ class Eye:
         return (self.side // self.patch // self.merge) ** 2
 
 
-def write_gemma3(path: Path, model_width: int, eye: Eye | None = None, *, seed: int = 0) -> Eye:
-    """Write an encoder as Gemma 3 has it, for a model that is ``model_width`` wide, to ``path``."""
-    eye = eye or Eye()
+def write_encoder(path: Path, kind: str, model_width: int, eye: Eye | None = None, *, seed: int = 0) -> Eye:
+    """Write an encoder to ``path`` for a model that is ``model_width`` wide.
+
+    ``kind`` is libmtmd's name: ``gemma3``, whose rows look ahead, or ``janus_pro``, whose patches are a row each.
+    """
+    eye = eye or (Eye() if kind == "gemma3" else Eye(side=32, merge=1))
     writer = GGUFWriter(str(path), "clip")
     writer.add_bool("clip.has_vision_encoder", True)
     writer.add_bool("clip.use_gelu", True)
-    writer.add_string("clip.projector_type", "gemma3")
+    writer.add_string("clip.projector_type", kind)
     for key, number in (
         ("image_size", eye.side),
         ("patch_size", eye.patch),
@@ -59,7 +66,7 @@ def write_gemma3(path: Path, model_width: int, eye: Eye | None = None, *, seed: 
     for key in ("image_mean", "image_std"):
         writer.add_array(f"clip.vision.{key}", [0.5, 0.5, 0.5])
     random = np.random.default_rng(seed)
-    for name, shape in _gemma3_tensors(eye, model_width):
+    for name, shape in (*_tower(eye), *_PROJECTORS[kind](eye.width, model_width)):
         writer.add_tensor(name, _weights(random, name, shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -68,27 +75,37 @@ def write_gemma3(path: Path, model_width: int, eye: Eye | None = None, *, seed: 
     return eye
 
 
-def _gemma3_tensors(eye: Eye, model_width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes, the outermost dimension first."""
+def _tower(eye: Eye) -> Iterator[_Named]:
     width = eye.width
     yield "v.patch_embd.weight", (width, 3, eye.patch, eye.patch)
     yield "v.patch_embd.bias", (width,)
     yield "v.position_embd.weight", ((eye.side // eye.patch) ** 2, width)
     for layer in range(eye.layers):
         for matrix in ("attn_q", "attn_k", "attn_v", "attn_out"):
-            yield f"v.blk.{layer}.{matrix}.weight", (width, width)
-            yield f"v.blk.{layer}.{matrix}.bias", (width,)
+            yield from _biased(f"v.blk.{layer}.{matrix}", width, width)
         for norm in ("ln1", "ln2"):
-            yield f"v.blk.{layer}.{norm}.weight", (width,)
-            yield f"v.blk.{layer}.{norm}.bias", (width,)
-        yield f"v.blk.{layer}.ffn_up.weight", (eye.feed_forward, width)
-        yield f"v.blk.{layer}.ffn_up.bias", (eye.feed_forward,)
-        yield f"v.blk.{layer}.ffn_down.weight", (width, eye.feed_forward)
-        yield f"v.blk.{layer}.ffn_down.bias", (width,)
-    yield "v.post_ln.weight", (width,)
-    yield "v.post_ln.bias", (width,)
+            yield from _biased(f"v.blk.{layer}.{norm}", width)
+        yield from _biased(f"v.blk.{layer}.ffn_up", eye.feed_forward, width)
+        yield from _biased(f"v.blk.{layer}.ffn_down", width, eye.feed_forward)
+    yield from _biased("v.post_ln", width)
+
+
+def _biased(name: str, *shape: int) -> Iterator[_Named]:
+    yield f"{name}.weight", shape
+    yield f"{name}.bias", shape[:1]
+
+
+def _gemma3_projector(width: int, model_width: int) -> Iterator[_Named]:
     yield "mm.input_projection.weight", (width, model_width)
     yield "mm.soft_emb_norm.weight", (width,)
+
+
+def _janus_projector(width: int, model_width: int) -> Iterator[_Named]:
+    yield from _biased("mm.0", model_width, width)
+    yield from _biased("mm.1", model_width, model_width)
+
+
+_PROJECTORS: Final = {"gemma3": _gemma3_projector, "janus_pro": _janus_projector}
 
 
 def _weights(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:

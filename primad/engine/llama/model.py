@@ -263,7 +263,7 @@ class LlamaModel:
             self.release()
             raise EngineError(f"layer {first} takes what its window needs beside hidden states: it cannot be on a GPU")
         self.layers: Final = range(first, first + source.assignment.layers)
-        self._is_copying = False
+        self._is_copying = self._looks_ahead = False
 
     @cached_property
     def _window_cells(self) -> int | None:
@@ -426,6 +426,14 @@ class LlamaModel:
         llama.llama_model_free(self._model)
         del self._context, self._model, self._memory, self._quiet, self._states
 
+    def _look_ahead(self, *, looks_ahead: bool) -> None:
+        """Whether rows see those behind them in their step. With the change llama.cpp builds its graph anew."""
+        if looks_ahead != self._looks_ahead:
+            self._looks_ahead = looks_ahead
+            llama.llama_set_causal_attn(self._context, not looks_ahead)
+            self._tap.clear()
+            self._quiet.end()
+
     def _decode(self, rows: Rows, *, every_row_out: bool) -> None:
         is_hidden = rows.content.dtype == np.float32
         feed = rows.content if is_hidden and (self._is_fed or len(rows) > LARGE_ROWS) else None
@@ -433,6 +441,7 @@ class LlamaModel:
         if self._tap.must_see or (self._quiet.is_on and len(rows) > 1):
             self._quiet.end()
         batch = self._batch.fill(rows, fed=feed is not None, every_row_out=every_row_out)
+        self._look_ahead(looks_ahead=rows.look_ahead)
         code = llama.llama_decode(self._context, batch)
         self._is_copying = False
         self._tap.check()

@@ -103,13 +103,17 @@ class _HiddenWindow(LlamaModel):
 
 
 class FirstWindow(_HiddenWindow):
-    """The route's first window: token ids in, hidden states out."""
+    """The route's first window: token ids, or a picture's rows, in, hidden states out."""
 
     def __init__(self, source: WindowSource, options: EngineOptions, embedding: TokenEmbedding) -> None:
         super().__init__(source, options)
         self._embedding = embedding
 
     def forward(self, rows: Rows) -> Hidden:
+        if rows.content.dtype == np.float32:
+            if self._each:
+                raise EngineError("this model's layers take more of a row than a picture has")
+            return super().forward(rows)
         tokens: Tokens = rows.content  # type: ignore[assignment]
         hidden, table = self._embedding.rows(tokens, rows.positions), self._embedding.layers
         return super().forward(replace(rows, content=hidden if table is None else table.joined(hidden, tokens)))
