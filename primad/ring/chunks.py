@@ -7,6 +7,7 @@ on with those that its prompt was computed in (``ChunkSize``).
 
 A chunk ends after ``rows`` tokens, or once it has ``minimum`` of them before a token that begins something: in a chat each
 message begins with one. So the next turn computes what is new, and the answer before it, which was computed row by row.
+A picture's rows are in chunks of their own, all of them in one where they look ahead.
 
 Other answers wait for a chunk. Where llama.cpp computes a chunk bit for bit the same in pieces, it is cut into some that
 take no longer than the others' tokens do (``Pieces``): a prompt that comes alone is computed in whole chunks, and so is a
@@ -19,6 +20,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+
+from primad.ring.pictures import looks_ahead, run_end, text_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,10 @@ class Chunking:
     def end(self, prompt: Sequence[int], first: int) -> int:
         """The end of the chunk of ``prompt`` that begins with token ``first``."""
         last = min(first + self.rows, len(prompt))
+        if prompt[first] < 0:
+            end = run_end(prompt, first)
+            return end if looks_ahead(prompt[first]) else min(last, end)
+        last = text_end(prompt, first, last)
         return next((at for at in range(first + self.minimum, last) if self.begins(prompt[at])), last)
 
     def reused(self, prompt: Sequence[int], before: Computed, *, is_whole: bool = False) -> int:
@@ -111,7 +118,7 @@ class Chunking:
     def _pieces_of_both(self, prompt: Sequence[int], before: Computed, first: int, end: int) -> int:
         """Rows of the chunk of ``prompt`` from ``first`` to ``end`` that were rows of the chunk there ``before``, and are a
         multiple with enough rows behind them in both."""
-        if self.pieces is None:
+        if self.pieces is None or looks_ahead(prompt[first]):
             return 0
         multiple, was_end = self.pieces.multiple, before.end_behind(first)
         maximum = min(end, was_end) - multiple - first

@@ -39,6 +39,7 @@ from primad.ring.messages import (
     Step,
     StepLimits,
 )
+from primad.ring.pictures import looks_ahead
 from primad.ring.scheduler.scheduler import Scheduler
 from primad.ring.scheduler.state import PlannedStep, SampledToken
 from primad.ring.speculation.predicted import PredictedDrafter
@@ -270,6 +271,8 @@ class Head:
         step = self._step(planned)
         self._deadlines[step.step] = now + self._step_timeout_s
         self._under_way[step.step] = step
+        if planned.content:
+            return self._compute(step, np.frombuffer(planned.content, "<f4").reshape(step.shape))
         return self._compute(step, np.array(planned.tokens, np.int32))
 
     def _skip(self) -> Skip | None:
@@ -292,6 +295,7 @@ class Head:
             sequences=[planned.shared.get(row, [sequence]) for row, sequence in enumerate(planned.sequences)],
             outputs=[row in planned.samples for row in range(rows)],
             ops=planned.ops,
+            looks_ahead=looks_ahead(planned.tokens[0]) if planned.tokens else False,
         )
 
     def _compute(self, step: Step, content: Tokens | Hidden) -> TurnOutcome:
@@ -436,7 +440,8 @@ class Head:
         if found is None:
             for request in [request for request in self._samplers if not self._scheduler.runs(request)]:
                 self._samplers.pop(request).release()
-            found = self._tail.sampler(generate.sampling, generate.prompt, generate.sampled)
+            prompt = [token for token in generate.prompt if token >= 0] if generate.pictures else generate.prompt
+            found = self._tail.sampler(generate.sampling, prompt, generate.sampled)
             self._samplers[generate.request] = found
         return found
 

@@ -41,11 +41,12 @@ from primad.kv.cells import CellShape, is_block, is_key
 from primad.kv.keys import KvBlock
 from primad.ring.chunks import ChunkSize, Pieces
 from primad.ring.grouping import Batching
+from primad.ring.pictures import PictureRows
 from primad.ring.speculation.drafter import Drafting
 from primad.ring.speculation.messages import Drafted, DraftModel, TextTask
 from primad.system.wire import decoded
 
-PROTOCOL: Final = 8
+PROTOCOL: Final = 9
 """The version of every message in this file. It grows when an older peer could misread a newer one."""
 
 HIDDEN_DTYPE: Final = "f32"
@@ -127,7 +128,8 @@ class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
     ``window`` is the route index of the window that must compute it. ``shape`` is ``(rows, width)`` of the payload frame;
     row ``i`` has ``positions[i]``, belongs to ``sequences[i]`` and wants logits when ``outputs[i]``. A step without rows
     carries KV operations alone and has an empty payload. So has one that is ``skipped``: a window before this one did not
-    compute its rows, and none behind it does, though all apply its operations.
+    compute its rows, and none behind it does, though all apply its operations. Where it ``looks_ahead`` each row sees those
+    behind it as well.
     """
 
     protocol: int
@@ -142,6 +144,7 @@ class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
     outputs: Annotated[list[bool], Meta(max_length=MAX_ROWS)]
     ops: Annotated[list[KvOp], Meta(max_length=MAX_OPS)]
     skipped: bool = False
+    looks_ahead: bool = False
 
     @property
     def rows(self) -> int:
@@ -299,7 +302,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     every device of the ring, which says of each when it is forgotten, whether it was of use or not.
     ``replays_rows``: what of ``sampled`` is in no block is computed row by row, as it was before, and else in chunks.
     Its prompt is computed in ``chunks`` of the ring where it was begun, or of this one.
-    It ``speculates``: where the ring computes drafts there are some of it as well; the answer is the same without.
+    It ``speculates``: where the ring computes drafts there are some of it as well, unless its prompt has ``pictures``; the
+    answer is the same without.
     """
 
     request: int
@@ -317,6 +321,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     replays_rows: bool = True
     speculates: bool = True
     chunks: ChunkSize | None = None
+    pictures: list[PictureRows] = []
 
 
 class AlsoGenerate(msgspec.Struct, frozen=True, array_like=True):

@@ -93,7 +93,13 @@ def _chain(window: RouteWindow, op: KvLoad, kv_writer: WritesKv | None) -> Seque
 
 def rows_of(step: Step, content: Tokens | Hidden) -> Rows:
     """The rows of ``step`` as a window takes them."""
-    return Rows(content=content, positions=step.positions, sequences=step.sequences, outputs=step.outputs)
+    return Rows(
+        content=content,
+        positions=step.positions,
+        sequences=step.sequences,
+        outputs=step.outputs,
+        look_ahead=step.looks_ahead,
+    )
 
 
 NOT_NUMBERS: Final = "values that are not numbers (NaN or infinity)"

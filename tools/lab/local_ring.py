@@ -352,7 +352,7 @@ class LocalRing:
         ``heard`` is given each token as it comes, ``reported`` what the head did and holds if ``report`` asks for it.
         """
         request = await self.ask(prompt, max_tokens, **how)
-        return (await self._follow([request], heard, reported))[request]
+        return (await self.follow([request], heard, reported))[request]
 
     async def generate_all(
         self,
@@ -364,11 +364,15 @@ class LocalRing:
     ) -> list[list[Sampled]]:
         """Continue all ``prompts``, which are there from the start: what was sampled for each, and ``heard`` as it came."""
         requests = [await self.ask(prompt, max_tokens, **how) for prompt in prompts]
-        return [sampled for sampled, _ in (await self._follow(requests, heard, lambda _: None)).values()]
+        return [sampled for sampled, _ in (await self.follow(requests, heard, lambda _: None)).values()]
 
-    async def _follow(
-        self, requests: Sequence[int], heard: Callable[[Sampled], None], reported: Callable[[Status], None]
+    async def follow(
+        self,
+        requests: Sequence[int],
+        heard: Callable[[Sampled], None] = lambda _: None,
+        reported: Callable[[Status], None] = lambda _: None,
     ) -> dict[int, tuple[list[Sampled], Finished]]:
+        """What is sampled for each of ``requests``, and how it ended; the others are as for ``generate``."""
         sampled: dict[int, list[Sampled]] = {request: [] for request in requests}
         ended: dict[int, Finished] = {}
         while len(ended) < len(requests):

@@ -25,9 +25,18 @@ def _quiet(*_: object) -> None:
 
 
 def plain_answer(
-    model: Path, encoder: Path, parts: Sequence[Part], tokens: int, *, rows: int, context: int = 512
+    model: Path,
+    encoder: Path,
+    parts: Sequence[Part],
+    tokens: int,
+    *,
+    rows: int,
+    context: int = 512,
+    never: int | None = None,
 ) -> tuple[list[int], list[NDArray[np.float32]]]:
     """The ``tokens`` most likely tokens behind ``parts``, with the logits (vocabulary,) that each was drawn from.
+
+    ``never`` is not drawn.
 
     Prompts are computed ``rows`` at a time, with one thread and without repacked weights. Raises ``LabError``.
     """
@@ -40,14 +49,16 @@ def plain_answer(
         if code:
             raise LabError(f"llama.cpp cannot compute the prompt (code {code})")
         vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(loaded))
-        found: list[NDArray[np.float32]] = []
+        drawn, found = list[int](), list[NDArray[np.float32]]()
         for number in range(tokens):
             pointer = llama.llama_get_logits_ith(running, -1)
             found.append(np.ctypeslib.as_array(pointer, shape=(vocabulary,)).copy())
-            token = (llama.llama_token * 1)(int(found[-1].argmax()))
+            likely = [int(each) for each in found[-1].argsort()[-2:][::-1] if each != never]
+            drawn.append(likely[0])
+            token = (llama.llama_token * 1)(drawn[-1])
             if number + 1 < tokens and llama.llama_decode(running, llama.llama_batch_get_one(token, 1)):
                 raise LabError("llama_decode failed")
-        return [int(each.argmax()) for each in found], found
+        return drawn, found
 
 
 def _open(stack: ExitStack, model: Path, rows: int, context: int) -> tuple[Any, Any]:

@@ -95,7 +95,7 @@ def begin(state: SchedulerState, generate: Generate, now: float) -> None:
     running.since = state.steps
     again = len(generate.prompt) - running.there
     running.costs = max(0, again) // PROMPT_SHARE + len(generate.sampled) + min(0, again)
-    if state.drafting is not None and generate.speculates:
+    if state.drafting is not None and generate.speculates and not generate.pictures:
         running.speculation = Speculation(
             state.drafter(generate.prompt), state.drafting, generate.sampled, state.losses
         )

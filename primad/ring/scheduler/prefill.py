@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from primad.ring.pictures import content_of, looks_ahead
 from primad.ring.scheduler.state import PlannedStep, SchedulerState
 from primad.ring.slots import Running
 
@@ -12,7 +13,9 @@ def chunk_step(state: SchedulerState, running: Running) -> PlannedStep:
     first = sequence.cells
     if first >= running.chunk_end:
         running.chunk_end = running.chunking.end(prompt, first)
-    last = running.chunking.piece(first, running.chunk_end, len(prompt), state.decoding)
+    last, is_picture = running.chunk_end, prompt[first] < 0
+    if not looks_ahead(prompt[first]):
+        last = running.chunking.piece(first, last, len(prompt), state.decoding)
     if last == running.chunk_end:
         sequence.computed.ends.append(last)
     sequence.cells = last
@@ -24,6 +27,7 @@ def chunk_step(state: SchedulerState, running: Running) -> PlannedStep:
         sequences=[sequence.number] * (last - first),
         samples={} if running.has_step else {last - first - 1: [running.generate]},
         ops=sequence.take_ops(),
+        content=content_of(running.generate.pictures, first, last) if is_picture else b"",
     )
     handed_out = state.hand_out(step, [running], decodes=False)
     if last == running.chunk_end:

@@ -16,6 +16,7 @@ from primad.ring.messages import (
     KvKept,
     PromptProgress,
 )
+from primad.ring.pictures import longest_run
 from primad.ring.scheduler.admission import share, wait, waits_no_longer
 from primad.ring.scheduler.commit import all_drawn, finish, finished_event, reused_events
 from primad.ring.scheduler.decode import decode_step, may_decode, step_without_rows
@@ -111,7 +112,8 @@ class Scheduler:
         return found
 
     def submit(self, generate: Generate) -> Finished | None:
-        """Queue a generation; its end, when the tokens of earlier epochs are all that it may have.
+        """Queue a generation; its end, when the tokens of earlier epochs are all that it may have, or a picture of it has more
+        rows than a step.
 
         Its prompt has at least one token and fits the context with one token to spare. Raises ``RingError`` after
         ``drain``.
@@ -121,6 +123,11 @@ class Scheduler:
         assert is_chain(generate.blocks)
         if self._state.drains:
             raise RingError(f"request {generate.request} was given to a ring that drains; give it to the next one")
+        if generate.pictures and (rows := longest_run(generate.prompt)) > self._state.step_rows:
+            error = (
+                f"a picture has {rows} rows, which belong in one step; this ring's have {self._state.step_rows} at most"
+            )
+            return finished_event(generate, 0, "refused", prompt_s=0.0, decode_s=0.0, error=error)
         self._state.slots.lease(generate)
         if self._state.is_full(generate, len(generate.sampled)):
             self._state.slots.end_lease(generate)

@@ -30,7 +30,8 @@ class PlannedStep:
     """One step before it is computed: row ``i`` is ``tokens[i]`` at ``positions[i]`` of ``sequences[i]``.
 
     ``requests`` are the generations that it is for, ``samples`` the rows that want an output, with those that do. Rows of a
-    tree of drafts may be in several sequences, or in another one, which ``shared`` names.
+    tree of drafts may be in several sequences, or in another one, which ``shared`` names. Those of a picture, whose tokens
+    are below 0, have ``content``.
     """
 
     step: int
@@ -41,6 +42,7 @@ class PlannedStep:
     samples: dict[int, list[Generate]]
     ops: list[KvOp]
     shared: dict[int, list[int]] = field(default_factory=dict)
+    content: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,7 @@ class SchedulerState:
         drafter: BeginsDrafter = PromptLookup,
     ) -> None:
         self.context = context
+        self.step_rows = max(chunking.rows, chunking.step_rows)
         branches = drafting.branches if drafting is not None else 0
         assert not states or not branches, "branches go back to no state"
         ahead = drafting.states if drafting is not None and states else 0

@@ -1,0 +1,101 @@
+"""Rows of pictures in a prompt: their ids, the chunks that they are in, and what of them is found again."""
+
+from __future__ import annotations
+
+import pytest
+
+from primad.engine.protocol import GREEDY
+from primad.kv.keys import block
+from primad.ring.chunks import Chunking, Computed, Pieces
+from primad.ring.messages import Generate
+from primad.ring.pictures import PictureRows, content_of, longest_run, picture_ids, run_end
+from primad.ring.scheduler.scheduler import Scheduler
+from primad.ring.scheduler.state import SchedulerState
+
+CHUNKING = Chunking(rows=8, minimum=8, begins=lambda _: False, pieces=Pieces(multiple=2, rows=(2,)), step_rows=16)
+TEXT = list(range(1, 7))
+
+
+def ids(name, rows, *, ahead, run=0):
+    return picture_ids(name, run, rows, looks_ahead=ahead)
+
+
+def chunks_of(prompt):
+    ends = [0]
+    while ends[-1] < len(prompt):
+        ends.append(CHUNKING.end(prompt, ends[-1]))
+    return ends[1:]
+
+
+def test_ids_are_below_zero_and_known_by_file_run_and_row():
+    found = ids("a", 12, ahead=True)
+    assert all(-(2**31) <= each < 0 for each in found)
+    assert found == ids("a", 12, ahead=True)
+    for other in (ids("b", 12, ahead=True), ids("a", 12, ahead=True, run=1), ids("a", 12, ahead=False)):
+        assert not set(found) & set(other)
+
+
+def test_a_run_ends_where_text_or_another_begins():
+    prompt = [*TEXT, *ids("a", 5, ahead=False), *ids("a", 5, ahead=False), 7]
+    assert [run_end(prompt, first) for first in (6, 8, 11)] == [11, 11, 16]
+
+
+def test_rows_that_look_ahead_are_one_chunk_and_others_are_cut_as_text_is():
+    assert chunks_of([*TEXT, *ids("a", 12, ahead=True), *ids("b", 3, ahead=True), 7, 8]) == [6, 18, 21, 23]
+    assert chunks_of([*TEXT, *ids("a", 12, ahead=False), 7, 8]) == [6, 14, 18, 20]
+
+
+@pytest.mark.parametrize(("ahead", "found"), [(True, 6), (False, 10)])
+def test_of_a_picture_that_another_prompt_breaks_off_only_rows_that_do_not_look_ahead_are_found_again(ahead, found):
+    """Two pictures whose first rows have the same ids are one and the same up to there."""
+    rows = ids("a", 8, ahead=ahead)
+    prompt, before = [*TEXT, *rows, 7, 8], [*TEXT, *rows[:5], 9, 9, 9, 9]
+    assert CHUNKING.reused(prompt, Computed(before, [6, 14])) == found
+    assert CHUNKING.reused(prompt, Computed(prompt, chunks_of(prompt))) == 14
+
+
+def test_a_block_is_known_by_the_picture_in_it():
+    keys = {block("root", None, [*TEXT, *ids(name, 4, ahead=True)], (10,)).key for name in ("a", "b", "a")}
+    assert len(keys) == 2
+
+
+def scheduler(**more):
+    return Scheduler(SchedulerState(context=64, chunking=CHUNKING, depth=1, **more))
+
+
+def generate(prompt, pictures, request=1):
+    return Generate(
+        request=request,
+        prompt=prompt,
+        sampled=[],
+        max_tokens=2,
+        sampling=GREEDY,
+        logprobs=None,
+        pictures=pictures,
+    )
+
+
+def test_a_step_has_a_pictures_rows_or_tokens_and_the_rows_of_just_its_positions():
+    content = b"".join(bytes([row]) * 4 for row in range(12))
+    under_test = scheduler()
+    prompt = [*TEXT, *ids("a", 12, ahead=False), 7]
+    assert under_test.submit(generate(prompt, [PictureRows(6, 12, content)])) is None
+    found = []
+    for number in range(4):
+        step = under_test.next_step(0.0)
+        assert step is not None
+        found.append((step.positions[0], step.content))
+        assert all(token < 0 for token in step.tokens) == bool(step.content)
+        if number < 3:
+            under_test.commit(step.step, {}, 0.0)
+    assert found == [(0, b""), (6, content[:32]), (14, content[32:]), (18, b"")]
+    assert content_of([PictureRows(0, 1, b"no"), PictureRows(6, 12, content)], 7, 9) == content[4:12]
+
+
+def test_a_picture_that_no_step_has_room_for_is_refused_by_its_rows():
+    prompt = [1, *ids("a", 17, ahead=True), 2]
+    finished = scheduler().submit(generate(prompt, [PictureRows(1, 17, bytes(17 * 4))]))
+    assert finished is not None
+    assert finished.reason == "refused"
+    assert "17 rows" in str(finished.error)
+    assert longest_run([1, *ids("a", 40, ahead=False)]) == 0
