@@ -112,8 +112,8 @@ class Scheduler:
         return found
 
     def submit(self, generate: Generate) -> Finished | None:
-        """Queue a generation; its end, when the tokens of earlier epochs are all that it may have, or a picture of it has more
-        rows than a step.
+        """Queue a generation; its end, when the tokens of earlier epochs are all that it may have, or a picture has more
+        rows than a step may.
 
         Its prompt has at least one token and fits the context with one token to spare. Raises ``RingError`` after
         ``drain``.
