@@ -16,7 +16,7 @@ import math
 import struct
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -211,6 +211,7 @@ def write_model(
     vocabulary: str = "bytes",
     values: Mapping[str, Value] | None = None,
     is_empty: bool = False,
+    words: Sequence[str] = (),
     **overrides: Any,
 ) -> Shape:
     """Write a model to ``path`` and return its shape.
@@ -218,8 +219,8 @@ def write_model(
     ``preset`` is ``tiny`` (of ``architecture``) or a name of ``PRESETS``; ``overrides`` replace fields of its ``Shape``.
     ``quantisation`` is ``q4_k_m`` or a ggml type's name; the default is ``q8_0`` for tiny models, ``q4_k_m`` otherwise.
     ``vocabulary`` is ``bytes`` or ``from:FILE``, which takes the tokenizer, template and size of another GGUF. ``values``
-    adds or replaces metadata. The weights of an ``is_empty`` model are 0, and take no room on most file systems. The same
-    arguments give the same bytes.
+    adds or replaces metadata. A vocabulary of bytes has the ``words``. The weights of an ``is_empty`` model are 0, and take
+    no room on most file systems. The same arguments give the same bytes.
     """
     shape = replace(tiny(architecture) if preset == "tiny" else PRESETS[preset], **overrides)
     kinds = _Quantisation(quantisation or ("q8_0" if preset == "tiny" else "q4_k_m"))
@@ -228,7 +229,7 @@ def write_model(
         tokenizer = {key: value for key, value in source.items() if key.startswith("tokenizer.")}
         shape = replace(shape, vocabulary=len(source["tokenizer.ggml.tokens"]))
     else:
-        tokenizer = _byte_tokenizer(shape.vocabulary)
+        tokenizer = _byte_tokenizer(shape.vocabulary, words)
     given = dict(values or {})
     pairs = {**_metadata(shape), **given, **tokenizer, **given}  # as converters do, what is of the model comes first
     tensors = list(_tensors(shape, kinds) if architecture not in zoo.ALL else _asked_tensors(pairs, shape, kinds))
@@ -425,11 +426,11 @@ def _with_general(name: str, keys: Mapping[str, zoo.Content]) -> dict[str, Value
     return {key: _value(content) for key, content in (general | dict(keys)).items()}
 
 
-def _byte_tokenizer(size: int) -> dict[str, Value]:
-    """A SentencePiece-like vocabulary: three specials, every byte, and invented words up to ``size`` tokens."""
+def _byte_tokenizer(size: int, given: Sequence[str] = ()) -> dict[str, Value]:
+    """A SentencePiece-like vocabulary of ``size``: three specials, every byte, words that are ``given`` and invented."""
     if size < BYTE_TOKENS:
         raise ValueError(f"a byte vocabulary has at least {BYTE_TOKENS} tokens, not {size}")
-    words = [f"\u2581w{number}" for number in range(size - BYTE_TOKENS)]
+    words = [*given, *(f"\u2581w{number}" for number in range(size - BYTE_TOKENS - len(given)))]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     kinds = np.full(size, 1, np.int32)
     kinds[:3], kinds[3:BYTE_TOKENS] = (2, 3, 3), 6

@@ -48,6 +48,8 @@ class Architecture:
     embedding: Embedding = Embedding.PLAIN
     default_embedding_scale: float = 0.0
     """Value llama.cpp takes where the key ``embedding_scale`` is missing; 0 means that nothing is scaled."""
+    scales_tokens_alone: bool = False
+    """A picture's rows, which are no tokens, are not multiplied."""
     sliding: Sliding = Sliding.NEVER
     sliding_period: int = 0
     """llama.cpp's default pattern: in each ``sliding_period`` layers the last one does not slide."""

@@ -9,64 +9,44 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 from gguf import GGUFWriter
 from numpy.typing import NDArray
 
+from tools.lab.encoders import FAMILIES, Content, Eye, Family, eye_of
+
+__all__ = ["Eye", "noise", "png", "write_encoder"]
+
 _Named = tuple[str, tuple[int, ...]]
 """A tensor and its shape, the outermost dimension first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Eye:
-    """The sizes of an encoder. A picture of any size becomes ``side`` squared pixels, in patches of ``patch`` squared, of
-    which ``merge`` squared are one row for the model."""
-
-    width: int = 32
-    heads: int = 2
-    layers: int = 2
-    feed_forward: int = 48
-    side: int = 64
-    patch: int = 8
-    merge: int = 2
-
-    @property
-    def rows(self) -> int:
-        """Rows for the model that a picture becomes."""
-        return (self.side // self.patch // self.merge) ** 2
-
-
 def write_encoder(path: Path, kind: str, model_width: int, eye: Eye | None = None, *, seed: int = 0) -> Eye:
-    """Write an encoder to ``path`` for a model that is ``model_width`` wide.
-
-    ``kind`` is libmtmd's name: ``gemma3``, whose rows look ahead, or ``janus_pro``, whose patches are a row each.
-    """
-    eye = eye or (Eye() if kind == "gemma3" else Eye(side=32, merge=1))
+    """Write an encoder to ``path`` for a model that is ``model_width`` wide; ``kind`` is a name of ``FAMILIES``."""
+    family, eye = FAMILIES[kind], eye or eye_of(kind)
     writer = GGUFWriter(str(path), "clip")
     writer.add_bool("clip.has_vision_encoder", True)
-    writer.add_bool("clip.use_gelu", True)
+    writer.add_bool(f"clip.{family.activation}", True)
     writer.add_string("clip.projector_type", kind)
-    for key, number in (
-        ("image_size", eye.side),
-        ("patch_size", eye.patch),
-        ("embedding_length", eye.width),
-        ("feed_forward_length", eye.feed_forward),
-        ("block_count", eye.layers),
-        ("attention.head_count", eye.heads),
-        ("projection_dim", model_width),
-        ("projector.scale_factor", eye.merge),
-    ):
-        writer.add_uint32(f"clip.vision.{key}", number)
+    sizes: dict[str, Content] = {
+        "image_size": eye.side,
+        "patch_size": eye.patch,
+        "embedding_length": eye.width,
+        "feed_forward_length": eye.feed_forward,
+        "block_count": eye.layers,
+        "attention.head_count": eye.heads,
+        "projection_dim": model_width,
+    }
+    for key, value in (sizes | dict(family.keys)).items():
+        _add(writer, key, value)
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
     for key in ("image_mean", "image_std"):
         writer.add_array(f"clip.vision.{key}", [0.5, 0.5, 0.5])
     random = np.random.default_rng(seed)
-    for name, shape in (*_tower(eye), *_PROJECTORS[kind](eye.width, model_width)):
+    for name, shape in _tensors(family, eye.sizes(model_width), eye.layers):
         writer.add_tensor(name, _weights(random, name, shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -75,43 +55,44 @@ def write_encoder(path: Path, kind: str, model_width: int, eye: Eye | None = Non
     return eye
 
 
-def _tower(eye: Eye) -> Iterator[_Named]:
-    width = eye.width
-    yield "v.patch_embd.weight", (width, 3, eye.patch, eye.patch)
-    yield "v.patch_embd.bias", (width,)
-    yield "v.position_embd.weight", ((eye.side // eye.patch) ** 2, width)
-    for layer in range(eye.layers):
-        for matrix in ("attn_q", "attn_k", "attn_v", "attn_out"):
-            yield from _biased(f"v.blk.{layer}.{matrix}", width, width)
-        for norm in ("ln1", "ln2"):
-            yield from _biased(f"v.blk.{layer}.{norm}", width)
-        yield from _biased(f"v.blk.{layer}.ffn_up", eye.feed_forward, width)
-        yield from _biased(f"v.blk.{layer}.ffn_down", width, eye.feed_forward)
-    yield from _biased("v.post_ln", width)
+def _add(writer: GGUFWriter, key: str, value: Content) -> None:
+    if isinstance(value, list):
+        writer.add_array(f"clip.vision.{key}", value)
+    elif key.startswith("clip."):
+        writer.add_int32(key, value)
+    else:
+        writer.add_uint32(f"clip.vision.{key}", value)
 
 
-def _biased(name: str, *shape: int) -> Iterator[_Named]:
-    yield f"{name}.weight", shape
-    yield f"{name}.bias", shape[:1]
+def _tensors(family: Family, sizes: Mapping[str, int], layers: int) -> Iterator[_Named]:
+    yield from _named(family.others, sizes)
+    for layer in range(layers):
+        for name, shape in _named(family.layer, sizes):
+            yield f"v.blk.{layer}.{name}", shape
 
 
-def _gemma3_projector(width: int, model_width: int) -> Iterator[_Named]:
-    yield "mm.input_projection.weight", (width, model_width)
-    yield "mm.soft_emb_norm.weight", (width,)
+def _named(line: str, sizes: Mapping[str, int]) -> Iterator[_Named]:
+    for word in line.split():
+        name, dims = word.split(":")
+        shape = tuple(_product(each, sizes) for each in dims.split(","))
+        if name.endswith("="):
+            yield name[:-1], shape
+            continue
+        yield f"{name.removesuffix('+')}.weight", shape
+        if name.endswith("+"):
+            yield f"{name[:-1]}.bias", shape[:1]
 
 
-def _janus_projector(width: int, model_width: int) -> Iterator[_Named]:
-    yield from _biased("mm.0", model_width, width)
-    yield from _biased("mm.1", model_width, model_width)
+def _product(dimension: str, sizes: Mapping[str, int]) -> int:
+    letter = dimension[-1]
+    return int(dimension) if letter.isdigit() else int(dimension[:-1] or 1) * sizes[letter]
 
 
-_PROJECTORS: Final = {"gemma3": _gemma3_projector, "janus_pro": _janus_projector}
-
-
-def _weights(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+def _weights(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArray[np.float32 | np.float16]:
     if len(shape) == 1:
         return random.normal(0.0 if name.endswith(".bias") else 1.0, 0.1, shape).astype(np.float32)
-    return random.normal(0, 2 / math.sqrt(math.prod(shape[1:])), shape).astype(np.float32)
+    kind = np.float16 if ".peg." in name else np.float32  # of a convolution by channel llama.cpp takes no other
+    return random.normal(0, 2 / math.sqrt(math.prod(shape[1:])), shape).astype(kind)
 
 
 def png(pixels: NDArray[np.uint8]) -> bytes:

@@ -17,6 +17,7 @@ from primad.engine.protocol import Hidden
 from primad.engine.streaming.units import is_still_whole
 from primad.errors import EngineError, WeightsError
 from primad.gguf.architectures.layers import layer_inputs
+from primad.gguf.architectures.table import known
 from primad.gguf.architectures.tensors import LAYER_INPUTS, embedding_scale
 from primad.gguf.constants import GGMLQuantizationType
 from primad.gguf.header import Header, TensorInfo
@@ -78,7 +79,8 @@ class ChangesRows(Protocol):
 class TokenEmbedding:
     """Looks up the first hidden states in the model file itself, which ``adapters`` change in their order.
 
-    A row of ``positions`` is added to each, where the model has them. ``layers`` have inputs of their own.
+    A row of ``positions`` is added to each, where the model has them. ``layers`` have inputs of their own. Where
+    ``scales_tokens_alone`` a picture's rows are not multiplied by ``scale`` as well.
     """
 
     def __init__(
@@ -88,8 +90,11 @@ class TokenEmbedding:
         adapters: Sequence[ChangesRows] = (),
         positions: TensorInfo | None = None,
         layers: LayerTable | None = None,
+        *,
+        scales_tokens_alone: bool = False,
     ) -> None:
         self.layers = layers
+        self._picture_scale = np.float32(1 if scales_tokens_alone else scale)
         self.width = tensor.shape[0]
         self._scale = np.float32(scale)
         self._table = TokenRows(tensor)
@@ -105,7 +110,19 @@ class TokenEmbedding:
             inputs = file.tensors[LAYER_INPUTS]
             layers = LayerTable(TokenRows(inputs).rows, each, sent_layers(header), inputs.shape[1])
         positions = position_embedding(header, file)
-        return cls(token_embedding(file), embedding_scale(header), adapters, positions, layers)
+        architecture = known(header)
+        return cls(
+            token_embedding(file),
+            embedding_scale(header),
+            adapters,
+            positions,
+            layers,
+            scales_tokens_alone=architecture is not None and architecture.scales_tokens_alone,
+        )
+
+    def of_picture(self, rows: Hidden) -> Hidden:
+        """Hidden states of a picture's ``rows``, as llama.cpp makes them of embeddings."""
+        return rows if self._picture_scale == 1 else rows * self._picture_scale
 
     def rows(self, tokens: NDArray[np.int32], positions: Sequence[int]) -> Hidden:
         """Hidden states (rows, width) of ``tokens`` at ``positions``, as llama.cpp computes them from token input.

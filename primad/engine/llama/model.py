@@ -435,7 +435,7 @@ class LlamaModel:
             self._quiet.end()
 
     def _decode(self, rows: Rows, *, every_row_out: bool) -> None:
-        is_hidden = rows.content.dtype == np.float32
+        is_hidden = rows.content.dtype == np.float32 and not self._takes_tokens  # a picture's rows are yet to be scaled
         feed = rows.content if is_hidden and (self._is_fed or len(rows) > LARGE_ROWS) else None
         self._tap.begin(len(rows), feed, self._inputs)  # type: ignore[arg-type]
         if self._tap.must_see or (self._quiet.is_on and len(rows) > 1):

@@ -113,7 +113,7 @@ class FirstWindow(_HiddenWindow):
         if rows.content.dtype == np.float32:
             if self._each:
                 raise EngineError("this model's layers take more of a row than a picture has")
-            return super().forward(rows)
+            return super().forward(replace(rows, content=self._embedding.of_picture(rows.content)))  # type: ignore[arg-type]
         tokens: Tokens = rows.content  # type: ignore[assignment]
         hidden, table = self._embedding.rows(tokens, rows.positions), self._embedding.layers
         return super().forward(replace(rows, content=hidden if table is None else table.joined(hidden, tokens)))

@@ -47,7 +47,13 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         Architecture(name="qwen2moe", tied_output_fallback=False),
         Architecture(name="qwen3"),
         Architecture(name="qwen3moe"),
-        Architecture(name="gemma3", embedding=Embedding.SQRT_WIDTH, sliding=Sliding.OPTIONAL, sliding_period=6),
+        Architecture(
+            name="gemma3",
+            embedding=Embedding.SQRT_WIDTH,
+            scales_tokens_alone=True,
+            sliding=Sliding.OPTIONAL,
+            sliding_period=6,
+        ),
         Architecture(name="phi3"),
         Architecture(name="olmo2", tied_output_fallback=False, sliding=Sliding.OPTIONAL, sliding_period=4),
         Architecture(name="olmoe", tied_output_fallback=False),
@@ -94,6 +100,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         Architecture(
             name="gemma4",
             embedding=Embedding.SQRT_WIDTH,
+            scales_tokens_alone=True,
             sliding=Sliding.NEEDED,
             is_fed=True,
             knows=frozenset(("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa")),

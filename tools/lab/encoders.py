@@ -1,0 +1,197 @@
+"""Which encoders of pictures llama.cpp has, as a table: what a file of each is made of, and the models that go with it.
+
+A line of tensors is ``name:dims``, the outermost dimension first. ``name+`` has a bias of the first dimension beside its
+weight, and ``name=`` is written as it stands. A dimension is a number, a letter of ``Eye.sizes``, or the product of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+Content = int | list[int]
+
+_ATTENTION: Final = "attn_q+:w,w attn_k+:w,w attn_v+:w,w attn_out+:w,w "
+_BARE: Final = "attn_q:w,w attn_k:w,w attn_v:w,w attn_out:w,w "
+_FUSED: Final = "attn_qkv+:3w,w attn_out+:w,w "
+_NORMS: Final = "ln1+:w ln2+:w "
+_PLAIN: Final = _ATTENTION + _NORMS + "ffn_up+:f,w ffn_down+:w,f"
+_GATED: Final = "ln1:w ln2:w ffn_gate:f,w ffn_up:f,w ffn_down:w,f"
+_STEM: Final = "v.patch_embd+:w,3,k,k v.position_embd:s,w v.post_ln+:w "
+_CLASS: Final = "v.patch_embd:w,3,k,k v.class_embd=:w v.position_embd:c,w v.pre_ln+:w "
+_TWO_FRAMES: Final = "v.patch_embd:w,3,k,k v.patch_embd.weight.1=:w,3,k,k "
+_PIXTRAL: Final = "v.patch_embd:w,3,k,k v.pre_ln:w mm.1+:t,w mm.2+:t,t mm.input_norm:w mm.patch_merger:w,m "
+_MERGER: Final = "mm.0+:f,m mm.2+:t,f"
+_PIXELS: Final[dict[str, Content]] = {"image_min_pixels": 4096, "image_max_pixels": 65536}
+_SCALE: Final[dict[str, Content]] = {"projector.scale_factor": 2}
+_MERGE: Final[dict[str, Content]] = {"spatial_merge_size": 2}
+SECTIONS: Final = (8, 8, 8, 0)
+"""Of a head of 16 values that is turned whole: pairs for each part of a position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """An encoder by libmtmd's name for its projector, and ``models`` of ``tools/synth.py`` that it is made for.
+
+    ``layer`` has the tensors of a layer, ``others`` the rest, ``keys`` what stands under ``clip.vision``; those that are
+    named whole are signed.
+    A picture of any size becomes ``side`` squared pixels unless it ``fits`` the picture. Patches have ``patch`` pixels a
+    side; ``merge`` squared of them are one row for the model.
+    """
+
+    models: tuple[str, ...]
+    others: str
+    layer: str = _PLAIN
+    keys: Mapping[str, Content] = field(default_factory=dict)
+    side: int = 64
+    patch: int = 8
+    merge: int = 2
+    layers: int = 2
+    model_width: int = 0
+    """Of models that cannot have another; 0: any."""
+    looks_ahead: bool = False
+    """Whether each row of a picture sees all of them."""
+    activation: str = "use_gelu"
+    words: tuple[str, ...] = ()
+    """Tokens of the model that stand around a picture or its parts."""
+
+
+FAMILIES: Final[dict[str, Family]] = {
+    "gemma3": Family(
+        models=("gemma3",), others=_STEM + "mm.input_projection:w,t mm.soft_emb_norm:w", keys=_SCALE, looks_ahead=True
+    ),
+    "janus_pro": Family(models=("llama",), others=_STEM + "mm.0+:t,w mm.1+:t,t", side=32, merge=1),
+    "mlp": Family(models=("llama",), others=_CLASS + "mm.0+:t,w mm.2+:t,t", merge=1, layers=3),
+    "ldpv2": Family(
+        models=("llama",),
+        others=_CLASS + "mm.model.mlp.0+:t,w mm.model.mlp.2+:t,t mm.model.peg.0+:t,1,3,3",
+        side=96,
+        patch=4,
+        layers=3,
+    ),
+    "pixtral": Family(
+        models=("mistral3",),
+        others=_PIXTRAL + "v.token_embd.img_break=:t",
+        layer=_BARE + _GATED,
+        keys=_MERGE,
+        activation="use_silu",
+    ),
+    "lightonocr": Family(
+        models=("qwen3",), others=_PIXTRAL, layer=_BARE + _GATED, keys=_MERGE, side=128, activation="use_silu"
+    ),
+    "llama4": Family(
+        models=("llama4",),
+        others="v.patch_embd:w,a v.class_embd=:w v.position_embd:c,w v.pre_ln+:w v.post_ln+:w "
+        "mm.model.mlp.1:f,m mm.model.mlp.2:f,f mm.model.fc:t,f",
+        keys=_SCALE,
+    ),
+    "internvl": Family(
+        models=("internlm2",),
+        others="v.patch_embd+:w,3,k,k v.class_embd=:w v.position_embd:c,w "
+        "mm.model.mlp.0+:m mm.model.mlp.1+:t,m mm.model.mlp.3+:t,t",
+        keys={**_SCALE, "preproc_min_tiles": 1, "preproc_max_tiles": 4},
+    ),
+    "idefics3": Family(
+        models=("smollm3",),
+        others=_STEM + "mm.model.fc:t,m",
+        keys={**_SCALE, "preproc_image_size": 128},
+        words=("\n\n", "<fake_token_around_image>", "<global-img>"),
+    ),
+    "lfm2": Family(models=("lfm2",), others=_STEM + "mm.input_norm+:m mm.1+:f,m mm.2+:t,f", keys=_SCALE),
+    "kimivl": Family(models=("deepseek2",), others=_STEM + "mm.input_norm+:w mm.1+:f,m mm.2+:t,f", keys=_SCALE),
+    "phi4": Family(models=("phi3",), others=_STEM + "mm.0+:t,w mm.2+:t,t", keys=_PIXELS, merge=1),
+    "gemma4v": Family(
+        models=("gemma4",),
+        others="v.patch_embd:w,3,k,k v.position_embd:2,s,w mm.input_projection:t,w v.std_bias=:w v.std_scale=:w",
+        layer=_BARE + _GATED + " attn_q_norm:h attn_k_norm:h attn_post_norm:w ffn_post_norm:w",
+        keys=_SCALE,
+        looks_ahead=True,
+        side=256,
+    ),
+    "gemma4uv": Family(
+        models=("gemma4",),
+        others="v.patch_norm.1+:4a v.patch_embd+:w,4a v.patch_norm.2+:w v.patch_norm.3+:w v.position_embd:2,s,w "
+        "mm.input_projection:t,w",
+        keys=_SCALE,
+        looks_ahead=True,
+        side=256,
+        layers=0,
+    ),
+    "nemotron_v2_vl": Family(
+        models=("nemotron_h",),
+        others="v.patch_embd:w,3,k,k v.class_embd=:2,w v.position_embd:s,w "
+        "mm.model.mlp.0:m mm.model.mlp.1:f,m mm.model.mlp.3:t,f",
+        keys=_SCALE,
+    ),
+    "dots_ocr": Family(
+        models=("qwen2",),
+        others="v.patch_embd+:w,3,k,k mm.input_norm+:w mm.post_norm:w " + _MERGER,
+        layer=_BARE + _GATED,
+        keys={**_SCALE, **_PIXELS},
+        activation="use_silu",
+    ),
+    "exaone4_5": Family(
+        models=("exaone4",),
+        others=_TWO_FRAMES + "v.post_ln:w mm.0+:m,m mm.2+:t,m",
+        layer=_FUSED + _GATED,
+        keys={**_MERGE, **_PIXELS, "attention.head_count_kv": 2},
+        activation="use_silu",
+    ),
+    "minimax_m3": Family(
+        models=("minimax-m3",),
+        others=_TWO_FRAMES + "mm.1+:t,w mm.2+:t,t mm.merger.fc1+:t,4t mm.merger.fc2+:t,t",
+        keys=_MERGE,
+    ),
+    "muse-glimmer": Family(
+        models=("muse-glimmer",),
+        others="v.patch_embd:w,3,k,k v.position_embd:s,w v.pre_ln+:w v.post_ln+:w mm.0:f,m mm.1:f,f mm.2:t,f",
+        keys=_MERGE,
+    ),
+    "youtuvl": Family(
+        models=("deepseek2",),
+        others="v.patch_embd+:w,a v.post_ln+:w mm.input_norm:w " + _MERGER,
+        keys={**_MERGE, "window_size": 32, "wa_layer_indexes": [1]},
+    ),
+    "resampler": Family(
+        models=("minicpm",),
+        others="v.patch_embd+:w,3,k,k v.position_embd:4900,w v.post_ln+:w resampler.pos_embed_k=:s,t "
+        "resampler.query=:64,t resampler.proj:t,t resampler.kv:t,w resampler.attn.q+:t,t resampler.attn.k+:t,t "
+        "resampler.attn.v+:t,t resampler.attn.out+:t,t resampler.ln_q+:t resampler.ln_kv+:t resampler.ln_post+:t",
+        keys={"clip.minicpmv_version": 4},
+        model_width=128,
+        words=("<image>", "</image>", "<slice>", "</slice>"),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eye:
+    """The sizes of an encoder, as in ``Family``."""
+
+    width: int = 32
+    heads: int = 2
+    layers: int = 2
+    feed_forward: int = 48
+    side: int = 64
+    patch: int = 8
+    merge: int = 2
+
+    @property
+    def rows(self) -> int:
+        """Rows for the model that a picture becomes, if all become ``side`` squared pixels."""
+        return (self.side // self.patch // self.merge) ** 2
+
+    def sizes(self, model_width: int) -> dict[str, int]:
+        """What the letters in lines of tensors stand for."""
+        patches = (self.side // self.patch) ** 2
+        return {
+            "w": self.width, "h": self.width // self.heads, "f": self.feed_forward, "t": model_width, "k": self.patch,
+            "a": 3 * self.patch**2, "s": patches, "c": patches + 1, "m": self.width * self.merge**2,
+        }  # fmt: skip
+
+
+def eye_of(kind: str) -> Eye:
+    """The sizes that ``kind`` has where nothing else is asked for."""
+    family = FAMILIES[kind]
+    return Eye(side=family.side, patch=family.patch, merge=family.merge, layers=family.layers)
