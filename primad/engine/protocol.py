@@ -230,7 +230,8 @@ class Rows:
     ``content`` is (rows,) int32 token ids for the route's first window, (rows, width) float32 hidden states for all
     others. For the first window it is (rows, width) as well where the rows are a picture's. Row ``i`` stands at
     ``positions[i]``, belongs to ``sequences[i]`` and wants logits when ``outputs[i]``. Rows that ``look_ahead`` see those
-    behind them in the step too.
+    behind them in the step too. Where a model's positions have four parts and those of a row are not its position, as in a
+    picture and behind it, ``rope`` has all of them, row by row: its keys are turned by these.
     """
 
     content: Tokens | Hidden
@@ -238,6 +239,7 @@ class Rows:
     sequences: Sequence[Sequence[int]]
     outputs: Sequence[bool]
     look_ahead: bool = False
+    rope: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.positions)

@@ -296,6 +296,7 @@ class Head:
             outputs=[row in planned.samples for row in range(rows)],
             ops=planned.ops,
             looks_ahead=looks_ahead(planned.tokens[0]) if planned.tokens else False,
+            rope=planned.rope,
         )
 
     def _compute(self, step: Step, content: Tokens | Hidden) -> TurnOutcome:

@@ -129,7 +129,8 @@ class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
     row ``i`` has ``positions[i]``, belongs to ``sequences[i]`` and wants logits when ``outputs[i]``. A step without rows
     carries KV operations alone and has an empty payload. So has one that is ``skipped``: a window before this one did not
     compute its rows, and none behind it does, though all apply its operations. Where it ``looks_ahead`` each row sees those
-    behind it as well.
+    behind it as well. Where ``rope`` is not empty it has four numbers for each row, by which its keys are turned instead of
+    by its position.
     """
 
     protocol: int
@@ -145,6 +146,7 @@ class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
     ops: Annotated[list[KvOp], Meta(max_length=MAX_OPS)]
     skipped: bool = False
     looks_ahead: bool = False
+    rope: Annotated[list[int], Meta(max_length=4 * MAX_ROWS)] = []
 
     @property
     def rows(self) -> int:
@@ -253,6 +255,10 @@ def _check_rows(step: Step, limits: StepLimits) -> None:
         raise ProtocolError(f"step {step.step} has {step.shape[0]} rows but lists of {sorted(counts)} entries")
     if any(not 0 <= position < limits.context for position in step.positions):
         raise ProtocolError(f"step {step.step} has a position outside the context of {limits.context}")
+    if len(step.rope) not in (0, 4 * step.shape[0]) or any(not 0 <= each < limits.context for each in step.rope):
+        raise ProtocolError(
+            f"step {step.step} turns {step.shape[0]} rows by {len(step.rope)} numbers, or by wrong ones"
+        )
     for sequences in step.sequences:
         if not 0 < len(sequences) <= limits.sequences or len(set(sequences)) != len(sequences):
             raise ProtocolError(f"step {step.step} has a row with {len(sequences)} sequences or with one twice")

@@ -21,11 +21,18 @@ _LOOKS_AHEAD: Final = 2
 
 
 class PictureRows(msgspec.Struct, frozen=True, array_like=True):
-    """What stands from position ``first`` of a prompt on: rows of float32, little-endian."""
+    """What stands from position ``first`` of a prompt on: rows of float32, little-endian. With ``columns`` it is a grid, of
+    a model whose positions have parts for that."""
 
     first: int
     rows: int
     content: bytes
+    columns: int = 0
+
+    @property
+    def positions(self) -> int:
+        """By how much those behind it are turned further."""
+        return max(self.columns, self.rows // self.columns) if self.columns else self.rows
 
 
 def picture_ids(digest: str, run: int, rows: int, *, looks_ahead: bool) -> list[int]:
@@ -47,7 +54,7 @@ def placed(picture: EncodedPicture, first: int) -> tuple[list[int], list[Picture
         if isinstance(run, TokenRun):
             prompt += run.tokens
             continue
-        pictures.append(PictureRows(first + len(prompt), run.rows, run.content))
+        pictures.append(PictureRows(first + len(prompt), run.rows, run.content, run.columns))
         prompt += picture_ids(picture.digest, number, run.rows, looks_ahead=run.looks_ahead)
     return prompt, pictures
 
@@ -78,3 +85,30 @@ def content_of(pictures: Sequence[PictureRows], first: int, last: int) -> bytes:
     found = next(each for each in pictures if each.first <= first and last <= each.first + each.rows)
     size = len(found.content) // found.rows
     return found.content[size * (first - found.first) : size * (last - found.first)]
+
+
+def has_parts(pictures: Sequence[PictureRows]) -> bool:
+    """Whether rows of a prompt with these are turned by other numbers than their positions."""
+    return any(each.columns for each in pictures)
+
+
+def rope_of(pictures: Sequence[PictureRows], positions: Sequence[int]) -> list[int]:
+    """The four numbers by which each row is turned that stands at ``positions`` of a prompt with ``pictures``: its time, row
+    and column; none where all are their positions.
+
+    A picture has one time. What is behind it comes as far behind that as its longer side is long, which are fewer than its
+    rows; in the cache each row has a cell of its own all the same.
+    """
+    return [part for at in positions for part in _turned(pictures, at)] if has_parts(pictures) else []
+
+
+def _turned(pictures: Sequence[PictureRows], at: int) -> tuple[int, int, int, int]:
+    time = at
+    for each in pictures:
+        if each.columns and each.first <= at < each.first + each.rows:
+            row, column = divmod(at - each.first, each.columns)
+            begin = time - (at - each.first)
+            return begin, begin + row, begin + column, 0
+        if each.first + each.rows <= at:
+            time -= each.rows - each.positions
+    return time, time, time, 0

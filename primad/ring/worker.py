@@ -99,6 +99,7 @@ def rows_of(step: Step, content: Tokens | Hidden) -> Rows:
         sequences=step.sequences,
         outputs=step.outputs,
         look_ahead=step.looks_ahead,
+        rope=step.rope,
     )
 
 

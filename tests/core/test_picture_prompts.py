@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from primad.engine.protocol import GREEDY
 from primad.kv.keys import block
 from primad.ring.chunks import Chunking, Computed, Pieces
+from primad.ring.grouping import Batching
 from primad.ring.messages import Generate
-from primad.ring.pictures import PictureRows, content_of, longest_run, picture_ids, run_end
+from primad.ring.pictures import PictureRows, content_of, longest_run, picture_ids, rope_of, run_end
 from primad.ring.scheduler.scheduler import Scheduler
-from primad.ring.scheduler.state import SchedulerState
+from primad.ring.scheduler.state import SampledToken, SchedulerState
 
 CHUNKING = Chunking(rows=8, minimum=8, begins=lambda _: False, pieces=Pieces(multiple=2, rows=(2,)), step_rows=16)
 TEXT = list(range(1, 7))
@@ -99,3 +101,37 @@ def test_a_picture_that_no_step_has_room_for_is_refused_by_its_rows():
     assert finished.reason == "refused"
     assert "17 rows" in str(finished.error)
     assert longest_run([1, *ids("a", 40, ahead=False)]) == 0
+
+
+GRID = PictureRows(3, 6, bytes(6 * 4), columns=2)
+"""Three rows of two columns."""
+
+
+def test_a_grid_has_one_time_and_what_is_behind_it_comes_after_its_longer_side():
+    found = rope_of([GRID, PictureRows(10, 4, bytes(16), columns=4)], range(15))
+    assert [found[4 * at : 4 * at + 4] for at in range(15)] == [
+        *([at] * 3 + [0] for at in range(3)),
+        *([3, 3 + at // 2, 3 + at % 2, 0] for at in range(6)),
+        [6, 6, 6, 0],
+        *([7, 7, 7 + at, 0] for at in range(4)),
+        [11, 11, 11, 0],
+    ]
+    assert rope_of([PictureRows(3, 6, bytes(24))], range(15)) == []
+
+
+def test_rows_beside_those_behind_a_grid_are_turned_by_their_positions():
+    under_test = scheduler(sequences=2, batching=Batching(rows=2))
+    prompts = {1: [1, 2, 3, *ids("a", 6, ahead=False), 4], 2: [7, 8]}
+    for request, prompt in prompts.items():
+        asked = replace(generate(prompt, [GRID] if request == 1 else [], request), max_tokens=8)
+        assert under_test.submit(asked) is None
+    found = []
+    while (step := under_test.next_step(0.0)) is not None:
+        found.append((step.positions, step.rope))
+        samples = {each.request: SampledToken(token=5, ends=False) for of in step.samples.values() for each in of}
+        under_test.commit(step.step, samples, 0.0)
+    together = [(positions, rope) for positions, rope in found if len(positions) == 2 and positions[0] > positions[1]]
+    assert together
+    for (behind, beside), rope in together:
+        assert rope == [*[behind - 3] * 3, 0, *[beside] * 3, 0]
+    assert ([0, 1], []) in found, "of text alone they are not sent"

@@ -184,6 +184,8 @@ def test_another_ring_or_epoch_is_none_of_this_ring(changes):
         ({"positions": [0, 1, 32]}, "position outside the context of 32"),
         ({"positions": [-1, 0, 1]}, "position"),
         ({"positions": [0, 1, 1 << 63]}, "position"),
+        ({"rope": [0] * 11}, "turns 3 rows by 11 numbers"),
+        ({"rope": [0] * 11 + [32]}, "by wrong ones"),
         ({"sequences": [[0], [], [0]]}, "0 sequences"),
         ({"sequences": [[0], [1, 1], [0]]}, "one twice"),
         ({"sequences": [[0], [3], [0]]}, "sequence outside 0..2"),

@@ -11,7 +11,7 @@ from primad.engine.pictures.encoder import PictureEncoder
 from primad.engine.protocol import GREEDY
 from primad.engine.vocabulary import LlamaVocabulary
 from primad.ring.head import log_softmax
-from primad.ring.pictures import placed
+from tests.shell.test_picture_rows import prompt_of
 from tools.lab.local_ring import LocalRing
 from tools.lab.mmproj import Eye, noise, write_encoder
 from tools.lab.plain_pictures import plain_answer
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 ROWS, CONTEXT, TOKENS, END = 64, 512, 8, 2
 ENDLESS = msgspec.structs.replace(GREEDY, ignore_eos=True)
 ONE = ["hello ", noise(1), " what is it?"]
-TWO = ["hello ", noise(1), " and ", noise(2, 200, 90), " are they alike?"]
+TWO = ["hello ", noise(1), " and ", noise(2, 160, 120), " are they alike?"]
 OTHER = ["hello ", noise(3), " what is it?"]
 
 
@@ -40,16 +40,10 @@ class Seen:
             PictureEncoder(str(self._encoder), str(self.model), threads=1),
             LlamaVocabulary(self.model),
         )
-        prompt, pictures = [], []
-        for number, part in enumerate(parts):
-            if isinstance(part, str):
-                prompt += vocabulary.tokenize(part, add_special=number == 0, parse_special=True)
-                continue
-            tokens, rows = placed(encoder.encode(part), len(prompt))
-            prompt, pictures = prompt + tokens, pictures + rows
+        found = prompt_of(encoder, vocabulary, parts)
         encoder.release()
         vocabulary.release()
-        return prompt, pictures
+        return found
 
     def expected(self, parts):
         tokens, logits = plain_answer(self.model, self._encoder, parts, TOKENS, rows=ROWS, context=CONTEXT, never=END)
@@ -59,8 +53,8 @@ class Seen:
 
 @pytest.fixture(
     scope="module",
-    params=[("gemma3", "gemma3", Eye(side=128)), ("janus_pro", "llama", Eye(side=32, merge=1))],
-    ids=["looking-ahead", "causal"],
+    params=[("gemma3", "gemma3", Eye(side=128)), ("qwen2vl_merger", "qwen2vl", None)],
+    ids=["looking-ahead", "grids"],
 )
 def seen(request, tmp_path_factory):
     return Seen(tmp_path_factory.mktemp("seen"), *request.param)

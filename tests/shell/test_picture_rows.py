@@ -6,17 +6,19 @@ from random import Random
 
 import numpy as np
 import pytest
+from gguf import GGUFValueType
 from msgspec.structs import replace
 
 from primad.engine.llama.windows import WholeModel
 from primad.engine.pictures.encoder import PictureEncoder
-from primad.engine.pictures.messages import EmbeddedRun
 from primad.engine.protocol import EngineOptions, Rows
 from primad.engine.vocabulary import LlamaVocabulary
 from primad.gguf.architectures.cuts import cut_points
 from primad.gguf.architectures.layers import layer_count
-from primad.gguf.header import read_header
+from primad.gguf.header import array_value, read_header
 from primad.gguf.windows import vocabulary_size
+from primad.ring.chunks import Chunking
+from primad.ring.pictures import content_of, has_parts, looks_ahead, placed, rope_of
 from tests.shell.test_cut_exact import Route, assigned, cuts_of, files_of
 from tools.lab.encoders import FAMILIES
 from tools.lab.mmproj import Eye, noise, write_encoder
@@ -30,57 +32,42 @@ OPTIONS = EngineOptions(context=1024, sequences=1, rows=64, threads=1, batch_thr
 PARTS = ["hello ", noise(1), " and ", noise(2, 160, 120), " end"]
 
 
-def runs_of(encoder, vocabulary, parts, rows):
-    """What is computed step by step, ``rows`` at most: tokens, or rows of a picture and whether they look ahead."""
-    runs = []
+def prompt_of(encoder, vocabulary, parts):
+    """The ids of a prompt of ``parts``, and its pictures."""
+    prompt, pictures = [], []
     for number, part in enumerate(parts):
         if isinstance(part, str):
-            tokens = vocabulary.tokenize(part, add_special=number == 0, parse_special=True)
-            runs.append((np.array(tokens, np.int32), False))
+            prompt += vocabulary.tokenize(part, add_special=number == 0, parse_special=True)
             continue
-        for run in encoder.encode(part).runs:
-            if isinstance(run, EmbeddedRun):
-                runs.append((np.frombuffer(run.content, "<f4").reshape(run.rows, -1), run.looks_ahead))
-            else:
-                runs.append((np.array(run.tokens, np.int32), False))
-    return [
-        (content[first : first + rows], looks_ahead)
-        for content, looks_ahead in joined(runs)
-        for first in range(0, len(content), rows)
-    ]
+        ids, rows = placed(encoder.encode(part), len(prompt))
+        prompt, pictures = prompt + ids, pictures + rows
+    return prompt, pictures
 
 
-def joined(runs):
-    """Tokens that follow each other go in one step, as libmtmd has them."""
-    found = []
-    for content, looks_ahead in runs:
-        if found and found[-1][0].dtype == content.dtype == np.int32:
-            found[-1] = (np.concatenate([found[-1][0], content]), False)
-        else:
-            found.append((content, looks_ahead))
-    return found
-
-
-def answer(forward, logits, runs):
-    """Tokens and their logits: most likely ones behind ``runs``."""
-    position, found = 0, []
-    runs = list(runs)
+def answer(forward, logits, prompt, pictures, rows, *, is_causal=False):
+    """Logits of the most likely tokens behind ``prompt``, which is computed ``rows`` at a time as a ring does."""
+    chunking = Chunking(rows=rows, minimum=rows, begins=lambda _: False)
+    prompt, first, found = list(prompt), 0, []
     while len(found) < DECODED:
-        content, looks_ahead = runs.pop(0)
-        count = len(content)
+        last = chunking.end(prompt, first)
+        tokens = prompt[first:last]
+        content = np.array(tokens, np.int32)
+        if tokens[0] < 0:
+            content = np.frombuffer(content_of(pictures, first, last), "<f4").reshape(last - first, -1)
         forward(
             Rows(
                 content=content,
-                positions=range(position, position + count),
-                sequences=[[0]] * count,
-                outputs=[False] * (count - 1) + [True],
-                look_ahead=looks_ahead,
+                positions=range(first, last),
+                sequences=[[0]] * (last - first),
+                outputs=[False] * (last - first - 1) + [True],
+                look_ahead=looks_ahead(tokens[0]) and not is_causal,
+                rope=rope_of(pictures, range(first, last)),
             )
         )
-        position += count
-        if not runs:
-            found.append(logits(count - 1).copy())
-            runs.append((np.array([found[-1].argmax()], np.int32), False))
+        first = last
+        if last == len(prompt):
+            found.append(logits(len(tokens) - 1).copy())
+            prompt.append(int(found[-1].argmax()))
     return found
 
 
@@ -110,7 +97,8 @@ def test_windows_give_the_logits_of_libmtmd(kind, architecture, eye, tmp_path):
     family = FAMILIES[kind]
     options = replace(OPTIONS, rows=128) if family.looks_ahead else OPTIONS
     sizes = {"width": family.model_width} if family.model_width else {}
-    shape = write_model(model, architecture=architecture, words=family.words, **sizes)
+    values = {f"{architecture}.{key}": array_value(GGUFValueType.INT32, each) for key, each in family.values.items()}
+    shape = write_model(model, architecture=architecture, words=family.words, values=values, **sizes)
     write_encoder(encoder, kind, shape.width, eye)
     _, expected = plain_answer(model, encoder, PARTS, DECODED, rows=options.rows, context=options.context)
     others = [*PARTS[:3], noise(3, 160, 120), *PARTS[4:]]
@@ -118,11 +106,12 @@ def test_windows_give_the_logits_of_libmtmd(kind, architecture, eye, tmp_path):
         plain_answer(model, encoder, others, DECODED, rows=options.rows, context=options.context)[1], expected
     ), "what is written hangs on what is seen"
     seeing, vocabulary = PictureEncoder(str(encoder), str(model), threads=1), LlamaVocabulary(model)
-    runs = runs_of(seeing, vocabulary, PARTS, options.rows)
+    prompt, pictures = prompt_of(seeing, vocabulary, PARTS)
     seeing.release()
     vocabulary.release()
-    looks_ahead = any(each for _, each in runs)
-    assert looks_ahead == family.looks_ahead
+    asked = (prompt, pictures, options.rows)
+    assert any(map(looks_ahead, prompt)) == family.looks_ahead
+    assert has_parts(pictures) == family.has_grids
     header = read_header(model)
     whole = WholeModel(
         files_of(model, (), assigned(layer_count(header), 0, is_tail=True)),
@@ -130,16 +119,16 @@ def test_windows_give_the_logits_of_libmtmd(kind, architecture, eye, tmp_path):
         frozenset(),
         vocabulary=vocabulary_size(header),
     )
-    assert np.array_equal(answer(whole.forward, whole.logits, runs), expected)
+    assert np.array_equal(answer(whole.forward, whole.logits, *asked), expected)
     whole.release()
     for number, cuts in enumerate([*cuts_of(header), random_cuts(header, kind)]):
         folder = tmp_path / str(number)
         folder.mkdir()
         route = Route(header, cuts, folder, options)
-        assert np.array_equal(answer(route.forward, route.windows[-1].logits, runs), expected), cuts
-        if looks_ahead:
+        assert np.array_equal(answer(route.forward, route.windows[-1].logits, *asked), expected), cuts
+        if family.looks_ahead:
             for window in route.windows:
                 window.kv_remove(0, 0, -1)
-            causal = answer(route.forward, route.windows[-1].logits, [(content, False) for content, _ in runs])
+            causal = answer(route.forward, route.windows[-1].logits, *asked, is_causal=True)
             assert not np.array_equal(causal, expected), "rows that look ahead are not what others are"
         route.release()

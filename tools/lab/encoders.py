@@ -22,12 +22,13 @@ _STEM: Final = "v.patch_embd+:w,3,k,k v.position_embd:s,w v.post_ln+:w "
 _CLASS: Final = "v.patch_embd:w,3,k,k v.class_embd=:w v.position_embd:c,w v.pre_ln+:w "
 _TWO_FRAMES: Final = "v.patch_embd:w,3,k,k v.patch_embd.weight.1=:w,3,k,k "
 _PIXTRAL: Final = "v.patch_embd:w,3,k,k v.pre_ln:w mm.1+:t,w mm.2+:t,t mm.input_norm:w mm.patch_merger:w,m "
+_TO_MODEL: Final = "mm.0+:m,m mm.2+:t,m"
+_HALF_SECTIONS: Final = {"rope.dimension_sections": [2, 1, 1, 0]}
+"""Of models of which 8 values of a head are turned."""
 _MERGER: Final = "mm.0+:f,m mm.2+:t,f"
 _PIXELS: Final[dict[str, Content]] = {"image_min_pixels": 4096, "image_max_pixels": 65536}
 _SCALE: Final[dict[str, Content]] = {"projector.scale_factor": 2}
 _MERGE: Final[dict[str, Content]] = {"spatial_merge_size": 2}
-SECTIONS: Final = (8, 8, 8, 0)
-"""Of a head of 16 values that is turned whole: pairs for each part of a position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,10 @@ class Family:
     """Of models that cannot have another; 0: any."""
     looks_ahead: bool = False
     """Whether each row of a picture sees all of them."""
+    values: Mapping[str, list[int]] = field(default_factory=dict)
+    """What the models have in their metadata besides, without their prefix."""
+    has_grids: bool = False
+    """Whether positions have parts for rows and columns."""
     activation: str = "use_gelu"
     words: tuple[str, ...] = ()
     """Tokens of the model that stand around a picture or its parts."""
@@ -152,6 +157,47 @@ FAMILIES: Final[dict[str, Family]] = {
         models=("deepseek2",),
         others="v.patch_embd+:w,a v.post_ln+:w mm.input_norm:w " + _MERGER,
         keys={**_MERGE, "window_size": 32, "wa_layer_indexes": [1]},
+    ),
+    "qwen2vl_merger": Family(
+        models=("qwen2vl",), others=_TWO_FRAMES + "v.post_ln+:w " + _TO_MODEL, keys=_MERGE, has_grids=True
+    ),
+    "qwen2.5vl_merger": Family(
+        models=("qwen2vl",),
+        others=_TWO_FRAMES + "v.post_ln:w " + _TO_MODEL,
+        layer=_ATTENTION + "ln1:w ln2:w ffn_gate+:f,w ffn_up+:f,w ffn_down+:w,f",
+        keys={**_MERGE, "n_wa_pattern": 2},
+        has_grids=True,
+        activation="use_silu",
+    ),
+    "qwen3vl_merger": Family(
+        models=("qwen35", "qwen35moe"),
+        others=_TWO_FRAMES + "v.patch_embd.bias=:w v.position_embd:s,w v.post_ln+:w " + _TO_MODEL,
+        layer=_FUSED + _NORMS + "ffn_up+:f,w ffn_down+:w,f",
+        keys=_MERGE,
+        has_grids=True,
+    ),
+    "glm4v": Family(
+        models=("glm4", "glm4moe"),
+        others=_TWO_FRAMES + "v.patch_embd.bias=:w v.norm_embd:w v.position_embd:s,w v.post_ln:w "
+        "mm.patch_merger+:t,w,2,2 mm.model.fc:t,t mm.post_norm+:t mm.up:f,t mm.gate:f,t mm.down:t,f",
+        layer=_BARE + _GATED,
+        keys=_MERGE,
+        values=_HALF_SECTIONS,
+        has_grids=True,
+        activation="use_silu",
+    ),
+    "paddleocr": Family(
+        models=("paddleocr",),
+        others=_STEM + "mm.input_norm+:w mm.1+:f,m mm.2+:t,f",
+        keys=_PIXELS,
+        has_grids=True,
+    ),
+    "ling3vl": Family(
+        models=("bailingmoe3",),
+        others=_TWO_FRAMES + "v.patch_embd.bias=:w v.position_embd:s,w v.post_ln+:w mm.input_norm+:w " + _TO_MODEL,
+        keys=_MERGE,
+        values=_HALF_SECTIONS,
+        has_grids=True,
     ),
     "resampler": Family(
         models=("minicpm",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,13 +11,16 @@ from numpy.typing import NDArray
 from primad.engine.binding import llama
 from primad.engine.protocol import Rows
 
+POSITION_PARTS: Final = 4
+"""Of rows that are no tokens llama.cpp reads as many numbers as its model's positions have parts, at most these."""
+
 
 class LlamaBatch:
     """One ``llama_batch`` over numpy arrays, filled anew for each forward."""
 
     def __init__(self, rows: int, sequences: int) -> None:
         self._tokens = np.zeros(rows, np.int32)
-        self._positions = np.zeros(rows, np.int32)
+        self._positions = np.zeros(POSITION_PARTS * rows, np.int32)
         self._counts = np.zeros(rows, np.int32)
         self._sequences = np.zeros((rows, sequences), np.int32)
         self._logits = np.zeros(rows, np.int8)
@@ -55,6 +58,7 @@ class LlamaBatch:
         else:
             assert rows.content.dtype == np.float32
             assert rows.content.flags.c_contiguous
+            self._positions[: POSITION_PARTS * count].reshape(POSITION_PARTS, count)[:] = rows.positions
             batch.token, batch.embd = None, self._row_of(rows.content) if count == 1 else self._floats(rows.content)
         return batch
 

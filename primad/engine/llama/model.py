@@ -15,7 +15,7 @@ from primad.engine.binding import forget, llama, why
 from primad.engine.devices import find_gpu
 from primad.engine.kv_cache import KvCache
 from primad.engine.layer_inputs import LayerInputs
-from primad.engine.llama.batch import LlamaBatch
+from primad.engine.llama.batch import POSITION_PARTS, LlamaBatch
 from primad.engine.llama.sliding_cells import window_cells
 from primad.engine.llama.states import LastRows, SequenceStates
 from primad.engine.llama.tap import EVAL_CALLBACK, Tap, ggml_base
@@ -437,7 +437,8 @@ class LlamaModel:
     def _decode(self, rows: Rows, *, every_row_out: bool) -> None:
         is_hidden = rows.content.dtype == np.float32 and not self._takes_tokens  # a picture's rows are yet to be scaled
         feed = rows.content if is_hidden and (self._is_fed or len(rows) > LARGE_ROWS) else None
-        self._tap.begin(len(rows), feed, self._inputs)  # type: ignore[arg-type]
+        rope = np.array(rows.rope, np.int32).reshape(-1, POSITION_PARTS).T.copy() if rows.rope else None
+        self._tap.begin(len(rows), feed, self._inputs, rope)  # type: ignore[arg-type]
         if self._tap.must_see or (self._quiet.is_on and len(rows) > 1):
             self._quiet.end()
         batch = self._batch.fill(rows, fed=feed is not None, every_row_out=every_row_out)

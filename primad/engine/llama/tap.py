@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from primad.engine.binding import llama
 from primad.engine.kv_cache import CacheTensors
@@ -30,6 +31,8 @@ _ENTRIES: Final = frozenset(
 """What llama.cpp's graphs call the first hidden state: the rows of the embedding, and those of them that are scaled."""
 
 
+_TURNED_BY: Final = b"inp_pos"
+"""What they call the input by which they turn keys and queries; a GPU's copy has it in its name."""
 _POSITIONS: Final = b"pos_embd"
 """What they call the rows of the positions' own embedding."""
 
@@ -108,6 +111,8 @@ class Tap(dict[int, bool]):
         self._end: int | None = None
         self._feed: Hidden | None = None
         self._inputs: LayerInputs | None = None
+        self._rope: NDArray[np.int32] | None = None
+        self._is_turned = False
         self._scaled: int | None = None
         self._awaited: set[bytes] = set()
         self._cut_points: dict[bytes, int] = {}
@@ -131,15 +136,19 @@ class Tap(dict[int, bool]):
         self._wanted = None if last is None else architecture.exit_of(last, is_last=True).encode()
         self._entries = frozenset(entry.encode() for entry in architecture.entries)
 
-    def begin(self, rows: int, feed: Hidden | None, inputs: LayerInputs | None) -> None:
+    def begin(
+        self, rows: int, feed: Hidden | None, inputs: LayerInputs | None, rope: NDArray[np.int32] | None = None
+    ) -> None:
         """``rows`` rows are about to be computed, of ``feed`` unless the batch says of what; ``inputs`` are beside them.
+        Their keys are turned by ``rope`` (parts, rows), unless by the batch's positions.
 
         Raises ``EngineError`` when the first unit cannot be read.
         """
         before, self._rows = self._rows, rows
         self._feed, self._inputs, self._scaled = feed, inputs, None
+        self._rope, self._is_turned = rope, False
         self._awaited = set() if feed is None else {b""} if inputs is None else {b"", SELECTED, BEHIND}
-        if self._scratch.begin(rows) or feed is not None:
+        if self._scratch.begin(rows) or feed is not None or rope is not None:
             self.clear()
         if self.stream is None:
             return
@@ -160,7 +169,8 @@ class Tap(dict[int, bool]):
     @property
     def must_see(self) -> bool:
         """Whether something of the step that begins, or just ended, is to be seen besides its end."""
-        return bool(self._cut_points or self._routers) or self._feed is not None or self._scratch.is_full
+        is_given = self._feed is not None or self._rope is not None
+        return bool(self._cut_points or self._routers) or is_given or self._scratch.is_full
 
     def cut(self) -> None:
         """What the next step's graph has behind the output of ``last`` is to be left out of it."""
@@ -184,6 +194,10 @@ class Tap(dict[int, bool]):
         self._feed = None
         if self._awaited:
             raise EngineError("llama.cpp computed a window without its hidden states; its build is unknown to primad")
+        if self._rope is not None and not self._is_turned and self.cache.keys:
+            raise EngineError(
+                "llama.cpp computed a window without a picture's positions; its build is unknown to primad"
+            )
         if self.stream is not None and not self.stream.depart():
             self.clear()  # a router stood at an address that was another node's
 
@@ -217,6 +231,8 @@ class Tap(dict[int, bool]):
             return False
         if self.looks:
             return False
+        if self._rope is not None:
+            self._turn(node, name, self._rope)
         if self._cuts and self._end is not None:
             if not leave_out(node, name):
                 self._end = None
@@ -257,6 +273,16 @@ class Tap(dict[int, bool]):
         if name == SELECTED:
             return self._enter(node, self._inputs.selected, name)
         return self._scaled is not None and self._enter(self._scaled, self._inputs.embedding, name)
+
+    def _turn(self, node: int, name: bytes, rope: NDArray[np.int32]) -> None:
+        """Have ``node`` turn what it turns by ``rope``. Asked whether it is wanted it is not computed yet, and nothing but
+        such nodes reads the positions: cells, and what sees what, have those of the batch.
+        """
+        tensor = Tensor.from_address(node)
+        source = tensor.sources[1] if tensor.name == name else None
+        if source and _TURNED_BY in ggml_base.ggml_get_name(source) and ggml_base.ggml_nbytes(source) == rope.nbytes:
+            ggml_base.ggml_backend_tensor_set(source, rope.ctypes.data, 0, rope.nbytes)
+            self._is_turned = True
 
     def _zero_positions(self, node: int) -> None:
         """Have the rows of positions, which the head has added, looked up in a matrix of one row, which is 0.

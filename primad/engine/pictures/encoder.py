@@ -22,6 +22,16 @@ MAX_CONTENT_BYTES: Final = 56 << 20
 """Of what a picture becomes: it is one frame between two processes."""
 
 
+def _columns(image: Any, rows: int) -> int:
+    """Of the grid that the ``rows`` of ``image`` are. Raises ``EngineError`` where their positions are others than that."""
+    columns, begin = int(mtmd.mtmd_image_tokens_get_nx(image)), 5
+    grid = [(begin, begin + row // columns, begin + row % columns, 0) for row in range(rows)]
+    found = (mtmd.mtmd_image_tokens_get_decoder_pos(image, begin, row) for row in range(rows))
+    if rows % columns or [(each.t, each.y, each.x, each.z) for each in found] != grid:
+        raise EngineError("a picture of this model has positions that are no grid's, which is not supported")
+    return columns
+
+
 class PictureEncoder:
     """Makes rows for ``model`` of pictures. Of the model itself only its metadata and tokens are loaded.
 
@@ -53,10 +63,9 @@ class PictureEncoder:
         self._stack.callback(mtmd.mtmd_free, self._eye)
         if not mtmd.mtmd_support_vision(self._eye):
             raise EngineError(f"{path}: this encoder takes no pictures")
-        if mtmd.mtmd_decode_use_mrope(self._eye) or llama.llama_model_n_embd_inp(loaded) != self.width:
-            raise EngineError(
-                f"{path}: pictures of this model have positions, or layers, of several parts, which is not supported"
-            )
+        if llama.llama_model_n_embd_inp(loaded) != self.width:
+            raise EngineError(f"{path}: deeper layers of this model take more of a picture, which is not supported")
+        self._has_grids = bool(mtmd.mtmd_decode_use_mrope(self._eye))
 
     def encode(self, data: bytes) -> EncodedPicture:
         """What the file ``data`` becomes. Raises ``ValueError`` for one that is no picture, or too large a one."""
@@ -94,8 +103,11 @@ class PictureEncoder:
             rows = int(mtmd.mtmd_input_chunk_get_n_tokens(chunk))
             if mtmd.mtmd_input_chunk_get_type(chunk) == mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
                 count = ctypes.c_size_t(0)
-                tokens = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
-                yield TokenRun(tuple(tokens[: count.value]))
+                pointer = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
+                tokens = tuple(pointer[: count.value])
+                if min(tokens, default=0) < 0:
+                    raise EngineError("the model has not all tokens that its encoder wants around a picture")
+                yield TokenRun(tokens)
                 continue
             size = rows * self.width * 4
             room -= size
@@ -105,7 +117,8 @@ class PictureEncoder:
                 raise EngineError("llama.cpp failed to encode a picture")
             content = ctypes.string_at(mtmd.mtmd_get_output_embd(self._eye), size)
             looks_ahead = bool(mtmd.mtmd_decode_use_non_causal(self._eye, chunk))
-            yield EmbeddedRun(rows=rows, looks_ahead=looks_ahead, content=content)
+            columns = _columns(mtmd.mtmd_input_chunk_get_tokens_image(chunk), rows) if self._has_grids else 0
+            yield EmbeddedRun(rows=rows, looks_ahead=looks_ahead, content=content, columns=columns)
 
     def release(self) -> None:
         """Give back its memory."""

@@ -35,12 +35,14 @@ class TokenRun(msgspec.Struct, frozen=True, tag="tokens"):
 class EmbeddedRun(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
     """Rows of hidden states, as they go into the first layer: (rows, width) float32, little-endian.
 
-    They stand at one position each, and belong in one step. Where they ``look_ahead`` each sees them all.
+    Where they ``look_ahead`` each sees them all, and they belong in one step. With ``columns`` they are a grid, of a model
+    whose positions have parts for that.
     """
 
     rows: int
     looks_ahead: bool
     content: bytes
+    columns: int = 0
 
 
 class EncodedPicture(msgspec.Struct, frozen=True, kw_only=True, tag="encoded"):

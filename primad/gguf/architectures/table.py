@@ -153,6 +153,7 @@ SUPPORTED: Final[dict[str, Architecture]] = {
         Architecture(name="bailingmoe", tied_output_fallback=False, drops=_DENSE),
         Architecture(
             name="bailingmoe3",
+            knows=_SECTIONS,
             recurrent=Recurrent.HEADS,
             takes_back=True,
             by_layer=_KV_HEADS,

@@ -8,6 +8,7 @@ from primad.ring.grouping import Candidate
 from primad.ring.messages import (
     KvRemove,
 )
+from primad.ring.pictures import PictureRows, has_parts, rope_of
 from primad.ring.scheduler.drafts import drafts_with
 from primad.ring.scheduler.state import PlannedStep, SchedulerState
 from primad.ring.slots import KvSequence, Running
@@ -31,11 +32,13 @@ def decode_step(state: SchedulerState, ready: Sequence[Running], first: Running)
     ]
     step = PlannedStep(step=state.steps, requests=[], tokens=[], positions=[], sequences=[], samples={}, ops=[])
     chosen: list[Running] = []
+    pictures: list[list[PictureRows]] = []
     numbers = state.batching.together(candidates, state.decoding)
     for number in numbers:
         running, sequence = by_number.get(number), state.slots.sequences[number]
         if running is None:
             add_padding(state, step, sequence)
+            pictures.append([])
             continue
         step.ops.extend(sequence.take_ops())
         step.requests.append(running.generate.request)
@@ -46,6 +49,10 @@ def decode_step(state: SchedulerState, ready: Sequence[Running], first: Running)
         if not running.has_step:
             step.samples[len(step.tokens) - 1] = [running.generate]
         chosen.append(running)
+        pictures.append(running.generate.pictures)
+    if any(has_parts(each) for each in pictures):
+        rows = zip(pictures, step.positions, strict=True)
+        step.rope.extend(part for each, at in rows for part in (rope_of(each, [at]) or (at, at, at, 0)))
     tree = drafts_with(state, step, first) if len(numbers) == 1 else NO_TREE
     return state.hand_out(step, chosen, decodes=True, tree=tree)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primad.ring.pictures import content_of, looks_ahead
+from primad.ring.pictures import content_of, looks_ahead, rope_of
 from primad.ring.scheduler.state import PlannedStep, SchedulerState
 from primad.ring.slots import Running
 
@@ -28,6 +28,7 @@ def chunk_step(state: SchedulerState, running: Running) -> PlannedStep:
         samples={} if running.has_step else {last - first - 1: [running.generate]},
         ops=sequence.take_ops(),
         content=content_of(running.generate.pictures, first, last) if is_picture else b"",
+        rope=rope_of(running.generate.pictures, range(first, last)),
     )
     handed_out = state.hand_out(step, [running], decodes=False)
     if last == running.chunk_end:
@@ -66,5 +67,6 @@ def replay_step(state: SchedulerState, running: Running) -> PlannedStep:
         sequences=[sequence.number] * (last - first),
         samples={},
         ops=sequence.take_ops(),
+        rope=rope_of(running.generate.pictures, range(first, last)),
     )
     return state.hand_out(step, [running], decodes=True)

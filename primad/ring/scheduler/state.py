@@ -31,7 +31,7 @@ class PlannedStep:
 
     ``requests`` are the generations that it is for, ``samples`` the rows that want an output, with those that do. Rows of a
     tree of drafts may be in several sequences, or in another one, which ``shared`` names. Those of a picture, whose tokens
-    are below 0, have ``content``.
+    are below 0, have ``content``. ``rope`` is as in ``Step``.
     """
 
     step: int
@@ -43,6 +43,7 @@ class PlannedStep:
     ops: list[KvOp]
     shared: dict[int, list[int]] = field(default_factory=dict)
     content: bytes = b""
+    rope: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
