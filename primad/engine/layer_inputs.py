@@ -30,6 +30,10 @@ BEHIND: Final = b"attn_out-0"
 """The first node at which nothing but the projection still needs ``SCALED``."""
 
 
+_PADDING: Final = 0
+"""The token whose rows llama.cpp takes for embeddings."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
     """Of some rows and the layers of one window: the ``embedding`` (rows, width), and ``selected`` (rows, layers * each)."""
@@ -41,7 +45,8 @@ class LayerInputs:
 class LayerTable:
     """The table of a model file with ``each`` values for every layer and token, of which rows are looked up.
 
-    Those of the first ``sent`` layers travel.
+    Those of the first ``sent`` layers travel. A picture's rows have those of the padding token, and the number behind the
+    last token in place of theirs.
     """
 
     def __init__(self, look_up: Callable[[NDArray[np.int32]], Hidden], each: int, sent: int, tokens: int) -> None:
@@ -50,7 +55,8 @@ class LayerTable:
 
     def selected(self, tokens: NDArray[np.int32], layers: range) -> Hidden:
         """Rows (rows, layers * each) of ``tokens``, as llama.cpp looks them up. Raises ``WeightsError`` as ``TokenRows``."""
-        found: Hidden = self._look_up(tokens)[:, self._each * layers.start : self._each * layers.stop] * self._scale
+        known = np.where(tokens < self._tokens, tokens, _PADDING)
+        found: Hidden = self._look_up(known)[:, self._each * layers.start : self._each * layers.stop] * self._scale
         return found
 
     def joined(self, embedding: Hidden, tokens: NDArray[np.int32]) -> Hidden:
@@ -58,12 +64,23 @@ class LayerTable:
         token = tokens.astype(np.int32).view(np.float32)[:, None]
         return np.hstack([embedding, embedding, self.selected(tokens, range(self._sent)), token])
 
-    def tokens_of(self, content: Hidden) -> NDArray[np.int32]:
-        """The tokens of what travelled. Raises ``EngineError`` for what is none."""
+    def of_picture(self, rows: Hidden) -> Hidden:
+        """What travels of a picture's ``rows``."""
+        return self.joined(rows, np.full(len(rows), self._tokens, np.int32))
+
+    def beside(
+        self, content: Hidden, width: int, layers: range, look_up: Callable[[NDArray[np.int32]], Hidden]
+    ) -> LayerInputs:
+        """What ``layers`` take beside the hidden states of what travelled: of tokens it is looked up again.
+
+        Raises ``EngineError`` for tokens that are none.
+        """
         tokens = np.ascontiguousarray(content[:, -1]).view(np.int32)
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._tokens:
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() <= self._tokens:
             raise EngineError("hidden states came back with tokens that the model does not have")
-        return tokens
+        is_picture = len(tokens) > 0 and tokens.min() == self._tokens
+        embedding = np.ascontiguousarray(content[:, width : 2 * width]) if is_picture else look_up(tokens)
+        return LayerInputs(embedding, self.selected(tokens, layers))
 
 
 def split(content: Hidden, width: int, each: int, layers: range) -> tuple[Hidden, LayerInputs]:
@@ -80,6 +97,17 @@ def split(content: Hidden, width: int, each: int, layers: range) -> tuple[Hidden
         np.ascontiguousarray(content[:, start:stop]) for start, stop in ((0, width), (width, 2 * width), (first, last))
     )
     return hidden, LayerInputs(embedding, selected)
+
+
+def parts_of(content: Hidden, width: int, layers: range) -> tuple[Hidden, dict[int, Hidden]]:
+    """The hidden states (rows, width) of what travels of a picture, and what each of ``layers`` adds to its output, by its
+    number among them: the first part behind the hidden states is layer 0's, and so on."""
+    parts = {
+        layer - layers.start: np.ascontiguousarray(content[:, width * (layer + 1) : width * (layer + 2)])
+        for layer in layers
+        if width * (layer + 2) <= content.shape[1]
+    }
+    return np.ascontiguousarray(content[:, :width]), parts
 
 
 def with_hidden(content: Hidden, hidden: Hidden) -> Hidden:

@@ -272,7 +272,7 @@ class Head:
         self._deadlines[step.step] = now + self._step_timeout_s
         self._under_way[step.step] = step
         if planned.content:
-            return self._compute(step, np.frombuffer(planned.content, "<f4").reshape(step.shape))
+            return self._compute(step, np.frombuffer(planned.content, "<f4").reshape(step.rows, -1))
         return self._compute(step, np.array(planned.tokens, np.int32))
 
     def _skip(self) -> Skip | None:

@@ -27,7 +27,7 @@ from zmq.utils import z85
 
 from primad.engine.protocol import Hidden
 from primad.errors import NextDeviceError, ProtocolError, RingError, SenderError
-from primad.ring.messages import MAX_HEADER_BYTES, SENDER, Overdue, Skip, Step, StepLimits, decode_route
+from primad.ring.messages import MAX_HEADER_BYTES, MAX_PARTS, SENDER, Overdue, Skip, Step, StepLimits, decode_route
 from primad.settings.timings import RingTimings
 from primad.system.complaints import Complaints
 from primad.system.wire import encode
@@ -78,7 +78,7 @@ class Links:
         pull.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
         pull.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         pull.setsockopt(zmq.RCVHWM, HIGH_WATER_STEPS)
-        max_bytes = max(MAX_HEADER_BYTES, self._limits.rows * self._limits.width * 4)
+        max_bytes = max(MAX_HEADER_BYTES, MAX_PARTS * self._limits.rows * self._limits.width * 4)
         pull.setsockopt(zmq.MAXMSGSIZE, max_bytes + CURVE_BYTES)
         try:
             pull.bind(f"tcp://{_bracketed(host)}:*")

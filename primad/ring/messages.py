@@ -55,6 +55,8 @@ HIDDEN_DTYPE: Final = "f32"
 MAX_HEADER_BYTES: Final = 1 << 20
 """No header of a step of at most ``Limits.rows`` rows comes near it."""
 MAX_ROWS: Final = 8192
+MAX_PARTS: Final = 4
+"""A picture's row is so many times as wide at most, with what deeper layers add to their outputs."""
 MAX_SEQUENCES: Final = 256
 MAX_OPS: Final = 8192
 """Of any step of any ring, so that a header is bounded before it is read."""
@@ -241,7 +243,7 @@ def _check_shape(step: Step, payload_bytes: int, limits: StepLimits) -> None:
         raise ProtocolError(f"step {step.step} is for window {step.window}, which this device does not hold")
     if step.dtype != HIDDEN_DTYPE:
         raise ProtocolError(f"step {step.step} has dtype {step.dtype[:20]!r}; expected {HIDDEN_DTYPE!r}")
-    if not 0 <= rows <= limits.rows or width != limits.width:
+    if not 0 <= rows <= limits.rows or width not in range(limits.width, MAX_PARTS * limits.width + 1, limits.width):
         raise ProtocolError(
             f"step {step.step} has shape ({rows}, {width}); expected at most {limits.rows} rows of {limits.width}"
         )

@@ -129,7 +129,7 @@ def visit(
     hidden = window.forward(rows_of(step, content))
     if not np.isfinite(hidden).all():
         raise not_finite(window)
-    return msgspec.structs.replace(step, window=step.window + 1), hidden
+    return msgspec.structs.replace(step, window=step.window + 1, shape=hidden.shape), hidden
 
 
 def not_finite(window: RouteWindow) -> NotFiniteError:

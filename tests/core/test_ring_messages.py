@@ -150,6 +150,11 @@ def test_a_valid_step_arrives_as_it_was_sent():
     assert decode_route(memoryview(encode(a_step())), 72, LIMITS) == a_step()
 
 
+def test_a_pictures_rows_bring_what_deeper_layers_add_to_them():
+    step = a_step(shape=(3, 4 * 6), rope=list(range(12)))
+    assert judged(step) == step
+
+
 def test_a_step_of_operations_alone_has_no_payload():
     step = a_step(shape=(0, 6), positions=[], sequences=[], outputs=[])
     assert judged(step) == step
@@ -177,6 +182,7 @@ def test_another_ring_or_epoch_is_none_of_this_ring(changes):
         ({"shape": (3, 5)}, "shape"),
         ({"shape": (3, 0)}, "shape"),
         ({"shape": (1 << 62, 6)}, "shape"),
+        ({"shape": (3, 30)}, "shape"),
         ({"shape": (2, 6)}, "lists"),
         ({"positions": [0, 1]}, "lists"),
         ({"outputs": [True] * 4}, "lists"),

@@ -53,8 +53,8 @@ class Seen:
 
 @pytest.fixture(
     scope="module",
-    params=[("gemma3", "gemma3", Eye(side=128)), ("qwen2vl_merger", "qwen2vl", None)],
-    ids=["looking-ahead", "grids"],
+    params=[("gemma3", "gemma3", Eye(side=128)), ("qwen3vl_merger of deeper layers", "qwen3vl", None)],
+    ids=["looking-ahead", "grids and deeper layers"],
 )
 def seen(request, tmp_path_factory):
     return Seen(tmp_path_factory.mktemp("seen"), *request.param)
@@ -64,7 +64,7 @@ def drawn(sampled):
     return [(each.token, each.logprob) for each in sampled]
 
 
-@pytest.mark.parametrize("windows", [None, [3, 2], [2, 2, 1]], ids=["one", "two", "three"])
+@pytest.mark.parametrize("windows", [None, [1, 3], [1, 1, 2]], ids=["one", "two", "three"])
 async def test_a_ring_sees_what_libmtmd_sees(seen, windows, tmp_path):
     """One picture, two between text, several requests at once, a second turn, and a head that begins anew midway."""
     ring = LocalRing(

@@ -23,6 +23,7 @@ _CLASS: Final = "v.patch_embd:w,3,k,k v.class_embd=:w v.position_embd:c,w v.pre_
 _TWO_FRAMES: Final = "v.patch_embd:w,3,k,k v.patch_embd.weight.1=:w,3,k,k "
 _PIXTRAL: Final = "v.patch_embd:w,3,k,k v.pre_ln:w mm.1+:t,w mm.2+:t,t mm.input_norm:w mm.patch_merger:w,m "
 _TO_MODEL: Final = "mm.0+:m,m mm.2+:t,m"
+_QWEN3: Final = _TWO_FRAMES + "v.patch_embd.bias=:w v.position_embd:s,w v.post_ln+:w " + _TO_MODEL + " "
 _HALF_SECTIONS: Final = {"rope.dimension_sections": [2, 1, 1, 0]}
 """Of models of which 8 values of a head are turned."""
 _MERGER: Final = "mm.0+:f,m mm.2+:t,f"
@@ -55,6 +56,8 @@ class Family:
     """Whether each row of a picture sees all of them."""
     values: Mapping[str, list[int]] = field(default_factory=dict)
     """What the models have in their metadata besides, without their prefix."""
+    projector: str = ""
+    """Its name for llama.cpp, if another."""
     has_grids: bool = False
     """Whether positions have parts for rows and columns."""
     activation: str = "use_gelu"
@@ -107,7 +110,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "kimivl": Family(models=("deepseek2",), others=_STEM + "mm.input_norm+:w mm.1+:f,m mm.2+:t,f", keys=_SCALE),
     "phi4": Family(models=("phi3",), others=_STEM + "mm.0+:t,w mm.2+:t,t", keys=_PIXELS, merge=1),
     "gemma4v": Family(
-        models=("gemma4",),
+        models=("gemma4", "gemma4-per-layer"),
         others="v.patch_embd:w,3,k,k v.position_embd:2,s,w mm.input_projection:t,w v.std_bias=:w v.std_scale=:w",
         layer=_BARE + _GATED + " attn_q_norm:h attn_k_norm:h attn_post_norm:w ffn_post_norm:w",
         keys=_SCALE,
@@ -171,9 +174,22 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "qwen3vl_merger": Family(
         models=("qwen35", "qwen35moe"),
-        others=_TWO_FRAMES + "v.patch_embd.bias=:w v.position_embd:s,w v.post_ln+:w " + _TO_MODEL,
+        others=_QWEN3,
         layer=_FUSED + _NORMS + "ffn_up+:f,w ffn_down+:w,f",
         keys=_MERGE,
+        has_grids=True,
+    ),
+    "qwen3vl_merger of deeper layers": Family(
+        projector="qwen3vl_merger",
+        models=("qwen3vl", "qwen3vlmoe"),
+        others=_QWEN3
+        + "".join(
+            f"v.deepstack.{layer}.norm+:m v.deepstack.{layer}.fc1+:m,m v.deepstack.{layer}.fc2+:t,m "
+            for layer in range(3)
+        ),
+        layer=_FUSED + _NORMS + "ffn_up+:f,w ffn_down+:w,f",
+        keys=_MERGE,
+        layers=3,
         has_grids=True,
     ),
     "glm4v": Family(

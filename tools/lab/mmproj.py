@@ -30,7 +30,7 @@ def write_encoder(path: Path, kind: str, model_width: int, eye: Eye | None = Non
     writer = GGUFWriter(str(path), "clip")
     writer.add_bool("clip.has_vision_encoder", True)
     writer.add_bool(f"clip.{family.activation}", True)
-    writer.add_string("clip.projector_type", kind)
+    writer.add_string("clip.projector_type", family.projector or kind)
     sizes: dict[str, Content] = {
         "image_size": eye.side,
         "patch_size": eye.patch,

@@ -23,6 +23,7 @@ from primad.engine.protocol import (
     KV_CELL_PADDING,
     AdapterFile,
     EngineOptions,
+    Hidden,
     KvType,
     Rows,
     WindowSource,
@@ -201,6 +202,8 @@ class LlamaModel:
         # A bound method of a dict subclass: see the tap's docstring. Kept alive beside the context.
         self._callback = EVAL_CALLBACK(tap.__getitem__)
         self._inputs: LayerInputs | None = None
+        self._deeper: dict[int, Hidden] = {}
+        """What layers of the window add to their outputs."""
         params = llama.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers(source.assignment, predicting)
         params.lazy_mode = params.lazy_mode if self._takes_tokens else _LAZY
@@ -438,7 +441,7 @@ class LlamaModel:
         is_hidden = rows.content.dtype == np.float32 and not self._takes_tokens  # a picture's rows are yet to be scaled
         feed = rows.content if is_hidden and (self._is_fed or len(rows) > LARGE_ROWS) else None
         rope = np.array(rows.rope, np.int32).reshape(-1, POSITION_PARTS).T.copy() if rows.rope else None
-        self._tap.begin(len(rows), feed, self._inputs, rope)  # type: ignore[arg-type]
+        self._tap.begin(len(rows), feed, self._inputs, rope, self._deeper)  # type: ignore[arg-type]
         if self._tap.must_see or (self._quiet.is_on and len(rows) > 1):
             self._quiet.end()
         batch = self._batch.fill(rows, fed=feed is not None, every_row_out=every_row_out)

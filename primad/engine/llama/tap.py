@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +32,7 @@ _ENTRIES: Final = frozenset(
 """What llama.cpp's graphs call the first hidden state: the rows of the embedding, and those of them that are scaled."""
 
 
+EMPTY: Final[Mapping[int, Hidden]] = {}
 _TURNED_BY: Final = b"inp_pos"
 """What they call the input by which they turn keys and queries; a GPU's copy has it in its name."""
 _POSITIONS: Final = b"pos_embd"
@@ -111,6 +113,7 @@ class Tap(dict[int, bool]):
         self._end: int | None = None
         self._feed: Hidden | None = None
         self._inputs: LayerInputs | None = None
+        self._deeper: dict[bytes, Hidden] = {}
         self._rope: NDArray[np.int32] | None = None
         self._is_turned = False
         self._scaled: int | None = None
@@ -136,17 +139,27 @@ class Tap(dict[int, bool]):
         self._wanted = None if last is None else architecture.exit_of(last, is_last=True).encode()
         self._entries = frozenset(entry.encode() for entry in architecture.entries)
 
+    def _exit_of(self, layer: int) -> bytes:
+        return self._architecture.exit_of(layer, is_last=layer == self._layers - 1).encode()
+
     def begin(
-        self, rows: int, feed: Hidden | None, inputs: LayerInputs | None, rope: NDArray[np.int32] | None = None
+        self,
+        rows: int,
+        feed: Hidden | None,
+        inputs: LayerInputs | None,
+        rope: NDArray[np.int32] | None = None,
+        deeper: Mapping[int, Hidden] = EMPTY,
     ) -> None:
         """``rows`` rows are about to be computed, of ``feed`` unless the batch says of what; ``inputs`` are beside them.
-        Their keys are turned by ``rope`` (parts, rows), unless by the batch's positions.
+        Their keys are turned by ``rope`` (parts, rows), unless by the batch's positions. To the outputs of layers is added
+        what is ``deeper`` by their number.
 
         Raises ``EngineError`` when the first unit cannot be read.
         """
         before, self._rows = self._rows, rows
         self._feed, self._inputs, self._scaled = feed, inputs, None
         self._rope, self._is_turned = rope, False
+        self._deeper = {self._exit_of(layer): part for layer, part in deeper.items()}
         self._awaited = set() if feed is None else {b""} if inputs is None else {b"", SELECTED, BEHIND}
         if self._scratch.begin(rows) or feed is not None or rope is not None:
             self.clear()
@@ -158,10 +171,7 @@ class Tap(dict[int, bool]):
             self.stream.streamer.resolve()
         if self._residency is not self.stream.streamer.residency or before != rows:
             self._residency = self.stream.streamer.residency
-            self._cut_points = {
-                self._architecture.exit_of(layer, is_last=layer == self._layers - 1).encode(): unit
-                for layer, unit in self.stream.unit_ends().items()
-            }
+            self._cut_points = {self._exit_of(layer): unit for layer, unit in self.stream.unit_ends().items()}
             self._routers = {f"ffn_moe_topk-{layer}".encode(): each for layer, each in self.stream.routers.items()}
             self.clear()
         self.stream.arrive()
@@ -169,7 +179,7 @@ class Tap(dict[int, bool]):
     @property
     def must_see(self) -> bool:
         """Whether something of the step that begins, or just ended, is to be seen besides its end."""
-        is_given = self._feed is not None or self._rope is not None
+        is_given = self._feed is not None or self._rope is not None or bool(self._deeper)
         return bool(self._cut_points or self._routers) or is_given or self._scratch.is_full
 
     def cut(self) -> None:
@@ -194,6 +204,8 @@ class Tap(dict[int, bool]):
         self._feed = None
         if self._awaited:
             raise EngineError("llama.cpp computed a window without its hidden states; its build is unknown to primad")
+        if self._deeper:
+            raise EngineError("llama.cpp computed a window without what its layers add; its build is unknown to primad")
         if self._rope is not None and not self._is_turned and self.cache.keys:
             raise EngineError(
                 "llama.cpp computed a window without a picture's positions; its build is unknown to primad"
@@ -240,7 +252,8 @@ class Tap(dict[int, bool]):
         border, router = self._cut_points.get(name), self._routers.get(name)
         is_entry = self._feed is not None and name in (self._entries or _ENTRIES)
         is_beside = self._inputs is not None and name in (SELECTED, BEHIND)
-        if name != self._wanted and border is None and router is None and not is_entry and not is_beside:
+        is_passed = border is None and router is None and name not in self._deeper
+        if name != self._wanted and is_passed and not is_entry and not is_beside:
             self[node] = False
             return False
         if not self._asked:
@@ -254,8 +267,16 @@ class Tap(dict[int, bool]):
             return self._enter_beside(node, name)
         if router is not None:
             return self._pick(node, *router)
+        if (part := self._deeper.pop(name, None)) is not None:
+            self._copy(node)
+            assert self._hidden is not None
+            self._hidden += part
+            ggml_base.ggml_backend_tensor_set(node, self._hidden.ctypes.data, 0, self._hidden.nbytes)
         if border is not None:
             return self._cross(border)
+        if name != self._wanted:
+            self._hidden = None
+            return True
         self._copy(node)
         self._end = node if self._cuts else None
         return self._cuts

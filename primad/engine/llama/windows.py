@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primad.engine.binding import llama
-from primad.engine.layer_inputs import LayerInputs, split, with_hidden
+from primad.engine.layer_inputs import parts_of, split, with_hidden
 from primad.engine.llama.embedding import TokenEmbedding
 from primad.engine.llama.model import LlamaModel
 from primad.engine.llama.predictor import LlamaPredictor
@@ -60,9 +61,15 @@ class _HiddenWindow(LlamaModel):
             _give_back_zeros(header)
 
     def forward(self, rows: Rows) -> Hidden:
-        if not self._each:
-            return self._forward(rows)
         content: Hidden = rows.content  # type: ignore[assignment]
+        if not self._each and content.shape[1] == self._width:
+            return self._forward(rows)
+        if not self._each:
+            hidden, self._deeper = parts_of(content, self._width, self.layers)
+            following = self._forward(replace(rows, content=hidden))
+            self._deeper = {}
+            is_over = content.shape[1] <= self._width * (self.layers.stop + 1)
+            return following if is_over else with_hidden(content, following)
         hidden, self._inputs = split(content, self._width, self._each, self.layers)
         return with_hidden(content, self._forward(replace(rows, content=hidden)))
 
@@ -111,9 +118,9 @@ class FirstWindow(_HiddenWindow):
 
     def forward(self, rows: Rows) -> Hidden:
         if rows.content.dtype == np.float32:
-            if self._each:
-                raise EngineError("this model's layers take more of a row than a picture has")
-            return super().forward(replace(rows, content=self._embedding.of_picture(rows.content)))  # type: ignore[arg-type]
+            hidden: Hidden = self._embedding.of_picture(rows.content)  # type: ignore[arg-type]
+            table = self._embedding.layers
+            return super().forward(replace(rows, content=hidden if table is None else table.of_picture(hidden)))
         tokens: Tokens = rows.content  # type: ignore[assignment]
         hidden, table = self._embedding.rows(tokens, rows.positions), self._embedding.layers
         return super().forward(replace(rows, content=hidden if table is None else table.joined(hidden, tokens)))
@@ -206,15 +213,18 @@ class TailWindow(_LogitsWindow):
     """The route's last window: hidden states in, logits out. The ``embedding`` has what its layers take beside them."""
 
     def forward(self, rows: Rows) -> None:
+        content: Hidden = rows.content  # type: ignore[assignment]
         if self._each:
             assert self._embedding is not None
             assert self._embedding.layers is not None
-            content: Hidden = rows.content  # type: ignore[assignment]
-            tokens = self._embedding.layers.tokens_of(content)
-            selected = self._embedding.layers.selected(tokens, self.layers)
-            self._inputs = LayerInputs(self._embedding.rows(tokens, rows.positions), selected)
+            look_up = partial(self._embedding.rows, positions=rows.positions)
+            self._inputs = self._embedding.layers.beside(content, self._width, self.layers, look_up)
             rows = replace(rows, content=np.ascontiguousarray(content[:, : self._width]))
+        elif content.shape[1] > self._width:
+            hidden, self._deeper = parts_of(content, self._width, self.layers)
+            rows = replace(rows, content=hidden)
         super().forward(rows)
+        self._deeper = {}
 
 
 class WholeModel(_LogitsWindow):

@@ -18,6 +18,8 @@ from primad.system.allocator import without_top
 with without_top("llama_cpp"):
     from llama_cpp import mtmd_cpp as mtmd
 
+MAX_PARTS: Final = 4
+"""As many times the width of the model a row may have: with what deeper layers add to their outputs."""
 MAX_CONTENT_BYTES: Final = 56 << 20
 """Of what a picture becomes: it is one frame between two processes."""
 
@@ -53,7 +55,7 @@ class PictureEncoder:
         if not loaded:
             raise EngineError(f"llama.cpp cannot read {model}: {why('it does not say why')}")
         self._stack.callback(llama.llama_model_free, loaded)
-        self.width = int(llama.llama_model_n_embd(loaded))
+        self.width = int(llama.llama_model_n_embd_inp(loaded))
         options = mtmd.mtmd_context_params_default()
         options.use_gpu = options.print_timings = options.warmup = False
         options.n_threads = threads
@@ -63,8 +65,8 @@ class PictureEncoder:
         self._stack.callback(mtmd.mtmd_free, self._eye)
         if not mtmd.mtmd_support_vision(self._eye):
             raise EngineError(f"{path}: this encoder takes no pictures")
-        if llama.llama_model_n_embd_inp(loaded) != self.width:
-            raise EngineError(f"{path}: deeper layers of this model take more of a picture, which is not supported")
+        if self.width > MAX_PARTS * llama.llama_model_n_embd(loaded):
+            raise EngineError(f"{path}: more than {MAX_PARTS - 1} layers of this model take parts of a picture")
         self._has_grids = bool(mtmd.mtmd_decode_use_mrope(self._eye))
 
     def encode(self, data: bytes) -> EncodedPicture:
