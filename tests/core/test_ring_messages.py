@@ -17,6 +17,7 @@ from primad.kv.keys import KvBlock
 from primad.ring.grouping import Batching
 from primad.ring.messages import (
     MAX_HEADER_BYTES,
+    MAX_PARTS,
     PROTOCOL,
     AlsoGenerate,
     Cancel,
@@ -102,7 +103,8 @@ def assert_within_limits(step: Step) -> None:
     assert step.window in LIMITS.windows
     assert step.dtype == "f32"
     assert 0 <= rows <= LIMITS.rows
-    assert width == LIMITS.width
+    assert width in range(LIMITS.width, MAX_PARTS * LIMITS.width + 1, LIMITS.width)
+    assert len(step.rope) in (0, 4 * rows)
     assert len(step.positions) == len(step.sequences) == len(step.outputs) == rows
     assert all(0 <= position < LIMITS.context for position in step.positions)
     for sequences in step.sequences:

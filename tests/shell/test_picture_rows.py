@@ -14,7 +14,7 @@ from primad.engine.pictures.encoder import PictureEncoder
 from primad.engine.protocol import EngineOptions, Rows
 from primad.engine.vocabulary import LlamaVocabulary
 from primad.gguf.architectures.cuts import cut_points
-from primad.gguf.architectures.layers import layer_count
+from primad.gguf.architectures.layers import layer_count, recurrent_layers
 from primad.gguf.header import array_value, read_header
 from primad.gguf.windows import vocabulary_size
 from primad.ring.chunks import Chunking
@@ -44,10 +44,11 @@ def prompt_of(encoder, vocabulary, parts):
     return prompt, pictures
 
 
-def answer(forward, logits, prompt, pictures, rows, *, is_causal=False):
-    """Logits of the most likely tokens behind ``prompt``, which is computed ``rows`` at a time as a ring does."""
+def answer(forward, logits, prompt, pictures, rows, *, is_causal=False, first=0):
+    """Logits of the most likely tokens behind ``prompt``, which is computed from ``first`` on, ``rows`` at a time as a ring
+    does."""
     chunking = Chunking(rows=rows, minimum=rows, begins=lambda _: False)
-    prompt, first, found = list(prompt), 0, []
+    prompt, found = list(prompt), []
     while len(found) < DECODED:
         last = chunking.end(prompt, first)
         tokens = prompt[first:last]
@@ -125,7 +126,17 @@ def test_windows_give_the_logits_of_libmtmd(kind, architecture, eye, tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         route = Route(header, cuts, folder, options)
+        keeps = not number and not any(recurrent_layers(header)) and all(window.kv_supported for window in route.windows)
         assert np.array_equal(answer(route.forward, route.windows[-1].logits, *asked), expected), cuts
+        if keeps:
+            middle, end = pictures[-1].first + 3, len(prompt)
+            for window in route.windows:
+                cells = [window.kv_cells(0, *span) for span in ((0, middle), (middle, end))]
+                window.kv_remove(0, 0, -1)
+                window.kv_restore(0, cells)
+            begun = [*prompt, int(expected[0].argmax())]
+            found = answer(route.forward, route.windows[-1].logits, begun, *asked[1:], first=end)
+            assert np.array_equal(found[:-1], expected[1:]), "cells are kept and put back by their index"
         if family.looks_ahead:
             for window in route.windows:
                 window.kv_remove(0, 0, -1)
