@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from primad.engine.pictures.headers import check_picture
+from primad.engine.pictures.headers import check_media
 from primad.engine.pictures.messages import (
     EmbeddedRun,
     EncodedPicture,
@@ -71,7 +71,7 @@ class PictureService:
         loaded, ``RingError`` when its process ended or hung; the next picture starts it again.
         """
         try:
-            check_picture(data)  # of the header alone, so that no process is asked, nor started, for nothing
+            check_media(data)  # of the header alone, so that no process is asked, nor started, for nothing
         except ValueError as exc:
             raise RequestError(f"{called}: {exc}", param=called) from exc
         digest = hashlib.sha256(data).hexdigest()

@@ -21,7 +21,7 @@ from primad.ring.chunks import Chunking
 from primad.ring.pictures import content_of, has_parts, looks_ahead, placed, rope_of
 from tests.shell.test_cut_exact import Route, assigned, cuts_of, files_of
 from tools.lab.encoders import FAMILIES
-from tools.lab.mmproj import Eye, noise, write_encoder
+from tools.lab.mmproj import Eye, noise, tone, write_encoder
 from tools.lab.plain_pictures import plain_answer
 from tools.synth import write_model
 
@@ -29,7 +29,6 @@ pytestmark = pytest.mark.slow
 
 DECODED = 6
 OPTIONS = EngineOptions(context=1024, sequences=1, rows=64, threads=1, batch_threads=1, kv_type="f16", lock=False)
-PARTS = ["hello ", noise(1), " and ", noise(2, 160, 120), " end"]
 
 
 def prompt_of(encoder, vocabulary, parts):
@@ -96,18 +95,20 @@ def test_windows_give_the_logits_of_libmtmd(kind, architecture, eye, tmp_path):
     """Pictures between text, one of them longer than a step where its rows may be cut."""
     model, encoder = tmp_path / "model.gguf", tmp_path / "encoder.gguf"
     family = FAMILIES[kind]
-    options = replace(OPTIONS, rows=128) if family.looks_ahead else OPTIONS
+    options = replace(OPTIONS, rows=128 if family.looks_ahead else 64, context=2048 if family.hears else 1024)
+    seen = [tone(1), tone(2), tone(3)] if family.hears else [noise(1), noise(2, 160, 120), noise(3, 160, 120)]
+    parts = ["hello ", seen[0], " and ", seen[1], " end"]
     sizes = {"width": family.model_width} if family.model_width else {}
     values = {f"{architecture}.{key}": array_value(GGUFValueType.INT32, each) for key, each in family.values.items()}
     shape = write_model(model, architecture=architecture, words=family.words, values=values, **sizes)
     write_encoder(encoder, kind, shape.width, eye)
-    _, expected = plain_answer(model, encoder, PARTS, DECODED, rows=options.rows, context=options.context)
-    others = [*PARTS[:3], noise(3, 160, 120), *PARTS[4:]]
+    _, expected = plain_answer(model, encoder, parts, DECODED, rows=options.rows, context=options.context)
+    others = [*parts[:3], seen[2], *parts[4:]]
     assert not np.array_equal(
         plain_answer(model, encoder, others, DECODED, rows=options.rows, context=options.context)[1], expected
     ), "what is written hangs on what is seen"
     seeing, vocabulary = PictureEncoder(str(encoder), str(model), threads=1), LlamaVocabulary(model)
-    prompt, pictures = prompt_of(seeing, vocabulary, PARTS)
+    prompt, pictures = prompt_of(seeing, vocabulary, parts)
     seeing.release()
     vocabulary.release()
     asked = (prompt, pictures, options.rows)
@@ -126,7 +127,9 @@ def test_windows_give_the_logits_of_libmtmd(kind, architecture, eye, tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         route = Route(header, cuts, folder, options)
-        keeps = not number and not any(recurrent_layers(header)) and all(window.kv_supported for window in route.windows)
+        keeps = (
+            not number and not any(recurrent_layers(header)) and all(window.kv_supported for window in route.windows)
+        )
         assert np.array_equal(answer(route.forward, route.windows[-1].logits, *asked), expected), cuts
         if keeps:
             middle, end = pictures[-1].first + 3, len(prompt)

@@ -1,4 +1,4 @@
-"""Which encoders of pictures llama.cpp has, as a table: what a file of each is made of, and the models that go with it.
+"""Which encoders of pictures and sound llama.cpp has, as a table: what a file of each is made of, and models for it.
 
 A line of tensors is ``name:dims``, the outermost dimension first. ``name+`` has a bias of the first dimension beside its
 weight, and ``name=`` is written as it stands. A dimension is a number, a letter of ``Eye.sizes``, or the product of both.
@@ -22,6 +22,11 @@ _STEM: Final = "v.patch_embd+:w,3,k,k v.position_embd:s,w v.post_ln+:w "
 _CLASS: Final = "v.patch_embd:w,3,k,k v.class_embd=:w v.position_embd:c,w v.pre_ln+:w "
 _TWO_FRAMES: Final = "v.patch_embd:w,3,k,k v.patch_embd.weight.1=:w,3,k,k "
 _PIXTRAL: Final = "v.patch_embd:w,3,k,k v.pre_ln:w mm.1+:t,w mm.2+:t,t mm.input_norm:w mm.patch_merger:w,m "
+_WHISPER: Final = (
+    "a.conv1d.1.weight=:w,b,3 a.conv1d.1.bias=:w,1 a.conv1d.2.weight=:w,w,3 a.conv1d.2.bias=:w,1 "
+    "a.position_embd:1500,w a.post_ln+:w "
+)
+_KEYLESS: Final = _PLAIN.replace("attn_k+", "attn_k")
 _TO_MODEL: Final = "mm.0+:m,m mm.2+:t,m"
 _QWEN3: Final = _TWO_FRAMES + "v.patch_embd.bias=:w v.position_embd:s,w v.post_ln+:w " + _TO_MODEL + " "
 _HALF_SECTIONS: Final = {"rope.dimension_sections": [2, 1, 1, 0]}
@@ -30,6 +35,10 @@ _MERGER: Final = "mm.0+:f,m mm.2+:t,f"
 _PIXELS: Final[dict[str, Content]] = {"image_min_pixels": 4096, "image_max_pixels": 65536}
 _SCALE: Final[dict[str, Content]] = {"projector.scale_factor": 2}
 _MERGE: Final[dict[str, Content]] = {"spatial_merge_size": 2}
+
+
+MEL_BINS: Final = 80
+"""Numbers of a frame of sound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +69,8 @@ class Family:
     """Its name for llama.cpp, if another."""
     has_grids: bool = False
     """Whether positions have parts for rows and columns."""
+    hears: bool = False
+    """Whether it takes sound; its keys stand under ``clip.audio``."""
     activation: str = "use_gelu"
     words: tuple[str, ...] = ()
     """Tokens of the model that stand around a picture or its parts."""
@@ -161,6 +172,49 @@ FAMILIES: Final[dict[str, Family]] = {
         others="v.patch_embd+:w,a v.post_ln+:w mm.input_norm:w " + _MERGER,
         keys={**_MERGE, "window_size": 32, "wa_layer_indexes": [1]},
     ),
+    "ultravox": Family(
+        models=("llama",),
+        others=_WHISPER + "mm.a.norm_pre:4w mm.a.mlp.1:2f,4w mm.a.norm_mid:f mm.a.mlp.2:t,f",
+        layer=_KEYLESS,
+        keys={"projector.stack_factor": 4},
+        hears=True,
+    ),
+    "voxtral": Family(
+        models=("llama",),
+        others=_WHISPER + "mm.a.mlp.1:t,2w mm.a.mlp.2:t,t",
+        layer=_KEYLESS,
+        keys={"projector.stack_factor": 2},
+        hears=True,
+    ),
+    "qwen2a": Family(models=("qwen2",), others=_WHISPER + "mm.a.fc+:t,w", layer=_KEYLESS, hears=True),
+    "musicflamingo": Family(
+        models=("qwen2",), others=_WHISPER + "mm.a.mlp.1+:t,w mm.a.mlp.2+:t,t", layer=_KEYLESS, hears=True
+    ),
+    "meralion": Family(
+        models=("gemma2",),
+        others=_WHISPER + "mm.a.norm_pre+:15w mm.a.mlp.0+:f,15w mm.a.mlp.1+:f,f mm.a.mlp.2+:f,f mm.a.mlp.3+:t,f",
+        layer=_KEYLESS,
+        keys={"projector.stack_factor": 15},
+        hears=True,
+    ),
+    "glma": Family(
+        models=("llama",),
+        others=_WHISPER + "mm.a.norm_pre+:w mm.a.mlp.1+:f,4w mm.a.mlp.2+:t,f v.boi=:1,t v.eoi=:1,t",
+        layer=_KEYLESS,
+        keys={"projector.stack_factor": 4},
+        hears=True,
+    ),
+    "qwen3a": Family(
+        models=("qwen3",),
+        others="a.conv2d.1.weight=:4,1,3,3 a.conv2d.1.bias=:4 a.conv2d.2.weight=:4,4,3,3 a.conv2d.2.bias=:4 "
+        "a.conv2d.3.weight=:4,4,3,3 a.conv2d.3.bias=:4 a.conv_out:w,40 a.position_embd:1500,w a.post_ln+:w "
+        "mm.a.mlp.1+:w,w mm.a.mlp.2+:t,w",
+        keys={"num_mel_bins": 80},
+        hears=True,
+    ),
+    "gemma4ua": Family(
+        models=("gemma4",), others="mm.a.input_projection:t,640", keys={"num_mel_bins": 640}, layers=0, hears=True
+    ),
     "qwen2vl_merger": Family(
         models=("qwen2vl",), others=_TWO_FRAMES + "v.post_ln+:w " + _TO_MODEL, keys=_MERGE, has_grids=True
     ),
@@ -249,7 +303,7 @@ class Eye:
         patches = (self.side // self.patch) ** 2
         return {
             "w": self.width, "h": self.width // self.heads, "f": self.feed_forward, "t": model_width, "k": self.patch,
-            "a": 3 * self.patch**2, "s": patches, "c": patches + 1, "m": self.width * self.merge**2,
+            "a": 3 * self.patch**2, "b": MEL_BINS, "s": patches, "c": patches + 1, "m": self.width * self.merge**2,
         }  # fmt: skip
 
 

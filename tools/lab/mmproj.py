@@ -16,9 +16,9 @@ import numpy as np
 from gguf import GGUFWriter
 from numpy.typing import NDArray
 
-from tools.lab.encoders import FAMILIES, Content, Eye, Family, eye_of
+from tools.lab.encoders import FAMILIES, MEL_BINS, Content, Eye, Family, eye_of
 
-__all__ = ["Eye", "noise", "png", "write_encoder"]
+__all__ = ["Eye", "noise", "png", "tone", "write_encoder"]
 
 _Named = tuple[str, tuple[int, ...]]
 """A tensor and its shape, the outermost dimension first."""
@@ -28,12 +28,13 @@ def write_encoder(path: Path, kind: str, model_width: int, eye: Eye | None = Non
     """Write an encoder to ``path`` for a model that is ``model_width`` wide; ``kind`` is a name of ``FAMILIES``."""
     family, eye = FAMILIES[kind], eye or eye_of(kind)
     writer = GGUFWriter(str(path), "clip")
-    writer.add_bool("clip.has_vision_encoder", True)
+    sense = "audio" if family.hears else "vision"
+    sizes: dict[str, Content] = {"num_mel_bins": MEL_BINS} if family.hears else {}
+    sizes |= {} if family.hears else {"image_size": eye.side, "patch_size": eye.patch}
+    writer.add_bool(f"clip.has_{sense}_encoder", True)
     writer.add_bool(f"clip.{family.activation}", True)
     writer.add_string("clip.projector_type", family.projector or kind)
-    sizes: dict[str, Content] = {
-        "image_size": eye.side,
-        "patch_size": eye.patch,
+    sizes |= {
         "embedding_length": eye.width,
         "feed_forward_length": eye.feed_forward,
         "block_count": eye.layers,
@@ -41,8 +42,8 @@ def write_encoder(path: Path, kind: str, model_width: int, eye: Eye | None = Non
         "projection_dim": model_width,
     }
     for key, value in (sizes | dict(family.keys)).items():
-        _add(writer, key, value)
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
+        _add(writer, f"clip.{sense}", key, value)
+    writer.add_float32(f"clip.{sense}.attention.layer_norm_epsilon", 1e-6)
     for key in ("image_mean", "image_std"):
         writer.add_array(f"clip.vision.{key}", [0.5, 0.5, 0.5])
     random = np.random.default_rng(seed)
@@ -55,20 +56,20 @@ def write_encoder(path: Path, kind: str, model_width: int, eye: Eye | None = Non
     return eye
 
 
-def _add(writer: GGUFWriter, key: str, value: Content) -> None:
+def _add(writer: GGUFWriter, prefix: str, key: str, value: Content) -> None:
     if isinstance(value, list):
-        writer.add_array(f"clip.vision.{key}", value)
+        writer.add_array(f"{prefix}.{key}", value)
     elif key.startswith("clip."):
         writer.add_int32(key, value)
     else:
-        writer.add_uint32(f"clip.vision.{key}", value)
+        writer.add_uint32(f"{prefix}.{key}", value)
 
 
 def _tensors(family: Family, sizes: Mapping[str, int], layers: int) -> Iterator[_Named]:
     yield from _named(family.others, sizes)
     for layer in range(layers):
         for name, shape in _named(family.layer, sizes):
-            yield f"v.blk.{layer}.{name}", shape
+            yield f"{'a' if family.hears else 'v'}.blk.{layer}.{name}", shape
 
 
 def _named(line: str, sizes: Mapping[str, int]) -> Iterator[_Named]:
@@ -91,8 +92,21 @@ def _product(dimension: str, sizes: Mapping[str, int]) -> int:
 def _weights(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArray[np.float32 | np.float16]:
     if len(shape) == 1:
         return random.normal(0.0 if name.endswith(".bias") else 1.0, 0.1, shape).astype(np.float32)
-    kind = np.float16 if ".peg." in name else np.float32  # of a convolution by channel llama.cpp takes no other
+    is_kernel = ".peg." in name or (".conv1d." in name and name.endswith(".weight"))
+    kind = np.float16 if is_kernel else np.float32  # llama.cpp takes no other
     return random.normal(0, 2 / math.sqrt(math.prod(shape[1:])), shape).astype(kind)
+
+
+def tone(seed: int, seconds: float = 1.0) -> bytes:
+    """A sound as a WAV file: some notes and noise, 16,000 samples a second."""
+    random, times = np.random.default_rng(seed), np.arange(int(16_000 * seconds)) / 16_000
+    waves = sum(np.sin(2 * np.pi * each * times) for each in random.uniform(80, 4000, 4))
+    samples = (3000 * (waves + random.normal(0, 0.3, len(times)))).clip(-32_768, 32_767).astype("<i2").tobytes()
+    form = struct.pack("<HHIIHH", 1, 1, 16_000, 32_000, 2, 16)
+    parts = b"WAVE" + b"".join(
+        struct.pack("<4sI", name, len(data)) + data for name, data in ((b"fmt ", form), (b"data", samples))
+    )
+    return struct.pack("<4sI", b"RIFF", len(parts)) + parts
 
 
 def png(pixels: NDArray[np.uint8]) -> bytes:

@@ -10,8 +10,9 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 from primad.engine.binding import llama, why
-from primad.engine.pictures.headers import check_picture
+from primad.engine.pictures.headers import check_media
 from primad.engine.pictures.messages import EmbeddedRun, EncodedPicture, TokenRun
+from primad.engine.pictures.sounds import check_seconds, is_sound
 from primad.errors import EngineError
 from primad.system.allocator import without_top
 
@@ -63,15 +64,16 @@ class PictureEncoder:
         if not self._eye:
             raise EngineError(f"llama.cpp cannot load {path} as the encoder of {model}")
         self._stack.callback(mtmd.mtmd_free, self._eye)
-        if not mtmd.mtmd_support_vision(self._eye):
-            raise EngineError(f"{path}: this encoder takes no pictures")
+        self._takes = {False: mtmd.mtmd_support_vision(self._eye), True: mtmd.mtmd_support_audio(self._eye)}
         if self.width > MAX_PARTS * llama.llama_model_n_embd(loaded):
             raise EngineError(f"{path}: more than {MAX_PARTS - 1} layers of this model take parts of a picture")
         self._has_grids = bool(mtmd.mtmd_decode_use_mrope(self._eye))
 
     def encode(self, data: bytes) -> EncodedPicture:
-        """What the file ``data`` becomes. Raises ``ValueError`` for one that is no picture, or too large a one."""
-        check_picture(data)
+        """What the file ``data`` becomes. Raises ``ValueError`` for one that is no picture or sound, or too large a one."""
+        check_media(data)
+        if not self._takes[is_sound(data)]:
+            raise ValueError(f"this model's encoder takes no {'sound' if is_sound(data) else 'pictures'}")
         with ExitStack() as stack:
             chunks = self._chunks(stack, self._bitmap(stack, data))
             return EncodedPicture(digest=hashlib.sha256(data).hexdigest(), runs=tuple(self._runs(chunks)))
@@ -86,7 +88,10 @@ class PictureEncoder:
         if found.video_ctx:
             stack.callback(mtmd.mtmd_helper_video_free, found.video_ctx)
         if not found.bitmap or found.video_ctx:
-            raise ValueError("the picture cannot be decoded: its file is damaged")
+            raise ValueError("the picture, or sound, cannot be decoded: its file is damaged")
+        if is_sound(data):
+            samples = mtmd.mtmd_bitmap_get_n_bytes(found.bitmap) // 4
+            check_seconds(samples / mtmd.mtmd_get_audio_sample_rate(self._eye))
         return found.bitmap
 
     def _chunks(self, stack: ExitStack, bitmap: Any) -> Any:
@@ -95,7 +100,7 @@ class PictureEncoder:
         part = mtmd.mtmd_input_part(None, bitmap)
         parts = (ctypes.POINTER(mtmd.mtmd_input_part) * 1)(ctypes.pointer(part))
         if mtmd.mtmd_tokenize_from_parts(self._eye, chunks, parts, 1, False):
-            raise ValueError("the picture has a shape that the model's encoder does not take")
+            raise ValueError("the picture has a shape, or the sound a length, that the model's encoder does not take")
         return chunks
 
     def _runs(self, chunks: Any) -> Iterator[TokenRun | EmbeddedRun]:
@@ -103,7 +108,8 @@ class PictureEncoder:
         for i in range(mtmd.mtmd_input_chunks_size(chunks)):
             chunk = mtmd.mtmd_input_chunks_get(chunks, i)
             rows = int(mtmd.mtmd_input_chunk_get_n_tokens(chunk))
-            if mtmd.mtmd_input_chunk_get_type(chunk) == mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
+            kind = mtmd.mtmd_input_chunk_get_type(chunk)
+            if kind == mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
                 count = ctypes.c_size_t(0)
                 pointer = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
                 tokens = tuple(pointer[: count.value])
@@ -119,7 +125,8 @@ class PictureEncoder:
                 raise EngineError("llama.cpp failed to encode a picture")
             content = ctypes.string_at(mtmd.mtmd_get_output_embd(self._eye), size)
             looks_ahead = bool(mtmd.mtmd_decode_use_non_causal(self._eye, chunk))
-            columns = _columns(mtmd.mtmd_input_chunk_get_tokens_image(chunk), rows) if self._has_grids else 0
+            is_grid = self._has_grids and kind == mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE
+            columns = _columns(mtmd.mtmd_input_chunk_get_tokens_image(chunk), rows) if is_grid else 0
             yield EmbeddedRun(rows=rows, looks_ahead=looks_ahead, content=content, columns=columns)
 
     def release(self) -> None:

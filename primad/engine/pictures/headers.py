@@ -11,6 +11,8 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
+from primad.engine.pictures.sounds import check_sound, is_sound
+
 MAX_BYTES: Final = 20 << 20
 MAX_PIXELS: Final = 1 << 25
 """33 million: 100 MB once decoded."""
@@ -30,10 +32,18 @@ class Size:
     height: int
 
 
+def check_media(data: bytes) -> None:
+    """Raises ``ValueError`` for a file, of a picture or a sound, that is not to be decoded."""
+    if is_sound(data):
+        _check_bytes(data)
+        check_sound(data)
+    else:
+        check_picture(data)
+
+
 def check_picture(data: bytes) -> Size:
-    """The size that the file ``data`` says. Raises ``ValueError`` for one that is not to be decoded."""
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"a picture may have {MAX_BYTES >> 20} MB; this one has {len(data) / (1 << 20):.1f} MB")
+    """The size that the picture's file ``data`` says. Raises ``ValueError`` for one that is not to be decoded."""
+    _check_bytes(data)
     try:
         size = _size_of(data)
     except (struct.error, IndexError):
@@ -43,6 +53,11 @@ def check_picture(data: bytes) -> Size:
     if size.width * size.height > MAX_PIXELS:
         raise ValueError(f"a picture may have {MAX_PIXELS:,} pixels; this one says {size.width} x {size.height}")
     return size
+
+
+def _check_bytes(data: bytes) -> None:
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"a file may have {MAX_BYTES >> 20} MB; this one has {len(data) / (1 << 20):.1f} MB")
 
 
 def _size_of(data: bytes) -> Size:

@@ -1,0 +1,66 @@
+"""What the header of a sound says, read before anything of it is decoded: the decoder makes room for as much as it says.
+
+The attack: a file of some bytes that says it is hours long. How long an MP3 is shows once it is decoded, which takes no more
+memory than ``MAX_BYTES`` of the lowest rate.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+MAX_SECONDS: Final = 600
+_WAV_KINDS: Final = frozenset((1, 3, 6, 7, 0xFFFE))
+"""Samples of one size each: PCM, floats, A-law and mu-law, and those that say which in an extension."""
+_RATES: Final = range(4_000, 384_001)
+_STREAM_INFO_BYTES: Final = 34
+
+
+def is_sound(data: bytes) -> bool:
+    """Whether libmtmd would take the file ``data`` for a sound."""
+    is_mp3 = data[:3] == b"ID3" or (data[:1] == b"\xff" and data[1:2] >= b"\xe0")
+    return is_mp3 or data[:4] == b"fLaC" or (data[:4] == b"RIFF" and data[8:12] == b"WAVE")
+
+
+def check_sound(data: bytes) -> None:
+    """Raises ``ValueError`` for a sound that is not to be decoded."""
+    try:
+        if data[:4] == b"RIFF":
+            check_seconds(_wav_seconds(data))
+        elif data[:4] == b"fLaC":
+            check_seconds(_flac_seconds(data))
+    except struct.error:
+        raise ValueError("the sound's file ends within its header") from None
+
+
+def check_seconds(seconds: float) -> None:
+    """Raises ``ValueError`` for a sound that is too long, or has nothing to hear."""
+    if not 0 < seconds <= MAX_SECONDS:
+        raise ValueError(f"a sound may last {MAX_SECONDS} s; this one lasts {seconds:.0f} s")
+
+
+def _wav_seconds(data: bytes) -> float:
+    at, rate, frame = 12, 0, 0
+    while True:
+        name, size = struct.unpack_from("<4sI", data, at)
+        if name == b"fmt ":
+            if frame:
+                raise ValueError("a WAV that says twice what its samples are")
+            kind, channels, rate, _, frame, bits = struct.unpack_from("<HHIIHH", data, at + 8)
+            if kind not in _WAV_KINDS or rate not in _RATES or not channels or frame * 8 != channels * bits:
+                raise ValueError("a WAV whose samples are of an unknown kind")
+        if name == b"data":
+            if not frame or at + 8 + size > len(data):
+                raise ValueError("the WAV ends before its sound does")
+            seconds: float = size / frame / rate
+            return seconds
+        at += 8 + size + size % 2
+
+
+def _flac_seconds(data: bytes) -> float:
+    kind, size = data[4:5], int.from_bytes(data[5:8])
+    numbers = int.from_bytes(struct.unpack_from(">8s", data, 18)[0])
+    rate, samples = numbers >> 44, numbers & ((1 << 36) - 1)
+    if kind not in (b"\0", b"\x80") or size != _STREAM_INFO_BYTES or rate not in _RATES:
+        raise ValueError("the FLAC does not begin with its header")
+    return samples / rate

@@ -1,0 +1,88 @@
+"""What headers of sounds say is judged before anything is decoded."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from primad.engine.pictures.headers import check_media
+from primad.engine.pictures.sounds import MAX_SECONDS, check_seconds, is_sound
+
+
+def wav(samples=16_000, *, said=None, rate=16_000, kind=1, channels=1, bits=16, frame=None, before=b""):
+    size = 2 * samples if said is None else said
+    form = struct.pack("<HHIIHH", kind, channels, rate, 0, channels * bits // 8 if frame is None else frame, bits)
+    parts = b"WAVE" + struct.pack("<4sI", b"fmt ", 16) + form + before + struct.pack("<4sI", b"data", size)
+    return struct.pack("<4sI", b"RIFF", 4 + len(parts) + size) + parts + bytes(2 * samples)
+
+
+def flac(samples=16_000, rate=16_000, size=34, kind=0):
+    numbers = (rate << 44 | 15 << 36 | samples).to_bytes(8)
+    return b"fLaC" + bytes([kind]) + size.to_bytes(3) + bytes(10) + numbers + bytes(16) + bytes(100)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        wav(),
+        wav(before=struct.pack("<4sI", b"LIST", 3) + b"abc\0"),
+        wav(kind=3, bits=32),
+        wav(kind=7, bits=8),
+        flac(),
+        b"ID3\4" + bytes(50),
+        b"\xff\xfb\x90" + bytes(50),
+    ],
+)
+def test_sounds_of_known_kinds_are_taken(data):
+    assert is_sound(data)
+    check_media(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (wav(said=1 << 31), "ends before its sound"),
+        (wav(rate=4_000, samples=4_000 * (MAX_SECONDS + 1)), "600 s"),
+        (wav(samples=0), "lasts 0 s"),
+        (wav(kind=2), "unknown kind"),
+        (wav(rate=0), "unknown kind"),
+        (wav(channels=0), "unknown kind"),
+        (wav(frame=1), "unknown kind"),
+        (wav(before=wav()[12:36]), "says twice"),
+        (wav()[:30], "within its header"),
+        (wav()[:12] + struct.pack("<4sI", b"LIST", 1 << 31), "within its header"),
+        (b"RIFF" + bytes(4) + b"WAVE" + struct.pack("<4sI", b"data", 0), "ends before its sound"),
+        (flac(samples=0), "lasts 0 s"),
+        (flac(samples=(1 << 36) - 1), "600 s"),
+        (flac(rate=0), "with its header"),
+        (flac(size=33), "with its header"),
+        (flac(kind=4), "with its header"),
+        (flac()[:20], "within its header"),
+        (b"ID3" + bytes(21 << 20), "20 MB"),
+    ],
+)
+def test_sounds_that_are_not_to_be_decoded_are_refused_by_what_is_wrong(data, why):
+    assert is_sound(data)
+    with pytest.raises(ValueError, match=why):
+        check_media(data)
+
+
+def test_a_sound_whose_length_shows_later_is_judged_then():
+    check_seconds(MAX_SECONDS)
+    for seconds in (0, MAX_SECONDS + 1, float("inf")):
+        with pytest.raises(ValueError, match="may last"):
+            check_seconds(seconds)
+
+
+def test_pictures_are_no_sounds():
+    for data in (
+        b"\xff\xd8\xff\xe0",
+        b"\x89PNG\r\n\x1a\n",
+        b"GIF89a",
+        b"BM",
+        b"RIFF" + bytes(4) + b"WEBP",
+        b"",
+        b"\xff",
+    ):
+        assert not is_sound(data)
