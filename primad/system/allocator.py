@@ -18,6 +18,7 @@ from typing import Final
 FREED_BYTES: Final = 512 << 10
 ARENAS: Final = 2
 _M_MMAP_THRESHOLD: Final = -3
+_M_PERTURB: Final = -6
 _M_ARENA_MAX: Final = -8
 """``malloc.h`` of glibc."""
 
@@ -48,12 +49,25 @@ def keep_little_freed() -> None:
     Left to itself glibc raises its bound to the largest block that was ever freed, and each of some twenty threads keeps
     its own: a head that had shipped layers held 45 MB of chunks, a worker 13. All threads share ``ARENAS`` heaps.
     """
-    if sys.platform != "linux":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, FREED_BYTES)
-        mallopt(_M_ARENA_MAX, ARENAS)
+    _tell(_M_MMAP_THRESHOLD, FREED_BYTES)
+    _tell(_M_ARENA_MAX, ARENAS)
+
+
+@contextmanager
+def zeroed() -> Iterator[None]:
+    """In the block, new blocks of memory are zeros in all threads, where the C library can be told (glibc)."""
+    _tell(_M_PERTURB, 0xFF)  # the complement of what they are set to
+    try:
+        yield
+    finally:
+        _tell(_M_PERTURB, 0)
+
+
+def _tell(option: int, value: int) -> None:
+    if (
+        sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None
+    ):  # musl has none
+        mallopt(option, value)
 
 
 def give_back_freed() -> None:

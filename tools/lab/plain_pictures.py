@@ -13,6 +13,7 @@ from llama_cpp import llama_cpp as llama
 from llama_cpp import mtmd_cpp as mtmd
 from numpy.typing import NDArray
 
+from primad.system.allocator import zeroed
 from tools.lab import LabError
 
 Part = str | bytes
@@ -38,9 +39,10 @@ def plain_answer(
 
     ``never`` is not drawn.
 
-    Prompts are computed ``rows`` at a time, with one thread and without repacked weights. Raises ``LabError``.
+    Prompts are computed ``rows`` at a time, with one thread and without repacked weights; memory is zeroed, of which some
+    encoders' graphs take what they find. Raises ``LabError``.
     """
-    with ExitStack() as stack:
+    with zeroed(), ExitStack() as stack:
         loaded, running = _open(stack, model, rows, context)
         eye = _open_encoder(stack, encoder, loaded)
         chunks = _chunks(stack, eye, parts)

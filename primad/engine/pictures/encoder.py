@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any, Final
 
+import numpy as np
+
 from primad.engine.binding import llama, why
 from primad.engine.pictures.headers import check_media
 from primad.engine.pictures.messages import EmbeddedRun, EncodedPicture, TokenRun
 from primad.engine.pictures.sounds import check_seconds, is_sound
 from primad.errors import EngineError
-from primad.system.allocator import without_top
+from primad.system.allocator import without_top, zeroed
 
 with without_top("llama_cpp"):
     from llama_cpp import mtmd_cpp as mtmd
@@ -44,7 +46,8 @@ class PictureEncoder:
     def __init__(self, path: str, model: str, *, threads: int) -> None:
         self._stack = ExitStack()
         try:
-            self._open(path, model, threads)
+            with zeroed():  # some graphs (Pixtral's) multiply by 0 what they find in memory, which may be no number
+                self._open(path, model, threads)
         except BaseException:
             self.release()
             raise
@@ -74,7 +77,7 @@ class PictureEncoder:
         check_media(data)
         if not self._takes[is_sound(data)]:
             raise ValueError(f"this model's encoder takes no {'sound' if is_sound(data) else 'pictures'}")
-        with ExitStack() as stack:
+        with zeroed(), ExitStack() as stack:
             chunks = self._chunks(stack, self._bitmap(stack, data))
             return EncodedPicture(digest=hashlib.sha256(data).hexdigest(), runs=tuple(self._runs(chunks)))
 
@@ -121,13 +124,19 @@ class PictureEncoder:
             room -= size
             if room < 0:
                 raise ValueError(f"the picture becomes more than {MAX_CONTENT_BYTES >> 20} MB of rows for the model")
-            if mtmd.mtmd_encode_chunk(self._eye, chunk):
-                raise EngineError("llama.cpp failed to encode a picture")
-            content = ctypes.string_at(mtmd.mtmd_get_output_embd(self._eye), size)
+            content = self._content(chunk, size)
             looks_ahead = bool(mtmd.mtmd_decode_use_non_causal(self._eye, chunk))
             is_grid = self._has_grids and kind == mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE
             columns = _columns(mtmd.mtmd_input_chunk_get_tokens_image(chunk), rows) if is_grid else 0
             yield EmbeddedRun(rows=rows, looks_ahead=looks_ahead, content=content, columns=columns)
+
+    def _content(self, chunk: Any, size: int) -> bytes:
+        if mtmd.mtmd_encode_chunk(self._eye, chunk):
+            raise EngineError("llama.cpp failed to encode a picture")
+        content = ctypes.string_at(mtmd.mtmd_get_output_embd(self._eye), size)
+        if not np.isfinite(np.frombuffer(content, "<f4")).all():
+            raise EngineError("the model's encoder makes of this picture what are no numbers")
+        return content
 
     def release(self) -> None:
         """Give back its memory."""
