@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tools.lab.encoders import FAMILIES, MEL_BINS, Content, Eye, Family, eye_of
 
-__all__ = ["Eye", "noise", "png", "tone", "write_encoder"]
+__all__ = ["Eye", "noise", "png", "png_chunk", "tone", "write_encoder"]
 
 _Named = tuple[str, tuple[int, ...]]
 """A tensor and its shape, the outermost dimension first."""
@@ -115,10 +115,10 @@ def png(pixels: NDArray[np.uint8]) -> bytes:
     lines = b"".join(b"\0" + line.tobytes() for line in np.ascontiguousarray(pixels))
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     parts = ((b"IHDR", head), (b"IDAT", zlib.compress(lines)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in parts)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(kind, data) for kind, data in parts)
 
 
-def _chunk(kind: bytes, data: bytes) -> bytes:
+def png_chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 

@@ -1,0 +1,33 @@
+"""Hostile files and the process for pictures: each is one, or refused; none ends the process or stays in its memory."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import islice
+from random import Random
+
+import pytest
+
+from tools.lab.fuzzed_pictures import fuzz, tiny_service
+from tools.lab.hostile_media import GOOD, bomb, cases
+
+
+async def test_no_file_ends_the_process_for_pictures(tmp_path):
+    """A few hundred; ``tools/fuzz_pictures.py`` goes on for as long as it is told."""
+    service = tiny_service(tmp_path)
+    async with asyncio.timeout(200):
+        found = await fuzz(service, [*islice(cases(49, bombs=False), 300), ("bomb", bomb(Random(3)))])
+        await service.close()
+    assert found.findings == []
+    assert service.starts == 1
+    assert found.accepted.total() > 50
+    assert found.refused.total() > 50
+
+
+@pytest.mark.parametrize("make", GOOD)
+async def test_every_kind_of_a_format_that_is_taken_is_decoded(make, tmp_path):
+    service = tiny_service(tmp_path)
+    async with asyncio.timeout(100):
+        found = await fuzz(service, [("good", make(Random(number))) for number in range(12)])
+        await service.close()
+    assert found.accepted.total() == 12, found.refused

@@ -1,0 +1,56 @@
+"""Hostile files through the process for pictures, for so many seconds: each is a picture, or refused, and none ends it.
+
+    .venv/bin/python tools/fuzz_pictures.py --seconds 600 --seed 7
+
+Whatever ends the process, or takes it longer than its time, is written to ``--findings``, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools.lab.fuzzed_pictures import fuzz, tiny_service
+from tools.lab.hostile_media import cases
+
+
+async def _main(arguments: argparse.Namespace) -> int:
+    until, own = time.monotonic() + arguments.seconds, psutil.Process()
+    with tempfile.TemporaryDirectory() as folder:
+        service = tiny_service(Path(folder))
+        before = own.memory_info().rss
+        files = itertools.takewhile(lambda _: time.monotonic() < until, cases(arguments.seed))
+        found = await fuzz(service, files)
+        await service.close()
+    grown = own.memory_info().rss - before
+    print(f"seed {arguments.seed}: {found.accepted.total()} accepted, {found.refused.total()} refused")
+    for name, count in [*found.accepted.most_common(12), *found.refused.most_common(20)]:
+        print(f"{count:8d}  {name}")
+    print(f"this process grew by {grown >> 20} MB; that for pictures held up to {found.child_bytes >> 20} MB")
+    arguments.findings.mkdir(parents=True, exist_ok=True)
+    for number, (done, data, error) in enumerate(found.findings):
+        path = arguments.findings / f"{arguments.seed}-{number}"
+        path.write_bytes(data)
+        print(f"{path} ({done}): {error}")
+    return 1 if found.findings else 0
+
+
+def main() -> int:
+    """Read the command line and fuzz."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--findings", type=Path, default=Path(tempfile.gettempdir()) / "primad-fuzz")
+    return asyncio.run(_main(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
