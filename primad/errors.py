@@ -120,14 +120,24 @@ class LoadAgainError(RingError):
 class RequestError(PrimadError):
     """An HTTP request that cannot be served as asked.
 
-    ``status`` is the HTTP status, ``code`` and ``param`` go into the OpenAI-shaped error object.
+    ``status`` is the HTTP status, ``code`` and ``param`` go into the OpenAI-shaped error object. ``of_model``: another
+    model may take the request.
     """
 
-    def __init__(self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        param: str | None = None,
+        of_model: bool = False,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.param = param
+        self.of_model = of_model
 
 
 class PromptTooLongError(RequestError):

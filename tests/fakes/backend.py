@@ -14,7 +14,15 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from primad.api.answering.backend import FillInTokens, Health, ModelSettings, Preparation, Prepared, ServedModel
+from primad.api.answering.backend import (
+    FillInTokens,
+    Health,
+    ModelSettings,
+    Preparation,
+    Prepared,
+    ServedModel,
+    Vocabulary,
+)
 from primad.engine.protocol import biases_in
 from primad.head.model.text_messages import Failed, Prepare, PreparedRequest, RequestRefused
 from primad.head.model.text_process import prepared
@@ -98,10 +106,10 @@ class FakeBackend:
         self,
         script: Callable[[Call], Iterable[Item]],
         *,
-        vocabulary: ByteVocabulary | None = None,
+        vocabulary: Vocabulary | None = None,
         context_tokens: int = 4096,
     ) -> None:
-        self.vocabulary = vocabulary or ByteVocabulary()
+        self.vocabulary: Vocabulary = vocabulary or ByteVocabulary()
         self.served: ServedModel | None = ServedModel(
             id="toy", created=1_700_000_000, context_tokens=context_tokens, vocabulary=self.vocabulary
         )

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from primad.api.answering.any_model import AnyVocabulary
 from primad.api.answering.backend import Backend, Health
 from primad.api.answering.models import ModelState, OfferedModel, Waiting
 from primad.api.http.offered import find_offered
@@ -38,7 +39,7 @@ class EmbeddingBackend(FakeBackend, FakeEmbeddings):
 
 def without_model() -> FakeBackend:
     """The server itself, while no model is loaded."""
-    backend = FakeBackend(replies())
+    backend = FakeBackend(replies(), vocabulary=AnyVocabulary())
     backend.served, backend.state = None, Health(serving=True, taken=True, detail="2 models are offered")
     return backend
 

@@ -285,6 +285,55 @@ def test_a_body_that_only_its_dialect_can_read_is_not_answered_by_another_model(
     assert not models.backends["one"].calls
 
 
+WRONG: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [
+        {"temperature": -1},
+        {"messages": []},
+        {"messages": [{"role": "boss", "content": "Hi"}]},
+        {"max_tokens": "many"},
+        {"grammar": "root ::= ("},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "colour"}}}},
+        {"tools": [{"type": "function"}]},
+        {"logit_bias": {"5": 1e9}},
+    ],
+    "/v1/completions": [{"top_p": 7}, {"prompt": []}, {"json_schema": {"type": "colour"}}],
+    "/v1/responses": [{"input": 5}, {"text": {"format": {"type": "json_schema", "schema": {"type": "colour"}}}}],
+    "/v1/messages": [{"max_tokens": 0}, {"messages": []}],
+    "/completion": [{"min_p": "low"}, {"n_predict": "many"}],
+    "/infill": [{"input_extra": [{"text": 5}]}],
+    "/api/chat": [{"options": {"temperature": "hot"}}, {"format": {"type": "colour"}}],
+    "/api/generate": [{"options": {"top_k": "few"}}],
+    "/v1/embeddings": [{"input": []}, {"input": "Hi", "dimensions": 0}],
+    "/v1/rerank": [{"query": "Hi"}],
+    "/api/embed": [{"input": 5}],
+    "/tokenize": [{"content": {}}],
+    "/v1/messages/count_tokens": [{"messages": 5}],
+}
+
+
+@pytest.mark.parametrize("path", WRONG)
+def test_what_no_model_takes_is_refused_before_its_model_is_loaded(path):
+    models = FakeModels(backend_of("one", template=PLAIN), EmbeddingBackend("vectors"))
+    name = "vectors" if "embed" in path or "rerank" in path else "one"
+    for number, wrong in enumerate(WRONG[path]):
+        answer = post(models, path, **{"model": name, "stream": number % 2 == 0} | DIALECTS.get(path, {}) | wrong)
+        assert answer.status_code == 400, (wrong, answer.text)
+    assert (models.uses, models.loaded()) == ([], {})
+
+
+def test_what_only_some_models_refuse_is_left_to_the_one_that_is_named():
+    cases = {
+        "/v1/chat/completions": {"messages": [{"role": "assistant", "content": ""}], "logit_bias": {"200000": 1}},
+        "/v1/completions": {"prompt": [200000], "samplers": ["temperature", "min_p"]},
+        "/infill": DIALECTS["/infill"],
+        "/detokenize": {"tokens": [200000]},
+    }
+    for path, body in cases.items():
+        models = two()
+        assert post(models, path, model="two", **body).status_code == 400
+        assert [name for name, _, _ in models.uses] == ["org/two:Q4_K_M"], path
+
+
 def test_paths_about_text_are_answered_by_the_model_of_their_body_or_query():
     models = two()
     for path, body in (

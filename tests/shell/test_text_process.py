@@ -16,6 +16,7 @@ import msgspec
 import psutil
 import pytest
 
+from primad.api.answering.any_model import ANY_MODEL, AnyVocabulary
 from primad.api.answering.backend import ModelSettings, TextModel
 from primad.api.dialects.llama_server import prepared as llama_server
 from primad.api.dialects.openai import prepared as openai
@@ -281,6 +282,21 @@ async def test_errors_and_log_lines_come_over_as_they_are(tmp_path, caplog):
         assert "wibble" in caplog.text
 
 
+async def test_without_a_model_requests_are_read_for_any_model():
+    service = TextService("", None)
+    async with asyncio.timeout(PATIENCE_S):
+        grammar = json.dumps(json.loads(chat("x" * (1 << 17))) | {"grammar": 'root ::= "x"'}).encode()
+        assert (await service.prepare(openai.chat, grammar, ANY_MODEL.settings)).job.sampling.grammar
+        with pytest.raises(RequestError, match="not GBNF") as caught:
+            await service.prepare(openai.chat, grammar.replace(b"root ::= ", b"root = "), ANY_MODEL.settings)
+        assert not caught.value.of_model
+        order = json.dumps(json.loads(chat("x")) | {"samplers": ["temperature", "min_p"]}).encode()
+        with pytest.raises(RequestError, match="llama.cpp's order") as caught:
+            await service.prepare(openai.chat, order, ANY_MODEL.settings)
+        assert caught.value.of_model
+        await service.close()
+
+
 async def test_a_template_that_is_none_is_the_models_fault(tmp_path):
     service = TextService(str(write_vocabulary(tmp_path / "toy.gguf")), "{% nonsense %}")
     with pytest.raises(ModelError, match="does not compile"):
@@ -356,7 +372,7 @@ def test_what_is_nested_too_deeply_for_any_code_that_reads_it_is_refused(monkeyp
 
     monkeypatch.setattr(openai, "embedding", deeper)
     task = Prepare(what=f"{openai.__name__}:embedding", body=b"", settings=None, seed=0, now=datetime.now())
-    assert isinstance(answer := prepared(task, None), RequestRefused)
+    assert isinstance(answer := prepared(task, AnyVocabulary()), RequestRefused)
     assert answer.status == 400
 
 

@@ -265,6 +265,7 @@ def _refusal(reason: str) -> RequestError:
     return RequestError(
         f"the model's chat template refuses the messages: {reason} (`primad serve --chat-template FILE` replaces it)",
         param="messages",
+        of_model=True,
     )
 
 

@@ -16,7 +16,8 @@ from msgspec import Raw
 from starlette.requests import Request
 from starlette.responses import Response
 
-from primad.api.answering.backend import Backend, Embeddings
+from primad.api.answering.any_model import ANY_MODEL
+from primad.api.answering.backend import Backend, Embeddings, ModelSettings, Preparation, Prepared, ServedModel
 from primad.api.answering.models import Models, OfferedModel, Waiting
 from primad.api.http.access import caller
 from primad.api.http.connection import MessageStream, StreamNews, read_json, while_connected
@@ -25,7 +26,6 @@ from primad.api.http.endpoint import CHOSEN, Chosen, Endpoint
 from primad.api.http.offered import check_writer, find_embedder, find_offered, is_offered
 from primad.api.http.wanted import Choosing, WantedModel, read_wanted
 from primad.errors import RequestError
-from primad.ring.messages import Generate, GenerationEvent
 
 EXPECTED: Final = "x-primad-expected-s"
 """The header of a stream with the seconds that its model takes to load, if they can be forecast."""
@@ -49,17 +49,21 @@ class ModelChoice:
             body = await read_json(request, self._endpoint.timings.body_timeout_s)
             wants = read_wanted(body, choosing, request.query_params.get("model"))
             if not wants.is_readable:
-                return await self._refuse(request, handler, body)
+                await self._check(request, handler, body)
+                raise RequestError(_UNREADABLE)
             if choosing.instead is not None and (response := await choosing.instead(request, wants)) is not None:
                 return response
-            if wants.streams and choosing.framing is not None:
-                news = StreamNews()
-                messages = self._streamed(request, handler, choosing, wants, body, news)
-                return MessageStream(messages, choosing.framing(wants), self._endpoint.timings, news)
             if choosing.embeds:
                 return await self._embed(request, handler, wants, body)
+            name, is_loaded = self._named(wants)
+            if not is_loaded:
+                await self._check(request, handler, body)
+            if wants.streams and choosing.framing is not None:
+                news = StreamNews()
+                messages = self._streamed(request, handler, choosing, replace(wants, name=name), body, news)
+                return MessageStream(messages, choosing.framing(wants), self._endpoint.timings, news)
             async with AsyncExitStack() as stack:
-                using = stack.enter_async_context(self._use(wants))
+                using = stack.enter_async_context(self._use(replace(wants, name=name)))
                 request.scope[CHOSEN] = Chosen(await while_connected(request.receive, using), body)
                 response = await handler(request)
             assert not isinstance(response, MessageStream), "a stream lasts longer than its model is held here"
@@ -104,6 +108,8 @@ class ModelChoice:
         if found is None:
             request.scope[CHOSEN] = Chosen(self._endpoint.shown(), body, beside)
             return await handler(request)
+        if found.id not in self._models.loaded():
+            await self._check(request, handler, body)
         async with AsyncExitStack() as stack:
             using = self._models.use(found.id, owner=caller(), keep_alive_s=wants.keep_alive_s)
             backend = await while_connected(request.receive, stack.enter_async_context(using))
@@ -112,35 +118,52 @@ class ModelChoice:
 
     @asynccontextmanager
     async def _use(self, wants: WantedModel, waiting: Waiting = lambda _: None) -> AsyncIterator[Backend]:
-        name, models, offered = wants.name, self._models, self._models.offered()
-        if name is not None and is_offered(name, offered):
-            check_writer(find_offered(name, offered))
-        elif wants.is_any or self._endpoint.any_model:
-            name = None
-        async with models.use(name, owner=caller(), keep_alive_s=wants.keep_alive_s, waiting=waiting) as backend:
+        using = self._models.use(wants.name, owner=caller(), keep_alive_s=wants.keep_alive_s, waiting=waiting)
+        async with using as backend:
             self._endpoint.used(backend)
             yield backend
 
-    async def _refuse(self, request: Request, handler: RouteHandler, body: bytes) -> Response:
-        """A body that names no model for sure: its dialect says what is wrong, in the process of any model."""
-        backend = next(iter(self._models.loaded().values()), None)
-        if backend is not None:
-            request.scope[CHOSEN] = Chosen(_Reader(backend), body)
+    def _named(self, wants: WantedModel) -> tuple[str | None, bool]:
+        """The model that is wanted by its first name, None for the one used last, and whether it is loaded. Raises
+        ``RequestError`` for one that writes no text."""
+        name, offered, loaded = wants.name, self._models.offered(), self._models.loaded()
+        if name is not None and is_offered(name, offered):
+            found = find_offered(name, offered)
+            check_writer(found)
+            return found.id, found.id in loaded
+        if name is None or wants.is_any or self._endpoint.any_model:
+            return None, bool(loaded)
+        return name, False  # its file may be new
+
+    async def _check(self, request: Request, handler: RouteHandler, body: bytes) -> None:
+        """Have ``handler`` read the request for ``ANY_MODEL``, and generate nothing. Raises ``RequestError`` for one that no
+        model would take."""
+        request.scope[CHOSEN] = Chosen(_Reader(self._endpoint.backend), body)
+        try:
             await handler(request)
-        raise RequestError(_UNREADABLE)
+        except _ReadError:
+            pass
+        except RequestError as exc:
+            if not exc.of_model:
+                raise
+
+
+class _ReadError(Exception):
+    """The request was read, and nothing is wrong with it."""
 
 
 class _Reader:
-    """A backend that reads requests, and generates nothing: what its dialect takes may still name no model for sure."""
+    """Reads requests by ``backend``, which has no model, for any model; then it raises ``_ReadError``."""
 
     def __init__(self, backend: Backend) -> None:
-        self.health, self.model, self.status = backend.health, backend.model, backend.status
-        self.prepare = backend.prepare
+        self._prepare, self.health = backend.prepare, backend.health
+        self.status, self.generate = backend.status, backend.generate
 
-    async def generate(self, asked: Generate, *, may_expire: bool = True) -> AsyncGenerator[GenerationEvent, None]:
-        for event in _generate_nothing(asked):
-            yield event
+    def model(self) -> ServedModel | None:
+        return ANY_MODEL
 
-
-def _generate_nothing(_: Generate) -> list[GenerationEvent]:
-    raise RequestError(_UNREADABLE)
+    async def prepare(
+        self, preparation: Preparation[Prepared], body: bytes, served: ModelSettings | None, *, owner: str = ""
+    ) -> Prepared:
+        await self._prepare(preparation, body, served, owner=owner)
+        raise _ReadError

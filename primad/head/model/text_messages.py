@@ -52,6 +52,7 @@ class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     status: int = 0
     code: str | None = None
     param: str | None = None
+    of_model: bool = False
     spent: bool = False
     """The process ran out of memory, and has to be replaced."""
     prompt_tokens: int | None = None
@@ -62,7 +63,7 @@ class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
         """``exc`` as a message."""
         if not isinstance(exc, RequestError):
             return cls(message=str(exc))
-        refused = cls(message=str(exc), status=exc.status, code=exc.code, param=exc.param)
+        refused = cls(message=str(exc), status=exc.status, code=exc.code, param=exc.param, of_model=exc.of_model)
         if isinstance(exc, PromptTooLongError):
             sizes = {"prompt_tokens": exc.prompt_tokens, "context_tokens": exc.context_tokens}
             return msgspec.structs.replace(refused, **sizes)
@@ -75,7 +76,9 @@ class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
             error.args = (self.message,)
             return error
         if self.status:
-            return RequestError(self.message, status=self.status, code=self.code, param=self.param)
+            return RequestError(
+                self.message, status=self.status, code=self.code, param=self.param, of_model=self.of_model
+            )
         return ModelError(self.message)
 
 

@@ -15,10 +15,11 @@ import traceback
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
+from primad.api.answering.any_model import AnyVocabulary
 from primad.api.answering.backend import Asking, Preparation, TextModel, Vocabulary
 from primad.api.answering.pieces import CONTROL, END, PieceTable
 from primad.errors import EngineError, PrimadError, RequestError
@@ -35,9 +36,6 @@ from primad.head.model.text_messages import (
 from primad.system.children.channel import MAX_FRAME_BYTES
 from primad.system.children.reply_stream import answer_tasks
 
-if TYPE_CHECKING:
-    from primad.head.model.tokenizer import ModelVocabulary
-
 MODULE: Final = "primad.api."
 NEEDED: Final = "primad.api.dialects.openai.prepared"
 """Imports that nearly every request needs, and that no request has to wait for."""
@@ -47,7 +45,7 @@ MAX_LINES: Final = 8
 
 class _Process:
     def __init__(self) -> None:
-        self._vocabulary: ModelVocabulary | None = None
+        self._vocabulary: Vocabulary = AnyVocabulary()
 
     def reply(self, task: PrepareTask) -> TextReply:
         match task:
@@ -84,7 +82,7 @@ class _Process:
         return TextReady(pieces=pieces)
 
 
-def prepared(task: Prepare, vocabulary: Vocabulary | None) -> PreparedRequest | RequestRefused | Failed:
+def prepared(task: Prepare, vocabulary: Vocabulary) -> PreparedRequest | RequestRefused | Failed:
     """The reply to ``task``."""
     try:
         with _logged() as lines:
@@ -106,10 +104,9 @@ def prepared(task: Prepare, vocabulary: Vocabulary | None) -> PreparedRequest | 
         return Failed(traceback.format_exc())
 
 
-def _asking(task: Prepare, vocabulary: Vocabulary | None) -> Asking:
+def _asking(task: Prepare, vocabulary: Vocabulary) -> Asking:
     model, settings = None, task.settings
     if settings is not None:
-        assert vocabulary is not None, "the vocabulary was loaded before"
         given = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
         model = TextModel(vocabulary=vocabulary, **given)
     return Asking(model=model, seed=task.seed, now=task.now)

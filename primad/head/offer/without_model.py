@@ -12,8 +12,8 @@ from primad.ring.messages import Generate, GenerationEvent
 
 
 class WithoutModel:
-    """Prepares by ``texts``, which have no vocabulary, what needs no model. ``health_of`` is the head's state, ``around``
-    the part of the status that no ring has."""
+    """Prepares by ``texts``, which have no vocabulary, what needs no model, and requests for ``ANY_MODEL``. ``health_of`` is
+    the head's state, ``around`` the part of the status that no ring has."""
 
     def __init__(
         self, texts: TextService, health_of: Callable[[], Health], around: Callable[[], dict[str, Any]]
@@ -29,7 +29,7 @@ class WithoutModel:
     async def prepare(
         self, preparation: Preparation[Prepared], body: bytes, served: ModelSettings | None, *, owner: str = ""
     ) -> Prepared:
-        return await self.texts.prepare(preparation, body, None, owner=owner)
+        return await self.texts.prepare(preparation, body, served, owner=owner)
 
     async def status(self) -> dict[str, Any]:
         return self._around()

@@ -53,6 +53,7 @@ def in_order(sampling: Sampling, samplers: str | Sequence[str]) -> Sampling:
                 f"{', '.join(SAMPLERS)}",
                 param="samplers",
                 code="unsupported_parameter",
+                of_model=True,  # by whose defaults some are off
             )
     return chosen
 
