@@ -121,7 +121,7 @@ class RequestError(PrimadError):
     """An HTTP request that cannot be served as asked.
 
     ``status`` is the HTTP status, ``code`` and ``param`` go into the OpenAI-shaped error object. ``of_model``: another
-    model may take the request.
+    model may take the request. It may succeed after ``retry_s``, if that is known.
     """
 
     def __init__(
@@ -132,12 +132,14 @@ class RequestError(PrimadError):
         code: str | None = None,
         param: str | None = None,
         of_model: bool = False,
+        retry_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.param = param
         self.of_model = of_model
+        self.retry_s = retry_s
 
 
 class PromptTooLongError(RequestError):

@@ -11,6 +11,7 @@ from primad.errors import ClusterError
 from primad.gguf.profile import model_profile
 from primad.head.model.service import service_of
 from primad.head.rings.backend import RingBackend
+from primad.membership.types import LoadStage
 from primad.network.messages import Release
 from tests.shell.test_head_daemon import QUICK, Lab, NoTexts, header, lab
 
@@ -56,6 +57,24 @@ async def test_two_models_are_served_side_by_side_on_the_same_devices(lab):
         assert not second.closed
         assert here.daemon.pool.taken({"two"}) == {}
         await two.end(here)
+
+
+async def test_how_long_a_model_loads_is_forecast_until_it_is_served(lab):
+    async with lab() as here:
+        here.device("nas")
+        here.rings.holds_back = True
+        here.start_without_model()
+        model = Model(here, "one")
+        rings = model.serving.rings
+        ring = await here.rings.find(lambda each: each.workers == {"nas"})
+        held_s = rings.expected_s
+        assert held_s is not None
+        ring.inputs.listener.progressed(ring.epoch, "nas", LoadStage.FETCH, 0, 10**12)
+        assert rings.moves
+        assert rings.expected_s > held_s
+        ring.may_form.set()
+        await rings.serves.wait()
+        await model.end(here)
 
 
 async def test_a_device_that_is_lost_is_lost_for_all_models(lab):

@@ -16,6 +16,7 @@ from primad.api.app import create_app
 from primad.api.dialects.openai.schema import ChatRequest, CompletionRequest
 from primad.api.http.access import Admission
 from primad.api.http.connection import MAX_BODY_BYTES
+from primad.api.http.errors import error_response
 from primad.api.http.guard import is_allowed
 from primad.errors import RequestError, RingError
 from primad.network.own_places import own_names
@@ -168,6 +169,11 @@ def test_a_template_that_is_broken():
     vocabulary = ByteVocabulary(chat_template="{% if %}")
     response = post(FakeBackend(replies(), vocabulary=vocabulary), CHAT, messages=HELLO)
     assert "tokenizer.chat_template" in str(error(response, 500)["message"])
+
+
+def test_a_client_is_told_when_to_come_again():
+    response = error_response(RequestError("not loaded yet", status=429, retry_s=41.2))
+    assert response.headers["retry-after"] == "42"
 
 
 def test_while_loading():

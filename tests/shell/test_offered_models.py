@@ -41,6 +41,8 @@ class Held:
     lost: Callable[[], None]
     detail: str = "planning"
     progress: float | None = None
+    expected_s: float | None = None
+    moves: bool = False
 
     def __post_init__(self) -> None:
         self.backend = backend_of(self.name)
@@ -257,6 +259,8 @@ async def test_a_load_is_expected_to_take_what_it_took_the_last_time(monkeypatch
         held = await house.comes_to("one")
         assert told[0].expected_s is not None
         assert 100 <= told[0].expected_s < 200
+        held.moves, held.expected_s = True, 7.0
+        assert state(models, "one").expected_s == 7, "layers that are moved take other times"
         held.gate.set()
         await using
 

@@ -291,7 +291,7 @@ async def test_without_a_model_requests_are_read_for_any_model():
             await service.prepare(openai.chat, grammar.replace(b"root ::= ", b"root = "), ANY_MODEL.settings)
         assert not caught.value.of_model
         order = json.dumps(json.loads(chat("x")) | {"samplers": ["temperature", "min_p"]}).encode()
-        with pytest.raises(RequestError, match="llama.cpp's order") as caught:
+        with pytest.raises(RequestError, match=r"llama\.cpp's order") as caught:
             await service.prepare(openai.chat, order, ANY_MODEL.settings)
         assert caught.value.of_model
         await service.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Final
 
@@ -62,7 +63,8 @@ def error_response(
     """The complete response to a request that failed before its first byte, in a dialect's ``shape``; 429 and 503 have
     Retry-After."""
     status = status_of(exc)
-    retry = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else {}
+    retry_s = exc.retry_s if isinstance(exc, RequestError) and exc.retry_s else RETRY_AFTER_S
+    retry = {"retry-after": f"{math.ceil(retry_s)}"} if status in (429, 503) else {}
     return Response(
         msgspec.json.encode(shape(exc)),
         status_code=status,

@@ -31,6 +31,14 @@ class HeldModel(Protocol):
     def progress(self) -> float | None:
         """How far it is loaded, if that is known."""
 
+    @property
+    def expected_s(self) -> float | None:
+        """How long it still loads as forecast, if that is known."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether devices lacked layers of it when it was loaded."""
+
     def memory_bytes(self) -> dict[str, int]:
         """What it takes of each device."""
 
@@ -69,6 +77,14 @@ class RingModel:
     @property
     def progress(self) -> float | None:
         return self.serving.progress
+
+    @property
+    def expected_s(self) -> float | None:
+        return self.serving.rings.expected_s
+
+    @property
+    def moves(self) -> bool:
+        return self.serving.rings.moves
 
     def memory_bytes(self) -> dict[str, int]:
         return {device: taken.total_bytes for device, taken in self.serving.taken().items()}
@@ -125,6 +141,14 @@ class EmbeddingModel(WithoutModel):
     @property
     def progress(self) -> float | None:
         return None
+
+    @property
+    def expected_s(self) -> float | None:
+        return None
+
+    @property
+    def moves(self) -> bool:
+        return False
 
     @property
     def width(self) -> int:

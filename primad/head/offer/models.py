@@ -105,7 +105,7 @@ class HeadModels:
         """Those that are loaded or were asked for, as the library had them then."""
         self._began_s: dict[str, float] = {}
         self._took_s: dict[str, float] = {}
-        """By model: when the load that runs began, and how long the last one took."""
+        """By model: when the load that runs began, and how long the last one took that moved no layers."""
         self._numbers = count(NOBODY + 1)
         self._waits: dict[int, tuple[str, asyncio.Future[None]]] = {}
         """The model of each request that waits or is answered, and what it waits for."""
@@ -304,13 +304,12 @@ class HeadModels:
         return f"waits until {' and '.join(sorted(turn.claims))} made room"
 
     def _expected_s(self, name: str) -> float | None:
-        """How long it will still load: as the last time, or as it got on so far."""
+        """How long it will still load: as the last time where nothing is moved, or as its devices and links are."""
         began_s, held = self._began_s.get(name), self._held.get(name)
-        spent_s = 0.0 if began_s is None else self._now() - began_s
-        if name in self._took_s:
+        if name in self._took_s and (held is None or not held.moves):
+            spent_s = 0.0 if began_s is None else self._now() - began_s
             return max(0.0, self._took_s[name] - spent_s)
-        progress = None if held is None else held.progress
-        return spent_s * (1 - progress) / progress if progress else None
+        return None if held is None else held.expected_s
 
     # ---- waiting ------------------------------------------------------------------------------------------------------
 
@@ -332,6 +331,7 @@ class HeadModels:
                     "later",
                     status=429,
                     code="waited_too_long",
+                    retry_s=self._expected_s(model),
                 ) from None
             finally:
                 self._waiting[model].discard(waiting)
@@ -418,7 +418,8 @@ class HeadModels:
             logger.exception("%s cannot be loaded", name)
             await self._failed(name, mistake(exc))
         else:
-            self._took_s[name] = self._now() - began_s
+            if not held.moves:
+                self._took_s[name] = self._now() - began_s
             self._later(ModelLoaded(name))
         finally:
             self._began_s.pop(name, None)
@@ -471,4 +472,9 @@ def _shown(model: OfferedModel | None) -> object:
     """What of ``model`` is news once it changes."""
     if model is None:
         return None
-    return model.state, model.detail, None if model.progress is None else round(model.progress, 2)
+    return (
+        model.state,
+        model.detail,
+        model.expected_s is None,
+        None if model.progress is None else round(model.progress, 2),
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from primad.daemon.bring import bring_layers
 from primad.daemon.layer_files import copy_layers
@@ -25,8 +26,11 @@ from primad.planning.batching import min_rows
 from primad.ring.messages import HeadPart
 from primad.system.tasks import in_thread
 
+OwnProgress = Callable[[str, int, int], None]
+"""Hears what is done, and bytes of it, of so many."""
 
-async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -> LoadedProcess:
+
+async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact], progress: OwnProgress) -> LoadedProcess:
     """The head's ring process, loading the windows of ``load``; ``sources`` may have layers of them.
 
     Raises ``PrimadError`` if a disk refuses or llama.cpp cannot compute the model.
@@ -63,21 +67,22 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact]) -
         own,
         None if ranged is None else ranged.ref(ranged.embedding_layer),
     )
-    head, reporter = plan.head, inputs.reporter
 
     async def cut(missing: Sequence[LayerRef], copied: Callable[[int], None]) -> None:
         await copy_layers(model.source, inputs.node.workspace.cache, missing, copied)
 
     if ranged is not None:
-        await _download(inputs, ranged, windows, sources)
+        await _download(inputs, ranged, windows, sources, progress)
     elif windows.layers:  # not of the whole model
-        await windows.prepare(cut, lambda done, total: reporter.progress(head, "copy", done, total))
+        await windows.prepare(cut, partial(progress, "copy"))
     return await windows.start(windows.key())
 
 
-async def _download(inputs: RingInputs, cutter: RangedCutter, windows: WindowLoad, sources: Sequence[Contact]) -> None:
+async def _download(
+    inputs: RingInputs, cutter: RangedCutter, windows: WindowLoad, sources: Sequence[Contact], progress: OwnProgress
+) -> None:
     """Have the head's own layers here; their digests are known from then on."""
-    head, node, reporter = inputs.forecast.plan.head, inputs.node, inputs.reporter
+    node = inputs.node
     hub_routes = HubRoutes(files=cutter.files, token=cutter.token, head=None, transfers=node.transfers(inputs.context))
     origins = cutter.origins_of([windows.layers])
 
@@ -88,7 +93,7 @@ async def _download(inputs: RingInputs, cutter: RangedCutter, windows: WindowLoa
         windows.named(name, digest, tree)
         cutter.learn(name, tree)
 
-    await windows.prepare(bring, lambda done, total: reporter.progress(head, "fetch", done, total))
+    await windows.prepare(bring, partial(progress, "fetch"))
     if {cutter.ref(layer).digest for layer in cutter.layers_of_all} <= {ref.digest for ref in windows.layers}:
         await _compare(inputs, cutter)
 

@@ -180,7 +180,9 @@ class HeadRing:
             self._workers[name] = stage
             self._start(self._watch(stage))
             await stage.load()
-        self._process = await load_own(self._inputs, own_load, self._ring_addresses.own_sources())
+        self._process = await load_own(
+            self._inputs, own_load, self._ring_addresses.own_sources(), self._on_own_progress
+        )
         self._start(self._attend_own(self._process, own_load))
         async with asyncio.timeout(LOAD_TIMEOUT_S):
             own = await self._own
@@ -472,12 +474,16 @@ class HeadRing:
 
     def _on_progress(self, device: str, progress: Progress) -> None:
         self._inputs.reporter.progress(device, progress.phase, progress.done, progress.total)
-        share = progress.done / progress.total if progress.total else 1.0
-        self._inputs.listener.progressed(self.epoch, device, STAGES[progress.phase], share)
+        self._inputs.listener.progressed(self.epoch, device, STAGES[progress.phase], progress.done, progress.total)
+
+    def _on_own_progress(self, phase: str, done_bytes: int, total_bytes: int) -> None:
+        head = self.plan.head
+        self._inputs.reporter.progress(head, phase, done_bytes, total_bytes)
+        self._inputs.listener.progressed(self.epoch, head, LoadStage.FETCH, done_bytes, total_bytes)
 
     def _loaded(self, device: str, loaded: asyncio.Future[tuple[int, str]]) -> None:
         if not loaded.cancelled():
-            self._inputs.listener.progressed(self.epoch, device, LoadStage.READY, 1.0)
+            self._inputs.listener.progressed(self.epoch, device, LoadStage.READY, 1, 1)
 
 
 def _lost(overdue: Overdue, between: Sequence[str]) -> str:

@@ -33,8 +33,8 @@ class RingListener(Protocol):
     def kv_changed(self, epoch: int, event: KvKept | KvForgotten) -> None:
         """Ring ``epoch`` keeps KV blocks, or does not need them any more."""
 
-    def progressed(self, epoch: int, device: str, stage: LoadStage, share: float) -> None:
-        """A worker reports its progress of loading for ring ``epoch``."""
+    def progressed(self, epoch: int, device: str, stage: LoadStage, done: int, total: int) -> None:
+        """A device got so far with ``stage`` of loading for ring ``epoch``: bytes of ``FETCH``, windows of ``LOAD``."""
 
     def overdue(self, epoch: int, waited_s: float) -> None:
         """A step of ring ``epoch`` is out for ``waited_s``, which is much longer than usual."""

@@ -43,6 +43,7 @@ from primad.planning.corrections import MIN_TOKENS
 from primad.planning.default_context import too_small_for
 from primad.planning.draft_gain import no_room
 from primad.planning.forecast import Forecast
+from primad.planning.load_times import LoadTimes, load_times
 from primad.ring.messages import Finished, GenerationEvent, KvForgotten, KvKept
 from primad.settings.quantities import show_count
 from primad.system.tasks import Tasks, mistake, to_its_end
@@ -92,6 +93,8 @@ class Rings:
         """Set once a ring has served."""
         self.page_reported = False
         """Whether the owner was told where the page is."""
+        self._times: LoadTimes | None = None
+        """Those of the first ring."""
         self._why_left_out: dict[str, str] = {}
         """Why the serving ring has no layers on these devices."""
         self.offered_forecast: Forecast | None = None
@@ -179,7 +182,11 @@ class Rings:
     async def _form(self, epoch: int) -> None:
         self._core.describe("loading")
         try:
-            ring = self._rings[epoch] = HeadRing(self._inputs(epoch, await self._pool.own.begin()))
+            inputs = self._inputs(epoch, await self._pool.own.begin())
+            ring = self._rings[epoch] = HeadRing(inputs)
+            if not self.serves.is_set():
+                self._times = self._load_times(inputs)
+                self._core.describe("loading")
             preparing = self._tasks.start(self._kv.prepare(ring, self._backend.chains()))
             try:
                 await ring.form()
@@ -194,6 +201,13 @@ class Rings:
             self._core.post(types.RingFailed(epoch, None, mistake(exc)))
         else:
             self._core.post(types.Formed(epoch))
+
+    def _load_times(self, inputs: RingInputs) -> LoadTimes:
+        profiles = {inputs.forecast.plan.head: inputs.profile}
+        profiles |= {name: worker.profile for name, worker in inputs.devices.workers.items()}
+        rates, now_s = self._devices.book.rates(profiles), asyncio.get_running_loop().time()
+        from_hub = self._model.ranged is not None
+        return load_times(inputs.forecast, self._model.profile, profiles, rates, now_s, from_hub=from_hub)
 
     async def _read_pieces(self) -> None:
         """While a plan is made; if they cannot be read, the ring that needs them gets the error."""
@@ -263,9 +277,24 @@ class Rings:
         else:
             self._kv.forgotten(epoch, event.keys)
 
-    def progressed(self, epoch: int, device: str, stage: types.LoadStage, share: float) -> None:
-        """A worker loads for a ring."""
-        self._core.post(types.Progressed(epoch, device, stage, share))
+    def progressed(self, epoch: int, device: str, stage: types.LoadStage, done: int, total: int) -> None:
+        """A device loads for a ring."""
+        if self._times is not None and epoch == self._forming:
+            if stage is types.LoadStage.FETCH:
+                self._times.arrived(device, done, total, asyncio.get_running_loop().time())
+            elif stage is types.LoadStage.READY:
+                self._times.ready(device)
+        self._core.post(types.Progressed(epoch, device, stage, done / total if total else 1.0))
+
+    @property
+    def expected_s(self) -> float | None:
+        """How long the first ring still loads, None if that is not known."""
+        return None if self._times is None else self._times.left_s(asyncio.get_running_loop().time())
+
+    @property
+    def moves(self) -> bool:
+        """Whether the first ring had layers to move."""
+        return self._times is not None and self._times.moves
 
     def overdue(self, epoch: int, waited_s: float) -> None:
         """A step of a ring is late; its next events show that it came."""
