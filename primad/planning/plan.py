@@ -57,8 +57,9 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     One of ``heads`` is the head (none: the first device), devices of ``require`` have layers, and no device uses more than
     its ``limits``. The plan that ``served`` before hands its sequences on, if they fit, and its context; with
     ``keeps_attention`` its attention too, and with ``keeps_context`` its context stays as it is. A model has one request at
-    a time unless it ``may_be_several``. ``draft`` is the draft model; the head's memory is without its part. What is
-    ``settled`` is not looked for again, nor is a plan that asks less of devices: it is found to be compared.
+    a time unless it ``may_be_several``. ``draft`` is the draft model; the head's memory is without its part. Devices
+    that are ``shared`` with other models are taken where that gains something. What is ``settled`` is not looked for again,
+    nor is a plan that asks less of devices: it is found to be compared.
     """
 
     devices: list[DeviceProfile]
@@ -68,6 +69,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     heads: list[str] = []
     limits: dict[str, Limits] = {}
     require: frozenset[str] = frozenset()
+    shared: frozenset[str] = frozenset()
     draft: PlannedDraft | None = None
     served: Served | None = None
     keeps_attention: bool = False
@@ -262,6 +264,7 @@ def _search_for(
                 simplifies=settled is None,
                 below_s=math.inf if hurries else below_s,
                 other=None if hurries or below_s == math.inf else other,
+                shared=request.shared,
             )
 
         return solved_as_planned(of, devices, request.model, run.extra_buffers)

@@ -174,7 +174,8 @@ class Instance:
     ``crowded`` are the machines of which a part of a question does not have every device. A step of decode has
     ``decode_rows`` rows, each of another sequence. Of devices that are ``prefill_offload`` the GPU computes prompts
     through layers in RAM: these have no extra buffers, since what is in them cannot be copied, and do not stream, since
-    they would travel twice. ``experts`` says where those of layers on a GPU are.
+    they would travel twice. ``experts`` says where those of layers on a GPU are. Devices that are ``shared`` compute for
+    other models as well, now and then.
     """
 
     devices: tuple[DeviceProfile, ...]
@@ -186,6 +187,7 @@ class Instance:
     decode_rows: int = 1
     prefill_offload: frozenset[str] = frozenset()
     experts: ExpertPlace = "auto"
+    shared: frozenset[str] = frozenset()
 
     @cached_property
     def kinds(self) -> tuple[LayerProfile, ...]:

@@ -61,6 +61,7 @@ def solve(
     at_once: int = 1,
     below_s: float = math.inf,
     other: Solution | None = None,
+    shared: frozenset[str] = frozenset(),
 ) -> Solution:
     """The plan that makes ``objective`` smallest, with the best of ``heads`` (none: the first device) as head.
 
@@ -70,11 +71,12 @@ def solve(
     ``offloads`` GPUs may help with prompts, as in ``helping.py``; where it is known which (``prefill_offload``) only that
     is tried. ``experts`` of layers on a GPU are where the plan has them, or all in its memory, or all in RAM. Where it
     ``settles`` for a plan about as good, that fills the ring for so many requests ``at_once`` (``filling.py``) and, if it
-    ``simplifies``, asks less of devices (``simpler.py``). Raises ``Infeasible``, which says which limit is short and by how
-    much, ``CutOff`` where a link that does not work would be needed, and ``NotBelow`` where a plan is of interest only if
-    it takes less than ``below_s``, and none does. The ``other`` plan to which it is compared tells which chunks are likely.
+    ``simplifies``, asks less of devices (``simpler.py``), also of those that are ``shared`` with other models. Raises
+    ``Infeasible``, which says which limit is short and by how much, ``CutOff`` where a link that does not work would be
+    needed, and ``NotBelow`` where a plan is of interest only if it takes less than ``below_s``, and none does. The ``other``
+    plan to which it is compared tells which chunks are likely.
     """
-    question = replace(instance(devices, links, model, workload, limits or {}), experts=experts)
+    question = replace(instance(devices, links, model, workload, limits or {}), experts=experts, shared=shared)
     heads, budget = heads or [devices[0].device], TimeLimit(time_limit_s)
 
     able = able_to_offload(question) if offloads else frozenset[str]()

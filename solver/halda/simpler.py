@@ -1,8 +1,9 @@
 """No price for a small gain: of plans that take nearly as long, the one that asks less of its devices.
 
 A device on Wi-Fi roams and sleeps, and takes the ring with it; as head it takes every request along. One whose memory is
-nearly full has to give it back as soon as its owner needs some. So a plan without them is taken if it takes at most ``GAIN``
-longer than the quickest, and says what was given up. Devices that must take part do.
+nearly full has to give it back as soon as its owner needs some. One that has another model too is slower while that
+computes. So a plan without them is taken if it takes at most ``GAIN`` longer than the quickest, and says what was given up.
+Devices that must take part do.
 """
 
 from __future__ import annotations
@@ -74,6 +75,11 @@ def _wireless(found: Solution, question: Instance) -> list[str]:
     return [each.device for each in question.devices if each.wireless and each.device in found.plan.devices]
 
 
+def _shared(found: Solution, question: Instance) -> list[str]:
+    """Devices with other models, but the head, which is where it is."""
+    return [name for name in found.plan.devices if name in question.shared and name != found.plan.head]
+
+
 def _full(found: Solution, question: Instance) -> list[str]:
     """Devices of which the plan takes nearly all memory. Where layers stream it takes whatever it can have."""
     limits = {member.name: member.ram_limit for member in question.members}
@@ -86,23 +92,26 @@ def _full(found: Solution, question: Instance) -> list[str]:
 
 def _burdens(found: Solution, question: Instance) -> tuple[bool, int]:
     """What the plan asks of devices, to be compared: of one that streams, its disks too."""
-    wireless = _wireless(found, question)
-    return bool(found.plan.streaming), len(wireless) + (found.plan.head in wireless) + len(_full(found, question))
+    wireless, full, shared = _wireless(found, question), _full(found, question), _shared(found, question)
+    return bool(found.plan.streaming), len(wireless) + (found.plan.head in wireless) + len(full) + len(shared)
 
 
 def _with_less(found: Solution, whole: Instance, asked: _Simpler, require: frozenset[str]) -> Iterator[_Simpler]:
-    """Parts of the ``whole`` question whose plans ask less than ``found``: of a head, of wireless devices, of full ones."""
+    """Parts of the ``whole`` question whose plans ask less than ``found``: of a head, of wireless and shared devices, of
+    full ones."""
     plan, question = found.plan, asked.question
     wireless, full = _wireless(found, question), _full(found, whole)
     others = tuple(head for head in asked.heads if head not in wireless)
     if plan.head in wireless and others:
         yield _Simpler(f"{plan.head} as head, which is on Wi-Fi", question, others)
-    roaming = [name for name in wireless if name not in require and name != plan.head]
-    for names in [roaming, *([name] for name in roaming)]:
-        if names:
-            left = tuple(each for each in question.devices if each.device not in names)
-            heads = tuple(head for head in asked.heads if head not in names)
-            yield _Simpler(f"{' and '.join(names)}, on Wi-Fi", replace(question, devices=left), heads)
+    roaming = [name for name in wireless if name != plan.head]
+    for burdening, why in ((roaming, "on Wi-Fi"), (_shared(found, question), "which other models share")):
+        avoidable = [name for name in burdening if name not in require]
+        for names in [avoidable, *([name] for name in avoidable)]:
+            if names:
+                left = tuple(each for each in question.devices if each.device not in names)
+                heads = tuple(head for head in asked.heads if head not in names)
+                yield _Simpler(f"{' and '.join(names)}, {why}", replace(question, devices=left), heads)
     if full:
         limits = {member.name: member.ram_limit for member in whole.members}
         less = {

@@ -28,7 +28,8 @@ class FakeSolver:
     """In place of ``solve_in_process``: every device offered gets layers, if there are at least ``minimum`` of them.
 
     ``value`` gives the objective for a number of devices, ``layers`` how many each window of a worker has, if not one.
-    ``memory`` is what each device had available when it was asked last, ``step_s`` what a window cost it besides its layers;
+    ``memory`` is what each device had available when it was asked last, ``step_s`` what a window cost it besides its layers,
+    ``shared`` which of them had other models;
     ``prediction`` is what each plan forecasts. With ``cut`` the links to the first device do not work: the others are left
     out, and no plan has those that are required.
     """
@@ -41,6 +42,7 @@ class FakeSolver:
         self.prediction: Prediction | SimpleNamespace | None = None
         self.memory: dict[str, int] = {}
         self.step_s: dict[str, float] = {}
+        self.shared = frozenset[str]()
         self.asked: list[tuple[str, ...]] = []
         self.precomputed: list[tuple[str, ...]] = []
         self._news = asyncio.Condition()
@@ -56,6 +58,7 @@ class FakeSolver:
         if not background:
             self.memory = {device.device: device.ram_available_bytes for device in question.devices}
             self.step_s = {device.device: device.cpu.step_s for device in question.devices}
+            self.shared = question.shared
         async with self._news:
             self._news.notify_all()
         if len(names) < self.minimum:

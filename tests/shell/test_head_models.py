@@ -42,11 +42,14 @@ async def test_two_models_are_served_side_by_side_on_the_same_devices(lab):
         one = Model(here, "one")
         first = await here.rings.find(lambda each: each.formed and each.workers == {"nas"})
         await one.serving.rings.serves.wait()
+        assert here.solver.shared == frozenset(), "a model alone is planned as ever"
         two = Model(here, "two")
         second = await here.rings.find(lambda each: each.formed and each is not first)
         await two.serving.rings.serves.wait()
         assert second.workers == {"nas"}
         assert first.epoch != second.epoch
+        assert here.solver.shared == {"desk", "nas"}
+        assert two.serving.planner.shares(second.inputs.forecast) == ["desk", "nas"]
         assert not first.closed
         assert nas.knocks == 1, "a device is greeted once"
         held = sum(each.resident_bytes for each in first.inputs.forecast.assignments["nas"].windows)

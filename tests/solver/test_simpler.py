@@ -59,3 +59,20 @@ def test_the_last_of_a_devices_memory_is_left_where_that_costs_little():
     used = [{each.device: each.ram_bytes for each in plan.prediction.devices}["fast"] for plan in (tight, taken)]
     assert used[0] > FULL * limit >= used[1]
     assert [each.what for each in taken.given_up] == ["the last 5% of the memory of fast"]
+
+
+def test_of_devices_that_are_alike_the_one_without_another_model_is_taken():
+    devices = [device("desk", ram=4 * GB), device("nas", ram=8 * GB), device("pi", ram=8 * GB)]
+    for shared, free in (("nas", "pi"), ("pi", "nas")):
+        taken = found(devices, shared=frozenset({"desk", shared}))
+        assert taken.plan.devices == ("desk", free)
+        assert taken.objective_s == pytest.approx(found(devices).objective_s)
+
+
+def test_a_device_with_another_model_is_taken_where_it_gains_something():
+    desk = device("desk", ram=12 * GB)
+    for rate, devices in ((40e9, ("desk", "nas")), (0.2e9, ("desk",))):
+        asked = [desk, device("nas", ram=12 * GB, rate=rate)]
+        assert found(asked, shared=frozenset({"nas"})).plan.devices == devices
+    small = [device("desk", ram=4 * GB, disk=1e7), device("nas", ram=8 * GB, disk=1e7)]
+    assert found(small, shared=frozenset({"nas"})).plan.devices == ("desk", "nas"), "there is no other room"

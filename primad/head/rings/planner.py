@@ -92,6 +92,11 @@ class Planner:
         """
         return (await self._solve(self._pool.others.present(candidates), None, gone=gone))[1]
 
+    def shares(self, forecast: Forecast) -> list[str]:
+        """The devices of ``forecast`` that have other models too."""
+        taken = self._pool.taken({self._name})
+        return [device for device in forecast.plan.devices if device in taken]
+
     def forget(self) -> None:
         """Precomputed plans are invalid: the head's own memory became short."""
         if self.foreseeing is not None:
@@ -259,6 +264,7 @@ class Planner:
             model=await service.model.planned(),
             run=service.options.run,
             require=require,
+            shared=frozenset(self._pool.taken({self._name, *gone})),
             draft=service.planned_draft,
             served=None if served is None else served.served,
             keeps_attention=keeps_attention,

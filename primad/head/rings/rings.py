@@ -458,7 +458,8 @@ class Rings:
             self._reporter.report_line(f"--draft {draft.path}: drafts nothing: {no_room(draft.memory_bytes)}")
         if ring.prediction is not None:
             load = None if forecast.batches is None else forecast.batches.load
-            self._reporter.report_line(predicted_line(ring.prediction, load, self._service.workload.prompt_tokens))
+            prompt_tokens, shared = self._service.workload.prompt_tokens, self._planner.shares(forecast)
+            self._reporter.report_line(predicted_line(ring.prediction, load, prompt_tokens, shared))
         if not self.page_reported:
             self.page_reported = True
             self._reporter.report_line(page_line(self._service.options.url))

@@ -201,14 +201,17 @@ def page_line(url: str) -> str:
     return f"the page is at {url}; 'primad page' opens it with the owner's rights"
 
 
-def predicted_line(prediction: Prediction, load: UnderLoad | None, prompt_tokens: int) -> str:
-    """The forecast for one request, and for several together."""
+def predicted_line(
+    prediction: Prediction, load: UnderLoad | None, prompt_tokens: int, shared: Sequence[str] = ()
+) -> str:
+    """The forecast for one request, and for several together, while other models on ``shared`` devices are idle."""
     together = ""
     if load is not None and load.sequences > 1:
         together = f" ({load.tokens_per_s:.3g} with {load.sequences} requests)"
     return (
         f"forecast: {1 / prediction.tpot_s:.3g} tokens/s{together}, TTFT {prediction.ttft_s:.2g} s "
         f"for a prompt of {prompt_tokens} tokens"
+        + (f", while the other models on {' and '.join(shared)} are idle" if shared else "")
     )
 
 
