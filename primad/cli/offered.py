@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,7 +11,7 @@ import msgspec
 from primad.cli.endpoint import Reached, check_let_in, connected, error_in
 from primad.errors import ClusterError, printable
 from primad.library.names import meant
-from primad.settings.quantities import show_progress
+from primad.settings.quantities import show_expiry, show_progress
 
 if TYPE_CHECKING:
     import httpx
@@ -41,7 +40,7 @@ class HeadModel(msgspec.Struct, frozen=True, kw_only=True):
         status = self.status or {}
         parts = [self.state, *show_progress(status.get("progress"), status.get("expected_s"))]
         if isinstance(expires := status.get("expires_at"), int | float) and self.state == "loaded":
-            parts.append(f"unloads in {max(1, math.ceil((expires - time.time()) / 60))} min if idle")
+            parts.append(show_expiry(expires - time.time()))
         if self.state == "failed" and status.get("detail"):
             parts.append(printable(str(status["detail"]), 200))
         return ", ".join(parts)

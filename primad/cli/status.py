@@ -13,7 +13,7 @@ from primad.cli.output import err, tables, write_json
 from primad.cli.progress import RichReporter
 from primad.cli.watched import Look, watched
 from primad.errors import ClusterError, printable
-from primad.settings.quantities import show_bytes, show_count, show_ms, show_speed
+from primad.settings.quantities import show_bytes, show_count, show_expiry, show_ms, show_speed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -184,7 +184,7 @@ def _model_line(model: ModelStatus) -> str:
     if model.pinned:
         words.append("stays")
     elif model.expires_at_s is not None:
-        words.append(f"unloaded in {max(0, model.expires_at_s - time.time()):.0f} s unless it is used")
+        words.append(show_expiry(model.expires_at_s - time.time()))
     return ", ".join(words)
 
 

@@ -78,14 +78,12 @@ def stamps_of(header: Header) -> dict[Path, Stamp]:
     return {path: _stamp(path) for path in files}
 
 
-def check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
-    """Raises ``ModelError`` when one of the files is not what it was when ``stamps_of`` looked at it."""
+def check_unchanged(stamps: Mapping[Path, Stamp], remedy: str) -> None:
+    """Raises ``ModelError`` when one of the files is not what it was when ``stamps_of`` looked at it; ``remedy`` serves the
+    new one."""
     for path, stamp in stamps.items():
         if _stamp(path) != stamp:
-            raise ModelError(
-                f"{path}: this file changed while it was served; put the old one back, or start 'primad serve' again to "
-                "serve the new one"
-            )
+            raise ModelError(f"{path}: this file changed while it was served; put the old one back, or {remedy}")
 
 
 def _stamp(path: Path) -> Stamp:

@@ -120,13 +120,12 @@ class HeadDaemon:
     def only(self, service: Service, backend: RingBackend) -> ModelServing:
         """The model that this head serves, and no other. Before ``run``."""
         self._only = self.begin(service, backend)
-        self._only.rings.page_reported = False
         return self._only
 
     def begin(self, service: Service, backend: RingBackend) -> ModelServing:
         """A further model, to be served once ``serve`` runs."""
         serving = ModelServing(self._head, service, backend, self._parts)
-        serving.rings.layer_port, serving.rings.page_reported = self._layer_port, True
+        serving.rings.layer_port = self._layer_port
         self._replan_others()
         self._servings.append(serving)
         return serving

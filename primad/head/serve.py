@@ -119,7 +119,12 @@ def serve_library(
     with _opened(config, options, http_host) as place:
 
         def check(model: LibraryModel) -> CheckedModel:
-            own = replace(offer.options_of(model, offered.found), name=model.name, http_port=place.options.http_port)
+            own = replace(
+                offer.options_of(model, offered.found),
+                name=model.name,
+                http_port=place.options.http_port,
+                is_only=False,
+            )
             return check_model(config, model.files[0], own, reporter)
 
         async def main() -> None:

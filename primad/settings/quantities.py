@@ -241,3 +241,9 @@ def show_progress(share: object, left_s: object) -> list[str]:
     """How far something is, and how long it still takes, as far as these are known: ``40 %``, ``about 12 s left``."""
     parts = [f"{100 * share:.0f} %"] if isinstance(share, int | float) else []
     return [*parts, f"about {left_s:.0f} s left"] if isinstance(left_s, int | float) else parts
+
+
+def show_expiry(left_s: float) -> str:
+    """When a loaded model that nobody uses goes: ``unloads in 4 min if idle``."""
+    left = f"{max(0, left_s):.0f} s" if left_s < 60 else f"{math.ceil(left_s / 60)} min"
+    return f"unloads in {left} if idle"

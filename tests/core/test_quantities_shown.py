@@ -12,6 +12,7 @@ from primad.settings.quantities import (
     parse_rate,
     parse_seconds,
     show_bytes,
+    show_expiry,
     show_ms,
     show_rate,
     show_speed,
@@ -90,3 +91,10 @@ def test_what_is_shown_is_short():
         "11.3 h",
     ]
     assert [show_speed(x) for x in (136.5, 0.5, 0.0076)] == ["136 tokens/s", "0.50 tokens/s", "0.0076 tokens/s"]
+
+
+@pytest.mark.parametrize(
+    ("left_s", "left"), [(-3, "0 s"), (41.6, "42 s"), (60, "1 min"), (61, "2 min"), (7200, "120 min")]
+)
+def test_the_expiry_of_a_model_is_worded_in_one_way(left_s, left):
+    assert show_expiry(left_s) == f"unloads in {left} if idle"

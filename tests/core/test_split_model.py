@@ -138,7 +138,7 @@ def test_the_names_of_the_parts(tmp_path):
 def test_a_model_whose_files_are_what_they_were_is_unchanged(tmp_path):
     stamps = stamps_of(open_model(write_split(tmp_path, toy_arrays(), 3)[0]))
     assert len(stamps) == 3
-    check_unchanged(stamps)
+    check_unchanged(stamps, "wait")
 
 
 @pytest.mark.parametrize("part", [0, 2])
@@ -149,13 +149,13 @@ def test_a_model_that_changes_is_told_with_the_file_and_what_to_do(tmp_path, par
     status = paths[part].stat()
     with paths[part].open("r+b") as file:
         file.truncate(100)
-    with pytest.raises(ModelError, match="start 'primad serve' again") as caught:
-        check_unchanged(stamps)
+    with pytest.raises(ModelError, match="put the old one back, or wait") as caught:
+        check_unchanged(stamps, "wait")
     assert str(paths[part]) in str(caught.value)
     with paths[part].open("r+b") as file:
         file.write(before)
     os.utime(paths[part], ns=(status.st_atime_ns, status.st_mtime_ns))
-    check_unchanged(stamps)
+    check_unchanged(stamps, "wait")
     paths[part].unlink()
     with pytest.raises(ModelError, match="cannot be read any more: No such file"):
-        check_unchanged(stamps)
+        check_unchanged(stamps, "wait")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from primad.errors import ClusterError
+from primad.errors import ClusterError, ModelError
 from primad.gguf.profile import model_profile
 from primad.head.model.service import service_of
 from primad.head.rings.backend import RingBackend
@@ -24,7 +24,7 @@ class Model:
     def __init__(self, here: Lab, name: str) -> None:
         assert here.daemon is not None
         self.backend = RingBackend(texts=NoTexts())
-        options = replace(here.daemon._options, name=name)
+        options = replace(here.daemon._options, name=name, is_only=False)
         service = service_of(here.daemon.node, here.header, model_profile(here.header), options)
         self.serving = here.daemon.begin(service, self.backend)
         self.running = asyncio.create_task(here.daemon.serve(self.serving))
@@ -107,6 +107,18 @@ async def test_a_model_that_nothing_can_serve_any_more_gives_up_its_place(lab):
         await nas.leave()
         await gave_up.wait()
         assert "short of" in model.backend.health().detail
+        await here.emits("one cannot be served any more: ")
+        await model.end(here)
+
+
+async def test_of_several_models_one_whose_file_changed_is_loaded_again_by_a_request(lab):
+    async with lab() as here:
+        here.start_without_model(QUICK)
+        model = Model(here, "one")
+        source = model.serving.service.model
+        source._stamps = dict.fromkeys(source._stamps, "another")
+        with pytest.raises(ModelError, match="or the next request loads the new one"):
+            source.check()
         await model.end(here)
 
 

@@ -15,6 +15,7 @@ from primad.errors import ClusterError, PlanError, RequestError, RingError
 from primad.head.offer.models import HeadModels, OfferSettings
 from primad.head.offer.offered_library import OfferedLibrary
 from primad.head.offer.room import who_goes
+from primad.head.rings.taken import Taken
 from primad.library.library import Library, LibraryModel
 from primad.library.stores import LibraryProblem
 from tests.fakes.models import backend_of
@@ -50,11 +51,8 @@ class Held:
         if self.name not in self.house.slow:
             self.gate.set()
 
-    def memory_bytes(self) -> dict[str, int]:
-        return {"desk": 1000}
-
-    def vram_bytes(self) -> int:
-        return 400
+    def taken(self) -> dict[str, Taken]:
+        return {"desk": Taken(ram_bytes=600, vram_bytes={"Vulkan0": 400})}
 
     async def load(self) -> None:
         await self.gate.wait()

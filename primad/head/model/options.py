@@ -33,7 +33,8 @@ class ServeOptions:
     ``kv_backup`` tokens (None: every ``BLOCK_TOKENS`` if links carry it; 0: not). Prompts of all API keys share their
     cache with ``share_prefixes``. Lost tokens are recomputed one by one if that takes at most ``exact_replay_s``.
     ``rope`` overrides RoPE, ``lora`` are adapters of the model, with their scales. Clients know the models as ``name`` and
-    ``embedding_name``, if they have other names than their files. ``sampling`` overrides the file's sampling defaults.
+    ``embedding_name``, if they have other names than their files. ``sampling`` overrides the file's sampling defaults. The
+    head serves this model alone and for good if it ``is_only``; else it is one of several, loaded when a request names it.
     """
 
     wait: int | None
@@ -64,6 +65,7 @@ class ServeOptions:
     lora: tuple[tuple[Path, float], ...] = ()
     name: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    is_only: bool = True
 
     @property
     def embedding_id(self) -> str | None:

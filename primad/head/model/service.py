@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from halda import ModelProfile, Workload
 from primad.certify.verdict import windows_line
@@ -31,13 +32,16 @@ from primad.planning.question import PlannedDraft, workload_of
 from primad.ring.speculation.messages import DraftModel
 from primad.settings.config import digests_file
 
+START_AGAIN: Final = "start 'primad serve' again to serve the new one"
+REQUEST_AGAIN: Final = "the next request loads the new one"
+
 
 class ModelSource:
     """The model file: its ``header``, its ``profile``, and its layers, with what was learnt of it in ``home``; and its
     ``adapters``.
 
     ``ranged`` is the source of its weights on a hub, if any. It ``predicts``: its own layer drafts. A file that could not be
-    read is tried again after ``again_s``.
+    read is tried again after ``again_s``; one that changed is served after ``remedy``.
     """
 
     def __init__(
@@ -51,11 +55,12 @@ class ModelSource:
         again_s: float,
         predicts: bool = False,
         name: str | None = None,
+        remedy: str = START_AGAIN,
     ) -> None:
         assert ranged is None or not adapters, "a model with adapters is here"
         self.adapters = tuple(adapters)
         self.predicts = predicts
-        self._again_s = again_s
+        self._again_s, self._remedy = again_s, remedy
         self._ranged, self._name = ranged, name
         self.header, self.profile = header, profile
         self._home = home
@@ -121,7 +126,7 @@ class ModelSource:
 
     def check(self) -> None:
         """Raises ``ModelError`` if the file has changed, or could not be read a moment ago."""
-        check_unchanged(self._stamps)
+        check_unchanged(self._stamps, self._remedy)
         if self._unreadable is not None and time.monotonic() < self._unreadable[1] + self._again_s:
             raise ModelError(f"{self._unreadable[0]}; check the disk, or serve another copy of the model")
 
@@ -186,7 +191,15 @@ def service_of(
     """The model of ``header`` with ``options``. Raises ``PlanError`` if no work can be planned for them."""
     again_s = node.timings.head.model_again_s
     source = ModelSource(
-        header, model, node.config.home, ranged, adapters, again_s=again_s, predicts=predicts, name=options.name
+        header,
+        model,
+        node.config.home,
+        ranged,
+        adapters,
+        again_s=again_s,
+        predicts=predicts,
+        name=options.name,
+        remedy=START_AGAIN if options.is_only else REQUEST_AGAIN,
     )
     return Service(
         model=source,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from primad.api.answering.backend import Backend
@@ -14,6 +14,7 @@ from primad.head.model.checked import CheckedModel
 from primad.head.model.text_service import TextService
 from primad.head.offer.without_model import WithoutModel
 from primad.head.rings.backend import RingBackend
+from primad.head.rings.taken import Taken
 
 
 class HeldModel(Protocol):
@@ -39,11 +40,8 @@ class HeldModel(Protocol):
     def moves(self) -> bool:
         """Whether devices lacked layers of it when it was loaded."""
 
-    def memory_bytes(self) -> dict[str, int]:
+    def taken(self) -> Mapping[str, Taken]:
         """What it takes of each device."""
-
-    def vram_bytes(self) -> int:
-        """How much of it is memory of GPUs."""
 
     async def load(self) -> None:
         """Return once it can answer. Raises ``PrimadError``."""
@@ -86,11 +84,8 @@ class RingModel:
     def moves(self) -> bool:
         return self.serving.rings.moves
 
-    def memory_bytes(self) -> dict[str, int]:
-        return {device: taken.total_bytes for device, taken in self.serving.taken().items()}
-
-    def vram_bytes(self) -> int:
-        return sum(sum(taken.vram_bytes.values()) for taken in self.serving.taken().values())
+    def taken(self) -> Mapping[str, Taken]:
+        return self.serving.taken()
 
     async def load(self) -> None:
         running = self._running = asyncio.create_task(self._head.serve(self.serving))
@@ -160,17 +155,14 @@ class EmbeddingModel(WithoutModel):
         """As ``Embeddings`` has it."""
         return self._service.max_text_tokens
 
-    def memory_bytes(self) -> dict[str, int]:
-        return {self._device: self._bytes} if self._bytes else {}
+    def taken(self) -> Mapping[str, Taken]:
+        return {self._device: Taken(ram_bytes=self._bytes)} if self._bytes else {}
 
     async def embed(
         self, texts: Sequence[str | list[int]], called: Callable[[int], str], *, cuts: bool = False, owner: str = ""
     ) -> tuple[list[bytes], int]:
         """As ``Embeddings`` has it."""
         return await self._service.embed(texts, called, cuts=cuts, owner=owner)
-
-    def vram_bytes(self) -> int:
-        return 0
 
     async def load(self) -> None:
         self._bytes = (await self._service.start()).bytes

@@ -231,6 +231,8 @@ class HeadModels:
 
     async def _find(self, name: str, *, is_usable: bool = True) -> str:
         """The model that ``name`` means. Raises ``RequestError``."""
+        if self._is_in_use(name):
+            return name
         try:
             found = find_offered(name, self.offered())
             is_known = found.state is not ModelState.FAILED
@@ -275,6 +277,7 @@ class HeadModels:
             detail = held.detail
         elif phase is ModelState.LOADING:
             detail = self._waits_for()
+        taken = {} if held is None else held.taken()
         is_idle = phase is ModelState.LOADED and not own.users and own.expires_at_s < float("inf")
         return OfferedModel(
             id=name,
@@ -293,8 +296,8 @@ class HeadModels:
             expires_at_s=time.time() + own.expires_at_s - self._now() if is_idle else None,
             pinned=name in self._settings.pinned,
             embeds=model.embeds,
-            memory_bytes=held.memory_bytes() if held is not None else {},
-            vram_bytes=held.vram_bytes() if held is not None else 0,
+            memory_bytes={device: each.total_bytes for device, each in taken.items()},
+            vram_bytes=sum(sum(each.vram_bytes.values()) for each in taken.values()),
         )
 
     def _waits_for(self) -> str:

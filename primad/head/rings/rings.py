@@ -91,8 +91,8 @@ class Rings:
         """Hears when nothing can be served until devices or files are others."""
         self.serves = asyncio.Event()
         """Set once a ring has served."""
-        self.page_reported = False
-        """Whether the owner was told where the page is."""
+        self._page_reported = not service.options.is_only
+        """Whether the owner was told where the page is; a head of several models says so itself."""
         self._times: LoadTimes | None = None
         """Those of the first ring."""
         self._why_left_out: dict[str, str] = {}
@@ -348,7 +348,11 @@ class Rings:
                     await self._let_go(device)
                 case types.Fail(reason):
                     self._backend.fail(reason)
-                    self._reporter.report_line(f"nothing can be served: {reason}; waiting for devices")
+                    self._reporter.report_line(
+                        f"nothing can be served: {reason}; waiting for devices"
+                        if self._service.options.is_only
+                        else f"{self._model.id} cannot be served any more: {reason}"
+                    )
                     self.gave_up()
 
     async def _serve(self, epoch: int, instead: int | None) -> None:
@@ -460,8 +464,8 @@ class Rings:
             load = None if forecast.batches is None else forecast.batches.load
             prompt_tokens, shared = self._service.workload.prompt_tokens, self._planner.shares(forecast)
             self._reporter.report_line(predicted_line(ring.prediction, load, prompt_tokens, shared))
-        if not self.page_reported:
-            self.page_reported = True
+        if not self._page_reported:
+            self._page_reported = True
             self._reporter.report_line(page_line(self._service.options.url))
 
     async def _left_out(self, epoch: int, forecast: Forecast, left: LeftOut) -> str:
