@@ -11,7 +11,7 @@ from typing import Any
 
 from primad.api.answering.any_model import AnyVocabulary
 from primad.api.answering.backend import Backend, Health
-from primad.api.answering.models import ModelState, OfferedModel, Waiting
+from primad.api.answering.models import ModelForecast, ModelState, OfferedModel, Waiting
 from primad.api.http.offered import find_offered
 from primad.errors import RequestError, RingError
 from primad.library.pull_progress import PullProgress
@@ -148,6 +148,13 @@ class FakeModels:
         found = find_offered(name, self.offered()).id
         assert not self.users[found], "a test waits for its requests first"
         self.change(found, state=ModelState.UNLOADED)
+
+    async def forecast(self, name: str) -> ModelForecast:
+        found = find_offered(name, self.offered())
+        goes = tuple(each for each in self.loaded() if each != found.id)
+        return ModelForecast(
+            tokens_per_s=12.5, ttft_ms=800.0, prompt_tokens=512, context_tokens=4096, devices=("desk", "nas"), goes=goes
+        )
 
     async def changes(self) -> AsyncIterator[OfferedModel]:
         queue: asyncio.Queue[OfferedModel] = asyncio.Queue()

@@ -53,6 +53,11 @@ def test_everybody_loads_and_unloads_and_sees_what_a_model_takes(open_page, seri
         one = page.get_by_label("one", exact=True)
         one.get_by_role("button", name="Load").click()
         expect(one.locator(".tag")).to_have_text("loaded")
+        page.get_by_label("two", exact=True).get_by_role("button", name="Forecast").click()
+        expect(page.get_by_label("two", exact=True)).to_contain_text(
+            "decode 12.5 tokens/s, first token of 512 after 800 ms"
+        )
+        expect(page.get_by_label("two", exact=True)).to_contain_text("on desk, nas; one would be unloaded.")
         one.get_by_role("button", name="Unload").click()
         expect(one.locator(".tag")).to_have_text("unloaded")
         expect(page.get_by_label("two", exact=True)).to_contain_text("2.00 GB on desk")

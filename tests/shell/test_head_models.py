@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from primad.errors import ClusterError, ModelError
 from primad.gguf.profile import model_profile
 from primad.head.model.service import service_of
+from primad.head.offer.opening import ModelOpening
 from primad.head.rings.backend import RingBackend
 from primad.membership.types import LoadStage
 from primad.network.messages import Release
-from tests.shell.test_head_daemon import QUICK, Lab, NoTexts, header, lab
+from tests.shell.test_head_daemon import QUICK, Lab, NoTexts, header, lab, prediction
 
 __all__ = ["header", "lab"]
 
@@ -78,6 +80,29 @@ async def test_how_long_a_model_loads_is_forecast_until_it_is_served(lab):
         ring.may_form.set()
         await rings.serves.wait()
         await model.end(here)
+
+
+async def test_what_a_model_would_give_is_planned_in_the_background_and_loads_nothing(lab):
+    async with lab() as here:
+        here.device("nas")
+        here.solver.prediction = prediction(desk_s=0.02, nas_s=0.03)
+        here.start_without_model()
+        one = Model(here, "one")
+        ring = await here.rings.find(lambda each: each.formed and each.workers == {"nas"})
+        await one.serving.rings.serves.wait()
+        opening = ModelOpening(
+            here.daemon,
+            SimpleNamespace(),
+            check=lambda _: SimpleNamespace(service=lambda _: one.serving.service),
+            embedder=None,
+            max_wait_s=None,
+        )
+        found = await opening.forecast(SimpleNamespace(name="two", embeds=False), ["one"], [])
+        assert (found.devices, found.goes) == (("desk", "nas"), ())
+        assert found.tokens_per_s == pytest.approx(1 / here.solver.prediction.tpot_s)
+        assert ("desk", "nas") in here.solver.precomputed
+        assert list(here.rings.all.values()) == [ring]
+        await one.end(here)
 
 
 async def test_a_device_that_is_lost_is_lost_for_all_models(lab):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from primad.api.answering.models import ModelState, OfferedModel, PullProgress
+from primad.api.answering.models import ModelForecast, ModelState, OfferedModel, PullProgress
 from primad.errors import ClusterError, PlanError, RequestError, RingError
 from primad.head.offer.models import HeadModels, OfferSettings
 from primad.head.offer.offered_library import OfferedLibrary
@@ -21,6 +21,7 @@ from primad.library.stores import LibraryProblem
 from tests.fakes.models import backend_of
 
 ROOM = 2
+FORECAST = ModelForecast(tokens_per_s=10.0, ttft_ms=500.0, prompt_tokens=512, context_tokens=4096, devices=("desk",))
 
 
 def model(name: str, **facts: object) -> LibraryModel:
@@ -54,6 +55,9 @@ class Held:
     def taken(self) -> dict[str, Taken]:
         return {"desk": Taken(ram_bytes=600, vram_bytes={"Vulkan0": 400})}
 
+    def forecast(self) -> ModelForecast | None:
+        return FORECAST if self.gate.is_set() else None
+
     async def load(self) -> None:
         await self.gate.wait()
         if self.name in self.house.failing:
@@ -82,6 +86,7 @@ class House:
     stopped: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
+    may_plan: asyncio.Event = field(default_factory=asyncio.Event)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     """Something is held that was not, or the other way round."""
 
@@ -93,6 +98,10 @@ class House:
         if too_many > len(idle) + len(busy):
             raise PlanError(f"{model.name} has no room")
         return frozenset([*idle, *busy][:too_many])
+
+    async def forecast(self, model: LibraryModel, idle: Sequence[str], busy: Sequence[str]) -> ModelForecast:
+        await self.may_plan.wait()
+        return replace(FORECAST, goes=tuple(await self.who_goes(model, idle, busy)))
 
     def begin(self, model: LibraryModel, changed: Callable[[], None], lost: Callable[[], None]) -> Held:
         del changed
@@ -404,6 +413,24 @@ async def test_an_unknown_name_is_a_404_with_the_names_that_there_are():
         with pytest.raises(RequestError, match="there are: one, three, two") as refused:
             await models.load("gpt-5")
         assert refused.value.status == 404
+
+
+async def test_what_a_model_would_give_and_who_would_go_for_it_is_forecast_without_loading_it():
+    house = House()
+    async with offered(house) as models:
+        for name in ("one", "two"):
+            async with models.use(name):
+                pass
+        assert await models.forecast("one") == FORECAST, "it is served"
+        planning = asyncio.create_task(models.forecast("three"))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="another model is being planned"):
+            await models.forecast("three")
+        house.may_plan.set()
+        assert (await planning).goes == ("one",)
+        assert list(house.held) == ["one", "two"]
+        with pytest.raises(RequestError, match="not offered here"):
+            await models.forecast("four")
 
 
 async def test_changes_are_heard_until_the_end():

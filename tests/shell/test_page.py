@@ -169,7 +169,7 @@ def test_a_change_is_asked_for_in_json(request_):
     assert ask(app_of(), "POST", "/ui/ticket", headers=headers, **request_).status_code == 400
 
 
-@pytest.mark.parametrize("path", ["/ui/owner", "/ui/what-if", "/ui/ticket"])
+@pytest.mark.parametrize("path", ["/ui/owner", "/ui/what-if", "/ui/forecast", "/ui/ticket"])
 def test_what_the_page_asks_is_short(path):
     answer = ask(app_of(), "POST", path, headers=bearer(OWNER), json={"profiles": ["a"] * MAX_ASKED_BYTES})
     assert answer.status_code == 413

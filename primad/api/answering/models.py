@@ -60,6 +60,20 @@ class OfferedModel:
         return (self.id, *self.aliases)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelForecast:
+    """What a model gives, or would give if it were loaded beside those that are, while they are idle; ``goes`` are those
+    that would make room for it. Speeds are of one request, the first token is that after ``prompt_tokens``."""
+
+    tokens_per_s: float
+    ttft_ms: float
+    prompt_tokens: int
+    context_tokens: int
+    devices: tuple[str, ...]
+    streamed_bytes: int = 0
+    goes: tuple[str, ...] = ()
+
+
 Waiting = Callable[[OfferedModel], None]
 """Hears of a model that a request waits for, whenever its state or progress changes."""
 
@@ -103,6 +117,10 @@ class Models(Protocol):
     async def unload(self, name: str) -> None:
         """Unload ``name`` once its requests have ended; new ones load it again. Returns when its devices hold nothing of
         it."""
+
+    async def forecast(self, name: str) -> ModelForecast:
+        """What ``name`` would give, which takes seconds to plan; one at a time, else a ``RequestError`` (429). Raises
+        ``PrimadError`` if there is no plan."""
 
     def changes(self) -> AsyncIterator[OfferedModel]:
         """Each model whenever its state or progress changes, from now on."""

@@ -7,15 +7,16 @@ comes from (``Origin``, ``Sec-Fetch-Site``), and bodies must be JSON and carry t
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, TypeVar
+from typing import Annotated, Final, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
 from primad.api.answering.models import Models
-from primad.api.http.connection import MessageStream, decoded, read_json
+from primad.api.http.connection import MessageStream, decoded, read_json, while_connected
 from primad.api.http.dialect import Route
 from primad.api.http.endpoint import json_response
 from primad.api.http.guard import claimed_key
@@ -25,6 +26,7 @@ from primad.api.page.admin_api import AdminApi, DeviceLimit, OtherCluster, Profi
 from primad.api.page.owner import Owner
 from primad.api.page.watch import SNAPSHOTS, Watch
 from primad.errors import PrimadError, RequestError
+from primad.library.names import MAX_CHARS
 from primad.settings.timings import ApiTimings
 
 MAX_ASKED_BYTES: Final = 64 << 10
@@ -54,6 +56,12 @@ class NamedKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     device: str
     key: str
+
+
+class ForecastOf(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model by its name."""
+
+    model: Annotated[str, Meta(max_length=MAX_CHARS)]
 
 
 class Asker(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +105,7 @@ class Page:
             Route(path="/ui/owner", handler=self.owner),
             Route(path="/ui/devices", handler=self.devices, methods=("GET",)),
             Route(path="/ui/models", handler=self.models, methods=("GET",)),
+            Route(path="/ui/forecast", handler=self.forecast),
             Route(path="/ui/pair", handler=self.pair),
             Route(path="/ui/bring", handler=self.bring),
             Route(path="/ui/trust", handler=self.trust),
@@ -142,6 +151,15 @@ class Page:
         check_origin(request)
         self._owner.check(claimed_key(request.headers))
         return json_response(DownloadRoom(free_bytes=None if self._models is None else self._models.free_bytes()))
+
+    async def forecast(self, request: Request) -> Response:
+        """What a model would give, for everybody: it loads nothing."""
+        check_origin(request)
+        asked = decoded(await self._body(request), ForecastOf)
+        if self._models is None:
+            raise RequestError("this server has one model", status=404)
+        work = done(self._models.forecast(asked.model))
+        return json_response(await while_connected(request.receive, work))
 
     async def pair(self, request: Request) -> Response:
         """A pairing code."""

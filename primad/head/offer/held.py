@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from primad.api.answering.backend import Backend
+from primad.api.answering.models import ModelForecast
 from primad.daemon.embedding import EmbeddingService
-from primad.errors import ClusterError
+from primad.errors import ClusterError, PlanError
 from primad.head.daemon import HeadDaemon
 from primad.head.model.checked import CheckedModel
+from primad.head.model.service import Service
 from primad.head.model.text_service import TextService
 from primad.head.offer.without_model import WithoutModel
 from primad.head.rings.backend import RingBackend
 from primad.head.rings.taken import Taken
+from primad.planning.forecast import Forecast
 
 
 class HeldModel(Protocol):
@@ -42,6 +45,9 @@ class HeldModel(Protocol):
 
     def taken(self) -> Mapping[str, Taken]:
         """What it takes of each device."""
+
+    def forecast(self) -> ModelForecast | None:
+        """What it gives, None if that is not known."""
 
     async def load(self) -> None:
         """Return once it can answer. Raises ``PrimadError``."""
@@ -86,6 +92,10 @@ class RingModel:
 
     def taken(self) -> Mapping[str, Taken]:
         return self.serving.taken()
+
+    def forecast(self) -> ModelForecast | None:
+        offered = self.serving.rings.offered_forecast
+        return None if offered is None else described(offered, self.serving.service)
 
     async def load(self) -> None:
         running = self._running = asyncio.create_task(self._head.serve(self.serving))
@@ -164,6 +174,9 @@ class EmbeddingModel(WithoutModel):
         """As ``Embeddings`` has it."""
         return await self._service.embed(texts, called, cuts=cuts, owner=owner)
 
+    def forecast(self) -> ModelForecast | None:
+        return None
+
     async def load(self) -> None:
         self._bytes = (await self._service.start()).bytes
 
@@ -172,3 +185,19 @@ class EmbeddingModel(WithoutModel):
 
     async def end(self) -> None:
         await self._service.close()
+
+
+def described(forecast: Forecast, service: Service, goes: Collection[str] = ()) -> ModelForecast:
+    """``forecast`` for clients, once the models ``goes`` made room. Raises ``PlanError`` for a plan by hand."""
+    prediction = forecast.prediction
+    if prediction is None:
+        raise PlanError("its windows are set by hand, so nothing is forecast")
+    return ModelForecast(
+        tokens_per_s=1 / prediction.tpot_s,
+        ttft_ms=prediction.ttft_s * 1e3,
+        prompt_tokens=service.workload.prompt_tokens,
+        context_tokens=forecast.context_tokens,
+        devices=tuple(forecast.plan.devices),
+        streamed_bytes=sum(each.streamed_bytes for each in forecast.assignments.values()),
+        goes=tuple(sorted(goes)),
+    )

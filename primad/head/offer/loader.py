@@ -294,7 +294,7 @@ def _make_room(state: LoaderState, effects: list[LoaderEffect]) -> LoaderState:
         return state
     if any(state.of(name).phase is ModelState.LOADED for name in turn.claims):
         return state
-    effects.append(LoadModel(turn.name, _may_go(state)))
+    effects.append(LoadModel(turn.name, may_go(state)))
     return replace(state, turn=replace(turn, loading=True))
 
 
@@ -307,11 +307,11 @@ def _begin_turn(state: LoaderState, effects: list[LoaderEffect]) -> LoaderState:
     if name is None:
         return state
     state = _put(state, name, phase=ModelState.LOADING, leaving=False, detail="")
-    effects.append(LoadModel(name, _may_go(state)))
+    effects.append(LoadModel(name, may_go(state)))
     return replace(state, turn=LoadTurn(name=name))
 
 
-def _may_go(state: LoaderState) -> tuple[str, ...]:
+def may_go(state: LoaderState) -> tuple[str, ...]:
     """The models whose room another one may need, in the order in which they go."""
     loaded = [name for name, each in state.models.items() if each.phase is ModelState.LOADED]
     free = [name for name in loaded if name not in state.pinned]

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 from halda import Infeasible
 from primad.api.answering.backend import Backend
-from primad.api.answering.models import ModelState, OfferedModel, PullProgress, Waiting
+from primad.api.answering.models import ModelForecast, ModelState, OfferedModel, PullProgress, Waiting
 from primad.api.http.offered import find_offered, state_line
 from primad.errors import PlanError, PrimadError, RequestError, RingError
 from primad.head.offer.held import HeldModel
@@ -35,6 +35,7 @@ from primad.head.offer.loader import (
     UnloadAsked,
     UnloadModel,
     UseEnded,
+    may_go,
     step,
     wake_at,
 )
@@ -58,6 +59,9 @@ class Opens(Protocol):
     async def who_goes(self, model: LibraryModel, idle: Sequence[str], busy: Sequence[str]) -> frozenset[str]:
         """The models that have to go before ``model`` is loaded, of those that are ``idle`` or ``busy``. Raises
         ``PrimadError``, also for one that cannot be loaded at all."""
+
+    async def forecast(self, model: LibraryModel, idle: Sequence[str], busy: Sequence[str]) -> ModelForecast:
+        """What ``model`` would give beside them. Raises ``PrimadError`` or ``Infeasible``."""
 
     def begin(self, model: LibraryModel, changed: Callable[[], None], lost: Callable[[], None]) -> HeldModel:
         """``model``, to be loaded; ``changed`` hears when it got further, ``lost`` if it cannot answer any more. After
@@ -111,6 +115,7 @@ class HeadModels:
         """The model of each request that waits or is answered, and what it waits for."""
         self._places = Shares(2 * MAX_WAITING, minimum=1)
         self._loading: asyncio.Task[None] | None = None
+        self._forecasting = False
         self._tasks = Tasks()
         self._wake: asyncio.TimerHandle | None = None
         self._last = ""
@@ -170,6 +175,26 @@ class HeadModels:
                 await changes.get()
                 if not self._state.of(model).leaving and self._state.of(model).phase is ModelState.LOADED:
                     return  # it was unloaded, and loaded again by a request that waited
+
+    async def forecast(self, name: str) -> ModelForecast:
+        model = await self._find(name)
+        held = self._held.get(model)
+        if held is not None and (found := held.forecast()) is not None:
+            return found
+        if self._forecasting:
+            raise RequestError("another model is being planned; try again in a moment", status=429, code="busy")
+        self._forecasting = True
+        try:
+            return await self._opens.forecast(self._known[model], *self._may_go(may_go(self._state)))
+        except Infeasible as exc:
+            raise PlanError(f"{exc}{self._beside_pinned(model)}") from exc
+        finally:
+            self._forecasting = False
+
+    def _may_go(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Those of ``names`` that are idle, and those that are busy."""
+        idle = [each for each in names if not self._state.of(each).users]
+        return idle, [each for each in names if each not in idle]
 
     async def changes(self) -> AsyncGenerator[OfferedModel, None]:
         with self._listening() as changes:
@@ -377,8 +402,8 @@ class HeadModels:
         self._state, effects = step(self._state, event, now)
         for effect in effects:
             match effect:
-                case LoadModel(name, may_go):
-                    self._loading = self._tasks.start(self._load(name, may_go))
+                case LoadModel(name, others):
+                    self._loading = self._tasks.start(self._load(name, others))
                 case UnloadModel(name):
                     self._tasks.start(self._unload(name))
                 case Grant(number):
@@ -401,12 +426,11 @@ class HeadModels:
         else:
             granted.set_exception(RingError(f"{model} {error}"))
 
-    async def _load(self, name: str, may_go: Sequence[str]) -> None:
+    async def _load(self, name: str, others: Sequence[str]) -> None:
         model = self._known[name]
         began_s = self._began_s[name] = self._now()
         try:
-            idle = [each for each in may_go if not self._state.of(each).users]
-            claims = await self._opens.who_goes(model, idle, [each for each in may_go if each not in idle])
+            claims = await self._opens.who_goes(model, *self._may_go(others))
             if claims:
                 self._report_line(f"{name} needs the room of {', '.join(sorted(claims))}")
                 self._later(NeedsRoom(name, claims))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 
+from primad.api.answering.models import ModelForecast
 from primad.daemon.embedding import EmbeddingService
 from primad.errors import ConfigError
 from primad.head.daemon import HeadDaemon
 from primad.head.model.checked import CheckedModel
-from primad.head.offer.held import EmbeddingModel, HeldModel, RingModel
+from primad.head.offer.held import EmbeddingModel, HeldModel, RingModel, described
 from primad.head.offer.room import who_goes
 from primad.head.offer.without_model import WithoutModel
 from primad.head.rings.planner import Planner
 from primad.library.library import LibraryModel
+from primad.planning.forecast import Forecast
 from primad.settings.quantities import show_bytes
 from primad.system.memory import memory
 
@@ -45,7 +46,28 @@ class ModelOpening:
         if checked.options.run.windows is not None or not (idle or busy):
             return frozenset()
         planner = Planner(checked.service(self._head.node), self._head.pool, model.name)
-        return await who_goes(partial(planner.objective_s, candidates), idle, busy)
+
+        async def objective_s(gone: Collection[str]) -> float:
+            return (await planner.beside(candidates, gone))[1]
+
+        return await who_goes(objective_s, idle, busy)
+
+    async def forecast(self, model: LibraryModel, idle: Sequence[str], busy: Sequence[str]) -> ModelForecast:
+        """As ``Opens`` has it."""
+        if model.embeds:
+            raise ConfigError(f"{model.name} makes embeddings, on the processor of {self._head.node.config.name}")
+        candidates = await self._head.candidates()
+        service = (await asyncio.to_thread(self._check, model)).service(self._head.node)
+        planner = Planner(service, self._head.pool, model.name)
+        planned: dict[frozenset[str], Forecast] = {}
+
+        async def objective_s(gone: Collection[str]) -> float:
+            forecast, found_s = await planner.beside(candidates, gone, background=True)
+            planned[frozenset(gone)] = forecast
+            return found_s
+
+        goes = await who_goes(objective_s, idle, busy)
+        return described(planned[goes], service, goes)
 
     def _room_here(self, model: LibraryModel, idle: Sequence[str], busy: Sequence[str]) -> frozenset[str]:
         """Those that go for a model that this device alone has in its memory."""

@@ -85,12 +85,14 @@ class Planner:
             return precomputed
         return await self._solve(workers, served, keeps_attention=keeps_attention)
 
-    async def objective_s(self, candidates: frozenset[str], gone: Collection[str]) -> float:
-        """The objective of a plan for the head and ``candidates`` if the models ``gone`` were not loaded.
+    async def beside(
+        self, candidates: frozenset[str], gone: Collection[str], *, background: bool = False
+    ) -> PlanResult:
+        """The plan for the head and ``candidates`` if the models ``gone`` were not loaded.
 
         Raises ``PlanError`` or ``Infeasible`` if there is none.
         """
-        return (await self._solve(self._pool.others.present(candidates), None, gone=gone))[1]
+        return await self._solve(self._pool.others.present(candidates), None, gone=gone, background=background)
 
     def shares(self, forecast: Forecast) -> list[str]:
         """The devices of ``forecast`` that have other models too."""

@@ -1,7 +1,7 @@
 // Models: which there are and what they take; load and unload, and for the owner download and delete.
 
 import { announce, h, replace } from "./dom.js";
-import { bytes, soon } from "./format.js";
+import { bytes, decode, ms, soon } from "./format.js";
 import { onStatus } from "./live.js";
 import { ask, lines } from "./server.js";
 
@@ -11,6 +11,8 @@ let parts = {};
 let isOwner = false;
 let latest = "";
 let pulling = null;
+let states = "";
+const forecasts = new Map(); // lines by model, for what is loaded now
 
 export function startModels(panel, tab) {
   parts = {
@@ -27,6 +29,9 @@ export function startModels(panel, tab) {
     const key = JSON.stringify([models, isOwner]);
     if (key === latest || parts.list.contains(document.activeElement)) return; // the button that has the focus stays
     latest = key;
+    const now = JSON.stringify(models.map(({ id, state }) => [id, state === "loaded"]));
+    if (now !== states) forecasts.clear();
+    states = now;
     parts.list.replaceChildren(...models.map(drawn));
   });
 }
@@ -105,10 +110,30 @@ async function change(path, body, done, options) {
   showRoom();
 }
 
+/** What a model would give, planned beside those that are loaded now. */
+async function forecast(id, line) {
+  replace(line, "Planning…");
+  try {
+    forecasts.set(id, forecastLine(await ask("/ui/forecast", { model: id })));
+    replace(line, forecasts.get(id));
+    announce(`${id}: ${forecasts.get(id)}`);
+  } catch (error) {
+    replace(line, error.message);
+  }
+}
+
+function forecastLine(found) {
+  const goes = found.goes.length ? `; ${found.goes.join(" and ")} would be unloaded` : "";
+  const streams = found.streamed_bytes ? `, ${bytes(found.streamed_bytes)} read from disk for each token` : "";
+  const first = `first token of ${found.prompt_tokens} after ${ms(found.ttft_ms)}`;
+  return `Forecast: ${decode(found.tokens_per_s)}, ${first}, on ${found.devices.join(", ")}${streams}${goes}.`;
+}
+
 function drawn(model) {
   const { id, state } = model;
   const isThere = state === "loaded" || state === "loading";
   const load = () => change("/models/load", { model: id }, `${id} is being loaded.`);
+  const line = h("p", { class: "reading", "aria-live": "off" }, forecasts.get(id) ?? "");
   const unload = () => change("/models/unload", { model: id }, `${id} is unloaded.`);
   return h(
     "article",
@@ -117,9 +142,11 @@ function drawn(model) {
     state !== "loading" ? null : h("p", { class: "reading" }, h("progress", { max: 1, value: model.progress, "aria-label": `Loading ${id}` }), soon(model)),
     model.detail ? h("p", { class: "muted" }, model.detail) : null,
     h("p", { class: "muted" }, [bytes(model.size_bytes), ...Object.entries(model.memory_bytes).map(([device, taken]) => `${bytes(taken)} on ${device}`)].join(" · ")),
+    line,
     h(
       "p",
       { class: "row" },
+      model.embeds || state === "failed" ? null : h("button", { type: "button", onclick: () => forecast(id, line) }, "Forecast"),
       h("button", { type: "button", onclick: isThere ? unload : load, disabled: state === "unloading" }, isThere ? "Unload" : "Load"),
       isOwner ? h("button", { type: "button", class: "danger", onclick: () => confirmDeletion(id) }, "Delete") : null,
     ),
