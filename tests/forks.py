@@ -11,6 +11,7 @@ Linux only; elsewhere processes start as ever. A test of starts has them by ``ex
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import socket
 import struct
@@ -24,6 +25,8 @@ from typing import Any, Final
 
 import msgspec
 
+from tools.lab.device import INSIDE
+
 PYTHON: Final = sys.executable
 PROGRAM: Final = Path(PYTHON).with_name("primad")
 CHILDREN: Final = (
@@ -33,9 +36,13 @@ CHILDREN: Final = (
     "primad.planning.solver_process",
     "primad.ring.process",
     "primad.ring.speculation.process",
+    "tests.homelab.client",
+    "tests.homelab.seed",
 )
 """Modules that run as processes, but those that measure."""
 COMMAND: Final = "primad.cli.main"
+ENTERING: Final = [os.fsencode(each) for each in (PYTHON, "-I", "-S", INSIDE, "enter")]
+"""Before the settings and the command of a process on a device of a lab."""
 ROOT: Final = Path(__file__).parents[1]
 NETWORK: Final = 0x40000000
 """CLONE_NEWNET."""
@@ -58,6 +65,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     places: list[int]
     leads: bool
+    device: dict[str, Any] | None
+    """The device of a lab to enter, as ``inside.py`` takes it."""
 
 
 class Template:
@@ -94,7 +103,10 @@ def ask(template: Template | None) -> None:
 
 def _fork_exec(arguments: Sequence[Any], *others: Any) -> int:
     """As ``subprocess`` has it, which takes what it needs of Python's own without a name."""
-    module = _module_of(arguments := list(map(os.fsencode, arguments)))
+    ours, device = list(map(os.fsencode, arguments)), None
+    if ours[: len(ENTERING)] == ENTERING:
+        device, ours = json.loads(ours[len(ENTERING)]), ours[len(ENTERING) + 1 :]
+    module = _module_of(ours)
     _, _, kept, folder, variables, stdin, _, _, stdout, _, stderr, _, failed, _, leads, *more = others
     if module is None or _template is None or folder is not None or tuple(more[:6]) != _AS_EVER:
         return int(_exec(arguments, *others))
@@ -103,11 +115,12 @@ def _fork_exec(arguments: Sequence[Any], *others: Any) -> int:
         passed = sorted(set(kept) - {failed})
         start = Start(
             module=module,
-            arguments=arguments,
+            arguments=ours,
             variables=_environment() if variables is None else variables,
             folder=os.getcwd(),  # noqa: PTH109
             places=[0, 1, 2, *passed],
             leads=leads,
+            device=device,
         )
         return _template.start(start, [*descriptors, *passed, network.fileno()])
 

@@ -7,11 +7,13 @@ import ctypes
 import fcntl
 import gc
 import os
+import platform
 import runpy
 import signal
 import socket
 import sys
 import threading
+import uuid
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -20,6 +22,7 @@ import msgspec
 
 from primad.system.memory import staying
 from tests.forks import COMMAND, NETWORK, SIZE, Start, Template, ask, exactly
+from tools.lab.inside import enter
 
 IMPORTED: Final = (
     "primad.api.dialects.openai.prepared",
@@ -32,6 +35,7 @@ IMPORTED: Final = (
     "primad.head.serve",
     "primad.ring.loading",
     "primad.worker.daemon",
+    "tests.fakes.profile",
 )
 """What commands and children import while they run."""
 _MMAP_THRESHOLD: Final = -3
@@ -89,6 +93,9 @@ def _begin(start: Start, descriptors: list[int], tell: int) -> NoReturn:
         os.dup2(each, place, inheritable=True)
         os.close(each)
     os.chdir(start.folder)
+    if start.device is not None:
+        enter(start.device)
+        platform._uname_cache = uuid._node = None  # type: ignore[attr-defined]  # they name the machine
     os.environb.clear()
     os.environb.update(dict(each.split(b"=", 1) for each in start.variables))
     if threshold := os.environ.get("MALLOC_MMAP_THRESHOLD_"):  # read when a process starts

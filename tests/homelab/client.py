@@ -7,7 +7,7 @@
 
 Lines of ``chat``: ``{"at": seconds, "status": 200}``, then for each event ``{"at": ..., "event": {...}}``, at last
 ``{"at": ..., "end": how}`` where how is ``done`` (the stream said [DONE]), ``closed`` (it stopped without a word) or the
-connection's error. Times are ``time.monotonic``'s, which is one clock for the whole machine. Run with ``python -I``.
+connection's error. Times are ``time.monotonic``'s, which is one clock for the whole machine.
 """
 
 # ruff: noqa: T201

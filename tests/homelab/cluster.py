@@ -32,7 +32,7 @@ from tools.lab.device import Device
 
 REPOSITORY = Path(__file__).parents[2]
 PRIMAD = Path(sys.executable).with_name("primad")
-CLIENT = Path(__file__).with_name("client.py")
+CLIENT = (sys.executable, "-m", "tests.homelab.client")
 HTTP_PORT = 8080
 URL = f"http://127.0.0.1:{HTTP_PORT}"
 START_S = 240.0
@@ -41,22 +41,12 @@ _LOOK_S = 0.1
 """Between two looks whether the head lives; what is awaited is told at once."""
 CODE = r"\b[0-9]{1,2}-[a-z]+-[a-z]+\b"
 
-_SEED = """
-import os
-import sys
-from pathlib import Path
-from tests.fakes.profile import seed
-home = Path(os.environ["PRIMAD_HOME"])
-home.mkdir(parents=True, exist_ok=True)
-seed(home, float(sys.argv[1]))
-"""
-
 
 class Cluster:
     """The daemons of one lab. ``daemons`` has the running or ended one of each device by name.
 
     ``trusting`` devices know each other's keys from the start. Extra arguments are those of ``primad serve`` and
-    ``primad join``; ``repository`` is the checkout whose primad runs, ``environment`` is added to that of every daemon.
+    ``primad join``.
     """
 
     def __init__(
@@ -68,8 +58,6 @@ class Cluster:
         trusting: bool = True,
         serve: Sequence[object] = (),
         join: Sequence[object] = (),
-        repository: Path = REPOSITORY,
-        environment: dict[str, str] | None = None,
     ) -> None:
         self.lab = lab
         self.model = model
@@ -78,8 +66,6 @@ class Cluster:
         self.daemons: dict[str, Running] = {}
         self._trusting = trusting
         self._serve, self._join = tuple(serve), tuple(join)
-        self._repository = repository
-        self._environment = dict(environment or {})
         self._clients: list[Running] = []
 
     def __enter__(self) -> Self:
@@ -116,8 +102,8 @@ class Cluster:
         assert self._seeding(self.lab.device(name), speed).wait(PATIENCE_S) == 0, "its error stands above"
 
     def _seeding(self, device: Device, speed: float = 1.0) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-c", _SEED, str(speed)]
-        return device.popen(words, cwd=self._repository, env=self._env(), stdin=subprocess.DEVNULL)
+        words = [sys.executable, "-m", "tests.homelab.seed", str(speed)]
+        return device.popen(words, env=self._env(), stdin=subprocess.DEVNULL)
 
     def start_worker(self, name: str, *arguments: object) -> Running:
         """Start ``primad join`` on a device, again after an end, and wait until it waits for a head."""
@@ -139,7 +125,7 @@ class Cluster:
 
     def _env(self) -> dict[str, str]:
         # The checkout goes first on the path of whatever primad starts; its colours would get between words.
-        return {"PYTHONPATH": f"{self._repository}:{self._repository / 'solver'}", "NO_COLOR": "1", **self._environment}
+        return {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'solver'}", "NO_COLOR": "1"}
 
     def code(self, timeout_s: float = PATIENCE_S) -> tuple[str, int]:
         """The code that ``primad pair`` shows on the head, and the port where it is taken."""
@@ -173,7 +159,7 @@ class Cluster:
             "stream": True,
             **body,
         }
-        running = Running(self.head, sys.executable, "-I", CLIENT, "chat", URL, json.dumps(asked))
+        running = Running(self.head, *CLIENT, "chat", URL, json.dumps(asked), **self._env())
         self._clients.append(running)
         return Stream(running)
 
@@ -192,7 +178,7 @@ class Cluster:
         Fails at once when the head ends before that.
         """
         head = self.daemons[self.head.name]
-        with running(self.head, sys.executable, "-I", CLIENT, "wait", URL, f"{timeout_s:g}", detail) as client:
+        with running(self.head, *CLIENT, "wait", URL, f"{timeout_s:g}", detail, **self._env()) as client:
             while client.process.poll() is None:
                 if (code := head.process.poll()) is not None:
                     raise AssertionError(f"the head ended with code {code} and said at last:\n{head.last(LAST_LINES)}")
@@ -204,7 +190,7 @@ class Cluster:
         return float(printed["at"])
 
     def _client(self, action: str, *words: str, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
-        done = self.head.run([sys.executable, "-I", CLIENT, action, URL, *words], timeout_s=timeout_s)
+        done = self.head.run([*CLIENT, action, URL, *words], env=self._env(), timeout_s=timeout_s)
         assert done.returncode == 0, done.stderr
         printed: dict[str, Any] = json.loads(done.stdout)
         return printed

@@ -11,6 +11,11 @@ from tests.homelab.running import MakeLab
 from tools.lab import DeviceSpec, Fleet, Homelab, missing
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _forked(forks: None) -> None:
+    """Commands fork on their devices, and what they start."""
+
+
 @pytest.fixture
 def make_lab(request: pytest.FixtureRequest) -> Iterator[MakeLab]:
     if (reason := missing()) is not None:

@@ -6,11 +6,12 @@ All cells but those of pairing are made one after the other on one cluster of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
 
+from tests.forks import executing
 from tests.homelab.cluster import Cluster
 from tests.homelab.faults import FAULTS
 from tests.homelab.phases import REACH, HalfPaired, trusted_by
@@ -68,10 +69,17 @@ class Bench:
         self._stack.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def is_matrix(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether the whole matrix is made, whose times are those of processes that start as users start them."""
+    found = any(item.get_closest_marker("matrix") for item in request.session.items)
+    with executing() if found else nullcontext():
+        yield found
+
+
 @pytest.fixture(scope="module")
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest, is_matrix: bool) -> Iterator[Bench]:
     """The times of the whole matrix are those of a real model; for the cells of the suite a quick one does."""
-    is_matrix = any(item.get_closest_marker("matrix") for item in request.session.items)
     made = Bench(request.getfixturevalue("smollm2" if is_matrix else "quick_model"))
     yield made
     made.tear_down()

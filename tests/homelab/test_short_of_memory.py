@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from primad.system.memory import groups
+from tests.forks import executing
 from tests.homelab.cluster import Cluster
 from tests.homelab.running import MakeLab, Running
 from tests.homelab.stream import Stream
@@ -147,7 +148,8 @@ def test_others_compute_what_a_worker_has_no_memory_for_and_give_it_back(make_la
     short = lab.device("b")
     with Cluster(lab, model, serve=("--max-ram", HEAD_RAM, "--context", 4096)) as cluster:
         cluster.prepare()
-        worker = cluster.start_worker("b")
+        with executing():  # the worker shall hold all the memory that it needs
+            worker = cluster.start_worker("b")
         head = cluster.start_head("--wait", 1)
         cluster.wait_serving()
         assert computing(cluster) == {"a", "b"}, cluster.logs()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -52,8 +51,7 @@ def server(status: int, events: Sequence[str]) -> Iterator[str]:
 
 
 def client(*words: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-I", str(CLIENT), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    done = subprocess.run([*CLIENT, *words], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

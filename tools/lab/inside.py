@@ -54,8 +54,8 @@ def hold(settings: dict[str, Any]) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
 
 
-def enter(settings: dict[str, Any], command: list[str]) -> None:
-    """Enter the namespaces of process ``settings["holder"]`` and become ``command``."""
+def enter(settings: dict[str, Any]) -> None:
+    """Enter the namespaces of process ``settings["holder"]``."""
     _join(settings["groups"])
     handles = [(os.open(f"/proc/{settings['holder']}/ns/{kind}", os.O_RDONLY), kind) for kind in settings["namespaces"]]
     for handle, kind in handles:
@@ -63,14 +63,14 @@ def enter(settings: dict[str, Any], command: list[str]) -> None:
         os.close(handle)
     if settings["folder"] is not None:
         os.chdir(settings["folder"])
-    os.execvp(command[0], command)
 
 
 def main() -> None:
     action, settings = sys.argv[1], json.loads(sys.argv[2])
     try:
         if action == "enter":
-            enter(settings, sys.argv[3:])
+            enter(settings)
+            os.execvp(sys.argv[3], sys.argv[3:])
         hold(settings)
     except (OSError, subprocess.TimeoutExpired) as exc:
         text = str(exc)
