@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 MAX_RAM = "65MiB"
 """The runtime and little more than two layers, so that nearly all layers stream."""
-TOKENS, MIDDLE = 48, 12
+TOKENS, MIDDLE = 32, 8
 """Most tokens are sampled after what happens, so that it is noticed however late it comes."""
 needs_bad_disk = pytest.mark.skipif(
     not bad_disk.is_possible(), reason="a disk that fails needs Linux, root and /dev/fuse"
