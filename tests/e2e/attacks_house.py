@@ -41,6 +41,8 @@ MORE_DESCRIPTORS = 12
 LINES_PER_S = 8
 """Each gate and each link says once a second that it refuses something; there are about seven."""
 TOKENS = 60
+PAUSE_S = 0.5
+"""Between two answers: who asks without one has the core that is attacked."""
 ROGUE = new_identity()
 """A device that the head trusts, and that does not behave."""
 
@@ -171,7 +173,7 @@ class House:
         reported: list[streams.Reported] = []
 
         def ask_on() -> None:
-            while not ended.is_set():
+            while not (reported and ended.wait(PAUSE_S)):
                 reported.append(streams.ask(self.head, tokens=TOKENS))
 
         asking = threading.Thread(target=ask_on)

@@ -124,8 +124,8 @@ async def test_a_thousand_connections_a_second_at_every_door(house: House, doors
     with house.undisturbed_by("a burst"):
         bursts = []
         for at, door in enumerate(doors):
-            bursts.append((door, attacking(burst(door, 1000), "burst")))
-            await asyncio.wait([bursts[-1][1]], timeout=1.0 if at < len(doors) - 1 else None)
+            bursts.append((door, attacking(burst(door, 500), "burst")))
+            await asyncio.wait([bursts[-1][1]], timeout=0.5 if at < len(doors) - 1 else None)
         await all_over(bursts)
         for door, answers in bursts:
             for heard in answers.result():

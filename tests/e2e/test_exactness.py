@@ -41,27 +41,27 @@ RINGS = {
         ((5, 8), 2),
         ((10, 12, 7), 1),
         ((3, 4, 3), 3),  # no layer is left for the tail: the head's last window gives it one
+        ((2, 5, 3, 4), 2),
     ],
-    "smollm2": [((2, 5, 3, 4), 2)],
     "sliding": [
         ((7, 9), 1),
         ((1, 5), 3),  # the head's last window becomes the tail, so the worker has two windows in a row
         ((1, 2, 1, 1), 3),
+        ((3, 1, 4), 2),
     ],
-    "gemma3": [((3, 1, 4), 2)],
 }
 """Layers a round for each device, and rounds: every number of devices with every number of rounds, on one of the models."""
 MORE_RINGS = {
     "smollm2": [
-        *((None, 1), ((5, 8), 2), ((10, 12, 7), 1), ((3, 4, 3), 3)),
+        *((None, 1), ((5, 8), 2), ((10, 12, 7), 1), ((3, 4, 3), 3), ((2, 5, 3, 4), 2)),
         *(((3, 19), 1), ((2, 7), 3), ((3, 1, 9), 2), ((1, 2, 20, 5), 1), ((1, 4, 2, 2), 3)),
     ],
     "gemma3": [
-        *((None, 1), ((7, 9), 1), ((1, 5), 3), ((1, 2, 1, 1), 3)),
+        *((None, 1), ((7, 9), 1), ((1, 5), 3), ((1, 2, 1, 1), 3), ((3, 1, 4), 2)),
         *(((2, 6), 2), ((2, 5, 10), 1), ((1, 2, 6, 8), 1), ((1, 3, 1), 3), ((1, 2, 2, 3), 2)),
     ],
 }
-"""The same on the other models: only ``tools/test --full`` makes them."""
+"""The same on the real models: only ``tools/test --full`` makes them."""
 
 
 def rings() -> Iterator[object]:

@@ -11,7 +11,7 @@ from primad.system.process_start import measuring
 from tests.e2e.cluster import heading, joining, primad
 from tests.e2e.streams import ask
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("started_by_a_shell")]
+pytestmark = pytest.mark.slow
 
 
 def states(home: Path, cluster: str) -> dict[str, str]:
