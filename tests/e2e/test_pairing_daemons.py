@@ -20,7 +20,7 @@ from primad.trust.words import parse_code
 from tests.e2e.cluster import PATIENCE_S, PRIMAD, Head, Primad, command_of, environment, heading, joined, wait_until
 from tools.synth import write_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("started_by_a_shell")]
+pytestmark = pytest.mark.slow
 
 
 @dataclass
