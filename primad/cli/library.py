@@ -29,9 +29,15 @@ ModelFolders = Annotated[
         show_default=False,
     ),
 ]
-MODEL_OPTIONS: Final = {"lora", "alias", "any_model", "chat_template", "tool_parser", "context_shift"} | names_of(
-    RunOptions, DraftOptions, SamplingOptions, RopeOptions
-)
+MODEL_OPTIONS: Final = {
+    "lora",
+    "alias",
+    "any_model",
+    "chat_template",
+    "mmproj",
+    "tool_parser",
+    "context_shift",
+} | names_of(RunOptions, DraftOptions, SamplingOptions, RopeOptions)
 """Options of ``serve`` that may stand in ``models.toml``."""
 
 

@@ -59,6 +59,13 @@ class EndpointOptions:
         Path | None,
         typer.Option(help="A file with a Jinja template that replaces the model's.", show_default=False),
     ] = None
+    mmproj: Annotated[
+        Path,
+        typer.Option(
+            help="The encoder of pictures, mmproj-….gguf. auto: the one beside the model, if there is one.",
+            metavar="FILE|auto|none",
+        ),
+    ] = Path("auto")
     tool_parser: Annotated[
         str,
         typer.Option(
@@ -163,7 +170,7 @@ SERVE_SHOWN: Final = (
 )
 """Options that ``--help`` shows: those that a home needs."""
 DEFAULT_KEEP_S: Final = 300.0
-OF_ONE_MODEL: Final = ("lora", "alias", "chat_template", "draft", "windows", "rounds")
+OF_ONE_MODEL: Final = ("lora", "alias", "chat_template", "mmproj", "draft", "windows", "rounds")
 SERVE_TABLE: Final = {"model", "idle_unload", "lora", "wait", "wait_timeout", "alone"} | names_of(
     *(EndpointOptions, AskingOptions, RunOptions, DraftOptions, SamplingOptions, RingOptions, RopeOptions, KeptOptions)
 )
@@ -271,7 +278,7 @@ def serve(
     if found is not None:
         known = dict.fromkeys((*options.aliases, model.as_posix(), found.name.removesuffix(":latest")))
         known.pop(found.name, None)
-        options = replace(options, name=found.name, aliases=tuple(known))
+        options = replace(options, name=found.name, aliases=tuple(known), projector=found.projector)
     whole = others.alone or others.wait == 0 or bool(lora)
     model = model if found is None else found.files[0]
     source = served_model(model, config, whole=whole, several=is_for_several(options, config))
@@ -297,7 +304,8 @@ def _offer(
         values = untyped_values(called, tables_of(found, library, config))
         own = _serve_options(config, *(replaced(each, values) for each in groups))
         adapters = parse_lora(values.get("lora") or lora)
-        return replace(own, lora=adapters, sampling=_given(replaced(sampling, values)))
+        given = _given(replaced(sampling, values))
+        return replace(own, lora=adapters, sampling=given, projector=found.projector)
 
     def pinned(library: Library) -> frozenset[str]:
         found = pinned_in(library, config)
@@ -311,7 +319,8 @@ def _offer(
 def _check_for_one(called: typer.Context) -> None:
     """Without ``--model`` nobody types options of a single model. Raises ``ConfigError``."""
     for name in OF_ONE_MODEL:
-        if called.params.get(name) and is_typed(called, name):
+        is_for_all = name == "mmproj" and str(called.params[name]) in ("auto", "none")
+        if called.params.get(name) and is_typed(called, name) and not is_for_all:
             raise ConfigError(
                 f"--{name.replace('_', '-')}: is for one model; add --model, or write it into models.toml for a model"
             )
@@ -366,6 +375,7 @@ def _serve_options(
         chat_template=None if endpoint.chat_template is None else chat_template_in(endpoint.chat_template),
         tool_parser=parse_choice(endpoint.tool_parser, PARSERS, "--tool-parser"),
         embedding=endpoint.embedding,
+        mmproj=endpoint.mmproj,
         allowed_hosts=allowed_hosts(asking.allow_host),
         cors_origins=cors_origins(asking),
         api_key=asking.api_key,

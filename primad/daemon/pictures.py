@@ -1,4 +1,5 @@
-"""The head's side of its process for pictures: start it with the first one, ask it, start it again after a crash, end it.
+"""The head's side of its process for pictures: start it with the first one, ask it, start it again after a crash, end it
+when nobody has sent one for a while.
 
 What a picture became is kept, so that one in the next turn of a conversation is not encoded again.
 """
@@ -30,12 +31,16 @@ from primad.engine.pictures.messages import (
 from primad.errors import EngineError, RequestError, RingError
 from primad.system.children.asked_child import AskedChild, EndedError
 from primad.system.children.spawn import environment
+from primad.system.tasks import Tasks, to_its_end
 
 TIMEOUT_S: Final = 120.0
 """The process is taken to hang when a picture takes longer."""
+IDLE_S: Final = 300.0
+"""The process ends after so long without a picture."""
 KEPT_BYTES: Final = 128 << 20
 """Of what pictures became."""
 
+_CLOSED: Final = "the model is unloaded, or primad is stopping"
 _decoder = msgspec.msgpack.Decoder(PictureReply)
 
 
@@ -50,13 +55,17 @@ class PictureService:
         threads: int,
         began: Callable[[int], None] = lambda _: None,
         timeout_s: float = TIMEOUT_S,
+        idle_s: float = IDLE_S,
         kept_bytes: int = KEPT_BYTES,
     ) -> None:
         self._load_task = LoadEncoder(path=str(path), model=str(model), threads=threads)
-        self._began, self._timeout_s, self._room = began, timeout_s, kept_bytes
+        self._began, self._timeout_s, self._idle_s, self._room = began, timeout_s, idle_s, kept_bytes
         self._child: AskedChild | None = None
         self._kept = OrderedDict[str, EncodedPicture]()
         self._turn = asyncio.Lock()
+        self._ending: asyncio.TimerHandle | None = None
+        self._tasks = Tasks()
+        self._closed = False
         self.starts = self.encoded = 0
 
     @property
@@ -79,15 +88,29 @@ class PictureService:
             if (found := self._kept.get(digest)) is not None:
                 self._kept.move_to_end(digest)
                 return found
-            if self._child is None or not self._child.is_alive:
-                await self._load()
-            reply = await self._ask(EncodePicture(data))
+            if self._closed:
+                raise RingError(_CLOSED)
+            reply = await to_its_end(self._encoded(data))  # one whose client left costs others no process
             if isinstance(reply, PictureRefused):
                 raise RequestError(f"{called}: {reply.error}", param=called)
-            assert isinstance(reply, EncodedPicture)
+            return reply
+
+    async def _encoded(self, data: bytes) -> EncodedPicture | PictureRefused:
+        if self._ending is not None:
+            self._ending.cancel()
+        if self._child is None or not self._child.is_alive:
+            await self._load()
+        reply = await self._ask(EncodePicture(data))
+        self._ending = asyncio.get_running_loop().call_later(self._idle_s, lambda: self._tasks.start(self._end_idle()))
+        if isinstance(reply, EncodedPicture):
             self.encoded += 1
             self._keep(reply)
-            return reply
+        assert isinstance(reply, EncodedPicture | PictureRefused)
+        return reply
+
+    async def _end_idle(self) -> None:
+        if not self._turn.locked():
+            await self._end()
 
     def _keep(self, picture: EncodedPicture) -> None:
         self._kept[picture.digest] = picture
@@ -95,36 +118,48 @@ class PictureService:
             self._kept.popitem(last=False)
 
     async def close(self) -> None:
-        """End the process, whatever it does; the next picture starts it again."""
+        """End the process, whatever it does, for good."""
+        self._closed = True
+        if self._ending is not None:
+            self._ending.cancel()
+        await self._tasks.close()
+        await self._end()
+        async with self._turn:  # one that had just begun to start it
+            await self._end()
+
+    async def _end(self) -> None:
         child, self._child = self._child, None
         if child is not None:
             await child.end()
 
     async def _load(self) -> None:
-        await self.close()
+        await self._end()
         variables = environment({"OMP_PROC_BIND": "false"} | os.environ, self._load_task.threads, 0)
         self._child = await AskedChild.start("primad.engine.pictures.process", variables, "the process for pictures")
+        if self._closed:
+            await self._end()
+            raise RingError(_CLOSED)
         self.starts += 1
         self._began(self._child.pid)
         assert isinstance(await self._ask(self._load_task), EncoderReady)
 
     async def _ask(self, task: PictureTask) -> PictureReply:
-        """Whoever leaves before the reply is there ends the process too: the reply would be taken for another's."""
+        """Whoever fails before the reply is there ends the process too: the reply would be taken for another's."""
         assert self._child is not None
         try:
             async with asyncio.timeout(self._timeout_s):
                 reply: PictureReply = _decoder.decode(await self._child.ask(task))
         except TimeoutError:
-            await self.close()
+            await self._end()
             raise RingError(f"the process for pictures gave no answer in {self._timeout_s:g} s") from None
         except EndedError as exc:
-            await self.close()
+            await self._end()
             raise RingError(f"the process for pictures {exc}") from None
         except BaseException:
-            await self.close()
+            await self._end()
             raise
         if isinstance(reply, EncoderFailed):
-            await self.close()
+            await self._end()
             raise EngineError(reply.error)
         return reply
 

@@ -1,4 +1,5 @@
-"""One model that a head serves: its membership core, its plans and rings, its KV cache, and the door to them."""
+"""One model that a head serves: its membership core, its plans and rings, its KV cache, its encoder of pictures, and the
+door to them."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from primad.daemon.kv_blocks import HeldBlocks
+from primad.daemon.pictures import PictureService
 from primad.errors import ClusterError
 from primad.head.members.core import HeadContext
 from primad.head.members.core_loop import CoreLoop, Epochs
@@ -23,7 +25,11 @@ from primad.membership.due import waiting_line
 from primad.membership.step import phase_of
 from primad.membership.types import DevicePhase
 from primad.profiler.effort import QUICK
+from primad.system.niceness import apply_nice
+from primad.system.processors import usable_cores
 
+PICTURE_NICE: Final = 10
+"""A request's next token precedes pictures."""
 PAUSED = "paused by the owner of this head"
 Reply = Callable[[types.Event], None]
 DeviceEffect = types.Greet | types.Drop | types.Measure
@@ -53,6 +59,7 @@ class ModelServing:
         self._core = CoreLoop(shared.epochs, self._carry_out, self._decided)
         self.planner = Planner(service, shared.pool, self.name)
         self.kv = KvBackup(self._head, service, self._devices, shared.held)
+        self._pictures = backend.pictures = _pictures_of(self._head, service)
         self.changed: Callable[[], None] = lambda: None
         """Hears when its state or progress may be another one."""
         backend.find_blocks = self.kv.find
@@ -82,12 +89,18 @@ class ModelServing:
     async def close(self) -> None:
         """End all rings."""
         await self.rings.close()
+        await self._end_pictures()
 
     async def unload(self) -> None:
         """End all rings; no device holds anything of the model any more."""
         await self.rings.unload()
         self.planner.forget()
         await self.kv.close()
+        await self._end_pictures()
+
+    async def _end_pictures(self) -> None:
+        if self._pictures is not None:
+            await self._pictures.close()
 
     @property
     def progress(self) -> float | None:
@@ -161,6 +174,15 @@ class ModelServing:
     def cluster(self) -> list[dict[str, Any]]:
         """The devices, as this model has them."""
         return cluster_of([self.state], self._shared.pool)
+
+
+def _pictures_of(head: HeadContext, service: Service) -> PictureService | None:
+    encoder, config = service.encoder.path, head.node.config
+    if encoder is None:
+        return None
+    nice = max(config.nice, PICTURE_NICE)
+    threads = config.threads or usable_cores()
+    return PictureService(encoder, service.model.file, threads=threads, began=lambda pid: apply_nice(pid, nice))
 
 
 def cluster_of(states: Iterable[types.State | None], pool: DevicePool) -> list[dict[str, Any]]:

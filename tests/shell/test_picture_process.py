@@ -107,3 +107,33 @@ async def test_an_encoder_of_another_model_is_named(files, tmp_path):
         with pytest.raises(EngineError, match=r"other\.gguf"):
             await service.encode(noise(1), "a")
         assert service.pid is None
+
+
+async def test_a_process_that_nobody_needs_any_more_ends_and_the_next_picture_starts_it_again(files):
+    async with pictures(files, idle_s=0.0, kept_bytes=0) as service:
+        first = await service.encode(noise(1), "a")
+        for _ in range(20):  # steps of this loop, until it is told to end
+            await asyncio.sleep(0)
+        assert service.pid is None
+        assert await service.encode(noise(1), "a") == first
+        assert service.starts == 2
+
+
+async def test_a_client_that_leaves_costs_the_others_no_process(files):
+    async with pictures(files) as service:
+        await service.encode(noise(1), "a")
+        pid, leaving = service.pid, asyncio.create_task(service.encode(noise(2), "a"))
+        for _ in range(3):  # steps of this loop, until it is asked
+            await asyncio.sleep(0)
+        leaving.cancel()
+        await service.encode(noise(2), "b")
+        assert leaving.cancelled()
+        assert (service.pid, service.encoded) == (pid, 2)
+
+
+async def test_a_service_that_has_ended_starts_nothing(files):
+    async with pictures(files) as service:
+        await service.close()
+        with pytest.raises(RingError, match="unloaded"):
+            await service.encode(noise(1), "a")
+        assert service.pid is None

@@ -20,6 +20,7 @@ from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
+from primad.head.model.encoder import EncoderFile, encoder_file
 from primad.head.model.options import ServeOptions, is_for_several
 from primad.head.model.service import Service, service_of
 from primad.head.model.vocabulary import chat_template_of
@@ -50,11 +51,13 @@ class CheckedModel:
     draft: DraftModel | None
     head_has_room: bool
     predicts: bool
+    encoder: EncoderFile
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory of this device that its draft model takes."""
-        return 0 if self.draft is None or not self.head_has_room else self.draft.memory_bytes
+        """Memory of this device that its draft model takes, and its encoder of pictures."""
+        draft = 0 if self.draft is None or not self.head_has_room else self.draft.memory_bytes
+        return draft + self.encoder.size_bytes
 
     def service(self, node: Node) -> Service:
         """As it is served by ``node``. Raises ``PlanError`` if no work can be planned for it."""
@@ -68,6 +71,7 @@ class CheckedModel:
             self.adapters,
             head_has_room=self.head_has_room,
             predicts=self.predicts,
+            encoder=self.encoder,
         )
 
 
@@ -91,6 +95,9 @@ def check_model(config: Config, source: Path | RangedModel, options: ServeOption
     if drafts_itself:
         model = with_predicting(model, header)
     draft, has_room = draft_of(options, config, header, reporter, memory().available_bytes)
+    encoder, line = encoder_file(options.mmproj, header.path, options.projector)
+    if line:
+        reporter.report_line(line)
     return CheckedModel(
         header=header,
         profile=model,
@@ -101,6 +108,7 @@ def check_model(config: Config, source: Path | RangedModel, options: ServeOption
         draft=draft,
         head_has_room=has_room,
         predicts=drafts_itself,
+        encoder=encoder,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from primad.api.answering.reading import AUTO
 from primad.engine.rope import AS_IN_THE_MODEL, Rope
+from primad.head.model.encoder import AUTO as BESIDE
 from primad.network.own_places import url_for_clients
 from primad.planning.run_config import DEFAULT_RUN, RunConfig
 from primad.settings.config import LOOPBACK, Config
@@ -35,6 +36,7 @@ class ServeOptions:
     ``rope`` overrides RoPE, ``lora`` are adapters of the model, with their scales. Clients know the models as ``name`` and
     ``embedding_name``, if they have other names than their files. ``sampling`` overrides the file's sampling defaults. The
     head serves this model alone and for good if it ``is_only``; else it is one of several, loaded when a request names it.
+    ``mmproj`` is the encoder of pictures (``auto``: the ``projector`` that the library knows, or one beside the model).
     """
 
     wait: int | None
@@ -66,6 +68,8 @@ class ServeOptions:
     name: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     is_only: bool = True
+    mmproj: Path = BESIDE
+    projector: Path | None = None
 
     @property
     def embedding_id(self) -> str | None:

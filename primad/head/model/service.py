@@ -25,6 +25,7 @@ from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.gguf.windows import ModelCutter
+from primad.head.model.encoder import NO_ENCODER, EncoderFile
 from primad.head.model.options import ServeOptions, model_id
 from primad.planning.adapters import with_expert_use
 from primad.planning.forecast import Forecast
@@ -138,7 +139,7 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """The served model, the owner's options, the planned workload, and the draft model.
+    """The served model, the owner's options, the planned workload, the draft model, and the encoder of pictures.
 
     ``draft_source`` has the draft model's layers, for other devices; None if it cannot be cut. It drafts only there
     unless ``head_has_room``.
@@ -150,6 +151,7 @@ class Service:
     draft: DraftModel | None = None
     draft_source: ModelSource | None = None
     head_has_room: bool = True
+    encoder: EncoderFile = NO_ENCODER
 
     def step_tokens(self, forecast: Forecast) -> int:
         """Tokens per step, as planned if the plan was solved."""
@@ -187,6 +189,7 @@ def service_of(
     *,
     head_has_room: bool = True,
     predicts: bool = False,
+    encoder: EncoderFile = NO_ENCODER,
 ) -> Service:
     """The model of ``header`` with ``options``. Raises ``PlanError`` if no work can be planned for them."""
     again_s = node.timings.head.model_again_s
@@ -208,6 +211,7 @@ def service_of(
         draft=draft,
         draft_source=None if draft is None else _source_of(draft, node, again_s),
         head_has_room=head_has_room,
+        encoder=encoder,
     )
 
 

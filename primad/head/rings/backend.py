@@ -17,6 +17,7 @@ import msgspec
 
 from primad.api.answering.backend import Health, ModelSettings, Preparation, Prepared, ServedModel
 from primad.api.answering.pieces import ModelPieces
+from primad.daemon.pictures import PictureService
 from primad.errors import PrimadError, PromptTooLongError, RequestError, RingError
 from primad.head.model.text_service import TextService
 from primad.kv.keys import KvBlock, follows
@@ -196,6 +197,7 @@ class RingBackend:
         self._open: dict[int, _Open] = {}
         self._unsent: list[Generate] = []
         self.find_blocks: FindsBlocks = _no_blocks
+        self.pictures: PictureService | None = None
         self.around: Callable[[], dict[str, Any]] = dict
         """The rest of the status, also without a ring."""
         self.created = int(time.time())

@@ -1,0 +1,95 @@
+"""The encoder of a model that sees: where its file is, whether it is one, and what clients hear without it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from primad.errors import ConfigError, ModelError
+from primad.gguf.header import read_beginning
+from primad.gguf.hub import quantisation_in
+from primad.gguf.model import PART_NAME
+
+AUTO: Final = Path("auto")
+"""What ``--mmproj`` is where the file is to be looked for."""
+NONE: Final = Path("none")
+_MARK: Final = "mmproj"
+_BEGINNING_BYTES: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderFile:
+    """The encoder of a model; without one, what it ``lacks``, for whoever sends a picture."""
+
+    path: Path | None = None
+    lacks: str = "the model has no encoder for pictures"
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes of memory, once it is loaded."""
+        return 0 if self.path is None else self.path.stat().st_size
+
+
+NO_ENCODER: Final = EncoderFile()
+
+
+def encoder_file(given: Path, model: Path, known: Path | None) -> tuple[EncoderFile, str]:
+    """What ``--mmproj`` says of the ``model`` file, whose encoder the library may have ``known``; and a line for the owner.
+
+    Raises ``ConfigError`` for a file that is no encoder of pictures.
+    """
+    if given == NONE:
+        return EncoderFile(None, "this server was started with --mmproj none, so no model of it takes pictures"), ""
+    if given != AUTO:
+        return EncoderFile(_checked(given, f"--mmproj {given}")), f"pictures are encoded with {given}"
+    found = known or projector_beside(model)
+    if found is None:
+        return EncoderFile(None, lacking(model)), ""
+    try:
+        return EncoderFile(
+            _checked(found, str(found))
+        ), f"pictures are encoded with {found}; --mmproj none leaves it out"
+    except ConfigError as exc:
+        return EncoderFile(None, f"the model's encoder for pictures cannot be used: {exc}"), f"no pictures: {exc}"
+
+
+def lacking(model: Path) -> str:
+    """What is missing for a ``model`` without an encoder, and how to get it."""
+    return (
+        f"no encoder for pictures is beside the model: if it can see, its publisher offers a file {_MARK}-….gguf; put that "
+        f"beside {model.name}, or give it to 'primad serve --{_MARK} FILE', and start that again"
+    )
+
+
+def projector_beside(model: Path) -> Path | None:
+    """The encoder in the folder of the ``model`` file: the only one beside the only model, else one that has its name."""
+    try:
+        files = sorted(each for each in model.parent.iterdir() if each.suffix.lower() == ".gguf")
+    except OSError:
+        return None
+    encoders = [each for each in files if _MARK in each.name.lower()]
+    is_only = len({_stem(each) for each in files if each not in encoders}) == 1
+    for each in encoders:
+        core = each.stem.lower().replace(_MARK, "").strip("-_.")
+        core = core.removesuffix(quantisation_in(core).lower()).strip("-_.")
+        if is_only or (core and _stem(model).startswith(core)):
+            return each
+    return None
+
+
+def _stem(path: Path) -> str:
+    part = PART_NAME.fullmatch(path.name)
+    return (path.stem if part is None else part["stem"]).lower()
+
+
+def _checked(path: Path, what: str) -> Path:
+    try:
+        header = read_beginning(path, _BEGINNING_BYTES)
+        architecture = header.text("general.architecture")
+    except ModelError as exc:
+        raise ConfigError(f"{what}: {exc}; name the file {_MARK}-….gguf that the model's publisher offers") from exc
+    sees = header.values.get("clip.has_vision_encoder")
+    if architecture != "clip" or sees is None or sees.is_array or not sees.scalar():
+        raise ConfigError(f"{what}: is no encoder of pictures; name the file {_MARK}-….gguf of the model's publisher")
+    return path
