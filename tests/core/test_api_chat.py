@@ -19,7 +19,7 @@ def rendered(template: str, messages=HELLO) -> str:
 
 
 def prompt_of(vocabulary: ByteVocabulary) -> list[int]:
-    return tokenize_prompt(vocabulary, render(vocabulary, HELLO, now=NOW))
+    return tokenize_prompt(vocabulary, render(vocabulary, HELLO, now=NOW)).tokens
 
 
 def test_a_model_without_a_template_gets_chatml():

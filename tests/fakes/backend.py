@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -23,10 +24,15 @@ from primad.api.answering.backend import (
     ServedModel,
     Vocabulary,
 )
+from primad.api.answering.pictures import PicturesWantedError
+from primad.engine.pictures.messages import EmbeddedRun, EncodedPicture, TokenRun
 from primad.engine.protocol import biases_in
-from primad.head.model.text_messages import Failed, Prepare, PreparedRequest, RequestRefused
+from primad.errors import RequestError
+from primad.head.model.seeing import prepare_seeing
+from primad.head.model.text_messages import Failed, PicturesWanted, Prepare, PreparedRequest, RequestRefused
 from primad.head.model.text_process import prepared
 from primad.ring.messages import Finished, Generate, GenerationEvent, PromptProgress, Sampled, Sampling
+from primad.ring.pictures import PictureRows
 
 BOS, EOS, IM_START, IM_END = 256, 257, 258, 259
 SPECIAL = {"<s>": BOS, "</s>": EOS, "<|im_start|>": IM_START, "<|im_end|>": IM_END}
@@ -90,6 +96,7 @@ class Call:
     priority: int
     may_expire: bool
     speculates: bool
+    pictures: list[PictureRows] = field(default_factory=list)
     sampled: int = 0
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -125,6 +132,15 @@ class FakeBackend:
         self, preparation: Preparation[Prepared], body: bytes, served: ModelSettings | None, *, owner: str = ""
     ) -> Prepared:
         """In this process, but over the wire."""
+        return await prepare_seeing(lambda seen: self._prepared(preparation, body, served, seen), encoded)
+
+    async def _prepared(
+        self,
+        preparation: Preparation[Prepared],
+        body: bytes,
+        served: ModelSettings | None,
+        seen: Mapping[str, Sequence[int]],
+    ) -> Prepared:
         assert preparation.__module__.endswith(".prepared"), "the text process does this work"
         task = Prepare(
             what=f"{preparation.__module__}:{preparation.__name__}",
@@ -132,14 +148,17 @@ class FakeBackend:
             settings=served,
             seed=secrets.randbelow(2**32 - 1),
             now=datetime.now().astimezone(),
+            seen={digest: list(ids) for digest, ids in seen.items()},
         )
         task = msgspec.msgpack.decode(msgspec.msgpack.encode(task), type=Prepare)
-        answer = prepared(task, self.vocabulary)
-        match msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=PreparedRequest | RequestRefused | Failed):
+        answer = msgspec.msgpack.encode(prepared(task, self.vocabulary))
+        match msgspec.msgpack.decode(answer, type=PreparedRequest | PicturesWanted | RequestRefused | Failed):
             case PreparedRequest(made=made, lines=lines):
                 for line in lines:
                     logging.getLogger("primad.head.model.text_service").info("%s", line)
                 return msgspec.msgpack.decode(made, type=get_type_hints(preparation)["return"])
+            case PicturesWanted(pictures=pictures):
+                raise PicturesWantedError(pictures)
             case RequestRefused() as refused:
                 raise refused.error()
             case Failed(message):
@@ -160,7 +179,9 @@ class FakeBackend:
         assert self.state.taken, "asked while not serving"
         assert self.served is not None, "asked without a model"
         assert prompt, "the prompt is empty"
-        assert all(type(token) is int and 0 <= token < SIZE for token in prompt), "the prompt leaves the vocabulary"
+        rows = [place for each in asked.pictures for place in range(each.first, each.first + each.rows)]
+        assert [place for place, token in enumerate(prompt) if token < 0] == rows, "ids below 0 are rows of pictures"
+        assert all(type(token) is int and token < SIZE for token in prompt), "the prompt leaves the vocabulary"
         assert 1 <= max_tokens <= self.served.context_tokens - len(prompt), "the answer does not fit the context"
         assert logprobs is None or 0 <= logprobs <= 100
         check_sampling(sampling, self.served.context_tokens)
@@ -176,6 +197,7 @@ class FakeBackend:
             asked.priority,
             may_expire,
             asked.speculates,
+            pictures=asked.pictures,
         )
         self.calls.append(call)
         try:
@@ -247,6 +269,15 @@ def check_sampling(sampling: Sampling, context_tokens: int) -> None:
         0 <= token < SIZE and (bias == -math.inf or -10_000 <= bias <= 10_000)
         for token, bias in biases_in(sampling.logit_bias)
     )
+
+
+async def encoded(data: bytes, called: str) -> EncodedPicture:
+    """A picture as four rows of two numbers between two tokens; one that is no PNG is refused."""
+    if not data.startswith(b"\x89PNG"):
+        raise RequestError(f"{called}: the picture cannot be decoded", param=called)
+    rows = EmbeddedRun(rows=4, looks_ahead=True, content=bytes(32))
+    digest = hashlib.sha256(data).hexdigest()
+    return EncodedPicture(digest=digest, runs=(TokenRun((IM_START,)), rows, TokenRun((IM_END,))))
 
 
 def replies(*texts: str | bytes | Item) -> Callable[[Call], list[Item]]:

@@ -145,8 +145,8 @@ def test_a_name_that_is_neither_claude_nor_served():
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"temperature": 1.5}, "temperature"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image blocks"),
         ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "document blocks"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "odd"}]}]}, "messages[0].content"),
     ],
 )

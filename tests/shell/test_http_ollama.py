@@ -174,7 +174,7 @@ def test_errors_have_its_shape(path):
     assert call(FakeBackend(replies()), "POST", "/api/embed", json={}).json().keys() == {"error"}
 
 
-def test_images_are_refused_by_name():
+def test_images_are_refused_by_name_where_the_model_sees_none():
     message = HELLO[0] | {"images": ["aGk="]}
     assert "images" in post(FakeBackend(replies()), CHAT, model="toy", messages=[message]).json()["error"]
 

@@ -75,8 +75,8 @@ def test_a_refusal_names_the_field_as_it_was_sent(asked, param):
     [
         ({"type": "item_reference", "id": "w"}, "input[1] is of type 'item_reference'"),
         (
-            {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
-            "input[1] has a part of type 'input_image'",
+            {"role": "user", "content": [{"type": "input_audio", "input_audio": "x"}]},
+            "input[1] has a part of type 'input_audio'",
         ),
         ({"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file"}]}, "'input_file'"),
     ],
@@ -138,7 +138,7 @@ def test_a_stream_of_named_events():
         ({"previous_response_id": "resp_1"}, "send the whole conversation as 'input'"),
         ({"background": True}, "nothing is stored"),
         ({"input": []}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any, Protocol, TypeVar
 
@@ -111,7 +111,7 @@ class ModelSettings:
     """How the model behind the API is served. ``created`` is in Unix seconds; ``context_tokens`` bounds prompt plus
     response; ``tool_parser`` names the format of its calls, or is ``auto``. With ``context_shift`` the oldest messages
     of a conversation that is too long are dropped. Up to ``sequences`` requests run at once; if that ``is_exact``, each
-    is what it would be alone."""
+    is what it would be alone. Where it does not ``see`` pictures, ``lacks_encoder`` says why, and what to do."""
 
     id: str
     created: int
@@ -123,6 +123,8 @@ class ModelSettings:
     context_shift: bool = False
     sequences: int = 1
     is_exact: bool = True
+    sees: bool = False
+    lacks_encoder: str = "the model has no encoder for pictures"
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -148,9 +150,10 @@ class ServedModel(ModelSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextModel(ModelSettings):
-    """The model for the text process: with its tokenizer."""
+    """The model for the text process: with its tokenizer, and the token ids of pictures that were ``seen``, by digest."""
 
     vocabulary: Vocabulary
+    seen: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +176,8 @@ Prepared = TypeVar("Prepared", bound=msgspec.Struct)
 Preparation = Callable[[bytes, Asking], Prepared]
 """Turns a request's body into all that the daemon needs to serve it. Raises ``RequestError`` and ``ModelError``.
 
-It is a pure function that runs in the text process. Its annotation names the result: a struct of plain data.
+With pictures that were not seen yet it raises ``PicturesWantedError``, and runs again once they were. It is a pure function
+that runs in the text process. Its annotation names the result: a struct of plain data.
 """
 
 

@@ -27,6 +27,7 @@ from primad.api.answering.backend import Vocabulary
 from primad.api.answering.calls.choose import Thinking, thinks
 from primad.api.answering.conversation import Messages, text_of
 from primad.api.answering.grammar import HERMES, CallForm
+from primad.api.answering.pictures import KnownPicture, PromptTokens, tokens_with_pictures
 from primad.api.answering.tool_prompt import for_template, with_argument
 from primad.errors import ModelError, RequestError, printable
 
@@ -76,14 +77,16 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def tokenize_prompt(vocabulary: Vocabulary, text: str) -> list[int]:
-    """A prompt that a template wrote, as token ids.
+def tokenize_prompt(
+    vocabulary: Vocabulary, text: str, pictures: Mapping[str, KnownPicture] | None = None
+) -> PromptTokens:
+    """A prompt that a template wrote, as token ids, with ``pictures`` where their markers are.
 
     Special tokens in the text are parsed as such. The tokenizer adds its own only if the template did not write the
     beginning-of-sequence token, so that it is never doubled (llama.cpp's convention).
     """
     begun = vocabulary.bos != "" and text.startswith(vocabulary.bos)
-    return vocabulary.tokenize(text, add_special=not begun, parse_special=True)
+    return tokens_with_pictures(vocabulary, text, pictures or {}, add_special=not begun)
 
 
 def render(

@@ -186,6 +186,7 @@ async def write(
         owner=owner,
         priority=job.priority,
         speculates=job.speculates,
+        pictures=job.rows_of(choice.source),
     )
     # One that waits behind others of its request is part of a response that has begun.
     events = backend.generate(asked, may_expire=choice.index == 0)

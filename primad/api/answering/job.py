@@ -11,9 +11,12 @@ import msgspec
 import numpy as np
 
 from primad.api.answering.backend import ModelSettings, Vocabulary
+from primad.api.answering.pictures import PicturePlace
 from primad.api.answering.reading import CompletionReading
+from primad.engine.pictures.messages import EncodedPicture
 from primad.errors import RequestError, printable
 from primad.ring.messages import Sampling
+from primad.ring.pictures import PictureRows, placed
 
 SEEDS: Final = 2**32 - 1
 """llama.cpp seeds are 32 bits wide, and the largest means "choose one", so seeds are taken modulo this."""
@@ -22,11 +25,12 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Token ids (int32, little-endian) to continue by at most ``max_tokens`` (0: only computed, for the cache);
-    ``echo`` is returned before each response."""
+    ``echo`` is returned before each response. Ids below 0 are rows of ``pictures``."""
 
     ids: bytes
     max_tokens: int
     echo: str
+    pictures: tuple[PicturePlace, ...] = ()
 
     @cached_property
     def tokens(self) -> list[int]:
@@ -70,6 +74,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     ``reading`` says what to detect in each response, None for nothing. With ``reports_progress`` a stream reports
     prompt progress; cached tokens are computed again unless it ``reuses`` them. ``priority`` and ``speculates`` are as
     in ``ring.messages``. ``decode_limit_s`` after its first token a response ends with the next line, None: never.
+    ``seen`` are the pictures of its prompts, by digest.
     """
 
     prompts: tuple[Prompt, ...]
@@ -83,6 +88,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     priority: int
     speculates: bool = True
     decode_limit_s: float | None = None
+    seen: dict[str, EncodedPicture] = {}
 
     @cached_property
     def choices(self) -> tuple[Choice, ...]:
@@ -96,6 +102,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             for place, prompt in enumerate(self.prompts)
             for number in range(self.n)
         )
+
+    def rows_of(self, prompt: Prompt) -> list[PictureRows]:
+        """The rows of the pictures of ``prompt``."""
+        return [rows for place in prompt.pictures for rows in placed(self.seen[place.digest], place.first)[1]]
 
     @property
     def prompt_tokens(self) -> int:

@@ -7,6 +7,7 @@ from datetime import datetime
 import msgspec
 
 from primad.api.answering.backend import ModelSettings
+from primad.api.answering.pictures import Picture
 from primad.api.answering.pieces import PieceTable
 from primad.errors import ModelError, PrimadError, PromptTooLongError, RequestError
 
@@ -23,13 +24,15 @@ class LoadText(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
-    """Run the preparation ``what`` (module and function); the reply is ``PreparedRequest`` or ``RequestRefused``."""
+    """Run the preparation ``what`` (module and function); the reply is ``PreparedRequest``, ``PicturesWanted`` or
+    ``RequestRefused``. ``seen`` are the token ids of its pictures, by digest."""
 
     what: str
     body: bytes
     settings: ModelSettings | None
     seed: int
     now: datetime
+    seen: dict[str, list[int]] = {}
 
 
 class TextReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -43,6 +46,12 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True, tag="prepared")
 
     made: bytes
     lines: list[str]
+
+
+class PicturesWanted(msgspec.Struct, frozen=True, kw_only=True, tag="pictures"):
+    """The request has ``pictures`` that are to be encoded before it can be prepared."""
+
+    pictures: list[Picture]
 
 
 class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
@@ -89,4 +98,4 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 PrepareTask = LoadText | Prepare
-TextReply = TextReady | PreparedRequest | RequestRefused | Failed
+TextReply = TextReady | PreparedRequest | PicturesWanted | RequestRefused | Failed

@@ -21,11 +21,13 @@ import msgspec
 
 from primad.api.answering.any_model import AnyVocabulary
 from primad.api.answering.backend import Asking, Preparation, TextModel, Vocabulary
+from primad.api.answering.pictures import PicturesWantedError
 from primad.api.answering.pieces import CONTROL, END, PieceTable
 from primad.errors import EngineError, PrimadError, RequestError
 from primad.head.model.text_messages import (
     Failed,
     LoadText,
+    PicturesWanted,
     Prepare,
     PreparedRequest,
     PrepareTask,
@@ -82,7 +84,7 @@ class _Process:
         return TextReady(pieces=pieces)
 
 
-def prepared(task: Prepare, vocabulary: Vocabulary) -> PreparedRequest | RequestRefused | Failed:
+def prepared(task: Prepare, vocabulary: Vocabulary) -> PreparedRequest | PicturesWanted | RequestRefused | Failed:
     """The reply to ``task``."""
     try:
         with _logged() as lines:
@@ -90,6 +92,8 @@ def prepared(task: Prepare, vocabulary: Vocabulary) -> PreparedRequest | Request
         if len(made) > MAX_MADE_BYTES:
             raise RequestError(f"the response would have {len(made)} bytes; ask for less at a time")
         return PreparedRequest(made=made, lines=lines)
+    except PicturesWantedError as exc:
+        return PicturesWanted(pictures=exc.pictures)
     except PrimadError as exc:
         return RequestRefused.of(exc)
     except MemoryError:
@@ -108,7 +112,7 @@ def _asking(task: Prepare, vocabulary: Vocabulary) -> Asking:
     model, settings = None, task.settings
     if settings is not None:
         given = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
-        model = TextModel(vocabulary=vocabulary, **given)
+        model = TextModel(vocabulary=vocabulary, seen=task.seen, **given)
     return Asking(model=model, seed=task.seed, now=task.now)
 
 

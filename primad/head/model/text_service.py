@@ -15,7 +15,7 @@ import logging
 import os
 import secrets
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -25,11 +25,13 @@ import msgspec
 
 from primad.api.answering.backend import ModelSettings, Preparation, Prepared
 from primad.api.answering.job import SEEDS
+from primad.api.answering.pictures import PicturesWantedError
 from primad.api.answering.pieces import ModelPieces
 from primad.errors import EngineError, PrimadError, RequestError, RingError
 from primad.head.model.text_messages import (
     Failed,
     LoadText,
+    PicturesWanted,
     Prepare,
     PreparedRequest,
     RequestRefused,
@@ -131,9 +133,16 @@ class TextService:
         return self._pieces
 
     async def prepare(
-        self, preparation: Preparation[Prepared], body: bytes, settings: ModelSettings | None, *, owner: str = ""
+        self,
+        preparation: Preparation[Prepared],
+        body: bytes,
+        settings: ModelSettings | None,
+        *,
+        owner: str = "",
+        seen: Mapping[str, Sequence[int]] = {},
     ) -> Prepared:
-        """As ``Backend.prepare``."""
+        """As ``Backend.prepare``, with pictures of which the token ids were ``seen``; raises ``PicturesWantedError`` for
+        others."""
         if self._closed:
             raise RingError("primad is stopping")
         if not self._places.has_room(owner):
@@ -148,6 +157,7 @@ class TextService:
             settings=settings,
             seed=secrets.randbelow(SEEDS),
             now=datetime.now().astimezone(),
+            seen={digest: list(ids) for digest, ids in seen.items()},
         )
         turn = _Turn(task, owner, asyncio.get_running_loop().create_future())
         with self._places.held(owner):
@@ -160,6 +170,8 @@ class TextService:
                     logger.info("%s", line)
                 made: Prepared = msgspec.msgpack.decode(prepared.made, type=_kind(preparation))
                 return made
+            case PicturesWanted(pictures=pictures):
+                raise PicturesWantedError(pictures)
             case RequestRefused() as refused:
                 raise refused.error()
             case Failed() as failed:

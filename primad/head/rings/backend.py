@@ -19,6 +19,7 @@ from primad.api.answering.backend import Health, ModelSettings, Preparation, Pre
 from primad.api.answering.pieces import ModelPieces
 from primad.daemon.pictures import PictureService
 from primad.errors import PrimadError, PromptTooLongError, RequestError, RingError
+from primad.head.model.seeing import prepare_seeing
 from primad.head.model.text_service import TextService
 from primad.kv.keys import KvBlock, follows
 from primad.ring.chunks import ChunkSize
@@ -220,8 +221,13 @@ class RingBackend:
     async def prepare(
         self, preparation: Preparation[Prepared], body: bytes, served: ModelSettings | None, *, owner: str = ""
     ) -> Prepared:
-        assert self._texts is not None, "as above"
-        return await self._texts.prepare(preparation, body, served, owner=owner)
+        texts, pictures = self._texts, self.pictures
+        assert texts is not None, "as above"
+        if pictures is None:
+            return await texts.prepare(preparation, body, served, owner=owner)
+        return await prepare_seeing(
+            lambda seen: texts.prepare(preparation, body, served, owner=owner, seen=seen), pictures.encode
+        )
 
     async def status(self) -> dict[str, Any]:
         """The ring's status, if there is one, and the rest."""

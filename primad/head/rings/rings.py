@@ -496,6 +496,8 @@ class Rings:
             context_shift=self._service.options.context_shift,
             sequences=forecast.sequences,
             is_exact=forecast.is_exact,
+            sees=self._service.encoder.path is not None,
+            lacks_encoder=self._service.encoder.lacks,
         )
 
     def _precompute(self, epoch: int) -> None:

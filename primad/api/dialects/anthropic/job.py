@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from primad.api.answering.backend import ModelSettings
 from primad.api.dialects.anthropic.schema import (
     CountRequest,
+    ImageBlock,
     MessagesRequest,
     TextBlock,
     ThinkingBlock,
@@ -30,7 +32,10 @@ def chat_request(ask: CountRequest, served: ModelSettings) -> ChatRequest:
     """``ask`` as a chat request. Raises ``RequestError`` for unsupported features."""
     fields: dict[str, Any] = {
         "model": None if ask.model.startswith(OF_CLIENTS) or ask.model == served.id else ask.model,
-        "messages": [*_system(ask), *(message for turn in ask.messages for message in _messages(turn))],
+        "messages": [
+            *_system(ask),
+            *(message for number, turn in enumerate(ask.messages) for message in _messages(turn, number)),
+        ],
     }
     tools = [_tool(tool) for tool in ask.tools or () if tool.input_schema is not None]
     if tools:
@@ -67,21 +72,26 @@ def _system(ask: CountRequest) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def _messages(turn: Turn) -> list[dict[str, Any]]:
-    """One turn as messages: results of tools first, as chat templates want them, then the text."""
+def _messages(turn: Turn, number: int) -> list[dict[str, Any]]:
+    """Turn ``number`` as messages: results of tools first, as chat templates want them, then the text."""
     if turn.content is None or isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
+    at = f"messages[{number}].content"
     results = [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
-        for block in turn.content
+        {
+            "role": "tool",
+            "tool_call_id": block.tool_use_id,
+            "content": _parts(block.content or "", f"{at}[{place}].content"),
+        }
+        for place, block in enumerate(turn.content)
         if isinstance(block, ToolResultBlock)
     ]
-    texts = [block.text for block in turn.content if isinstance(block, TextBlock)]
+    parts = _parts(turn.content, at)
     thoughts = [block.thinking for block in turn.content if isinstance(block, ThinkingBlock)]
     calls = [_call(block) for block in turn.content if isinstance(block, ToolUseBlock)]
-    if results and not texts:
+    if results and not parts:
         return results
-    message: dict[str, Any] = {"role": turn.role, "content": "\n".join(texts)}
+    message: dict[str, Any] = {"role": turn.role, "content": parts or ""}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     if calls:
@@ -89,10 +99,18 @@ def _messages(turn: Turn) -> list[dict[str, Any]]:
     return [*results, message]
 
 
-def _result(block: ToolResultBlock) -> str:
-    if block.content is None or isinstance(block.content, str):
-        return block.content or ""
-    return "\n".join(part.text for part in block.content)
+def _parts(blocks: str | Sequence[object], at: str) -> str | list[dict[str, Any]]:
+    """The texts and pictures of ``blocks``, which are ``at`` a place of the request."""
+    if isinstance(blocks, str):
+        return blocks
+    found = []
+    for place, block in enumerate(blocks):
+        if isinstance(block, TextBlock):
+            found.append({"type": "text", "text": block.text})
+        if isinstance(block, ImageBlock):
+            source = block.source.data if block.source.type == "base64" else block.source.url
+            found.append({"type": "picture", "source": source, "called": f"{at}[{place}]"})
+    return found
 
 
 def _call(block: ToolUseBlock) -> dict[str, Any]:

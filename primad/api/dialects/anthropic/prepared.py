@@ -5,13 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from primad.api.answering.backend import Asking
-from primad.api.answering.chat import tokenize_prompt
 from primad.api.answering.job import Job, check_model
 from primad.api.dialects.anthropic.job import NAMES, chat_request
 from primad.api.dialects.anthropic.schema import CountRequest, MessagesRequest
 from primad.api.dialects.openai.job import chat_job
 from primad.api.dialects.openai.schema import parse, worded_as
-from primad.api.dialects.openai.tool_use import chat_text
+from primad.api.dialects.openai.tool_use import chat_text, chat_tokens
 
 
 class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,4 +48,4 @@ def count(body: bytes, asking: Asking) -> TokenCount:
     asked = chat_request(parse(CountRequest, body), asking.served)
     check_model(asked.model, [asking.served])
     text = chat_text(asked, asking.served, now=asking.now)
-    return TokenCount(input_tokens=len(tokenize_prompt(asking.served.vocabulary, text)))
+    return TokenCount(input_tokens=len(chat_tokens(asked, text, asking.served).tokens))

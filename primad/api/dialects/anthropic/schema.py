@@ -12,7 +12,6 @@ from primad.api.dialects.openai.samplers import MAX_TOKENS
 from primad.api.dialects.openai.schema import MAX_STOP_CHARS, MAX_STOPS
 
 _NOT_SERVED = {
-    "image": "this model reads text only",
     "document": "this model reads text only; send the document's text",
     "server_tool_use": "this server runs no tools itself",
     "container_upload": "this server has no containers",
@@ -24,6 +23,21 @@ class TextBlock(Strict):
 
     type: Literal["text"]
     text: str
+
+
+class ImageSource(Strict):
+    """A picture as base64; with a URL in its place it is refused later, by name."""
+
+    type: Literal["base64", "url"]
+    data: str = ""
+    url: str = ""
+
+
+class ImageBlock(Strict):
+    """A picture in a message, or in the result of a tool."""
+
+    type: Literal["image"]
+    source: Annotated[ImageSource, expecting("a picture as base64, with its data")]
 
 
 class ThinkingBlock(Strict):
@@ -53,12 +67,13 @@ class ToolResultBlock(Strict):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] | None = None
     is_error: bool | None = None
 
 
 Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock | ImageBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
 ]
 
 
@@ -68,7 +83,7 @@ class Turn(Strict):
     role: Literal["user", "assistant", "system"]
     content: Annotated[
         str | Annotated[list[Block], Field(fail_fast=True)] | None,
-        expecting("a string or a list of text, thinking, tool_use and tool_result blocks"),
+        expecting("a string or a list of text, image, thinking, tool_use and tool_result blocks"),
     ]
 
     @field_validator("content", mode="before")

@@ -8,10 +8,19 @@ import msgspec
 
 from primad.api.answering.backend import Asking, TextModel, Vocabulary
 from primad.api.answering.job import Job, check_tokens
+from primad.api.answering.pictures import (
+    PromptTokens,
+    SentPicture,
+    known_pictures,
+    marker_of,
+    tokens_with_pictures,
+    without_markers,
+)
 from primad.api.dialects.llama_server.schema import (
     DetokenizeRequest,
     InfillRequest,
     RawCompletionRequest,
+    SeenPrompt,
     TemplateRequest,
     TokenizeRequest,
 )
@@ -19,7 +28,10 @@ from primad.api.dialects.llama_server.settings import GenerationSettings, settin
 from primad.api.dialects.openai.job import completion_job
 from primad.api.dialects.openai.schema import MAX_ECHO_CHARS, parse
 from primad.api.dialects.openai.tool_use import chat_text
+from primad.errors import RequestError
 
+MARKER: Final = "<__media__>"
+"""What stands for a picture in the text of a prompt."""
 MAX_SETTINGS_CHARS: Final = 256 << 10
 """Of the settings in all responses to a request: 128 with a bias for each token were 150 MB, which the loop made."""
 
@@ -106,9 +118,33 @@ def _short(settings: GenerationSettings, choices: int) -> GenerationSettings:
 
 
 def _with_ids(ask: RawCompletionRequest, served: TextModel) -> RawCompletionRequest:
-    """``ask`` with prompts that mix ids and texts as ids."""
-    prompts = [each if isinstance(each, str) else _ids(each, served) for each in ask.mixed_prompts]
+    """``ask`` with prompts that mix ids and texts, or have pictures, as ids."""
+    prompts: list[Any] = []
+    for number, each in enumerate(ask.mixed_prompts):
+        at = f"prompt[{number}]" if isinstance(ask.prompt, list) else "prompt"
+        match each:
+            case str():
+                prompts.append(each)
+            case SeenPrompt():
+                prompts.append(_with_pictures(each, served, at))
+            case list():
+                prompts.append(_ids(each, served))
+            case PromptTokens():
+                raise AssertionError("nothing is ids yet")
     return ask.model_copy(update={"prompt": prompts[0] if len(prompts) == 1 else prompts})
+
+
+def _with_pictures(prompt: SeenPrompt, served: TextModel, at: str) -> PromptTokens:
+    sent = [SentPicture(f"{at}.multimodal_data[{place}]", each) for place, each in enumerate(prompt.multimodal_data)]
+    first, *others = prompt.prompt_string.split(MARKER)
+    if len(others) != len(sent):
+        raise RequestError(
+            f"'{at}' has {len(others)} markers {MARKER} in its text, and {len(sent)} pictures; it needs one for each",
+            param=at,
+        )
+    known = known_pictures(sent, served)
+    text = first + "".join(marker_of(each.source) + rest for each, rest in zip(sent, others, strict=True))
+    return tokens_with_pictures(served.vocabulary, text, known, add_special=True)
 
 
 def _ids(prompt: list[int | str], served: TextModel) -> list[int]:
@@ -136,15 +172,17 @@ def detokenize(body: bytes, asking: Asking) -> WholeBody:
 
 
 def _shown_text(tokens: list[int], vocabulary: Vocabulary) -> str:
-    """The text of ``tokens``, control tokens by their names."""
-    shown = (vocabulary.piece(token) or vocabulary.name(token).encode() for token in tokens)
+    """The text of ``tokens``, control tokens by their names; rows of pictures have none."""
+    shown = (vocabulary.piece(token) or vocabulary.name(token).encode() for token in tokens if token >= 0)
     return b"".join(shown).decode("utf-8", "replace")
 
 
 def apply_template(body: bytes, asking: Asking) -> WholeBody:
     """``POST /apply-template``: the prompt that the model's template makes of the messages."""
-    prompt = chat_text(parse(TemplateRequest, body), asking.served, now=asking.now)
-    return _whole(TemplatedPrompt(prompt=prompt))
+    ask = parse(TemplateRequest, body)
+    markers = {marker_of(each.source): each for each in ask.pictures}
+    prompt = chat_text(ask, asking.served, now=asking.now)
+    return _whole(TemplatedPrompt(prompt=without_markers(prompt, markers, MARKER)))
 
 
 def _whole(response: msgspec.Struct) -> WholeBody:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from primad.api.answering.fill_in import Gap
+from primad.api.answering.pictures import PromptTokens
 from primad.api.dialects.openai.chat_fields import ChatFields
 from primad.api.dialects.openai.fields import Strict, expecting, only
 from primad.api.dialects.openai.free_samplers import FreeSamplers, Whole
@@ -16,6 +17,13 @@ from primad.api.dialects.openai.schema import CompletionRequest
 MAX_FILES: Final = 256
 MAX_PROBS: Final = 100
 _TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+
+
+class SeenPrompt(Strict):
+    """A prompt with pictures as base64, one for each marker in its text."""
+
+    prompt_string: str
+    multimodal_data: Annotated[list[str], Field(default_factory=list, fail_fast=True)]
 
 
 class TokenizeRequest(Strict):
@@ -42,12 +50,14 @@ class RawCompletionRequest(FreeSamplers, CompletionRequest):
 
     prompt: Annotated[  # type: ignore[assignment]
         str
+        | SeenPrompt
         | Annotated[
-            list[_TokenId | str | Annotated[list[_TokenId | str], Field(min_length=1, fail_fast=True)]],
+            list[_TokenId | str | SeenPrompt | Annotated[list[_TokenId | str], Field(min_length=1, fail_fast=True)]],
             Field(min_length=1, fail_fast=True),
         ],
         expecting(
-            "a string, a list of token ids and strings that make one prompt, or a list of such prompts or of strings",
+            "a string, a list of token ids and strings that make one prompt, an object with prompt_string and "
+            "multimodal_data, or a list of such prompts or of strings",
         ),
     ]
     n_predict: Annotated[int, Whole, Field(ge=-2, le=MAX_TOKENS)] | None = None
@@ -64,17 +74,17 @@ class RawCompletionRequest(FreeSamplers, CompletionRequest):
         return None if limit is None or limit < 0 else limit
 
     @property
-    def mixed_prompts(self) -> list[str | list[int | str]]:
+    def mixed_prompts(self) -> list[str | SeenPrompt | PromptTokens | list[int | str]]:
         """Each prompt by itself: a text, or ids and texts in turn. Strings alone are one prompt each."""
         whole: Any = self.prompt
-        if isinstance(whole, str):
+        if isinstance(whole, str | SeenPrompt | PromptTokens):
             return [whole]
         is_one = not any(isinstance(part, list) for part in whole) and any(isinstance(part, int) for part in whole)
         return [whole] if is_one else [[part] if isinstance(part, int) else part for part in whole]
 
     @property
-    def prompts(self) -> list[str | list[int]]:
-        """Each prompt; mixed ones of ids and texts are ids by now."""
+    def prompts(self) -> list[str | list[int] | PromptTokens]:
+        """Each prompt; mixed ones of ids and texts are ids by now, those with pictures too."""
         return self.mixed_prompts  # type: ignore[return-value]
 
     @property
@@ -105,6 +115,6 @@ class InfillRequest(RawCompletionRequest):
         return Gap(after=self.input_suffix, param="input_suffix", files=files)
 
     @property
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[str | list[int] | PromptTokens]:
         """The text before the gap."""
         return [self.input_prefix + self.prompt]

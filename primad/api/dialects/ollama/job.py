@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from primad.api.dialects.ollama.schema import (
@@ -15,6 +15,7 @@ from primad.api.dialects.ollama.schema import (
 )
 from primad.api.dialects.openai.free_samplers import is_count
 from primad.api.dialects.openai.schema import ChatRequest, CompletionRequest, build
+from primad.errors import RequestError
 
 LATEST: Final = ":latest"
 """The tag of Ollama's clients for a name without one."""
@@ -52,7 +53,9 @@ def plain(name: str) -> str:
 
 def chat_request(ask: OllamaChatRequest) -> ChatRequest:
     """``ask`` as a chat request. Raises ``RequestError`` for unsupported features."""
-    fields: dict[str, Any] = {"messages": [_message(message) for message in ask.messages or ()]}
+    fields: dict[str, Any] = {
+        "messages": [_message(message, number) for number, message in enumerate(ask.messages or ())]
+    }
     if ask.tools:
         fields["tools"] = ask.tools
     return build(FreeChatRequest, _shared(ask) | fields)
@@ -61,12 +64,15 @@ def chat_request(ask: OllamaChatRequest) -> ChatRequest:
 def generate_request(ask: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
     """``ask`` as a chat request of one message, with ``raw`` or ``suffix`` as a completion; raises like
     ``chat_request``."""
+    if ask.images and (ask.raw or ask.suffix):
+        raise RequestError("images: go with the model's template alone; leave out raw and suffix", param="images")
     if ask.raw or ask.suffix:
         fields: dict[str, Any] = {"max_tokens": -1} | _shared(ask) | {"prompt": ask.prompt or "", "suffix": ask.suffix}
         fields["logprobs"] = fields.pop("top_logprobs", 0) if fields.get("logprobs") else None
         return build(FreeCompletionRequest, fields)
     system = [{"role": "system", "content": ask.system}] if ask.system else []
-    return build(FreeChatRequest, _shared(ask) | {"messages": [*system, {"role": "user", "content": ask.prompt or ""}]})
+    content = _content(ask.prompt or "", ask.images, "images")
+    return build(FreeChatRequest, _shared(ask) | {"messages": [*system, {"role": "user", "content": content}]})
 
 
 def _shared(ask: OllamaRequest) -> dict[str, Any]:
@@ -89,8 +95,17 @@ def _shared(ask: OllamaRequest) -> dict[str, Any]:
     return fields
 
 
-def _message(message: OllamaMessage) -> dict[str, Any]:
-    fields: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+def _content(text: str, images: Sequence[str] | None, at: str) -> str | list[dict[str, Any]]:
+    """Pictures stand before the text, as in Ollama."""
+    if not images:
+        return text
+    pictures = [{"type": "picture", "source": each, "called": f"{at}[{number}]"} for number, each in enumerate(images)]
+    return [*pictures, {"type": "text", "text": text}]
+
+
+def _message(message: OllamaMessage, number: int) -> dict[str, Any]:
+    content = _content(message.content or "", message.images, f"messages[{number}].images")
+    fields: dict[str, Any] = {"role": message.role, "content": content}
     if message.thinking:
         fields["reasoning_content"] = message.thinking
     if message.tool_name:

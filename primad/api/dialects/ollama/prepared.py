@@ -77,7 +77,7 @@ def generate(body: bytes, asking: Asking) -> PreparedLines:
     """``POST /api/generate``."""
     ask = parse(OllamaGenerateRequest, body)
     with worded_as(NAMES):
-        core = generate_request(ask) if ask.prompt else None
+        core = generate_request(ask) if ask.prompt or ask.images else None
     return _prepared(ask, core, asking)
 
 

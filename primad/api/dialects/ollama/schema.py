@@ -10,7 +10,7 @@ from primad.api.dialects.openai.fields import Strict, expecting, only
 from primad.api.dialects.openai.free_samplers import FreeSamplers, Whole
 from primad.api.dialects.openai.schema import MAX_TOP_LOGPROBS, ChatRequest, CompletionRequest, TokenLimit
 
-_NoImages = Annotated[Any, only(None, [], why="this model reads text only")]
+_Images = Annotated[list[str], expecting("a list of pictures as base64")] | None
 
 
 class OllamaFunction(Strict):
@@ -32,7 +32,7 @@ class OllamaMessage(Strict):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: _NoImages = None
+    images: _Images = None
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
 
@@ -72,7 +72,7 @@ class OllamaGenerateRequest(OllamaRequest):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
-    images: _NoImages = None
+    images: _Images = None
     suffix: str | None = None
     template: Annotated[Any, only(None, "", why="the model's own template is used; or send raw")] = None
     context: Annotated[Any, only(None, [], why="send the conversation to /api/chat")] = None

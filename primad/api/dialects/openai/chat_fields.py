@@ -14,10 +14,12 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from primad.api.answering.pictures import SentPicture, marker_of
 from primad.api.dialects.openai.fields import Strict, expecting, only
 from primad.api.dialects.openai.history import understood
 from primad.api.dialects.openai.thinking_fields import thinking_variables
 from primad.api.dialects.openai.tool_fields import ToolCall, ToolFields
+from primad.errors import printable
 
 NO_AUDIO = only(None, why="this server returns text only")
 _REPORTED: Final = ("system", "developer")
@@ -69,13 +71,21 @@ class TextPart(Strict):
     text: str
 
 
+class PicturePart(Strict):
+    """A picture in a message's content: a data URL or base64, which its client ``called`` so."""
+
+    type: Literal["picture"]
+    source: str
+    called: str = ""
+
+
 class Message(Strict):
     """One message of a conversation. Only an assistant makes calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        str | list[TextPart] | None,
-        expecting("a string or a list of text parts (images, audio and files are not supported)"),
+        str | list[Annotated[TextPart | PicturePart, Field(discriminator="type")]] | None,
+        expecting("a string or a list of parts: text, and image_url with a data URL"),
     ] = Field(default=None, validate_default=True)
     name: str | None = None
     tool_call_id: str | None = None
@@ -89,9 +99,19 @@ class Message(Strict):
     def _understood(cls, value: Any) -> Any:
         return understood(value)
 
+    @field_validator("content", mode="before")
+    @classmethod
+    def _known_parts(cls, value: Any) -> Any:
+        for part in value if isinstance(value, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind not in ("text", "picture"):
+                why = "parts of type '{kind}' are not supported: send text, or pictures as image_url with a data URL"
+                raise PydanticCustomError("unsupported", why, {"kind": printable(kind, 64)})
+        return value
+
     @field_validator("content")
     @classmethod
-    def _content_is_there(cls, value: str | list[TextPart] | None, info: ValidationInfo) -> str | list[TextPart] | None:
+    def _content_is_there(cls, value: Any, info: ValidationInfo) -> Any:
         if value is None and info.data.get("role", "assistant") != "assistant":
             raise PydanticCustomError("missing", "a message needs content; only an assistant's may be left out")
         return value
@@ -117,14 +137,14 @@ class Message(Strict):
         )
 
     def for_template(self) -> dict[str, Any]:
-        """The message for chat templates: text parts joined by newlines, null content as ""."""
+        """The message for chat templates: text parts joined by newlines, pictures as markers, null content as ""."""
         match self.content:
             case None:
                 text = ""
             case str():
                 text = self.content
             case parts:
-                text = "\n".join(part.text for part in parts)
+                text = _joined(parts)
         optional = {
             "name": self.name,
             "tool_call_id": self.tool_call_id,
@@ -132,6 +152,15 @@ class Message(Strict):
             "tool_calls": [call.for_template() for call in self.tool_calls or ()],
         }
         return {"role": self.role, "content": text} | {key: value for key, value in optional.items() if value}
+
+
+def _joined(parts: Sequence[TextPart | PicturePart]) -> str:
+    """As llama-server has it: each text on a line of its own, but beside a picture."""
+    text = ""
+    for before, part in zip([None, *parts], parts, strict=False):
+        is_beside = before is None or isinstance(before, PicturePart) or isinstance(part, PicturePart)
+        text += ("" if is_beside else "\n") + (part.text if isinstance(part, TextPart) else marker_of(part.source))
+    return text
 
 
 class ChatFields(TemplateFields, ToolFields):
@@ -174,6 +203,16 @@ class ChatFields(TemplateFields, ToolFields):
         """The text that the response continues, "" for a new turn."""
         last = self.messages[-1].for_template()
         return str(last["content"] or last.get("reasoning_content", "")) if self.continues else ""
+
+    @property
+    def pictures(self) -> list[SentPicture]:
+        """Those of the messages, in order."""
+        return [
+            SentPicture(part.called or f"messages[{number}].content[{place}]", part.source)
+            for number, message in enumerate(self.messages)
+            for place, part in enumerate(message.content if isinstance(message.content, list) else ())
+            if isinstance(part, PicturePart)
+        ]
 
     @property
     def conversation(self) -> list[dict[str, Any]]:

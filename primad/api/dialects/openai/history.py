@@ -12,6 +12,7 @@ from typing import Any, Final
 
 _TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of parts with text, with the field that has it."""
+PICTURES: Final = ("image_url", "input_image")
 _THOUGHTS: Final = {"thinking": "thinking", "reasoning": "reasoning", "redacted_thinking": ""}
 _WORDED_AS: Final = ("reasoning", "thinking")
 """Other names of ``reasoning_content``: of vLLM and OpenRouter, of Ollama."""
@@ -112,4 +113,11 @@ def _part(part: Any) -> Any:
     kind = part["type"] if _has_type(part) else None
     if kind in _TEXTS and _TEXTS[kind] in part:
         return {"type": "text", "text": part[_TEXTS[kind]] or ""}
-    return part
+    source = picture_in(part) if kind in PICTURES else None
+    return part if source is None else {"type": "picture", "source": source}
+
+
+def picture_in(part: Any) -> Any:
+    """The URL, or base64, of a part that is a picture, as clients send one."""
+    image = part.get("image_url")
+    return image.get("url") if isinstance(image, dict) else image

@@ -7,14 +7,14 @@ from datetime import datetime
 import numpy as np
 
 from primad.api.answering.backend import TextModel
-from primad.api.answering.chat import tokenize_prompt
 from primad.api.answering.fill_in import fill_in_prompt
 from primad.api.answering.job import Job, Prompt, check_model, check_tokens
+from primad.api.answering.pictures import PromptTokens, known_pictures
 from primad.api.answering.reading import CompletionReading
 from primad.api.dialects.openai.chat_fields import Message, completion_room, shifted
 from primad.api.dialects.openai.sampling import first_seed, grammar_of, sampling_of
 from primad.api.dialects.openai.schema import MAX_CHOICES, MAX_ECHO_CHARS, ChatRequest, CompletionRequest
-from primad.api.dialects.openai.tool_use import chat_text, completion_rules
+from primad.api.dialects.openai.tool_use import chat_text, chat_tokens, completion_rules
 from primad.errors import PromptTooLongError, RequestError
 
 
@@ -26,22 +26,23 @@ def chat_job(request: ChatRequest, served: TextModel, *, seed: int, now: datetim
     Raises ``RequestError`` for what the served model does not support and ``ModelError`` for a broken chat template.
     """
     check_model(request.model, [served])
+    known_pictures(request.pictures, served)  # before any work that would be done again with them
     maximum = served.context_tokens - completion_room(served.context_tokens, request.token_limit)
     longest = served.vocabulary.longest_chars
     max_chars = None if longest is None else (served.context_tokens - 1) * longest
 
-    def prompt_of(request: ChatRequest) -> tuple[str, list[int] | None]:
+    def prompt_of(request: ChatRequest) -> tuple[str, PromptTokens | None]:
         """Its text, and its tokens; None where it is far too long, however it is cut into tokens."""
         text = chat_text(request, served, now=now, max_chars=max_chars)
         is_too_long = max_chars is not None and len(text) > max_chars
-        return text, None if is_too_long else tokenize_prompt(served.vocabulary, text)
+        return text, None if is_too_long else chat_tokens(request, text, served)
 
     def fits(messages: list[Message]) -> bool:
-        tokens = prompt_of(request.model_copy(update={"messages": messages}))[1]
-        return tokens is not None and len(tokens) <= maximum
+        found = prompt_of(request.model_copy(update={"messages": messages}))[1]
+        return found is not None and len(found.tokens) <= maximum
 
     text, prompt = prompt_of(request)
-    if served.context_shift and (prompt is None or len(prompt) > maximum):
+    if served.context_shift and (prompt is None or len(prompt.tokens) > maximum):
         request = request.model_copy(update={"messages": shifted(request.messages, fits)})
         text, prompt = prompt_of(request)
     if prompt is None:
@@ -58,8 +59,11 @@ def completion_job(request: CompletionRequest, served: TextModel, *, seed: int) 
     """
     check_model(request.model, [served])
     vocabulary = served.vocabulary
-    prompts = []
+    prompts = list[tuple[PromptTokens, str]]()
     for prompt in request.prompts:
+        if isinstance(prompt, PromptTokens):
+            prompts.append((prompt, ""))
+            continue
         if isinstance(prompt, str):
             if request.gap is None:
                 check_length(prompt, served, at="prompt")
@@ -72,7 +76,7 @@ def completion_job(request: CompletionRequest, served: TextModel, *, seed: int) 
             quarter = served.context_tokens // 4
             room = max(served.context_tokens - (request.token_limit or quarter), quarter)
             tokens = fill_in_prompt(vocabulary, prompt, request.gap, room=room)
-        prompts.append((tokens, text if request.echo else ""))
+        prompts.append((PromptTokens(tokens), text if request.echo else ""))
     echoed = (request.n or 1) * sum(len(text) for _, text in prompts)
     if echoed > MAX_ECHO_CHARS:
         raise RequestError(f"echo would return {echoed} characters, more than {MAX_ECHO_CHARS}; lower n", param="echo")
@@ -82,7 +86,7 @@ def completion_job(request: CompletionRequest, served: TextModel, *, seed: int) 
 def _job(
     request: ChatRequest | CompletionRequest,
     served: TextModel,
-    prompts: list[tuple[list[int], str]],
+    prompts: list[tuple[PromptTokens, str]],
     *,
     grammar: str | None,
     reading: CompletionReading | None,
@@ -110,10 +114,13 @@ def _job(
     )
 
 
-def _prompt(tokens: list[int], echo: str, served: TextModel, limit: int | None, at: str) -> Prompt:
-    room = _room(tokens, served, at)
+def _prompt(found: PromptTokens, echo: str, served: TextModel, limit: int | None, at: str) -> Prompt:
+    room = _room(found.tokens, served, at)
     return Prompt(
-        ids=np.array(tokens, "<i4").tobytes(), max_tokens=room if limit is None else min(limit, room), echo=echo
+        ids=np.array(found.tokens, "<i4").tobytes(),
+        max_tokens=room if limit is None else min(limit, room),
+        echo=echo,
+        pictures=found.pictures,
     )
 
 

@@ -8,14 +8,13 @@ import msgspec
 from pydantic import Field
 
 from primad.api.answering.backend import Asking
-from primad.api.answering.chat import tokenize_prompt
 from primad.api.answering.job import Job, PreparedTexts, check_model
 from primad.api.dialects.openai.fields import Strict, expecting
 from primad.api.dialects.openai.job import chat_job, completion_job
 from primad.api.dialects.openai.samplers import MAX_TOKENS
 from primad.api.dialects.openai.schema import ChatRequest, CompletionRequest, SamplingRequest, parse
 from primad.api.dialects.openai.shapes import InputTokens
-from primad.api.dialects.openai.tool_use import chat_text
+from primad.api.dialects.openai.tool_use import chat_text, chat_tokens
 
 MAX_TEXTS: Final = 2048
 """Texts to embed of one request."""
@@ -81,7 +80,7 @@ def counted(ask: ChatRequest, asking: Asking) -> InputTokens:
     """The number of tokens of the conversation of ``ask``, even of one that is too long."""
     check_model(ask.model, [asking.served])
     text = chat_text(ask, asking.served, now=asking.now)
-    return InputTokens(input_tokens=len(tokenize_prompt(asking.served.vocabulary, text)))
+    return InputTokens(input_tokens=len(chat_tokens(ask, text, asking.served).tokens))
 
 
 def completion(body: bytes, asking: Asking) -> PreparedCompletion:

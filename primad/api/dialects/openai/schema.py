@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic_core import PydanticCustomError
 
 from primad.api.answering.fill_in import Gap
+from primad.api.answering.pictures import PromptTokens
 from primad.api.dialects.openai.chat_fields import NO_AUDIO, ChatFields
 from primad.api.dialects.openai.fields import Strict, expecting, only
 from primad.api.dialects.openai.samplers import MAX_TOKENS, SamplerFields
@@ -184,7 +185,7 @@ class CompletionRequest(SamplingRequest):
         return self.logprobs
 
     @property
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[str | list[int] | PromptTokens]:
         """Each prompt by itself, as text or as token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]

@@ -9,7 +9,8 @@ from typing import Any, Final
 from primad.api.answering import grammar
 from primad.api.answering.backend import TextModel, Vocabulary
 from primad.api.answering.calls.choose import Thinking
-from primad.api.answering.chat import render
+from primad.api.answering.chat import render, tokenize_prompt
+from primad.api.answering.pictures import PromptTokens, check_all_shown, known_pictures
 from primad.api.answering.reading import CompletionReading, Manner, manner_of
 from primad.api.answering.tool_prompt import mentions
 from primad.api.dialects.openai.chat_fields import ChatFields
@@ -40,6 +41,13 @@ def chat_text(request: ChatFields, served: TextModel, *, now: datetime, max_char
         continues=request.continues,
         max_chars=max_chars,
     )
+
+
+def chat_tokens(request: ChatFields, text: str, served: TextModel) -> PromptTokens:
+    """The token ids of ``text``, the prompt of ``request``."""
+    known = known_pictures(request.pictures, served)
+    check_all_shown(text, known)
+    return tokenize_prompt(served.vocabulary, text, known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

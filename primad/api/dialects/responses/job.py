@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, TypeVar
 
+from primad.api.dialects.openai.history import PICTURES
 from primad.api.dialects.openai.schema import ChatRequest, build
 from primad.api.dialects.responses.schema import ContentPart, InputItem, ResponsesRequest, TextFormat
 from primad.errors import RequestError
@@ -47,7 +48,7 @@ def _messages(given: str | list[InputItem]) -> Iterator[dict[str, Any]]:
     turn: dict[str, Any] = {}
     for number, item in enumerate(given):
         if item.type == "message" and item.role == "assistant" and "content" not in turn and "tool_calls" not in turn:
-            turn["content"] = _text(item.content)
+            turn["content"] = _content(item.content, f"input[{number}].content")
         elif item.type == "reasoning":
             turn["reasoning_content"] = _text(item.content) or _text(item.summary)
         elif item.type in ("function_call", "custom_tool_call"):
@@ -64,8 +65,8 @@ def _messages(given: str | list[InputItem]) -> Iterator[dict[str, Any]]:
 def _message(item: InputItem, number: int) -> dict[str, Any]:
     if item.type in ("function_call_output", "custom_tool_call_output"):
         call = _needed(item.call_id, f"input[{number}].call_id")
-        return {"role": "tool", "tool_call_id": call, "content": _text(item.output)}
-    return {"role": item.role, "content": _text(item.content)}
+        return {"role": "tool", "tool_call_id": call, "content": _content(item.output, f"input[{number}].output")}
+    return {"role": item.role, "content": _content(item.content, f"input[{number}].content")}
 
 
 def _call(item: InputItem, number: int) -> dict[str, Any]:
@@ -84,6 +85,21 @@ def _text(content: str | Sequence[ContentPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text or part.refusal or "" for part in content)
+
+
+def _content(content: str | Sequence[ContentPart] | None, at: str) -> str | list[dict[str, Any]]:
+    """Texts and pictures, which are ``at`` a place of the request."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    found = []
+    for number, part in enumerate(content):
+        if part.type in PICTURES:
+            url = part.image_url.get("url") if isinstance(part.image_url, dict) else part.image_url
+            source = _needed(url, f"{at}[{number}].image_url")
+            found.append({"type": "picture", "source": source, "called": f"{at}[{number}]"})
+        else:
+            found.append({"type": "text", "text": part.text or part.refusal or ""})
+    return found
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from primad.errors import printable
 _STATELESS = "nothing is stored between requests; send the whole conversation as 'input'"
 
 
-_PartKind = Literal["input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"]
+_PartKind = Literal[
+    "input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal", "input_image", "image_url"
+]
 _ItemKind = Literal[
     "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
 ]
@@ -24,16 +26,20 @@ _RECORDS = frozenset({"web_search_call", "file_search_call", "code_interpreter_c
 
 
 class ContentPart(Strict):
-    """A part of an item: input or output text, or a refusal."""
+    """A part of an item: input or output text, a refusal, or a picture."""
 
     type: _PartKind
     text: str | None = None
     refusal: str | None = None
+    image_url: str | dict[str, Any] | None = None
+    file_id: Annotated[Any, only(None, why="no files are stored here; send the picture as image_url")] = None
 
 
 _Parts = Annotated[
     str | list[ContentPart] | None,
-    expecting("a string or a list of text parts (images, audio and files are not supported)"),
+    expecting(
+        "a string or a list of parts: texts, and input_image with a data URL (audio and files are not supported)"
+    ),
 ]
 
 
@@ -149,6 +155,6 @@ def _check_kind(given: Any, known: Any, what: str) -> None:
     if isinstance(kind, str) and kind not in get_args(known):
         raise PydanticCustomError(
             "unsupported",
-            "{what} of type '{kind}', which is not supported: this server reads text and function calls",
+            "{what} of type '{kind}', which is not supported: this server reads text, pictures and function calls",
             {"what": what, "kind": printable(kind, 64)},
         )

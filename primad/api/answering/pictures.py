@@ -1,0 +1,158 @@
+"""Pictures of a request on their way into a prompt. Pure, but for a salt of this process.
+
+In the text of a message a picture is a marker, which no client can guess and every chat template writes like any other word.
+The text that the template made is cut there, and each piece becomes tokens by itself, as in llama.cpp's libmtmd. What a
+picture becomes is known only once it is encoded: then the request is prepared again.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import msgspec
+
+from primad.api.answering.backend import TextModel, Vocabulary
+from primad.errors import RequestError, printable
+
+MAX_PICTURES: Final = 100
+"""Of one request."""
+_SALT: Final = secrets.token_bytes(16)
+_DATA_URL: Final = re.compile(r"data:(?P<type>[\w.+/-]*)(?:;[\w.=+-]+)*?;base64,", re.ASCII)
+
+
+class Picture(msgspec.Struct, frozen=True):
+    """A picture's file, which its request has ``called`` so."""
+
+    called: str
+    data: bytes
+
+    @property
+    def digest(self) -> str:
+        """What it is known by."""
+        return hashlib.sha256(self.data).hexdigest()
+
+
+class PicturesWantedError(Exception):
+    """A request has ``pictures`` whose token ids are not known yet. It is to be prepared again with them."""
+
+    def __init__(self, pictures: list[Picture]) -> None:
+        super().__init__(f"{len(pictures)} pictures are to be encoded first")
+        self.pictures = pictures
+
+
+class PicturePlace(msgspec.Struct, frozen=True, array_like=True):
+    """From position ``first`` of a prompt on the picture that is known by ``digest`` stands there."""
+
+    first: int
+    digest: str
+
+
+class PromptTokens(NamedTuple):
+    """A prompt: its token ids, below 0 for rows of pictures, and where these are."""
+
+    tokens: list[int]
+    pictures: tuple[PicturePlace, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPicture:
+    """A picture that was encoded: what stands for it in a prompt."""
+
+    called: str
+    digest: str
+    ids: Sequence[int]
+
+
+class SentPicture(NamedTuple):
+    """A picture as a client sent it, which it ``called`` so: base64, or a URL with that."""
+
+    called: str
+    source: str
+
+
+def marker_of(source: str) -> str:
+    """What stands for a picture in a text."""
+    return f"qzpicture{hashlib.blake2s(source.encode(errors='replace'), key=_SALT, digest_size=16).hexdigest()}x"
+
+
+def known_pictures(sent: Sequence[SentPicture], served: TextModel) -> dict[str, KnownPicture]:
+    """The pictures of a request by their markers.
+
+    Raises ``RequestError`` for what is no picture, or where the model sees none, and ``PicturesWantedError``.
+    """
+    if not sent:
+        return {}
+    if not served.sees:
+        raise RequestError(f"{sent[0].called}: {served.lacks_encoder}", code="no_pictures", param=sent[0].called)
+    if len(sent) > MAX_PICTURES:
+        at = sent[MAX_PICTURES].called
+        raise RequestError(f"{at}: a request may have {MAX_PICTURES} pictures; this one has {len(sent)}", param=at)
+    pictures = {marker_of(each.source): Picture(each.called, _content(each)) for each in sent}
+    digests = {marker: each.digest for marker, each in pictures.items()}
+    unseen = {digests[marker]: each for marker, each in pictures.items() if digests[marker] not in served.seen}
+    if unseen:
+        raise PicturesWantedError(list(unseen.values()))
+    return {
+        marker: KnownPicture(each.called, digests[marker], served.seen[digests[marker]])
+        for marker, each in pictures.items()
+    }
+
+
+def _content(sent: SentPicture) -> bytes:
+    source = sent.source
+    if (url := _DATA_URL.match(source)) is not None:
+        kind = url["type"].partition("/")[0]
+        if kind not in ("image", "", "application"):
+            raise RequestError(f"{sent.called}: is of type {kind}; only pictures are supported", param=sent.called)
+        source = source[url.end() :]
+    elif ":" in source[:64]:
+        scheme = printable(source.partition(":")[0], 32)
+        raise RequestError(
+            f"{sent.called}: this server fetches no pictures ({scheme}: URL); send the file itself, as "
+            "data:image/png;base64,...",
+            code="no_fetching",
+            param=sent.called,
+        )
+    try:
+        data = base64.b64decode("".join(source.split()).encode("ascii"), validate=True)
+    except (binascii.Error, ValueError):
+        data = b""
+    if not data:
+        raise RequestError(f"{sent.called}: is no base64 of a picture's file", param=sent.called)
+    return data
+
+
+def check_all_shown(text: str, known: Mapping[str, KnownPicture]) -> None:
+    """Raise ``RequestError`` for a picture that the chat template left out of the prompt ``text``."""
+    left_out = next((each for marker, each in known.items() if marker not in text), None)
+    if left_out is not None:
+        raise RequestError(f"{left_out.called}: the model's chat template leaves this picture out", param="messages")
+
+
+def tokens_with_pictures(
+    vocabulary: Vocabulary, text: str, known: Mapping[str, KnownPicture], *, add_special: bool
+) -> PromptTokens:
+    """The token ids of ``text``, with those of pictures where their markers are; special tokens begin it, if at all."""
+    if not known:
+        return PromptTokens(vocabulary.tokenize(text, add_special=add_special, parse_special=True))
+    tokens, places = list[int](), list[PicturePlace]()
+    for number, part in enumerate(re.split(f"({'|'.join(known)})", text)):
+        picture = known.get(part)
+        if picture is not None:
+            places.append(PicturePlace(len(tokens), picture.digest))
+            tokens += picture.ids
+        elif part or not number:
+            tokens += vocabulary.tokenize(part, add_special=add_special and not number, parse_special=True)
+    return PromptTokens(tokens, tuple(places))
+
+
+def without_markers(text: str, known: Mapping[str, object], shown: str) -> str:
+    """``text`` for clients, with what is ``shown`` in place of each picture."""
+    return re.sub("|".join(known), lambda _: shown, text) if known else text

@@ -1,0 +1,72 @@
+"""Requests with pictures: prepared once to find them, encoded, and prepared again with what they became."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Final, TypeVar
+
+import msgspec
+
+from primad.api.answering.backend import Prepared
+from primad.api.answering.job import Job, Prompt
+from primad.api.answering.pictures import Picture, PicturesWantedError
+from primad.engine.pictures.messages import EncodedPicture
+from primad.errors import EngineError, RequestError
+from primad.ring.pictures import placed
+from primad.settings.quantities import show_bytes
+
+MAX_CONTENT_BYTES: Final = 56 << 20
+"""Of all pictures of a prompt: they go to the head's ring process in one frame."""
+PictureIds = Mapping[str, Sequence[int]]
+"""The token ids of pictures, by digest."""
+Encode = Callable[[bytes, str], Awaitable[EncodedPicture]]
+_Made = TypeVar("_Made", bound=msgspec.Struct)
+
+
+async def prepare_seeing(prepare: Callable[[PictureIds], Awaitable[Prepared]], encode: Encode) -> Prepared:
+    """What ``prepare`` makes of a request, whose pictures ``encode`` encodes, if it has any. Raises ``RequestError``."""
+    try:
+        return await prepare({})
+    except PicturesWantedError as exc:
+        wanted = exc.pictures
+    seen = await _encoded(wanted, encode)
+    return _with_content(await prepare({digest: placed(each, 0)[0] for digest, each in seen.items()}), seen)
+
+
+async def _encoded(wanted: Sequence[Picture], encode: Encode) -> dict[str, EncodedPicture]:
+    seen: dict[str, EncodedPicture] = {}
+    for picture in wanted:
+        try:
+            seen[picture.digest] = await encode(picture.data, picture.called)
+        except EngineError as exc:
+            raise RequestError(f"{picture.called}: {exc}", code="no_pictures", param=picture.called) from exc
+        _check_bytes(sum(map(_content_bytes, seen.values())), picture.called)
+    return seen
+
+
+def _with_content(made: _Made, seen: dict[str, EncodedPicture]) -> _Made:
+    """``made`` with the pictures' rows, if it has a job: token ids are all that was needed to prepare it."""
+    job: Job | None = getattr(made, "job", None)
+    if job is None:
+        return made
+    for prompt in job.prompts:
+        _check_bytes(_prompt_bytes(prompt, seen), "messages")
+    return msgspec.structs.replace(made, job=msgspec.structs.replace(job, seen=seen))
+
+
+def _prompt_bytes(prompt: Prompt, seen: Mapping[str, EncodedPicture]) -> int:
+    return sum(_content_bytes(seen[place.digest]) for place in prompt.pictures)
+
+
+def _content_bytes(picture: EncodedPicture) -> int:
+    return sum(len(part.content) for part in placed(picture, 0)[1])
+
+
+def _check_bytes(size: int, called: str) -> None:
+    if size > MAX_CONTENT_BYTES:
+        raise RequestError(
+            f"{called}: with the pictures before it, it becomes more than {show_bytes(MAX_CONTENT_BYTES)} of rows for the "
+            "model; send fewer or smaller pictures",
+            code="too_many_pictures",
+            param=called,
+        )

@@ -1,0 +1,226 @@
+"""Pictures in the requests of every dialect: where they stand in the prompt, what they cost, and what is refused by name."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import replace
+
+import pytest
+
+from tests.fakes.backend import BOS, IM_END, IM_START, ByteVocabulary, FakeBackend, replies
+from tests.fakes.http import call, post
+from tools.lab.mmproj import noise
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}>"
+ONE, TWO = noise(1, 8, 8), noise(2, 8, 8)
+SIZE = 6
+"""Of a picture in a prompt: four rows between two tokens."""
+
+
+def based(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def url(data: bytes) -> str:
+    return f"data:image/png;base64,{based(data)}"
+
+
+def backend(template: str = TEMPLATE, **served) -> FakeBackend:
+    made = FakeBackend(replies("ok"), vocabulary=ByteVocabulary(chat_template=template))
+    made.served = replace(made.served, sees=True, **served)
+    return made
+
+
+def shown(prompt: list[int]) -> str:
+    """A prompt as text; a picture is its number among those of the prompt."""
+    text, pictures = "", []
+    for token in prompt:
+        if token >= 0:
+            text += chr(token) if token < 256 else {BOS: "^", IM_START: "<", IM_END: ">"}.get(token, "?")
+        elif token not in pictures:
+            pictures.append(token)
+    return text
+
+
+TEXT, PICTURE = {"type": "text", "text": "See "}, {"type": "image_url", "image_url": {"url": url(ONE), "detail": "low"}}
+ASKED = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": [TEXT, PICTURE, {"type": "text", "text": "?"}]}]},
+    "/v1/responses": {
+        "input": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "input_text", "text": "See "},
+                    {"type": "input_image", "image_url": url(ONE)},
+                    {"type": "input_text", "text": "?"},
+                ],
+            }
+        ]
+    },
+    "/v1/messages": {
+        "model": "toy",
+        "max_tokens": 9,
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    TEXT,
+                    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": based(ONE)}},
+                    {"type": "text", "text": "?"},
+                ],
+            }
+        ],
+    },
+    "/api/chat": {"model": "toy", "messages": [{"role": "user", "content": "?", "images": [based(ONE)]}]},
+    "/api/generate": {"model": "toy", "prompt": "?", "images": [based(ONE)]},
+    "/completion": {"prompt": {"prompt_string": "See <__media__>?", "multimodal_data": [based(ONE)]}},
+}
+CHAT, OLLAMA = "/v1/chat/completions", "/api/chat"
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_picture_stands_in_the_prompt_where_the_client_put_it(path):
+    made = backend()
+    response = post(made, path, **ASKED[path], stream=False)
+    assert response.status_code == 200, response.text
+    (asked,) = made.calls
+    expected = "^See <>?" if path == "/completion" else "^[user]See <>?>" if "/v1" in path else "^[user]<>?>"
+    assert shown(asked.prompt) == expected
+    assert [(each.first, each.rows) for each in asked.pictures] == [(expected.index("<") + 1, 4)]
+
+
+def test_usage_and_the_count_of_tokens_have_the_rows_of_pictures():
+    body, plain = ASKED[CHAT], {"messages": [{"role": "user", "content": "See ?"}]}
+    used = post(backend(), CHAT, **body).json()["usage"]["prompt_tokens"]
+    assert used == post(backend(), CHAT, **plain).json()["usage"]["prompt_tokens"] + SIZE
+    assert post(backend(), f"{CHAT}/input_tokens", **body).json()["input_tokens"] == used
+    assert post(backend(), "/v1/responses/input_tokens", **ASKED["/v1/responses"]).json()["input_tokens"] == used
+    counted = {key: value for key, value in ASKED["/v1/messages"].items() if key != "max_tokens"}
+    assert post(backend(), "/v1/messages/count_tokens", **counted).json()["input_tokens"] == used
+
+
+def test_a_context_that_pictures_exceed_is_refused_or_shifted():
+    turns = [{"role": "user", "content": [PICTURE]}, {"role": "assistant", "content": "a"}] * 5
+    messages = [*turns, {"role": "user", "content": [PICTURE, {"type": "text", "text": "?"}]}]
+    refused = post(backend(context_tokens=60), CHAT, messages=messages)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    made = backend(context_tokens=60, context_shift=True)
+    assert post(made, CHAT, messages=messages).status_code == 200
+    assert shown(made.calls[0].prompt).endswith("[user]<>?>")
+    assert len(made.calls[0].pictures) < 6
+
+
+def test_equal_pictures_have_equal_rows_wherever_they_stand_and_others_do_not():
+    made = backend()
+    parts = [PICTURE, {"type": "image_url", "image_url": url(TWO)}, PICTURE]
+    post(made, CHAT, messages=[{"role": "user", "content": parts}])
+    rows = [made.calls[0].prompt[each.first : each.first + 4] for each in made.calls[0].pictures]
+    assert rows[0] == rows[2]
+    assert not set(rows[0]) & set(rows[1])
+    assert all(token < 0 for each in rows for token in each)
+
+
+def test_text_that_looks_like_a_place_for_a_picture_is_text():
+    for text in ("<__media__>", "<image>", "qzpicture00112233445566778899aabbccddeeffx"):
+        made = backend()
+        post(made, CHAT, messages=[{"role": "user", "content": [{"type": "text", "text": text}, PICTURE]}])
+        assert shown(made.calls[0].prompt) == f"^[user]{text}<>>"
+
+
+def test_a_tools_result_may_have_a_picture():
+    made = backend()
+    call_ = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    body = {"messages": [{"role": "user", "content": "look"}, {"role": "assistant", "tool_calls": [call_]}]}
+    body["messages"].append({"role": "tool", "tool_call_id": "c", "content": [PICTURE]})
+    assert post(made, CHAT, **body).status_code == 200
+    assert len(made.calls[0].pictures) == 1
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "c",
+        "content": [ASKED["/v1/messages"]["messages"][0]["content"][1]],
+    }
+    used = {"type": "tool_use", "id": "c", "name": "look", "input": {}}
+    turns = [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
+    assert post(made, "/v1/messages", **ASKED["/v1/messages"] | {"messages": turns}).status_code == 200
+    assert len(made.calls[1].pictures) == 1
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_model_without_an_encoder_says_which_file_is_missing(path):
+    made = FakeBackend(replies("ok"), vocabulary=ByteVocabulary(chat_template=TEMPLATE))
+    made.served = replace(made.served, lacks_encoder="put mmproj.gguf beside it")
+    response = post(made, path, **ASKED[path], stream=False)
+    assert response.status_code == 400
+    assert "put mmproj.gguf beside it" in response.text
+    assert not made.calls
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("https://example.org/a.png", "fetches no pictures (https: URL)"),
+        ("http://127.0.0.1/a.png", "fetches no pictures (http: URL)"),
+        ("file:///etc/passwd", "fetches no pictures (file: URL)"),
+        ("data:video/mp4;base64,AAAA", "is of type video"),
+        ("data:audio/wav;base64,AAAA", "is of type audio"),
+        ("data:image/png;base64,?", "no base64"),
+        ("data:image/png;base64,", "no base64"),
+        ("", "no base64"),
+        (url(b"RIFF1234WEBP"), "cannot be decoded"),
+    ],
+)
+def test_what_is_no_picture_is_refused_with_its_place(source, named):
+    part = {"type": "image_url", "image_url": {"url": source}}
+    response = post(backend(), CHAT, messages=[{"role": "user", "content": [TEXT, part]}])
+    assert response.status_code == 400
+    assert named in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == "messages[0].content[1]"
+
+
+@pytest.mark.parametrize("kind", ["input_audio", "audio_url", "video_url", "file", "input_file"])
+def test_sound_video_and_files_are_refused_by_name(kind):
+    part = {"type": kind, kind: {"data": "AAAA", "format": "wav"}}
+    response = post(backend(), CHAT, messages=[{"role": "user", "content": [part]}])
+    assert response.status_code == 400
+    assert f"'{kind}'" in response.json()["error"]["message"]
+
+
+def test_errors_name_the_field_of_the_dialect():
+    image = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
+    body = ASKED["/v1/messages"] | {"messages": [{"role": "user", "content": [TEXT, image]}], "system": "s"}
+    assert "messages[0].content[1]: this server fetches" in post(backend(), "/v1/messages", **body).text
+    message = {"role": "user", "content": "?", "images": [based(ONE), "no"]}
+    answer = post(backend(), OLLAMA, model="toy", messages=[message])
+    assert "messages[0].images[1]: " in answer.json()["error"]
+    parts = [{"type": "input_image", "image_url": "https://example.org/a.png"}]
+    answer = post(backend(), "/v1/responses", instructions="s", input=[{"role": "user", "content": parts}])
+    assert "input[0].content[0]: this server fetches" in answer.text
+    answer = post(backend(), "/completion", prompt={"prompt_string": "no marker", "multimodal_data": [based(ONE)]})
+    assert "0 markers <__media__> in its text, and 1 pictures" in answer.text
+
+
+def test_the_number_of_pictures_is_bounded():
+    parts = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}] * 10_000
+    response = post(backend(), CHAT, messages=[{"role": "user", "content": parts}])
+    assert response.status_code == 400
+    assert "messages[0].content[100]: a request may have 100 pictures; this one has 10000" in response.text
+
+
+def test_a_template_that_leaves_a_picture_out_is_named():
+    made = backend("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}")
+    messages = [{"role": "tool", "tool_call_id": "c", "content": [PICTURE]}, {"role": "user", "content": "?"}]
+    response = post(made, CHAT, messages=messages)
+    assert response.status_code == 200 or "leaves this picture out" in response.text
+
+
+def test_clients_are_told_that_the_model_sees():
+    for sees in (True, False):
+        made = backend()
+        made.served = replace(made.served, sees=sees)
+        assert call(made, "GET", "/props").json()["modalities"] == {"vision": sees, "audio": False}
+        assert ("vision" in post(made, "/api/show", model="toy").json()["capabilities"]) is sees
+
+
+def test_a_template_is_shown_with_llama_servers_marker_for_a_picture():
+    answer = post(backend(), "/apply-template", **ASKED[CHAT]).json()
+    assert answer == {"prompt": "[user]See <__media__>?>"}
