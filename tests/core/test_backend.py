@@ -27,6 +27,7 @@ from primad.ring.messages import (
     RingCommand,
     Sampled,
 )
+from primad.ring.pictures import PictureRows
 from tests.fakes.ring import GREEDY
 
 SERVED = ServedModel(id="toy", created=1, context_tokens=4096, vocabulary=None)
@@ -521,6 +522,19 @@ async def test_one_that_has_not_begun_in_time_is_refused_and_cancelled():
     assert generate.reports_begin
     assert ring.reported[-1] == Cancel(generate.request)
     assert backend.generations == 0
+
+
+async def test_the_next_ring_gets_the_rows_of_pictures_too():
+    backend = RingBackend()
+    first = await attach(backend, 1)
+    rows = [PictureRows(1, 2, bytes(16))]
+    reader = Reader(ask(backend, 5, -7, -9, pictures=rows))
+    await settled()
+    backend.hold("forming the ring again")
+    second = await attach(backend, 2)
+    assert [(each.prompt, each.pictures) for each in (*first.generates, *second.generates)] == [([5, -7, -9], rows)] * 2
+    backend.deliver(2, finished(second.generates[0].request))
+    await reader.task
 
 
 async def test_one_that_waited_for_devices_too_long_hears_what_goes_on():

@@ -1,21 +1,33 @@
-"""Rings of processes answer to prompts with pictures as llama.cpp with its libmtmd does, bit for bit."""
+"""Rings of processes answer to prompts with pictures as llama.cpp with its libmtmd does, bit for bit; daemons say so to
+official clients, also when devices and processes die."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
+import time
 
+import httpx
 import msgspec
+import psutil
 import pytest
 
 from primad.engine.pictures.encoder import PictureEncoder
 from primad.engine.protocol import GREEDY
 from primad.engine.vocabulary import LlamaVocabulary
 from primad.ring.head import log_softmax
+from tests.e2e.cluster import PATIENCE_S, command_of, ring
+from tests.lazily import Lazily
 from tests.shell.test_picture_rows import prompt_of
 from tools.lab.local_ring import LocalRing
 from tools.lab.mmproj import Eye, noise, write_encoder
 from tools.lab.plain_pictures import plain_answer
 from tools.synth import write_model
+
+anthropic = Lazily("anthropic")
+ollama = Lazily("ollama")
+openai = Lazily("openai")
 
 pytestmark = pytest.mark.slow
 
@@ -95,3 +107,97 @@ async def test_a_ring_sees_what_libmtmd_sees(seen, windows, tmp_path):
             prompt, TOKENS, replayed=known, logprobs=0, sampling=ENDLESS, pictures=pictures
         )
         assert drawn(sampled) == expected[id(TWO)][3:]
+
+
+ASKED, PNG = "what is it?", base64.b64encode(noise(1)).decode()
+URL = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}
+MESSAGES = [{"role": "user", "content": [URL, {"type": "text", "text": ASKED}]}]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory, module_home):
+    """A head and two workers with layers of a model that sees; its encoder lies beside it."""
+    folder = tmp_path_factory.mktemp("served")
+    shape = write_model(folder / "tiny.gguf", architecture="gemma3")
+    write_encoder(folder / "mmproj-tiny.gguf", "gemma3", shape.width, Eye(side=128))
+    homes = [module_home(name) for name in ("head", "w1", "w2")]
+    with ring(folder / "tiny.gguf", homes, f"sees-{time.time_ns():x}", "--context", 1024) as (head, workers):
+        yield head, workers
+
+
+def asked(head, act=None, messages=MESSAGES, tokens=48):
+    """The text of a streamed answer, in whose middle ``act`` is called, and what it used."""
+    body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True, "logit_bias": {"2": -100}}
+    text, pieces, usage = "", 0, None
+    body["stream_options"] = {"include_usage": True}
+    with httpx.stream("POST", f"{head.url}/v1/chat/completions", json=body, timeout=PATIENCE_S) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            assert "error" not in chunk, chunk
+            usage = chunk.get("usage") or usage
+            for choice in chunk["choices"]:
+                text += choice["delta"].get("content") or ""
+            pieces += 1
+            if act is not None and pieces == 6:
+                act()
+    return text, usage
+
+
+def test_official_clients_send_a_picture_as_their_documents_say(cluster):
+    head, _ = cluster
+    with openai.OpenAI(base_url=f"{head.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        chat = client.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0, max_tokens=8)
+        printed = chat.choices[0].message.content
+        assert printed
+        parts = [
+            {"type": "input_image", "image_url": URL["image_url"]["url"]},
+            {"type": "input_text", "text": ASKED},
+        ]
+        given = [{"role": "user", "content": parts}]
+        response = client.responses.create(model="tiny", input=given, temperature=0, max_output_tokens=8)
+        assert response.output_text == printed
+    source = {"type": "base64", "media_type": "image/png", "data": PNG}
+    turn = {"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": ASKED}]}
+    with anthropic.Anthropic(base_url=head.url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        message = client.messages.create(model="tiny", max_tokens=8, messages=[turn], extra_body={"temperature": 0})
+        assert message.content[0].text == printed
+        counted = client.messages.count_tokens(model="tiny", messages=[turn])
+        assert counted.input_tokens == chat.usage.prompt_tokens > 64, "the picture's rows are counted"
+    client = ollama.Client(host=head.url, timeout=PATIENCE_S)
+    turn = {"role": "user", "content": ASKED, "images": [PNG]}
+    greedy = {"temperature": 0, "num_predict": 8}
+    assert client.chat(model="tiny", messages=[turn], options=greedy).message.content == printed
+    assert "vision" in client.show("tiny").capabilities
+    client._client.close()
+
+
+def test_the_next_turn_computes_only_what_is_new(cluster):
+    head, _ = cluster
+    text, first = asked(head)
+    turns = [*MESSAGES, {"role": "assistant", "content": text[:8]}, {"role": "user", "content": "and now?"}]
+    _, again = asked(head, messages=turns)
+    assert again["prompt_tokens_details"]["cached_tokens"] > 64, "the picture is behind no new token"
+    assert again["prompt_tokens"] > first["prompt_tokens"]
+
+
+def test_an_answer_goes_on_when_the_encoder_dies_and_when_a_worker_does(cluster):
+    head, workers = cluster
+    undisturbed, _ = asked(head)
+    encoders = [each for each in head.run.processes() if "primad.engine.pictures.process" in command_of(each)]
+    assert len(encoders) == 1
+
+    def kill() -> None:
+        encoders[0].kill()
+        psutil.wait_procs(encoders, PATIENCE_S)
+        workers[-1].kill()
+
+    assert asked(head, kill)[0] == undisturbed
+    other = [{"role": "user", "content": [{**URL, "image_url": {"url": other_url(2)}}, {"type": "text", "text": "?"}]}]
+    assert asked(head, messages=other)[0], "the next picture starts the encoder again"
+    assert "Traceback" not in head.run.output
+
+
+def other_url(seed):
+    return f"data:image/png;base64,{base64.b64encode(noise(seed)).decode()}"

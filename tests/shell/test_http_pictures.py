@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from primad.api.http.connection import MAX_BODY_BYTES
 from tests.fakes.backend import BOS, IM_END, IM_START, ByteVocabulary, FakeBackend, replies
 from tests.fakes.http import call, post
 from tools.lab.mmproj import noise
@@ -219,6 +220,16 @@ def test_clients_are_told_that_the_model_sees():
         made.served = replace(made.served, sees=sees)
         assert call(made, "GET", "/props").json()["modalities"] == {"vision": sees, "audio": False}
         assert ("vision" in post(made, "/api/show", model="toy").json()["capabilities"]) is sees
+        (entry,) = call(made, "GET", "/v1/models").json()["data"]
+        assert ("multimodal" in entry.get("capabilities", ())) is sees
+        assert entry.get("architecture", {}).get("input_modalities") == (["text", "image"] if sees else None)
+
+
+def test_a_body_may_be_larger_where_the_model_sees():
+    body = {"messages": [{"role": "user", "content": "x" * MAX_BODY_BYTES}]}
+    made = FakeBackend(replies("ok"))
+    assert post(made, CHAT, **body).status_code == 413
+    assert "exceeds the available context size" in post(backend(), CHAT, **body).text
 
 
 def test_a_template_is_shown_with_llama_servers_marker_for_a_picture():

@@ -21,4 +21,4 @@ def capabilities_of(model: OfferedModel, served: ServedModel | None) -> list[str
     """Those of an offered model; without the template of a ``served`` one only its kind is known."""
     if model.embeds:
         return ["embedding"]
-    return ["completion"] if served is None else capabilities(served)
+    return ["completion", *(["vision"] if model.sees else [])] if served is None else capabilities(served)

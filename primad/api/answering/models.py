@@ -50,6 +50,8 @@ class OfferedModel:
     pinned: bool = False
     embeds: bool = False
     """Whether it makes embeddings, not text; its backend is ``Embeddings`` as well then."""
+    sees: bool = False
+    """Whether an encoder of pictures is there for it."""
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     vram_bytes: int = 0
     """How much of it is memory of GPUs."""

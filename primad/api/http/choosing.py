@@ -46,7 +46,8 @@ class ModelChoice:
     def _chosen(self, handler: RouteHandler, choosing: Choosing) -> RouteHandler:
         @wraps(handler)
         async def choose(request: Request) -> Response:
-            body = await read_json(request, self._endpoint.timings.body_timeout_s)
+            timeout_s, max_bytes = self._endpoint.timings.body_timeout_s, self._endpoint.max_body_bytes
+            body = await read_json(request, timeout_s, max_bytes=max_bytes)
             wants = read_wanted(body, choosing, request.query_params.get("model"))
             if not wants.is_readable:
                 await self._check(request, handler, body)

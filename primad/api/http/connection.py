@@ -27,6 +27,8 @@ from primad.system.shares import Shares
 
 MAX_BODY_BYTES: Final = 8 << 20
 """Several times the text of the longest context in use."""
+MAX_SEEN_BODY_BYTES: Final = 32 << 20
+"""Where a model sees: some photographs as base64."""
 MAX_BODIES_BYTES: Final = 128 << 20
 """For all requests in progress. Data made of a body, such as a list of tokens, takes several times as much."""
 

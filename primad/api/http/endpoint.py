@@ -29,7 +29,13 @@ from primad.api.answering.job import Choice, Job
 from primad.api.answering.models import Models
 from primad.api.answering.timings import CompletionClock
 from primad.api.http.access import caller, charged
-from primad.api.http.connection import MessageStream, read_json, while_connected
+from primad.api.http.connection import (
+    MAX_BODY_BYTES,
+    MAX_SEEN_BODY_BYTES,
+    MessageStream,
+    read_json,
+    while_connected,
+)
 from primad.api.http.errors import RETRY_AFTER_S
 from primad.api.http.framing import Framing
 from primad.api.http.metrics import Metrics
@@ -85,6 +91,14 @@ class Endpoint:
         """The served model under all its names, or None until it is known."""
         served = self.backend.model()
         return None if served is None else replace(served, names=self._names)
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Of the body of a request to a model."""
+        served = self.backend.model()
+        sees = served is not None and served.sees
+        sees = sees or (self.models is not None and any(each.sees for each in self.models.offered()))
+        return MAX_SEEN_BODY_BYTES if sees else MAX_BODY_BYTES
 
     @property
     def answers_open(self) -> int:
@@ -148,7 +162,8 @@ class Endpoint:
     ) -> Prepared:
         """As above, by ``backend`` for the model ``served``."""
         chosen: Chosen | None = request.scope.get(CHOSEN)
-        body = await read_json(request, self.timings.body_timeout_s) if chosen is None else chosen.body
+        timeout_s, max_bytes = self.timings.body_timeout_s, self.max_body_bytes
+        body = await read_json(request, timeout_s, max_bytes=max_bytes) if chosen is None else chosen.body
         return await while_connected(request.receive, backend.prepare(preparation, body, served, owner=caller()))
 
     def stream(self, messages: AsyncGenerator[msgspec.Struct, None], framing: Framing) -> Response:

@@ -321,6 +321,7 @@ class HeadModels:
             expires_at_s=time.time() + own.expires_at_s - self._now() if is_idle else None,
             pinned=name in self._settings.pinned,
             embeds=model.embeds,
+            sees=model.projector is not None,
             memory_bytes={device: each.total_bytes for device, each in taken.items()},
             vram_bytes=sum(sum(each.vram_bytes.values()) for each in taken.values()),
         )

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from primad.api.answering.backend import Backend, ServedModel
+from primad.api.answering.capabilities import capabilities
 from primad.api.answering.choices import together
 from primad.api.answering.generation import NO_DRAFTS_COUNTED, DraftCounts, Written, cached_tokens
 from primad.api.answering.job import Choice, Job, check_model
@@ -23,7 +24,7 @@ from primad.api.answering.timings import CompletionClock, CompletionTimings
 from primad.api.dialects.anthropic.models import ANTHROPIC, model_entry, model_list
 from primad.api.dialects.openai import embeddings, schema, shapes
 from primad.api.dialects.openai import prepared as preparations
-from primad.api.dialects.openai.offered_models import load_progress, offered_entry
+from primad.api.dialects.openai.offered_models import load_progress, modalities, offered_entry
 from primad.api.dialects.openai.responses import ApiResponse, ChatResponse, CompletionResponse
 from primad.api.dialects.openai.shapes import (
     CompletionTokensDetails,
@@ -272,6 +273,8 @@ def _model(served: ServedModel, name: str) -> Model:
         owned_by="primad",
         max_model_len=context,
         meta=shapes.ModelMeta(n_ctx=context, n_ctx_train=served.facts.trained_context_tokens or context),
+        architecture=modalities(sees=True) if served.sees else UNSET,
+        capabilities=[*capabilities(served), "multimodal"] if served.sees else UNSET,
     )
 
 
