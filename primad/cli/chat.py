@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import signal
 import time
@@ -12,7 +13,16 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from primad.cli.conversation import COMMANDS, Conversation, Piece, Received, shown, split_command
+from primad.cli.conversation import (
+    COMMANDS,
+    AskedQuestion,
+    Conversation,
+    Piece,
+    Received,
+    ShownPicture,
+    shown,
+    split_command,
+)
 from primad.cli.drawing import Drawing
 from primad.cli.endpoint import (
     HeadName,
@@ -29,6 +39,7 @@ from primad.cli.endpoint import (
 from primad.cli.line_input import is_typed, line_reader
 from primad.cli.output import err, out
 from primad.cli.progress import RichReporter
+from primad.engine.pictures.headers import MAX_BYTES, check_picture
 from primad.errors import ClusterError, printable
 from primad.settings.config import load_config
 
@@ -49,7 +60,7 @@ def chat(
     """Talk to a running endpoint: the head that runs on this device, or the one at --url.
 
     Ctrl-C ends a response, Ctrl-D the conversation; Alt-Enter, or a backslash before Enter, starts another line. /help
-    shows the commands: /system, /regenerate, /clear, /save.
+    shows the commands: /image, /system, /regenerate, /clear, /save.
 
     Examples:
 
@@ -86,12 +97,13 @@ class Talk:
         self.conversation = conversation
         self.received, self._dim, self._open = Received(), False, False
 
-    def ask(self, question: str) -> None:
+    def ask(self, question: AskedQuestion | str) -> None:
         """Ask and draw the response. Raises ``ClusterError``, or ``KeyboardInterrupt``; the partial response is
         kept."""
         self.received, self._dim, self._open = Received(), False, False
         messages = [
-            {key: _text(value) for key, value in message.items()} for message in self.conversation.asking(question)
+            {key: _text(value) if isinstance(value, str) else value for key, value in message.items()}
+            for message in self.conversation.asking(_text(question) if isinstance(question, str) else question)
         ]
         try:
             self._runner.run(self._answer({"messages": messages, "stream": True, **self._options}))
@@ -208,6 +220,8 @@ def _obey(talk: Talk, line: str) -> bool:
             conversation.system = rest
         case "/system":
             err.print(conversation.system or "there is no system message", style="dim")
+        case "/image":
+            _show(conversation, rest)
         case "/clear":
             conversation.clear()
         case "/save":
@@ -228,7 +242,7 @@ def _obey(talk: Talk, line: str) -> bool:
     return True
 
 
-def _ask(talk: Talk, question: str) -> None:
+def _ask(talk: Talk, question: AskedQuestion | str) -> None:
     """Ask ``question``. Neither an error nor Ctrl-C ends the conversation."""
     try:
         talk.ask(question)
@@ -237,6 +251,22 @@ def _ask(talk: Talk, question: str) -> None:
     finally:
         if out.is_terminal and talk.received.pace():
             err.print(talk.received.pace(), style="dim")
+
+
+def _show(conversation: Conversation, name: str) -> None:
+    if not name:
+        err.print("/image FILE: name the file")
+        return
+    try:
+        with Path(name).expanduser().open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        check_picture(data)
+    except (OSError, RuntimeError, ValueError) as exc:
+        err.print(f"/image {printable(name)}: {exc}; choose another file")
+        return
+    url = f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
+    conversation.pictures.append(ShownPicture(Path(name).name, url))
+    err.print(f"{printable(name)} goes with the next question", style="dim")
 
 
 def _save(conversation: Conversation, name: str) -> None:

@@ -11,6 +11,7 @@ from primad.errors import ClusterError
 from primad.settings.quantities import show_count
 
 COMMANDS: Final = {
+    "/image": "FILE show a picture with the next question",
     "/system": "[TEXT] set the system message; without text, show it",
     "/regenerate": "regenerate the last response",
     "/clear": "clear the conversation, except the system message",
@@ -20,24 +21,55 @@ COMMANDS: Final = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class ShownPicture:
+    """A file to show, by its name and as a data URL."""
+
+    name: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskedQuestion:
+    """A question, with the pictures that it is about."""
+
+    text: str
+    pictures: tuple[ShownPicture, ...] = ()
+
+    def message(self) -> dict[str, Any]:
+        """As the API has it."""
+        if not self.pictures:
+            return {"role": "user", "content": self.text}
+        shown = [{"type": "image_url", "image_url": {"url": each.url}} for each in self.pictures]
+        return {"role": "user", "content": [*shown, {"type": "text", "text": self.text}]}
+
+    def written(self) -> str:
+        """For people."""
+        return "".join(f"[{each.name}]\n" for each in self.pictures) + self.text
+
+
 @dataclass(slots=True)
 class Conversation:
-    """The conversation: ``turns`` are questions with their answers. ``unanswered`` is a question without an answer."""
+    """The conversation: ``turns`` are questions with their answers. ``unanswered`` is a question without an answer, and
+    ``pictures`` are for the next one."""
 
     system: str = ""
-    turns: list[tuple[str, str]] = field(default_factory=list)
-    unanswered: str | None = None
+    turns: list[tuple[AskedQuestion, str]] = field(default_factory=list)
+    unanswered: AskedQuestion | None = None
+    pictures: list[ShownPicture] = field(default_factory=list)
 
-    def asking(self, question: str) -> list[dict[str, str]]:
+    def asking(self, question: AskedQuestion | str) -> list[dict[str, Any]]:
         """The messages that ask ``question`` after all earlier turns; it counts as unanswered until it is."""
+        if isinstance(question, str):
+            question, self.pictures = AskedQuestion(question, tuple(self.pictures)), []
         self.unanswered = question
-        return [*self.messages(), {"role": "user", "content": question}]
+        return [*self.messages(), question.message()]
 
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """The turns as the API's messages."""
-        entry = [{"role": "system", "content": self.system}] if self.system else []
+        entry: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         for question, answer in self.turns:
-            entry += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            entry += [question.message(), {"role": "assistant", "content": answer}]
         return entry
 
     def answered(self, answer: str) -> None:
@@ -46,7 +78,7 @@ class Conversation:
             self.turns.append((self.unanswered, answer))
             self.unanswered = None
 
-    def again(self) -> str | None:
+    def again(self) -> AskedQuestion | None:
         """Remove and return the last question; None before the first."""
         if self.unanswered is not None:
             return self.unanswered
@@ -55,13 +87,17 @@ class Conversation:
     def clear(self) -> None:
         """Forget all but the system message."""
         self.turns.clear()
+        self.pictures.clear()
         self.unanswered = None
 
     def written(self, name: str) -> str:
         """The conversation as the content of the file ``name``."""
         if name.lower().endswith(".json"):
             return json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=2) + "\n"
-        return "\n".join(f"{entry['role']}:\n{entry['content']}\n" for entry in self.messages())
+        lines = [("system", self.system)] if self.system else []
+        for question, answer in self.turns:
+            lines += [("user", question.written()), ("assistant", answer)]
+        return "\n".join(f"{role}:\n{text}\n" for role, text in lines)
 
 
 def split_command(line: str) -> tuple[str, str] | None:

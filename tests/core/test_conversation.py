@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from primad.cli.conversation import Conversation, Piece, Received, shown, split_command
+from primad.cli.conversation import AskedQuestion, Conversation, Piece, Received, ShownPicture, shown, split_command
 from primad.cli.drawing import Drawing
 from primad.errors import ClusterError
 
@@ -38,9 +38,9 @@ def test_a_question_without_an_answer_is_none_of_what_was_said_but_can_be_asked_
     talk.answered("")
     assert [each["content"] for each in talk.asking("three?")] == ["Be brief.", "one?", "1", "three?"]
     talk.answered("")
-    assert talk.again() == "three?"
+    assert talk.again() == AskedQuestion("three?")
     talk.answered("3")
-    assert talk.again() == "three?"
+    assert talk.again() == AskedQuestion("three?")
     assert [each["content"] for each in talk.messages()] == ["Be brief.", "one?", "1"]
 
 
@@ -140,3 +140,18 @@ async def test_what_came_between_two_screens_is_drawn_though_nothing_follows():
     await asyncio.wait_for(second.wait(), 60)
     assert drawn == ["a", "b"]
     drawing.finish()
+
+
+def test_pictures_go_with_the_next_question_and_stay_with_it():
+    talk = Conversation()
+    talk.pictures.append(ShownPicture("a.png", "data:,a"))
+    asked = talk.asking("What is it?")
+    shown_ = [{"type": "image_url", "image_url": {"url": "data:,a"}}, {"type": "text", "text": "What is it?"}]
+    assert asked == [{"role": "user", "content": shown_}]
+    talk.answered("A cat.")
+    assert talk.asking("Why?") == [
+        *asked,
+        {"role": "assistant", "content": "A cat."},
+        {"role": "user", "content": "Why?"},
+    ]
+    assert talk.written("a.txt") == "user:\n[a.png]\nWhat is it?\n\nassistant:\nA cat.\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import signal
@@ -20,6 +21,7 @@ from primad.cli.conversation import Received
 from primad.cli.endpoint import in_our_words, opened, reached
 from primad.errors import ClusterError
 from tests.fakes.http import answering
+from tools.lab.mmproj import noise
 
 
 def event(**delta: str) -> bytes:
@@ -148,6 +150,19 @@ def test_what_was_said_is_told_with_the_next_question(chat: Types, endpoint: End
     assert (code, out) == (0, "1\n2\n")
     assert endpoint.contents(1) == ["Be brief.", "one?", "1", "two?"]
     assert [printed["content"] for printed in json.loads(file.read_text())["messages"]][-1] == "2"
+
+
+def test_a_picture_is_sent_with_the_question_after_it(chat: Types, endpoint: Endpoint, tmp_path: Path):
+    endpoint.emits(event(content="a cat"), DONE)
+    good, bad = tmp_path / "a.png", tmp_path / "b.png"
+    good.write_bytes(noise(1))
+    bad.write_bytes(b"no picture")
+    code, out, err = chat(lines=("/image", f"/image {bad}", f"/image {good}", "what?"))
+    assert (code, out) == (0, "a cat\n")
+    assert "not a picture of a known format" in err
+    ((picture, text),) = endpoint.contents(0)
+    assert base64.b64decode(picture["image_url"]["url"].partition(",")[2]) == noise(1)
+    assert text == {"type": "text", "text": "what?"}
 
 
 def test_regenerate_asks_again_without_the_answer_and_clear_forgets(chat: Types, endpoint: Endpoint):
