@@ -15,7 +15,7 @@ export function asked(chat, values, model) {
       messages.push({ role: "assistant", content: message.content, ...(calls?.length && { tool_calls: calls }) });
     } else if (message.role === "tool") {
       messages.push({ role: "tool", tool_call_id: message.call, content: message.content });
-    } else messages.push({ role: message.role, content: message.content });
+    } else messages.push({ role: message.role, content: withPictures(message) });
   }
   const body = { messages, stream: true, stream_options: { include_usage: true }, return_progress: true };
   if (model !== null) body.model = model;
@@ -32,6 +32,11 @@ export function asked(chat, values, model) {
     }
   }
   return body;
+}
+
+function withPictures({ content, pictures = [] }) {
+  const shown = pictures.filter(({ url }) => url).map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  return shown.length ? [...shown, { type: "text", text: content }] : content;
 }
 
 /** Writes the answer to `body` into `message`, and calls `changed` with each part of it. */

@@ -1,6 +1,7 @@
 // Chat: conversations on the left, the one that is open in the middle, settings on the right.
 
 import { asked, write } from "./answer.js";
+import { attachButton, attachedRow, hasAttached, shownPicture, takeAttached } from "./attached.js";
 import { announce, copy, h, icon, iconButton } from "./dom.js";
 import { count, decode, ms, soon } from "./format.js";
 import { drawHistory, forgetDeleted, isDeleted } from "./history.js";
@@ -65,6 +66,7 @@ export function startChat(panel) {
         else send();
       },
     },
+    attachButton(),
     parts.input,
     parts.send,
   );
@@ -77,7 +79,7 @@ export function startChat(panel) {
   );
   panel.append(
     history,
-    h("div", { class: "talk" }, bar, parts.log, h("div", { class: "foot" }, parts.failed, composer, parts.model)),
+    h("div", { class: "talk" }, bar, parts.log, h("div", { class: "foot" }, parts.failed, attachedRow(panel), composer, parts.model)),
     settings,
   );
   addEventListener("pagehide", () => {
@@ -183,11 +185,11 @@ function titled(text) {
 
 function send() {
   const text = parts.input.value.trim();
-  if (!text || stopping) return;
+  if ((!text && !hasAttached()) || stopping) return;
   parts.input.value = "";
   grow();
-  chat.messages.push({ role: "user", content: text });
-  chat.title ||= titled(text);
+  chat.messages.push({ role: "user", content: text, pictures: takeAttached() });
+  chat.title ||= titled(text) || "A picture";
   answer();
 }
 
@@ -281,7 +283,7 @@ function drawn(message, place) {
   boxes.set(message, box);
   if (message.role === "assistant") fill(box, message, stopping && place === chat.messages.length - 1);
   else if (message.role === "tool") box.replaceChildren(h("p", { class: "who" }, "Result"), h("pre", { tabindex: 0 }, message.content));
-  else box.replaceChildren(h("div", { class: "said" }, message.content), actionsOfQuestion(box, message, place));
+  else box.replaceChildren(...(message.pictures ?? []).map(shownPicture), h("div", { class: "said" }, message.content), actionsOfQuestion(box, message, place));
   return box;
 }
 
@@ -314,7 +316,7 @@ function edit(box, message, place) {
           onclick: () => {
             const text = input.value.trim();
             if (!text) return;
-            chat.messages.splice(place, Infinity, { role: "user", content: text });
+            chat.messages.splice(place, Infinity, { role: "user", content: text, pictures: message.pictures });
             if (place === 0) chat.title = titled(text);
             answer();
           },

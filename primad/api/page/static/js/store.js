@@ -42,17 +42,30 @@ export function chats() {
   return Array.isArray(kept) ? kept : [];
 }
 
-/** Keeps `chat` as the latest; the oldest go where there is no room. */
+/** `chat` with the names of its pictures alone: there is room for those of one conversation. */
+function withoutPictures(chat) {
+  const bare = (message) => (message.pictures ? { ...message, pictures: message.pictures.map(({ name }) => ({ name, url: "" })) } : message);
+  return { ...chat, messages: chat.messages.map(bare) };
+}
+
+/** Keeps `chat` as the latest; pictures of others go, and the oldest where there is no room. */
 export function keep(chat) {
-  let all = [chat, ...chats().filter((each) => each.id !== chat.id)].slice(0, MOST_CHATS);
-  for (; all.length; all = all.slice(0, -1)) {
+  const others = chats().filter((each) => each.id !== chat.id).map(withoutPictures);
+  if (kept([chat, ...others].slice(0, MOST_CHATS), others.length + 1)) return;
+  kept([withoutPictures(chat), ...others].slice(0, MOST_CHATS), 1);
+}
+
+/** Keeps as many of `all`, the latest first, as there is room for, but `least`; whether there is. */
+function kept(all, least) {
+  for (; all.length >= Math.min(least, MOST_CHATS) && all.length; all = all.slice(0, -1)) {
     try {
       localStorage.setItem(CHATS, JSON.stringify(all));
-      return;
+      return true;
     } catch {
       // full: without the oldest there may be room
     }
   }
+  return false;
 }
 
 /** Puts `chat` back where it was. */
