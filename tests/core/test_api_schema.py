@@ -153,7 +153,7 @@ def test_null_means_the_default():
         ([*HELLO, {"role": "tool"}], "messages[1].content"),
         ([{"role": "user", "content": 7}], "messages[0].content"),
         ([{"role": "user", "content": {"text": "x"}}], "messages[0].content"),
-        ([{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content"),
         ([{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls[0].function"),
         ([{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}], "messages[0].tool_calls"),

@@ -65,7 +65,7 @@ def test_a_file_that_is_no_encoder_of_pictures_is_refused_where_it_is_named_and_
     model, tmp_path
 ):
     bad = tmp_path / "mmproj-F16.gguf"
-    for write in (lambda: bad.write_bytes(b"GGUF"), lambda: bad.write_bytes(model.read_bytes()), lambda: hearing(bad)):
+    for write in (lambda: bad.write_bytes(b"GGUF"), lambda: bad.write_bytes(model.read_bytes()), lambda: odd(bad)):
         write()
         with pytest.raises(ConfigError, match=r"--mmproj .*mmproj-F16\.gguf"):
             encoder_file(bad, model, None)
@@ -75,7 +75,7 @@ def test_a_file_that_is_no_encoder_of_pictures_is_refused_where_it_is_named_and_
         assert "no pictures" in line
 
 
-def hearing(path: Path) -> None:
+def odd(path: Path) -> None:
     writer = GGUFWriter(str(path), "clip")
     writer.add_array("clip.has_vision_encoder", [1])
     writer.add_tensor("a", np.zeros(1, np.float32))

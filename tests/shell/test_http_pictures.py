@@ -163,7 +163,6 @@ def test_a_model_without_an_encoder_says_which_file_is_missing(path):
         ("http://127.0.0.1/a.png", "fetches no pictures (http: URL)"),
         ("file:///etc/passwd", "fetches no pictures (file: URL)"),
         ("data:video/mp4;base64,AAAA", "is of type video"),
-        ("data:audio/wav;base64,AAAA", "is of type audio"),
         ("data:image/png;base64,?", "no base64"),
         ("data:image/png;base64,", "no base64"),
         ("", "no base64"),
@@ -178,8 +177,22 @@ def test_what_is_no_picture_is_refused_with_its_place(source, named):
     assert response.json()["error"]["param"] == "messages[0].content[1]"
 
 
-@pytest.mark.parametrize("kind", ["input_audio", "audio_url", "video_url", "file", "input_file"])
-def test_sound_video_and_files_are_refused_by_name(kind):
+def test_sound_goes_where_the_model_hears_and_is_refused_by_name_elsewhere():
+    part = {"type": "input_audio", "input_audio": {"data": based(ONE), "format": "wav"}}
+    body = {"messages": [{"role": "user", "content": [TEXT, part]}]}
+    made = backend(hears=True)
+    assert post(made, CHAT, **body).status_code == 200
+    assert shown(made.calls[0].prompt) == "^[user]See <>>"
+    assert "takes pictures, and no sound" in post(backend(), CHAT, **body).json()["error"]["message"]
+    deaf = FakeBackend(replies("ok"))
+    assert "no encoder" in post(deaf, CHAT, **body).json()["error"]["message"]
+    made.served = replace(made.served, sees=False, lacks_encoder="it takes no pictures")
+    assert "it takes no pictures" in post(made, CHAT, **ASKED[CHAT]).text
+    assert call(made, "GET", "/props").json()["modalities"] == {"vision": False, "audio": True}
+
+
+@pytest.mark.parametrize("kind", ["audio_url", "video_url", "file", "input_file"])
+def test_what_is_neither_picture_nor_sound_is_refused_by_name(kind):
     part = {"type": kind, kind: {"data": "AAAA", "format": "wav"}}
     response = post(backend(), CHAT, messages=[{"role": "user", "content": [part]}])
     assert response.status_code == 400

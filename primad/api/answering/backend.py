@@ -111,7 +111,8 @@ class ModelSettings:
     """How the model behind the API is served. ``created`` is in Unix seconds; ``context_tokens`` bounds prompt plus
     response; ``tool_parser`` names the format of its calls, or is ``auto``. With ``context_shift`` the oldest messages
     of a conversation that is too long are dropped. Up to ``sequences`` requests run at once; if that ``is_exact``, each
-    is what it would be alone. Where it does not ``see`` pictures, ``lacks_encoder`` says why, and what to do."""
+    is what it would be alone. Where it neither ``sees`` pictures nor ``hears`` sound, ``lacks_encoder`` says why,
+    and what to do."""
 
     id: str
     created: int
@@ -124,6 +125,7 @@ class ModelSettings:
     sequences: int = 1
     is_exact: bool = True
     sees: bool = False
+    hears: bool = False
     lacks_encoder: str = "the model has no encoder for pictures"
 
     @property

@@ -13,7 +13,7 @@ def capabilities(served: ServedModel) -> list[str]:
     """Those of a served model, from its chat template."""
     template = served.vocabulary.chat_template or CHATML
     thinks = manner_of(template, served.tool_parser).is_thinking
-    has = {"tools": mentions(template, "tools"), "thinking": thinks, "vision": served.sees}
+    has = {"tools": mentions(template, "tools"), "thinking": thinks, "vision": served.sees, "audio": served.hears}
     return ["completion", *(name for name, is_there in has.items() if is_there)]
 
 

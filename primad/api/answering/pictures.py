@@ -1,4 +1,5 @@
-"""Pictures of a request on their way into a prompt. Pure, but for a salt of this process.
+"""Pictures of a request, and sounds, which are treated alike, on their way into a prompt. Pure, but for a salt of this
+process.
 
 In the text of a message a picture is a marker, which no client can guess and every chat template writes like any other word.
 The text that the template made is cut there, and each piece becomes tokens by itself, as in llama.cpp's libmtmd. What a
@@ -14,7 +15,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -71,10 +72,12 @@ class KnownPicture:
 
 
 class SentPicture(NamedTuple):
-    """A picture as a client sent it, which it ``called`` so: base64, or a URL with that."""
+    """A picture or sound as a client sent it, which it ``called`` so: base64, or a URL with that. Where ``kind`` is empty
+    the file tells."""
 
     called: str
     source: str
+    kind: Literal["picture", "sound", ""]
 
 
 def marker_of(source: str) -> str:
@@ -89,8 +92,11 @@ def known_pictures(sent: Sequence[SentPicture], served: TextModel) -> dict[str, 
     """
     if not sent:
         return {}
-    if not served.sees:
-        raise RequestError(f"{sent[0].called}: {served.lacks_encoder}", code="no_pictures", param=sent[0].called)
+    takes = {"picture": served.sees, "sound": served.hears, "": served.sees or served.hears}
+    if (refused := next((each for each in sent if not takes[each.kind]), None)) is not None:
+        hears_nothing = refused.kind == "sound" and served.sees
+        why = "the model's encoder takes pictures, and no sound" if hears_nothing else served.lacks_encoder
+        raise RequestError(f"{refused.called}: {why}", code="no_pictures", param=refused.called)
     if len(sent) > MAX_PICTURES:
         at = sent[MAX_PICTURES].called
         raise RequestError(f"{at}: a request may have {MAX_PICTURES} pictures; this one has {len(sent)}", param=at)
@@ -109,7 +115,7 @@ def _content(sent: SentPicture) -> bytes:
     source = sent.source
     if (url := _DATA_URL.match(source)) is not None:
         kind = url["type"].partition("/")[0]
-        if kind not in ("image", "", "application"):
+        if kind not in ("image", "", "application", "audio"):
             raise RequestError(f"{sent.called}: is of type {kind}; only pictures are supported", param=sent.called)
         source = source[url.end() :]
     elif ":" in source[:64]:

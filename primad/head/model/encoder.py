@@ -1,4 +1,4 @@
-"""The encoder of a model that sees: where its file is, whether it is one, and what clients hear without it."""
+"""The encoder of a model that sees or hears: where its file is, whether it is one, and what clients hear without it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from primad.errors import ConfigError, ModelError
-from primad.gguf.header import read_beginning
+from primad.gguf.header import Header, read_beginning
 from primad.gguf.hub import quantisation_in
 from primad.gguf.model import PART_NAME
 
@@ -20,10 +20,13 @@ _BEGINNING_BYTES: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class EncoderFile:
-    """The encoder of a model; without one, what it ``lacks``, for whoever sends a picture."""
+    """The encoder of a model, by which it ``sees`` or ``hears``; without one, what it ``lacks``, for whoever sends a
+    picture."""
 
     path: Path | None = None
     lacks: str = "the model has no encoder for pictures"
+    sees: bool = False
+    hears: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -42,14 +45,12 @@ def encoder_file(given: Path, model: Path, known: Path | None) -> tuple[EncoderF
     if given == NONE:
         return EncoderFile(None, "this server was started with --mmproj none, so no model of it takes pictures"), ""
     if given != AUTO:
-        return EncoderFile(_checked(given, f"--mmproj {given}")), f"pictures are encoded with {given}"
+        return _checked(given, f"--mmproj {given}"), f"pictures are encoded with {given}"
     found = known or projector_beside(model)
     if found is None:
         return EncoderFile(None, lacking(model)), ""
     try:
-        return EncoderFile(
-            _checked(found, str(found))
-        ), f"pictures are encoded with {found}; --mmproj none leaves it out"
+        return _checked(found, str(found)), f"pictures are encoded with {found}; --mmproj none leaves it out"
     except ConfigError as exc:
         return EncoderFile(None, f"the model's encoder for pictures cannot be used: {exc}"), f"no pictures: {exc}"
 
@@ -83,13 +84,19 @@ def _stem(path: Path) -> str:
     return (path.stem if part is None else part["stem"]).lower()
 
 
-def _checked(path: Path, what: str) -> Path:
+def _checked(path: Path, what: str) -> EncoderFile:
     try:
         header = read_beginning(path, _BEGINNING_BYTES)
         architecture = header.text("general.architecture")
     except ModelError as exc:
         raise ConfigError(f"{what}: {exc}; name the file {_MARK}-….gguf that the model's publisher offers") from exc
-    sees = header.values.get("clip.has_vision_encoder")
-    if architecture != "clip" or sees is None or sees.is_array or not sees.scalar():
+    sees, hears = _flag(header, "clip.has_vision_encoder"), _flag(header, "clip.has_audio_encoder")
+    if architecture != "clip" or not (sees or hears):
         raise ConfigError(f"{what}: is no encoder of pictures; name the file {_MARK}-….gguf of the model's publisher")
-    return path
+    lacks = "" if sees else "the model's encoder takes sound, and no pictures"
+    return EncoderFile(path, lacks, sees=sees, hears=hears)
+
+
+def _flag(header: Header, key: str) -> bool:
+    value = header.values.get(key)
+    return value is not None and not value.is_array and bool(value.scalar())

@@ -496,7 +496,8 @@ class Rings:
             context_shift=self._service.options.context_shift,
             sequences=forecast.sequences,
             is_exact=forecast.is_exact,
-            sees=self._service.encoder.path is not None,
+            sees=self._service.encoder.sees,
+            hears=self._service.encoder.hears,
             lacks_encoder=self._service.encoder.lacks,
         )
 

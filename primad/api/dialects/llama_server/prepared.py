@@ -135,7 +135,9 @@ def _with_ids(ask: RawCompletionRequest, served: TextModel) -> RawCompletionRequ
 
 
 def _with_pictures(prompt: SeenPrompt, served: TextModel, at: str) -> PromptTokens:
-    sent = [SentPicture(f"{at}.multimodal_data[{place}]", each) for place, each in enumerate(prompt.multimodal_data)]
+    sent = [
+        SentPicture(f"{at}.multimodal_data[{place}]", each, "") for place, each in enumerate(prompt.multimodal_data)
+    ]
     first, *others = prompt.prompt_string.split(MARKER)
     if len(others) != len(sent):
         raise RequestError(

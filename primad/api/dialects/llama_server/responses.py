@@ -195,7 +195,7 @@ def props(served: ServedModel) -> dict[str, Any]:
         },
         "bos_token": served.vocabulary.bos,
         "eos_token": served.vocabulary.eos,
-        "modalities": {"vision": served.sees, "audio": False},
+        "modalities": {"vision": served.sees, "audio": served.hears},
         "build_info": f"primad {__version__}",
     }
 

@@ -72,9 +72,9 @@ class TextPart(Strict):
 
 
 class PicturePart(Strict):
-    """A picture in a message's content: a data URL or base64, which its client ``called`` so."""
+    """A picture or sound in a message's content: a data URL or base64, which its client ``called`` so."""
 
-    type: Literal["picture"]
+    type: Literal["picture", "sound"]
     source: str
     called: str = ""
 
@@ -104,8 +104,8 @@ class Message(Strict):
     def _known_parts(cls, value: Any) -> Any:
         for part in value if isinstance(value, list) else ():
             kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind not in ("text", "picture"):
-                why = "parts of type '{kind}' are not supported: send text, or pictures as image_url with a data URL"
+            if isinstance(kind, str) and kind not in ("text", "picture", "sound"):
+                why = "parts of type '{kind}' are not supported: send text, image_url with a data URL, or input_audio"
                 raise PydanticCustomError("unsupported", why, {"kind": printable(kind, 64)})
         return value
 
@@ -208,7 +208,7 @@ class ChatFields(TemplateFields, ToolFields):
     def pictures(self) -> list[SentPicture]:
         """Those of the messages, in order."""
         return [
-            SentPicture(part.called or f"messages[{number}].content[{place}]", part.source)
+            SentPicture(part.called or f"messages[{number}].content[{place}]", part.source, part.type)
             for number, message in enumerate(self.messages)
             for place, part in enumerate(message.content if isinstance(message.content, list) else ())
             if isinstance(part, PicturePart)

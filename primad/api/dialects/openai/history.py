@@ -113,6 +113,9 @@ def _part(part: Any) -> Any:
     kind = part["type"] if _has_type(part) else None
     if kind in _TEXTS and _TEXTS[kind] in part:
         return {"type": "text", "text": part[_TEXTS[kind]] or ""}
+    sound = part.get("input_audio") if kind == "input_audio" else None
+    if isinstance(sound, dict) and isinstance(sound.get("data"), str):
+        return {"type": "sound", "source": sound["data"]}
     source = picture_in(part) if kind in PICTURES else None
     return part if source is None else {"type": "picture", "source": source}
 

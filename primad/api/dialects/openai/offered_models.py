@@ -16,7 +16,7 @@ def offered_entry(model: OfferedModel, served: ServedModel | None) -> Model:
     """``model``, with its context as ``served`` if it is loaded, and as trained if that is known."""
     trained = UNSET if model.trained_context_tokens is None else model.trained_context_tokens
     context = UNSET if served is None else served.context_tokens
-    sees = model.sees if served is None else served.sees
+    sees, hears = (model.sees, False) if served is None else (served.sees, served.hears)
     return Model(
         id=model.id,
         created=model.created,
@@ -25,14 +25,15 @@ def offered_entry(model: OfferedModel, served: ServedModel | None) -> Model:
         meta=ModelMeta(n_ctx=context, n_ctx_train=trained, size=model.size_bytes or UNSET),
         aliases=list(model.aliases),
         status=router_status(model),
-        architecture=modalities(sees=sees, makes="embeddings" if model.embeds else "text"),
-        capabilities=[*capabilities_of(model, served), *(["multimodal"] if sees else [])],
+        architecture=modalities(sees=sees, hears=hears, makes="embeddings" if model.embeds else "text"),
+        capabilities=[*capabilities_of(model, served), *(["multimodal"] if sees or hears else [])],
     )
 
 
-def modalities(*, sees: bool, makes: str = "text") -> dict[str, list[str]]:
+def modalities(*, sees: bool, hears: bool, makes: str = "text") -> dict[str, list[str]]:
     """What a model takes and makes, as llama-server's router says it; its word for "vision" is "multimodal"."""
-    return {"input_modalities": ["text", *(["image"] if sees else [])], "output_modalities": [makes]}
+    takes = ["text", *(["image"] if sees else []), *(["audio"] if hears else [])]
+    return {"input_modalities": takes, "output_modalities": [makes]}
 
 
 def router_status(model: OfferedModel) -> dict[str, Any]:

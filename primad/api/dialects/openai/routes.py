@@ -266,15 +266,15 @@ def _offered(model: OfferedModel, loaded: Mapping[str, Backend]) -> Model:
 
 
 def _model(served: ServedModel, name: str) -> Model:
-    context = served.context_tokens
+    context, takes_more = served.context_tokens, served.sees or served.hears
     return Model(
         id=name,
         created=served.created,
         owned_by="primad",
         max_model_len=context,
         meta=shapes.ModelMeta(n_ctx=context, n_ctx_train=served.facts.trained_context_tokens or context),
-        architecture=modalities(sees=True) if served.sees else UNSET,
-        capabilities=[*capabilities(served), "multimodal"] if served.sees else UNSET,
+        architecture=modalities(sees=served.sees, hears=served.hears) if takes_more else UNSET,
+        capabilities=[*capabilities(served), "multimodal"] if takes_more else UNSET,
     )
 
 
