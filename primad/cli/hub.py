@@ -151,8 +151,9 @@ def _report_line(line: str) -> None:
     err.print(line, markup=False, highlight=False)
 
 
-def fetched(name: HubName, config: Config) -> KeptModel:
-    """``name`` from the hub, with bars on a terminal. Raises as ``model_path``."""
+def fetched(name: HubName, config: Config, *, with_projector: bool = False) -> KeptModel:
+    """``name`` from the hub, with bars on a terminal, and ``with_projector`` the file for its images. Raises as
+    ``model_path``."""
     _quiet()
     from rich.progress import Progress
 
@@ -166,7 +167,7 @@ def fetched(name: HubName, config: Config) -> KeptModel:
                 tasks[what] = progress.add_task(what, total=total)
             progress.update(tasks[what], completed=done)
 
-        return fetch(name, models_folder(config.home), advance)
+        return fetch(name, models_folder(config.home), advance, with_projector=with_projector)
 
 
 def _quiet() -> None:

@@ -28,8 +28,12 @@ ModelName = Annotated[
 ]
 
 
-def pull(name: ModelName, home: Home = None) -> None:
-    """Download a model by name, as 'serve --model hf:owner/repo' does.
+def pull(
+    name: ModelName,
+    home: Home = None,
+    no_mmproj: Annotated[bool, typer.Option("--no-mmproj", help="Without the file for images beside it.")] = False,
+) -> None:
+    """Download a model by name, and the file for its images (mmproj), if the repository has one.
 
     An interrupted download resumes. HF_TOKEN is sent if it is set.
 
@@ -37,7 +41,7 @@ def pull(name: ModelName, home: Home = None) -> None:
 
         primad pull hf:Qwen/Qwen3-8B-GGUF:Q4_K_M
     """
-    model = fetched(_named(name), load_config({"home": home}))
+    model = fetched(_named(name), load_config({"home": home}), with_projector=not no_mmproj)
     out.print(f"{model.name}: {show_bytes(model.size_bytes)} in {model.files[0]}")
 
 
@@ -87,11 +91,12 @@ def models(
         context = "" if each.context_tokens is None else f"{each.context_tokens:,}"
         size = show_bytes(each.size_bytes) if each.size_bytes else ""
         state = _state(each, offered)
-        shown = [each.parameters, each.quantisation, size, context, ", ".join(each.sources)]
+        where = ", ".join(each.sources) + ("" if each.projector is None else "; with mmproj")
+        shown = [each.parameters, each.quantisation, size, context, where]
         table.add_row(each.name, *shown, *(["" if state is None else state.line] if offered else []))
     for header in headers:
-        where = "only the header; its layers are on the devices"
-        table.add_row(str(header.name), "", header.name.quantisation, "", "", where)
+        note = "only the header; its layers are on the devices"
+        table.add_row(str(header.name), "", header.name.quantisation, "", "", note)
     out.print(table)
     for each in library.models:
         if each.problem:

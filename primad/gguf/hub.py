@@ -34,8 +34,11 @@ _PART: Final = re.compile(PART_NAME.pattern, re.IGNORECASE)
 _QUANTISATION: Final = re.compile(
     r"(?<![A-Za-z0-9])(I?Q\d\w*|MXFP4\w*|BF16|F16|F32|TQ\d\w*)(?![A-Za-z0-9])", re.IGNORECASE
 )
-_BESIDE: Final = ("mmproj", "imatrix")
+_PROJECTOR: Final = "mmproj"
+_BESIDE: Final = (_PROJECTOR, "imatrix")
 """Files beside a model that are none."""
+_OF_PROJECTORS: Final = ("F16", "Q8_0", "BF16", "F32")
+"""Quantisations of projectors, the first that there is."""
 ANSWER_TIMEOUT_S: Final = 30.0
 """A hub that takes longer to say what a repository has cannot be reached."""
 UNKNOWN: Final = "unknown"
@@ -158,12 +161,27 @@ def by_quantisation(names: Iterable[str]) -> dict[str, list[str]]:
     found: dict[str, dict[str, list[str]]] = {}
     for name in sorted(names):
         file = PurePosixPath(name).name
-        if not file.lower().endswith(".gguf") or any(word in file.lower() for word in _BESIDE):
+        if not file.lower().endswith(".gguf") or is_beside(file):
             continue
         part = _PART.fullmatch(name)
         stem = part["stem"] if part is not None else name[: -len(".gguf")]
         found.setdefault(quantisation_in(PurePosixPath(stem).name), {}).setdefault(stem, []).append(name)
     return {kind: min(stems.items(), key=lambda each: (len(each[0]), each[0]))[1] for kind, stems in found.items()}
+
+
+def is_beside(name: str) -> bool:
+    """Whether the file ``name`` of a repository belongs to a model, and is none."""
+    return any(word in PurePosixPath(name).name.lower() for word in _BESIDE)
+
+
+def projector_among(files: Iterable[HubFile]) -> HubFile | None:
+    """The file for a model's images, if the repository has one."""
+    found: dict[str, HubFile] = {}
+    for file in sorted(files, key=lambda each: (len(each.name), each.name)):
+        stem, _, kind = PurePosixPath(file.name).name.lower().rpartition(".")
+        if kind == "gguf" and _PROJECTOR in stem:
+            found.setdefault(quantisation_in(stem), file)
+    return next((found[kind] for kind in (*_OF_PROJECTORS, *found) if kind in found), None)
 
 
 def choose(kinds: Sequence[str], asked: str) -> str | None:
@@ -185,7 +203,7 @@ def header_of(name: HubName, folder: Path) -> RangedModel:
     found = kept_header(name, folder)
     if found is not None and all(file.url.startswith(f"{hub}/") for file in found.files):
         return found
-    named, commit, wanted = wanted_files(name)
+    named, commit, wanted, _ = wanted_files(name)
     files = {PurePosixPath(file.name).name: remote_file(name, commit, file) for file in wanted}
     if not commit or not all(file.sha256 for file in wanted):
         raise HubError(f"{hub} does not state the hashes of its files", again=False)
@@ -206,8 +224,8 @@ def kept_header(name: HubName, folder: Path) -> RangedModel | None:
     return None if chosen is None else open_ranged(place / chosen)
 
 
-def wanted_files(name: HubName) -> tuple[HubName, str, list[HubFile]]:
-    """Which model is meant, the commit, and its files in order. Raises ``ConfigError``."""
+def wanted_files(name: HubName) -> tuple[HubName, str, list[HubFile], HubFile | None]:
+    """Which model is meant, the commit, its files in order, and the one for images, if any. Raises ``ConfigError``."""
     commit, files = repository(name)
     known = {file.name: file for file in files}
     kinds = by_quantisation(known)
@@ -222,7 +240,8 @@ def wanted_files(name: HubName) -> tuple[HubName, str, list[HubFile]]:
         raise ConfigError(
             f"{name}: the repository lacks part {lacking[0]} of {kinds[chosen][0]}; take another quantisation"
         )
-    return HubName(name.owner, name.repo, chosen), commit, [known[file] for file in kinds[chosen]]
+    wanted = [known[file] for file in kinds[chosen]]
+    return HubName(name.owner, name.repo, chosen), commit, wanted, projector_among(files)
 
 
 def repository(name: HubName) -> tuple[str, list[HubFile]]:

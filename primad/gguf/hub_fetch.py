@@ -21,6 +21,7 @@ from primad.gguf.hub import (
     KeptModel,
     OnBytes,
     headers_in,
+    is_beside,
     kept_in,
     own_reader,
     remote_file,
@@ -35,19 +36,29 @@ from primad.system.files import lacking_room, locked
 _CHUNK_BYTES: Final = 8 << 20
 
 
-def fetch(name: HubName, folder: Path, advance: OnBytes, stop: StopDownload | None = None) -> KeptModel:
+def fetch(
+    name: HubName,
+    folder: Path,
+    advance: OnBytes,
+    stop: StopDownload | None = None,
+    *,
+    with_projector: bool = True,
+) -> KeptModel:
     """Have ``name`` in ``folder``, whole and as the hub has it. What an earlier call got of it is not fetched again.
+
+    The file for its images comes along ``with_projector``, if the repository has one.
 
     Raises ``ConfigError`` where the hub does not have it, or does not give it; ``NotNowError`` while another one fetches
     it; ``DiskError`` where it does not fit; ``ModelError`` for a file that is not what the hub says; ``DownloadStopped``.
     """
     stop = stop or StopDownload()
-    named, commit, wanted = wanted_files(name)
+    named, commit, wanted, projector = wanted_files(name)
+    needed = wanted if projector is None or not with_projector else [*wanted, projector]
     stop.check()
     place = name.place(folder)
-    if not all(_is_here(place, file) for file in wanted):
+    if not all(_is_here(place, file) for file in needed):
         with _alone(name, place):
-            missing = [file for file in wanted if not _is_here(place, file)]
+            missing = [file for file in needed if not _is_here(place, file)]
             _check_room(place, missing, name)
             for file in missing:
                 _download(name, commit, file, place, advance, stop)
@@ -92,7 +103,7 @@ def remove_files(name: HubName, folder: Path, files: Iterable[Path]) -> None:
                 raise DiskError(f"{path}: cannot be removed: {exc.strerror}; make its folder writable") from exc
             if path.parent.parent.name == HEADERS:
                 shutil.rmtree(path.parent, ignore_errors=True)
-        if not any(place.rglob("*.gguf")):
+        if all(is_beside(path.name) for path in place.rglob("*.gguf")):
             shutil.rmtree(place, ignore_errors=True)
 
 

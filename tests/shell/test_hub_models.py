@@ -33,7 +33,8 @@ def hub(weights, monkeypatch):
     files = {
         "Tiny-Q8_0.gguf": weights["q8_0"],
         "Tiny-F16.gguf": weights["f16"],
-        "mmproj-Tiny-F16.gguf": b"pictures",
+        "mmproj-Tiny-F32.gguf": b"GGUF more of pictures",
+        "mmproj-Tiny-F16.gguf": b"GGUF pictures",
         "README.md": b"# Tiny",
         "big/Tiny-Q6_K-00001-of-00002.gguf": b"GGUF one",
         "big/Tiny-Q6_K-00002-of-00002.gguf": b"GGUF two",
@@ -60,6 +61,7 @@ def test_a_model_is_fetched_listed_planned_for_and_removed(primad, hub, weights,
     place = models_folder(tmp_path / "home") / REPO
     assert (place / "Tiny-Q8_0.gguf").read_bytes() == weights["q8_0"]
     assert not (place / "Tiny-F16.gguf").exists()
+    assert [each.name for each in place.glob("mmproj*")] == ["mmproj-Tiny-F16.gguf"]
     asked = len(hub.asked)
     code, out, err = primad("plan", "--model", f"hf:{REPO}", "--fleet", "apple-home")
     assert (code, len(hub.asked)) == (0, asked), err
@@ -76,6 +78,11 @@ def test_a_model_is_fetched_listed_planned_for_and_removed(primad, hub, weights,
     assert "no models yet" in primad("models")[2]
 
 
+def test_the_file_for_images_is_left_where_nobody_wants_it(primad, hub, tmp_path):
+    assert primad("pull", "--no-mmproj", f"hf:{REPO}")[0] == 0
+    assert not [*(models_folder(tmp_path / "home") / REPO).glob("mmproj*")]
+
+
 def test_a_split_model_comes_with_all_its_parts(primad, hub, tmp_path):
     code, out, _ = primad("pull", f"hf:{REPO}:Q6_K")
     assert code == 0
@@ -88,7 +95,7 @@ def test_a_connection_that_ends_costs_no_more_than_its_range(primad, hub, tmp_pa
     monkeypatch.setattr(hub_download, "PAUSE_S", 0.0)
     large = hub.repositories[REPO]["Tiny-Q5_0.gguf"] = b"GGUF" + bytes(range(256)) * (3 << 12)
     hub.cut["Tiny-Q5_0.gguf"] = 1000
-    code, _, err = primad("pull", f"hf:{REPO}:Q5_0")
+    code, _, err = primad("pull", "--no-mmproj", f"hf:{REPO}:Q5_0")
     assert code == 0, err
     assert (models_folder(tmp_path / "home") / REPO / "Tiny-Q5_0.gguf").read_bytes() == large
     assert hub.given_bytes == len(large) + hub_download.MIN_RANGE_BYTES
@@ -98,7 +105,7 @@ def test_what_was_interrupted_is_resumed_by_the_next_pull(primad, hub, tmp_path,
     monkeypatch.setattr(hub_download, "TRIES", 1)
     large = hub.repositories[REPO]["Tiny-Q5_0.gguf"] = b"GGUF" + bytes(range(256)) * (3 << 12)
     hub.after["Tiny-Q5_0.gguf"] = hub_download.MIN_RANGE_BYTES
-    code, _, err = primad("pull", f"hf:{REPO}:Q5_0")
+    code, _, err = primad("pull", "--no-mmproj", f"hf:{REPO}:Q5_0")
     assert code == 2
     assert "the next try resumes it" in err
     assert err.count("\n") == 1
@@ -107,7 +114,7 @@ def test_what_was_interrupted_is_resumed_by_the_next_pull(primad, hub, tmp_path,
     assert "no models yet" in primad("models")[2]
     hub.after.clear()
     hub.asked.clear()
-    assert primad("pull", f"hf:{REPO}:Q5_0")[0] == 0
+    assert primad("pull", "--no-mmproj", f"hf:{REPO}:Q5_0")[0] == 0
     assert (models_folder(tmp_path / "home") / REPO / "Tiny-Q5_0.gguf").read_bytes() == large
     assert hub.given_bytes == len(large) - hub_download.MIN_RANGE_BYTES
     assert not part.exists()
