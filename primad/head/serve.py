@@ -164,6 +164,7 @@ def serve_library(
             )
 
             async def offering() -> None:
+                texts.begin()  # each request for a model that is not loaded is read before
                 await models.begin()
                 reporter.report_line(offered_line(models.offered(), place.options.url))
                 reporter.report_line(page_line(place.options.url))

@@ -284,6 +284,7 @@ async def test_errors_and_log_lines_come_over_as_they_are(tmp_path, caplog):
 
 async def test_without_a_model_requests_are_read_for_any_model():
     service = TextService("", None)
+    service.begin()
     async with asyncio.timeout(PATIENCE_S):
         grammar = json.dumps(json.loads(chat("x" * (1 << 17))) | {"grammar": 'root ::= "x"'}).encode()
         assert (await service.prepare(openai.chat, grammar, ANY_MODEL.settings)).job.sampling.grammar

@@ -122,6 +122,11 @@ class TextService:
         """The processes that run."""
         return [child.pid for child in self._children]
 
+    def begin(self) -> None:
+        """Begin the first process before anybody waits for it."""
+        if not self._children and self._starting is None:
+            self._starting = self._tasks.start(self._begin_another())
+
     async def pieces(self) -> ModelPieces:
         """The model's tokens as text. Raises ``EngineError`` when the file cannot be loaded."""
         async with self._loading:
