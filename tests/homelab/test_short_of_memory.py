@@ -34,7 +34,7 @@ WORKER_BYTES = 500 * MB
 HEAD_RAM = "255MB"
 """With it the head alone must stream most layers, so that the worker is worth having."""
 FIRST_BYTES, STEP_BYTES, LAST_BYTES = 240 * MB, 8 * MB, 2 * MB
-FEW_BYTES, LAST_S = 25 * MB, 1.5
+FEW_BYTES, LAST_S = 25 * MB, 0.8
 LEFT_BYTES = 13 * MB
 """Less is taken at the end, and never all there is, however long the worker takes to notice: nobody shall be killed."""
 PROMPT, MORE_TOKENS = "Once upon a time", 10
@@ -117,7 +117,7 @@ def take_max(cluster: Cluster, device: Device, other: Neighbour) -> None:
         assert time.monotonic() < deadline, f"with {other.taken_bytes / MB:.0f} MB taken:\n{cluster.logs()}"
         if free_bytes(device) - STEP_BYTES >= LEFT_BYTES:
             other.take(STEP_BYTES)
-        time.sleep(0.5)
+        time.sleep(0.25)
 
 
 def take_last(cluster: Cluster, device: Device, head: Running, other: Neighbour) -> None:
