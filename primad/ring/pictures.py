@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from primad.engine.pictures.grids import RowTurn, turn_of_row
 from primad.engine.pictures.messages import EncodedPicture, TokenRun
 
 _FLAGS: Final = 2
@@ -22,17 +23,18 @@ _LOOKS_AHEAD: Final = 2
 
 class PictureRows(msgspec.Struct, frozen=True, array_like=True):
     """What stands from position ``first`` of a prompt on: rows of float32, little-endian. With ``columns`` it is a grid, of
-    a model whose positions have parts for that."""
+    a model whose positions have parts for that; where it is ``framed``, between two rows more."""
 
     first: int
     rows: int
     content: bytes
     columns: int = 0
+    framed: bool = False
 
     @property
     def positions(self) -> int:
         """By how much those behind it are turned further."""
-        return max(self.columns, self.rows // self.columns) if self.columns else self.rows
+        return max(self.columns, self.rows // self.columns) if self.columns and not self.framed else self.rows
 
 
 def picture_ids(digest: str, run: int, rows: int, *, looks_ahead: bool) -> list[int]:
@@ -54,8 +56,8 @@ def placed(picture: EncodedPicture, first: int) -> tuple[list[int], list[Picture
         if isinstance(run, TokenRun):
             prompt += run.tokens
             continue
-        pictures.append(PictureRows(first + len(prompt), run.rows, run.content, run.columns))
-        prompt += picture_ids(picture.digest, number, run.rows, looks_ahead=run.looks_ahead)
+        pictures.append(PictureRows(first + len(prompt), run.rows, run.content, run.columns, run.framed))
+        prompt += picture_ids(picture.digest + picture.encoder, number, run.rows, looks_ahead=run.looks_ahead)
     return prompt, pictures
 
 
@@ -96,19 +98,18 @@ def rope_of(pictures: Sequence[PictureRows], positions: Sequence[int]) -> list[i
     """The four numbers by which each row is turned that stands at ``positions`` of a prompt with ``pictures``: its time, row
     and column; none where all are their positions.
 
-    A picture has one time. What is behind it comes as far behind that as its longer side is long, which are fewer than its
-    rows; in the cache each row has a cell of its own all the same.
+    What is behind a picture comes as far behind it as its longer side is long, which are fewer than its rows; in the cache
+    each row has a cell of its own all the same.
     """
     return [part for at in positions for part in _turned(pictures, at)] if has_parts(pictures) else []
 
 
-def _turned(pictures: Sequence[PictureRows], at: int) -> tuple[int, int, int, int]:
+def _turned(pictures: Sequence[PictureRows], at: int) -> RowTurn:
     time = at
-    for each in pictures:
-        if each.columns and each.first <= at < each.first + each.rows:
-            row, column = divmod(at - each.first, each.columns)
-            begin = time - (at - each.first)
-            return begin, begin + row, begin + column, 0
+    for number, each in enumerate(pictures):
+        inside = at - each.first
+        if each.columns and 0 <= inside < each.rows:
+            return turn_of_row(inside, each.rows, each.columns, framed=each.framed, begin=time - inside, picture=number)
         if each.first + each.rows <= at:
             time -= each.rows - each.positions
     return time, time, time, 0

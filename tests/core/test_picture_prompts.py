@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from msgspec.structs import replace
 
+from primad.engine.pictures.messages import EmbeddedRun, EncodedPicture, TokenRun
 from primad.engine.protocol import GREEDY
 from primad.kv.keys import block
 from primad.ring.chunks import Chunking, Computed, Pieces
 from primad.ring.grouping import Batching
 from primad.ring.messages import Generate
-from primad.ring.pictures import PictureRows, content_of, longest_run, picture_ids, rope_of, run_end
+from primad.ring.pictures import PictureRows, content_of, longest_run, picture_ids, placed, rope_of, run_end
 from primad.ring.scheduler.scheduler import Scheduler
 from primad.ring.scheduler.state import SampledToken, SchedulerState
 
@@ -101,6 +104,24 @@ def test_a_picture_that_no_step_has_room_for_is_refused_by_its_rows():
     assert finished.reason == "refused"
     assert "17 rows" in str(finished.error)
     assert longest_run([1, *ids("a", 40, ahead=False)]) == 0
+
+
+def test_a_picture_that_another_encoder_saw_is_another_one():
+    runs = (TokenRun((3,)), EmbeddedRun(rows=2, looks_ahead=False, content=bytes(8), columns=2))
+    found = [placed(EncodedPicture(digest="a", encoder=each, runs=runs), 4) for each in ("x", "y", "x")]
+    assert found[0] == found[2] != found[1]
+    assert found[0][1] == [PictureRows(5, 2, bytes(8), columns=2)]
+
+
+def test_a_grid_in_a_frame_has_a_time_for_each_row_and_is_counted():
+    framed = PictureRows(2, 8, bytes(32), columns=3, framed=True)
+    found = rope_of([PictureRows(0, 1, bytes(4)), framed], range(2, 11))
+    assert [found[at : at + 4] for at in range(0, 36, 4)] == [
+        [2, 2, 2, 2],
+        *([time, column, row, 1] for time, (row, column) in enumerate(product(range(2), range(3)), start=3)),
+        [9, 9, 9, 9],
+        [10, 10, 10, 0],
+    ]
 
 
 GRID = PictureRows(3, 6, bytes(6 * 4), columns=2)

@@ -262,6 +262,14 @@ FAMILIES: Final[dict[str, Family]] = {
         keys=_PIXELS,
         has_grids=True,
     ),
+    "hunyuanvl": Family(
+        models=("hunyuan_vl",),
+        others=_STEM
+        + "mm.pre_norm:w mm.0+:f,w,2,2 mm.2+:m,f,1,1 v.image_newline=:m mm.model.fc+:t,m mm.image_begin=:t "
+        "mm.image_end=:t mm.post_norm:t",
+        keys={**_MERGE, **_PIXELS},
+        has_grids=True,
+    ),
     "ling3vl": Family(
         models=("bailingmoe3",),
         others=_TWO_FRAMES + "v.patch_embd.bias=:w v.position_embd:s,w v.post_ln+:w mm.input_norm+:w " + _TO_MODEL,

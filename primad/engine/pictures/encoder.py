@@ -7,11 +7,13 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from primad.engine.binding import llama, why
+from primad.engine.pictures.grids import turn_of_row
 from primad.engine.pictures.headers import check_media
 from primad.engine.pictures.messages import EmbeddedRun, EncodedPicture, TokenRun
 from primad.engine.pictures.sounds import check_seconds, is_sound
@@ -27,14 +29,43 @@ MAX_CONTENT_BYTES: Final = 56 << 20
 """Of what a picture becomes: it is one frame between two processes."""
 
 
-def _columns(image: Any, rows: int) -> int:
-    """Of the grid that the ``rows`` of ``image`` are. Raises ``EngineError`` where their positions are others than that."""
+_SAMPLES: Final = 64
+_SAMPLE_BYTES: Final = 4096
+
+
+def known_by(path: Path) -> str:
+    """What the encoder file ``path`` is known by: its header and some of its weights, since all are up to gigabytes."""
+    found, size = hashlib.sha256(), path.stat().st_size
+    with path.open("rb") as file:
+        found.update(file.read(1 << 20))
+        for sample in range(_SAMPLES):
+            file.seek(size * sample // _SAMPLES)
+            found.update(file.read(_SAMPLE_BYTES))
+    return f"{found.hexdigest()[:32]}-{size}"
+
+
+def why_not(eye: Any, loaded: Any) -> str:
+    """Why the encoder ``eye`` of the model ``loaded`` cannot be served; empty where it can."""
+    if not mtmd.mtmd_support_vision(eye) and not mtmd.mtmd_support_audio(eye):
+        return "it takes neither pictures nor sound"
+    parts = llama.llama_model_n_embd_inp(loaded) // llama.llama_model_n_embd(loaded)
+    if parts > MAX_PARTS:
+        return f"{parts - 1} layers of its model take parts of a picture; at most {MAX_PARTS - 1} are supported"
+    return ""
+
+
+def _grid(image: Any, rows: int) -> dict[str, Any]:
+    """What ``EmbeddedRun`` says of the grid that the ``rows`` of ``image`` are.
+
+    Raises ``EngineError`` where they are turned otherwise: no file tells before there is a picture.
+    """
     columns, begin = int(mtmd.mtmd_image_tokens_get_nx(image)), 5
-    grid = [(begin, begin + row // columns, begin + row % columns, 0) for row in range(rows)]
-    found = (mtmd.mtmd_image_tokens_get_decoder_pos(image, begin, row) for row in range(rows))
-    if rows % columns or [(each.t, each.y, each.x, each.z) for each in found] != grid:
-        raise EngineError("a picture of this model has positions that are no grid's, which is not supported")
-    return columns
+    at = [mtmd.mtmd_image_tokens_get_decoder_pos(image, begin, row) for row in range(rows)]
+    found = [(each.t, each.y, each.x, each.z) for each in at]
+    for width, framed in ((columns, False), (columns + 1, True)):
+        if found == [turn_of_row(row, rows, width, framed=framed, begin=begin) for row in range(rows)]:
+            return {"columns": width, "framed": framed}
+    raise EngineError("pictures of this model are turned by positions that are no grid's, which is not supported")
 
 
 class PictureEncoder:
@@ -67,9 +98,10 @@ class PictureEncoder:
         if not self._eye:
             raise EngineError(f"llama.cpp cannot load {path} as the encoder of {model}")
         self._stack.callback(mtmd.mtmd_free, self._eye)
+        self._known_by = known_by(Path(path))
         self._takes = {False: mtmd.mtmd_support_vision(self._eye), True: mtmd.mtmd_support_audio(self._eye)}
-        if self.width > MAX_PARTS * llama.llama_model_n_embd(loaded):
-            raise EngineError(f"{path}: more than {MAX_PARTS - 1} layers of this model take parts of a picture")
+        if reason := why_not(self._eye, loaded):
+            raise EngineError(f"{path} cannot be served as the encoder of {model}: {reason}")
         self._has_grids = bool(mtmd.mtmd_decode_use_mrope(self._eye))
 
     def encode(self, data: bytes) -> EncodedPicture:
@@ -79,7 +111,8 @@ class PictureEncoder:
             raise ValueError(f"this model's encoder takes no {'sound' if is_sound(data) else 'pictures'}")
         with zeroed(), ExitStack() as stack:
             chunks = self._chunks(stack, self._bitmap(stack, data))
-            return EncodedPicture(digest=hashlib.sha256(data).hexdigest(), runs=tuple(self._runs(chunks)))
+            runs = tuple(self._runs(chunks))
+            return EncodedPicture(digest=hashlib.sha256(data).hexdigest(), encoder=self._known_by, runs=runs)
 
     def _bitmap(self, stack: ExitStack, data: bytes) -> Any:
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
@@ -127,8 +160,8 @@ class PictureEncoder:
             content = self._content(chunk, size)
             looks_ahead = bool(mtmd.mtmd_decode_use_non_causal(self._eye, chunk))
             is_grid = self._has_grids and kind == mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE
-            columns = _columns(mtmd.mtmd_input_chunk_get_tokens_image(chunk), rows) if is_grid else 0
-            yield EmbeddedRun(rows=rows, looks_ahead=looks_ahead, content=content, columns=columns)
+            grid = _grid(mtmd.mtmd_input_chunk_get_tokens_image(chunk), rows) if is_grid else {}
+            yield EmbeddedRun(rows=rows, looks_ahead=looks_ahead, content=content, **grid)
 
     def _content(self, chunk: Any, size: int) -> bytes:
         if mtmd.mtmd_encode_chunk(self._eye, chunk):

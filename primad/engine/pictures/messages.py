@@ -36,19 +36,21 @@ class EmbeddedRun(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
     """Rows of hidden states, as they go into the first layer: (rows, width) float32, little-endian.
 
     Where they ``look_ahead`` each sees them all, and they belong in one step. With ``columns`` they are a grid, of a model
-    whose positions have parts for that.
+    whose positions have parts for that; where it is ``framed``, between two rows more.
     """
 
     rows: int
     looks_ahead: bool
     content: bytes
     columns: int = 0
+    framed: bool = False
 
 
 class EncodedPicture(msgspec.Struct, frozen=True, kw_only=True, tag="encoded"):
-    """A picture in a prompt: its ``runs`` in order, and what its file is known by."""
+    """A picture in a prompt: its ``runs`` in order, and what its file, and the ``encoder``, are known by."""
 
     digest: str
+    encoder: str
     runs: tuple[TokenRun | EmbeddedRun, ...]
 
     @property
