@@ -32,6 +32,7 @@ _ENTRIES: Final = frozenset(
 """What llama.cpp's graphs call the first hidden state: the rows of the embedding, and those of them that are scaled."""
 
 
+_OP_OFFSET: Final = Tensor.op.offset
 EMPTY: Final[Mapping[int, Hidden]] = {}
 _TURNED_BY: Final = b"inp_pos"
 """What they call the input by which they turn keys and queries; a GPU's copy has it in its name."""
@@ -116,6 +117,8 @@ class Tap(dict[int, bool]):
         self._deeper: dict[bytes, Hidden] = {}
         self._rope: NDArray[np.int32] | None = None
         self._is_turned = False
+        self._turning_nothing: set[int] = set()
+        """Kinds of nodes of which the first one that was seen is not turned."""
         self._scaled: int | None = None
         self._awaited: set[bytes] = set()
         self._cut_points: dict[bytes, int] = {}
@@ -299,11 +302,16 @@ class Tap(dict[int, bool]):
         """Have ``node`` turn what it turns by ``rope``. Asked whether it is wanted it is not computed yet, and nothing but
         such nodes reads the positions: cells, and what sees what, have those of the batch.
         """
+        op = ctypes.c_int32.from_address(node + _OP_OFFSET).value
+        if op in self._turning_nothing:
+            return  # of hundreds of nodes of a step some ten turn
         tensor = Tensor.from_address(node)
         source = tensor.sources[1] if tensor.name == name else None
+        self._turning_nothing.add(op)
         if source and _TURNED_BY in ggml_base.ggml_get_name(source) and ggml_base.ggml_nbytes(source) == rope.nbytes:
             ggml_base.ggml_backend_tensor_set(source, rope.ctypes.data, 0, rope.nbytes)
             self._is_turned = True
+            self._turning_nothing.discard(op)
 
     def _zero_positions(self, node: int) -> None:
         """Have the rows of positions, which the head has added, looked up in a matrix of one row, which is 0.
