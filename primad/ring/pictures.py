@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from primad.engine.pictures.grids import RowTurn, turn_of_row
+from primad.engine.pictures.grids import RowLayout, RowTurn, turn_of_row
 from primad.engine.pictures.messages import EncodedPicture, TokenRun
 
 _FLAGS: Final = 2
@@ -22,19 +22,18 @@ _LOOKS_AHEAD: Final = 2
 
 
 class PictureRows(msgspec.Struct, frozen=True, array_like=True):
-    """What stands from position ``first`` of a prompt on: rows of float32, little-endian. With ``columns`` it is a grid, of
-    a model whose positions have parts for that; where it is ``framed``, between two rows more."""
+    """What stands from position ``first`` of a prompt on: rows of float32, little-endian, of a ``layout`` in ``columns``."""
 
     first: int
     rows: int
     content: bytes
+    layout: RowLayout = ""
     columns: int = 0
-    framed: bool = False
 
     @property
     def positions(self) -> int:
         """By how much those behind it are turned further."""
-        return max(self.columns, self.rows // self.columns) if self.columns and not self.framed else self.rows
+        return max(self.columns, self.rows // self.columns) if self.layout == "grid" else self.rows
 
 
 def picture_ids(digest: str, run: int, rows: int, *, looks_ahead: bool) -> list[int]:
@@ -56,7 +55,7 @@ def placed(picture: EncodedPicture, first: int) -> tuple[list[int], list[Picture
         if isinstance(run, TokenRun):
             prompt += run.tokens
             continue
-        pictures.append(PictureRows(first + len(prompt), run.rows, run.content, run.columns, run.framed))
+        pictures.append(PictureRows(first + len(prompt), run.rows, run.content, run.layout, run.columns))
         prompt += picture_ids(picture.digest + picture.encoder, number, run.rows, looks_ahead=run.looks_ahead)
     return prompt, pictures
 
@@ -89,27 +88,26 @@ def content_of(pictures: Sequence[PictureRows], first: int, last: int) -> bytes:
     return found.content[size * (first - found.first) : size * (last - found.first)]
 
 
-def has_parts(pictures: Sequence[PictureRows]) -> bool:
-    """Whether rows of a prompt with these are turned by other numbers than their positions."""
-    return any(each.columns for each in pictures)
-
-
 def rope_of(pictures: Sequence[PictureRows], positions: Sequence[int]) -> list[int]:
-    """The four numbers by which each row is turned that stands at ``positions`` of a prompt with ``pictures``: its time, row
-    and column; none where all are their positions.
+    """The four numbers by which each row is turned that stands at ``positions`` of a prompt with ``pictures``: its time,
+    row, column and one more; none where they all are what they are of tokens alone.
 
     What is behind a picture comes as far behind it as its longer side is long, which are fewer than its rows; in the cache
     each row has a cell of its own all the same.
     """
-    return [part for at in positions for part in _turned(pictures, at)] if has_parts(pictures) else []
+    if not any(each.layout for each in pictures):
+        return []
+    found = [_turned(pictures, at) for at in positions]
+    is_plain = all(turn == (at, at, at, 0) for turn, at in zip(found, positions, strict=True))
+    return [] if is_plain else [part for turn in found for part in turn]
 
 
 def _turned(pictures: Sequence[PictureRows], at: int) -> RowTurn:
     time = at
     for number, each in enumerate(pictures):
         inside = at - each.first
-        if each.columns and 0 <= inside < each.rows:
-            return turn_of_row(inside, each.rows, each.columns, framed=each.framed, begin=time - inside, picture=number)
+        if each.layout and 0 <= inside < each.rows:
+            return turn_of_row(inside, each.rows, each.layout, each.columns, begin=time - inside, picture=number)
         if each.first + each.rows <= at:
             time -= each.rows - each.positions
     return time, time, time, 0

@@ -107,14 +107,14 @@ def test_a_picture_that_no_step_has_room_for_is_refused_by_its_rows():
 
 
 def test_a_picture_that_another_encoder_saw_is_another_one():
-    runs = (TokenRun((3,)), EmbeddedRun(rows=2, looks_ahead=False, content=bytes(8), columns=2))
+    runs = (TokenRun((3,)), EmbeddedRun(rows=2, looks_ahead=False, content=bytes(8), layout="grid", columns=2))
     found = [placed(EncodedPicture(digest="a", encoder=each, runs=runs), 4) for each in ("x", "y", "x")]
     assert found[0] == found[2] != found[1]
-    assert found[0][1] == [PictureRows(5, 2, bytes(8), columns=2)]
+    assert found[0][1] == [PictureRows(5, 2, bytes(8), "grid", 2)]
 
 
 def test_a_grid_in_a_frame_has_a_time_for_each_row_and_is_counted():
-    framed = PictureRows(2, 8, bytes(32), columns=3, framed=True)
+    framed = PictureRows(2, 8, bytes(32), "framed", 3)
     found = rope_of([PictureRows(0, 1, bytes(4)), framed], range(2, 11))
     assert [found[at : at + 4] for at in range(0, 36, 4)] == [
         [2, 2, 2, 2],
@@ -124,12 +124,12 @@ def test_a_grid_in_a_frame_has_a_time_for_each_row_and_is_counted():
     ]
 
 
-GRID = PictureRows(3, 6, bytes(6 * 4), columns=2)
+GRID = PictureRows(3, 6, bytes(6 * 4), "grid", 2)
 """Three rows of two columns."""
 
 
 def test_a_grid_has_one_time_and_what_is_behind_it_comes_after_its_longer_side():
-    found = rope_of([GRID, PictureRows(10, 4, bytes(16), columns=4)], range(15))
+    found = rope_of([GRID, PictureRows(10, 4, bytes(16), "grid", 4)], range(15))
     assert [found[4 * at : 4 * at + 4] for at in range(15)] == [
         *([at] * 3 + [0] for at in range(3)),
         *([3, 3 + at // 2, 3 + at % 2, 0] for at in range(6)),
@@ -138,6 +138,12 @@ def test_a_grid_has_one_time_and_what_is_behind_it_comes_after_its_longer_side()
         [11, 11, 11, 0],
     ]
     assert rope_of([PictureRows(3, 6, bytes(24))], range(15)) == []
+
+
+def test_rows_in_a_line_are_turned_by_their_own_time_in_all_parts():
+    line = [PictureRows(1, 2, bytes(8), "line")]
+    assert rope_of(line, range(4)) == [0, 0, 0, 0, *[1] * 4, *[2] * 4, 3, 3, 3, 0]
+    assert rope_of(line, [0]) == rope_of(line, [3, 4]) == [], "as tokens are"
 
 
 def test_rows_beside_those_behind_a_grid_are_turned_by_their_positions():

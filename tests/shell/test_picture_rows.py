@@ -18,7 +18,7 @@ from primad.gguf.architectures.layers import layer_count, recurrent_layers
 from primad.gguf.header import array_value, read_header
 from primad.gguf.windows import vocabulary_size
 from primad.ring.chunks import Chunking
-from primad.ring.pictures import content_of, has_parts, looks_ahead, placed, rope_of
+from primad.ring.pictures import content_of, looks_ahead, placed, rope_of
 from tests.shell.test_cut_exact import Route, assigned, cuts_of, files_of
 from tools.lab.encoders import FAMILIES
 from tools.lab.mmproj import Eye, noise, tone, write_encoder
@@ -113,7 +113,7 @@ def test_windows_give_the_logits_of_libmtmd(kind, architecture, eye, tmp_path):
     vocabulary.release()
     asked = (prompt, pictures, options.rows)
     assert any(map(looks_ahead, prompt)) == family.looks_ahead
-    assert has_parts(pictures) == family.has_grids
+    assert {each.layout for each in pictures} == {family.layout}
     header = read_header(model)
     whole = WholeModel(
         files_of(model, (), assigned(layer_count(header), 0, is_tail=True)),

@@ -67,8 +67,8 @@ class Family:
     """What the models have in their metadata besides, without their prefix."""
     projector: str = ""
     """Its name for llama.cpp, if another."""
-    has_grids: bool = False
-    """Whether positions have parts for rows and columns."""
+    layout: str = ""
+    """Of a picture's rows, where positions have parts."""
     hears: bool = False
     """Whether it takes sound; its keys stand under ``clip.audio``."""
     activation: str = "use_gelu"
@@ -119,6 +119,39 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "lfm2": Family(models=("lfm2",), others=_STEM + "mm.input_norm+:m mm.1+:f,m mm.2+:t,f", keys=_SCALE),
     "kimivl": Family(models=("deepseek2",), others=_STEM + "mm.input_norm+:w mm.1+:f,m mm.2+:t,f", keys=_SCALE),
+    "kimik25": Family(
+        models=("deepseek2",),
+        others="v.patch_embd+:w,3,k,k v.position_embd:8,8,w v.post_ln+:w mm.input_norm+:w mm.1+:f,m mm.2+:t,f",
+        keys=_SCALE,
+    ),
+    "minicpmv4_6": Family(
+        models=("qwen35",),
+        others="v.patch_embd+:w,3,k,k v.position_embd:4900,w v.post_ln+:w v.vit_merger.ln1+:w v.vit_merger.attn_q+:w,w "
+        "v.vit_merger.attn_k+:w,w v.vit_merger.attn_v+:w,w v.vit_merger.attn_out+:w,w v.vit_merger.ds_ln+:4w "
+        "v.vit_merger.ds_ffn_up+:f,4w v.vit_merger.ds_ffn_down+:w,f mm.input_norm+:4w mm.up+:f,4w mm.down+:t,f",
+        keys={"projector.scale_factor": 4, "wa_layer_indexes": [0]},
+        merge=4,
+        layout="line",
+        words=("<image>", "</image>", "<slice>", "</slice>"),
+    ),
+    "mlp with norms": Family(
+        projector="mlp", models=("llama",), others=_CLASS + "mm.0+:t,w mm.1+:t mm.3+:t,t mm.4+:t", merge=1, layers=3
+    ),
+    "adapter": Family(
+        models=("chatglm",),
+        others=_STEM + "adapter.conv+:f,w,2,2 adapter.linear.linear:t,f adapter.linear.norm1+:t "
+        "adapter.linear.dense_h_to_4h:f,t adapter.linear.gate:f,t adapter.linear.dense_4h_to_h:t,f adapter.boi=:1,t "
+        "adapter.eoi=:1,t",
+    ),
+    "step3vl": Family(
+        models=("qwen3",),
+        others=_STEM + "mm.0+:f,w,3,3 mm.1+:f,f,3,3 mm.model.fc:t,f",
+        keys={"projector.scale_factor": 4},
+        side=728,
+        patch=14,
+        merge=4,
+        words=("<im_start>", "<im_end>", "<patch_start>", "<patch_end>", "<patch_newline>"),
+    ),
     "phi4": Family(models=("phi3",), others=_STEM + "mm.0+:t,w mm.2+:t,t", keys=_PIXELS, merge=1),
     "gemma4v": Family(
         models=("gemma4", "gemma4-per-layer"),
@@ -187,6 +220,14 @@ FAMILIES: Final[dict[str, Family]] = {
         hears=True,
     ),
     "qwen2a": Family(models=("qwen2",), others=_WHISPER + "mm.a.fc+:t,w", layer=_KEYLESS, hears=True),
+    "qwen2a of parts": Family(
+        projector="qwen2a",
+        models=("qwen2vl",),
+        others=_WHISPER + "mm.a.fc+:t,w",
+        layer=_KEYLESS,
+        hears=True,
+        layout="line",
+    ),
     "musicflamingo": Family(
         models=("qwen2",), others=_WHISPER + "mm.a.mlp.1+:t,w mm.a.mlp.2+:t,t", layer=_KEYLESS, hears=True
     ),
@@ -212,18 +253,28 @@ FAMILIES: Final[dict[str, Family]] = {
         keys={"num_mel_bins": 80},
         hears=True,
     ),
+    "gemma4a": Family(
+        models=("gemma4",),
+        others="a.conv1d.0.weight=:16,1,3,3 a.conv1d.0.norm:16 a.conv1d.1.weight=:8,16,3,3 a.conv1d.1.norm:8 "
+        "a.input_projection:w,160 a.pre_encode.out+:w,w mm.a.soft_emb_norm:w mm.a.input_projection:t,w",
+        layer=_BARE
+        + "attn_pre_norm:w attn_post_norm:w attn_k_rel:w,w per_dim_scale:h ffn_norm:w ffn_up:f,w ffn_down:w,f "
+        "ffn_post_norm:w conv_norm:w norm_conv:w conv_pw1:2w,w conv_dw:w,5 conv_pw2:w,w ffn_norm_1:w ffn_up_1:f,w "
+        "ffn_down_1:w,f ffn_post_norm_1:w ln2:w",
+        hears=True,
+    ),
     "gemma4ua": Family(
         models=("gemma4",), others="mm.a.input_projection:t,640", keys={"num_mel_bins": 640}, layers=0, hears=True
     ),
     "qwen2vl_merger": Family(
-        models=("qwen2vl",), others=_TWO_FRAMES + "v.post_ln+:w " + _TO_MODEL, keys=_MERGE, has_grids=True
+        models=("qwen2vl",), others=_TWO_FRAMES + "v.post_ln+:w " + _TO_MODEL, keys=_MERGE, layout="grid"
     ),
     "qwen2.5vl_merger": Family(
         models=("qwen2vl",),
         others=_TWO_FRAMES + "v.post_ln:w " + _TO_MODEL,
         layer=_ATTENTION + "ln1:w ln2:w ffn_gate+:f,w ffn_up+:f,w ffn_down+:w,f",
         keys={**_MERGE, "n_wa_pattern": 2},
-        has_grids=True,
+        layout="grid",
         activation="use_silu",
     ),
     "qwen3vl_merger": Family(
@@ -231,7 +282,7 @@ FAMILIES: Final[dict[str, Family]] = {
         others=_QWEN3,
         layer=_FUSED + _NORMS + "ffn_up+:f,w ffn_down+:w,f",
         keys=_MERGE,
-        has_grids=True,
+        layout="grid",
     ),
     "qwen3vl_merger of deeper layers": Family(
         projector="qwen3vl_merger",
@@ -244,7 +295,7 @@ FAMILIES: Final[dict[str, Family]] = {
         layer=_FUSED + _NORMS + "ffn_up+:f,w ffn_down+:w,f",
         keys=_MERGE,
         layers=3,
-        has_grids=True,
+        layout="grid",
     ),
     "glm4v": Family(
         models=("glm4", "glm4moe"),
@@ -253,14 +304,14 @@ FAMILIES: Final[dict[str, Family]] = {
         layer=_BARE + _GATED,
         keys=_MERGE,
         values=_HALF_SECTIONS,
-        has_grids=True,
+        layout="grid",
         activation="use_silu",
     ),
     "paddleocr": Family(
         models=("paddleocr",),
         others=_STEM + "mm.input_norm+:w mm.1+:f,m mm.2+:t,f",
         keys=_PIXELS,
-        has_grids=True,
+        layout="grid",
     ),
     "hunyuanvl": Family(
         models=("hunyuan_vl",),
@@ -268,14 +319,14 @@ FAMILIES: Final[dict[str, Family]] = {
         + "mm.pre_norm:w mm.0+:f,w,2,2 mm.2+:m,f,1,1 v.image_newline=:m mm.model.fc+:t,m mm.image_begin=:t "
         "mm.image_end=:t mm.post_norm:t",
         keys={**_MERGE, **_PIXELS},
-        has_grids=True,
+        layout="framed",
     ),
     "ling3vl": Family(
         models=("bailingmoe3",),
         others=_TWO_FRAMES + "v.patch_embd.bias=:w v.position_embd:s,w v.post_ln+:w mm.input_norm+:w " + _TO_MODEL,
         keys=_MERGE,
         values=_HALF_SECTIONS,
-        has_grids=True,
+        layout="grid",
     ),
     "resampler": Family(
         models=("minicpm",),

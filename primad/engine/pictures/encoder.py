@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from primad.engine.binding import llama, why
-from primad.engine.pictures.grids import turn_of_row
+from primad.engine.pictures.grids import RowLayout, turn_of_row
 from primad.engine.pictures.headers import check_media
 from primad.engine.pictures.messages import EmbeddedRun, EncodedPicture, TokenRun
 from primad.engine.pictures.sounds import check_seconds, is_sound
@@ -54,18 +54,19 @@ def why_not(eye: Any, loaded: Any) -> str:
     return ""
 
 
-def _grid(image: Any, rows: int) -> dict[str, Any]:
-    """What ``EmbeddedRun`` says of the grid that the ``rows`` of ``image`` are.
+def _layout(image: Any, rows: int) -> tuple[RowLayout, int]:
+    """That of the ``rows`` of ``image``, and its columns.
 
     Raises ``EngineError`` where they are turned otherwise: no file tells before there is a picture.
     """
     columns, begin = int(mtmd.mtmd_image_tokens_get_nx(image)), 5
     at = [mtmd.mtmd_image_tokens_get_decoder_pos(image, begin, row) for row in range(rows)]
     found = [(each.t, each.y, each.x, each.z) for each in at]
-    for width, framed in ((columns, False), (columns + 1, True)):
-        if found == [turn_of_row(row, rows, width, framed=framed, begin=begin) for row in range(rows)]:
-            return {"columns": width, "framed": framed}
-    raise EngineError("pictures of this model are turned by positions that are no grid's, which is not supported")
+    layouts: tuple[tuple[RowLayout, int], ...] = (("line", 0), ("grid", columns), ("framed", columns + 1))
+    for layout, width in layouts:
+        if found == [turn_of_row(row, rows, layout, width, begin=begin) for row in range(rows)]:
+            return layout, width
+    raise EngineError("pictures of this model are turned by positions of an unknown layout, which is not supported")
 
 
 class PictureEncoder:
@@ -102,7 +103,7 @@ class PictureEncoder:
         self._takes = {False: mtmd.mtmd_support_vision(self._eye), True: mtmd.mtmd_support_audio(self._eye)}
         if reason := why_not(self._eye, loaded):
             raise EngineError(f"{path} cannot be served as the encoder of {model}: {reason}")
-        self._has_grids = bool(mtmd.mtmd_decode_use_mrope(self._eye))
+        self._has_parts = bool(mtmd.mtmd_decode_use_mrope(self._eye))
 
     def encode(self, data: bytes) -> EncodedPicture:
         """What the file ``data`` becomes. Raises ``ValueError`` for one that is no picture or sound, or too large a one."""
@@ -159,9 +160,10 @@ class PictureEncoder:
                 raise ValueError(f"the picture becomes more than {MAX_CONTENT_BYTES >> 20} MB of rows for the model")
             content = self._content(chunk, size)
             looks_ahead = bool(mtmd.mtmd_decode_use_non_causal(self._eye, chunk))
-            is_grid = self._has_grids and kind == mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE
-            grid = _grid(mtmd.mtmd_input_chunk_get_tokens_image(chunk), rows) if is_grid else {}
-            yield EmbeddedRun(rows=rows, looks_ahead=looks_ahead, content=content, **grid)
+            layout: tuple[RowLayout, int] = ("line", 0) if self._has_parts else ("", 0)
+            if self._has_parts and kind == mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE:
+                layout = _layout(mtmd.mtmd_input_chunk_get_tokens_image(chunk), rows)
+            yield EmbeddedRun(rows, looks_ahead, content, *layout)
 
     def _content(self, chunk: Any, size: int) -> bytes:
         if mtmd.mtmd_encode_chunk(self._eye, chunk):

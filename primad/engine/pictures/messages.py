@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from primad.engine.pictures.grids import RowLayout
+
 
 class LoadEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """Load the encoder file ``path`` for the ``model`` file, with so many ``threads``; answered with ``EncoderReady``."""
@@ -32,18 +34,17 @@ class TokenRun(msgspec.Struct, frozen=True, tag="tokens"):
     tokens: tuple[int, ...]
 
 
-class EmbeddedRun(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
+class EmbeddedRun(msgspec.Struct, frozen=True, tag="embedded"):
     """Rows of hidden states, as they go into the first layer: (rows, width) float32, little-endian.
 
-    Where they ``look_ahead`` each sees them all, and they belong in one step. With ``columns`` they are a grid, of a model
-    whose positions have parts for that; where it is ``framed``, between two rows more.
+    Where they ``look_ahead`` each sees them all, and they belong in one step. They are of a ``layout`` in ``columns``.
     """
 
     rows: int
     looks_ahead: bool
     content: bytes
+    layout: RowLayout = ""
     columns: int = 0
-    framed: bool = False
 
 
 class EncodedPicture(msgspec.Struct, frozen=True, kw_only=True, tag="encoded"):

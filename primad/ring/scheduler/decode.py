@@ -8,7 +8,7 @@ from primad.ring.grouping import Candidate
 from primad.ring.messages import (
     KvRemove,
 )
-from primad.ring.pictures import PictureRows, has_parts, rope_of
+from primad.ring.pictures import PictureRows, rope_of
 from primad.ring.scheduler.drafts import drafts_with
 from primad.ring.scheduler.state import PlannedStep, SchedulerState
 from primad.ring.slots import KvSequence, Running
@@ -50,9 +50,10 @@ def decode_step(state: SchedulerState, ready: Sequence[Running], first: Running)
             step.samples[len(step.tokens) - 1] = [running.generate]
         chosen.append(running)
         pictures.append(running.generate.pictures)
-    if any(has_parts(each) for each in pictures):
-        rows = zip(pictures, step.positions, strict=True)
-        step.rope.extend(part for each, at in rows for part in (rope_of(each, [at]) or (at, at, at, 0)))
+    turns = [rope_of(each, [at]) for each, at in zip(pictures, step.positions, strict=True)]
+    if any(turns):
+        for turn, at in zip(turns, step.positions, strict=True):
+            step.rope.extend(turn or (at, at, at, 0))
     tree = drafts_with(state, step, first) if len(numbers) == 1 else NO_TREE
     return state.hand_out(step, chosen, decodes=True, tree=tree)
 
