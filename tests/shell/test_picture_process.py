@@ -101,6 +101,15 @@ async def test_after_a_crash_the_next_picture_starts_the_process_again(files):
         assert service.starts == 2
 
 
+@pytest.mark.parametrize("content", [None, b"", b"no GGUF", b"GGUF" + bytes(100)])
+async def test_an_encoder_file_that_is_none_is_named(content, files, tmp_path):
+    if content is not None:
+        (tmp_path / "none.gguf").write_bytes(content)
+    async with pictures((tmp_path / "none.gguf", files[1])) as service:
+        with pytest.raises(EngineError, match=r"none\.gguf"):
+            await service.encode(noise(1), "a")
+
+
 async def test_an_encoder_of_another_model_is_named(files, tmp_path):
     write_encoder(tmp_path / "other.gguf", "gemma3", 32)
     async with pictures((tmp_path / "other.gguf", files[1])) as service:

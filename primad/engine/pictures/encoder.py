@@ -72,37 +72,50 @@ def _layout(image: Any, rows: int) -> tuple[RowLayout, int]:
 class PictureEncoder:
     """Makes rows for ``model`` of pictures. Of the model itself only its metadata and tokens are loaded.
 
+    Pictures become ``min_tokens`` to ``max_tokens`` rows where their size is not fixed; 0: as the encoder says. One that
+    would become more than ``MAX_CONTENT_BYTES`` is made smaller first, where it can be.
     Raises ``EngineError`` where llama.cpp cannot load the two together, or where primad does not know such rows yet.
     """
 
-    def __init__(self, path: str, model: str, *, threads: int) -> None:
-        self._stack = ExitStack()
+    def __init__(self, path: str, model: str, *, threads: int, min_tokens: int = 0, max_tokens: int = 0) -> None:
+        self._stack, self._opened = ExitStack(), ExitStack()
+        self._path, self._threads, self._min_tokens = path, threads, min_tokens
+        try:
+            self._known_by = known_by(Path(path)) + (f"-{min_tokens}-{max_tokens}" if min_tokens or max_tokens else "")
+        except OSError as exc:
+            raise EngineError(f"{path} cannot be read as the encoder of {model}: {exc}") from exc
+        self._makes_smaller = False
         try:
             with zeroed():  # some graphs (Pixtral's) multiply by 0 what they find in memory, which may be no number
-                self._open(path, model, threads)
+                self._load(model)
+                self._open(max_tokens)
         except BaseException:
             self.release()
             raise
 
-    def _open(self, path: str, model: str, threads: int) -> None:
+    def _load(self, model: str) -> None:
         params = llama.llama_model_default_params()
         params.n_gpu_layers, params.no_alloc, params.load_mode = 0, True, llama.LLAMA_LOAD_MODE_NONE
         loaded = llama.llama_model_load_from_file(model.encode(), params)
         if not loaded:
             raise EngineError(f"llama.cpp cannot read {model}: {why('it does not say why')}")
         self._stack.callback(llama.llama_model_free, loaded)
+        self._model, self._loaded = model, loaded
         self.width = int(llama.llama_model_n_embd_inp(loaded))
+
+    def _open(self, max_tokens: int) -> None:
+        self._opened.close()
         options = mtmd.mtmd_context_params_default()
         options.use_gpu = options.print_timings = options.warmup = False
-        options.n_threads = threads
-        self._eye: Any = mtmd.mtmd_init_from_file(path.encode(), loaded, options)
+        options.n_threads = self._threads
+        options.image_min_tokens, options.image_max_tokens = self._min_tokens or -1, max_tokens or -1
+        self._eye: Any = mtmd.mtmd_init_from_file(self._path.encode(), self._loaded, options)
         if not self._eye:
-            raise EngineError(f"llama.cpp cannot load {path} as the encoder of {model}")
-        self._stack.callback(mtmd.mtmd_free, self._eye)
-        self._known_by = known_by(Path(path))
+            raise EngineError(f"llama.cpp cannot load {self._path} as the encoder of {self._model}")
+        self._opened.callback(mtmd.mtmd_free, self._eye)
         self._takes = {False: mtmd.mtmd_support_vision(self._eye), True: mtmd.mtmd_support_audio(self._eye)}
-        if reason := why_not(self._eye, loaded):
-            raise EngineError(f"{path} cannot be served as the encoder of {model}: {reason}")
+        if reason := why_not(self._eye, self._loaded):
+            raise EngineError(f"{self._path} cannot be served as the encoder of {self._model}: {reason}")
         self._has_parts = bool(mtmd.mtmd_decode_use_mrope(self._eye))
 
     def encode(self, data: bytes) -> EncodedPicture:
@@ -111,7 +124,14 @@ class PictureEncoder:
         if not self._takes[is_sound(data)]:
             raise ValueError(f"this model's encoder takes no {'sound' if is_sound(data) else 'pictures'}")
         with zeroed(), ExitStack() as stack:
-            chunks = self._chunks(stack, self._bitmap(stack, data))
+            bitmap = self._bitmap(stack, data)
+            chunks = self._chunks(stack, bitmap)
+            if self._bytes_of(chunks) > MAX_CONTENT_BYTES and not self._makes_smaller:
+                self._makes_smaller = True  # what others became that are no larger stays what it is
+                self._open(max(1, MAX_CONTENT_BYTES // (4 * self.width)))
+                chunks = self._chunks(stack, bitmap)
+            if self._bytes_of(chunks) > MAX_CONTENT_BYTES:
+                raise ValueError(f"the picture becomes more than {MAX_CONTENT_BYTES >> 20} MB of rows for the model")
             runs = tuple(self._runs(chunks))
             return EncodedPicture(digest=hashlib.sha256(data).hexdigest(), encoder=self._known_by, runs=runs)
 
@@ -140,8 +160,13 @@ class PictureEncoder:
             raise ValueError("the picture has a shape, or the sound a length, that the model's encoder does not take")
         return chunks
 
+    def _bytes_of(self, chunks: Any) -> int:
+        """Of the rows of all ``chunks`` that are no tokens."""
+        found = [mtmd.mtmd_input_chunks_get(chunks, i) for i in range(mtmd.mtmd_input_chunks_size(chunks))]
+        embedded = [each for each in found if mtmd.mtmd_input_chunk_get_type(each) != mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT]
+        return 4 * self.width * sum(int(mtmd.mtmd_input_chunk_get_n_tokens(each)) for each in embedded)
+
     def _runs(self, chunks: Any) -> Iterator[TokenRun | EmbeddedRun]:
-        room = MAX_CONTENT_BYTES
         for i in range(mtmd.mtmd_input_chunks_size(chunks)):
             chunk = mtmd.mtmd_input_chunks_get(chunks, i)
             rows = int(mtmd.mtmd_input_chunk_get_n_tokens(chunk))
@@ -154,11 +179,7 @@ class PictureEncoder:
                     raise EngineError("the model has not all tokens that its encoder wants around a picture")
                 yield TokenRun(tokens)
                 continue
-            size = rows * self.width * 4
-            room -= size
-            if room < 0:
-                raise ValueError(f"the picture becomes more than {MAX_CONTENT_BYTES >> 20} MB of rows for the model")
-            content = self._content(chunk, size)
+            content = self._content(chunk, rows * self.width * 4)
             looks_ahead = bool(mtmd.mtmd_decode_use_non_causal(self._eye, chunk))
             layout: tuple[RowLayout, int] = ("line", 0) if self._has_parts else ("", 0)
             if self._has_parts and kind == mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE:
@@ -175,4 +196,5 @@ class PictureEncoder:
 
     def release(self) -> None:
         """Give back its memory."""
+        self._opened.close()
         self._stack.close()

@@ -8,11 +8,16 @@ from primad.engine.pictures.grids import RowLayout
 
 
 class LoadEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """Load the encoder file ``path`` for the ``model`` file, with so many ``threads``; answered with ``EncoderReady``."""
+    """Load the encoder file ``path`` for the ``model`` file, with so many ``threads``; answered with ``EncoderReady``.
+
+    Pictures become ``min_tokens`` to ``max_tokens`` rows, where their size is not fixed; 0: as the encoder says.
+    """
 
     path: str
     model: str
     threads: int
+    min_tokens: int = 0
+    max_tokens: int = 0
 
 
 class EncodePicture(msgspec.Struct, frozen=True, tag="encode"):
@@ -51,7 +56,7 @@ class EncodedPicture(msgspec.Struct, frozen=True, kw_only=True, tag="encoded"):
     """A picture in a prompt: its ``runs`` in order, and what its file, and the ``encoder``, are known by."""
 
     digest: str
-    encoder: str
+    encoder: str = ""
     runs: tuple[TokenRun | EmbeddedRun, ...]
 
     @property

@@ -49,7 +49,9 @@ class _Process:
 
         from primad.engine.pictures.encoder import PictureEncoder  # only this process loads libmtmd
 
-        self._encoder = PictureEncoder(task.path, task.model, threads=task.threads)
+        self._encoder = PictureEncoder(
+            task.path, task.model, threads=task.threads, min_tokens=task.min_tokens, max_tokens=task.max_tokens
+        )
         memory = psutil.Process().memory_info()
         _limit(memory.vms + MORE_BYTES)
         return EncoderReady(width=self._encoder.width, bytes=memory.rss)
