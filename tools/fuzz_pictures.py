@@ -1,6 +1,6 @@
 """Hostile files through the process for pictures, for so many seconds: each is a picture, or refused, and none ends it.
 
-    .venv/bin/python tools/fuzz_pictures.py --seconds 600 --seed 7
+    .venv/bin/python tools/fuzz_pictures.py --seconds 600 --seed 7 [--sounds]
 
 Whatever ends the process, or takes it longer than its time, is written to ``--findings``, and the exit status is 1.
 """
@@ -19,15 +19,16 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.lab.fuzzed_pictures import fuzz, tiny_service
-from tools.lab.hostile_media import cases
+from tools.lab.hostile_media import GOOD, GOOD_SOUNDS, cases
 
 
 async def _main(arguments: argparse.Namespace) -> int:
     until, own = time.monotonic() + arguments.seconds, psutil.Process()
     with tempfile.TemporaryDirectory() as folder:
-        service = tiny_service(Path(folder))
+        service = tiny_service(Path(folder), hears=arguments.sounds)
         before = own.memory_info().rss
-        files = itertools.takewhile(lambda _: time.monotonic() < until, cases(arguments.seed))
+        endless = cases(arguments.seed, GOOD_SOUNDS if arguments.sounds else GOOD)
+        files = itertools.takewhile(lambda _: time.monotonic() < until, endless)
         found = await fuzz(service, files)
         await service.close()
     grown = own.memory_info().rss - before
@@ -48,6 +49,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sounds", action="store_true")
     parser.add_argument("--findings", type=Path, default=Path(tempfile.gettempdir()) / "primad-fuzz")
     return asyncio.run(_main(parser.parse_args()))
 

@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from primad.engine.pictures.headers import check_media
-from primad.engine.pictures.sounds import MAX_SECONDS, check_seconds, is_sound
+from primad.engine.pictures.sounds import MAX_SECONDS, check_samples, is_sound
 
 
 def wav(samples=16_000, *, said=None, rate=16_000, kind=1, channels=1, bits=16, frame=None, before=b""):
@@ -43,8 +43,9 @@ def test_sounds_of_known_kinds_are_taken(data):
     ("data", "why"),
     [
         (wav(said=1 << 31), "ends before its sound"),
-        (wav(rate=4_000, samples=4_000 * (MAX_SECONDS + 1)), "600 s"),
+        (wav(rate=4_000, samples=4_000 * (MAX_SECONDS + 1)), "lasts 601 s"),
         (wav(samples=0), "lasts 0 s"),
+        (wav(samples=100), "0.01 to 600 s"),
         (wav(kind=2), "unknown kind"),
         (wav(rate=0), "unknown kind"),
         (wav(channels=0), "unknown kind"),
@@ -69,10 +70,16 @@ def test_sounds_that_are_not_to_be_decoded_are_refused_by_what_is_wrong(data, wh
 
 
 def test_a_sound_whose_length_shows_later_is_judged_then():
-    check_seconds(MAX_SECONDS)
-    for seconds in (0, MAX_SECONDS + 1, float("inf")):
+    check_samples(bytes(4 * 100), 10_000)
+    for count in (0, 1, 99, 10_000 * MAX_SECONDS + 1):
         with pytest.raises(ValueError, match="may last"):
-            check_seconds(seconds)
+            check_samples(bytes(4 * count), 10_000)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e30])
+def test_samples_that_nobody_hears_are_the_sounds_fault(value):
+    with pytest.raises(ValueError, match="not numbers"):
+        check_samples(struct.pack("<100f", *[0.0] * 99, value), 10_000)
 
 
 def test_pictures_are_no_sounds():

@@ -9,14 +9,15 @@ from random import Random
 import pytest
 
 from tools.lab.fuzzed_pictures import fuzz, tiny_service
-from tools.lab.hostile_media import GOOD, bomb, cases
+from tools.lab.hostile_media import GOOD, GOOD_SOUNDS, bomb, cases, long_sound
 
 
-async def test_no_file_ends_the_process_for_pictures(tmp_path):
+@pytest.mark.parametrize(("good", "bomb"), [(GOOD, bomb), (GOOD_SOUNDS, long_sound)], ids=["pictures", "sounds"])
+async def test_no_file_ends_the_process_for_pictures(good, bomb, tmp_path):
     """A few hundred; ``tools/fuzz_pictures.py`` goes on for as long as it is told."""
-    service = tiny_service(tmp_path)
+    service = tiny_service(tmp_path, hears=good is GOOD_SOUNDS)
     async with asyncio.timeout(200):
-        found = await fuzz(service, [*islice(cases(49, bombs=False), 300), ("bomb", bomb(Random(3)))])
+        found = await fuzz(service, [*islice(cases(49, good, bombs=False), 250), ("bomb", bomb(Random(3)))])
         await service.close()
     assert found.findings == []
     assert service.starts == 1
@@ -24,9 +25,9 @@ async def test_no_file_ends_the_process_for_pictures(tmp_path):
     assert found.refused.total() > 50
 
 
-@pytest.mark.parametrize("make", GOOD)
+@pytest.mark.parametrize("make", [*GOOD, *GOOD_SOUNDS])
 async def test_every_kind_of_a_format_that_is_taken_is_decoded(make, tmp_path):
-    service = tiny_service(tmp_path)
+    service = tiny_service(tmp_path, hears=make in GOOD_SOUNDS)
     async with asyncio.timeout(100):
         found = await fuzz(service, [("good", make(Random(number))) for number in range(12)])
         await service.close()

@@ -43,8 +43,8 @@ async def fuzz(service: PictureService, files: Iterable[tuple[str, bytes]]) -> T
     return found
 
 
-def tiny_service(folder: Path) -> PictureService:
-    """The process for pictures of a tiny model, whose files are written to ``folder``."""
-    shape = write_model(folder / "model.gguf", architecture="llama")
-    write_encoder(folder / "encoder.gguf", "janus_pro", shape.width)
+def tiny_service(folder: Path, *, hears: bool = False) -> PictureService:
+    """The process for pictures, or for sound if it ``hears``, of a tiny model, whose files are written to ``folder``."""
+    shape = write_model(folder / "model.gguf", architecture="gemma4" if hears else "llama")
+    write_encoder(folder / "encoder.gguf", "gemma4ua" if hears else "janus_pro", shape.width)
     return PictureService(folder / "encoder.gguf", folder / "model.gguf", threads=1, kept_bytes=0)

@@ -1,10 +1,10 @@
-"""Files that whoever asks may send as pictures: good ones of all formats, and what an attacker makes of them."""
+"""Files that whoever asks may send as pictures and sounds: good ones of all formats, and what an attacker makes of them."""
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Final
 
@@ -109,21 +109,72 @@ def bomb(random: Random) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*part) for part in parts)
 
 
-GOOD: Final[tuple[Callable[[Random], bytes], ...]] = (png_file, jpeg_file, gif_file, bmp_file)
+def wav_file(random: Random) -> bytes:
+    """One of 8 to 32 bits, integers, floats or mu-law."""
+    (kind, bits), channels = random.choice(((1, 8), (1, 16), (1, 24), (1, 32), (3, 32), (7, 8))), random.randint(1, 3)
+    rate, frame = random.choice((8_000, 16_000, 22_050, 44_100, 48_000)), channels * bits // 8
+    form = struct.pack("<HHIIHH", kind, channels, rate, rate * frame, frame, bits)
+    data = random.randbytes(frame * random.randint(rate // 50, rate // 20))
+    if kind == 3:
+        data = struct.pack(f"<{len(data) // 4}f", *(random.uniform(-1, 1) for _ in range(len(data) // 4)))
+    parts = b"WAVE" + struct.pack("<4sI", b"fmt ", 16) + form + struct.pack("<4sI", b"data", len(data)) + data
+    return struct.pack("<4sI", b"RIFF", len(parts)) + parts
 
 
-def cases(seed: int, *, bombs: bool = True) -> Iterator[tuple[str, bytes]]:
-    """Files without end, each with what was done to it; the same of the same ``seed``."""
+def flac_file(random: Random) -> bytes:
+    """One of blocks as they are, or of one value."""
+    blocks, size, rate = random.randint(4, 6), random.randint(160, 256), random.choice((8_000, 16_000, 44_100))
+    info = struct.pack(">HH", size, size) + bytes(6) + (rate << 44 | 15 << 36 | blocks * size).to_bytes(8) + bytes(16)
+    found = b"fLaC" + b"\x80" + len(info).to_bytes(3) + info
+    for number in range(blocks):
+        head = b"\xff\xf8\x60\0" + bytes((number, size - 1))
+        same = random.random() < 0.3
+        block = b"\0" + random.randbytes(2) if same else b"\2" + random.randbytes(2 * size)
+        frame = head + bytes([_crc(head, 8, 0x07)]) + block
+        found += frame + _crc(frame, 16, 0x8005).to_bytes(2)
+    return found
+
+
+def _crc(data: bytes, bits: int, polynomial: int) -> int:
+    found = 0
+    for byte in data:
+        found ^= byte << (bits - 8)
+        for _ in range(8):
+            found = (found << 1 ^ (polynomial if found >> (bits - 1) else 0)) & ((1 << bits) - 1)
+    return found
+
+
+def mp3_file(random: Random) -> bytes:
+    """One of silence, with a tag before it or not."""
+    tag = b"ID3\4\0\0\0\0\0\x0a" + random.randbytes(10)
+    return tag * random.randrange(2) + (b"\xff\xfb\x90\0" + bytes(413)) * random.randint(3, 12)
+
+
+def long_sound(random: Random) -> bytes:
+    """A MB that is, or says that it is, hours."""
+    slow = b"\xff\xe3\x18\xc4" + bytes(68)  # 8 kbit a second
+    lying = wav_file(random)[:40] + b"\xff" * 4 + bytes(1 << 20)
+    return random.choice((slow * 14_000, lying, flac_file(random)[:18] + b"\0\0\x1f\x4f" + b"\xff" * 9_000))
+
+
+_Maker = Callable[[Random], bytes]
+GOOD: Final[tuple[_Maker, ...]] = (png_file, jpeg_file, gif_file, bmp_file)
+GOOD_SOUNDS: Final[tuple[_Maker, ...]] = (wav_file, flac_file, mp3_file)
+
+
+def cases(seed: int, good: Sequence[_Maker] = GOOD, *, bombs: bool = True) -> Iterator[tuple[str, bytes]]:
+    """Files without end, made of ``good`` ones, each with what was done to it; the same of the same ``seed``."""
+    explode = bomb if good is GOOD else long_sound
     number = 0
     while True:
         random = Random(f"{seed} {number}")
         number += 1
         if bombs and number % 50 == 0:
-            yield "bomb", bomb(random)
+            yield "bomb", explode(random)
         elif number % 20 == 0:
             yield "strange", random.choice((*_STRANGE, tone(number, 0.01)))
         else:
-            data = random.choice(GOOD)(random)
+            data = random.choice(good)(random)
             done = [random.choice(_CHANGES) for _ in range(random.choice((0, 1, 1, 2, 4)))]
             for change in done:
                 data = change(random, data)
@@ -155,13 +206,13 @@ def _lying(random: Random, data: bytes) -> bytes:
 
 def _spliced(random: Random, data: bytes) -> bytes:
     """Its first part, and the last one of a file of any format."""
-    other = random.choice(GOOD)(random)
+    other = random.choice((*GOOD, *GOOD_SOUNDS))(random)
     return data[: random.randrange(len(data) + 1)] + other[random.randrange(len(other)) :]
 
 
 def _joined(random: Random, data: bytes) -> bytes:
     """It is the one for who reads from the front, and another for who reads from the end."""
-    return data + random.choice((*(make(random) for make in GOOD), *_STRANGE))
+    return data + random.choice((*(make(random) for make in (*GOOD, *GOOD_SOUNDS)), *_STRANGE))
 
 
 def _repeated(random: Random, data: bytes) -> bytes:

@@ -16,7 +16,7 @@ from primad.engine.binding import llama, why
 from primad.engine.pictures.grids import RowLayout, turn_of_row
 from primad.engine.pictures.headers import check_media
 from primad.engine.pictures.messages import EmbeddedRun, EncodedPicture, TokenRun
-from primad.engine.pictures.sounds import check_seconds, is_sound
+from primad.engine.pictures.sounds import check_samples, is_sound
 from primad.errors import EngineError
 from primad.system.allocator import without_top, zeroed
 
@@ -27,8 +27,6 @@ MAX_PARTS: Final = 4
 """As many times the width of the model a row may have: with what deeper layers add to their outputs."""
 MAX_CONTENT_BYTES: Final = 56 << 20
 """Of what a picture becomes: it is one frame between two processes."""
-
-
 _SAMPLES: Final = 64
 _SAMPLE_BYTES: Final = 4096
 
@@ -147,8 +145,9 @@ class PictureEncoder:
         if not found.bitmap or found.video_ctx:
             raise ValueError("the picture, or sound, cannot be decoded: its file is damaged")
         if is_sound(data):
-            samples = mtmd.mtmd_bitmap_get_n_bytes(found.bitmap) // 4
-            check_seconds(samples / mtmd.mtmd_get_audio_sample_rate(self._eye))
+            size = mtmd.mtmd_bitmap_get_n_bytes(found.bitmap)
+            samples = ctypes.string_at(mtmd.mtmd_bitmap_get_data(found.bitmap), size) if size else b""
+            check_samples(samples, mtmd.mtmd_get_audio_sample_rate(self._eye))
         return found.bitmap
 
     def _chunks(self, stack: ExitStack, bitmap: Any) -> Any:

@@ -9,7 +9,12 @@ from __future__ import annotations
 import struct
 from typing import Final
 
+import numpy as np
+
+MIN_SECONDS: Final = 0.01
 MAX_SECONDS: Final = 600
+MAX_SAMPLE: Final = 1000.0
+"""Full scale is 1."""
 _WAV_KINDS: Final = frozenset((1, 3, 6, 7, 0xFFFE))
 """Samples of one size each: PCM, floats, A-law and mu-law, and those that say which in an extension."""
 _RATES: Final = range(4_000, 384_001)
@@ -34,9 +39,17 @@ def check_sound(data: bytes) -> None:
 
 
 def check_seconds(seconds: float) -> None:
-    """Raises ``ValueError`` for a sound that is too long, or has nothing to hear."""
-    if not 0 < seconds <= MAX_SECONDS:
-        raise ValueError(f"a sound may last {MAX_SECONDS} s; this one lasts {seconds:.0f} s")
+    """Raises ``ValueError`` for a sound that is too long, or too short to be one: of one sample llama.cpp aborts."""
+    if not MIN_SECONDS <= seconds <= MAX_SECONDS:
+        raise ValueError(f"a sound may last {MIN_SECONDS:g} to {MAX_SECONDS} s; this one lasts {seconds:.3g} s")
+
+
+def check_samples(samples: bytes, rate: int) -> None:
+    """Raises ``ValueError`` for a decoded sound, in float32, that is of no length or has values that nobody hears."""
+    found = np.frombuffer(samples, np.float32)
+    check_seconds(len(found) / rate)
+    if not np.abs(found).max() <= MAX_SAMPLE:  # NaN is not either
+        raise ValueError("the sound has samples that are not numbers, or beyond any that can be heard")
 
 
 def _wav_seconds(data: bytes) -> float:
