@@ -116,7 +116,7 @@ class Tap(dict[int, bool]):
         self._inputs: LayerInputs | None = None
         self._deeper: dict[bytes, Hidden] = {}
         self._rope: NDArray[np.int32] | None = None
-        self._is_turned = False
+        self._is_turned = self._only_turns = False
         self._turning_nothing: set[int] = set()
         """Kinds of nodes of which the first one that was seen is not turned."""
         self._scaled: int | None = None
@@ -162,10 +162,13 @@ class Tap(dict[int, bool]):
         before, self._rows = self._rows, rows
         self._feed, self._inputs, self._scaled = feed, inputs, None
         self._rope, self._is_turned = rope, False
+        is_given = feed is not None or inputs is not None or deeper
+        self._only_turns = rope is not None and not is_given and self._last is None and bool(self.cache.keys)
         self._deeper = {self._exit_of(layer): part for layer, part in deeper.items()}
         self._awaited = set() if feed is None else {b""} if inputs is None else {b"", SELECTED, BEHIND}
         if self._scratch.begin(rows) or feed is not None or rope is not None:
             self.clear()
+        self._only_turns = self._only_turns and not self._scratch.is_full and self.stream is None
         if self.stream is None:
             return
         if rows > LARGE_ROWS:
@@ -238,6 +241,12 @@ class Tap(dict[int, bool]):
         return self.take()
 
     def __missing__(self, node: int) -> bool:
+        if (
+            self._only_turns
+            and not self.looks
+            and ctypes.c_int32.from_address(node + _OP_OFFSET).value in self._turning_nothing
+        ):
+            return False  # with each token behind a picture of a whole model hundreds of nodes come here
         self._scratch.note(node)
         name = ggml_base.ggml_get_name(node)
         self.cache.note(node, name)
