@@ -82,6 +82,19 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "janus_pro": Family(models=("llama",), others=_STEM + "mm.0+:t,w mm.1+:t,t", side=32, merge=1),
     "mlp": Family(models=("llama",), others=_CLASS + "mm.0+:t,w mm.2+:t,t", merge=1, layers=3),
+    "ldp": Family(
+        models=("llama",),
+        others=_CLASS
+        + "mm.model.mlp.1+:t,w mm.model.mlp.3+:t,t "
+        + " ".join(
+            f"mm.model.mb_block.{block}.block.{part}"
+            for block in (1, 2)
+            for part in ("0.0:t,1,3,3", "0.1+:t", "1.fc1+:f,t", "1.fc2+:t,f", "2.0:t,t", "2.1+:t")
+        ),
+        side=96,
+        patch=4,
+        layers=3,
+    ),
     "ldpv2": Family(
         models=("llama",),
         others=_CLASS + "mm.model.mlp.0+:t,w mm.model.mlp.2+:t,t mm.model.peg.0+:t,1,3,3",

@@ -92,7 +92,7 @@ def _product(dimension: str, sizes: Mapping[str, int]) -> int:
 def _weights(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArray[np.float32 | np.float16]:
     if len(shape) == 1:
         return random.normal(0.0 if name.endswith(".bias") else 1.0, 0.1, shape).astype(np.float32)
-    is_kernel = ".peg." in name or (".conv1d." in name and name.endswith(".weight"))
+    is_kernel = ".peg." in name or ".block.0.0." in name or (".conv1d." in name and name.endswith(".weight"))
     kind = np.float16 if is_kernel else np.float32  # llama.cpp takes no other
     return random.normal(0, 2 / math.sqrt(math.prod(shape[1:])), shape).astype(kind)
 
