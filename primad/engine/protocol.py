@@ -245,6 +245,24 @@ class Rows:
         return len(self.positions)
 
 
+class GroupExchange(Protocol):
+    """What a window swaps numbers with, where each rank of a group has a share of its layers (``engine/llama/sums.py``).
+
+    All ranks call the same methods in the same order. Each method raises ``PrimadError`` where another rank is late, gone
+    or sends something else.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group; the first one, 0, has the logits."""
+
+    def sum(self, values: Hidden) -> None:
+        """Put the total over all ranks in the place of ``values`` (n,): added up in the order of ranks, so equal on all."""
+
+    def gather(self, values: Hidden) -> list[Hidden]:
+        """The ``values`` (n,) of every rank, in order, on the first rank; none on the others."""
+
+
 class EngineWindow(Protocol):
     """A contiguous run of layers with its KV cache. Every method raises ``EngineError`` when llama.cpp fails."""
 

@@ -119,7 +119,7 @@ class DrySamplers:
 
 
 class ChainSampler:
-    """llama.cpp's sampler chain over the logits of ``window``, whose context is ``context``, of ``context_tokens``.
+    """llama.cpp's sampler chain over the logits of ``window``, of ``context_tokens``. They lie in ``context``, or elsewhere.
 
     No sampler looks farther back: llama.cpp takes memory for all tokens that one is to look at.
     """
@@ -254,7 +254,8 @@ class ChainSampler:
         for sampler in self._drawing():
             self._add(sampler)
         self._sampled += 1
-        if candidates is None and (self._is_mirostat or self._is_biased_here or kept is not None):
+        is_here = kept is None and self._context is not None
+        if candidates is None and (self._is_mirostat or self._is_biased_here or not is_here):
             candidates = np.arange(self._vocabulary)
         if candidates is None:
             token = int(llama.llama_sampler_sample(self._chain, self._context, row))

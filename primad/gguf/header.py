@@ -135,6 +135,11 @@ class TensorInfo:
     bytes: int
     path: Path
 
+    def runs(self, start: int, size: int) -> Iterator[tuple[int, int, int]]:
+        """Where in the file ``size`` of its bytes from ``start`` are: of each run how far behind ``start`` it belongs, its
+        offset and its size."""
+        yield 0, self.offset + start, size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:

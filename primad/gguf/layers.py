@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from io import FileIO
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -162,13 +163,16 @@ class LayerCut:
                 start, end = max(offset, tensor.offset), min(offset + size, tensor.offset + tensor.size_bytes)
                 if start >= end:
                     continue
+                into = memoryview(out)[start - offset : end - offset]
                 try:
                     file = stack.enter_context(source.path.open("rb", buffering=0))
-                    file.seek(source.offset + start - tensor.offset)
-                    got = file.readinto(memoryview(out)[start - offset : end - offset])
+                    short = not all(
+                        _reads(file, place, into[at : at + count])
+                        for at, place, count in source.runs(start - tensor.offset, end - start)
+                    )
                 except OSError as exc:
                     raise ModelError(f"{source.path}: cannot be read: {exc.strerror or exc}") from exc
-                if got != end - start:
+                if short:
                     raise ModelError(f"{source.path}: became shorter while it was read; fetch the file again")
         return bytes(out)
 
@@ -188,6 +192,12 @@ class LayerCut:
     def ref(self) -> LayerRef:
         """What identifies this layer; reads all weights unless they were hashed."""
         return LayerRef(layer_digest(self.size_bytes, self.tree()), self.size_bytes, self.tensors)
+
+
+def _reads(file: FileIO, offset: int, into: memoryview) -> bool:
+    """Fill ``into`` with what is at ``offset``; False where the file ends before."""
+    file.seek(offset)
+    return file.readinto(into) == len(into)
 
 
 def cut(tensors: Mapping[str, TensorInfo]) -> LayerCut:

@@ -6,6 +6,7 @@ import ctypes
 import logging
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -23,6 +24,7 @@ from primad.engine.protocol import (
     KV_CELL_PADDING,
     AdapterFile,
     EngineOptions,
+    GroupExchange,
     Hidden,
     KvType,
     Rows,
@@ -181,6 +183,12 @@ def _count_of(model: Any, architecture: Architecture, key: str) -> int:
     return int(_text_of(model, f"{architecture.name}.{key}".encode()) or 0) if key else 0
 
 
+def _shape(rows: Rows, *, is_fed: bool, every_row_out: bool) -> tuple[object, ...]:
+    """What steps of one graph have in common: rows by sequence, how many have an output, and where they go in."""
+    by_sequence = tuple((tuple(key), sum(1 for _ in each)) for key, each in groupby(rows.sequences))
+    return by_sequence, len(rows) if every_row_out else sum(rows.outputs), is_fed
+
+
 class LlamaModel:
     """A loaded llama.cpp model with one context: the part that every kind of window shares."""
 
@@ -195,10 +203,12 @@ class LlamaModel:
         outputs: int,
         predicting: int = 0,
         predicts: bool = False,
+        exchange: GroupExchange | None = None,
     ) -> None:
         self._options = options
         self._batch = LlamaBatch(options.rows, options.numbers)
         self._tap = tap
+        tap.share(exchange)
         # A bound method of a dict subclass: see the tap's docstring. Kept alive beside the context.
         self._callback = EVAL_CALLBACK(tap.__getitem__)
         self._inputs: LayerInputs | None = None
@@ -410,6 +420,7 @@ class LlamaModel:
         content = np.zeros(1, np.int32) if self._takes_tokens or self._is_fed else hidden
         rows = Rows(content=content, positions=[position], sequences=[[sequence]], outputs=[True])
         self._tap.clear()
+        self._tap.begin_sums(None)
         self._tap.looks = True
         self._quiet.end()
         llama.llama_set_abort_callback(self._context, _STOP if stops else _GO_ON, None)
@@ -442,6 +453,9 @@ class LlamaModel:
         feed = rows.content if is_hidden and (self._is_fed or len(rows) > LARGE_ROWS) else None
         rope = np.array(rows.rope, np.int32).reshape(-1, POSITION_PARTS).T.copy() if rows.rope else None
         self._tap.begin(len(rows), feed, self._inputs, rope, self._deeper)  # type: ignore[arg-type]
+        if self._tap.sums is not None:
+            shape = _shape(rows, is_fed=feed is not None, every_row_out=every_row_out)
+            self._tap.begin_sums((*shape, self._looks_ahead))
         if self._tap.must_see or (self._quiet.is_on and len(rows) > 1):
             self._quiet.end()
         batch = self._batch.fill(rows, fed=feed is not None, every_row_out=every_row_out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +14,8 @@ from primad.engine.binding import llama
 from primad.engine.kv_cache import CacheTensors
 from primad.engine.kv_cache import bind as bind_cache
 from primad.engine.layer_inputs import BEHIND, SCALED, SELECTED, LayerInputs
-from primad.engine.protocol import Hidden
+from primad.engine.llama.sums import Sums
+from primad.engine.protocol import GroupExchange, Hidden
 from primad.engine.quiet import bind as bind_quiet
 from primad.engine.quiet import leave_out
 from primad.engine.streaming.prefetch import WindowStream
@@ -131,6 +132,7 @@ class Tap(dict[int, bool]):
         """Whether the graph is only looked at: nothing is taken, fed or told."""
         self.shares_scratch = False
         self.stream: WindowStream | None = None
+        self.sums: Sums | None = None
         self.error: EngineError | None = None
         self.find(SUPPORTED["llama"], 0, 0)
 
@@ -182,11 +184,22 @@ class Tap(dict[int, bool]):
             self.clear()
         self.stream.arrive()
 
+    def share(self, exchange: GroupExchange | None) -> None:
+        """The window is a share of layers; ``exchange`` makes sums of its parts and the other ranks'. None: it is whole."""
+        self.sums = None if exchange is None else Sums(ggml_base, exchange)
+
+    def begin_sums(self, shape: Hashable) -> None:
+        """A step of this ``shape`` is about to be computed; where it is not that of the one before its graph is another."""
+        if self.sums is not None:
+            self.sums.begin(shape)
+            if not self.sums.is_known:
+                self.clear()
+
     @property
     def must_see(self) -> bool:
         """Whether something of the step that begins, or just ended, is to be seen besides its end."""
         is_given = self._feed is not None or self._rope is not None or bool(self._deeper)
-        return bool(self._cut_points or self._routers) or is_given or self._scratch.is_full
+        return bool(self._cut_points or self._routers or self.sums) or is_given or self._scratch.is_full
 
     def cut(self) -> None:
         """What the next step's graph has behind the output of ``last`` is to be left out of it."""
@@ -200,14 +213,18 @@ class Tap(dict[int, bool]):
         return was_cut
 
     def check(self) -> None:
-        """Raises the ``EngineError`` of a border that could not be crossed."""
+        """Raises the ``EngineError`` of a border that could not be crossed, or what an exchange raised."""
         error, self.error = self.error, None
         if error is not None:
             raise error
+        if self.sums is not None:
+            self.sums.check()
 
     def end(self) -> None:
         """The rows were computed. Raises ``EngineError`` when a weight file is not the model's any more."""
         self._feed = None
+        if self.sums is not None:
+            self.sums.end()
         if self._awaited:
             raise EngineError("llama.cpp computed a window without its hidden states; its build is unknown to primad")
         if self._deeper:
@@ -261,12 +278,18 @@ class Tap(dict[int, bool]):
             if not leave_out(node, name):
                 self._end = None
             return False
+        if self.sums is not None and not self._asked:
+            if self.sums.waits:
+                return self.sums.computed(node)
+            if self.sums.wants(node):
+                return True
         border, router = self._cut_points.get(name), self._routers.get(name)
         is_entry = self._feed is not None and name in (self._entries or _ENTRIES)
         is_beside = self._inputs is not None and name in (SELECTED, BEHIND)
         is_passed = border is None and router is None and name not in self._deeper
         if name != self._wanted and is_passed and not is_entry and not is_beside:
-            self[node] = False
+            if self.sums is None or self.sums.is_known:
+                self[node] = False
             return False
         if not self._asked:
             self._asked = True

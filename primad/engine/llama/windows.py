@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from primad.engine.binding import llama
 from primad.engine.layer_inputs import parts_of, split, with_hidden
 from primad.engine.llama.embedding import TokenEmbedding
+from primad.engine.llama.group_logits import GroupLogits
 from primad.engine.llama.model import LlamaModel
 from primad.engine.llama.predictor import LlamaPredictor
 from primad.engine.llama.tap import Tap
 from primad.engine.masks import Allowed, GrammarMask, Words
-from primad.engine.protocol import EngineOptions, Hidden, Rows, Sampling, Tokens, WindowSource
+from primad.engine.protocol import EngineOptions, GroupExchange, Hidden, Rows, Sampling, Tokens, WindowSource
 from primad.engine.sampling import ChainSampler, DrySamplers, GreedySampler
 from primad.engine.streaming.pages import FileRange, Pages
 from primad.engine.vocabulary import LlamaVocabulary
@@ -51,12 +52,14 @@ def _give_back_zeros(header: Header) -> None:
 class _HiddenWindow(LlamaModel):
     """Layers from hidden state to hidden state."""
 
-    def __init__(self, source: WindowSource, options: EngineOptions) -> None:
+    def __init__(self, source: WindowSource, options: EngineOptions, exchange: GroupExchange | None = None) -> None:
         assert source.assignment.output != "gpu"
         layers = source.assignment.layers
         header = read_header(Path(source.metadata))
         behind = block_count(header) - layers  # layers that stand in, and are not computed
-        super().__init__(source, options, tap=Tap(layers - 1), outputs=options.rows, predicting=behind)
+        super().__init__(
+            source, options, tap=Tap(layers - 1), outputs=options.rows, predicting=behind, exchange=exchange
+        )
         if behind:
             _give_back_zeros(header)
 
@@ -77,7 +80,7 @@ class _HiddenWindow(LlamaModel):
         if len(rows) > 1 and self._begins_window_cells(rows.positions):
             self._tap.clear()  # what is computed twice would lie in other cells
         hidden = self._compute(rows)
-        if hidden is None:
+        if hidden is None and self._tap.sums is None:  # else other ranks do not repeat it
             self._repeat(rows)
             hidden = self._tap.take()
         if hidden is None or len(hidden) != len(rows):
@@ -112,8 +115,14 @@ class _HiddenWindow(LlamaModel):
 class FirstWindow(_HiddenWindow):
     """The route's first window: token ids, or a picture's rows, in, hidden states out."""
 
-    def __init__(self, source: WindowSource, options: EngineOptions, embedding: TokenEmbedding) -> None:
-        super().__init__(source, options)
+    def __init__(
+        self,
+        source: WindowSource,
+        options: EngineOptions,
+        embedding: TokenEmbedding,
+        exchange: GroupExchange | None = None,
+    ) -> None:
+        super().__init__(source, options, exchange)
         self._embedding = embedding
 
     def forward(self, rows: Rows) -> Hidden:
@@ -144,14 +153,24 @@ class _LogitsWindow(LlamaModel):
         predicting: int = 0,
         predicts: bool = False,
         embedding: TokenEmbedding | None = None,
+        exchange: GroupExchange | None = None,
     ) -> None:
+        assert exchange is None or not predicts
         assert source.assignment.output == "gpu" or not source.assignment.gpu_layers
         super().__init__(
-            source, options, tap=Tap(None), outputs=MAX_OUTPUT_ROWS, predicting=predicting, predicts=predicts
+            source,
+            options,
+            tap=Tap(None),
+            outputs=MAX_OUTPUT_ROWS,
+            predicting=predicting,
+            predicts=predicts,
+            exchange=exchange,
         )
+        self._logits = None if exchange is None else GroupLogits(exchange, vocabulary)
         self.predictor = self._open_predictor() if predicts else None
         self._ends = ends
-        self._logits_type = ctypes.c_float * vocabulary
+        own = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
+        self._logits_type = ctypes.c_float * (vocabulary if exchange is None else own)
         self._vocabulary = vocabulary
         self._embedding = embedding
         self._words = Words(lambda: LlamaVocabulary(file or Path(source.metadata)))
@@ -167,10 +186,16 @@ class _LogitsWindow(LlamaModel):
 
     def forward(self, rows: Rows) -> None:
         self._decode(rows, every_row_out=False)
+        if self._logits is not None:
+            self._logits.gather({row: self._own_logits(row) for row, wanted in enumerate(rows.outputs) if wanted})
         if not self._tap.must_see:
             self._quiet.begin()
 
     def logits(self, row: int) -> NDArray[np.float32]:
+        return self._own_logits(row) if self._logits is None else self._logits.row(row)
+
+    def _own_logits(self, row: int) -> NDArray[np.float32]:
+        """Logits of ``row`` as they are here, of a share's own tokens."""
         pointer = llama.llama_get_logits_ith(self._context, row)
         if not pointer:
             raise EngineError(f"row {row} of the last step has no logits")
@@ -188,7 +213,7 @@ class _LogitsWindow(LlamaModel):
         if takes_likeliest:
             return GreedySampler(self, allowed)
         return ChainSampler(
-            self._context,
+            self._context if self._logits is None else None,
             self,
             self._dry,
             sampling,

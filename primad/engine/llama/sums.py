@@ -1,0 +1,171 @@
+"""Sums over the ranks of a tensor-parallel group, in the middle of llama.cpp's graph.
+
+What a rank's columns make of its rows is a part of a sum, and stays one through whatever is linear: a scale, a bias that the
+first rank alone has, weights of experts, the choice of rows that want output, the sum of two parts. Where something else
+reads it, a norm or the residual, the total has to stand there. No names are needed for that, which llama.cpp gives to some
+of these nodes alone: a matrix that was cut by columns is known by its own name, and what follows by the graph.
+
+Nothing says in advance who reads a node. So a graph that is new is stopped at each part: by the time that another node is
+asked about, which reads it, the part is computed, and the total is put in its place. The next step of the same shape has
+the same graph, and is stopped at the parts that were exchanged, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Hashable
+from typing import Final
+
+import numpy as np
+
+from primad.engine.protocol import GroupExchange, Hidden
+from primad.engine.tensor import Tensor
+from primad.errors import EngineError, PrimadError
+
+_COLUMNS: Final = re.compile(rb"blk\.\d+\.(attn_output|ffn_down(_exps|_shexp|_chexps)?)\.weight\b")
+"""Matrices that are cut by columns (``gguf/shares.py``), also as a copy on another device calls them."""
+_SHARED_BIAS: Final = re.compile(rb"blk\.\d+\.(attn_output|ffn_down(_exps|_shexp|_chexps)?)\.bias\b")
+_MATRIX: Final = frozenset((b"MUL_MAT", b"MUL_MAT_ID"))
+_MOVES: Final = frozenset((b"VIEW", b"RESHAPE", b"PERMUTE", b"TRANSPOSE", b"CONT", b"GET_ROWS", b"SUM_ROWS"))
+_ADDS: Final = frozenset((b"ADD", b"ADD_ID"))
+
+
+class Sums:
+    """Exchanges the parts of sums of one window with the other ranks. ``ggml`` is libggml-base."""
+
+    def __init__(self, ggml: ctypes.CDLL, exchange: GroupExchange) -> None:
+        self._ggml, self._exchange = ggml, exchange
+        self._shape: Hashable = None
+        self._seen: dict[int, bool] = {}
+        """Of each node of the graph that is asked about whether it is a part of a sum."""
+        self._graphs = 0
+        self._order: list[int] = []
+        """The nodes that were exchanged, in order."""
+        self._sizes: dict[int, int] = {}
+        self._computed: set[int] = set()
+        self._next = 0
+        self._awaited: int | None = None
+        self.is_known = False
+        """Whether the graph is that of the step before."""
+        self.error: PrimadError | None = None
+        ggml.ggml_op_name.restype, ggml.ggml_op_name.argtypes = ctypes.c_char_p, [ctypes.c_int]
+        self._values: Hidden = np.empty(0, np.float32)
+
+    def begin(self, shape: Hashable) -> None:
+        """A step of this ``shape`` is about to be computed: equal ones have equal graphs."""
+        self.is_known = shape == self._shape and self._graphs == 1 and bool(self._order)
+        self._shape, self._next, self._awaited = shape, 0, None
+        self._computed.clear()
+        self._seen.clear()
+        if not self.is_known:
+            self._graphs, self._order = 0, []
+            self._sizes.clear()
+
+    def check(self) -> None:
+        """Raises what an exchange raised."""
+        error, self.error = self.error, None
+        if error is not None:
+            self._shape = None
+            raise error
+
+    def end(self) -> None:
+        """The step was computed. Raises ``EngineError`` where a sum was passed by."""
+        if not self._order or (self.is_known and self._next != len(self._order)):
+            self._shape = None
+            raise EngineError(
+                "llama.cpp computed a window without the sums of its group; its build is unknown to primad"
+            )
+
+    def forget(self) -> None:
+        """The next graph is another one."""
+        self._shape = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a node was wanted, and is reported next."""
+        return self._awaited is not None
+
+    def wants(self, node: int) -> bool:
+        """Whether ``node``, which is computed next, is to be reported then."""
+        if self.error is not None:
+            is_wanted = True
+        elif self.is_known:
+            is_wanted = node in self._sizes
+        else:
+            is_wanted = self._learn(node)
+        self._awaited = node if is_wanted else None
+        return is_wanted
+
+    def computed(self, node: int) -> bool:
+        """``node``, which was wanted, is computed. False: the rest need not be."""
+        self._awaited = None
+        if self.is_known and self.error is None:
+            self._computed.add(node)
+            while self._next < len(self._order) and self._order[self._next] in self._computed:
+                self._exchange_node(self._order[self._next])
+                self._next += 1
+        return self.error is None
+
+    def _learn(self, node: int) -> bool:
+        if node in self._seen or not self._seen:
+            self._graphs += 1
+            self._seen.clear()
+        tensor = Tensor.from_address(node)
+        parts = [source for source in tensor.sources if source and self._seen.get(source)]
+        op: bytes = self._ggml.ggml_op_name(tensor.op)
+        is_part = False
+        if parts:
+            is_part = self._is_linear(tensor, op, parts)
+            if not is_part:
+                for part in dict.fromkeys(parts):
+                    if self._seen[part]:
+                        self._exchange_node(part)
+                        self._order.append(part)
+                        self._settle(Tensor.from_address(part).data)
+        elif op in _MATRIX:
+            is_part = _COLUMNS.search(self._name(tensor.sources[0])) is not None
+        self._seen[node] = is_part
+        return is_part or self.error is not None
+
+    def _settle(self, place: int) -> None:
+        """The total stands at ``place``, for each node that sees it there."""
+        for node, is_part in self._seen.items():
+            if is_part and Tensor.from_address(node).data == place:
+                self._seen[node] = False
+
+    def _is_linear(self, tensor: Tensor, op: bytes, parts: list[int]) -> bool:
+        """Whether the node makes a part of a sum of ``parts``, as it would make the total of the totals."""
+        if op in _MOVES:
+            return True
+        if op == b"SCALE":
+            return not tensor.op_params[1]  # else something is added
+        others = [source for source in tensor.sources if source and source not in parts]
+        if op in _ADDS:
+            bias = others[:1]
+            return not bias or _SHARED_BIAS.search(self._name(bias[0])) is not None
+        return op in (b"MUL", b"MUL_MAT") and len(parts) == 1 and bool(others)
+
+    def _name(self, node: int) -> bytes:
+        name: bytes = self._ggml.ggml_get_name(node)
+        return name
+
+    def _exchange_node(self, node: int) -> None:
+        if self.error is not None:
+            return
+        size, count = int(self._ggml.ggml_nbytes(node)), int(self._ggml.ggml_nelements(node))
+        if size != 4 * count or self._sizes.setdefault(node, size) != size:
+            self.error = EngineError("llama.cpp computes sums of another type or order; its build is unknown to primad")
+            return
+        if not count:
+            return
+        if len(self._values) < count:
+            self._values = np.empty(count, np.float32)
+        values = self._values[:count]
+        self._ggml.ggml_backend_tensor_get(node, values.ctypes.data, 0, size)
+        try:
+            self._exchange.sum(values)
+        except PrimadError as exc:
+            self.error = exc  # through C it would be lost
+            return
+        self._ggml.ggml_backend_tensor_set(node, values.ctypes.data, 0, size)

@@ -1,0 +1,282 @@
+"""Groups whose ranks have shares of each layer give the whole model's logits, and the same bits on every rank."""
+
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from halda.assignment import in_memory
+from primad.engine.llama.embedding import TokenEmbedding
+from primad.engine.llama.windows import FirstWindow, MiddleWindow, TailWindow, WholeModel
+from primad.engine.protocol import GREEDY, EngineOptions, Rows, WindowSource
+from primad.errors import EngineError, RingError
+from primad.gguf.architectures.layers import block_count, layer_count
+from primad.gguf.architectures.table import SUPPORTED, NotCutError
+from primad.gguf.header import read_header
+from primad.gguf.layers import layer_header
+from primad.gguf.shares import share_header
+from primad.gguf.windows import ModelCutter, vocabulary_size
+from tests.fakes.group import FakeExchange, Meeting, in_group
+from tools import synth
+from tools.lab import zoo
+
+OPTIONS = EngineOptions(context=256, sequences=2, rows=64, threads=1, batch_threads=1, kv_type="f16", lock=False)
+TOKENS = np.random.default_rng(0).integers(1, 250, 400).astype(np.int32)
+COUNTS = [((0, 64),), ((1, 33),), ((0, 26),), *[((0, 1),)] * 4, *[((0, 1), (1, 1))] * 2]
+"""Rows of sequences by step: a prompt longer than the chunk, another sequence, single tokens, and both at once."""
+MAX_DIFFERENCE = 1e-3
+REFUSED = {
+    *("arctic", "bailingmoe2", "bailingmoe3", "bitnet", "chatglm", "codeshell", "cohere2", "command-r", "dbrx", "deci"),
+    *("deepseek", "deepseek2-ocr", "exaone4", "falcon", "falcon-h1", "gemma4-per-layer", "gpt2", "gptneox", "grok"),
+    *(
+        "granitehybrid",
+        "jais",
+        "jamba",
+        "kimi-linear",
+        "lfm2",
+        "lfm2moe",
+        "mamba",
+        "mamba2",
+        "minimax-m2",
+        "minimax-m3",
+    ),
+    *("mpt", "nemotron", "nemotron_h", "nemotron_h_moe", "olmo", "olmo2", "olmoe", "orion", "phi2", "phi3", "phimoe"),
+    *("plamo", "plamo2", "qwen2moe", "qwen2vl", "qwen35", "qwen35-array", "qwen35moe", "qwen3next", "refact", "rwkv6"),
+    *("rwkv6qwen2", "stablelm", "starcoder", "starcoder2"),
+}
+PICKS = {"deepseek32", "glm-dsa", "glm-dsa-full"}
+"""Whose indexer picks what attention sees: another last bit is another pick."""
+
+
+def steps():
+    ends, taken = {0: 0, 1: 0}, accumulate((sum(n for _, n in counts) for counts in COUNTS), initial=0)
+    for start, counts in zip(taken, COUNTS, strict=False):
+        positions, sequences, outputs = [], [], []
+        for sequence, count in counts:
+            positions += range(ends[sequence], ends[sequence] + count)
+            sequences += [[sequence]] * count
+            outputs += [False] * (count - 1) + [True]
+            ends[sequence] += count
+        content = TOKENS[start : start + len(positions)]
+        yield Rows(content=content, positions=positions, sequences=sequences, outputs=outputs)
+
+
+def source_of(metadata, layers, assignment):
+    return WindowSource(
+        window=0, metadata=str(metadata), layers=tuple(layers), assignment=assignment, extra_buffers=False
+    )
+
+
+def whole_logits(header, options):
+    source = source_of(header.path, (), in_memory(0, layer_count(header), output="cpu"))
+    predicting = block_count(header) - layer_count(header)
+    model = WholeModel(source, options, frozenset(), vocabulary=vocabulary_size(header), predicting=predicting)
+    found = []
+    for rows in steps():
+        model.forward(rows)
+        found += [model.logits(row).copy() for row, wanted in enumerate(rows.outputs) if wanted]
+    model.release()
+    return found
+
+
+def opened(header, first, last, folder):
+    """What a window of ``header``, which is a rank's, is opened from."""
+    folder.mkdir(parents=True)
+    cutter, paths = ModelCutter(header), []
+    spec = cutter.spec(0, first, last)
+    spec.write_metadata(folder / "metadata.gguf")
+    for split, ref in enumerate(spec.layers, start=1):
+        weights = b"".join(cutter.source(ref.digest).chunks())
+        paths.append(str(folder / f"{split}.gguf"))
+        (folder / f"{split}.gguf").write_bytes(layer_header(ref.tensors, number=split - 1, split=split) + weights)
+    output = "cpu" if last == layer_count(header) else "none"
+    return source_of(folder / "metadata.gguf", paths, in_memory(first, last, output=output))
+
+
+class Rank:
+    """The windows of a rank between ``cuts``."""
+
+    def __init__(self, header, weights, cuts, folder, options, rank, exchange):
+        own, embedding = share_header(header, weights, rank), TokenEmbedding.of(header)
+        self._embedding, self.hidden, self.windows = embedding, [], []
+        for first, last in pairwise(cuts):
+            source = opened(own, first, last, folder / f"{rank}-{first}")
+            if last == layer_count(header):
+                size = vocabulary_size(header)
+                window = TailWindow(
+                    source, options, frozenset(), vocabulary=size, embedding=embedding, exchange=exchange
+                )
+            elif first == 0:
+                window = FirstWindow(source, options, embedding, exchange)
+            else:
+                window = MiddleWindow(source, options, exchange)
+            self.windows.append(window)
+
+    def forward(self, rows):
+        content = rows.content
+        if len(self.windows) == 1:
+            content = self._embedding.rows(content, rows.positions)
+        for window in self.windows[:-1]:
+            content = window.forward(with_content(rows, content))
+            self.hidden.append(content)
+        self.windows[-1].forward(with_content(rows, content))
+
+    def release(self):
+        for window in self.windows:
+            window.release()
+
+
+def with_content(rows, content):
+    return Rows(content=content, positions=rows.positions, sequences=rows.sequences, outputs=rows.outputs)
+
+
+def group_logits(header, weights, cuts, folder, options=OPTIONS):
+    """The logits of every step, each rank's hidden states between windows, and how many sums were exchanged."""
+
+    def run(number, exchange):
+        rank, found = Rank(header, weights, cuts, folder, options, number, exchange), []
+        for rows in steps():
+            rank.forward(rows)
+            wanted = [row for row, wants in enumerate(rows.outputs) if wants and number == 0]
+            found += [rank.windows[-1].logits(row).copy() for row in wanted]
+        rank.release()
+        return found, rank.hidden
+
+    results, sums = in_group(len(weights), run)
+    return results[0][0], [hidden for _, hidden in results], sums
+
+
+def difference_of(found, expected):
+    """The largest difference of logits, token 0's left out, by the largest logit."""
+    differences = [np.abs(a[1:] - b[1:]).max() / np.abs(b[1:]).max() for a, b in zip(found, expected, strict=True)]
+    return max(differences)
+
+
+def check(header, weights, folder, kv_type="f16"):
+    """Within a thousandth, or twice what two kernels of llama.cpp differ by, or half of what the KV cache's type costs."""
+    options = replace(OPTIONS, kv_type=kv_type)
+    expected = whole_logits(header, options)
+    if kv_type == "f16":
+        allowed = 2 * difference_of(whole_logits(header, replace(options, flash=False)), expected)
+    else:
+        allowed = difference_of(whole_logits(header, OPTIONS), expected) / 2
+    found, _, sums = group_logits(header, weights, [0, layer_count(header)], folder, options)
+    assert sums
+    assert difference_of(found, expected) <= max(allowed, MAX_DIFFERENCE)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "quantisation", "weights"),
+    [
+        ("llama", "f32", [1, 1]),
+        ("llama", "q8_0", [3, 1]),
+        ("qwen2", "f32", [1, 2, 1]),
+        ("gemma3", "f32", [2, 1, 1, 2]),
+        ("gpt-oss", "f32", [2, 1]),
+        ("deepseek2", "f32", [1, 1, 1]),
+    ],
+)
+def test_a_group_gives_the_whole_models_logits(architecture, quantisation, weights, tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture=architecture, quantisation=quantisation)
+    check(read_header(path), weights, tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("quantisation", ["f32", "q8_0"])
+@pytest.mark.parametrize("architecture", sorted({*SUPPORTED, "llama-moe", *zoo.MODELS} - PICKS))
+def test_every_architecture_that_can_be_shared(architecture, quantisation, tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture=architecture, quantisation=quantisation)
+    header = read_header(path)
+    reasons = []
+    for number, weights in enumerate(([2, 1], [1, 1, 2], [1, 2, 1, 1])):
+        reasons.append(why_not(header, weights))
+        if not reasons[-1]:
+            check(header, weights, tmp_path / str(number))
+    assert all("devices are more than" in reason for reason in reasons if reason) == (architecture not in REFUSED)
+
+
+def why_not(header, weights):
+    try:
+        share_header(header, weights, 0)
+    except NotCutError as exc:
+        return exc.reason
+    return ""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
+def test_every_type_of_kv_cache(kv_type, tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture="llama", quantisation="f32", heads=4, heads_kv=4, head_width=32)
+    check(read_header(path), [1, 1], tmp_path, kv_type)
+
+
+def test_ranks_agree_to_the_bit_and_a_group_is_a_place_between_windows(tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture="llama", quantisation="q8_0")
+    header = read_header(path)
+    found, hidden, _ = group_logits(header, [2, 1], [0, 2, 4, 6], tmp_path)
+    assert difference_of(found, group_logits(header, [2, 1], [0, 6], tmp_path / "one")[0]) <= MAX_DIFFERENCE
+    for one, other in zip(*hidden, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_a_token_of_an_unchanged_graph_stops_at_sums_alone(tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture="llama", quantisation="f32", layers=3)
+    header, meeting = read_header(path), Meeting(1)
+    rank = Rank(header, [1], [0, 3], tmp_path, OPTIONS, 0, FakeExchange(meeting, 0))
+    tap, seen = type(rank.windows[0]._tap), []
+    missing = tap.__missing__
+    for position in range(4):
+        rows = Rows(content=TOKENS[:1], positions=[position], sequences=[[0]], outputs=[True])
+        if position == 3:
+            monkeypatch.setattr(tap, "__missing__", lambda self, node: seen.append(node) or missing(self, node))
+        before = meeting.sums
+        rank.forward(rows)
+        assert meeting.sums - before == 6
+    assert len(seen) == 12  # of each sum it is asked whether it is wanted, and reported that it is there
+    rank.release()
+
+
+def test_the_first_rank_samples_from_the_logits_of_all(tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture="llama", quantisation="f32", layers=2)
+    header = read_header(path)
+
+    def run(number, exchange):
+        rank = Rank(header, [1, 1], [0, 2], tmp_path, OPTIONS, number, exchange)
+        rank.forward(next(steps()))
+        tail = rank.windows[0]
+        if number:
+            with pytest.raises(EngineError, match="no logits on this device"):
+                tail.logits(63)
+            return rank.release()
+        logits = tail.logits(63)
+        greedy, chain = (
+            tail.sampler(each, [1], []).sample(63)
+            for each in (GREEDY, replace(GREEDY, temperature=1.0, top_k=4, top_p=0.01))
+        )
+        rank.release()
+        return len(logits), int(logits.argmax()), greedy, chain
+
+    (size, likeliest, greedy, chain), _ = in_group(2, run)[0]
+    assert size == vocabulary_size(header)
+    assert likeliest == greedy == chain
+
+
+def test_an_exchange_that_fails_ends_the_step_with_its_error(tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture="llama", quantisation="f32", layers=2)
+
+    class Fails(FakeExchange):
+        def sum(self, values):
+            raise RingError("mini of the group is gone")
+
+    rank = Rank(read_header(path), [1], [0, 2], tmp_path, OPTIONS, 0, Fails(Meeting(1), 0))
+    with pytest.raises(RingError, match="mini of the group is gone"):
+        rank.forward(next(steps()))
+    rank.release()
