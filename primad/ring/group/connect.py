@@ -1,0 +1,161 @@
+"""Connects the ranks of a group, each to each: a rank connects to those below it, and takes connections of those above.
+
+Both ends say who they are and show that they have the group's key before anything of a step is sent. Whoever else connects
+is dropped after ``STRANGER_S`` at the latest, and held against nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from primad.errors import RingError
+from primad.ring.group.exchange import RankExchange
+from primad.ring.group.frames import (
+    HEADER,
+    HELLO_BYTES,
+    PROOF,
+    TAG_BYTES,
+    Direction,
+    RankHello,
+    hello_of,
+)
+from primad.ring.group.peer import RankPeer
+
+logger = logging.getLogger(__name__)
+
+STRANGER_S: Final = 1.0
+_PROOF_BYTES: Final = HEADER.size + TAG_BYTES
+_BACKLOG: Final = 16
+
+RankAddress = tuple[str, int]
+
+
+class _StrangerError(Exception):
+    """Whoever is at the other end is not of this group."""
+
+
+class GroupListener:
+    """Where other ranks connect to: a port of ``host``. Raises ``RingError`` where nothing can listen there."""
+
+    def __init__(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        except OSError as exc:
+            raise RingError(f"cannot listen for a group on {host}: {exc.strerror or exc}; check --host") from exc
+        self.address: RankAddress = self._socket.getsockname()[:2]
+
+    def accept(self, until: float) -> socket.socket:
+        """The next connection. Raises ``TimeoutError``."""
+        self._socket.settimeout(max(until - time.monotonic(), 0.001))
+        return self._socket.accept()[0]
+
+    def close(self) -> None:
+        """Take no more connections."""
+        self._socket.close()
+
+
+def connect_group(
+    rank: int,
+    names: Sequence[str],
+    listener: GroupListener,
+    addresses: Mapping[int, RankAddress],
+    key: bytes,
+    *,
+    connect_timeout_s: float,
+    timeout_s: float,
+) -> RankExchange:
+    """The exchange of ``rank`` of a group of devices ``names``, of which those below it are at ``addresses``.
+
+    The ``key`` is of this group alone. Raises ``RingError`` where a device is not there within ``connect_timeout_s``.
+    """
+    until, found = time.monotonic() + connect_timeout_s, dict[int, RankPeer]()
+    try:
+        for other in range(rank):
+            found[other] = _connected(rank, other, names, addresses[other], key, until)
+        while len(found) < len(names) - 1:
+            awaited = [other for other in range(rank + 1, len(names)) if other not in found]
+            peer = _accepted(rank, awaited, names, listener, key, until)
+            if peer is not None:
+                found[peer.rank] = peer
+    except BaseException:
+        for peer in found.values():
+            peer.connection.close()
+        raise
+    return RankExchange(rank, list(found.values()), timeout_s=timeout_s)
+
+
+def _connected(rank: int, other: int, names: Sequence[str], address: RankAddress, key: bytes, until: float) -> RankPeer:
+    own = RankHello.of(rank, len(names))
+    try:
+        connection = socket.create_connection(address, max(until - time.monotonic(), 0.001))
+    except OSError as exc:
+        raise RingError(
+            f"{names[other]} of this group cannot be reached at {address[0]}: {exc.strerror or exc}"
+        ) from exc
+    try:
+        connection.sendall(own.packed())
+        return _paired(connection, own, [other], names, key, until)
+    except (OSError, _StrangerError) as exc:
+        connection.close()
+        raise RingError(
+            f"{names[other]} of this group at {address[0]} is not who it should be, or too late: {exc}"
+        ) from exc
+
+
+def _accepted(
+    rank: int, awaited: Sequence[int], names: Sequence[str], listener: GroupListener, key: bytes, until: float
+) -> RankPeer | None:
+    try:
+        connection = listener.accept(until)
+    except TimeoutError as exc:
+        missing = " and ".join(names[other] for other in awaited)
+        raise RingError(f"{missing} of this group did not connect in time") from exc
+    own = RankHello.of(rank, len(names))
+    try:
+        return _paired(connection, own, awaited, names, key, min(until, time.monotonic() + STRANGER_S), replies=True)
+    except (OSError, _StrangerError) as exc:
+        logger.debug("a connection to this group was dropped: %s", exc)
+        connection.close()
+        return None
+
+
+def _paired(
+    connection: socket.socket,
+    own: RankHello,
+    awaited: Sequence[int],
+    names: Sequence[str],
+    key: bytes,
+    until: float,
+    *,
+    replies: bool = False,
+) -> RankPeer:
+    """The peer at the other end, once it has shown its key. Raises ``OSError``, ``_StrangerError``."""
+    with contextlib.suppress(OSError):  # of connections that are none of TCP
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    hello = hello_of(_received(connection, HELLO_BYTES, until))
+    if hello is None or hello.rank not in awaited or hello.ranks != len(names):
+        raise _StrangerError("it belongs to another group")
+    sends, takes = Direction(key, own, hello), Direction(key, hello, own)
+    connection.sendall((own.packed() if replies else b"") + sends.seal(PROOF, b""))
+    proof = _received(connection, _PROOF_BYTES, until)
+    header = HEADER.pack(PROOF, 0)
+    if proof[: HEADER.size] != header or takes.open(header, memoryview(proof)[HEADER.size :]) is None:
+        raise _StrangerError("it has another key")
+    return RankPeer(hello.rank, names[hello.rank], connection, sends, takes)
+
+
+def _received(connection: socket.socket, size: int, until: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        connection.settimeout(max(until - time.monotonic(), 0.001))
+        more = connection.recv(size - len(data))
+        if not more:
+            raise _StrangerError("it closed the connection")
+        data += more
+    return data

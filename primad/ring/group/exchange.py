@@ -1,0 +1,138 @@
+"""Sums over a group's ranks, each connected to each, without an event loop or another thread in between.
+
+A rank waits for parts in the middle of llama.cpp's graph, some 60 times a token, mostly for less than a tenth of a
+millisecond: it polls for as long as ``spin_s``, and then sleeps until something comes. Parts are added in the order of
+ranks, on every rank or on the one that makes the total for all, so totals are equal to the bit, and the same each time.
+
+Small parts go from each to each. Of large ones, a prompt's, each of three and more ranks adds up a slice and gives its total
+to the others: then a rank sends twice a part's size, however many there are.
+"""
+
+from __future__ import annotations
+
+import selectors
+import struct
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from primad.engine.protocol import Hidden
+from primad.ring.group.frames import LENGTH, LOGITS, PART, TOTAL
+from primad.ring.group.peer import RankPeer
+
+SPIN_S: Final = 0.002
+SLICED_BYTES: Final = 1 << 16
+"""Parts of this size and above are added up slice by slice, where ranks are three or more."""
+MAX_LOGITS_BYTES: Final = 1 << 28
+_LENGTH: Final = struct.Struct("<Q")
+
+
+class RankExchange:
+    """The exchange of ``rank`` with its ``peers``, all other ranks. What comes later than ``timeout_s`` is late."""
+
+    def __init__(self, rank: int, peers: Sequence[RankPeer], *, timeout_s: float, spin_s: float = SPIN_S) -> None:
+        assert peers
+        assert sorted([rank, *(peer.rank for peer in peers)]) == [*range(len(peers) + 1)]
+        self.rank, self._peers = rank, sorted(peers, key=lambda peer: peer.rank)
+        self._ranks = len(peers) + 1
+        self._timeout_s, self._spin_s = timeout_s, spin_s
+        self._parts = [np.empty(0, np.float32)] * self._ranks
+        self.waited_s = 0.0
+        """Time in exchanges so far."""
+
+    def sum(self, values: Hidden) -> None:
+        """Put the total in the place of ``values`` (n,). Raises ``RankError``."""
+        if self._ranks > 2 and values.nbytes >= SLICED_BYTES:
+            self._sum_slices(values)
+        else:
+            self._swap_parts(PART, dict.fromkeys(range(self._ranks), values), len(values))
+            _add(self._parts, len(values), values, self.rank)
+
+    def _sum_slices(self, values: Hidden) -> None:
+        ends = [len(values) * rank // self._ranks for rank in range(self._ranks + 1)]
+        slices = [values[begin:end] for begin, end in pairwise(ends)]
+        own = slices[self.rank]
+        self._swap_parts(PART, dict(enumerate(slices)), len(own))
+        _add(self._parts, len(own), own, self.rank)
+        for peer in self._peers:
+            peer.send(TOTAL, _bytes(own))
+            peer.expect(TOTAL, _bytes(slices[peer.rank]))
+        self._run()
+
+    def _swap_parts(self, kind: int, parts: dict[int, Hidden], count: int) -> None:
+        """Send each rank its part, and take one of ``count`` values from each."""
+        for peer in self._peers:
+            if len(self._parts[peer.rank]) < count:
+                self._parts[peer.rank] = np.empty(count, np.float32)
+            peer.send(kind, _bytes(parts[peer.rank]))
+            peer.expect(kind, _bytes(self._parts[peer.rank][:count]))
+        self._run()
+
+    def gather(self, values: Hidden) -> list[Hidden]:
+        """The ``values`` (n,) of every rank on the first one, none on the others. Raises ``RankError``."""
+        if self.rank:
+            self._peers[0].send(LENGTH, memoryview(_LENGTH.pack(values.nbytes)))
+            self._peers[0].send(LOGITS, _bytes(values))
+            self._run()
+            return []
+        lengths = [bytearray(_LENGTH.size) for _ in self._peers]
+        for peer, length in zip(self._peers, lengths, strict=True):
+            peer.expect(LENGTH, memoryview(length))
+        self._run()
+        found = [values]
+        for peer, length in zip(self._peers, lengths, strict=True):
+            (size,) = _LENGTH.unpack(length)
+            if not 0 < size <= MAX_LOGITS_BYTES or size % 4:
+                raise peer.error(f"gives {size} bytes of logits")
+            found.append(np.empty(size // 4, np.float32))
+            peer.expect(LOGITS, _bytes(found[-1]))
+        self._run()
+        return found
+
+    def _run(self) -> None:
+        """Send and take all of it."""
+        began = now = time.monotonic()
+        open_ = self._peers
+        while open_ := [peer for peer in open_ if not (peer.has_sent and peer.has_all)]:
+            moved = False
+            for peer in open_:
+                moved = peer.push() or moved
+                moved = peer.pull() or moved
+            if moved:
+                now = time.monotonic()
+            elif time.monotonic() - now > self._spin_s:
+                self._sleep(open_, began + self._timeout_s)
+        self.waited_s += time.monotonic() - began
+
+    def _sleep(self, peers: Sequence[RankPeer], until: float) -> None:
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            late = next((peer for peer in peers if not peer.has_all), peers[0])
+            raise late.error(f"did not give its part within {self._timeout_s:g} s")
+        with selectors.DefaultSelector() as selector:
+            for peer in peers:
+                write = 0 if peer.has_sent else selectors.EVENT_WRITE
+                read = 0 if peer.has_all else selectors.EVENT_READ
+                selector.register(peer.connection, read | write)
+            selector.select(left_s)
+
+    def close(self) -> None:
+        """End the connections: other ranks see it at once."""
+        for peer in self._peers:
+            peer.connection.close()
+
+
+def _bytes(values: Hidden) -> memoryview:
+    return values.data.cast("B")
+
+
+def _add(parts: Sequence[Hidden], count: int, values: Hidden, rank: int) -> None:
+    """Put into ``values``, which are part ``rank``, the sum of the first ``count`` values of ``parts`` in order."""
+    own = [values if number == rank else part[:count] for number, part in enumerate(parts)]
+    total = own[0] + own[1]
+    for part in own[2:]:
+        total += part
+    values[:] = total

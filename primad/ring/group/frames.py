@@ -1,0 +1,101 @@
+"""Sealed frames between two ranks: an AEAD with a key for each direction of each connection.
+
+A frame is its kind and size, which are authenticated, and its sealed content. Its nonce is its number on the connection, so
+frames that are repeated, left out or put in another order do not open. Keys follow from the group's key, which came over the
+control link, and from what both ranks said in the clear at the start, each with a salt of its own: no key is used twice, and
+who has another group's key, or changed what was said, cannot open the first frame.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from functools import cache
+from hashlib import blake2b
+from time import perf_counter
+from typing import Final, NamedTuple
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
+
+KEY_BYTES: Final = 32
+TAG_BYTES: Final = 16
+FRAME_BYTES: Final = 1 << 17
+"""More is sent in several frames, so that sealing, sending and opening overlap."""
+HEADER: Final = struct.Struct("<II")
+_HELLO: Final = struct.Struct("<8sBBBx16s")
+HELLO_BYTES: Final = _HELLO.size
+_MAGIC: Final = b"primadG1"
+_PERSON: Final = b"primad group"
+PROOF, PART, TOTAL, LENGTH, LOGITS = range(1, 6)
+"""Kinds of frames: who shows its key, a part of a sum, a total, how many bytes of logits follow, and these."""
+
+
+class RankHello(NamedTuple):
+    """What a rank says in the clear: which of how many it is, and whether AES is faster there."""
+
+    rank: int
+    ranks: int
+    prefers_aes: bool
+    salt: bytes
+
+    @classmethod
+    def of(cls, rank: int, ranks: int) -> RankHello:
+        """A new one."""
+        return cls(rank, ranks, prefers_aes(), secrets.token_bytes(16))
+
+    def packed(self) -> bytes:
+        """As it is sent."""
+        return _HELLO.pack(_MAGIC, self.rank, self.ranks, self.prefers_aes, self.salt)
+
+
+def hello_of(data: bytes) -> RankHello | None:
+    """What came; None for what is no such message."""
+    magic, rank, ranks, aes, salt = _HELLO.unpack(data)
+    return RankHello(rank, ranks, bool(aes), salt) if magic == _MAGIC and aes <= 1 and rank < ranks else None
+
+
+@cache
+def prefers_aes() -> bool:
+    """Whether this processor does AES faster than ChaCha20, which it does where it has instructions for it."""
+    content, times = bytes(FRAME_BYTES), []
+    for kind in (AESGCM, ChaCha20Poly1305):
+        cipher = kind(bytes(KEY_BYTES))
+        cipher.encrypt(bytes(12), content, None)
+        began = perf_counter()
+        cipher.encrypt(bytes(12), content, None)
+        times.append(perf_counter() - began)
+    return times[0] < times[1]
+
+
+class Direction:
+    """One direction of a connection: seals frames on one side, opens them on the other."""
+
+    def __init__(self, key: bytes, sender: RankHello, receiver: RankHello) -> None:
+        assert len(key) == KEY_BYTES
+        both = sorted((sender.packed(), receiver.packed()))
+        derived = blake2b(b"".join([*both, sender.packed()]), key=key, person=_PERSON, digest_size=KEY_BYTES).digest()
+        aes = sender.prefers_aes and receiver.prefers_aes
+        self._cipher: AESGCM | ChaCha20Poly1305 = AESGCM(derived) if aes else ChaCha20Poly1305(derived)
+        self._number = 0
+
+    def _nonce(self) -> bytes:
+        self._number += 1
+        return self._number.to_bytes(12, "little")
+
+    def seal(self, kind: int, content: memoryview | bytes) -> bytes:
+        """The next frame."""
+        header = HEADER.pack(kind, len(content))
+        return header + self._cipher.encrypt(self._nonce(), content, header)
+
+    def open(self, header: bytes, sealed: memoryview) -> bytes | None:
+        """The content of the next frame; None where it is not what the sender sealed."""
+        try:
+            return self._cipher.decrypt(self._nonce(), sealed, header)
+        except InvalidTag:
+            return None
+
+
+def frame_sizes(size: int) -> list[int]:
+    """The content of each frame of a message of ``size`` bytes."""
+    return [min(FRAME_BYTES, size - at) for at in range(0, size, FRAME_BYTES)] or [0]

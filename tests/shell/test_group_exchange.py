@@ -1,0 +1,193 @@
+"""The exchange of a group over real connections: equal totals on all ranks, and one clear error where a rank fails."""
+
+import socket
+import struct
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primad.errors import RingError
+from primad.ring.group.connect import GroupListener, connect_group
+from primad.ring.group.exchange import SLICED_BYTES, RankExchange
+from primad.ring.group.frames import FRAME_BYTES, PART, Direction, RankHello
+from primad.ring.group.peer import RankError, RankPeer
+
+KEY = bytes(range(32))
+
+
+def linked(ranks, timeout_s=20.0):
+    """The exchanges of all ranks, over socket pairs."""
+    peers, hellos = [[] for _ in range(ranks)], [RankHello.of(rank, ranks) for rank in range(ranks)]
+    for one in range(ranks):
+        for other in range(one):
+            ends = socket.socketpair()
+            for (mine, theirs), end in zip(((one, other), (other, one)), ends, strict=True):
+                sends, takes = (
+                    Direction(KEY, hellos[mine], hellos[theirs]),
+                    Direction(KEY, hellos[theirs], hellos[mine]),
+                )
+                peers[mine].append(RankPeer(theirs, f"device {theirs}", end, sends, takes))
+    return [RankExchange(rank, each, timeout_s=timeout_s) for rank, each in enumerate(peers)]
+
+
+def together(exchanges, run):
+    """What ``run(rank, exchange)`` returns or raises on each rank, in a thread each."""
+    results = [None] * len(exchanges)
+
+    def rank(number):
+        try:
+            results[number] = run(number, exchanges[number])
+        except RingError as exc:
+            results[number] = exc
+            exchanges[number].close()
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(exchanges))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@settings(max_examples=15)
+@given(st.integers(2, 4), st.lists(st.integers(1, 3000), min_size=1, max_size=4), st.booleans())
+def test_totals_are_those_in_the_order_of_ranks_on_every_rank(ranks, counts, is_large):
+    counts = [count + SLICED_BYTES * is_large for count in counts]
+    noise = np.random.default_rng(sum(counts))
+    parts = [[noise.standard_normal(count).astype(np.float32) for _ in range(ranks)] for count in counts]
+    exchanges = linked(ranks)
+
+    def run(rank, exchange):
+        own = [each[rank].copy() for each in parts]
+        for values in own:
+            exchange.sum(values)
+        return own
+
+    results = together(exchanges, run)
+    for number, each in enumerate(parts):
+        total = each[0]
+        for part in each[1:]:
+            total = total + part
+        for rank in range(ranks):
+            assert np.array_equal(results[rank][number], total)
+    for exchange in exchanges:
+        exchange.close()
+
+
+def test_the_first_rank_has_the_logits_of_all():
+    exchanges = linked(3)
+    results = together(exchanges, lambda rank, exchange: exchange.gather(np.full(5 + rank, rank, np.float32)))
+    assert [len(each) for each in results[0]] == [5, 6, 7]
+    assert [each[0] for each in results[0]] == [0, 1, 2]
+    assert results[1:] == [[], []]
+    for exchange in exchanges:
+        exchange.close()
+
+
+def test_a_part_of_another_shape_is_one_clear_error():
+    exchanges = linked(2)
+    results = together(exchanges, lambda rank, exchange: exchange.sum(np.zeros(10 + rank, np.float32)))
+    assert "device 1 of this group sent 44 bytes of kind 2 where 40 of kind 2 were due" in str(results[0])
+    assert isinstance(results[1], RankError)
+    assert results[1].rank == 0
+
+
+def test_a_rank_that_is_gone_is_named():
+    exchanges = linked(3)
+    exchanges[1].close()
+    results = together([exchanges[0], exchanges[2]], lambda _, exchange: exchange.sum(np.zeros(10, np.float32)))
+    assert "device 1 of this group" in str(results[0]) or "device 2 of this group closed" in str(results[0])
+    assert all(isinstance(each, RankError) for each in results)
+
+
+def test_a_rank_that_is_late_is_named():
+    first, second = linked(2, timeout_s=0.01)
+    with pytest.raises(RankError, match=r"device 1 of this group did not give its part within 0\.01 s"):
+        first.sum(np.zeros(10, np.float32))
+    second.close()
+    first.close()
+
+
+@pytest.mark.parametrize("at", [0, 5, 9, 40])
+def test_a_changed_byte_is_not_believed(at):
+    ends, hellos = socket.socketpair(), [RankHello.of(rank, 2) for rank in range(2)]
+    frame = bytearray(Direction(KEY, hellos[1], hellos[0]).seal(PART, bytes(40)))
+    frame[at] ^= 1
+    ends[1].sendall(frame)
+    peer = RankPeer(1, "mini", ends[0], Direction(KEY, *hellos), Direction(KEY, *hellos[::-1]))
+    with pytest.raises(RankError, match="mini of this group sent"):
+        RankExchange(0, [peer], timeout_s=5).sum(np.zeros(10, np.float32))
+    for end in ends:
+        end.close()
+
+
+def test_a_frame_that_comes_again_is_not_believed():
+    ends, hellos = socket.socketpair(), [RankHello.of(rank, 2) for rank in range(2)]
+    frame = Direction(KEY, hellos[1], hellos[0]).seal(PART, struct.pack("<f", 1))
+    ends[1].sendall(frame + frame)
+    peer = RankPeer(1, "mini", ends[0], Direction(KEY, *hellos), Direction(KEY, *hellos[::-1]))
+    exchange, values = RankExchange(0, [peer], timeout_s=5), np.ones(1, np.float32)
+    exchange.sum(values)
+    assert values == [2]
+    with pytest.raises(RankError, match="what it did not seal"):
+        exchange.sum(values)
+    for end in ends:
+        end.close()
+
+
+def groups(ranks, keys, *, before=None):
+    """What ``connect_group`` makes of each rank's key, in a thread each."""
+    listeners = [GroupListener("127.0.0.1") for _ in range(ranks)]
+    addresses = {rank: listener.address for rank, listener in enumerate(listeners)}
+    if before is not None:
+        before(addresses[0])
+    names = [f"device {rank}" for rank in range(ranks)]
+
+    def run(rank, listener):
+        timeout_s = 20.0 if keys[rank] == keys[0] == keys[-1] else 0.5
+        return connect_group(rank, names, listener, addresses, keys[rank], connect_timeout_s=timeout_s, timeout_s=20.0)
+
+    results = together(listeners, run)
+    for listener in listeners:
+        listener.close()
+    return results
+
+
+def test_ranks_connect_to_each_other_though_strangers_come_first():
+    strangers = []
+
+    def come(address):
+        for said in (
+            b"",
+            b"GET / HTTP/1.1\r\nHost: a very long and friendly name\r\n\r\n",
+            RankHello.of(1, 3).packed() + bytes(24),
+        ):
+            stranger = socket.create_connection(address)
+            stranger.sendall(said)
+            strangers.append(stranger)
+        strangers[0].close()
+
+    exchanges = groups(3, [KEY] * 3, before=come)
+    values = together(exchanges, lambda _, exchange: (each := np.ones(7, np.float32), exchange.sum(each))[0])
+    assert all(np.array_equal(each, np.full(7, 3)) for each in values)
+    for each in (*exchanges, *strangers):
+        each.close()
+
+
+def test_a_rank_with_another_key_is_not_of_the_group():
+    results = groups(2, [KEY, bytes(32)])
+    assert "device 1 of this group did not connect in time" in str(results[0])
+    assert "device 0 of this group at 127.0.0.1 is not who it should be" in str(results[1])
+
+
+def test_large_parts_are_sealed_in_pieces():
+    one, other = (RankHello.of(rank, 2) for rank in range(2))
+    ends = socket.socketpair()
+    peer = RankPeer(1, "mini", ends[0], Direction(KEY, one, other), Direction(KEY, other, one))
+    peer.send(PART, memoryview(bytes(2 * FRAME_BYTES + 1)))
+    assert len(peer._out) == 3
+    for end in ends:
+        end.close()
