@@ -125,7 +125,7 @@ def _ranges(extent: int, unit: int, weights: Sequence[int], offset: int = 0) -> 
 
 
 def keys_of(heads: range, group: int) -> range | None:
-    """The heads of keys of ``heads``, of which each ``group`` has one: of whole groups or of a part of one. None for others."""
+    """The heads of keys of ``heads``, one for each ``group``: of whole groups, or of a part of one. None for others."""
     if heads.start % group == heads.stop % group == 0:
         return range(heads.start // group, heads.stop // group)
     first = heads.start // group
