@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec.structs import astuple
 
 from primad.gguf.header import Header
+from primad.gguf.slices import TensorSlice
 from primad.system.files import write_whole
 
 MODELS_KEPT: Final = 16
@@ -49,7 +51,11 @@ class LayerDigests:
 def _key(header: Header) -> str:
     files = sorted({tensor.path for tensor in header.tensors.values()} | {header.path})
     facts = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return f"{VERSION}:" + blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+    slices = [
+        (each.name, each.shape, astuple(each.cut)) for each in header.tensors.values() if isinstance(each, TensorSlice)
+    ]
+    content = repr((facts, slices)) if slices else repr(facts)  # of a share, or of the whole model
+    return f"{VERSION}:" + blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def _read(memory: Path) -> dict[str, dict[int, bytes]]:

@@ -26,6 +26,7 @@ from primad.gguf.layers import (
     never,
 )
 from primad.gguf.origins import LayerOrigin, RemoteFile, origin_name, runs_of_chunk
+from primad.gguf.slices import cut_of
 from primad.gguf.windows import ModelCutter, WindowSpec, window_metadata
 
 _READERS_KEPT: Final = 4
@@ -36,7 +37,7 @@ def read_chunk(
 ) -> bytes:
     """Chunk ``number`` of the layer ``ref`` as it is on the hub. Raises ``HubError``."""
     chunk = bytearray(chunk_size(ref.size_bytes, number))
-    for run in runs_of_chunk(ref, origin.places, number):
+    for run in runs_of_chunk(ref, origin, number):
         data = memoryview(reader.read(files[run.file], run.offset, run.size))
         for begin, size, at in run.pieces:
             chunk[at : at + size] = data[begin : begin + size]
@@ -90,9 +91,11 @@ class RangedCutter(ModelCutter):
             layer_cut = self.cut(layer)
             places = tuple((self.parts.index(tensor.path), tensor.offset) for tensor in layer_cut.sources)
             ref = LayerRef("", layer_cut.size_bytes, layer_cut.tensors)
-            name = origin_name(self.files, places, ref)
+            parts = tuple(cut_of(tensor) for tensor in layer_cut.sources)
+            cuts = parts if any(parts) else ()
+            name = origin_name(self.files, places, ref, cuts)
             ref = LayerRef(name, ref.size_bytes, ref.tensors)
-            found[name] = layer, ref, LayerOrigin(layer=name, name=name, places=places)
+            found[name] = layer, ref, LayerOrigin(layer=name, name=name, places=places, cuts=cuts)
         return found
 
     @cached_property
@@ -113,7 +116,7 @@ class RangedCutter(ModelCutter):
         wanted = {ref.digest for refs in windows for ref in refs}
         called = {self.ref(layer).digest: origin for layer, _, origin in self._origins.values()}
         return [
-            LayerOrigin(layer=digest, name=origin.name, places=origin.places)
+            LayerOrigin(layer=digest, name=origin.name, places=origin.places, cuts=origin.cuts)
             for digest, origin in called.items()
             if digest in wanted
         ]

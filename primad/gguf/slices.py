@@ -9,44 +9,62 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
 
 from primad.gguf.constants import GGML_QUANT_SIZES
 from primad.gguf.header import TensorInfo
 
+MAX_RANGES: Final = 3
+"""Of queries, keys and values in one tensor."""
+_Count = Annotated[int, Meta(ge=1, le=1 << 40)]
+_Bound = Annotated[int, Meta(ge=0, le=1 << 40)]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSlice(TensorInfo):
-    """A part of a tensor whose item of the axes before the cut has ``item_bytes``: ``ranges`` of each ``extent`` items."""
 
-    item_bytes: int
-    extent: int
-    ranges: tuple[range, ...]
+class TensorCut(msgspec.Struct, frozen=True, array_like=True):
+    """Which bytes of a tensor a slice has: ``ranges`` (first item, and the one behind the last) of each ``extent`` items of
+    ``item_bytes``. Without ranges it is zeros, which are in no file."""
+
+    item_bytes: _Count
+    extent: _Count
+    ranges: Annotated[tuple[tuple[_Bound, _Bound], ...], Meta(max_length=MAX_RANGES)]
+
+    @property
+    def own_bytes(self) -> int:
+        """What it has of each ``extent`` items."""
+        return self.item_bytes * sum(stop - start for start, stop in self.ranges)
 
     def runs(self, start: int, size: int) -> Iterator[tuple[int, int, int]]:
-        each = sum(map(len, self.ranges)) * self.item_bytes
-        end = start + size
-        for outer in range(start // each, -(-end // each)):
-            at, from_ = outer * each, self.offset + outer * self.extent * self.item_bytes
-            for part in self.ranges:
-                count = len(part) * self.item_bytes
-                first, last = max(at, start), min(at + count, end)
-                if first < last:
-                    yield first - start, from_ + part.start * self.item_bytes + first - at, last - first
+        """Where ``size`` bytes from ``start`` of the slice are: of each run how far behind ``start`` it belongs, how far it
+        is in the tensor, and its size."""
+        each, end = self.own_bytes, start + size
+        for outer in range(start // each, -(-end // each)) if each else ():
+            at, begin = outer * each, outer * self.extent * self.item_bytes
+            for first, stop in self.ranges:
+                count = (stop - first) * self.item_bytes
+                low, high = max(at, start), min(at + count, end)
+                if low < high:
+                    yield low - start, begin + first * self.item_bytes + low - at, high - low
                 at += count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroTensor(TensorInfo):
-    """Zeros in the place of a tensor, which are in no file."""
+class TensorSlice(TensorInfo):
+    """A part of a tensor, or zeros in its place; ``offset`` is that of the whole."""
+
+    cut: TensorCut
 
     def runs(self, start: int, size: int) -> Iterator[tuple[int, int, int]]:
-        return iter(())
+        for at, place, count in self.cut.runs(start, size):
+            yield at, self.offset + place, count
 
 
 def sliced(tensor: TensorInfo, axis: int, ranges: Sequence[range]) -> TensorInfo:
     """The ``ranges`` of ``tensor`` along ``axis`` in ggml order, the first one in whole blocks of its type."""
-    assert not isinstance(tensor, TensorSlice)
     extent, (block, block_bytes) = tensor.shape[axis], GGML_QUANT_SIZES[tensor.type]
+    assert not isinstance(tensor, TensorSlice)
     assert all(0 <= part.start < part.stop <= extent and part.step == 1 for part in ranges)
     shape = (*tensor.shape[:axis], sum(map(len, ranges)), *tensor.shape[axis + 1 :])
     size = math.prod(shape) // block * block_bytes
@@ -57,6 +75,16 @@ def sliced(tensor: TensorInfo, axis: int, ranges: Sequence[range]) -> TensorInfo
         extent, item = extent // block, block_bytes
     if axis == len(tensor.shape) - 1 and len(ranges) == 1:
         return replace(tensor, shape=shape, bytes=size, offset=tensor.offset + ranges[0].start * item)
+    bounds = tuple((part.start, part.stop) for part in ranges)
+    return _slice(tensor, shape, size, TensorCut(item, extent, bounds))
+
+
+def zeros(tensor: TensorInfo) -> TensorInfo:
+    """Zeros of the type and shape of ``tensor``."""
+    return _slice(tensor, tensor.shape, tensor.bytes, TensorCut(1, 1, ()))
+
+
+def _slice(tensor: TensorInfo, shape: tuple[int, ...], size: int, cut: TensorCut) -> TensorSlice:
     return TensorSlice(
         name=tensor.name,
         type=tensor.type,
@@ -64,14 +92,10 @@ def sliced(tensor: TensorInfo, axis: int, ranges: Sequence[range]) -> TensorInfo
         offset=tensor.offset,
         bytes=size,
         path=tensor.path,
-        item_bytes=item,
-        extent=extent,
-        ranges=tuple(ranges),
+        cut=cut,
     )
 
 
-def zeros(tensor: TensorInfo) -> TensorInfo:
-    """Zeros of the type and shape of ``tensor``."""
-    return ZeroTensor(
-        name=tensor.name, type=tensor.type, shape=tensor.shape, offset=0, bytes=tensor.bytes, path=tensor.path
-    )
+def cut_of(tensor: TensorInfo) -> TensorCut | None:
+    """Which bytes of the tensor at its offset it has; None for all that lie there."""
+    return tensor.cut if isinstance(tensor, TensorSlice) else None

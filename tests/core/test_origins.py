@@ -9,10 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primad.errors import ProtocolError
+from primad.gguf.header import read_header
 from primad.gguf.layers import CHUNK_BYTES, LayerRef, LayerTensor, chunk_size, layer_digest, tree_of
 from primad.gguf.origins import LayerOrigin, RemoteFile, check_origins, origin_name, runs_of_chunk
-from primad.gguf.ranged_cutter import read_chunk
+from primad.gguf.ranged_cutter import RangedCutter, read_chunk
+from primad.gguf.shares import share_header
+from primad.gguf.slices import TensorCut
 from primad.layers.cache import LayerCache
+from tools import synth
 
 FILES = [RemoteFile("https://hub.test/a", 1 << 30, "ab" * 32), RemoteFile("https://hub.test/b", 1 << 20, "cd" * 32)]
 
@@ -63,7 +67,8 @@ def test_a_chunk_has_every_tensor_at_its_place_and_zeros_between(shapes):
 
 def test_a_tensor_longer_than_a_chunk_is_read_in_several():
     ref = a_layer(CHUNK_BYTES + 64)
-    first, last = (runs_of_chunk(ref, ((0, 100),), number) for number in range(2))
+    ref, origin = named(ref, ((0, 100),))
+    first, last = (runs_of_chunk(ref, origin, number) for number in range(2))
     assert [(run.offset, run.size) for run in first] == [(100, CHUNK_BYTES)]
     assert [(run.offset, run.size) for run in last] == [(100 + CHUNK_BYTES, 64)]
 
@@ -93,6 +98,48 @@ def test_an_origin_that_cannot_be_is_refused(change, replies):
     changed = LayerOrigin(*(change.get(field, getattr(origin, field)) for field in ("layer", "name", "places")))
     with pytest.raises(ProtocolError, match=replies):
         check_origins(change.get("files", FILES), [changed], [ref])
+
+
+def test_a_share_is_read_by_ranges_that_come_together_and_is_no_other_origin_by_another_cut(tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture="gpt-oss", layers=2, heads_kv=4, expert_feed_forward=128)
+    header, file = read_header(path), RemoteFile("https://hub.test/a", path.stat().st_size, "ab" * 32)
+    names = set()
+    for weights, rank in (([1, 1], 0), ([1, 1], 1), ([3, 1], 1)):
+        cutter = RangedCutter(share_header(header, weights, rank), files=(file,), parts=(path,))
+        refs = [cutter.ref(layer) for layer in range(3)]
+        origins = cutter.origins_of([refs])
+        check_origins([file], origins, refs)
+        names |= {origin.name for origin in origins}
+        for layer, (ref, origin) in enumerate(zip(refs, origins, strict=True)):
+            hub = File(path.read_bytes())
+            assert read_chunk(hub, [file], origin, ref, 0) == cutter.cut(layer).read(0, ref.size_bytes)
+            assert hub.reads <= len(ref.tensors)
+    assert len(names) == 9
+
+
+@pytest.mark.parametrize(
+    ("cut", "replies"),
+    [
+        (TensorCut(4, 16, ((0, 2), (8, 16))), "outside of its file"),
+        (TensorCut(4, 4, ((0, 8),)), "outside of its file"),
+        (TensorCut(4, 16, ((8, 16), (0, 8))), "outside of its file"),
+        (TensorCut(4, 1 << 30, ((0, 8),)), "outside of its file"),
+        (TensorCut(4, 16, ((8, 8),)), "outside of its file"),
+        (TensorCut(4, 1 << 20, ((0, 16384),)), "outside of its file"),
+    ],
+)
+def test_a_cut_that_no_slice_has_is_refused(cut, replies):
+    ref, places = a_layer(1 << 16), ((1, 0),)
+    right = TensorCut(4, 16, ((0, 8),))
+    for each, fails in ((right, False), (cut, True)):
+        name = origin_name(FILES, places, ref, (each,))
+        named_ref, origin = LayerRef(name, ref.size_bytes, ref.tensors), LayerOrigin(name, name, places, (each,))
+        if not fails:
+            check_origins(FILES, [origin], [named_ref])
+            continue
+        with pytest.raises(ProtocolError, match=replies):
+            check_origins(FILES, [origin], [named_ref])
 
 
 def test_another_revision_of_a_file_is_another_origin():

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primad.gguf.architectures.table import NotCutError
+from primad.gguf.digests import LayerDigests
 from primad.gguf.header import read_header
 from primad.gguf.layers import cut
 from primad.gguf.shares import Part, ShareRules, cut_heads, keys_of, share_header, split
@@ -125,6 +126,19 @@ def test_a_share_of_a_layer_is_known_by_its_content_in_any_window(models):
     cutters = [ModelCutter(share_header(header, [1, 1], rank)) for rank in (0, 1, 0)]
     assert cutters[0].spec(0, 0, 6).layers[4] == cutters[2].spec(1, 3, 6).layers[1]
     assert cutters[0].ref(4).digest != cutters[1].ref(4).digest
+
+
+def test_what_was_hashed_of_a_share_is_not_taken_for_the_model_or_another_share(models, tmp_path):
+    header = models("llama")
+    headers = [header, *(share_header(header, weights, rank) for weights in ([1, 1], [3, 1]) for rank in range(2))]
+    refs = []
+    for each in headers:
+        digests = LayerDigests(each, tmp_path / "digests.json")
+        refs.append(ModelCutter(each, digests).ref(0))
+        digests.save()
+    assert len({ref.digest for ref in refs}) == len(headers)
+    for each, ref in zip(headers, refs, strict=True):
+        assert ModelCutter(each, LayerDigests(each, tmp_path / "digests.json")).ref(0) == ref
 
 
 def test_a_model_of_few_heads_is_shared_by_as_many_devices_as_it_allows(models):

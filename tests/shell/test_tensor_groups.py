@@ -171,6 +171,7 @@ def check(header, weights, folder, kv_type="f16"):
     [
         ("llama", "f32", [1, 1]),
         ("llama", "q8_0", [3, 1]),
+        ("llama", "q4_k_m", [1, 1]),
         ("qwen2", "f32", [1, 2, 1]),
         ("gemma3", "f32", [2, 1, 1, 2]),
         ("gpt-oss", "f32", [2, 1]),
@@ -179,7 +180,8 @@ def check(header, weights, folder, kv_type="f16"):
 )
 def test_a_group_gives_the_whole_models_logits(architecture, quantisation, weights, tmp_path):
     path = tmp_path / "model.gguf"
-    synth.write_model(path, architecture=architecture, quantisation=quantisation)
+    wide = {"width": 256, "heads": 8, "head_width": 64, "feed_forward": 768} if quantisation == "q4_k_m" else {}
+    synth.write_model(path, architecture=architecture, quantisation=quantisation, **wide)
     check(read_header(path), weights, tmp_path)
 
 
@@ -240,6 +242,30 @@ def test_a_token_of_an_unchanged_graph_stops_at_sums_alone(tmp_path, monkeypatch
         assert meeting.sums - before == 6
     assert len(seen) == 12  # of each sum it is asked whether it is wanted, and reported that it is there
     rank.release()
+
+
+def test_the_kv_cache_of_a_share_leaves_and_returns(tmp_path):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture="llama", quantisation="f32", layers=2)
+    header = read_header(path)
+
+    def run(number, exchange):
+        rank = Rank(header, [1, 1], [0, 2], tmp_path, OPTIONS, number, exchange)
+        tail, found = rank.windows[0], []
+        assert tail.kv_supported
+        first, *_ = steps()
+        rank.forward(first)
+        for sequence in (0, 1):
+            rows = Rows(content=TOKENS[:1], positions=[64], sequences=[[sequence]], outputs=[True])
+            if sequence:
+                tail.kv_restore(1, [tail.kv_cells(0, 0, 64)])
+            rank.forward(rows)
+            found.append(None if number else tail.logits(0).copy())
+        rank.release()
+        return found
+
+    (before, after), _ = in_group(2, run)[0]
+    assert np.array_equal(before, after)
 
 
 def test_the_first_rank_samples_from_the_logits_of_all(tmp_path):
