@@ -256,6 +256,12 @@ class GroupExchange(Protocol):
     def rank(self) -> int:
         """This rank's number in the group; the first one, 0, has the logits."""
 
+    def lead(self, message: bytes) -> None:
+        """On the first rank: have the others do what ``message`` says, before this one does it."""
+
+    def spread(self, values: Hidden) -> None:
+        """Put the first rank's ``values`` (n,) in the place of those of every other one."""
+
     def sum(self, values: Hidden) -> None:
         """Put the total over all ranks in the place of ``values`` (n,): added up in the order of ranks, so equal on all."""
 
@@ -269,6 +275,10 @@ class EngineWindow(Protocol):
     @property
     def layers(self) -> range:
         """The window's layers, numbered as in the whole model."""
+
+    @property
+    def exchange(self) -> GroupExchange | None:
+        """What it swaps numbers with, where it is a share of its layers."""
 
     @property
     def kv_supported(self) -> bool:

@@ -204,8 +204,9 @@ class StepLimits(msgspec.Struct, frozen=True):
 _route_decoder: Final[msgspec.msgpack.Decoder[RouteMessage]] = msgspec.msgpack.Decoder(RouteMessage)
 
 
-def decode_route(header: bytes | memoryview, payload_bytes: int, limits: StepLimits) -> RouteMessage:
-    """The header frame as a ``Step`` that is safe to compute, or as a ``Skip``, judged against ``limits``.
+def decode_route(header: bytes | memoryview, payload_bytes: int | None, limits: StepLimits) -> RouteMessage:
+    """The header frame as a ``Step`` that is safe to compute, or as a ``Skip``, judged against ``limits``. ``payload_bytes``
+    are those that came with it; None: they come later.
 
     Raises ``ProtocolError`` for anything that is not a valid step of this ring and epoch, naming the field.
     """
@@ -235,7 +236,7 @@ def decode_route(header: bytes | memoryview, payload_bytes: int, limits: StepLim
     return step
 
 
-def _check_shape(step: Step, payload_bytes: int, limits: StepLimits) -> None:
+def _check_shape(step: Step, payload_bytes: int | None, limits: StepLimits) -> None:
     rows, width = step.shape
     if step.step < 0:
         raise ProtocolError(f"step number {step.step} is negative")
@@ -247,7 +248,7 @@ def _check_shape(step: Step, payload_bytes: int, limits: StepLimits) -> None:
         raise ProtocolError(
             f"step {step.step} has shape ({rows}, {width}); expected at most {limits.rows} rows of {limits.width}"
         )
-    if payload_bytes != step.payload_bytes:
+    if payload_bytes not in (None, step.payload_bytes):
         raise ProtocolError(f"step {step.step} has a payload of {payload_bytes} bytes; {step.payload_bytes} expected")
 
 

@@ -30,6 +30,7 @@ from primad.ring.messages import (
     StateRestore,
     Step,
 )
+from primad.system.wire import encode
 
 
 class WritesKv(Protocol):
@@ -53,8 +54,12 @@ class WritesKv(Protocol):
 def apply(window: RouteWindow, step: Step, kv_writer: WritesKv | None) -> None:
     """Apply the KV operations of ``step``. One without rows ends when what it keeps is there for others.
 
+    Where ``window`` is a share of its layers, the other ranks of its group hear of the step first (``ring/group``).
+
     Raises ``RingError`` for KV cells that are to be loaded and are not here, ``EngineError`` where the window cannot.
     """
+    if window.exchange is not None and window.exchange.rank == 0:
+        window.exchange.lead(encode(step))
     skipped = {sequence for of in step.sequences for sequence in of} if step.skipped else set()
     for op in step.ops:
         if not (isinstance(op, StateKeep) and op.sequence in skipped):  # that of rows which are not here

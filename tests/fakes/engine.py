@@ -146,6 +146,8 @@ class FakeModel:
 class _Window:
     """Layers ``first`` to ``last`` and the KV cells of each sequence: the history at every position."""
 
+    exchange = None
+
     def __init__(self, model: FakeModel, first: int, last: int, *, takes_tokens: bool) -> None:
         assert 0 <= first < last <= model.layers
         assert takes_tokens == (first == 0)

@@ -186,7 +186,7 @@ def _count_of(model: Any, architecture: Architecture, key: str) -> int:
 def _shape(rows: Rows, *, is_fed: bool, every_row_out: bool) -> tuple[object, ...]:
     """What steps of one graph have in common: rows by sequence, how many have an output, and where they go in."""
     by_sequence = tuple((tuple(key), sum(1 for _ in each)) for key, each in groupby(rows.sequences))
-    return by_sequence, len(rows) if every_row_out else sum(rows.outputs), is_fed
+    return by_sequence, len(rows) if every_row_out else sum(rows.outputs), is_fed, rows.look_ahead
 
 
 class LlamaModel:
@@ -208,6 +208,7 @@ class LlamaModel:
         self._options = options
         self._batch = LlamaBatch(options.rows, options.numbers)
         self._tap = tap
+        self.exchange: Final = exchange
         tap.share(exchange)
         # A bound method of a dict subclass: see the tap's docstring. Kept alive beside the context.
         self._callback = EVAL_CALLBACK(tap.__getitem__)
@@ -440,6 +441,13 @@ class LlamaModel:
         llama.llama_model_free(self._model)
         del self._context, self._model, self._memory, self._quiet, self._states
 
+    def _shared(self, rows: Rows) -> Hidden:
+        """What the window is given, which only the first rank of a group has before: the others' is overwritten."""
+        content: Hidden = rows.content  # type: ignore[assignment]
+        if self.exchange is not None:
+            self.exchange.spread(content.reshape(-1))
+        return content
+
     def _look_ahead(self, *, looks_ahead: bool) -> None:
         """Whether rows see those behind them in their step. With the change llama.cpp builds its graph anew."""
         if looks_ahead != self._looks_ahead:
@@ -453,9 +461,8 @@ class LlamaModel:
         feed = rows.content if is_hidden and (self._is_fed or len(rows) > LARGE_ROWS) else None
         rope = np.array(rows.rope, np.int32).reshape(-1, POSITION_PARTS).T.copy() if rows.rope else None
         self._tap.begin(len(rows), feed, self._inputs, rope, self._deeper)  # type: ignore[arg-type]
-        if self._tap.sums is not None:
-            shape = _shape(rows, is_fed=feed is not None, every_row_out=every_row_out)
-            self._tap.begin_sums((*shape, self._looks_ahead))
+        if self.exchange is not None:
+            self._tap.begin_sums(_shape(rows, is_fed=feed is not None, every_row_out=every_row_out))
         if self._tap.must_see or (self._quiet.is_on and len(rows) > 1):
             self._quiet.end()
         batch = self._batch.fill(rows, fed=feed is not None, every_row_out=every_row_out)

@@ -49,6 +49,8 @@ class Sums:
         self.is_known = False
         """Whether the graph is that of the step before."""
         self.error: PrimadError | None = None
+        ggml.ggml_backend_buffer_is_host.restype = ctypes.c_bool
+        ggml.ggml_backend_buffer_is_host.argtypes = [ctypes.c_void_p]
         ggml.ggml_op_name.restype, ggml.ggml_op_name.argtypes = ctypes.c_char_p, [ctypes.c_int]
         self._values: Hidden = np.empty(0, np.float32)
 
@@ -111,6 +113,11 @@ class Sums:
         if node in self._seen or not self._seen:
             self._graphs += 1
             self._seen.clear()
+            if Tensor.from_address(node).name != self._name(node):
+                self.error = EngineError(
+                    "llama.cpp's tensors are not as this primad knows them: no group for this build"
+                )
+                return True
         tensor = Tensor.from_address(node)
         parts = [source for source in tensor.sources if source and self._seen.get(source)]
         op: bytes = self._ggml.ggml_op_name(tensor.op)
@@ -159,13 +166,20 @@ class Sums:
             return
         if not count:
             return
-        if len(self._values) < count:
-            self._values = np.empty(count, np.float32)
-        values = self._values[:count]
-        self._ggml.ggml_backend_tensor_get(node, values.ctypes.data, 0, size)
+        place = Tensor.from_address(node)
+        is_here = place.buffer and self._ggml.ggml_backend_buffer_is_host(place.buffer)
+        if is_here:  # a prompt's are megabytes
+            floats = (ctypes.c_float * count).from_address(place.data)
+            values: Hidden = np.frombuffer(floats, np.float32)  # type: ignore[call-overload]
+        else:
+            if len(self._values) < count:
+                self._values = np.empty(count, np.float32)
+            values = self._values[:count]
+            self._ggml.ggml_backend_tensor_get(node, values.ctypes.data, 0, size)
         try:
             self._exchange.sum(values)
         except PrimadError as exc:
             self.error = exc  # through C it would be lost
             return
-        self._ggml.ggml_backend_tensor_set(node, values.ctypes.data, 0, size)
+        if not is_here:
+            self._ggml.ggml_backend_tensor_set(node, values.ctypes.data, 0, size)

@@ -64,7 +64,7 @@ class _HiddenWindow(LlamaModel):
             _give_back_zeros(header)
 
     def forward(self, rows: Rows) -> Hidden:
-        content: Hidden = rows.content  # type: ignore[assignment]
+        content = self._shared(rows)
         if not self._each and content.shape[1] == self._width:
             return self._forward(rows)
         if not self._each:
@@ -238,7 +238,7 @@ class TailWindow(_LogitsWindow):
     """The route's last window: hidden states in, logits out. The ``embedding`` has what its layers take beside them."""
 
     def forward(self, rows: Rows) -> None:
-        content: Hidden = rows.content  # type: ignore[assignment]
+        content = self._shared(rows)
         if self._each:
             assert self._embedding is not None
             assert self._embedding.layers is not None

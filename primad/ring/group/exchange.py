@@ -20,8 +20,9 @@ from typing import Final
 import numpy as np
 
 from primad.engine.protocol import Hidden
-from primad.ring.group.frames import LENGTH, LOGITS, PART, TOTAL
+from primad.ring.group.frames import LENGTH, LOGITS, PART, STEP, TOTAL, VALUES
 from primad.ring.group.peer import RankPeer
+from primad.ring.messages import MAX_HEADER_BYTES
 
 SPIN_S: Final = 0.002
 SLICED_BYTES: Final = 1 << 16
@@ -40,8 +41,44 @@ class RankExchange:
         self._ranks = len(peers) + 1
         self._timeout_s, self._spin_s = timeout_s, spin_s
         self._parts = [np.empty(0, np.float32)] * self._ranks
+        self._length = bytearray(_LENGTH.size)
         self.waited_s = 0.0
         """Time in exchanges so far."""
+
+    def lead(self, message: bytes) -> None:
+        """Have the other ranks do what ``message`` says. Raises ``RankError``."""
+        for peer in self._peers:
+            peer.send(LENGTH, memoryview(_LENGTH.pack(len(message))))
+            peer.send(STEP, memoryview(message))
+        self._run()
+
+    def follow(self) -> bytes | None:
+        """What the first rank says next; None where nothing has come. Raises ``RankError``."""
+        first = self._peers[0]
+        if first.has_all:
+            first.expect(LENGTH, memoryview(self._length))
+        first.pull()
+        if not first.has_all:
+            return None
+        (size,) = _LENGTH.unpack(self._length)
+        if not 0 < size <= MAX_HEADER_BYTES:
+            raise first.error(f"sent a step of {size} bytes")
+        message = bytearray(size)
+        first.expect(STEP, memoryview(message))
+        self._run()
+        return bytes(message)
+
+    def fileno(self) -> int:
+        """What is readable when the first rank may have said something."""
+        return self._peers[0].connection.fileno()
+
+    def spread(self, values: Hidden) -> None:
+        """Put the first rank's ``values`` (n,) in the place of those of every other one. Raises ``RankError``."""
+        if self.rank:
+            self._peers[0].expect(VALUES, _bytes(values))
+        for peer in self._peers if self.rank == 0 else ():
+            peer.send(VALUES, _bytes(values))
+        self._run()
 
     def sum(self, values: Hidden) -> None:
         """Put the total in the place of ``values`` (n,). Raises ``RankError``."""

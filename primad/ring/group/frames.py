@@ -27,8 +27,9 @@ _HELLO: Final = struct.Struct("<8sBBBx16s")
 HELLO_BYTES: Final = _HELLO.size
 _MAGIC: Final = b"primadG1"
 _PERSON: Final = b"primad group"
-PROOF, PART, TOTAL, LENGTH, LOGITS = range(1, 6)
-"""Kinds of frames: who shows its key, a part of a sum, a total, how many bytes of logits follow, and these."""
+PROOF, PART, TOTAL, LENGTH, LOGITS, STEP, VALUES = range(1, 8)
+"""Kinds of frames: who shows its key, a part of a sum, a total, how many bytes follow, and these: logits or a step; values
+that the first rank has for all."""
 
 
 class RankHello(NamedTuple):

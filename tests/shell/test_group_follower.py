@@ -1,0 +1,162 @@
+"""The ranks of a group behind the first one do what it does: steps of the ring's log, with shares of its layers."""
+
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from primad.engine.llama.embedding import TokenEmbedding
+from primad.engine.llama.windows import FirstWindow, MiddleWindow, TailWindow
+from primad.engine.protocol import EngineOptions
+from primad.errors import ProtocolError, RingError
+from primad.gguf.header import read_header
+from primad.gguf.shares import share_header
+from primad.gguf.windows import vocabulary_size
+from primad.ring.group.exchange import RankExchange
+from primad.ring.group.follower import GroupFollower
+from primad.ring.group.frames import Direction, RankHello
+from primad.ring.group.peer import RankError, RankPeer
+from primad.ring.messages import HIDDEN_DTYPE, PROTOCOL, KvCopy, KvRemove, Skip, Step, StepLimits
+from primad.ring.worker import apply, rows_of, skipped, visit
+from primad.system.wire import encode
+from tests.shell.test_tensor_groups import opened
+from tools import synth
+
+OPTIONS = EngineOptions(context=256, sequences=2, rows=64, threads=1, batch_threads=1, kv_type="f16", lock=False)
+LIMITS = StepLimits(ring=1, epoch=1, windows=frozenset((0, 1)), width=64, rows=64, context=256, sequences=2)
+TOKENS = np.random.default_rng(0).integers(1, 250, 100).astype(np.int32)
+
+
+def pair():
+    """The exchanges of two ranks."""
+    ends, hellos = socket.socketpair(), [RankHello.of(rank, 2) for rank in range(2)]
+    exchanges = []
+    for rank, end in enumerate(ends):
+        own, other = hellos[rank], hellos[1 - rank]
+        sends, takes = Direction(bytes(32), own, other), Direction(bytes(32), other, own)
+        exchanges.append(
+            RankExchange(rank, [RankPeer(1 - rank, f"device {1 - rank}", end, sends, takes)], timeout_s=30)
+        )
+    return exchanges
+
+
+def step(number, count, position, sequence=0, ops=()):
+    return Step(
+        protocol=PROTOCOL,
+        ring=1,
+        epoch=1,
+        step=number,
+        window=0,
+        dtype=HIDDEN_DTYPE,
+        shape=(count, 64),
+        positions=list(range(position, position + count)),
+        sequences=[[sequence]] * count,
+        outputs=[False] * (count - 1) + [True] * (count > 0),
+        ops=list(ops),
+    )
+
+
+LOG = [
+    step(0, 40, 0),
+    step(1, 1, 40),
+    step(2, 1, 40, 1, [KvCopy(0, 1, 40)]),  # the same row in a copy
+    step(3, 2, 41),
+    step(4, 0, 0, ops=[KvRemove(0, 41, -1)]),
+    step(5, 1, 41, 0),
+    skipped(step(6, 1, 42, 0)),
+    step(7, 1, 42, 0),
+]
+
+
+def windows_of(header, rank, folder, exchange, embedding):
+    own = share_header(header, [1, 1], rank) if exchange is not None else header
+    first = opened(own, 0, 2, folder / "first")
+    begins = FirstWindow(first, OPTIONS, embedding, exchange) if rank == 0 else MiddleWindow(first, OPTIONS, exchange)
+    tail = TailWindow(
+        opened(own, 2, 4, folder / "tail"),
+        OPTIONS,
+        frozenset(),
+        vocabulary=vocabulary_size(header),
+        embedding=embedding,
+        exchange=exchange,
+    )
+    return {0: begins, 1: tail}
+
+
+def computed(windows):
+    """The logits of every step of the log, as a head computes them."""
+    found = []
+    for each in LOG:
+        tokens = TOKENS[each.positions]
+        following, content = visit(windows[0], each, tokens, None)
+        apply(windows[1], following, None)
+        if following.rows:
+            windows[1].forward(rows_of(following, content))
+            found.append(windows[1].logits(each.shape[0] - 1).copy())
+    return found
+
+
+@pytest.fixture(scope="module")
+def header(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "model.gguf"
+    synth.write_model(path, architecture="llama", quantisation="f32", layers=4)
+    return read_header(path)
+
+
+def test_a_step_of_the_first_rank_is_a_step_of_every_rank(header, tmp_path):
+    embedding, exchanges, ended = TokenEmbedding.of(header), pair(), []
+
+    def follow():
+        windows = windows_of(header, 1, tmp_path / "1", exchanges[1], embedding)
+        follower = GroupFollower(windows, exchanges[1], LIMITS)
+        try:
+            while True:
+                follower.turn()
+        except RankError as exc:
+            ended.append(str(exc))
+        exchanges[1].close()
+        for window in windows.values():
+            window.release()
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    windows = windows_of(header, 0, tmp_path / "0", exchanges[0], embedding)
+    found = computed(windows)
+    exchanges[0].close()
+    thread.join()
+    whole = windows_of(header, 0, tmp_path / "whole", None, embedding)
+    expected = computed(whole)
+    for one, other in zip(found, expected, strict=True):
+        assert np.abs(one[1:] - other[1:]).max() <= 1e-3 * np.abs(other[1:]).max()
+    assert "device 0 of this group closed its connection" in ended[0]
+    for window in (*windows.values(), *whole.values()):
+        window.release()
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (encode(Skip(PROTOCOL, 1, 1, [3])), "what is no step"),
+        (encode(skipped(step(0, 65, 0))), "at most 64 rows"),
+        (encode(step(0, 1, 400)), "position"),
+        (b"\xc1", "not a step header"),
+    ],
+)
+def test_what_is_no_step_of_this_ring_is_not_computed(message, why):
+    first, second = pair()
+    first.lead(message)
+    follower = GroupFollower({}, second, LIMITS)
+    with pytest.raises(ProtocolError, match=why):
+        follower.turn()
+    first.close()
+    second.close()
+
+
+def test_a_follower_waits_for_nothing(header):
+    first, second = pair()
+    assert not GroupFollower({}, second, LIMITS).turn()
+    first.close()
+    with pytest.raises(RingError, match="closed its connection"):
+        GroupFollower({}, second, LIMITS).turn()
+    second.close()
