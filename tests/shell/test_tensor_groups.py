@@ -1,5 +1,6 @@
 """Groups whose ranks have shares of each layer give the whole model's logits, and the same bits on every rank."""
 
+import re
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -292,6 +293,16 @@ def test_the_first_rank_samples_from_the_logits_of_all(tmp_path):
     (size, likeliest, greedy, chain), _ = in_group(2, run)[0]
     assert size == vocabulary_size(header)
     assert likeliest == greedy == chain
+
+
+def test_a_part_that_nothing_is_seen_to_read_is_an_error(tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    synth.write_model(path, architecture="llama", quantisation="f32", layers=2)
+    rank = Rank(read_header(path), [1], [0, 2], tmp_path, OPTIONS, 0, FakeExchange(Meeting(1), 0))
+    monkeypatch.setattr("primad.engine.llama.sums._COLUMNS", re.compile(rb"attn_output|ffn_down|token_embd"))
+    with pytest.raises(EngineError, match="without the sums of its group"):
+        rank.forward(next(steps()))
+    rank.release()
 
 
 def test_an_exchange_that_fails_ends_the_step_with_its_error(tmp_path):

@@ -39,6 +39,8 @@ class Sums:
         self._shape: Hashable = None
         self._seen: dict[int, bool] = {}
         """Of each node of the graph that is asked about whether it is a part of a sum."""
+        self._unread: set[int] = set()
+        """Parts that no node has read yet. One that stays so went elsewhere as a copy, between two devices' memories."""
         self._graphs = 0
         self._order: list[int] = []
         """The nodes that were exchanged, in order."""
@@ -62,6 +64,7 @@ class Sums:
         self._seen.clear()
         if not self.is_known:
             self._graphs, self._order = 0, []
+            self._unread.clear()
             self._sizes.clear()
 
     def check(self) -> None:
@@ -73,7 +76,7 @@ class Sums:
 
     def end(self) -> None:
         """The step was computed. Raises ``EngineError`` where a sum was passed by."""
-        if not self._order or (self.is_known and self._next != len(self._order)):
+        if not self._order or self._unread or (self.is_known and self._next != len(self._order)):
             self._shape = None
             raise EngineError(
                 "llama.cpp computed a window without the sums of its group; its build is unknown to primad"
@@ -122,6 +125,7 @@ class Sums:
         parts = [source for source in tensor.sources if source and self._seen.get(source)]
         op: bytes = self._ggml.ggml_op_name(tensor.op)
         is_part = False
+        self._unread.difference_update(parts)
         if parts:
             is_part = self._is_linear(tensor, op, parts)
             if not is_part:
@@ -133,6 +137,8 @@ class Sums:
         elif op in _MATRIX:
             is_part = _COLUMNS.search(self._name(tensor.sources[0])) is not None
         self._seen[node] = is_part
+        if is_part:
+            self._unread.add(node)
         return is_part or self.error is not None
 
     def _settle(self, place: int) -> None:
