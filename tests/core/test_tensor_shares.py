@@ -10,7 +10,8 @@ from primad.gguf.architectures.table import NotCutError
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import read_header
 from primad.gguf.layers import cut
-from primad.gguf.shares import Part, ShareRules, cut_heads, keys_of, share_header, split
+from primad.gguf.shares import Part, ShareRules, share_header
+from primad.gguf.splits import cut_heads, keys_of, split
 from primad.gguf.windows import ModelCutter
 from tools import synth
 

@@ -1,0 +1,61 @@
+"""How many heads, values and tokens each rank of a tensor-parallel group has, by weights and in units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def split(count: int, weights: Sequence[int]) -> list[int] | None:
+    """So many units for each rank, at least one, the largest share by weight as small as can be; None for too few units."""
+    if count < len(weights):
+        return None
+    shares = [1] * len(weights)
+    for _ in range(count - len(weights)):
+        rank = min(range(len(weights)), key=lambda each: ((shares[each] + 1) / weights[each], each))
+        shares[rank] += 1
+    return shares
+
+
+def ranges_of(extent: int, unit: int, weights: Sequence[int], offset: int = 0) -> list[range] | None:
+    """``extent`` items from ``offset`` on, cut between units; the last unit may be smaller."""
+    shares = split(-(-extent // unit), weights)
+    if shares is None:
+        return None
+    ends = [min(sum(shares[: rank + 1]) * unit, extent) for rank in range(len(shares))]
+    return [range(offset + begin, offset + end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def keys_of(heads: range, group: int) -> range | None:
+    """The heads of keys of ``heads``, one for each ``group``: of whole groups, or of a part of one. None for others."""
+    if heads.start % group == heads.stop % group == 0:
+        return range(heads.start // group, heads.stop // group)
+    first = heads.start // group
+    return range(first, first + 1) if (heads.stop - 1) // group == first else None
+
+
+def cut_heads(heads: int, keys: Sequence[int], unit: int, weights: Sequence[int]) -> list[range] | None:
+    """The heads of each rank, cut at multiples of ``unit``; layers may have other ``keys``, and all are cut alike. None
+    where ranks are too many."""
+    for each in keys:
+        found = _cut_heads(heads, each, unit, weights)
+        if found is not None and all(keys_of(own, heads // other) is not None for own in found for other in keys):
+            return found
+    return None
+
+
+def _cut_heads(heads: int, keys: int, unit: int, weights: Sequence[int]) -> list[range] | None:
+    group = heads // keys
+    by_group = ranges_of(heads, math.lcm(group, unit), weights)
+    if by_group is not None:
+        return by_group
+    if keys > len(weights) or group % unit:
+        return None
+    found: list[range] = []
+    for key in range(keys):
+        own = weights[key * len(weights) // keys : (key + 1) * len(weights) // keys]
+        parts = ranges_of(group, unit, own, key * group)
+        if parts is None:
+            return None
+        found += parts
+    return found
