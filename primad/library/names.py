@@ -43,7 +43,7 @@ def is_short(typed: str, name: str) -> bool:
 def nearest(typed: str, names: Sequence[Sequence[str]]) -> list[str]:
     """First names of the models whose names are most like ``typed``, the likest first."""
     shown: dict[str, str] = {}
-    for own in names:
+    for own in (*((each[0],) for each in names), *names):  # a name that a model is shown by is that model's
         for name in own:
             for form in (name, name.rpartition("/")[2], name.rpartition("/")[2].partition(":")[0]):
                 shown.setdefault(form.casefold(), own[0])

@@ -108,3 +108,7 @@ def test_a_slip_finds_the_nearest_names(typed, first):
 
 def test_nothing_is_near_a_name_of_another_kind():
     assert nearest("mistral-nemo", HERE) == []
+
+
+def test_a_slip_of_the_name_that_a_model_is_shown_by_finds_that_one():
+    assert nearest("Smal", [("gemma", "Small"), ("Small", "gemma")]) == ["Small"]
