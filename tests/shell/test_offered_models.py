@@ -206,6 +206,20 @@ async def test_a_file_that_is_new_or_repaired_is_found_though_the_list_was_read_
                 pass
 
 
+async def test_a_load_that_fails_as_its_file_vanished_is_a_404():
+    house = House(failing={"two"})
+    async with offered(house, fresh_s=3600.0) as models:
+        with pytest.raises(RingError, match="short of memory"):
+            async with models.use("two"):
+                pass
+        house.found = [each for each in house.found if each.name != "three"]
+        house.failing = {"three"}
+        with pytest.raises(RequestError, match="not offered here") as refused:
+            async with models.use("three"):
+                pass
+        assert refused.value.status == 404
+
+
 async def test_those_that_look_again_at_the_same_time_share_a_look():
     looks = []
 

@@ -153,9 +153,14 @@ class HeadModels:
         self._waits[number] = model, granted
         try:
             self._post(ModelAsked(number, model, keep_alive_s))
-            if not granted.done():
-                await self._wait(model, granted, owner, waiting)
-            await granted
+            try:
+                if not granted.done():
+                    await self._wait(model, granted, owner, waiting)
+                await granted
+            except RingError:
+                await self._library.look(again=True)
+                find_offered(model, self.offered())  # a 404 where its file vanished
+                raise
             if not self._known[model].embeds:
                 self._last = model
             yield self._held[model].backend
