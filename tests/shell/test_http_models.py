@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -22,6 +24,7 @@ from tests.fakes.embeddings import FakeEmbeddings
 from tests.fakes.http import PATIENCE_S, BareClient, served
 from tests.fakes.models import EmbeddingBackend, FakeModels, backend_of, without_model
 from tests.lazily import Lazily
+from tools.lab.mmproj import noise
 
 ollama, openai = Lazily("ollama"), Lazily("openai")
 
@@ -605,3 +608,16 @@ def test_a_server_of_one_model_has_no_paths_for_several():
     assert ask(app, "POST", "/api/pull", json={"model": "a/b"}).status_code == 404
     assert ask(app, "POST", "/v1/completions", json={"prompt": "Hi"}).status_code == 200
     assert models.uses == []
+
+
+def test_a_picture_waits_for_its_model_which_may_see():
+    models = two()
+    made = models.backends["one"]
+    made.served = replace(made.served, sees=True)
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(noise(1)).decode()}"}}
+    body = {"messages": [{"role": "user", "content": [image]}]}
+    answer = post(models, "/v1/chat/completions", model="one", **body)
+    assert answer.status_code == 200, answer.text
+    assert len(made.calls[0].pictures) == 1
+    refused = post(models, "/v1/chat/completions", model="two", **body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_pictures")

@@ -96,7 +96,7 @@ def known_pictures(sent: Sequence[SentPicture], served: TextModel) -> dict[str, 
     if (refused := next((each for each in sent if not takes[each.kind]), None)) is not None:
         hears_nothing = refused.kind == "sound" and served.sees
         why = "the model's encoder takes pictures, and no sound" if hears_nothing else served.lacks_encoder
-        raise RequestError(f"{refused.called}: {why}", code="no_pictures", param=refused.called)
+        raise RequestError(f"{refused.called}: {why}", code="no_pictures", param=refused.called, of_model=True)
     if len(sent) > MAX_PICTURES:
         at = sent[MAX_PICTURES].called
         raise RequestError(f"{at}: a request may have {MAX_PICTURES} pictures; this one has {len(sent)}", param=at)
