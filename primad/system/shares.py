@@ -41,13 +41,13 @@ class Shares:
             del self._held[caller]
 
     @contextmanager
-    def held(self, caller: str) -> Iterator[None]:
-        """``caller`` holds one more meanwhile, whether or not there was room."""
-        self.take(caller)
+    def held(self, caller: str, amount: int = 1) -> Iterator[None]:
+        """``caller`` holds ``amount`` more meanwhile, whether or not there was room."""
+        self.take(caller, amount)
         try:
             yield
         finally:
-            self.give_back(caller)
+            self.give_back(caller, amount)
 
 
 class Turns(Generic[T]):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from primad.api.answering.backend import ServedModel
 from primad.errors import PromptTooLongError, RequestError, RingError
+from primad.head.rings import backend as backend_module
 from primad.head.rings.backend import A_MOMENT_S, MAX_RINGS, MAX_UNREAD, GoOn, RingBackend
 from primad.kv import keys
 from primad.kv.keys import KvBlock
@@ -535,6 +536,24 @@ async def test_the_next_ring_gets_the_rows_of_pictures_too():
     assert [(each.prompt, each.pictures) for each in (*first.generates, *second.generates)] == [([5, -7, -9], rows)] * 2
     backend.deliver(2, finished(second.generates[0].request))
     await reader.task
+
+
+async def test_pictures_of_one_caller_leave_room_for_those_of_others(monkeypatch):
+    monkeypatch.setattr(backend_module, "MAX_PICTURE_BYTES", 64)
+    backend = RingBackend()
+    ring = await attach(backend, 1)
+    rows = [PictureRows(1, 2, bytes(20))]
+    running = Reader(ask(backend, 5, -7, -9, pictures=rows, owner="a"))
+    await settled()
+    with pytest.raises(RequestError, match="pictures of your requests") as refused:
+        await anext(ask(backend, 5, -7, -9, pictures=rows, owner="a"))
+    assert refused.value.status == 429
+    others = [Reader(ask(backend, 5, -7, -9, pictures=rows, owner="b")), Reader(ask(backend, 5, owner="a"))]
+    await settled()
+    for sent in ring.generates:
+        backend.deliver(1, finished(sent.request))
+    for each in (running, *others):
+        await each.task
 
 
 async def test_one_that_waited_for_devices_too_long_hears_what_goes_on():

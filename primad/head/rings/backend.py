@@ -37,6 +37,8 @@ from primad.system.shares import Shares
 
 MAX_WAITING: Final = 64
 """Generations that may run or wait at one time for one caller; under contention each has a share of twice as many."""
+MAX_PICTURE_BYTES: Final = 512 << 20
+"""Of what pictures became, for generations that run or wait; callers share them."""
 MAX_UNREAD: Final = 8192
 """Events of a generation that wait for their reader; divided by the number of log-probabilities per event."""
 
@@ -188,6 +190,7 @@ class RingBackend:
         self._stands_since_s: float | None = None
         """Since when nothing has been computed for open requests; None if something has."""
         self._places = Shares(2 * max_waiting, minimum=1)
+        self._picture_bytes = Shares(MAX_PICTURE_BYTES)
         self._max_wait_s = max_wait_s
         self._served: ServedModel | None = None
         self._ring: _Ring | None = None
@@ -360,7 +363,14 @@ class RingBackend:
             )
         if self._served is not None and len(prompt) >= self._served.context_tokens:  # it may have shrunk
             raise PromptTooLongError(len(prompt), self._served.context_tokens, "prompt")
-        with self._places.held(owner):
+        size = sum(len(each.content) for each in asked.pictures) if may_expire else 0  # choices of a request share them
+        if size and not self._picture_bytes.has_room(owner, size):
+            raise RequestError(
+                "the pictures of your requests have too many bytes together; try again later",
+                status=429,
+                code="too_many_bytes",
+            )
+        with self._places.held(owner), self._picture_bytes.held(owner, size):
             ring = self._ring
             root, blocks = await self.find_blocks(prompt, owner)
             request = next(self._requests)
