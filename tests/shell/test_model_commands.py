@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +117,17 @@ def test_models_of_every_place_are_listed(command, user, weights):
     assert f"{user}/nowhere: no such folder" in err
     (user / "primad" / "config.toml").write_text(f'models = ["{user}/mine"]\n')
     assert "smollm2-135m-Q8_0" in command("models")[1]
+
+
+def test_a_model_with_an_encoder_of_pictures_is_said_to_see(command, user, served):
+    model = toy(user / "mine" / "x-Q8_0.gguf", "a")
+    encoder = toy(user / "mine" / "mmproj-x.gguf", "b", general__type="mmproj")
+    assert "with mmproj" in command("models", "--models", user / "mine")[1]
+    for words, expected in ((("--mmproj", encoder), encoder), (("--mmproj", "none"), Path("none")), ((), Path("auto"))):
+        assert command("serve", "--models", user / "mine", "--model", "x", *words)[0] == 0
+        ((source, options),) = served
+        assert (source, options.mmproj, options.projector) == (model, expected, encoder)
+        served.clear()
 
 
 def test_a_name_is_planned_for_as_its_file_is(command, user, weights):
