@@ -29,6 +29,12 @@ class EncoderFile:
     hears: bool = False
 
     @property
+    def line(self) -> str:
+        """For the owner."""
+        taken = [what for what, takes in (("pictures", self.sees), ("sound", self.hears)) if takes]
+        return f"requests may have {' and '.join(taken)}, which {self.path} encodes"
+
+    @property
     def size_bytes(self) -> int:
         """What it takes of memory, once it is loaded."""
         return 0 if self.path is None else self.path.stat().st_size
@@ -45,12 +51,14 @@ def encoder_file(given: Path, model: Path, known: Path | None) -> tuple[EncoderF
     if given == NONE:
         return EncoderFile(None, "this server was started with --mmproj none, so no model of it takes pictures"), ""
     if given != AUTO:
-        return _checked(given, f"--mmproj {given}"), f"pictures are encoded with {given}"
+        chosen = _checked(given, f"--mmproj {given}")
+        return chosen, chosen.line
     found = known or projector_beside(model)
     if found is None:
         return EncoderFile(None, lacking(model)), ""
     try:
-        return _checked(found, str(found)), f"pictures are encoded with {found}; --mmproj none leaves it out"
+        chosen = _checked(found, str(found))
+        return chosen, f"{chosen.line}; --mmproj none leaves it out"
     except ConfigError as exc:
         return EncoderFile(None, f"the model's encoder for pictures cannot be used: {exc}"), f"no pictures: {exc}"
 
