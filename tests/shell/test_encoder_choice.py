@@ -34,6 +34,12 @@ def test_the_only_encoder_beside_the_only_model_is_taken(model, tmp_path):
     assert found.size_bytes == only.stat().st_size
 
 
+def test_one_model_in_two_quantisations_is_the_only_one(model, tmp_path):
+    model.with_name("Tiny-3B-Q8_0.gguf").write_bytes(model.read_bytes())
+    found = encoder(tmp_path, "mmproj-F16.gguf")
+    assert projector_beside(model) == found
+
+
 def test_among_several_models_the_encoder_with_the_models_name_is_taken(model, tmp_path):
     other = tmp_path / "Other-7B-Q4_K_M.gguf"
     other.write_bytes(model.read_bytes())
@@ -56,7 +62,8 @@ def test_what_is_named_wins_and_the_librarys_choice_comes_before_a_neighbour(mod
 def test_without_an_encoder_clients_hear_what_is_missing_and_how_to_get_it(model, tmp_path):
     found, line = encoder_file(AUTO, model, None)
     assert (found.path, line, found.size_bytes) == (None, "", 0)
-    assert f"mmproj-….gguf; put that beside {model.name}" in found.lacks
+    assert "mmproj-….gguf, which 'primad pull' fetches too" in found.lacks
+    assert f"put it beside {model.name}" in found.lacks
     encoder(tmp_path, "mmproj-F16.gguf")
     assert "--mmproj none" in encoder_file(NONE, model, None)[0].lacks
 

@@ -66,8 +66,9 @@ def encoder_file(given: Path, model: Path, known: Path | None) -> tuple[EncoderF
 def lacking(model: Path) -> str:
     """What is missing for a ``model`` without an encoder, and how to get it."""
     return (
-        f"no encoder for pictures is beside the model: if it can see, its publisher offers a file {_MARK}-….gguf; put that "
-        f"beside {model.name}, or give it to 'primad serve --{_MARK} FILE', and start that again"
+        f"no encoder for pictures is beside the model: if it can see, its publisher offers a file {_MARK}-….gguf, which "
+        f"'primad pull' fetches too; put it beside {model.name}, or give it to 'primad serve --{_MARK} FILE', and start "
+        "that again"
     )
 
 
@@ -78,18 +79,15 @@ def projector_beside(model: Path) -> Path | None:
     except OSError:
         return None
     encoders = [each for each in files if _MARK in each.name.lower()]
-    is_only = len({_stem(each) for each in files if each not in encoders}) == 1
-    for each in encoders:
-        core = each.stem.lower().replace(_MARK, "").strip("-_.")
-        core = core.removesuffix(quantisation_in(core).lower()).strip("-_.")
-        if is_only or (core and _stem(model).startswith(core)):
-            return each
-    return None
+    is_only = len({_name(each) for each in files if each not in encoders}) == 1
+    return next((each for each in encoders if is_only or (_name(each) and _name(model).startswith(_name(each)))), None)
 
 
-def _stem(path: Path) -> str:
+def _name(path: Path) -> str:
+    """The model's name in that of its file, or of its encoder, without what it is quantised to."""
     part = PART_NAME.fullmatch(path.name)
-    return (path.stem if part is None else part["stem"]).lower()
+    stem = (path.stem if part is None else part["stem"]).lower().replace(_MARK, "").strip("-_.")
+    return stem.removesuffix(quantisation_in(stem).lower()).strip("-_.")
 
 
 def _checked(path: Path, what: str) -> EncoderFile:
