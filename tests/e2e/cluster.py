@@ -31,8 +31,8 @@ PATIENCE_S = 180.0
 """For what takes seconds: it may take much longer where other programs have most of the machine."""
 PATIENT = "suspect_after = 120\ngone_after = 240\n"
 """The configuration of a head: on a machine that stands still for a while nobody is taken for gone."""
-LOOK_S = 0.05
-"""Between two looks at what is waited for: each costs time of a core that is waited for too."""
+SHORT_S, LONG_S = 0.04, 0.1
+"""Between two looks at what is waited for: each costs time of a core that is waited for too, so they get rarer."""
 HTTP = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0))
 """Made once: making a client takes 50 ms of a core, which counts where somebody asks until an answer changes."""
 _MARK = "PRIMAD_E2E_MARK"
@@ -40,10 +40,11 @@ _MARK = "PRIMAD_E2E_MARK"
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
     """Look at ``condition`` until it holds."""
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        time.sleep(LOOK_S)
+        waited_s = time.monotonic() - began
+        assert waited_s < timeout_s, f"not within {timeout_s:g} s: {what}"
+        time.sleep(min(max(SHORT_S, waited_s / 20), LONG_S))
 
 
 def free_port() -> int:
@@ -289,13 +290,18 @@ class Head:
     def wait_serving(self, timeout_s: float = PATIENCE_S) -> set[int]:
         """Wait until it can serve; the statuses of the health check on the way."""
         seen = set()
-        deadline = time.monotonic() + timeout_s
-        while (status := self.health()[0]) != 200:
-            seen.add(status)
-            assert self.run.process.poll() is None, f"the head ended:\n{self.run.output}"
-            assert time.monotonic() < deadline, f"not serving within {timeout_s:g} s:\n{self.run.output}"
-            time.sleep(LOOK_S)
-        return seen
+
+        def serves() -> bool:
+            assert self.run.process.poll() is None, "the head ended"
+            seen.add(status := self.health()[0])
+            return status == 200
+
+        try:
+            wait_until(serves, "it serves", timeout_s)
+        except AssertionError as exc:
+            exc.add_note(self.run.output)
+            raise
+        return seen - {200}
 
     def wait_health(self, detail: str, timeout_s: float = PATIENCE_S) -> None:
         """Wait until the health check says ``detail``."""
