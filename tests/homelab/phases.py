@@ -19,7 +19,7 @@ from tests.homelab.running import Running
 from tests.homelab.stream import Stream
 from tools.lab.device import Device, role
 
-SLOW_TRANSFER: Final = 'transfer_limit = "6MB/s"\n'
+MIN_LIMIT: Final = 1_000_000
 LITTLE_CPUS: Final = 0.25
 MIDDLE_TOKENS: Final = 20
 LATE_TOKENS: Final = 800
@@ -52,8 +52,10 @@ def transfer(rig: Rig, name: str) -> None:
     """Some of its layers are there, others on their way: it counts as the fastest, and so gets most."""
     rig.take_out(name)
     rig.cluster.seed(name, 2.0)
+    layer_bytes = max(path.stat().st_size for path in rig.cache(name).glob("*.gguf"))
     shutil.rmtree(rig.cache(name))
-    (home(rig.lab.device(name)) / "config.toml").write_text(SLOW_TRANSFER, encoding="ascii")
+    limit = f'transfer_limit = "{max(2 * layer_bytes, MIN_LIMIT)}B/s"\n'  # two layers a second, if it may be so slow
+    (home(rig.lab.device(name)) / "config.toml").write_text(limit, encoding="ascii")
     rig.mark()
     worker = rig.cluster.start_worker(name)
     rig.cluster.seed(name, 1.0)
