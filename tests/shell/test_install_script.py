@@ -81,6 +81,17 @@ done
 """Stands in for uv and pipx: keeps what it was asked, and what it was given to install."""
 
 
+PYTHON = """#!/bin/sh
+for folder; do :; done
+case "$1 $2" in
+  *_base_executable*) echo "$0" ;;
+  "-m venv") [ -d "{kept}" ] || "{python}" -m venv "{kept}" && mkdir -p "$folder" && cp -a "{kept}/." "$folder" ;;
+  *) exec "{python}" "$@" ;;
+esac
+"""
+"""This Python, which makes an environment once and then copies it, in a tenth of the time."""
+
+
 def checkout(tmp_path: Path, constraints: str) -> Path:
     """The script of a checkout that has these constraints."""
     for name in ("packaging/install.sh", "tools/locked", "tools/wheel_cpu.py"):
@@ -108,11 +119,12 @@ def home(tmp_path: Path) -> Path:
 
 def install(home: Path, *arguments: object, script: Path = SCRIPT, **more: str) -> subprocess.CompletedProcess[str]:
     """The script in a home of its own, with no terminal, and with no index to take packages from."""
+    shared = home.parent.parent
     environment = {
         "HOME": str(home),
         "PATH": f"{home.parent}/programs:{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
         "PIP_NO_INDEX": "1",
-        "PYTHON": sys.executable,
+        "PYTHON": str(program(shared / "python", PYTHON.format(python=sys.executable, kept=shared / "environment"))),
         "TMPDIR": str(home.parent),
     }
     argv = ["sh", str(script), *map(str, arguments)]
