@@ -93,8 +93,9 @@ class Rings:
         """Set once a ring has served."""
         self._page_reported = not service.options.is_only
         """Whether the owner was told where the page is; a head of several models says so itself."""
+        self._timed = 0
         self._times: LoadTimes | None = None
-        """Those of the first ring."""
+        """Those of the first ring, whose epoch is ``_timed``."""
         self._why_left_out: dict[str, str] = {}
         """Why the serving ring has no layers on these devices."""
         self.offered_forecast: Forecast | None = None
@@ -185,7 +186,7 @@ class Rings:
             inputs = self._inputs(epoch, await self._pool.own.begin())
             ring = self._rings[epoch] = HeadRing(inputs)
             if not self.serves.is_set():
-                self._times = self._load_times(inputs)
+                self._timed, self._times = epoch, self._load_times(inputs)
                 self._core.describe("loading")
             preparing = self._tasks.start(self._kv.prepare(ring, self._backend.chains()))
             try:
@@ -279,7 +280,7 @@ class Rings:
 
     def progressed(self, epoch: int, device: str, stage: types.LoadStage, done: int, total: int) -> None:
         """A device loads for a ring."""
-        if self._times is not None and epoch == self._forming:
+        if self._times is not None and epoch == self._timed:
             if stage is types.LoadStage.FETCH:
                 self._times.arrived(device, done, total, asyncio.get_running_loop().time())
             elif stage is types.LoadStage.READY:
