@@ -75,14 +75,14 @@ def models(
     library = library_of(config)
     headers = [each for each in kept_models(models_folder(config.home)) if not each.whole]
     pinned, offered = pinned_in(library, config).values(), _offered_here(config.home)
+    others = [each for each in offered if not any(each.id in model.names for model in library.models)]
     for wrong in library.problems:
         err.print(wrong.line, markup=False, highlight=False)
     if json:
-        print_json(
-            [*(_fields(each, each in pinned, offered) for each in library.models), *map(_fields_of_header, headers)]
-        )
+        here = (_fields(each, each in pinned, offered) for each in library.models)
+        print_json([*here, *map(_fields_of_offered, others), *map(_fields_of_header, headers)])
         return
-    if not library.models and not headers:
+    if not library.models and not headers and not others:
         err.print("no models yet; primad pull hf:owner/repo downloads one")
         return
     more = ["state"] if offered else []
@@ -94,6 +94,8 @@ def models(
         where = ", ".join(each.sources) + ("" if each.projector is None else "; with mmproj")
         shown = [each.parameters, each.quantisation, size, context, where]
         table.add_row(each.name, *shown, *(["" if state is None else state.line] if offered else []))
+    for other in others:
+        table.add_row(other.id, "", "", *_sizes(other), "the head here", other.line)
     for header in headers:
         note = "only the header; its layers are on the devices"
         table.add_row(str(header.name), "", header.name.quantisation, "", "", note)
@@ -125,10 +127,14 @@ def _show_offered(there: Reached, json: bool) -> None:
         return
     table = Table(Column("name", no_wrap=True), "size", "context", "state", box=None, pad_edge=False)
     for each in models:
-        size, context = each.meta.get("size"), each.max_model_len
-        shown = [show_bytes(size) if isinstance(size, int) else "", "" if context is None else f"{context:,}"]
-        table.add_row(each.id, *shown, each.line)
+        table.add_row(each.id, *_sizes(each), each.line)
     out.print(table)
+
+
+def _sizes(model: HeadModel) -> tuple[str, str]:
+    """Bytes and context, as far as the head says."""
+    size, context = model.meta.get("size"), model.max_model_len
+    return show_bytes(size) if isinstance(size, int) else "", "" if context is None else f"{context:,}"
 
 
 def _fields(model: LibraryModel, pinned: bool, offered: list[HeadModel]) -> dict[str, object]:
@@ -149,6 +155,10 @@ def _fields(model: LibraryModel, pinned: bool, offered: list[HeadModel]) -> dict
         "state": None if state is None else state.state,
         "problem": model.problem or None,
     }
+
+
+def _fields_of_offered(model: HeadModel) -> dict[str, object]:
+    return {"name": model.id, "bytes": model.meta.get("size"), "context": model.max_model_len, "state": model.state}
 
 
 def _shown(path: Path) -> str:

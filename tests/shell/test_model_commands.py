@@ -12,7 +12,9 @@ from typer.main import get_command
 
 from primad.api.answering.backend import SamplingDefaults
 from primad.cli import main as cli
+from primad.cli import models as models_module
 from primad.cli.library import MODEL_OPTIONS
+from primad.cli.offered import HeadModel
 from primad.cli.run_options import SamplingOptions
 from primad.errors import ConfigError
 from primad.head import serve as serve_module
@@ -249,6 +251,18 @@ def test_settings_of_a_model_are_options_of_serve():
     command = get_command(cli.app).commands["serve"]
     assert command.table >= MODEL_OPTIONS
     assert {field.name for field in fields(SamplingOptions)} <= {field.name for field in fields(SamplingDefaults)}
+
+
+def test_models_in_folders_of_the_head_that_runs_here_are_listed_too(command, user, monkeypatch):
+    toy(user / "mine" / "a.gguf", "a")
+    offered = [HeadModel(id="a"), HeadModel(id="elsewhere", meta={"size": 1000}, status={"value": "unloaded"})]
+    monkeypatch.setattr(models_module, "states_here", lambda home: offered)
+    code, out, _ = command("models")
+    assert code == 0
+    assert "elsewhere" in out
+    assert "unloaded" in out
+    listed = json.loads(command("models", "--models", user / "mine", "--json")[1])
+    assert [(each["name"], each["state"]) for each in listed] == [("a", "loaded"), ("elsewhere", "unloaded")]
 
 
 def test_without_a_model_all_are_offered_each_with_its_settings(command, user, offered, weights, capsys):
