@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from primad.errors import ClusterError
-from primad.settings.quantities import show_count
+from primad.settings.quantities import show_count, show_speed
 
 COMMANDS: Final = {
     "/image": "FILE show a picture with the next question",
@@ -169,7 +169,7 @@ class Received:
         if not tokens:
             return ""
         count = show_count(tokens, "token")
-        return f"{count}, {(tokens - 1) / took_s:.3g} tokens/s" if tokens > 1 and took_s > 0 else count
+        return f"{count}, {show_speed((tokens - 1) / took_s)}" if tokens > 1 and took_s > 0 else count
 
 
 def shown(text: str) -> str:

@@ -82,10 +82,10 @@ def test_thoughts_and_answers_are_told_apart_and_counted():
     ]
     pieces = [piece for at, line in enumerate(lines) for piece in received.take(line, float(at))]
     assert pieces == [Piece("hm", is_thought=True), Piece("a"), Piece("b")]
-    assert (received.text, received.pace(), received.is_whole) == ("ab", "3 tokens, 1 tokens/s", False)
+    assert (received.text, received.pace(), received.is_whole) == ("ab", "3 tokens, 1.00 tokens/s", False)
     received.take('data: {"choices": [], "usage": {"completion_tokens": 5}}', 9.0)
     received.take("data: [DONE]", 9.0)
-    assert (received.pace(), received.is_whole) == ("5 tokens, 2 tokens/s", True)
+    assert (received.pace(), received.is_whole) == ("5 tokens, 2.00 tokens/s", True)
 
 
 def test_nothing_and_one_token_have_no_pace():

@@ -137,7 +137,7 @@ def test_as_many_answers_are_written_at_once_as_is_said(served):
 
 def test_what_the_plan_promises_is_said_and_stands_beside_what_is_measured(served):
     served.head.run.wait_for(
-        r"^forecast: \S+ tokens/s( \(\S+ with [24] requests\))?, TTFT \S+ s for a prompt of 512 tokens$"
+        r"^forecast: \S+ tokens/s( \(\S+ tokens/s with [24] requests\))?, TTFT \S+ m?s for a prompt of 512 tokens$"
     )
     status = served.head.status()
     assert status["predicted"].keys() == {"tokens_per_s", "tpot_ms", "ttft_ms"}

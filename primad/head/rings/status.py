@@ -25,7 +25,7 @@ from primad.api.http.status import (
 from primad.planning.drafting import SpeculateMode, not_taken_back, takes_back
 from primad.planning.forecast import Forecast
 from primad.ring.messages import Status
-from primad.settings.quantities import show_count, show_gpu
+from primad.settings.quantities import show_count, show_gpu, show_ms, show_speed
 
 WINDOW_S: Final = 10.0
 """Means are over passes of this many seconds, however often the status is queried."""
@@ -207,9 +207,9 @@ def predicted_line(
     """The forecast for one request, and for several together, while other models on ``shared`` devices are idle."""
     together = ""
     if load is not None and load.sequences > 1:
-        together = f" ({load.tokens_per_s:.3g} with {load.sequences} requests)"
+        together = f" ({show_speed(load.tokens_per_s)} with {load.sequences} requests)"
     return (
-        f"forecast: {1 / prediction.tpot_s:.3g} tokens/s{together}, TTFT {prediction.ttft_s:.2g} s "
+        f"forecast: {show_speed(1 / prediction.tpot_s)}{together}, TTFT {show_ms(prediction.ttft_s * 1e3)} "
         f"for a prompt of {prompt_tokens} tokens"
         + (f", while the other models on {' and '.join(shared)} are idle" if shared else "")
     )
