@@ -220,6 +220,18 @@ def test_the_number_of_pictures_is_bounded():
     assert "messages[0].content[100]: a request may have 100 pictures; this one has 10000" in response.text
 
 
+def test_the_pictures_of_all_prompts_of_a_request_are_encoded_and_counted_together():
+    prompts = [
+        {"prompt_string": f"{name} <__media__>", "multimodal_data": [based(each)]}
+        for name, each in (("a", ONE), ("b", TWO))
+    ]
+    made = backend()
+    assert post(made, "/completion", prompt=prompts).status_code == 200
+    assert [len(each.prompt) for each in made.calls] == [3 + SIZE] * 2
+    response = post(backend(), "/completion", prompt=[prompts[0]] * 101)
+    assert "prompt[100].multimodal_data[0]: a request may have 100 pictures" in response.text
+
+
 def test_a_template_that_leaves_a_picture_out_is_named():
     made = backend("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}")
     messages = [{"role": "tool", "tool_call_id": "c", "content": [PICTURE]}, {"role": "user", "content": "?"}]

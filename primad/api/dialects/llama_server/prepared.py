@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from primad.api.answering.backend import Asking, TextModel, Vocabulary
 from primad.api.answering.job import Job, check_tokens
 from primad.api.answering.pictures import (
+    KnownPicture,
     PromptTokens,
     SentPicture,
     known_pictures,
@@ -119,14 +121,20 @@ def _short(settings: GenerationSettings, choices: int) -> GenerationSettings:
 
 def _with_ids(ask: RawCompletionRequest, served: TextModel) -> RawCompletionRequest:
     """``ask`` with prompts that mix ids and texts, or have pictures, as ids."""
+    places = [
+        (f"prompt[{number}]" if isinstance(ask.prompt, list) else "prompt", each)
+        for number, each in enumerate(ask.mixed_prompts)
+    ]
+    known = known_pictures(
+        [sent for at, each in places if isinstance(each, SeenPrompt) for sent in _sent(each, at)], served
+    )
     prompts: list[Any] = []
-    for number, each in enumerate(ask.mixed_prompts):
-        at = f"prompt[{number}]" if isinstance(ask.prompt, list) else "prompt"
+    for at, each in places:
         match each:
             case str():
                 prompts.append(each)
             case SeenPrompt():
-                prompts.append(_with_pictures(each, served, at))
+                prompts.append(_with_pictures(each, known, served, at))
             case list():
                 prompts.append(_ids(each, served))
             case PromptTokens():
@@ -134,18 +142,20 @@ def _with_ids(ask: RawCompletionRequest, served: TextModel) -> RawCompletionRequ
     return ask.model_copy(update={"prompt": prompts[0] if len(prompts) == 1 else prompts})
 
 
-def _with_pictures(prompt: SeenPrompt, served: TextModel, at: str) -> PromptTokens:
-    sent = [
-        SentPicture(f"{at}.multimodal_data[{place}]", each, "") for place, each in enumerate(prompt.multimodal_data)
-    ]
-    first, *others = prompt.prompt_string.split(MARKER)
-    if len(others) != len(sent):
+def _sent(prompt: SeenPrompt, at: str) -> list[SentPicture]:
+    """The pictures of ``prompt``, each with a marker in its text."""
+    markers, pictures = prompt.prompt_string.count(MARKER), len(prompt.multimodal_data)
+    if markers != pictures:
         raise RequestError(
-            f"'{at}' has {len(others)} markers {MARKER} in its text, and {len(sent)} pictures; it needs one for each",
+            f"'{at}' has {markers} markers {MARKER} in its text, and {pictures} pictures; it needs one for each",
             param=at,
         )
-    known = known_pictures(sent, served)
-    text = first + "".join(marker_of(each.source) + rest for each, rest in zip(sent, others, strict=True))
+    return [SentPicture(f"{at}.multimodal_data[{i}]", each, "") for i, each in enumerate(prompt.multimodal_data)]
+
+
+def _with_pictures(prompt: SeenPrompt, known: Mapping[str, KnownPicture], served: TextModel, at: str) -> PromptTokens:
+    first, *others = prompt.prompt_string.split(MARKER)
+    text = first + "".join(marker_of(each.source) + rest for each, rest in zip(_sent(prompt, at), others, strict=True))
     return tokens_with_pictures(served.vocabulary, text, known, add_special=True)
 
 
