@@ -136,7 +136,7 @@ def _with_ids(ask: RawCompletionRequest, served: TextModel) -> RawCompletionRequ
             case SeenPrompt():
                 prompts.append(_with_pictures(each, known, served, at))
             case list():
-                prompts.append(_ids(each, served))
+                prompts.append(_ids(each, served, at))
             case PromptTokens():
                 raise AssertionError("nothing is ids yet")
     return ask.model_copy(update={"prompt": prompts[0] if len(prompts) == 1 else prompts})
@@ -159,9 +159,13 @@ def _with_pictures(prompt: SeenPrompt, known: Mapping[str, KnownPicture], served
     return tokens_with_pictures(served.vocabulary, text, known, add_special=True)
 
 
-def _ids(prompt: list[int | str], served: TextModel) -> list[int]:
+def _ids(prompt: list[int | str | SeenPrompt], served: TextModel, at: str) -> list[int]:
     tokens: list[int] = []
     for part in prompt:
+        if isinstance(part, SeenPrompt):
+            raise RequestError(
+                f"'{at}': an object with prompt_string is a prompt of its own, without token ids", param=at
+            )
         if isinstance(part, str):
             tokens += served.vocabulary.tokenize(part, add_special=not tokens, parse_special=True)
         else:

@@ -74,7 +74,7 @@ class RawCompletionRequest(FreeSamplers, CompletionRequest):
         return None if limit is None or limit < 0 else limit
 
     @property
-    def mixed_prompts(self) -> list[str | SeenPrompt | PromptTokens | list[int | str]]:
+    def mixed_prompts(self) -> list[str | SeenPrompt | PromptTokens | list[int | str | SeenPrompt]]:
         """Each prompt by itself: a text, or ids and texts in turn. Strings alone are one prompt each."""
         whole: Any = self.prompt
         if isinstance(whole, str | SeenPrompt | PromptTokens):
