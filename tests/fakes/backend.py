@@ -131,7 +131,9 @@ class FakeBackend:
     async def prepare(
         self, preparation: Preparation[Prepared], body: bytes, served: ModelSettings | None, *, owner: str = ""
     ) -> Prepared:
-        """In this process, but over the wire."""
+        """In this process, but over the wire. Without a model nobody encodes pictures."""
+        if self.served is None:
+            return await self._prepared(preparation, body, served, {})
         return await prepare_seeing(lambda seen: self._prepared(preparation, body, served, seen), encoded)
 
     async def _prepared(

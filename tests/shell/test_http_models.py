@@ -298,6 +298,7 @@ WRONG: dict[str, list[dict[str, Any]]] = {
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "colour"}}}},
         {"tools": [{"type": "function"}]},
         {"logit_bias": {"5": 1e9}},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///a.png"}}]}]},
     ],
     "/v1/completions": [{"top_p": 7}, {"prompt": []}, {"json_schema": {"type": "colour"}}],
     "/v1/responses": [{"input": 5}, {"text": {"format": {"type": "json_schema", "schema": {"type": "colour"}}}}],
@@ -322,6 +323,20 @@ def test_what_no_model_takes_is_refused_before_its_model_is_loaded(path):
         answer = post(models, path, **{"model": name, "stream": number % 2 == 0} | DIALECTS.get(path, {}) | wrong)
         assert answer.status_code == 400, (wrong, answer.text)
     assert (models.uses, models.loaded()) == ([], {})
+
+
+def test_a_picture_for_a_model_that_is_not_loaded_is_encoded_once_it_is():
+    picture = {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/png;base64,{base64.b64encode(noise(1)).decode()}"},
+    }
+    for sees, status in ((True, 200), (False, 400)):
+        models = two()
+        one = models.backends["one"]
+        one.served = replace(one.served, sees=sees)
+        answer = post(models, "/v1/chat/completions", model="one", messages=[{"role": "user", "content": [picture]}])
+        assert (answer.status_code, len(models.uses)) == (status, 1), answer.text
+        assert [any(token < 0 for token in call.prompt) for call in one.calls] == [True] * sees
 
 
 def test_what_only_some_models_refuse_is_left_to_the_one_that_is_named():

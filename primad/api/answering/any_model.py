@@ -47,6 +47,12 @@ class AnyVocabulary:
 
 
 ANY_MODEL: Final = ServedModel(
-    id="", created=0, context_tokens=2**31 - 1, names=ModelNames(any_model=True), vocabulary=AnyVocabulary()
+    id="",
+    created=0,
+    context_tokens=2**31 - 1,
+    names=ModelNames(any_model=True),
+    vocabulary=AnyVocabulary(),
+    sees=True,
+    hears=True,
 )
 """The model itself; it is called by every name."""

@@ -7,7 +7,7 @@ A stream tells its client meanwhile how far the model is; other requests wait. A
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import wraps
 from typing import Any, Final, cast
@@ -19,6 +19,7 @@ from starlette.responses import Response
 from primad.api.answering.any_model import ANY_MODEL
 from primad.api.answering.backend import Backend, Embeddings, ModelSettings, Preparation, Prepared, ServedModel
 from primad.api.answering.models import Models, OfferedModel, Waiting
+from primad.api.answering.pictures import PicturesWantedError
 from primad.api.http.access import caller
 from primad.api.http.connection import MessageStream, StreamNews, read_json, while_connected
 from primad.api.http.dialect import Route
@@ -166,5 +167,6 @@ class _Reader:
     async def prepare(
         self, preparation: Preparation[Prepared], body: bytes, served: ModelSettings | None, *, owner: str = ""
     ) -> Prepared:
-        await self._prepare(preparation, body, served, owner=owner)
+        with suppress(PicturesWantedError):  # what becomes of them only its model says
+            await self._prepare(preparation, body, served, owner=owner)
         raise _ReadError
