@@ -154,6 +154,10 @@ class Words:
             tokens.release()
 
 
+_NEVER_MERGED: Final = "\x02"
+"""Before a text for a tokenizer that puts a space before it (Llama 2's), which the text would not have."""
+
+
 class _Wrapped:
     """A vocabulary in the shape that llguidance asks for. A token without text is a special one, which no grammar means."""
 
@@ -164,12 +168,19 @@ class _Wrapped:
         self.eos_token_id = min(tokens.ends)
         self.bos_token_id = None
         self._vocabulary = tokens
+        self._before = _NEVER_MERGED if self._bytes_of("a") == b" a" else ""
+        self._skipped = len(self._tokens_of(self._before)) if self._before else 0
 
     def __call__(self, text: bytes | str) -> list[int]:
         text = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
         pieces = [text[at : at + MAX_TEXT_CHARS] for at in range(0, len(text), MAX_TEXT_CHARS)]
-        tokens = [self._vocabulary.tokenize(each, add_special=False, parse_special=False) for each in pieces]
-        return [token for each in tokens for token in each]
+        return [token for each in pieces for token in self._tokens_of(self._before + each)[self._skipped :]]
+
+    def _tokens_of(self, text: str) -> list[int]:
+        return self._vocabulary.tokenize(text, add_special=False, parse_special=False)
+
+    def _bytes_of(self, text: str) -> bytes:
+        return b"".join(self._vocabulary.piece(token) for token in self._tokens_of(text))
 
 
 def _tokenizer(tokens: ModelTokens) -> LLTokenizer:

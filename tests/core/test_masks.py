@@ -119,6 +119,20 @@ def test_what_cannot_be_followed_is_an_error_of_its_answer(words, grammar, sampl
     mask.release()
 
 
+def test_a_tokenizer_that_begins_texts_with_a_space_puts_none_into_an_answer():
+    class SpacedTexts(ByteTokens):
+        def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+            return super().tokenize(f" {text}", add_special=add_special, parse_special=parse_special)
+
+    mask = GrammarMask(Words(SpacedTexts), 'start: "abc" /[d-f]/', [])
+    seen = []
+    for token in b"abce":
+        seen.append(text_of(mask.allowed()))
+        mask.took(token)
+    assert [*seen, text_of(mask.allowed())] == ["a", "b", "c", "def", "$"]
+    mask.release()
+
+
 def test_what_a_grammar_leaves_no_choice_about_becomes_tokens_some_at_a_time():
     sizes: list[int] = []
 
