@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
@@ -154,10 +155,6 @@ class Words:
             tokens.release()
 
 
-_NEVER_MERGED: Final = "\x02"
-"""Before a text for a tokenizer that puts a space before it (Llama 2's), which the text would not have."""
-
-
 class _Wrapped:
     """A vocabulary in the shape that llguidance asks for. A token without text is a special one, which no grammar means."""
 
@@ -168,19 +165,36 @@ class _Wrapped:
         self.eos_token_id = min(tokens.ends)
         self.bos_token_id = None
         self._vocabulary = tokens
-        self._before = _NEVER_MERGED if self._bytes_of("a") == b" a" else ""
-        self._skipped = len(self._tokens_of(self._before)) if self._before else 0
 
     def __call__(self, text: bytes | str) -> list[int]:
-        text = text if isinstance(text, str) else text.decode("utf-8", errors="replace")
+        """The tokens of ``text``. Some tokenizers put a space before each text, or change it: then the longest tokens."""
+        data = text.encode() if isinstance(text, str) else text
+        text = data.decode("utf-8", errors="replace")
         pieces = [text[at : at + MAX_TEXT_CHARS] for at in range(0, len(text), MAX_TEXT_CHARS)]
-        return [token for each in pieces for token in self._tokens_of(self._before + each)[self._skipped :]]
+        found = [self._vocabulary.tokenize(each, add_special=False, parse_special=False) for each in pieces]
+        tokens = [token for each in found for token in each]
+        return tokens if b"".join(map(self._vocabulary.piece, tokens)) == data else self._longest(data) or tokens
 
-    def _tokens_of(self, text: str) -> list[int]:
-        return self._vocabulary.tokenize(text, add_special=False, parse_special=False)
+    def _longest(self, data: bytes) -> list[int]:
+        """The longest token that ``data`` begins with, and so on; none where there is no such token."""
+        found, at = list[int](), 0
+        while at < len(data):
+            ends = range(min(at + self._max_bytes, len(data)), at, -1)
+            end = next((end for end in ends if data[at:end] in self._by_bytes), None)
+            if end is None:
+                return []
+            found.append(self._by_bytes[data[at:end]])
+            at = end
+        return found
 
-    def _bytes_of(self, text: str) -> bytes:
-        return b"".join(self._vocabulary.piece(token) for token in self._tokens_of(text))
+    @cached_property
+    def _by_bytes(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        return {piece: token for token, piece in enumerate(self.tokens) if token not in special}
+
+    @cached_property
+    def _max_bytes(self) -> int:
+        return max(map(len, self._by_bytes))
 
 
 def _tokenizer(tokens: ModelTokens) -> LLTokenizer:
