@@ -32,6 +32,7 @@ from primad.errors import EngineError, RequestError, RingError
 from primad.system.children.asked_child import AskedChild, EndedError
 from primad.system.children.spawn import environment
 from primad.system.tasks import Tasks, to_its_end
+from primad.system.turn_lock import TurnLock
 
 TIMEOUT_S: Final = 120.0
 """The process is taken to hang when a picture takes longer."""
@@ -45,7 +46,10 @@ _decoder = msgspec.msgpack.Decoder(PictureReply)
 
 
 class PictureService:
-    """Encodes pictures for ``model`` with the encoder file ``path``, one at a time. ``began`` hears of each process."""
+    """Encodes pictures for ``model`` with the encoder file ``path``, one at a time, callers in turn.
+
+    ``began`` hears of each process.
+    """
 
     def __init__(
         self,
@@ -62,7 +66,7 @@ class PictureService:
         self._began, self._timeout_s, self._idle_s, self._room = began, timeout_s, idle_s, kept_bytes
         self._child: AskedChild | None = None
         self._kept = OrderedDict[str, EncodedPicture]()
-        self._turn = asyncio.Lock()
+        self._turn = TurnLock()
         self._ending: asyncio.TimerHandle | None = None
         self._tasks = Tasks()
         self._closed = False
@@ -73,8 +77,8 @@ class PictureService:
         """The process, while there is one."""
         return None if self._child is None else self._child.pid
 
-    async def encode(self, data: bytes, called: str) -> EncodedPicture:
-        """What the file ``data`` becomes, which its request has ``called`` so.
+    async def encode(self, data: bytes, called: str, owner: str = "") -> EncodedPicture:
+        """What the file ``data`` becomes, which its request, of ``owner``, has ``called`` so.
 
         Raises ``RequestError`` for one that is no picture or too large a one, ``EngineError`` where the encoder cannot be
         loaded, ``RingError`` when its process ended or hung; the next picture starts it again.
@@ -84,9 +88,10 @@ class PictureService:
         except ValueError as exc:
             raise RequestError(f"{called}: {exc}", param=called) from exc
         digest = hashlib.sha256(data).hexdigest()
-        async with self._turn:
-            if (found := self._kept.get(digest)) is not None:
-                self._kept.move_to_end(digest)
+        if (found := self._found(digest)) is not None:
+            return found
+        async with self._turn.held(owner):
+            if (found := self._found(digest)) is not None:  # encoded meanwhile
                 return found
             if self._closed:
                 raise RingError(_CLOSED)
@@ -94,6 +99,11 @@ class PictureService:
             if isinstance(reply, PictureRefused):
                 raise RequestError(f"{called}: {reply.error}", param=called)
             return reply
+
+    def _found(self, digest: str) -> EncodedPicture | None:
+        if digest in self._kept:
+            self._kept.move_to_end(digest)
+        return self._kept.get(digest)
 
     async def _encoded(self, data: bytes) -> EncodedPicture | PictureRefused:
         if self._ending is not None:
@@ -109,7 +119,7 @@ class PictureService:
         return reply
 
     async def _end_idle(self) -> None:
-        if not self._turn.locked():
+        if not self._turn.is_held:
             await self._end()
 
     def _keep(self, picture: EncodedPicture) -> None:
@@ -124,7 +134,7 @@ class PictureService:
             self._ending.cancel()
         await self._tasks.close()
         await self._end()
-        async with self._turn:  # one that had just begun to start it
+        async with self._turn.held(""):  # one that had just begun to start it
             await self._end()
 
     async def _end(self) -> None:

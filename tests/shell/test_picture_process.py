@@ -93,6 +93,7 @@ async def test_after_a_crash_the_next_picture_starts_the_process_again(files):
         asking = asyncio.create_task(service.encode(noise(2), "a"))
         for _ in range(20):  # steps of this loop, until it is asked
             await asyncio.sleep(0)
+        assert await service.encode(noise(1), "a") is first, "what is kept waits for no other picture"
         os.kill(service.pid, signal.SIGKILL)
         with pytest.raises(RingError, match="process for pictures"):
             await asking

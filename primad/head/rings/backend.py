@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, Final, Protocol
 
@@ -229,7 +230,8 @@ class RingBackend:
         if pictures is None:
             return await texts.prepare(preparation, body, served, owner=owner)
         return await prepare_seeing(
-            lambda seen: texts.prepare(preparation, body, served, owner=owner, seen=seen), pictures.encode
+            lambda seen: texts.prepare(preparation, body, served, owner=owner, seen=seen),
+            partial(pictures.encode, owner=owner),
         )
 
     async def status(self) -> dict[str, Any]:
