@@ -213,6 +213,17 @@ def test_errors_name_the_field_of_the_dialect():
     assert "0 markers <__media__> in its text, and 1 pictures" in answer.text
 
 
+def test_a_picture_without_its_data_is_told_what_it_lacks():
+    for part in ({"type": "image_url"}, {"type": "image_url", "image_url": {"detail": "low"}}, {"type": "input_audio"}):
+        answer = post(backend(), CHAT, messages=[{"role": "user", "content": [part]}])
+        assert f"a part of type '{part['type']}' lacks its data URL" in answer.text
+    image = {"type": "image", "source": {"type": "file", "file_id": "f"}}
+    for content in ([image], [{"type": "tool_result", "tool_use_id": "a", "content": [image]}]):
+        body = ASKED["/v1/messages"] | {"messages": [{"role": "user", "content": content}]}
+        answer = post(backend(), "/v1/messages", **body)
+        assert "images with a source of type 'file' are not supported" in answer.text
+
+
 def test_the_number_of_pictures_is_bounded():
     parts = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}] * 10_000
     response = post(backend(), CHAT, messages=[{"role": "user", "content": parts}])

@@ -10,12 +10,15 @@ from pydantic_core import PydanticCustomError
 from primad.api.dialects.openai.fields import Strict, expecting
 from primad.api.dialects.openai.samplers import MAX_TOKENS
 from primad.api.dialects.openai.schema import MAX_STOP_CHARS, MAX_STOPS
+from primad.errors import printable
 
 _NOT_SERVED = {
-    "document": "this model reads text only; send the document's text",
+    "document": "only text and images are read; send the document's text",
     "server_tool_use": "this server runs no tools itself",
     "container_upload": "this server has no containers",
 }
+
+_SOURCES = ("base64", "url")
 
 
 class TextBlock(Strict):
@@ -196,6 +199,10 @@ def _check_blocks(value: Any) -> Any:
             raise PydanticCustomError(
                 "unsupported", "{kind} blocks are not supported: {why}", {"kind": kind, "why": _NOT_SERVED[kind]}
             )
+        source = block.get("source") if kind == "image" else None
+        if isinstance(source, dict) and isinstance(source.get("type"), str) and source["type"] not in _SOURCES:
+            why = "images with a source of type '{kind}' are not supported: send base64"
+            raise PydanticCustomError("unsupported", why, {"kind": printable(source["type"], 64)})
         if kind == "tool_result":
             _check_blocks(block.get("content"))
     return value

@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from primad.api.answering.pictures import SentPicture, marker_of
 from primad.api.dialects.openai.fields import Strict, expecting, only
-from primad.api.dialects.openai.history import understood
+from primad.api.dialects.openai.history import PICTURES, understood
 from primad.api.dialects.openai.thinking_fields import thinking_variables
 from primad.api.dialects.openai.tool_fields import ToolCall, ToolFields
 from primad.errors import printable
@@ -106,6 +106,8 @@ class Message(Strict):
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind not in ("text", "picture", "sound"):
                 why = "parts of type '{kind}' are not supported: send text, image_url with a data URL, or input_audio"
+                if kind in (*PICTURES, "input_audio"):
+                    why = "a part of type '{kind}' lacks its data URL, or base64, as a text"
                 raise PydanticCustomError("unsupported", why, {"kind": printable(kind, 64)})
         return value
 

@@ -83,7 +83,9 @@ class ResponsesRequest(Strict):
     model: Annotated[str, Field(max_length=512)] | None = None
     input: Annotated[
         str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)],
-        expecting("a string, or items: messages of text, function_call, function_call_output and reasoning"),
+        expecting(
+            "a string, or items: messages of text and input_image, function_call, function_call_output and reasoning"
+        ),
     ]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
