@@ -158,7 +158,8 @@ def workload_of(run: RunConfig, model: ModelProfile) -> Workload:
         prompt_tokens=run.prompt_tokens,
         answer_tokens=run.answer_tokens,
     )
-    return replace(work, rollback=rollback_of(run.speculate, run.batching, model))
+    rollback = rollback_of(run.speculate, run.batching, model)
+    return replace(work, rollback=rollback, whole_rows=run.whole_rows)
 
 
 def default_workload(

@@ -24,7 +24,7 @@ class RunConfig:
     Each of ``sequences`` concurrent requests has a KV cache of ``context_tokens``, in ``kv_type``. ``batching`` says
     whether what they compute together must be exact. A typical request has ``prompt_tokens`` and ``answer_tokens``.
     ``experts`` says where those of layers on a GPU are. Drafts come as ``speculate`` says, those of a draft model from
-    the device ``draft_on``.
+    the device ``draft_on``. A step has room for ``whole_rows``, the most of a picture that belong in one.
     """
 
     objective: Objective = "balanced"
@@ -37,6 +37,7 @@ class RunConfig:
     prompt_tokens: int | None = None
     answer_tokens: int | None = None
     chunk_rows: int = CHUNK_ROWS
+    whole_rows: int = 0
     extra_buffers: ExtraBuffers = "auto"
     speculate: SpeculateMode = "auto"
     draft_on: str | None = None

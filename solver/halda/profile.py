@@ -471,7 +471,8 @@ class Workload:
     """What the plan is for: ``sequences`` at once, each with ``context_tokens`` of KV cache of type ``kv_type``.
 
     A typical request has ``prompt_tokens`` and ``answer_tokens``; prompts are computed ``chunk_rows`` rows at a time.
-    Buffers hold as many, or ``buffer_rows`` if that is more: a ring that follows may go on with larger chunks.
+    Buffers hold as many, or ``buffer_rows`` if that is more: a ring that follows may go on with larger chunks. They hold
+    ``whole_rows`` in any case: a picture's, where each sees them all.
     Attention is llama.cpp's ``flash`` attention, or keeps the scores of all tokens: that takes more memory, and on a CPU
     less time for a token. With ``small_windows`` layers that attend to a window have little more of a KV cache than that.
     Layers with a state have as many more of a sequence as rows can be taken back (``rollback``).
@@ -485,13 +486,14 @@ class Workload:
     chunk_rows: int
     flash: bool = True
     buffer_rows: int = 0
+    whole_rows: int = 0
     small_windows: bool = False
     rollback: int = 0
 
     @property
     def step_rows(self) -> int:
         """Rows that a step may have."""
-        return max(self.chunk_rows, self.buffer_rows)
+        return max(self.chunk_rows, self.buffer_rows, self.whole_rows)
 
     def with_rows(self, chunk_rows: int, step_rows: int = 0) -> Workload:
         """The same work with chunks of so many rows, and buffers of as many or of ``step_rows``."""

@@ -234,6 +234,15 @@ def test_chunks_are_small_where_several_answers_were_asked_for():
     assert (min_rows(PLAN, 256), min_rows(PLAN, 16)) == (64, 16)
 
 
+def test_a_step_has_room_for_a_picture_whose_rows_see_each_other_however_small_chunks_are():
+    run = wishes(context_tokens=4096, sequences=2, whole_rows=280)
+    whole_rows = ask(run, [device("a")], (), model()).workload.whole_rows
+    asked = question(exactly(8, device("a")), exactly(8, device("b")), whole_rows=whole_rows)
+    rows = rows_of_chunks(PLAN, asked, 2, asked=True)
+    found = evaluate(PLAN, asked.with_rows(rows))
+    assert (found.chunk_rows < 256, found.step_rows) == (True, 280)
+
+
 def test_pieces_of_a_chunk_take_no_longer_than_the_tokens_of_all_others():
     asked = question(exactly(8, device("a")), exactly(8, device("b")))
     found = pieces_of(PLAN, asked, 65)

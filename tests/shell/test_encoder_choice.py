@@ -10,7 +10,7 @@ from gguf import GGUFWriter
 
 from primad.errors import ConfigError
 from primad.head.model.encoder import AUTO, NONE, encoder_file, projector_beside
-from tools.lab.mmproj import write_encoder
+from tools.lab.mmproj import Eye, write_encoder
 from tools.synth import write_model
 
 
@@ -90,3 +90,9 @@ def odd(path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def test_how_many_tokens_of_a_picture_belong_in_one_step_is_known_before_it_is_loaded(tmp_path):
+    for kind, eye, tokens in (("gemma3", Eye(side=128), 64), ("gemma4v", None, 280), ("lfm2", None, 0)):
+        write_encoder(tmp_path / "encoder.gguf", kind, 64, eye)
+        assert encoder_file(tmp_path / "encoder.gguf", tmp_path / "model.gguf", None)[0].whole_tokens == tokens

@@ -98,6 +98,7 @@ def check_model(config: Config, source: Path | RangedModel, options: ServeOption
     encoder, line = encoder_file(options.mmproj, header.path, options.projector)
     if line:
         reporter.report_line(line)
+    options = replace(options, run=replace(options.run, whole_rows=encoder.whole_tokens))
     return CheckedModel(
         header=header,
         profile=model,

@@ -16,17 +16,20 @@ AUTO: Final = Path("auto")
 NONE: Final = Path("none")
 _MARK: Final = "mmproj"
 _BEGINNING_BYTES: Final = 1 << 16
+_GEMMA_4_TOKENS: Final = 280
+_MAX_SIDE: Final = 1 << 13
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderFile:
     """The encoder of a model, by which it ``sees`` or ``hears``; without one, what it ``lacks``, for whoever sends a
-    picture."""
+    picture. Of a picture at most ``whole_tokens`` see each other, and belong in one step."""
 
     path: Path | None = None
     lacks: str = "the model has no encoder for pictures"
     sees: bool = False
     hears: bool = False
+    whole_tokens: int = 0
 
     @property
     def line(self) -> str:
@@ -93,14 +96,24 @@ def _name(path: Path) -> str:
 def _checked(path: Path, what: str) -> EncoderFile:
     try:
         header = read_beginning(path, _BEGINNING_BYTES)
-        architecture = header.text("general.architecture")
+        architecture, whole_tokens = header.text("general.architecture"), _whole_tokens(header)
     except ModelError as exc:
         raise ConfigError(f"{what}: {exc}; name the file {_MARK}-….gguf that the model's publisher offers") from exc
     sees, hears = _flag(header, "clip.has_vision_encoder"), _flag(header, "clip.has_audio_encoder")
     if architecture != "clip" or not (sees or hears):
         raise ConfigError(f"{what}: is no encoder of pictures; name the file {_MARK}-….gguf of the model's publisher")
     lacks = "" if sees else "the model's encoder takes sound, and no pictures"
-    return EncoderFile(path, lacks, sees=sees, hears=hears)
+    return EncoderFile(path, lacks, sees=sees, hears=hears, whole_tokens=whole_tokens)
+
+
+def _whole_tokens(header: Header) -> int:
+    """As llama.cpp's libmtmd has them: a square of a fixed size (Gemma 3), or at most so many (Gemma 4)."""
+    kind = header.text("clip.vision.projector_type", "") or header.text("clip.projector_type", "")
+    if kind != "gemma3":
+        return _GEMMA_4_TOKENS if kind in ("gemma4v", "gemma4uv") else 0
+    side, patch = (header.count(f"clip.vision.{each}", maximum=_MAX_SIDE) for each in ("image_size", "patch_size"))
+    merged = header.count("clip.vision.projector.scale_factor", 4)
+    return int((side // max(1, patch) // max(1, merged)) ** 2)
 
 
 def _flag(header: Header, key: str) -> bool:

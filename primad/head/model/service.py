@@ -155,8 +155,8 @@ class Service:
 
     def step_tokens(self, forecast: Forecast) -> int:
         """Tokens per step, as planned if the plan was solved."""
-        predicted = forecast.prediction
-        return self.options.run.chunk_rows if predicted is None else predicted.step_rows
+        predicted, run = forecast.prediction, self.options.run
+        return max(run.chunk_rows, run.whole_rows) if predicted is None else predicted.step_rows
 
     def chunk_tokens(self, forecast: Forecast) -> int:
         """Tokens per prompt chunk, likewise."""
