@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable
@@ -43,6 +44,7 @@ KEPT_BYTES: Final = 128 << 20
 
 _CLOSED: Final = "the model is unloaded, or primad is stopping"
 _decoder = msgspec.msgpack.Decoder(PictureReply)
+logger = logging.getLogger(__name__)
 
 
 class PictureService:
@@ -70,6 +72,8 @@ class PictureService:
         self._ending: asyncio.TimerHandle | None = None
         self._tasks = Tasks()
         self._closed = False
+        self._reported: set[str] = set()
+        """What the encoder failed with, which the owner is told once."""
         self.starts = self.encoded = 0
 
     @property
@@ -170,6 +174,9 @@ class PictureService:
             raise
         if isinstance(reply, EncoderFailed):
             await self._end()
+            if reply.error not in self._reported:
+                self._reported.add(reply.error)
+                logger.warning("%s: %s", self._load_task.path, reply.error)
             raise EngineError(reply.error)
         return reply
 

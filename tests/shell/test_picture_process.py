@@ -111,12 +111,16 @@ async def test_an_encoder_file_that_is_none_is_named(content, files, tmp_path):
             await service.encode(noise(1), "a")
 
 
-async def test_an_encoder_of_another_model_is_named(files, tmp_path):
+async def test_an_encoder_of_another_model_is_named_to_clients_and_once_with_its_folder_to_the_owner(
+    files, tmp_path, caplog
+):
     write_encoder(tmp_path / "other.gguf", "gemma3", 32)
     async with pictures((tmp_path / "other.gguf", files[1])) as service:
-        with pytest.raises(EngineError, match=r"other\.gguf"):
-            await service.encode(noise(1), "a")
+        for _ in range(2):
+            with pytest.raises(EngineError, match=r"load other\.gguf as the encoder of model\.gguf"):
+                await service.encode(noise(1), "a")
         assert service.pid is None
+    assert caplog.text.count(str(tmp_path / "other.gguf")) == 1
 
 
 async def test_a_process_that_nobody_needs_any_more_ends_and_the_next_picture_starts_it_again(files):

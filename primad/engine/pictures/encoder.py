@@ -78,10 +78,11 @@ class PictureEncoder:
     def __init__(self, path: str, model: str, *, threads: int, min_tokens: int = 0, max_tokens: int = 0) -> None:
         self._stack, self._opened = ExitStack(), ExitStack()
         self._path, self._threads, self._min_tokens = path, threads, min_tokens
+        self._names = f"{Path(path).name} as the encoder of {Path(model).name}"  # clients are told no folders
         try:
             self._known_by = known_by(Path(path)) + (f"-{min_tokens}-{max_tokens}" if min_tokens or max_tokens else "")
         except OSError as exc:
-            raise EngineError(f"{path} cannot be read as the encoder of {model}: {exc}") from exc
+            raise EngineError(f"{self._names} cannot be read: {exc.strerror}") from exc
         self._makes_smaller = False
         try:
             with zeroed():  # some graphs (Pixtral's) multiply by 0 what they find in memory, which may be no number
@@ -96,9 +97,9 @@ class PictureEncoder:
         params.n_gpu_layers, params.no_alloc, params.load_mode = 0, True, llama.LLAMA_LOAD_MODE_NONE
         loaded = llama.llama_model_load_from_file(model.encode(), params)
         if not loaded:
-            raise EngineError(f"llama.cpp cannot read {model}: {why('it does not say why')}")
+            raise EngineError(f"llama.cpp cannot read {Path(model).name}: {why('it does not say why')}")
         self._stack.callback(llama.llama_model_free, loaded)
-        self._model, self._loaded = model, loaded
+        self._loaded = loaded
         self.width = int(llama.llama_model_n_embd_inp(loaded))
 
     def _open(self, max_tokens: int) -> None:
@@ -109,11 +110,11 @@ class PictureEncoder:
         options.image_min_tokens, options.image_max_tokens = self._min_tokens or -1, max_tokens or -1
         self._eye: Any = mtmd.mtmd_init_from_file(self._path.encode(), self._loaded, options)
         if not self._eye:
-            raise EngineError(f"llama.cpp cannot load {self._path} as the encoder of {self._model}")
+            raise EngineError(f"llama.cpp cannot load {self._names}")
         self._opened.callback(mtmd.mtmd_free, self._eye)
         self._takes = {False: mtmd.mtmd_support_vision(self._eye), True: mtmd.mtmd_support_audio(self._eye)}
         if reason := why_not(self._eye, self._loaded):
-            raise EngineError(f"{self._path} cannot be served as the encoder of {self._model}: {reason}")
+            raise EngineError(f"{self._names} cannot be served: {reason}")
         self._has_parts = bool(mtmd.mtmd_decode_use_mrope(self._eye))
 
     def encode(self, data: bytes) -> EncodedPicture:
