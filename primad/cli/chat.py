@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import shlex
 import signal
 import time
 from collections.abc import Callable
@@ -258,15 +259,26 @@ def _show(conversation: Conversation, name: str) -> None:
         err.print("/image FILE: name the file")
         return
     try:
-        with Path(name).expanduser().open("rb") as file:
+        path = _dropped(name)
+        with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
         check_picture(data)
     except (OSError, RuntimeError, ValueError) as exc:
         err.print(f"/image {printable(name)}: {exc}; choose another file")
         return
     url = f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
-    conversation.pictures.append(ShownPicture(Path(name).name, url))
+    conversation.pictures.append(ShownPicture(path.name, url))
     err.print(f"{printable(name)} goes with the next question", style="dim")
+
+
+def _dropped(name: str) -> Path:
+    """The file ``name``, also as terminals write one that is dropped on them: in quotes, or with backslashes."""
+    path = Path(name).expanduser()
+    if not path.exists():
+        with contextlib.suppress(ValueError):  # a quote that does not end
+            words = shlex.split(name)
+            return Path(words[0]).expanduser() if len(words) == 1 else path
+    return path
 
 
 def _save(conversation: Conversation, name: str) -> None:

@@ -165,6 +165,15 @@ def test_a_picture_is_sent_with_the_question_after_it(chat: Types, endpoint: End
     assert text == {"type": "text", "text": "what?"}
 
 
+def test_a_picture_is_found_as_terminals_write_what_is_dropped_on_them(chat: Types, endpoint: Endpoint, tmp_path: Path):
+    (tmp_path / "my cat's.png").write_bytes(noise(1))
+    plain = f"{tmp_path}/my cat's.png"
+    shown = (plain, f'"{plain}"', plain.replace(" ", "\\ ").replace("'", "\\'"))
+    endpoint.emits(event(content="three cats"), DONE)
+    chat(lines=(*(f"/image {each}" for each in shown), f"/image '{plain}", "what?"))
+    assert [each["type"] for each in endpoint.contents(0)[0]] == [*["image_url"] * 3, "text"]
+
+
 def test_regenerate_asks_again_without_the_answer_and_clear_forgets(chat: Types, endpoint: Endpoint):
     for text in ("1", "one", "three"):
         endpoint.emits(event(content=text), DONE)
