@@ -299,6 +299,7 @@ WRONG: dict[str, list[dict[str, Any]]] = {
         {"tools": [{"type": "function"}]},
         {"logit_bias": {"5": 1e9}},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///a.png"}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "bm8gcGljdHVyZQ=="}}]}]},
     ],
     "/v1/completions": [{"top_p": 7}, {"prompt": []}, {"json_schema": {"type": "colour"}}],
     "/v1/responses": [{"input": 5}, {"text": {"format": {"type": "json_schema", "schema": {"type": "colour"}}}}],

@@ -7,7 +7,7 @@ A stream tells its client meanwhile how far the model is; other requests wait. A
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import wraps
 from typing import Any, Final, cast
@@ -19,13 +19,14 @@ from starlette.responses import Response
 from primad.api.answering.any_model import ANY_MODEL
 from primad.api.answering.backend import Backend, Embeddings, ModelSettings, Preparation, Prepared, ServedModel
 from primad.api.answering.models import Models, OfferedModel, Waiting
-from primad.api.answering.pictures import PicturesWantedError
+from primad.api.answering.pictures import Picture, PicturesWantedError
 from primad.api.http.access import caller
 from primad.api.http.connection import MessageStream, StreamNews, read_json, while_connected
 from primad.api.http.dialect import Route
 from primad.api.http.endpoint import CHOSEN, Chosen, Endpoint
 from primad.api.http.offered import check_writer, find_embedder, find_offered, is_offered
 from primad.api.http.wanted import Choosing, WantedModel, read_wanted
+from primad.engine.pictures.headers import check_media
 from primad.errors import RequestError
 
 EXPECTED: Final = "x-primad-expected-s"
@@ -167,6 +168,16 @@ class _Reader:
     async def prepare(
         self, preparation: Preparation[Prepared], body: bytes, served: ModelSettings | None, *, owner: str = ""
     ) -> Prepared:
-        with suppress(PicturesWantedError):  # what becomes of them only its model says
+        try:
             await self._prepare(preparation, body, served, owner=owner)
+        except PicturesWantedError as exc:  # what becomes of them only its model says
+            for picture in exc.pictures:
+                _check_file(picture)
         raise _ReadError
+
+
+def _check_file(picture: Picture) -> None:
+    try:
+        check_media(picture.data)
+    except ValueError as exc:
+        raise RequestError(f"{picture.called}: {exc}", param=picture.called) from exc
