@@ -35,6 +35,8 @@ MODEL_OPTIONS: Final = {
     "any_model",
     "chat_template",
     "mmproj",
+    "image_min_tokens",
+    "image_max_tokens",
     "tool_parser",
     "context_shift",
 } | names_of(RunOptions, DraftOptions, SamplingOptions, RopeOptions)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 MAX_NAME_CHARS: Final = 512
 """The longest model name that a client may send."""
 MAX_BACKUP_TOKENS: Final = 4096
+MAX_IMAGE_TOKENS: Final = 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,19 @@ class EndpointOptions:
             metavar="FILE|auto|none",
         ),
     ] = Path("auto")
+    image_min_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="The least tokens of a picture, of models that take any size [default: the encoder's].",
+            min=1,
+            max=MAX_IMAGE_TOKENS,
+            show_default=False,
+        ),
+    ] = None
+    image_max_tokens: Annotated[
+        int | None,
+        typer.Option(help="The most tokens of such a picture.", min=1, max=MAX_IMAGE_TOKENS, show_default=False),
+    ] = None
     tool_parser: Annotated[
         str,
         typer.Option(
@@ -376,6 +390,7 @@ def _serve_options(
         tool_parser=parse_choice(endpoint.tool_parser, PARSERS, "--tool-parser"),
         embedding=endpoint.embedding,
         mmproj=endpoint.mmproj,
+        image_tokens=image_tokens(endpoint),
         allowed_hosts=allowed_hosts(asking.allow_host),
         cors_origins=cors_origins(asking),
         api_key=asking.api_key,
@@ -383,6 +398,14 @@ def _serve_options(
         no_auth=asking.no_auth,
         rope=rope_of(rope),
     )
+
+
+def image_tokens(endpoint: EndpointOptions) -> tuple[int, int]:
+    """The fewest and the most of a picture; 0 for what the encoder says."""
+    minimum, maximum = endpoint.image_min_tokens or 0, endpoint.image_max_tokens or 0
+    if maximum and minimum > maximum:
+        raise ConfigError(f"--image-min-tokens {minimum}: is more than --image-max-tokens {maximum}")
+    return minimum, maximum
 
 
 def _draft_path(given: Path | None, config: Config) -> Path | None:

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 class PictureService:
     """Encodes pictures for ``model`` with the encoder file ``path``, one at a time, callers in turn.
 
-    ``began`` hears of each process.
+    ``image_tokens`` are the fewest and the most of a picture (0: as the file says). ``began`` hears of each process.
     """
 
     def __init__(
@@ -59,12 +59,16 @@ class PictureService:
         model: Path,
         *,
         threads: int,
+        image_tokens: tuple[int, int] = (0, 0),
         began: Callable[[int], None] = lambda _: None,
         timeout_s: float = TIMEOUT_S,
         idle_s: float = IDLE_S,
         kept_bytes: int = KEPT_BYTES,
     ) -> None:
-        self._load_task = LoadEncoder(path=str(path), model=str(model), threads=threads)
+        minimum, maximum = image_tokens
+        self._load_task = LoadEncoder(
+            path=str(path), model=str(model), threads=threads, min_tokens=minimum, max_tokens=maximum
+        )
         self._began, self._timeout_s, self._idle_s, self._room = began, timeout_s, idle_s, kept_bytes
         self._child: AskedChild | None = None
         self._kept = OrderedDict[str, EncodedPicture]()

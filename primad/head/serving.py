@@ -182,7 +182,13 @@ def _pictures_of(head: HeadContext, service: Service) -> PictureService | None:
         return None
     nice = max(config.nice, PICTURE_NICE)
     threads = config.threads or usable_cores()
-    return PictureService(encoder, service.model.file, threads=threads, began=lambda pid: apply_nice(pid, nice))
+    return PictureService(
+        encoder,
+        service.model.file,
+        threads=threads,
+        image_tokens=service.options.image_tokens,
+        began=lambda pid: apply_nice(pid, nice),
+    )
 
 
 def cluster_of(states: Iterable[types.State | None], pool: DevicePool) -> list[dict[str, Any]]:

@@ -7,8 +7,10 @@ from itertools import product
 import pytest
 from msgspec.structs import replace
 
+from primad.cli.serve import EndpointOptions, image_tokens
 from primad.engine.pictures.messages import EmbeddedRun, EncodedPicture, TokenRun
 from primad.engine.protocol import GREEDY
+from primad.errors import ConfigError
 from primad.kv.keys import block
 from primad.ring.chunks import Chunking, Computed, Pieces
 from primad.ring.grouping import Batching
@@ -162,3 +164,9 @@ def test_rows_beside_those_behind_a_grid_are_turned_by_their_positions():
     for (behind, beside), rope in together:
         assert rope == [*[behind - 3] * 3, 0, *[beside] * 3, 0]
     assert ([0, 1], []) in found, "of text alone they are not sent"
+
+
+def test_a_picture_may_have_at_least_as_many_tokens_as_its_minimum():
+    with pytest.raises(ConfigError, match="--image-min-tokens 9: is more than --image-max-tokens 8"):
+        image_tokens(EndpointOptions(image_min_tokens=9, image_max_tokens=8))
+    assert image_tokens(EndpointOptions(image_max_tokens=8)) == (0, 8)

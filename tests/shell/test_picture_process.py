@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from primad.daemon.pictures import PictureService
-from primad.engine.pictures.messages import EmbeddedRun, TokenRun
+from primad.engine.pictures.messages import EmbeddedRun, EncodedPicture, TokenRun
 from primad.errors import EngineError, RequestError, RingError
+from primad.ring.pictures import placed
 from tools.lab.mmproj import noise, write_encoder
 from tools.synth import write_model
 
@@ -65,6 +66,30 @@ async def test_a_picture_is_encoded_once_while_there_is_room_to_keep_it(files):
         await service.encode(noise(2), "a")
         assert await service.encode(noise(1), "a") == first
         assert service.encoded == 3
+
+
+async def test_limits_of_tokens_bound_a_pictures_rows_which_have_ids_of_their_own(tmp_path):
+    shape = write_model(tmp_path / "model.gguf", architecture="qwen2vl")
+    write_encoder(tmp_path / "encoder.gguf", "qwen2vl_merger", shape.width)
+    found = dict[tuple[int, int], EncodedPicture]()
+    for limits in ((4, 6), (12, 16)):
+        async with pictures((tmp_path / "encoder.gguf", tmp_path / "model.gguf"), image_tokens=limits) as service:
+            found[limits] = await service.encode(noise(1), "a")
+    rows = {
+        limits: sum(run.rows for run in each.runs if isinstance(run, EmbeddedRun)) for limits, each in found.items()
+    }
+    assert all(least <= rows[least, most] <= most for least, most in found)
+    small, large = found.values()
+    assert small.digest == large.digest
+    assert not set(placed(small, 0)[0]) & {each for each in placed(large, 0)[0] if each < 0}
+
+
+async def test_limits_that_the_encoder_cannot_keep_are_named(tmp_path):
+    shape = write_model(tmp_path / "model.gguf", architecture="qwen2vl")
+    write_encoder(tmp_path / "encoder.gguf", "qwen2vl_merger", shape.width)
+    async with pictures((tmp_path / "encoder.gguf", tmp_path / "model.gguf"), image_tokens=(0, 1)) as service:
+        with pytest.raises(EngineError, match="--image-max-tokens 1"):
+            await service.encode(noise(1), "a")
 
 
 async def test_a_damaged_picture_is_the_requests_fault_and_ends_nothing(files):

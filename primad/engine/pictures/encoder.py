@@ -110,7 +110,9 @@ class PictureEncoder:
         options.image_min_tokens, options.image_max_tokens = self._min_tokens or -1, max_tokens or -1
         self._eye: Any = mtmd.mtmd_init_from_file(self._path.encode(), self._loaded, options)
         if not self._eye:
-            raise EngineError(f"llama.cpp cannot load {self._names}")
+            limits = {"--image-min-tokens": self._min_tokens, "--image-max-tokens": max_tokens}
+            stated = "".join(f", with {name} {limit}" for name, limit in limits.items() if limit)
+            raise EngineError(f"llama.cpp cannot load {self._names}{stated}")
         self._opened.callback(mtmd.mtmd_free, self._eye)
         self._takes = {False: mtmd.mtmd_support_vision(self._eye), True: mtmd.mtmd_support_audio(self._eye)}
         if reason := why_not(self._eye, self._loaded):

@@ -37,6 +37,7 @@ class ServeOptions:
     ``embedding_name``, if they have other names than their files. ``sampling`` overrides the file's sampling defaults. The
     head serves this model alone and for good if it ``is_only``; else it is one of several, loaded when a request names it.
     ``mmproj`` is the encoder of pictures (``auto``: the ``projector`` that the library knows, or one beside the model).
+    ``image_tokens`` are the fewest and the most of a picture (0: as the encoder says).
     """
 
     wait: int | None
@@ -70,6 +71,7 @@ class ServeOptions:
     is_only: bool = True
     mmproj: Path = BESIDE
     projector: Path | None = None
+    image_tokens: tuple[int, int] = (0, 0)
 
     @property
     def embedding_id(self) -> str | None:
