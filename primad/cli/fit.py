@@ -16,7 +16,7 @@ from rich.table import Table
 from primad.cli.completion import one_of
 from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devices, wishes_of
 from primad.cli.grouped import grouped
-from primad.cli.hub import model_path
+from primad.cli.hub import encoder_of, model_path
 from primad.cli.library import ModelFolders
 from primad.cli.options import Context, KvCacheType
 from primad.cli.output import err, out, print_json, tables
@@ -28,7 +28,7 @@ from primad.settings.quantities import parse_choice, show_bytes, show_ms, show_s
 if TYPE_CHECKING:
     from halda import ModelProfile
     from primad.planning.fit import Fit, FitResult
-    from primad.planning.question import Question
+    from primad.planning.question import PlannedEncoder, Question
 
 _QUANTISATIONS: Final = ("q4k", "q4_k_m", "q8", "f16")
 
@@ -87,7 +87,7 @@ def fit(
     """
     from primad.planning.fit import fit_all
 
-    profiles = list(_well_known(models) if not models.model else _of_library(models, live, folders))
+    profiles = list(_of_library(models, live, folders) if models.model else _well_known(models))
     questions = list(_questions(profiles, models, fleet, live, files))
     with RichReporter(err).waiting(f"planning for {len(questions)} models") as show:
         answer = fit_all(questions, planned=lambda count: show(f"planned for {count} of {len(questions)} models"))
@@ -99,7 +99,10 @@ def fit(
         _show(answer)
 
 
-def _well_known(models: ModelsOptions) -> Iterator[tuple[str, ModelProfile]]:
+_Asked = tuple[str, "ModelProfile", "PlannedEncoder | None"]
+
+
+def _well_known(models: ModelsOptions) -> Iterator[_Asked]:
     from primad.gguf.published import published_file, published_profile
     from primad.gguf.shapes import popular_shapes, shape
 
@@ -112,12 +115,10 @@ def _well_known(models: ModelsOptions) -> Iterator[tuple[str, ModelProfile]]:
     for name in names:
         for kind in kinds:
             file = published_file(f"{name}-{kind}")
-            yield f"{name}-{kind}", shape(f"{name}-{kind}") if file is None else published_profile(file)
+            yield f"{name}-{kind}", shape(f"{name}-{kind}") if file is None else published_profile(file), None
 
 
-def _of_library(
-    models: ModelsOptions, live: LiveOptions, folders: list[Path] | None
-) -> Iterator[tuple[str, ModelProfile]]:
+def _of_library(models: ModelsOptions, live: LiveOptions, folders: list[Path] | None) -> Iterator[_Asked]:
     from primad.planning.sources import read_model
 
     if models.only or models.quant:
@@ -125,11 +126,12 @@ def _of_library(
     given = {"home": live.home, "models": tuple(folders or ())}
     for name in dict.fromkeys(models.model or ()):
         path = model_path(name, lambda: load_config(given), fetches=False)
-        yield name.as_posix(), read_model(path, None)
+        encoder = encoder_of(Path("auto"), name, path, lambda: load_config(given))
+        yield name.as_posix(), read_model(path, None), encoder
 
 
 def _questions(
-    profiles: Iterable[tuple[str, ModelProfile]],
+    profiles: Iterable[_Asked],
     models: ModelsOptions,
     fleet: FleetOptions,
     live: LiveOptions,
@@ -143,10 +145,10 @@ def _questions(
     run = RunConfig(objective="latency", kv_type=parse_choice(models.kv_type, KV_TYPES, "--kv-type"))
     wishes = Wishes(time_limit_s=models.time_limit, **wishes_of(fleet))
     wishes = dataclasses.replace(wishes, head=wishes.head or found.own)
-    for name, profile in profiles:
+    for name, profile, encoder in profiles:
         context = None if models.context is None else min(models.context, profile.context_tokens)
         asked = dataclasses.replace(wishes, run=dataclasses.replace(run, context_tokens=context))
-        yield name, ask(asked, found.devices, found.links, profile)
+        yield name, dataclasses.replace(ask(asked, found.devices, found.links, profile), encoder=encoder)
 
 
 def _show(answer: FitResult) -> None:
@@ -195,13 +197,17 @@ def next_commands(answer: FitResult) -> list[str]:
 
 
 def _columns(each: Fit) -> list[str]:
+    from primad.planning.question import senses
+
     mark = "*" if each.is_best else ""
+    can = senses(each.sees, each.hears)
+    name = f"{each.name} ({can})" if can else each.name
     if each.runs == "no":
-        return [mark, each.name, show_bytes(each.bytes), "no", "", "", "", "", each.why]
+        return [mark, name, show_bytes(each.bytes), "no", "", "", "", "", each.why]
     runs = "in memory" if each.runs == "memory" else f"streams {show_bytes(each.streamed_bytes)}"
     return [
         mark,
-        each.name,
+        name,
         show_bytes(each.bytes),
         runs,
         show_speed(each.tokens_per_s),

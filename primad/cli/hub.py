@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from primad.gguf.hub import HubName, KeptModel
     from primad.gguf.ranged import RangedModel
     from primad.library.library import LibraryModel
+    from primad.planning.question import PlannedEncoder
 
 
 def model_path(given: Path, load: Callable[[], Config], *, fetches: bool = True, otherwise: str = "") -> Path:
@@ -66,6 +67,17 @@ def library_model(given: Path, load: Callable[[], Config]) -> LibraryModel | Non
     raise ConfigError(
         f"{printable(text)}: no such file, nor a model of this name here{here}; 'primad models' lists all"
     )
+
+
+def encoder_of(wish: Path, given: Path, model: Path, load: Callable[[], Config]) -> PlannedEncoder | None:
+    """The encoder of the ``model`` file, which was ``given`` by that name, as ``serve`` would have it for ``wish``.
+
+    Raises ``ConfigError`` if the wish is no encoder.
+    """
+    from primad.head.model.encoder import encoder_file
+
+    known = library_model(given, load)
+    return encoder_file(wish, model, None if known is None else known.projector)[0].planned
 
 
 def _elsewhere(name: HubName, config: Config) -> Path | None:

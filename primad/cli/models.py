@@ -67,6 +67,7 @@ def models(
         primad models --head desk
     """
     from primad.gguf.hub import kept_models
+    from primad.planning.question import senses
 
     if url is not None or head is not None:
         _show_offered(reached(url, head, api_key), json)
@@ -91,7 +92,8 @@ def models(
         context = "" if each.context_tokens is None else f"{each.context_tokens:,}"
         size = show_bytes(each.size_bytes) if each.size_bytes else ""
         state = _state(each, offered)
-        where = ", ".join(each.sources) + ("" if each.projector is None else "; with mmproj")
+        can = senses(*_senses(each))
+        where = ", ".join(each.sources) + (f"; {can}" if can else "")
         shown = [each.parameters, each.quantisation, size, context, where]
         table.add_row(each.name, *shown, *(["" if state is None else state.line] if offered else []))
     for other in others:
@@ -139,6 +141,7 @@ def _sizes(model: HeadModel) -> tuple[str, str]:
 
 def _fields(model: LibraryModel, pinned: bool, offered: list[HeadModel]) -> dict[str, object]:
     state = _state(model, offered)
+    sees, hears = _senses(model)
     return {
         "name": model.name,
         "names": model.names,
@@ -150,6 +153,8 @@ def _fields(model: LibraryModel, pinned: bool, offered: list[HeadModel]) -> dict
         "from": model.sources,
         "files": [*map(_shown, model.files)],
         "whole": True,
+        "sees": sees,
+        "hears": hears,
         "projector": None if model.projector is None else _shown(model.projector),
         "pinned": pinned,
         "state": None if state is None else state.state,
@@ -159,6 +164,14 @@ def _fields(model: LibraryModel, pinned: bool, offered: list[HeadModel]) -> dict
 
 def _fields_of_offered(model: HeadModel) -> dict[str, object]:
     return {"name": model.id, "bytes": model.meta.get("size"), "context": model.max_model_len, "state": model.state}
+
+
+def _senses(model: LibraryModel) -> tuple[bool, bool]:
+    """Whether it sees, and hears, as ``serve`` would offer it."""
+    from primad.head.model.encoder import AUTO, encoder_file
+
+    found, _ = encoder_file(AUTO, model.files[0], model.projector)
+    return found.sees, found.hears
 
 
 def _shown(path: Path) -> str:

@@ -100,6 +100,13 @@ NamedDevices = Annotated[
 ]
 
 
+Mmproj = Annotated[
+    Path,
+    typer.Option(
+        help="The encoder of pictures, mmproj-….gguf. auto: the one beside the model, if there is one.",
+        metavar="FILE|auto|none",
+    ),
+]
 Lora = Annotated[
     list[str] | None,
     typer.Option(

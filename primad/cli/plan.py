@@ -16,9 +16,9 @@ from primad.cli.commands import HelpAll
 from primad.cli.completion import shapes
 from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devices, wishes_of
 from primad.cli.grouped import grouped, names_of
-from primad.cli.hub import model_path
+from primad.cli.hub import encoder_of, model_path
 from primad.cli.library import ModelFolders
-from primad.cli.options import Lora, RopeOptions, rope_of
+from primad.cli.options import Lora, Mmproj, RopeOptions, rope_of
 from primad.cli.output import err, tables, write_json
 from primad.cli.progress import RichReporter
 from primad.cli.run_options import DraftOptions, RunOptions, run_config
@@ -47,6 +47,7 @@ class ModelOptions:
             show_default=False,
         ),
     ] = None
+    mmproj: Mmproj = Path("auto")
     model_shape: Annotated[
         str | None,
         typer.Option(help="A built-in model, such as llama3-70b-q4k.", show_default=False, autocompletion=shapes),
@@ -174,7 +175,7 @@ def _ask(
     found = found_devices(fleet, files, live)
     checked: Checked = _unknown
     drafts: PlannedDraft | None = None
-    may_be_several = True
+    may_be_several, encoder = True, None
     if path is not None:
         header, home = open_model(path, header_only=True), found.home or load_config({"home": live.home}).home
         adapters = open_adapters(parse_lora(lora), header)
@@ -191,8 +192,9 @@ def _ask(
         if predicts(wishes.run, header, other, free_bytes=None if head is None else head.ram_available_bytes):
             profile = with_predicting(profile, header)
         drafts, may_be_several = _draft(draft, header, home, folders), not why_whole(header)
+        encoder = encoder_of(model.mmproj, model.model or path, path, lambda: _config(live.home, folders))
     asked = ask(dataclasses.replace(wishes, head=wishes.head or found.own), found.devices, found.links, profile)
-    return dataclasses.replace(asked, draft=drafts, may_be_several=may_be_several), checked
+    return dataclasses.replace(asked, draft=drafts, encoder=encoder, may_be_several=may_be_several), checked
 
 
 def _config(home: Path | None, folders: tuple[Path, ...]) -> Config:

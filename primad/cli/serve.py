@@ -18,6 +18,7 @@ from primad.cli.library import ModelFolders, library_of, pinned_in, tables_of
 from primad.cli.options import (
     DeviceOptions,
     Lora,
+    Mmproj,
     NamedDevices,
     OnInterface,
     OwnerOptions,
@@ -60,13 +61,7 @@ class EndpointOptions:
         Path | None,
         typer.Option(help="A file with a Jinja template that replaces the model's.", show_default=False),
     ] = None
-    mmproj: Annotated[
-        Path,
-        typer.Option(
-            help="The encoder of pictures, mmproj-….gguf. auto: the one beside the model, if there is one.",
-            metavar="FILE|auto|none",
-        ),
-    ] = Path("auto")
+    mmproj: Mmproj = Path("auto")
     image_min_tokens: Annotated[
         int | None,
         typer.Option(

@@ -8,7 +8,6 @@ import itertools
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -38,21 +37,10 @@ _RING: Final = "primad.ring.process"
 
 
 class OwnProfile:
-    """The profile of the device on which a daemon runs. ``describe`` hears what is measured, the owner sees progress.
+    """The profile of the device on which a daemon runs. ``describe`` hears what is measured, the owner sees progress."""
 
-    Of its memory ``reserved_bytes`` are for something else than windows.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        reporter: Reporter,
-        describe: Callable[[str], None] = lambda _: None,
-        *,
-        reserved_bytes: int = 0,
-    ) -> None:
+    def __init__(self, config: Config, reporter: Reporter, describe: Callable[[str], None] = lambda _: None) -> None:
         self._config, self._reporter, self._describe = config, reporter, describe
-        self._reserved_bytes = reserved_bytes
 
     @property
     def is_known(self) -> bool:
@@ -62,8 +50,7 @@ class OwnProfile:
     def now(self, name: str) -> DeviceProfile:
         """The profile as of now, under ``name``; what takes time was measured before."""
         config = self._config
-        found = profile_device(name, config.home, config.threads, lambda _: None, limits=config.limits, effort=QUICK)
-        return replace(found, ram_available_bytes=max(0, found.ram_available_bytes - self._reserved_bytes))
+        return profile_device(name, config.home, config.threads, lambda _: None, limits=config.limits, effort=QUICK)
 
     async def measure(self) -> None:
         """Measure this device unless it was before. Raises ``ConfigError`` when it cannot be."""

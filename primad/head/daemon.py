@@ -127,6 +127,7 @@ class HeadDaemon:
         serving = ModelServing(self._head, service, backend, self._parts)
         serving.rings.layer_port = self._layer_port
         self._replan_others()
+        self.pool.reserved[serving.name] = service.reserved_bytes
         self._servings.append(serving)
         return serving
 
@@ -150,6 +151,7 @@ class HeadDaemon:
             self._servings.remove(serving)
         await to_its_end(serving.unload())
         self.pool.held.pop(serving.name, None)
+        self.pool.reserved.pop(serving.name, None)
         self._replan_others()
         state = self._core.state
         for name, device in () if state is None else state.devices.items():

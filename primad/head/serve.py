@@ -88,7 +88,7 @@ def serve(
             service = replace(checked, options=place.options).service(place.node)
             texts = TextService(str(service.model.file), checked.template)
             backend = RingBackend(texts=texts, max_wait_s=options.max_wait_s)
-            profile = OwnProfile(config, reporter, backend.describe, reserved_bytes=checked.reserved_bytes)
+            profile = OwnProfile(config, reporter, backend.describe)
             head = HeadDaemon(place.node, place.options, profile=profile, reporter=reporter)
             head.only(service, backend)
             embedding = _embedding_of(options, config)

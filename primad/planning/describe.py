@@ -214,8 +214,16 @@ def workload_part(planned: Planned) -> WorkloadJson:
 
 def model_part(question: Question) -> ModelJson:
     """The model of ``question``."""
-    model = question.model
-    return ModelJson(name=model.name, architecture=model.architecture, layers=len(model.layers), bytes=model.size_bytes)
+    model, encoder = question.model, question.encoder
+    return ModelJson(
+        name=model.name,
+        architecture=model.architecture,
+        layers=len(model.layers),
+        bytes=model.size_bytes,
+        sees=encoder is not None and encoder.sees,
+        hears=encoder is not None and encoder.hears,
+        encoder_bytes=0 if encoder is None else encoder.memory_bytes,
+    )
 
 
 def bottleneck(plan: Plan, prediction: Prediction, instance: Instance) -> str:

@@ -16,7 +16,7 @@ from halda.cost import message_s
 from halda.instance import Instance
 from primad.planning.batching import batches_of
 from primad.planning.drafting import drafting_of, not_taken_back, takes_back
-from primad.planning.question import PlannedDraft, Question, default_workload
+from primad.planning.question import PlannedDraft, Question, default_workload, without_ram
 from primad.planning.schema import DraftJson, GainJson
 from primad.ring.speculation.drafter import Drafting
 from primad.ring.speculation.pace import best_wait, rate_without_waiting
@@ -140,10 +140,7 @@ def with_room_for_draft(question: Question, head: str) -> Question:
     left = {each.device: each.ram_available_bytes - draft.memory_bytes for each in question.devices}
     if left[head] < 0:
         return replace(question, head=head, draft=replace(draft, head_has_room=False))
-    devices = tuple(
-        replace(each, ram_available_bytes=left[head]) if each.device == head else each for each in question.devices
-    )
-    return replace(question, head=head, devices=devices)
+    return replace(question, head=head, devices=tuple(without_ram(question.devices, head, draft.memory_bytes)))
 
 
 def no_room(memory_bytes: int) -> str:

@@ -28,7 +28,7 @@ from primad.planning.describe import (
 from primad.planning.draft_gain import draft_part, with_room_for_draft
 from primad.planning.extra_buffers import why_extra
 from primad.planning.plan import Planned, PlanRequest, Settled, plan, search
-from primad.planning.question import Question
+from primad.planning.question import Question, with_room_for_encoder
 from primad.planning.schema import SCHEMA, Explanation, GivenUpJson, LeftOutJson, SingleDeviceJson, WhatIf
 from primad.settings.quantities import show_ms
 
@@ -89,10 +89,11 @@ def _as_settled(chosen: Planned) -> Settled:
 
 
 def _with_room(question: Question) -> Question:
-    """``question`` with room for the draft model on the head, the best one without it. Raises ``Infeasible``."""
-    if question.draft is None:
+    """``question`` with room for encoder and draft model on the head, the best one without them. Raises ``Infeasible``."""
+    if question.draft is None and question.encoder is None:
         return question
-    return with_room_for_draft(question, question.head or best_plan(question).plan.head)
+    head = question.head or best_plan(question).plan.head
+    return with_room_for_draft(with_room_for_encoder(question, head), head)
 
 
 def _described(question: Question, planned: Planned) -> DescribedPlan:

@@ -16,7 +16,7 @@ from primad.gguf.published import published_file
 from primad.planning.describe import bottleneck
 from primad.planning.explain import best_plan
 from primad.planning.plan import Planned
-from primad.planning.question import Question
+from primad.planning.question import Question, with_room_for_encoder
 from primad.planning.whatif import change
 from primad.profiler.store import load_profiles
 from primad.system.processors import usable_cores
@@ -53,6 +53,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[str] = []
     hub: str = ""
     is_best: bool = False
+    sees: bool = False
+    hears: bool = False
 
 
 class FitResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +105,12 @@ def ranked(fits: Iterable[Fit]) -> list[Fit]:
 
 def _fit(asked: tuple[str, Question]) -> Fit:
     name, question = asked
+    found = _fit_of(name, question)
+    sees, hears = (False, False) if question.encoder is None else (question.encoder.sees, question.encoder.hears)
+    return msgspec.structs.replace(found, sees=sees, hears=hears)
+
+
+def _fit_of(name: str, question: Question) -> Fit:
     model, file = question.model, published_file(name)
     hub = "" if file is None else file.hub
     try:
@@ -135,7 +143,8 @@ def _best_plan(question: Question) -> Planned:
     plans, failures = list[Planned](), list[Infeasible]()
     for head in heads:
         try:
-            plans.append(best_plan(replace(question, head=head, time_limit_s=question.time_limit_s / len(heads))))
+            asked = replace(question, head=head, time_limit_s=question.time_limit_s / len(heads))
+            plans.append(best_plan(with_room_for_encoder(asked, head)))
         except Infeasible as exc:
             failures.append(exc)
     if not plans:

@@ -67,11 +67,26 @@ class PlannedDraft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedEncoder:
+    """What encodes pictures, if the model ``sees``, and sounds: its process takes so much RAM of the head."""
+
+    sees: bool
+    hears: bool
+    memory_bytes: int
+
+
+def senses(sees: bool, hears: bool) -> str:
+    """What a model can, in words; empty for neither."""
+    return " and ".join(word for word, can in (("sees", sees), ("hears", hears)) if can)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """What is to be planned. ``head`` is None where the best device is looked for.
 
     ``links`` are known ones; what they do not cover goes by ``default_link``. ``draft`` is the draft model, if there
-    is one. Models that are not known to be exact for several requests have one at a time (``may_be_several``).
+    is one, ``encoder`` that of pictures. Models that are not known to be exact for several requests have one at a time
+    (``may_be_several``).
     """
 
     devices: tuple[DeviceProfile, ...]
@@ -83,6 +98,7 @@ class Question:
     head: str | None
     time_limit_s: float
     draft: PlannedDraft | None = None
+    encoder: PlannedEncoder | None = None
     may_be_several: bool = True
 
     @property
@@ -118,6 +134,25 @@ def ask(
         head=None if wishes.head is None else check_name(wishes.head, names, "--head"),
         time_limit_s=wishes.time_limit_s,
     )
+
+
+def with_room_for_encoder(question: Question, head: str) -> Question:
+    """``question`` for ``head``, of whose RAM the encoder of pictures has its part."""
+    if question.encoder is None:
+        return question
+    return replace(
+        question, head=head, devices=tuple(without_ram(question.devices, head, question.encoder.memory_bytes))
+    )
+
+
+def without_ram(devices: Iterable[DeviceProfile], name: str, taken_bytes: int) -> list[DeviceProfile]:
+    """``devices``, with so much less RAM on the one that is called ``name``."""
+    return [
+        replace(each, ram_available_bytes=max(0, each.ram_available_bytes - taken_bytes))
+        if each.device == name
+        else each
+        for each in devices
+    ]
 
 
 def check(wishes: Wishes) -> None:

@@ -239,12 +239,15 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelJson(msgspec.Struct, frozen=True, kw_only=True):
-    """The model."""
+    """The model. Where it ``sees`` or ``hears`` its encoder takes ``encoder_bytes`` of the head's RAM."""
 
     name: str
     architecture: str
     layers: int
     bytes: int
+    sees: bool = False
+    hears: bool = False
+    encoder_bytes: int = 0
 
 
 class WorkloadJson(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from primad.errors import ConfigError
+from primad.planning.question import senses
 from primad.planning.schema import (
     DeviceJson,
     DraftJson,
@@ -165,6 +166,11 @@ def _facts(answer: Explanation) -> Table:
         table.add_row("experts", f"in RAM, computed by the processor, of {', '.join(experts_on_cpu)} on the GPU")
     for i, kept in enumerate(answer.kept):
         table.add_row("kept twice" if i == 0 else "", _kept(kept))
+    if answer.model.encoder_bytes:
+        takes = show_bytes(answer.model.encoder_bytes)
+        table.add_row(
+            senses(answer.model.sees, answer.model.hears), f"with its encoder, which takes {takes} of {answer.head}"
+        )
     if answer.draft is not None:
         table.add_row("draft", _draft(answer.draft))
     table.add_row("bottleneck", found.bottleneck)

@@ -429,6 +429,7 @@ async def test_what_a_plan_takes_is_told_with_what_was_learnt_since(tmp_path):
         model=SimpleNamespace(planned=planned),
         workload=work,
         options=SimpleNamespace(run=RunConfig(objective="latency")),
+        reserved_bytes=0,
     )
     book = SimpleNamespace(
         all_between=lambda names: [link("desk", "lap"), link("lap", "desk")], why_cut=lambda *_: None

@@ -64,11 +64,12 @@ class House:
         self._profiles = list(profiles) or [offloading(desk) if vram else desk, device("lap", ram=int(lap))]
         run = RunConfig(**wishes)
         toy = model(context_tokens=trained) if toy is None else toy
-        service = SimpleNamespace(
+        self.service = SimpleNamespace(
             model=Served(toy),
             workload=workload_of(run, toy),
             options=SimpleNamespace(run=run),
             planned_draft=draft,
+            reserved_bytes=0,
         )
         book = SimpleNamespace(
             all_between=lambda names: [] if profiles else [link("desk", "lap"), link("lap", "desk")],
@@ -78,10 +79,8 @@ class House:
         monkeypatch.setattr(planner_module, "why_whole", lambda header: "")
         monkeypatch.setattr(planner_module, "turns_by_context", lambda header: False)
         own, devices = SimpleNamespace(profile=self._own), SimpleNamespace(present=self._present, book=book)
-        self.planner = Planner(
-            service,
-            DevicePool(own=own, others=devices, learning=Learning(tmp_path), limits=DeviceLimits(tmp_path)),
-        )
+        self.pool = DevicePool(own=own, others=devices, learning=Learning(tmp_path), limits=DeviceLimits(tmp_path))
+        self.planner = Planner(self.service, self.pool)
 
     async def plan(
         self, candidates: frozenset[str] = frozenset(), served: Forecast | None = None, *, keeps_attention: bool = False
@@ -216,3 +215,13 @@ async def test_an_attention_that_no_plan_has_memory_for_is_given_up_before_the_c
     kept, _ = await small.plan(served=replace(served, sequences=1, context_tokens=16384), keeps_attention=True)
     assert kept.flash
     assert kept.context_tokens == 16384
+
+
+async def test_what_encoders_take_of_the_head_is_not_planned_with_until_their_models_go(house):
+    at_home = house(ram=9 * GB)
+    at_home.service.reserved_bytes = GB
+    at_home.pool.reserved.update({"": GB, "other": GB})
+    forecast, _ = await at_home.planner.beside(frozenset(), frozenset())
+    assert forecast.question.devices[0].ram_available_bytes == 7 * GB
+    forecast, _ = await at_home.planner.beside(frozenset(), {"other"})
+    assert forecast.question.devices[0].ram_available_bytes == 8 * GB

@@ -15,7 +15,7 @@ from halda import CHUNKS, Infeasible, Limits, arrange, evaluate, instance, solve
 from primad.errors import PlanError
 from primad.planning.describe import DescribedPlan, ring_part
 from primad.planning.explain import best_plan, explain
-from primad.planning.question import Question, ask
+from primad.planning.question import PlannedEncoder, Question, ask
 from primad.planning.schema import SCHEMA, Explanation, RingJson, encode
 from primad.planning.table import show
 from primad.planning.whatif import change
@@ -256,3 +256,18 @@ def test_with_the_least_memory_all_layers_are_read():
         explain(question(device("desk", ram=minimum - GB // 100)))
     smaller = explain(question(device("desk", ram=minimum - GB // 100), kv_type="q8_0"))
     assert smaller.workload.kv_type == "q8_0"
+
+
+def test_an_encoder_takes_its_memory_of_the_head_and_the_answer_says_what_the_model_can():
+    encoder = PlannedEncoder(sees=True, hears=False, memory_bytes=GB)
+    asked = replace(question(), encoder=encoder)
+    left = question(
+        *(replace(each, ram_available_bytes=2 * GB) if each is DESK else each for each in (DESK, LAPTOP, PI))
+    )
+    found, known = explain(replace(asked, head="desk")), explain(replace(left, head="desk"))
+    assert found.devices == known.devices
+    assert (found.model.sees, found.model.hears, found.model.encoder_bytes) == (True, False, GB)
+    console = Console(file=io.StringIO(), width=200)
+    show(found, console)
+    assert re.search(r"sees +with its encoder, which takes .* of desk", console.file.getvalue())
+    assert explain(asked).head == explain(question()).head

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from gguf import GGUFWriter
 
 from primad.errors import ConfigError
-from primad.head.model.encoder import AUTO, NONE, encoder_file, projector_beside
+from primad.head.model.encoder import AUTO, BESIDE_BYTES, NONE, encoder_file, projector_beside
 from tools.lab.mmproj import Eye, write_encoder
 from tools.synth import write_model
 
@@ -31,7 +32,7 @@ def test_the_only_encoder_beside_the_only_model_is_taken(model, tmp_path):
     found, line = encoder_file(AUTO, model, None)
     assert found.path == only
     assert f"may have pictures, which {only} encodes" in line
-    assert found.size_bytes == only.stat().st_size
+    assert found.memory_bytes > only.stat().st_size + BESIDE_BYTES
 
 
 def test_one_model_in_two_quantisations_is_the_only_one(model, tmp_path):
@@ -61,7 +62,7 @@ def test_what_is_named_wins_and_the_librarys_choice_comes_before_a_neighbour(mod
 
 def test_without_an_encoder_clients_hear_what_is_missing_and_how_to_get_it(model, tmp_path):
     found, line = encoder_file(AUTO, model, None)
-    assert (found.path, line, found.size_bytes) == (None, "", 0)
+    assert (found.path, line, found.memory_bytes) == (None, "", 0)
     assert "mmproj-….gguf, which 'primad pull' fetches too" in found.lacks
     assert f"put it beside {model.name}" in found.lacks
     encoder(tmp_path, "mmproj-F16.gguf")
@@ -80,6 +81,18 @@ def test_a_file_that_is_no_encoder_of_pictures_is_refused_where_it_is_named_and_
         assert found.path is None
         assert "cannot be used" in found.lacks
         assert "no pictures" in line
+
+
+def test_plan_fit_and_models_say_that_a_model_sees(command, model, tmp_path):
+    encoder(tmp_path, "mmproj-F16.gguf")
+    fleet = ("--fleet", "apple-home", "--json")
+    planned = json.loads(command("plan", "--model", model, *fleet)[1])["model"]
+    assert (planned["sees"], planned["hears"]) == (True, False)
+    assert planned["encoder_bytes"] == encoder_file(AUTO, model, None)[0].memory_bytes
+    assert not json.loads(command("plan", "--model", model, "--mmproj", "none", *fleet)[1])["model"]["sees"]
+    assert json.loads(command("fit", "--model", model, *fleet)[1])["models"][0]["sees"]
+    (listed,) = json.loads(command("models", "--models", tmp_path, "--json")[1])
+    assert (listed["sees"], listed["hears"]) == (True, False)
 
 
 def odd(path: Path) -> None:

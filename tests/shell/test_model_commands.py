@@ -21,6 +21,7 @@ from primad.head import serve as serve_module
 from primad.library import places
 from tests.fakes.model_stores import hub_file, ollama_model, toy
 from tools import synth
+from tools.lab.mmproj import write_encoder
 
 OLLAMA = "registry.ollama.ai/library/llama3.2"
 
@@ -123,8 +124,9 @@ def test_models_of_every_place_are_listed(command, user, weights):
 
 def test_a_model_with_an_encoder_of_pictures_is_said_to_see(command, user, served):
     model = toy(user / "mine" / "x-Q8_0.gguf", "a")
-    encoder = toy(user / "mine" / "mmproj-x.gguf", "b", general__type="mmproj")
-    assert "with mmproj" in command("models", "--models", user / "mine")[1]
+    encoder = user / "mine" / "mmproj-x.gguf"
+    write_encoder(encoder, "gemma3", 64)
+    assert "folder; sees\n" in command("models", "--models", user / "mine")[1]
     for words, expected in ((("--mmproj", encoder), encoder), (("--mmproj", "none"), Path("none")), ((), Path("auto"))):
         assert command("serve", "--models", user / "mine", "--model", "x", *words)[0] == 0
         ((source, options),) = served

@@ -53,12 +53,6 @@ class CheckedModel:
     predicts: bool
     encoder: EncoderFile
 
-    @property
-    def reserved_bytes(self) -> int:
-        """Memory of this device that its draft model takes, and its encoder of pictures."""
-        draft = 0 if self.draft is None or not self.head_has_room else self.draft.memory_bytes
-        return draft + self.encoder.size_bytes
-
     def service(self, node: Node) -> Service:
         """As it is served by ``node``. Raises ``PlanError`` if no work can be planned for it."""
         return service_of(

@@ -10,6 +10,7 @@ from primad.errors import ConfigError, ModelError
 from primad.gguf.header import Header, read_beginning
 from primad.gguf.hub import quantisation_in
 from primad.gguf.model import PART_NAME
+from primad.planning.question import PlannedEncoder
 
 AUTO: Final = Path("auto")
 """What ``--mmproj`` is where the file is to be looked for."""
@@ -17,7 +18,13 @@ NONE: Final = Path("none")
 _MARK: Final = "mmproj"
 _BEGINNING_BYTES: Final = 1 << 16
 _GEMMA_4_TOKENS: Final = 280
-_MAX_SIDE: Final = 1 << 13
+BESIDE_BYTES: Final = 256 << 20
+"""What its process takes beside weights and buffers: Python, the model's tokens, the picture."""
+_STATES: Final = 4
+"""Values of the encoder's width that the buffers hold of a patch, beside those of its feed-forward layer, as measured."""
+_FRAMES: Final = 3000
+"""Patches of half a minute of sound."""
+_MAX_SIDE: Final = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,8 @@ class EncoderFile:
     sees: bool = False
     hears: bool = False
     whole_tokens: int = 0
+    memory_bytes: int = 0
+    """Of the process that has it loaded, while it encodes a picture."""
 
     @property
     def line(self) -> str:
@@ -38,9 +47,11 @@ class EncoderFile:
         return f"requests may have {' and '.join(taken)}, which {self.path} encodes"
 
     @property
-    def size_bytes(self) -> int:
-        """What it takes of memory, once it is loaded."""
-        return 0 if self.path is None else self.path.stat().st_size
+    def planned(self) -> PlannedEncoder | None:
+        """What plans know of it."""
+        if self.path is None:
+            return None
+        return PlannedEncoder(sees=self.sees, hears=self.hears, memory_bytes=self.memory_bytes)
 
 
 NO_ENCODER: Final = EncoderFile()
@@ -103,7 +114,9 @@ def _checked(path: Path, what: str) -> EncoderFile:
     if architecture != "clip" or not (sees or hears):
         raise ConfigError(f"{what}: is no encoder of pictures; name the file {_MARK}-….gguf of the model's publisher")
     lacks = "" if sees else "the model's encoder takes sound, and no pictures"
-    return EncoderFile(path, lacks, sees=sees, hears=hears, whole_tokens=whole_tokens)
+    return EncoderFile(
+        path, lacks, sees=sees, hears=hears, whole_tokens=whole_tokens, memory_bytes=_memory_bytes(path, header)
+    )
 
 
 def _whole_tokens(header: Header) -> int:
@@ -114,6 +127,24 @@ def _whole_tokens(header: Header) -> int:
     side, patch = (header.count(f"clip.vision.{each}", maximum=_MAX_SIDE) for each in ("image_size", "patch_size"))
     merged = header.count("clip.vision.projector.scale_factor", 4)
     return int((side // max(1, patch) // max(1, merged)) ** 2)
+
+
+def _memory_bytes(path: Path, header: Header) -> int:
+    """The weights, what the process takes beside them, and the buffers of a picture as large as the encoder's."""
+    senses = [each for each in ("vision", "audio") if f"clip.{each}.embedding_length" in header.values]
+    return (
+        path.stat().st_size + BESIDE_BYTES + max((_buffer_bytes(header, f"clip.{each}") for each in senses), default=0)
+    )
+
+
+def _buffer_bytes(header: Header, prefix: str) -> int:
+    try:
+        width, inner = header.count(f"{prefix}.embedding_length"), header.count(f"{prefix}.feed_forward_length", 0)
+        side = header.count(f"{prefix}.image_size", 0, maximum=_MAX_SIDE)
+        patches = (side // max(1, header.count(f"{prefix}.patch_size", 1))) ** 2 if side else _FRAMES
+    except ModelError:
+        return 0  # llama.cpp says what is wrong with it
+    return 4 * patches * (inner + _STATES * width)
 
 
 def _flag(header: Header, key: str) -> bool:

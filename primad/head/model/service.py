@@ -164,6 +164,12 @@ class Service:
         return self.options.run.chunk_rows if predicted is None else predicted.chunk_rows
 
     @property
+    def reserved_bytes(self) -> int:
+        """Memory of the head that its draft model takes, and its encoder of pictures."""
+        draft = 0 if self.draft is None or not self.head_has_room else self.draft.memory_bytes
+        return draft + self.encoder.memory_bytes
+
+    @property
     def planned_draft(self) -> PlannedDraft | None:
         """The draft model, for plans."""
         draft, source = self.draft, self.draft_source

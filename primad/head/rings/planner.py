@@ -23,7 +23,7 @@ from primad.head.rings.taken import Taken, peak
 from primad.planning.extra_buffers import as_planned
 from primad.planning.forecast import Forecast
 from primad.planning.plan import FoundPlan, PlanRequest, complete, search
-from primad.planning.question import LinkSpeed, both_ways, with_default_links
+from primad.planning.question import LinkSpeed, both_ways, with_default_links, without_ram
 from primad.planning.solver_process import solve_in_process
 from primad.system.tasks import Tasks
 
@@ -46,6 +46,8 @@ class DevicePool:
     limits: DeviceLimits
     held: dict[str, Callable[[], Iterable[Forecast]]] = field(default_factory=dict)
     """What each model has, or is to have, of the devices, by its name."""
+    reserved: dict[str, int] = field(default_factory=dict)
+    """What each takes of this device's RAM besides, for its draft model and its encoder."""
 
     def taken(self, spared: Collection[str]) -> dict[str, Taken]:
         """What the models hold of each device but ``spared``."""
@@ -199,11 +201,13 @@ class Planner:
     def _known(
         self, measured: Sequence[DeviceProfile], gone: Collection[str] = ()
     ) -> tuple[list[DeviceProfile], list[LinkProfile]]:
-        """Devices and the links between them, corrected, without what other models hold, or those ``gone``."""
+        """Devices, this one first, and the links between them, corrected, without what other models hold but ``gone``."""
         corrections, taken = self._pool.learning.planned(measured), self._pool.taken({self._name, *gone})
         links = self._pool.others.book.all_between(each.device for each in measured)
         limited = [self._pool.limits.apply(corrections.apply(each)) for each in measured]
         left = [taken[each.device].off(each) if each.device in taken else each for each in limited]
+        others = sum(size for name, size in self._pool.reserved.items() if name not in {self._name, *gone})
+        left = without_ram(left, measured[0].device, self._service.reserved_bytes + others)
         return left, [corrections.apply_link(link) for link in links]
 
     async def _solve(
