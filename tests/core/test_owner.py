@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from primad.daemon import owner
 from primad.daemon.owner import BATTERY_EVERY_S, BY_HAND, ON_BATTERY, SETTLED_S, OwnerPause, PausePolicy
 from primad.errors import ConfigError
+from primad.system import niceness
 from primad.system.niceness import apply_nice
 
 
@@ -205,6 +206,19 @@ def test_every_thread_stands_back_and_none_comes_forward_again(busy):
     assert [os.getpriority(os.PRIO_PROCESS, thread) for thread in threads] == [15, 15]
     apply_nice(busy.pid, 12)
     assert psutil.Process(busy.pid).nice() == 15
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux groups sessions")
+def test_a_session_of_a_processs_own_stands_back_as_a_whole_and_no_other_one(busy, tmp_path, monkeypatch):
+    (tmp_path / str(busy.pid)).mkdir()
+    monkeypatch.setattr(niceness, "PROC", tmp_path)
+    apply_nice(busy.pid, 10)
+    assert not [*(tmp_path / str(busy.pid)).iterdir()]
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as alone:
+        (tmp_path / str(alone.pid)).mkdir()
+        apply_nice(alone.pid, 10)
+        assert (tmp_path / str(alone.pid) / "autogroup").read_text() == "10"
+        alone.kill()
 
 
 def test_a_process_that_has_ended_costs_a_log_line(busy, caplog):
