@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from tools.benches import api, copies, http, hybrids, memory, models, predict, published, ring, serve, solve, speculate
+from tools.benches import (
+    api,
+    copies,
+    http,
+    hybrids,
+    memory,
+    models,
+    pictures,
+    predict,
+    published,
+    ring,
+    serve,
+    solve,
+    speculate,
+)
 from tools.lab.harness import Bench
 
 BENCHES: Final[Mapping[str, Bench]] = {
@@ -17,6 +31,7 @@ BENCHES: Final[Mapping[str, Bench]] = {
     "copies": copies.BENCH,
     "hybrids": hybrids.BENCH,
     "models": models.BENCH,
+    "pictures": pictures.BENCH,
     "predict": predict.BENCH,
     "solve": solve.BENCH,
     "paper": solve.PAPER,
