@@ -4,9 +4,9 @@ has all cores.
 The encoder is the lab's, of half the layers of a CLIP ViT-L/14-336, with random weights; each picture is a new one.
 
 ``encode``: seconds from a request that counts a picture's tokens to its answer, beside libmtmd with the encoder in this
-process. ``kept``: seconds to the first token where the picture was sent before, beside those where it was not; prompts are
-not found in the cache. ``beside``: the time between tokens of an answer, of 20 the longest but one, while picture after
-picture is encoded, beside that of an answer by itself.
+process. ``kept``: seconds to the first token of another question about a picture, beside those of the first one.
+``beside``: the time between tokens of an answer, of 20 the longest but one, while picture after picture is encoded, beside
+that of an answer by itself.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def _encode_s(head: HttpServer, model: str, picture: str) -> float:
     return time.perf_counter() - begin_s
 
 
-def _first_s(head: HttpServer, picture: str) -> float:
-    """Seconds to the first token of an answer about ``picture``."""
+def _first_s(head: HttpServer, picture: str, question: str) -> float:
+    """Seconds to the first token of an answer to ``question`` about ``picture``."""
     parts = [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}},
-        {"type": "text", "text": "What is it?"},
+        {"type": "text", "text": question},
     ]
-    asked = {"messages": [{"role": "user", "content": parts}], "max_tokens": 2, "stream": True, **ASKED}
+    asked = {"messages": [{"role": "user", "content": parts}], "max_tokens": 2, "stream": True, "speculate": False}
     begin_s = time.perf_counter()
     with closing(head.events("/v1/chat/completions", asked)) as events:
         for at_s, body in events:
@@ -96,10 +96,10 @@ class Turns:
         return served_s, time.perf_counter() - begin_s
 
     def kept(self, _: int) -> tuple[float, float]:
-        """Seconds to the first token with a picture that was sent before, and with a new one."""
+        """Seconds to the first token of a second question about a picture, and of the first one."""
         picture = _picture(next(self._seeds))
-        new_s = _first_s(self._head, picture)
-        return _first_s(self._head, picture), new_s
+        new_s = _first_s(self._head, picture, "What is it?")
+        return _first_s(self._head, picture, "Which colours has it?"), new_s
 
     def alone(self, _: int) -> list[float]:
         """Seconds between the tokens of an answer."""
