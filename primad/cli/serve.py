@@ -75,6 +75,12 @@ class EndpointOptions:
         int | None,
         typer.Option(help="The most tokens of such a picture.", min=1, max=MAX_IMAGE_TOKENS, show_default=False),
     ] = None
+    fetch_images: Annotated[
+        bool,
+        typer.Option(
+            "--fetch-images", help="Fetch pictures that clients name by an http or https URL, from public sites."
+        ),
+    ] = False
     tool_parser: Annotated[
         str,
         typer.Option(
@@ -386,6 +392,7 @@ def _serve_options(
         embedding=endpoint.embedding,
         mmproj=endpoint.mmproj,
         image_tokens=image_tokens(endpoint),
+        fetch_images=endpoint.fetch_images,
         allowed_hosts=allowed_hosts(asking.allow_host),
         cors_origins=cors_origins(asking),
         api_key=asking.api_key,

@@ -28,6 +28,7 @@ from primad.api.answering.pictures import PicturesWantedError
 from primad.engine.pictures.messages import EmbeddedRun, EncodedPicture, TokenRun
 from primad.engine.protocol import biases_in
 from primad.errors import RequestError
+from primad.head.model.fetching import PictureFetcher
 from primad.head.model.seeing import prepare_seeing
 from primad.head.model.text_messages import Failed, PicturesWanted, Prepare, PreparedRequest, RequestRefused
 from primad.head.model.text_process import prepared
@@ -127,6 +128,7 @@ class FakeBackend:
         """Drafted and accepted, of each answer."""
         self.calls: list[Call] = []
         self._script = script
+        self.fetcher = PictureFetcher()
 
     async def prepare(
         self, preparation: Preparation[Prepared], body: bytes, served: ModelSettings | None, *, owner: str = ""
@@ -134,7 +136,7 @@ class FakeBackend:
         """In this process, but over the wire. Without a model nobody encodes pictures."""
         if self.served is None:
             return await self._prepared(preparation, body, served, {})
-        return await prepare_seeing(lambda seen: self._prepared(preparation, body, served, seen), encoded)
+        return await prepare_seeing(lambda seen: self._prepared(preparation, body, served, seen), encoded, self.fetcher)
 
     async def _prepared(
         self,

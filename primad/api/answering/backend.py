@@ -112,7 +112,7 @@ class ModelSettings:
     response; ``tool_parser`` names the format of its calls, or is ``auto``. With ``context_shift`` the oldest messages
     of a conversation that is too long are dropped. Up to ``sequences`` requests run at once; if that ``is_exact``, each
     is what it would be alone. Where it neither ``sees`` pictures nor ``hears`` sound, ``lacks_encoder`` says why,
-    and what to do."""
+    and what to do. It ``fetches`` pictures from URLs where the owner said so."""
 
     id: str
     created: int
@@ -126,6 +126,7 @@ class ModelSettings:
     is_exact: bool = True
     sees: bool = False
     hears: bool = False
+    fetches: bool = False
     lacks_encoder: str = "the model has no encoder for pictures"
 
     @property

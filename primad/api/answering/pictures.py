@@ -24,20 +24,22 @@ from primad.errors import RequestError, printable
 
 MAX_PICTURES: Final = 100
 """Of one request."""
+MAX_FETCHED: Final = 16
 _SALT: Final = secrets.token_bytes(16)
 _DATA_URL: Final = re.compile(r"data:(?P<type>[\w.+/-]*)(?:;[\w.=+-]+)*?;base64,", re.ASCII)
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """A picture's file, which its request has ``called`` so."""
+    """A picture's file, which its request has ``called`` so, or the ``url`` where that is to be fetched."""
 
     called: str
     data: bytes
+    url: str = ""
 
     @property
     def digest(self) -> str:
         """What it is known by."""
-        return hashlib.sha256(self.data).hexdigest()
+        return hashlib.sha256(self.data or self.url.encode()).hexdigest()
 
 
 class PicturesWantedError(Exception):
@@ -100,7 +102,9 @@ def known_pictures(sent: Sequence[SentPicture], served: TextModel) -> dict[str, 
     if len(sent) > MAX_PICTURES:
         at = sent[MAX_PICTURES].called
         raise RequestError(f"{at}: a request may have {MAX_PICTURES} pictures; this one has {len(sent)}", param=at)
-    pictures = {marker_of(each.source): Picture(each.called, _content(each)) for each in sent}
+    pictures = {marker_of(each.source): _picture(each, fetches=served.fetches) for each in sent}
+    if (count := sum(bool(each.url) for each in pictures.values())) > MAX_FETCHED:
+        raise RequestError(f"a request may have {MAX_FETCHED} pictures by URL; this one has {count}", param="messages")
     digests = {marker: each.digest for marker, each in pictures.items()}
     unseen = {digests[marker]: each for marker, each in pictures.items() if digests[marker] not in served.seen}
     if unseen:
@@ -109,6 +113,12 @@ def known_pictures(sent: Sequence[SentPicture], served: TextModel) -> dict[str, 
         marker: KnownPicture(each.called, digests[marker], served.seen[digests[marker]])
         for marker, each in pictures.items()
     }
+
+
+def _picture(sent: SentPicture, *, fetches: bool) -> Picture:
+    if fetches and sent.source.startswith(("http://", "https://")):
+        return Picture(sent.called, b"", sent.source)
+    return Picture(sent.called, _content(sent))
 
 
 def _content(sent: SentPicture) -> bytes:
@@ -122,7 +132,7 @@ def _content(sent: SentPicture) -> bytes:
         scheme = printable(source.partition(":")[0], 32)
         raise RequestError(
             f"{sent.called}: this server fetches no pictures ({scheme}: URL); send the file itself, as "
-            "data:image/png;base64,...",
+            "data:image/png;base64,... ('primad serve --fetch-images' has it fetch from http and https)",
             code="no_fetching",
             param=sent.called,
         )

@@ -37,7 +37,8 @@ class ServeOptions:
     ``embedding_name``, if they have other names than their files. ``sampling`` overrides the file's sampling defaults. The
     head serves this model alone and for good if it ``is_only``; else it is one of several, loaded when a request names it.
     ``mmproj`` is the encoder of pictures (``auto``: the ``projector`` that the library knows, or one beside the model).
-    ``image_tokens`` are the fewest and the most of a picture (0: as the encoder says).
+    ``image_tokens`` are the fewest and the most of a picture (0: as the encoder says). With ``fetch_images`` the head
+    fetches those that are URLs.
     """
 
     wait: int | None
@@ -72,6 +73,7 @@ class ServeOptions:
     mmproj: Path = BESIDE
     projector: Path | None = None
     image_tokens: tuple[int, int] = (0, 0)
+    fetch_images: bool = False
 
     @property
     def embedding_id(self) -> str | None:

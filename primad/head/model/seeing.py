@@ -12,6 +12,7 @@ from primad.api.answering.job import Job, Prompt
 from primad.api.answering.pictures import Picture, PicturesWantedError
 from primad.engine.pictures.messages import EncodedPicture
 from primad.errors import EngineError, RequestError
+from primad.head.model.fetching import Encode, PictureFetcher
 from primad.ring.pictures import placed
 from primad.settings.quantities import show_bytes
 
@@ -19,25 +20,34 @@ MAX_CONTENT_BYTES: Final = 56 << 20
 """Of all pictures of a prompt: they go to the head's ring process in one frame."""
 PictureIds = Mapping[str, Sequence[int]]
 """The token ids of pictures, by digest."""
-Encode = Callable[[bytes, str], Awaitable[EncodedPicture]]
 _Made = TypeVar("_Made", bound=msgspec.Struct)
 
 
-async def prepare_seeing(prepare: Callable[[PictureIds], Awaitable[Prepared]], encode: Encode) -> Prepared:
-    """What ``prepare`` makes of a request, whose pictures ``encode`` encodes, if it has any. Raises ``RequestError``."""
+async def prepare_seeing(
+    prepare: Callable[[PictureIds], Awaitable[Prepared]], encode: Encode, fetcher: PictureFetcher
+) -> Prepared:
+    """What ``prepare`` makes of a request, whose pictures ``encode`` encodes, if it has any, of URLs what ``fetcher`` finds.
+
+    Raises ``RequestError``.
+    """
     try:
         return await prepare({})
     except PicturesWantedError as exc:
         wanted = exc.pictures
-    seen = await _encoded(wanted, encode)
+    seen = await _encoded(wanted, encode, fetcher)
     return _with_content(await prepare({digest: placed(each, 0)[0] for digest, each in seen.items()}), seen)
 
 
-async def _encoded(wanted: Sequence[Picture], encode: Encode) -> dict[str, EncodedPicture]:
+async def _encoded(wanted: Sequence[Picture], encode: Encode, fetcher: PictureFetcher) -> dict[str, EncodedPicture]:
     seen: dict[str, EncodedPicture] = {}
     for picture in wanted:
         try:
-            seen[picture.digest] = await encode(picture.data, picture.called)
+            encoding = (
+                fetcher.encoded(picture.url, picture.called, encode)
+                if picture.url
+                else encode(picture.data, picture.called)
+            )
+            seen[picture.digest] = await encoding
         except EngineError as exc:
             raise RequestError(f"{picture.called}: {exc}", code="no_pictures", param=picture.called) from exc
         _check_bytes(sum(map(_content_bytes, seen.values())), picture.called)

@@ -20,6 +20,7 @@ from primad.api.answering.backend import Health, ModelSettings, Preparation, Pre
 from primad.api.answering.pieces import ModelPieces
 from primad.daemon.pictures import PictureService
 from primad.errors import PrimadError, PromptTooLongError, RequestError, RingError
+from primad.head.model.fetching import PictureFetcher
 from primad.head.model.seeing import prepare_seeing
 from primad.head.model.text_service import TextService
 from primad.kv.keys import KvBlock, follows
@@ -203,6 +204,7 @@ class RingBackend:
         self._unsent: list[Generate] = []
         self.find_blocks: FindsBlocks = _no_blocks
         self.pictures: PictureService | None = None
+        self._fetcher = PictureFetcher()
         self.around: Callable[[], dict[str, Any]] = dict
         """The rest of the status, also without a ring."""
         self.created = int(time.time())
@@ -232,6 +234,7 @@ class RingBackend:
         return await prepare_seeing(
             lambda seen: texts.prepare(preparation, body, served, owner=owner, seen=seen),
             partial(pictures.encode, owner=owner),
+            self._fetcher,
         )
 
     async def status(self) -> dict[str, Any]:

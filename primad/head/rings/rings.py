@@ -499,6 +499,7 @@ class Rings:
             is_exact=forecast.is_exact,
             sees=self._service.encoder.sees,
             hears=self._service.encoder.hears,
+            fetches=self._service.options.fetch_images,
             lacks_encoder=self._service.encoder.lacks,
         )
 

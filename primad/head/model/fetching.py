@@ -1,0 +1,160 @@
+"""Pictures by URL, where the owner has the head fetch them (``serve --fetch-images``).
+
+The attack: a URL by which a client has the head ask what only this network reaches, a router or a camera, by an address,
+by a name that means one, or by a site that sends the head there. So each name is looked up once, only public addresses that
+are not of a network of this device count, the connection goes to the address that was judged, and where a site sends the
+head is judged alike. No proxy, cookie or password takes part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import cache
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from typing import Final
+
+import httpx
+
+from primad import __version__
+from primad.engine.pictures.headers import MAX_BYTES
+from primad.engine.pictures.messages import EncodedPicture
+from primad.errors import RequestError, printable
+from primad.network.addresses import Interface, read_interfaces
+
+TIMEOUT_S: Final = 20.0
+"""Of a picture, with all places that it is at."""
+MAX_REDIRECTS: Final = 3
+AT_ONCE: Final = 4
+"""Pictures that are fetched, or fetched and not encoded yet."""
+_ADDRESSES: Final = 2
+"""Of a name that are tried: one of each version, as a rule."""
+_NAT64: Final = ip_network("64:ff9b::/96")
+_HEADERS: Final = {
+    "User-Agent": f"primad/{__version__}",
+    "Accept": "image/*, audio/*",
+    "Accept-Encoding": "identity",
+    "Connection": "close",
+}
+
+Encode = Callable[[bytes, str], Awaitable[EncodedPicture]]
+AllowedOf = Callable[[Iterable[str]], list[str]]
+
+
+def public_addresses(found: Iterable[str], own: Sequence[Interface] = ()) -> list[str]:
+    """Those of the addresses ``found`` that anyone may ask, of no network of this device's ``own`` interfaces."""
+    networks = [subnet.network for each in own for subnet in each.addresses]
+    addresses = ((text, ip_address(text.partition("%")[0])) for text in dict.fromkeys(found))
+    return [
+        text
+        for text, address in addresses
+        if all(
+            each.is_global
+            and not (each.is_multicast or each.is_reserved or getattr(each, "is_site_local", False))
+            and not any(each in network for network in networks)
+            for each in _meant(address)
+        )
+    ]
+
+
+def _meant(address: IPv4Address | IPv6Address) -> Iterator[IPv4Address | IPv6Address]:
+    """What ``address`` leads to: some of IPv6 are those of IPv4."""
+    if isinstance(address, IPv4Address):
+        yield address
+    elif address in _NAT64:
+        yield IPv4Address(int(address) & 0xFFFFFFFF)
+    else:
+        yield address
+        yield from (each for each in (address.ipv4_mapped, address.sixtofour, *(address.teredo or ())) if each)
+
+
+class PictureFetcher:
+    """Fetches pictures from addresses that are allowed: those that it is given back of the ones of a name."""
+
+    def __init__(
+        self,
+        allows: AllowedOf = lambda found: public_addresses(found, read_interfaces()),
+        *,
+        timeout_s: float = TIMEOUT_S,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self._allows, self._timeout_s, self._max_bytes = allows, timeout_s, max_bytes
+        self._room = asyncio.Semaphore(AT_ONCE)
+
+    async def encoded(self, url: str, called: str, encode: Encode) -> EncodedPicture:
+        """What ``encode`` makes of the picture at ``url``, which its request has ``called`` so. Raises ``RequestError``."""
+        async with self._room:
+            return await encode(await self.fetch(url, called), called)
+
+    async def fetch(self, url: str, called: str) -> bytes:
+        """The file at ``url``. Raises ``RequestError``."""
+        where = printable(url, 80)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._fetched(httpx.URL(url))
+        except TimeoutError:
+            why = f"took longer than {self._timeout_s:g} s"
+        except _RefusedError as exc:
+            why = str(exc)
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as exc:
+            why = f"cannot be fetched: {printable(str(exc) or type(exc).__name__, 120)}"
+        raise RequestError(f"{called}: {where} {why}", code="not_fetched", param=called)
+
+    async def _fetched(self, url: httpx.URL) -> bytes:
+        for _ in range(MAX_REDIRECTS + 1):
+            found = await self._asked(url)
+            if isinstance(found, bytes):
+                return found
+            url = found
+        raise _RefusedError("sends one on and on")
+
+    async def _asked(self, url: httpx.URL) -> bytes | httpx.URL:
+        """What is at ``url``, or where that says it is."""
+        if url.scheme not in ("http", "https") or not url.host or url.userinfo:
+            raise _RefusedError("leads to what is no http or https URL without a password")
+        addresses = await self._addresses(url)
+        for address in addresses[:-1]:
+            try:
+                return await self._from(address, url)
+            except httpx.ConnectError:
+                continue
+        return await self._from(addresses[-1], url)
+
+    async def _addresses(self, url: httpx.URL) -> list[str]:
+        port = url.port or (443 if url.scheme == "https" else 80)
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(url.raw_host.decode("ascii"), port, type=socket.SOCK_STREAM)
+        allowed = self._allows(str(place[0]) for *_, place in found)
+        if not allowed:
+            raise _RefusedError("leads to this network, or to an address that is not public")
+        by_version = {ip_address(each.partition("%")[0]).version: each for each in reversed(allowed)}
+        return [by_version[each] for each in sorted(by_version)][:_ADDRESSES]
+
+    async def _from(self, address: str, url: httpx.URL) -> bytes | httpx.URL:
+        headers = _HEADERS | {"Host": url.netloc.decode("ascii")}
+        sni = {"sni_hostname": url.raw_host.decode("ascii")}
+        async with (
+            httpx.AsyncClient(verify=_verified(), trust_env=False, timeout=self._timeout_s) as client,
+            client.stream("GET", url.copy_with(host=address), headers=headers, extensions=sni) as response,
+        ):
+            if response.has_redirect_location:
+                return url.join(response.headers["Location"])
+            if response.status_code != httpx.codes.OK:
+                raise _RefusedError(f"is answered with status {response.status_code}")
+            data = bytearray()
+            async for piece in response.aiter_raw():
+                data += piece
+                if len(data) > self._max_bytes:
+                    raise _RefusedError(f"has more than {self._max_bytes >> 20} MB")
+            return bytes(data)
+
+
+class _RefusedError(Exception):
+    """Why what is at a URL is not taken."""
+
+
+@cache
+def _verified() -> ssl.SSLContext:
+    return httpx.create_ssl_context(trust_env=False)
