@@ -637,3 +637,6 @@ def test_a_picture_waits_for_its_model_which_may_see():
     assert len(made.calls[0].pictures) == 1
     refused = post(models, "/v1/chat/completions", model="two", **body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_pictures")
+    image["image_url"]["url"] = "https://example.org/a.png"
+    assert post(models, "/v1/chat/completions", model="one", **body).json()["error"]["code"] == "no_fetching"
+    assert models.uses[-1][0] == "one", "whether it fetches says the model"

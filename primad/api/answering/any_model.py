@@ -54,5 +54,6 @@ ANY_MODEL: Final = ServedModel(
     vocabulary=AnyVocabulary(),
     sees=True,
     hears=True,
+    fetches=True,
 )
 """The model itself; it is called by every name."""

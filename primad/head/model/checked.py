@@ -89,7 +89,7 @@ def check_model(config: Config, source: Path | RangedModel, options: ServeOption
     if drafts_itself:
         model = with_predicting(model, header)
     draft, has_room = draft_of(options, config, header, reporter, memory().available_bytes)
-    encoder, line = encoder_file(options.mmproj, header.path, options.projector)
+    encoder, line = encoder_file(options.mmproj, header.path, options.projector, options.image_tokens[1])
     if line:
         reporter.report_line(line)
     options = replace(options, run=replace(options.run, whole_rows=encoder.whole_tokens))

@@ -57,21 +57,22 @@ class EncoderFile:
 NO_ENCODER: Final = EncoderFile()
 
 
-def encoder_file(given: Path, model: Path, known: Path | None) -> tuple[EncoderFile, str]:
+def encoder_file(given: Path, model: Path, known: Path | None, max_tokens: int = 0) -> tuple[EncoderFile, str]:
     """What ``--mmproj`` says of the ``model`` file, whose encoder the library may have ``known``; and a line for the owner.
+    Pictures whose size is not fixed have at most ``max_tokens``; 0: as the encoder says.
 
     Raises ``ConfigError`` for a file that is no encoder of pictures.
     """
     if given == NONE:
         return EncoderFile(None, "this server was started with --mmproj none, so no model of it takes pictures"), ""
     if given != AUTO:
-        chosen = _checked(given, f"--mmproj {given}")
+        chosen = _checked(given, f"--mmproj {given}", max_tokens)
         return chosen, chosen.line
     found = known or projector_beside(model)
     if found is None:
         return EncoderFile(None, lacking(model)), ""
     try:
-        chosen = _checked(found, str(found))
+        chosen = _checked(found, str(found), max_tokens)
         return chosen, f"{chosen.line}; --mmproj none leaves it out"
     except ConfigError as exc:
         return EncoderFile(None, f"the model's encoder for pictures cannot be used: {exc}"), f"no pictures: {exc}"
@@ -104,10 +105,10 @@ def _name(path: Path) -> str:
     return stem.removesuffix(quantisation_in(stem).lower()).strip("-_.")
 
 
-def _checked(path: Path, what: str) -> EncoderFile:
+def _checked(path: Path, what: str, max_tokens: int) -> EncoderFile:
     try:
         header = read_beginning(path, _BEGINNING_BYTES)
-        architecture, whole_tokens = header.text("general.architecture"), _whole_tokens(header)
+        architecture, whole_tokens = header.text("general.architecture"), _whole_tokens(header, max_tokens)
     except ModelError as exc:
         raise ConfigError(f"{what}: {exc}; name the file {_MARK}-….gguf that the model's publisher offers") from exc
     sees, hears = _flag(header, "clip.has_vision_encoder"), _flag(header, "clip.has_audio_encoder")
@@ -119,11 +120,11 @@ def _checked(path: Path, what: str) -> EncoderFile:
     )
 
 
-def _whole_tokens(header: Header) -> int:
+def _whole_tokens(header: Header, max_tokens: int) -> int:
     """As llama.cpp's libmtmd has them: a square of a fixed size (Gemma 3), or at most so many (Gemma 4)."""
     kind = header.text("clip.vision.projector_type", "") or header.text("clip.projector_type", "")
     if kind != "gemma3":
-        return _GEMMA_4_TOKENS if kind in ("gemma4v", "gemma4uv") else 0
+        return max_tokens or _GEMMA_4_TOKENS if kind in ("gemma4v", "gemma4uv") else 0
     side, patch = (header.count(f"clip.vision.{each}", maximum=_MAX_SIDE) for each in ("image_size", "patch_size"))
     merged = header.count("clip.vision.projector.scale_factor", 4)
     return int((side // max(1, patch) // max(1, merged)) ** 2)
