@@ -17,6 +17,7 @@
     │   ├── SenderError      the device before this one sent what is no step, or not all steps
     │   ├── AlteredStepError a step came back otherwise than it left
     │   ├── LateStepError    a step did not come back in time
+    │   ├── RankError        a device of a tensor-parallel group is late, gone, or sends something else
     │   └── LoadAgainError   a device has other room than it loaded for; no device is at fault
     └── RequestError      an HTTP request that cannot be served as asked (carries status, code, parameter)
         └── PromptTooLongError  the prompt does not fit the context (carries both sizes)
@@ -111,6 +112,14 @@ class AlteredStepError(RingError):
 
 class LateStepError(RingError):
     """A step did not come back in time."""
+
+
+class RankError(RingError):
+    """``device``, of the same group, is late, gone, or sends something else than the others compute."""
+
+    def __init__(self, message: str, device: str) -> None:
+        super().__init__(message)
+        self.device = device
 
 
 class LoadAgainError(RingError):

@@ -77,6 +77,14 @@ class RunOptions:
     rounds: Annotated[
         int | None, typer.Option(help="Rounds per token, with --windows.", min=1, max=1000, show_default=False)
     ] = None
+    parallel: Annotated[
+        str,
+        typer.Option(
+            help="pipeline: each device computes some of the layers; tensor: all compute a share of each layer, for "
+            "links of a wired network.",
+            autocompletion=one_of("pipeline", "tensor"),
+        ),
+    ] = "pipeline"
     extra_buffers: Annotated[
         str,
         typer.Option(
@@ -139,12 +147,16 @@ def run_config(run: RunOptions, draft: DraftOptions) -> RunConfig:
     from halda import EXPERT_PLACES, KV_TYPES, OBJECTIVES
     from primad.planning.batching import BATCHING_MODES
     from primad.planning.drafting import SPECULATE_MODES
-    from primad.planning.run_config import EXTRA_BUFFERS, MAX_SEQUENCES, RunConfig
+    from primad.planning.run_config import EXTRA_BUFFERS, MAX_SEQUENCES, PARALLEL_MODES, RunConfig
 
     if run.rounds is not None and run.windows is None:
         raise ConfigError(f"--rounds {run.rounds}: needs --windows; give both or neither")
     if run.use_all and run.windows is not None:
         raise ConfigError("--use-all: contradicts --alone and --windows; leave one of them out")
+    parallel = parse_choice(run.parallel, PARALLEL_MODES, "--parallel")
+    is_tensor = parallel == "tensor"
+    if is_tensor:
+        _check_tensor(run, draft)
     return RunConfig(
         objective=parse_choice(run.objective, OBJECTIVES, "--objective"),
         use_all=run.use_all,
@@ -156,11 +168,26 @@ def run_config(run: RunOptions, draft: DraftOptions) -> RunConfig:
         prompt_tokens=run.prompt,
         answer_tokens=run.answer,
         extra_buffers=parse_choice(run.extra_buffers, EXTRA_BUFFERS, "--extra-buffers"),
-        speculate=parse_choice(draft.speculate, SPECULATE_MODES, "--speculate"),
+        speculate="off" if is_tensor else parse_choice(draft.speculate, SPECULATE_MODES, "--speculate"),
         draft_on=None if draft.draft_on == "auto" else draft.draft_on,
         windows=None if run.windows is None else _windows(run.windows),
         rounds=run.rounds,
+        parallel=parallel,
     )
+
+
+def _check_tensor(run: RunOptions, draft: DraftOptions) -> None:
+    """What a group of devices does not compute. Raises ``ConfigError``."""
+    refused = {
+        "--windows": run.windows is not None,
+        "--batching exact": run.batching == "exact",
+        "--extra-buffers on": run.extra_buffers == "on",
+        f"--speculate {draft.speculate}": draft.speculate not in ("auto", "off"),
+        "--draft": draft.draft is not None,
+    }
+    for option, is_set in refused.items():
+        if is_set:
+            raise ConfigError(f"--parallel tensor: cannot be combined with {option}; leave one of them out")
 
 
 def _windows(text: str) -> tuple[int, ...]:

@@ -294,7 +294,7 @@ def serve(
         known = dict.fromkeys((*options.aliases, model.as_posix(), found.name.removesuffix(":latest")))
         known.pop(found.name, None)
         options = replace(options, name=found.name, aliases=tuple(known), projector=found.projector)
-    whole = others.alone or others.wait == 0 or bool(lora)
+    whole = others.alone or others.wait == 0 or bool(lora) or options.run.parallel == "tensor"
     model = model if found is None else found.files[0]
     source = served_model(model, config, whole=whole, several=is_for_several(options, config))
     try:

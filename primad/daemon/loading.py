@@ -190,4 +190,5 @@ class WindowLoad:
             read_ahead_bytes=load.read_ahead_bytes,
             usage=str(self._place.usage),
             cells=str(self._place.kv.folder) if load.keeps else None,
+            group=load.group,
         )

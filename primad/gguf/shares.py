@@ -25,9 +25,7 @@ from primad.gguf.architectures.tensors import TensorRole, layer_of, tensor_role,
 from primad.gguf.constants import GGML_QUANT_SIZES, GGUFValueType
 from primad.gguf.header import Header, TensorInfo, Value, array_value, scalar_value
 from primad.gguf.slices import sliced, zeros
-from primad.gguf.splits import cut_heads, keys_of, ranges_of
-
-MAX_RANKS: Final = 16
+from primad.gguf.splits import MAX_RANKS, cut_heads, keys_of, ranges_of
 
 
 class Part(Enum):
@@ -231,9 +229,9 @@ class ShareRules:
             for rank, own in enumerate(by_head)
         ]
 
-    def max_ranks(self) -> int:
-        """How many devices can share each layer."""
-        for ranks in range(MAX_RANKS, 1, -1):
+    def max_ranks(self, limit: int = MAX_RANKS) -> int:
+        """How many devices can share each layer, at most ``limit``."""
+        for ranks in range(min(limit, MAX_RANKS), 1, -1):
             try:
                 for layer in range(layer_count(self.header)):
                     self.shares(layer, [1] * ranks)
@@ -311,6 +309,16 @@ class ShareRules:
         for own, before in ((share.heads, 0), (share.keys, heads), (share.keys, heads + keys)):
             ranges.append(range((before + own.start) * each, (before + own.stop) * each))
         return sliced(tensor, axis, ranges)
+
+
+def most_ranks(header: Header, limit: int) -> int:
+    """How many of ``limit`` devices can share each layer. Raises ``NotCutError`` where fewer than two can."""
+    rules = ShareRules(header)
+    found = rules.max_ranks(limit)
+    if found < 2:
+        rules.shares(0, [1, 1])
+        raise NotCutError(f"{header.path}: has too few heads or values to be shared between devices", ADVICE)
+    return found
 
 
 def share_header(header: Header, weights: Sequence[int], rank: int) -> Header:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
+
+MAX_RANKS: Final = 16
+"""Devices of a group."""
 
 
 def split(count: int, weights: Sequence[int]) -> list[int] | None:

@@ -36,13 +36,22 @@ from primad.errors import ProtocolError, printable
 from primad.gguf.adapter import check_adapter
 from primad.gguf.layers import check_ref
 from primad.gguf.origins import MAX_FILES, LayerOrigin, RemoteFile, check_origins
+from primad.gguf.splits import MAX_RANKS
 from primad.gguf.windows import WindowPlan, WindowSpec
 from primad.kv.cells import MAX_LAYERS, MAX_POSITIONS, is_block
 from primad.kv.cells import is_key as is_block_key
 from primad.kv.keys import KvBlock
 from primad.network.contacts import Contact, DeviceName, TcpPort, check_contact, is_address
 from primad.network.unreached import Unreached
-from primad.ring.messages import MAX_ROLLBACK, MAX_ROWS, MAX_SEQUENCES, MAX_STATES, Status
+from primad.ring.messages import (
+    MAX_ROLLBACK,
+    MAX_ROWS,
+    MAX_SEQUENCES,
+    MAX_STATES,
+    GroupRank,
+    RankAddress,
+    Status,
+)
 from primad.ring.speculation.drafter import MAX_ROOM
 from primad.ring.speculation.messages import MAX_TEXT_TOKENS, Drafted, TextTask
 from primad.settings.config import NAME
@@ -149,12 +158,13 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     streamed layers are read ahead. ``kv_type`` is the type of the KV cache, ``flash`` whether attention is flash
     attention; ``small_windows``, ``states`` and ``rollback`` are as in ``EngineOptions``, ``rope`` overrides RoPE. With
     ``keeps`` it saves the KV blocks of the step log. Layers of ``origins`` may be fetched from the hub that has ``files``,
-    or from the head, the first of ``sources``, by the names of their origins.
+    or from the head, the first of ``sources``, by the names of their origins. In a ``group`` the worker has a share of all
+    layers, the only window of the route.
     """
 
     ring: int
     epoch: int
-    route: Annotated[int, Meta(ge=2, le=100_000)]
+    route: Annotated[int, Meta(ge=1, le=100_000)]
     width: Annotated[int, Meta(ge=1, le=1 << 20)]
     windows: Annotated[list[WindowPlan], Meta(min_length=1, max_length=MAX_LAYERS)]
     read_ahead_bytes: MemoryBytes
@@ -173,6 +183,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     rope: Rope = Rope()
     files: Annotated[list[RemoteFile], Meta(max_length=MAX_FILES)] = []
     origins: Annotated[list[LayerOrigin], Meta(max_length=MAX_LAYERS)] = []
+    group: GroupRank | None = None
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
@@ -183,6 +194,13 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
     address: str
     key: str
     sender: str
+
+
+class LinkGroup(msgspec.Struct, frozen=True, kw_only=True, tag="link-group"):
+    """Connect the ring process of ``epoch`` to the ranks of its group below its own, at ``addresses``."""
+
+    epoch: int
+    addresses: Annotated[list[RankAddress], Meta(max_length=MAX_RANKS)]
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
@@ -284,6 +302,7 @@ HeadMessage = (
     | Revoked
     | Load
     | Link
+    | LinkGroup
     | Release
     | Ping
     | MeasureLinks
@@ -379,7 +398,8 @@ class DownloadedLayer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """All windows are loaded; steps are received on TCP port ``port`` by a ring process with key ``key``.
+    """All windows are loaded; steps are received on TCP port ``port`` by a ring process with key ``key``. In a group other
+    ranks connect to the port, and the key is empty.
 
     It ``keeps`` the KV blocks that the step log names. ``downloaded`` are the layers that had no digest before.
     """
@@ -396,13 +416,14 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True):
     ``fault`` is its activity: fetch, disk, load, ring, or next if the next device in the ring accepts no steps. If
     ``again``, nothing is wrong: the device has to load again, since it has more or less room than it loaded for. An
     older head leaves it out for a while instead; it does the same if the fault is that of the ``sender``, the device
-    before it, which sent an invalid step, not all steps, or NaN.
+    before it, which sent an invalid step, not all steps, or NaN. In a group it may be that of the device ``rank``.
     """
 
     error: str
     fault: Fault
     again: bool = False
     sender: bool = False
+    rank: Annotated[str, Meta(max_length=100)] = ""
 
 
 class StageState(msgspec.Struct, frozen=True, kw_only=True):
@@ -605,7 +626,7 @@ def _checked_states(message: StageStates) -> StageStates:
 
 
 def _checked_state(state: StageState) -> StageState:
-    if state.loaded is not None:
+    if state.loaded is not None and state.loaded.key:
         _check_key(state.loaded.key)
     if state.broken is None:
         return state
@@ -666,7 +687,7 @@ def _check_load(load: Load) -> None:
     if len({spec.window for spec in specs}) != len(specs):
         raise ProtocolError("plan with two windows at one place of the route")
     for plan in load.windows:
-        _check_assignment(plan.spec, plan.assignment)
+        _check_assignment(plan.spec, plan.assignment, has_output=load.group is not None)
     for source in load.sources:
         check_contact(source)
     for spec in specs:
@@ -677,12 +698,16 @@ def _check_load(load: Load) -> None:
         for adapter in spec.adapters:
             check_adapter(adapter, spec.last - spec.first)
     check_origins(load.files, load.origins, [ref for spec in specs for ref in spec.layers])
-    if any(not 0 < spec.window < load.route - 1 for spec in specs):
+    if load.group is not None:
+        if load.route > 1 or len(specs) > 1 or specs[0].window or not 0 < load.group.rank < len(load.group.devices):
+            raise ProtocolError("plan with an impossible group")
+    elif any(not 0 < spec.window < load.route - 1 for spec in specs):
         raise ProtocolError("plan gives a worker the head's first or last window")
 
 
-def _check_assignment(spec: WindowSpec, assignment: WindowAssignment) -> None:
-    if (assignment.first, assignment.last) != (spec.first, spec.last) or assignment.output != "none":
+def _check_assignment(spec: WindowSpec, assignment: WindowAssignment, *, has_output: bool) -> None:
+    output = "cpu" if has_output else "none"
+    if (assignment.first, assignment.last) != (spec.first, spec.last) or assignment.output != output:
         raise ProtocolError(f"window {spec.window} with the assignment of another one")
     if not 0 <= assignment.gpu_layers <= assignment.layers:
         raise ProtocolError("plan with more layers on the GPU than a window has")
@@ -690,5 +715,7 @@ def _check_assignment(spec: WindowSpec, assignment: WindowAssignment) -> None:
         raise ProtocolError("plan with more layers on other GPUs than a window has on all")
     if not 0 <= assignment.cpu_experts <= assignment.gpu_layers:
         raise ProtocolError("plan with the experts of more layers in RAM than are on the GPU")
-    if assignment.output_bytes or not 0 <= assignment.resident_bytes <= assignment.layer_bytes <= MAX_MEMORY_BYTES:
+    size = assignment.layer_bytes + assignment.output_bytes
+    has_sizes = 0 <= assignment.output_bytes <= has_output * MAX_MEMORY_BYTES and assignment.layer_bytes >= 0
+    if not (has_sizes and 0 <= assignment.resident_bytes <= size <= MAX_MEMORY_BYTES):
         raise ProtocolError(f"window {spec.window} of which {assignment.resident_bytes} bytes are to stay in memory")

@@ -36,6 +36,7 @@ from primad.planning.draft_gain import draft_place
 from primad.planning.drafting import drafting_of
 from primad.planning.extra_buffers import solved_as_planned, suited
 from primad.planning.fitting import Fitted, Served, fitted
+from primad.planning.groups import group_solution
 from primad.planning.question import SOLVE_S, PlannedDraft, workload_of
 from primad.planning.run_config import RunConfig
 
@@ -59,7 +60,8 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``keeps_attention`` its attention too, and with ``keeps_context`` its context stays as it is. A model has one request at
     a time unless it ``may_be_several``. ``draft`` is the draft model; the head's memory is without its part. Devices
     that are ``shared`` with other models are taken where that gains something. What is ``settled`` is not looked for again,
-    nor is a plan that asks less of devices: it is found to be compared.
+    nor is a plan that asks less of devices: it is found to be compared. A tensor-parallel group of the model has at most
+    ``max_ranks`` devices.
     """
 
     devices: list[DeviceProfile]
@@ -77,6 +79,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     may_be_several: bool = True
     settled: Settled | None = None
     time_limit_s: float = SOLVE_S
+    max_ranks: int = 1
 
     @property
     def workloads(self) -> list[Workload]:
@@ -161,6 +164,8 @@ def search(request: PlanRequest) -> FoundPlan:
     """The best plan for the first workload that has one. Raises as ``plan``."""
     if request.run.windows is not None:
         return _search_by_hand(request)
+    if request.run.parallel == "tensor" and len(request.devices) > 1:
+        return _search_group(request)
     works, budget = request.workloads, TimeLimit(request.time_limit_s)
     everyone = frozenset(device.device for device in request.devices)
     for work in works:
@@ -274,6 +279,24 @@ def _search_for(
 
 def _settled(found: WithContext) -> FoundPlan:
     return FoundPlan(solution=found.solution, devices=found.devices, workload=found.workload, why_context=found.why)
+
+
+def _search_group(request: PlanRequest) -> FoundPlan:
+    """The group of all devices. What is in extra buffers is no share of a file, so there are none."""
+    devices, works = [device.without_extra_buffers() for device in request.devices], request.workloads
+    asked = msgspec.structs.replace(request, devices=devices)
+
+    def planned(work: Workload, hurries: bool) -> tuple[Solution, list[DeviceProfile]]:
+        del hurries
+        return group_solution(asked.instance(work), request.max_ranks, request.run.objective), devices
+
+    for work in works:
+        try:
+            return _settled(with_wanted_context(work, request.wanted_tokens, planned, asked.instance))
+        except Infeasible:
+            if work is works[-1]:
+                raise
+    raise AssertionError("there is a workload")
 
 
 def _search_by_hand(request: PlanRequest) -> FoundPlan:

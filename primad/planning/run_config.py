@@ -11,6 +11,8 @@ from primad.planning.drafting import SpeculateMode
 
 ExtraBuffers = Literal["auto", "on", "off"]
 EXTRA_BUFFERS: Final[tuple[ExtraBuffers, ...]] = get_args(ExtraBuffers)
+ParallelMode = Literal["pipeline", "tensor"]
+PARALLEL_MODES: Final[tuple[ParallelMode, ...]] = get_args(ParallelMode)
 CHUNK_ROWS: Final = 512
 """Tokens of a prompt that are computed at a time, unless a plan that streams is better with more."""
 MAX_SEQUENCES: Final = 64
@@ -25,6 +27,7 @@ class RunConfig:
     whether what they compute together must be exact. A typical request has ``prompt_tokens`` and ``answer_tokens``.
     ``experts`` says where those of layers on a GPU are. Drafts come as ``speculate`` says, those of a draft model from
     the device ``draft_on``. A step has room for ``whole_rows``, the most of a picture that belong in one.
+    ``parallel``: each device has layers, or all have a share of each layer.
     """
 
     objective: Objective = "balanced"
@@ -43,6 +46,7 @@ class RunConfig:
     draft_on: str | None = None
     windows: tuple[int, ...] | None = None
     rounds: int | None = None
+    parallel: ParallelMode = "pipeline"
 
     @property
     def may_help(self) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 from primad.engine.devices import free_bytes
 from primad.engine.embedding_adapter import EmbeddingAdapter
 from primad.engine.llama.embedding import TokenEmbedding
-from primad.engine.llama.windows import FirstWindow, MiddleWindow, TailWindow, WholeModel
-from primad.engine.protocol import EngineOptions, HiddenWindow, RouteWindow, WindowSource
+from primad.engine.llama.windows import FirstWindow, MiddleWindow, ShareWindow, TailWindow, WholeModel
+from primad.engine.protocol import EngineOptions, GroupExchange, HiddenWindow, RouteWindow, WindowSource
 from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.engine.streaming.units import WindowUnits, units_of_model, units_of_window
 from primad.errors import EngineError
@@ -39,13 +39,16 @@ OnGpuLoaded = Callable[[GpuLoaded], None]
 _Window = FirstWindow | MiddleWindow | TailWindow | WholeModel
 
 
-def limits_of(ring: int, epoch: int, windows: Iterable[int], width: int, options: EngineOptions) -> StepLimits:
-    """What a process that holds ``windows`` (route indices) accepts in epoch ``epoch`` of ring ``ring``."""
+def limits_of(
+    ring: int, epoch: int, windows: Iterable[int], width: int, options: EngineOptions, *, follows: bool = False
+) -> StepLimits:
+    """What a process that holds ``windows`` (route indices) accepts in epoch ``epoch`` of ring ``ring``; one that
+    ``follows`` the first rank of its group hears of the first window's steps too."""
     return StepLimits(
         ring=ring,
         epoch=epoch,
         # The route's first window takes tokens, which no message carries.
-        windows=frozenset(windows) - {0},
+        windows=frozenset(windows) - (set() if follows else {0}),
         width=width,
         rows=options.rows,
         context=options.context,
@@ -57,7 +60,8 @@ def limits_of(ring: int, epoch: int, windows: Iterable[int], width: int, options
 def limits_of_open(opening: Open) -> StepLimits:
     """``limits_of`` what ``opening`` asks for."""
     windows = (window.window for window in opening.windows)
-    return limits_of(opening.ring, opening.epoch, windows, opening.width, opening.options)
+    follows = opening.group is not None and opening.group.rank > 0
+    return limits_of(opening.ring, opening.epoch, windows, opening.width, opening.options, follows=follows)
 
 
 def _streams(opening: Open, header: Header | None) -> Streams:
@@ -66,7 +70,7 @@ def _streams(opening: Open, header: Header | None) -> Streams:
     predicts = opening.head is not None and opening.head.predicts
 
     def units(window: WindowSource) -> WindowUnits | None:
-        if window.extra_buffers:
+        if window.extra_buffers or opening.group is not None:
             return None
         if header is None:
             return units_of_window(window, predicts=predicts)
@@ -129,29 +133,53 @@ def _open_worker(opening: Open, loaded: OnLoaded) -> tuple[dict[int, HiddenWindo
     return dict(windows), streams
 
 
+def open_follower(opening: Open, loaded: OnLoaded, exchange: GroupExchange) -> tuple[ShareWindow, Streams]:
+    """The share of a rank but the first one. Raises ``EngineError`` when llama.cpp cannot load it."""
+    (source,) = opening.windows
+    window = ShareWindow(source, opening.options, frozenset(), exchange=exchange)
+    loaded(1)
+    return window, _streams(opening, None)
+
+
 def open_head(
-    opening: Open, loaded: OnLoaded, on_gpu: OnGpuLoaded, drafter: BeginsDrafter = PromptLookup
+    opening: Open,
+    loaded: OnLoaded,
+    on_gpu: OnGpuLoaded,
+    drafter: BeginsDrafter = PromptLookup,
+    exchange: GroupExchange | None = None,
 ) -> tuple[Head, Streams]:
-    """The head with its windows, and what streams. Drafts are those of a ``drafter``.
+    """The head with its windows, and what streams. Drafts are those of a ``drafter``. It leads a group of ``exchange``.
 
     Raises ``ModelError`` and ``EngineError`` when the model cannot be loaded.
     """
-    return load_what_fits(opening, lambda each: _open_head(each, loaded, drafter), on_gpu, free_bytes)
+    return load_what_fits(opening, lambda each: _open_head(each, loaded, drafter, exchange), on_gpu, free_bytes)
 
 
-def _open_head(opening: Open, loaded: OnLoaded, drafter: BeginsDrafter) -> tuple[Head, Streams]:
+def _open_head(
+    opening: Open, loaded: OnLoaded, drafter: BeginsDrafter, exchange: GroupExchange | None
+) -> tuple[Head, Streams]:
     part = opening.head
     assert part is not None
     header = open_model(Path(part.model))
     ends = frozenset(part.ends)
     windows: dict[int, FirstWindow | MiddleWindow] = {}
     tail: TailWindow | WholeModel | None = None
-    embedding = _embedding(part, header) if opening.route > 1 else None
+    embedding = _embedding(part, header) if opening.route > 1 or exchange is not None else None
     streams = _streams(opening, header if opening.route == 1 and not opening.windows[0].layers else None)
     with streams.loading(), _released_on_error(windows.values()):
         for window in opening.windows:
             options = opening.options
-            if opening.route == 1:
+            if exchange is not None:
+                tail = ShareWindow(
+                    window,
+                    options,
+                    ends,
+                    vocabulary=part.vocabulary,
+                    exchange=exchange,
+                    embedding=embedding,
+                    file=header.path,
+                )
+            elif opening.route == 1:
                 tail = WholeModel(
                     window,
                     options,

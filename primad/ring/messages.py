@@ -32,11 +32,13 @@ from primad.errors import (
     NotFiniteError,
     PrimadError,
     ProtocolError,
+    RankError,
     RingError,
     SenderError,
     WeightsError,
     printable,
 )
+from primad.gguf.splits import MAX_RANKS
 from primad.kv.cells import CellShape, is_block, is_key
 from primad.kv.keys import KvBlock
 from primad.ring.chunks import ChunkSize, Pieces
@@ -63,6 +65,7 @@ MAX_OPS: Final = 8192
 MAX_HOPS: Final = 4096
 MAX_STATES: Final = 2 * MAX_SEQUENCES
 """Of all sequences that a ring keeps: each takes as much memory in every window as the state of a sequence does."""
+GROUP_KEY_BYTES: Final = 32
 MAX_ROLLBACK: Final = 16
 """Rows of one step that can be taken back where layers have a state: each takes as much, of every sequence."""
 
@@ -441,7 +444,7 @@ class KvForgotten(msgspec.Struct, frozen=True, kw_only=True, tag="forgotten"):
 
 SENDER: Final = "the device before this one"
 """How errors call the sender of what arrived, since only the head knows its name."""
-RingFault = Literal["own", "next", "sender", "altered", "late", "values"]
+RingFault = Literal["own", "next", "sender", "altered", "late", "values", "rank"]
 FAULTS: Final[dict[RingFault, type[PrimadError]]] = {
     "own": RingError,
     "next": NextDeviceError,
@@ -449,6 +452,7 @@ FAULTS: Final[dict[RingFault, type[PrimadError]]] = {
     "altered": AlteredStepError,
     "late": LateStepError,
     "values": NotFiniteError,
+    "rank": RankError,
 }
 
 
@@ -456,22 +460,26 @@ class RingBroken(msgspec.Struct, frozen=True, tag="broken"):
     """This ring process cannot go on; ``error`` is one line. It is the process's last event.
 
     ``weights`` is the file whose weights cannot be read or are not what they were, None where that is not what is wrong.
-    ``fault`` says which error it was (``FAULTS``), and so who may be at fault.
+    ``fault`` says which error it was (``FAULTS``), and so who may be at fault: of a group the ``device``.
     """
 
     error: str
     weights: str | None
     fault: RingFault = "own"
+    device: str = ""
 
 
 def broken_by(error: PrimadError) -> RingBroken:
     """What a ring process says of ``error``, which ends it."""
     fault: RingFault = next((fault for fault, kind in FAULTS.items() if type(error) is kind), "own")
-    return RingBroken(str(error), error.file if isinstance(error, WeightsError) else None, fault)
+    device = error.device if isinstance(error, RankError) else ""
+    return RingBroken(str(error), error.file if isinstance(error, WeightsError) else None, fault, device)
 
 
 def cause_of(broken: RingBroken) -> PrimadError:
     """The error that ended a ring process."""
+    if broken.fault == "rank":
+        return RankError(broken.error, broken.device)
     return FAULTS[broken.fault](broken.error) if broken.weights is None else WeightsError(broken.error, broken.weights)
 
 
@@ -514,12 +522,28 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[AdapterFile, ...] = ()
 
 
+class GroupRank(msgspec.Struct, frozen=True, kw_only=True):
+    """A ring process is ``rank`` of a group of ``devices``, which have a share of each layer. The ``key`` is new for each
+    epoch, and known to them alone."""
+
+    rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+    devices: Annotated[list[Annotated[str, Meta(max_length=100)]], Meta(min_length=2, max_length=MAX_RANKS)]
+    key: Annotated[bytes, Meta(min_length=GROUP_KEY_BYTES, max_length=GROUP_KEY_BYTES)]
+
+
+class RankAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where a rank of a group takes connections."""
+
+    host: Annotated[str, Meta(max_length=255)]
+    port: Annotated[int, Meta(ge=1, le=65_535)]
+
+
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     """The first command: load these windows of ring ``ring`` and epoch ``epoch`` and listen on ``host``.
 
     ``route`` is the number of windows in the route, ``width`` that of a row on its way; ``head`` is None on a worker. Of
     what streams ``read_ahead_bytes`` are read ahead. How often experts are used is kept in the folder ``usage``, or
-    nowhere; KV cells are kept in the folder ``cells``, or nowhere.
+    nowhere; KV cells are kept in the folder ``cells``, or nowhere. In a ``group`` the only window is a share of all layers.
     """
 
     ring: int
@@ -534,6 +558,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     read_ahead_bytes: int
     usage: str | None
     cells: str | None = None
+    group: GroupRank | None = None
 
 
 class Reopen(msgspec.Struct, frozen=True, kw_only=True, tag="reopen"):
@@ -563,6 +588,15 @@ class Connect(msgspec.Struct, frozen=True, tag="connect"):
     address: str
     key: str
     sender: str
+
+
+class JoinGroup(msgspec.Struct, frozen=True, tag="join_group"):
+    """To each ring process of a group: connect to the ranks below this one, at ``addresses``, and let those above connect.
+
+    The head then runs a warm-up pass.
+    """
+
+    addresses: Annotated[list[RankAddress], Meta(max_length=MAX_RANKS)]
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
@@ -755,7 +789,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     drafts: DraftStatus | None = None
 
 
-RingCommand = Open | Reopen | Connect | Generate | Choices | Cancel | Drain | Report | DraftPlaceChanged | DraftsHeard
+RingCommand = (
+    Open | Reopen | Connect | JoinGroup | Generate | Choices | Cancel | Drain | Report | DraftPlaceChanged | DraftsHeard
+)
 GenerationEvent = Sampled | PromptProgress | Finished
 RingEvent = (
     Loading

@@ -7,11 +7,12 @@ for by the loop, which hears the daemon meanwhile.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import zmq
 
@@ -21,7 +22,7 @@ from primad.errors import NextDeviceError, PrimadError, RingError
 from primad.ring.draft_place import DraftPlace
 from primad.ring.head import HeadEvent, Notify, Send
 from primad.ring.links import HIGH_WATER_STEPS, Links
-from primad.ring.loading import limits_of, limits_of_open, open_head, open_kv_writer, open_worker
+from primad.ring.loading import limits_of, limits_of_open, open_follower, open_head, open_kv_writer, open_worker
 from primad.ring.messages import (
     Cancel,
     Choices,
@@ -30,6 +31,8 @@ from primad.ring.messages import (
     DraftsHeard,
     Drain,
     Generate,
+    GroupRank,
+    JoinGroup,
     Loading,
     Open,
     Opened,
@@ -47,10 +50,15 @@ from primad.ring.worker import Worker, WritesKv
 from primad.settings.timings import RingTimings
 from primad.system.children.channel import RingChannel
 
+if TYPE_CHECKING:
+    from primad.ring.group.place import GroupPlace
+
 TAIL: Final = -1
 """The visit of a step to the head that ends it, whatever the number of windows."""
 Watched = list[tuple[zmq.Socket[bytes] | int, int]]
-RoleCommand = Reopen | Connect | Generate | Choices | Cancel | Drain | Report | DraftPlaceChanged | DraftsHeard
+RoleCommand = (
+    Reopen | Connect | JoinGroup | Generate | Choices | Cancel | Drain | Report | DraftPlaceChanged | DraftsHeard
+)
 
 
 class Role(Protocol):
@@ -113,8 +121,8 @@ class WorkerRole:
                 self._reopen(command)
             case Report():
                 self._channel.notify(self._meter.status(self._links.refused, self._streams))
-            case Generate() | Choices() | Cancel() | Drain() | DraftPlaceChanged() | DraftsHeard():
-                raise RingError(f"a worker was given {type(command).__name__}, which is the head's")
+            case _:
+                raise RingError(f"a worker of a route was given {type(command).__name__}, which is not for it")
 
     def _reopen(self, reopen: Reopen) -> None:
         windows = _renumbered(reopen, self._windows)
@@ -197,6 +205,7 @@ class HeadRole:
             within = _within(timings, opening.step_timeout_s)
             self._links = Links(opening.host, limits_of_open(opening), timings=within)
         assert opening.head is not None
+        self._group = None if opening.group is None else _group_place(opening, opening.group)
         self._drafts = DraftPlace(opening.head, channel)
         try:
             self._head, self._streams = open_head(
@@ -204,14 +213,17 @@ class HeadRole:
                 lambda done: channel.notify(Loading(done)),
                 channel.notify,
                 self._drafts.drafters or PromptLookup,
+                self._group,
             )
         except PrimadError:
             self._drafts.close()
             raise
         self._head.warm_up()
-        self._is_connected = self._links is None
+        self._is_connected = self._links is None and self._group is None
 
     def opened(self) -> Opened:
+        if self._group is not None:
+            return Opened(self._group.endpoint, "")
         return _opened(self._links, self._head.kv_writer)
 
     def command(self, command: RoleCommand) -> None:
@@ -220,6 +232,9 @@ class HeadRole:
                 if self._links is None:
                     raise RingError("a device that computes the whole model was given a next device")
                 self._links.connect(address, key, sender)
+                self._is_connected = True
+            case JoinGroup():
+                _join(self._group, command)
                 self._is_connected = True
             case Generate():
                 self._head.submit(command)
@@ -311,7 +326,7 @@ class HeadRole:
 
     def wait_s(self) -> float:
         if self._links is None:
-            return self._head.wait_s()
+            return self._head.wait_s(may_compute=self._is_connected)
         may_compute = self._is_connected and not self._links.is_waiting
         return min(self._head.wait_s(may_compute=may_compute), self._links.wait_s())
 
@@ -319,9 +334,71 @@ class HeadRole:
         self._streams.end()
         if self._links is not None:
             self._links.close()
+        if self._group is not None:
+            self._group.close()
         if self._head.kv_writer is not None:
             self._head.kv_writer.close()
         self._drafts.close()
+
+
+class FollowerRole:
+    """A rank of a group but the first one: computes what the first one does (``group/follower.py``)."""
+
+    def __init__(self, opening: Open, group: GroupRank, channel: RingChannel[RingCommand]) -> None:
+        from primad.ring.group.follower import GroupFollower
+
+        self._channel, self._meter = channel, Meter()
+        self._place = _group_place(opening, group)
+        window, self._streams = open_follower(opening, lambda done: channel.notify(Loading(done)), self._place)
+        (source,) = opening.windows
+        self._follower = GroupFollower({source.window: window}, self._place, limits_of_open(opening))
+
+    def opened(self) -> Opened:
+        return Opened(self._place.endpoint, "")
+
+    def command(self, command: RoleCommand) -> None:
+        match command:
+            case JoinGroup():
+                self._place.join(command)
+            case Report():
+                self._channel.notify(self._meter.status(0, self._streams))
+            case _:
+                raise RingError(f"a device of a group was given {type(command).__name__}, which is not for it")
+
+    def arrived(self, sockets: Collection[object], received_s: float) -> None:
+        """Steps are taken by ``turn``."""
+
+    def turn(self) -> bool:
+        if not self._place.is_joined:
+            return False
+        start = time.perf_counter()
+        step = self._follower.turn()
+        if step is None:
+            return False
+        self._meter.computed(step.window, step.rows, time.perf_counter() - start, self._streams)
+        return True
+
+    def watched(self) -> Watched:
+        return [(self._place.fileno(), zmq.POLLIN)] if self._place.is_joined else []
+
+    def wait_s(self) -> float:
+        return math.inf
+
+    def close(self) -> None:
+        self._streams.end()
+        self._place.close()
+
+
+def _group_place(opening: Open, group: GroupRank) -> GroupPlace:
+    from primad.ring.group.place import GroupPlace  # only a group needs its ciphers
+
+    return GroupPlace(group, opening.host, timeout_s=opening.step_timeout_s)
+
+
+def _join(place: GroupPlace | None, join: JoinGroup) -> None:
+    if place is None:
+        raise RingError("a device that is in no group was told to join one")
+    place.join(join)
 
 
 def _notify_memory_low(streams: Streams, channel: RingChannel[RingCommand]) -> None:
@@ -361,6 +438,8 @@ def open_role(opening: Open, channel: RingChannel[RingCommand], timings: RingTim
     """Load what ``opening`` asks for and listen. Raises ``PrimadError`` when that fails."""
     if opening.head is not None:
         return HeadRole(opening, channel, timings)
+    if opening.group is not None:
+        return FollowerRole(opening, opening.group, channel)
     if opening.route < 2:
         raise RingError(f"a worker cannot be part of a route of {opening.route} windows")
     return WorkerRole(opening, channel, timings)

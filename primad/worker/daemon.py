@@ -58,6 +58,7 @@ from primad.network.messages import (
     KvHold,
     Leaving,
     Link,
+    LinkGroup,
     LinksMeasured,
     Load,
     LoadDraft,
@@ -79,6 +80,7 @@ from primad.network.messages import (
 from primad.network.scopes import bare, unmapped
 from primad.network.versions import OURS, Versions, build_gap, version_gap
 from primad.relay.place import FollowsHead, HeadPlace
+from primad.ring.messages import RankAddress
 from primad.settings.config import DEFAULT_CONTROL_PORT, is_loopback
 from primad.settings.profiles import with_speeds
 from primad.system.notify import report
@@ -433,6 +435,9 @@ class WorkerDaemon:
                 await self._stages.start(load, lease.profile)
             case Link(epoch=epoch, address=address, key=key, sender=sender):
                 await self._stages.link(epoch, scopes.endpoints(address)[0], key, sender)
+            case LinkGroup(epoch=epoch, addresses=addresses):
+                ranks = [RankAddress(scopes.ways(each.host)[0], each.port) for each in addresses]
+                await self._stages.join(epoch, ranks)
             case Release(epoch=epoch, unload=unload):
                 if unload:
                     await self._stages.keep_nothing(epoch)

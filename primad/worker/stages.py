@@ -31,6 +31,7 @@ from primad.errors import (
     LoadAgainError,
     NextDeviceError,
     PrimadError,
+    RankError,
     RingError,
     SenderError,
     WeightsError,
@@ -42,10 +43,12 @@ from primad.network import messages
 from primad.network.messages import Broken, DownloadedLayer, Fault, Load, Loaded, Progress, WorkerMessage, WorkerStatus
 from primad.ring.messages import (
     Connect,
+    JoinGroup,
     Loading,
     Opened,
     Overdue,
     ProcessMemoryLow,
+    RankAddress,
     Report,
     RingCommand,
     RingEvent,
@@ -128,9 +131,16 @@ class Stages:
 
     async def link(self, epoch: int, address: str, key: str, sender: str) -> None:
         """Connect the ring process of ``epoch`` to its neighbours, once."""
+        await self._connect(epoch, Connect(address, key, sender))
+
+    async def join(self, epoch: int, addresses: Sequence[RankAddress]) -> None:
+        """Connect the ring process of ``epoch`` to the other ranks of its group, once."""
+        await self._connect(epoch, JoinGroup(list(addresses)))
+
+    async def _connect(self, epoch: int, command: Connect | JoinGroup) -> None:
         stage = self._stages.get(epoch)
         if stage is not None and stage.process is not None and not self.standing.is_linked(epoch):
-            await stage.process.send(Connect(address, key, sender))
+            await stage.process.send(command)
             if self._stages.get(epoch) is stage:
                 self.standing.change(epoch, linked=True)
                 await self._notify(self.standing.message())
@@ -214,14 +224,17 @@ class Stages:
             await self._broke(load, exc, "next")
         except PrimadError as exc:
             again, sender = isinstance(exc, LoadAgainError), isinstance(exc, SenderError)
-            await self._broke(load, exc, fault, again=again, sender=sender)
+            rank = exc.device if isinstance(exc, RankError) else ""
+            await self._broke(load, exc, fault, again=again, sender=sender, rank=rank)
         except Exception as exc:  # our own mistake; without notice the head would wait for this stage
             logger.exception("the stage in epoch %d failed", load.epoch)
             await self._broke(load, RingError(f"internal error: {type(exc).__name__}: {exc}"), fault)
         finally:
             if process is None or process.number != windows.number:
                 windows.release()
-            is_kept = not (process is None or process.memory_low or self._node.gpu_care.is_cramped)
+            is_kept = load.group is None and not (
+                process is None or process.memory_low or self._node.gpu_care.is_cramped
+            )
             if process is not None and own is not None and own.unload:
                 await asyncio.wait([self._parking.end(process)])
             elif process is not None and fault == "ring" and is_kept:
@@ -236,12 +249,12 @@ class Stages:
         self._unreadable = [*lately, (str(error), now)]
         return "disk" if str(error) in dict(lately) or len(lately) >= MAX_UNREADABLE else fault
 
-    async def _broke(self, load: Load, error: PrimadError, fault: Fault, **how: bool) -> None:
+    async def _broke(self, load: Load, error: PrimadError, fault: Fault, **how: bool | str) -> None:
         if fault == "fetch":  # the head reports it, unless it went away itself
             logger.info("epoch %d: %s", load.epoch, error)
         else:
             self._report_line(str(error))
-        await self._change(load, broken=Broken(error=str(error), fault=fault, **how))
+        await self._change(load, broken=Broken(error=str(error), fault=fault, **how))  # type: ignore[arg-type]
 
     async def _change(self, load: Load, **changes: Any) -> None:
         """The state of this task's stage changed; ignored if it was released meanwhile."""
@@ -301,7 +314,8 @@ class Stages:
                 if stage is not None:
                     stage.process = process
                 layers = ", ".join(f"{plan.spec.first}-{plan.spec.last - 1}" for plan in load.windows)
-                self._report_line(f"computing layers {layers}" + (f" for {self.head}" if self.head else ""))
+                share = "" if load.group is None else "a share of "
+                self._report_line(f"computing {share}layers {layers}" + (f" for {self.head}" if self.head else ""))
                 downloaded = [] if stage is None else stage.downloaded
                 port = int(address.rsplit(":", 1)[1])
                 await self._change(load, loaded=Loaded(port=port, key=key, keeps=keeps, downloaded=downloaded))

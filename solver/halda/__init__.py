@@ -20,7 +20,7 @@ from halda.evaluate import (
     residency,
 )
 from halda.instance import EXPERT_PLACES, ExpertPlace, Instance, instance
-from halda.plan import CutOff, Infeasible, LeftOut, NotBelow, Plan, Streaming, Window
+from halda.plan import CutOff, Infeasible, LeftOut, NotBelow, Plan, Rank, Streaming, Window
 from halda.profile import (
     BATCH_ROWS,
     KV_BLOCK,
@@ -97,6 +97,7 @@ __all__ = [
     "OffloadSpeed",
     "Plan",
     "Prediction",
+    "Rank",
     "RoutingCost",
     "RowSpeed",
     "Short",

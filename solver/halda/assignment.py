@@ -162,7 +162,8 @@ def assignments(plan: Plan, model: ModelProfile) -> dict[str, Assignment]:
 
 def _assignment(plan: Plan, model: ModelProfile, name: str) -> Assignment:
     windows = [window for _, window in plan.windows_of(name)]
-    sizes = [_ram_bytes(window, model) for window in windows]
+    share = plan.share_of(name)
+    sizes = [int(share * _ram_bytes(window, model)) for window in windows]
     output, streaming = plan.output_place(name), plan.streaming_of(name)
     layer_bytes, before, found = sum(sizes), 0, []
     for i, (window, size) in enumerate(zip(windows, sizes, strict=True)):
@@ -170,7 +171,7 @@ def _assignment(plan: Plan, model: ModelProfile, name: str) -> Assignment:
         streamed = streaming.streamed_bytes
         part = streamed * (before + size) // max(layer_bytes, 1) - streamed * before // max(layer_bytes, 1)
         before += size
-        beside = model.output_bytes if is_last and output == "cpu" else 0
+        beside = int(share * model.output_bytes) if is_last and output == "cpu" else 0
         found.append(
             WindowAssignment(
                 first=window.first,

@@ -130,6 +130,14 @@ class Streaming:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """A device of a tensor-parallel group: of each layer it has a share in proportion to ``weight``."""
+
+    device: str
+    weight: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Which device computes which layers.
 
@@ -138,7 +146,8 @@ class Plan:
     ``output_on_gpu``: the output matrix is on the GPU of the head; llama.cpp puts it there before any layer of the tail
     window, and may put it there alone. ``streaming`` names the devices that stream; all layers of the others are resident,
     and the output matrix always is. Of the devices that are ``prefill_offload`` the GPU computes prompts through layers
-    in RAM too; these do not stream.
+    in RAM too; these do not stream. Where there is a ``group`` its devices have shares of each layer of the only window, the
+    head first.
     """
 
     rounds: int
@@ -147,6 +156,7 @@ class Plan:
     streaming: tuple[Streaming, ...]
     left_out: tuple[LeftOut, ...]
     prefill_offload: tuple[str, ...] = ()
+    group: tuple[Rank, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.rounds >= 1
@@ -164,6 +174,11 @@ class Plan:
             assert streaming.read_ahead_bytes >= 0
             assert streaming.device not in self.prefill_offload
         assert set(self.prefill_offload) <= {window.device for window in self.route}
+        if self.group:
+            assert len(self.route) == 1 < len({rank.device for rank in self.group}) == len(self.group)
+            assert self.group[0].device == self.head
+            assert not self.uses_gpu
+            assert not self.streaming
 
     @property
     def head(self) -> str:
@@ -192,18 +207,29 @@ class Plan:
 
     def output_place(self, device: str) -> OutputPlace:
         """Where ``device`` has the output matrix: the head's tail window ends in it."""
-        if device != self.head:
+        if device != self.head and not self.group:
             return "none"
         return "gpu" if self.output_on_gpu else "cpu"
 
     @property
     def devices(self) -> tuple[str, ...]:
         """The devices in the order a step first reaches them; the head comes first."""
+        if self.group:
+            return tuple(rank.device for rank in self.group)
         return tuple(dict.fromkeys(window.device for window in self.route))
 
     def windows_of(self, device: str) -> tuple[tuple[int, Window], ...]:
         """The windows of ``device`` with their route indices."""
+        if self.group:
+            return tuple(
+                (0, replace(self.route[0], device=rank.device)) for rank in self.group if rank.device == device
+            )
         return tuple((i, window) for i, window in enumerate(self.route) if window.device == device)
+
+    def share_of(self, device: str) -> float:
+        """The share of each of its layers that ``device`` has: 1 without a group."""
+        total = sum(rank.weight for rank in self.group)
+        return next((rank.weight / total for rank in self.group if rank.device == device), 1.0)
 
     def layers_of(self, device: str) -> int:
         """How many layers ``device`` computes."""

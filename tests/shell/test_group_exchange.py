@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primad.errors import RingError
+from primad.errors import RankError, RingError
 from primad.ring.group.connect import GroupListener, connect_group
 from primad.ring.group.exchange import SLICED_BYTES, RankExchange
 from primad.ring.group.frames import FRAME_BYTES, PART, Direction, RankHello
-from primad.ring.group.peer import RankError, RankPeer
+from primad.ring.group.peer import RankPeer
 
 KEY = bytes(range(32))
 
@@ -92,7 +92,7 @@ def test_a_part_of_another_shape_is_one_clear_error():
     results = together(exchanges, lambda rank, exchange: exchange.sum(np.zeros(10 + rank, np.float32)))
     assert "device 1 of this group sent 44 bytes of kind 2 where 40 of kind 2 were due" in str(results[0])
     assert isinstance(results[1], RankError)
-    assert results[1].rank == 0
+    assert results[1].device == "device 0"
 
 
 def test_a_rank_that_is_gone_is_named():

@@ -9,14 +9,14 @@ import pytest
 from primad.engine.llama.embedding import TokenEmbedding
 from primad.engine.llama.windows import FirstWindow, MiddleWindow, TailWindow
 from primad.engine.protocol import EngineOptions
-from primad.errors import ProtocolError, RingError
+from primad.errors import ProtocolError, RankError, RingError
 from primad.gguf.header import read_header
 from primad.gguf.shares import share_header
 from primad.gguf.windows import vocabulary_size
 from primad.ring.group.exchange import RankExchange
 from primad.ring.group.follower import GroupFollower
 from primad.ring.group.frames import Direction, RankHello
-from primad.ring.group.peer import RankError, RankPeer
+from primad.ring.group.peer import RankPeer
 from primad.ring.messages import HIDDEN_DTYPE, PROTOCOL, KvCopy, KvRemove, Skip, Step, StepLimits
 from primad.ring.worker import apply, rows_of, skipped, visit
 from primad.system.wire import encode

@@ -27,7 +27,7 @@ from primad.engine.sampling import ChainSampler, DrySamplers, GreedySampler
 from primad.engine.streaming.pages import FileRange, Pages
 from primad.engine.vocabulary import LlamaVocabulary
 from primad.errors import EngineError
-from primad.gguf.architectures.layers import block_count
+from primad.gguf.architectures.layers import block_count, layer_count
 from primad.gguf.architectures.tensors import layer_of
 from primad.gguf.header import Header, read_header
 
@@ -250,6 +250,40 @@ class TailWindow(_LogitsWindow):
             rows = replace(rows, content=hidden)
         super().forward(rows)
         self._deeper = {}
+
+
+class ShareWindow(TailWindow):
+    """A share of the whole model: on the first rank of its group token ids in, on others, which have no logits and so no
+    ``vocabulary``, the first one's hidden states."""
+
+    def __init__(
+        self,
+        source: WindowSource,
+        options: EngineOptions,
+        ends: frozenset[int],
+        *,
+        exchange: GroupExchange,
+        vocabulary: int = 0,
+        embedding: TokenEmbedding | None = None,
+        file: Path | None = None,
+    ) -> None:
+        header = read_header(Path(source.metadata))
+        super().__init__(
+            source,
+            options,
+            ends,
+            vocabulary=vocabulary,
+            file=file,
+            predicting=block_count(header) - layer_count(header),
+            embedding=embedding,
+            exchange=exchange,
+        )
+
+    def forward(self, rows: Rows) -> None:
+        if self._embedding is not None:
+            tokens: Tokens = rows.content  # type: ignore[assignment]
+            rows = replace(rows, content=self._embedding.rows(tokens, rows.positions))
+        super().forward(rows)
 
 
 class WholeModel(_LogitsWindow):

@@ -63,6 +63,14 @@ class StageError(ClusterError):
         self.fault = fault
 
 
+class RankLostError(StageError):
+    """As ``error``; but the fault is that of ``rank``, another device of its group, according to the device."""
+
+    def __init__(self, error: StageError, rank: str) -> None:
+        super().__init__(str(error), error.device, error.fault)
+        self.rank = rank
+
+
 class StuckStepError(RingError):
     """A step is overdue. One of the ``parties`` has it, or a connection of theirs lost it."""
 
@@ -103,6 +111,8 @@ def attributed(error: PrimadError, plan: Plan, epoch: int) -> types.RingFailed:
             return nobody(reason, again=True)
         case StageError(device=device, fault=fault) if fault == AGAIN:
             return nobody(reason, parties=among(device), again=True)
+        case StageError(device=device, fault=fault) if plan.group:
+            return failed(device, reason, lasting=fault in ("disk", UNREACHED))
         case StageError(device=device, fault=fault):
             around = [plan.head, *workers, plan.head]
             before, after = (around[workers.index(device) + step] if device in workers else device for step in (0, 2))

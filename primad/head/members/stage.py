@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from primad.errors import ClusterError
-from primad.head.members.core import AGAIN, SENT, DeviceLostError, StageError
+from primad.head.members.core import AGAIN, SENT, DeviceLostError, RankLostError, StageError
 from primad.network.messages import (
     DownloadedLayer,
     HeadMessage,
     Link,
+    LinkGroup,
     Load,
     Progress,
     Release,
     StageState,
     WorkerStatus,
 )
+from primad.ring.messages import RankAddress
 from primad.system.tasks import resolve
 
 OnProgress = Callable[[str, Progress], None]
@@ -84,7 +86,11 @@ class Stage:
         """Tell the worker the targets and the source of its steps. Raises ``DeviceLostError`` like ``load``."""
         await self._ask(Link(epoch=self.epoch, address=address, key=key, sender=sender))
 
-    async def _ask(self, message: Load | Link) -> None:
+    async def join(self, addresses: Sequence[RankAddress]) -> None:
+        """Have the worker connect to the ranks of its group below its own. Raises ``DeviceLostError`` like ``load``."""
+        await self._ask(LinkGroup(epoch=self.epoch, addresses=list(addresses)))
+
+    async def _ask(self, message: Load | Link | LinkGroup) -> None:
         try:
             await self._worker.send(message)
         except ClusterError as exc:
@@ -121,14 +127,18 @@ class Stage:
             case Progress():
                 self._on_progress(self.name, message)
             case StageState(loaded=loaded, linked=linked, broken=broken):
-                if loaded is not None:
+                if loaded is not None and bool(loaded.key) == (self._load.group is not None):
+                    self.fail(StageError(f"{self.name}: listens as what it is not", self.name, "load"))
+                elif loaded is not None:
                     self.keeps, self.downloaded = loaded.keeps, loaded.downloaded
                     resolve(self.loaded, (loaded.port, loaded.key))
                 if linked:
                     resolve(self.linked, None)
                 if broken is not None:
                     fault = AGAIN if broken.again else SENT if broken.sender else broken.fault
-                    self.fail(StageError(f"{self.name}: {broken.error}", self.name, fault))
+                    error = StageError(f"{self.name}: {broken.error}", self.name, fault)
+                    is_of_group = self._load.group is not None and broken.rank in self._load.group.devices
+                    self.fail(RankLostError(error, broken.rank) if is_of_group else error)
             case WorkerStatus():
                 self.status = message
                 self._status_news.set()

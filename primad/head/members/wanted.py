@@ -5,6 +5,7 @@ wanted                 asked for by            until                            
 =====================  ======================  ===============================  ==================================
 trust in other devices ``Introduce``           another list replaces it         takes the same list
 a stage in an epoch    ``Load``, then ``Link`` it is released                   keeps it: loading, linked or broken
+                       or ``LinkGroup``
 no stage in an epoch   ``Release``             ``StageStates`` come without it  does nothing
 its links, measured    ``MeasureLinks``        ``LinksMeasured`` comes          continues to measure the same links
 a draft model          ``LoadDraft``           it is released                   keeps it, and reports its state
@@ -25,6 +26,7 @@ from primad.network.messages import (
     HeadMessage,
     Introduce,
     Link,
+    LinkGroup,
     Load,
     LoadDraft,
     MeasureLinks,
@@ -32,7 +34,7 @@ from primad.network.messages import (
     ReleaseDraft,
 )
 
-Wish = Introduce | Load | Link | Release | MeasureLinks | LoadDraft | ReleaseDraft | Dismiss
+Wish = Introduce | Load | Link | LinkGroup | Release | MeasureLinks | LoadDraft | ReleaseDraft | Dismiss
 
 
 class WantedState:
@@ -47,7 +49,7 @@ class WantedState:
     def ask(self, message: HeadMessage, next_ping: int) -> None:
         """``message`` is sent now."""
         match message:
-            case Load(epoch=epoch) | Link(epoch=epoch) | Release(epoch=epoch):
+            case Load(epoch=epoch) | Link(epoch=epoch) | LinkGroup(epoch=epoch) | Release(epoch=epoch):
                 self._asked[epoch] = message
                 self._unseen.pop(epoch, None)
                 if isinstance(message, Load):

@@ -24,6 +24,7 @@ from primad.gguf.model import check_unchanged, open_model, stamps_of
 from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
 from primad.gguf.ranged_cutter import RangedCutter
+from primad.gguf.shares import most_ranks, share_header
 from primad.gguf.windows import ModelCutter
 from primad.head.model.encoder import NO_ENCODER, EncoderFile
 from primad.head.model.options import ServeOptions, model_id
@@ -70,6 +71,9 @@ class ModelSource:
             self._stamps |= stamps_of(each.header)
         self._unreadable: tuple[str, float] | None = None
         self._cutter: ModelCutter | None = None
+        self._shares: dict[tuple[tuple[int, ...], int], ModelCutter] = {}
+        """By weights and rank: what cuts layers out of a rank's share. What was hashed once is known then."""
+        self._max_ranks: dict[int, int] = {}
 
     @property
     def id(self) -> str:
@@ -101,6 +105,18 @@ class ModelSource:
             )
         return self._cutter
 
+    def share_cutter(self, weights: tuple[int, ...], rank: int) -> ModelCutter:
+        """Cuts layers out of the share of ``rank`` of a group with these ``weights``. Raises ``NotCutError``."""
+        if (weights, rank) not in self._shares:
+            self._shares[weights, rank] = ModelCutter(share_header(self.header, weights, rank))
+        return self._shares[weights, rank]
+
+    async def max_ranks(self, limit: int) -> int:
+        """How many of ``limit`` devices can share each layer. Raises ``NotCutError`` where fewer than two can."""
+        if limit not in self._max_ranks:
+            self._max_ranks[limit] = await asyncio.to_thread(most_ranks, self.header, limit)
+        return self._max_ranks[limit]
+
     @property
     def ranged(self) -> RangedCutter | None:
         """The ``cutter`` of a model on a hub; None if the file is here. A model that cannot be cut has none."""
@@ -122,7 +138,8 @@ class ModelSource:
 
     def source(self, digest: str) -> LayerCut | None:
         """The layer ``digest`` of the model or an adapter, if a plan needed it and it is in a local file."""
-        cutters: list[ModelCutter | Adapter] = [*([] if self._cutter is None else [self._cutter]), *self.adapters]
+        own = [] if self._cutter is None else [self._cutter]
+        cutters: list[ModelCutter | Adapter] = [*own, *self._shares.values(), *self.adapters]
         return next((cut for each in cutters if (cut := each.source(digest)) is not None), None)
 
     def check(self) -> None:

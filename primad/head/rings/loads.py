@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from halda import Plan
 from halda.cost import checkpoints
 from primad.errors import ModelError
 from primad.gguf.adapter import Adapter
@@ -18,13 +20,14 @@ from primad.head.rings.routes import RingAddresses
 from primad.layers.fetch import hash_layers
 from primad.network.messages import Load
 from primad.planning.extra_buffers import as_planned, choose_extra_buffers, suited
+from primad.ring.messages import GROUP_KEY_BYTES, GroupRank
 from primad.system.tasks import in_thread
 
 
 async def loads_of(inputs: RingInputs, ring_addresses: RingAddresses) -> dict[str, Load]:
     """The loads of the head and each worker, by name. Raises ``StageError`` for a worker that is unreachable."""
     specs = await _specs(inputs)
-    head = inputs.forecast.plan.head
+    head, group = inputs.forecast.plan.head, _group_ranks(inputs.forecast.plan)
     question = inputs.forecast.question
     profiles = {head: inputs.profile} | {name: worker.profile for name, worker in inputs.devices.workers.items()}
     workload, objective = inputs.service.workload, inputs.service.options.run.objective
@@ -35,16 +38,23 @@ async def loads_of(inputs: RingInputs, ring_addresses: RingAddresses) -> dict[st
             for name, profile in profiles.items()
         },
         inputs.service.model.profile,
-        inputs.service.options.run.extra_buffers,
+        "off" if group else inputs.service.options.run.extra_buffers,
     )
-    loads = {head: _load(inputs, head, specs[head], extra[head])}
+    loads = {head: msgspec.structs.replace(_load(inputs, head, specs[head], extra[head]), group=group.get(head))}
     for name, worker in inputs.devices.workers.items():
         loads[name] = msgspec.structs.replace(
             _load(inputs, name, specs[name], extra[name]),
             sources=await ring_addresses.sources(worker),
             place=_place_of(inputs, name),
+            group=group.get(name),
         )
     return loads
+
+
+def _group_ranks(plan: Plan) -> dict[str, GroupRank]:
+    """What each device of a group is told, with a key of this epoch; nothing without a group."""
+    devices, key = [rank.device for rank in plan.group], secrets.token_bytes(GROUP_KEY_BYTES)
+    return {name: GroupRank(rank=rank, devices=devices, key=key) for rank, name in enumerate(devices)}
 
 
 async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
@@ -54,6 +64,8 @@ async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
     waits for at most one chunk.
     """
     plan, ranged = inputs.forecast.plan, inputs.service.model.ranged
+    if plan.group:
+        return await _share_specs(inputs)
     if len(plan.route) == 1:
         whole = WindowSpec(window=0, first=0, last=plan.layer_count, metadata=b"", layers=())
         return {plan.head: [whole if ranged is None else await in_thread(ranged.whole)]}
@@ -72,6 +84,21 @@ async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
         }
 
     return await in_thread(specs)
+
+
+async def _share_specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
+    """The share of every device of a group, as a window of all layers; hashes those that no group had before."""
+    plan, model, found = inputs.forecast.plan, inputs.service.model, dict[str, list[WindowSpec]]()
+    weights, total = tuple(rank.weight for rank in plan.group), len(plan.group) * (plan.layer_count + 1)
+    for number, rank in enumerate(plan.group):
+        cutter, before = await in_thread(model.share_cutter, weights, number), number * (plan.layer_count + 1)
+
+        def hashed(done: int, before: int = before) -> None:
+            inputs.reporter.progress(plan.head, "hash", before + done, total)
+
+        await hash_layers(cutter, list(cutter.layers_of(0, plan.layer_count)), hashed)
+        found[rank.device] = [await in_thread(cutter.spec, 0, 0, plan.layer_count)]
+    return found
 
 
 def adapted(spec: WindowSpec, adapters: Sequence[Adapter]) -> WindowSpec:

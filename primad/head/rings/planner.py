@@ -157,6 +157,7 @@ class Planner:
         """
         if (
             self._service.options.run.windows is not None
+            or self._service.options.run.parallel == "tensor"
             or serving_value <= 0
             or not self._pool.limits.unpaused({device})
         ):
@@ -262,7 +263,10 @@ class Planner:
         own = await self._pool.own.profile()
         devices, links = self._known([own, *(worker.profile for worker in workers)], gone)
         devices = [*devices, *more]
-        if service.options.run.windows is None and len(devices) > 1:
+        max_ranks = 1
+        if service.options.run.parallel == "tensor" and len(devices) > 1:
+            max_ranks = await service.model.max_ranks(len(devices))
+        elif service.options.run.windows is None and len(devices) > 1:
             cuttable(service.model.header)
         return PlanRequest(
             devices=devices,
@@ -276,6 +280,7 @@ class Planner:
             keeps_attention=keeps_attention,
             keeps_context=served is not None and turns_by_context(service.model.header),
             may_be_several=not why_whole(service.model.header),
+            max_ranks=max_ranks,
         )
 
     async def _search(self, asked: PlanRequest, *, background: bool) -> FoundPlan:

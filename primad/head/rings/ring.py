@@ -22,8 +22,16 @@ from halda import DeviceProfile, Plan, Prediction
 from primad.api.http.status import CompletionFigures
 from primad.daemon.layer_files import distrust, release_files
 from primad.daemon.loaded_process import LoadedProcess
-from primad.errors import ClusterError, LateStepError, NextDeviceError, PrimadError, RingError, WeightsError
-from primad.head.members.core import StageError, StuckStepError, attributed, workers_of
+from primad.errors import (
+    ClusterError,
+    LateStepError,
+    NextDeviceError,
+    PrimadError,
+    RankError,
+    RingError,
+    WeightsError,
+)
+from primad.head.members.core import RankLostError, StageError, StuckStepError, attributed, workers_of
 from primad.head.members.stage import Stage
 from primad.head.rings.drafting import RemoteDrafter
 from primad.head.rings.load_own import load_own
@@ -42,6 +50,7 @@ from primad.ring.messages import (
     Drained,
     Finished,
     Generate,
+    JoinGroup,
     KvForgotten,
     KvKept,
     Loading,
@@ -49,6 +58,7 @@ from primad.ring.messages import (
     Overdue,
     ProcessMemoryLow,
     PromptProgress,
+    RankAddress,
     Report,
     RequestDrafts,
     RingCommand,
@@ -70,6 +80,9 @@ LINK_TIMEOUT_S: Final = 30.0
 """The last status of a worker before it connects to the next one."""
 STAGES: Final = {"fetch": LoadStage.FETCH, "load": LoadStage.LOAD}
 DRAIN_TIMEOUT_S: Final = 10.0
+BLAME_S: Final = 1.0
+"""A device of a group whose connections end says this soon why, if it says anything."""
+OWN_S: Final = 2 * BLAME_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +279,11 @@ class HeadRing:
         self._inputs.listener.broken(attributed(error, self.plan, self.epoch))
 
     async def _watch(self, stage: Stage) -> None:
-        raise await stage.broken
+        error = await stage.broken
+        if isinstance(error, RankLostError) and error.rank == self.plan.head:
+            # The head's own process ends as well, and says more.
+            await _first_of(self._broken, timeout_s=OWN_S)
+        raise await self._cause(error.rank, error) if isinstance(error, RankLostError) else error
 
     def describe(self) -> list[str]:
         """Layers of each device, one line each."""
@@ -376,6 +393,8 @@ class HeadRing:
             raise StageError(f"{self.plan.head}: {exc}", self.plan.head, "next") from exc
         except LateStepError as exc:
             raise StuckStepError(str(exc), self._parties) from exc
+        except RankError as exc:
+            raise await self._cause(exc.device, exc) from exc
 
     def _hear(self, event: RingEvent, windows: int) -> None:
         """A message of the head's ring process. Raises ``RingError`` for an invalid one."""
@@ -452,6 +471,9 @@ class HeadRing:
         if not self._workers:
             return
         assert self._process is not None
+        if self.plan.group:
+            await self._join(self._process, own, loaded)
+            return
         head, devices = self.plan.head, list(self.plan.devices)
         keys = {name: key for name, (_, key) in loaded.items()} | {head: own[1]}
         before = {self.plan.after(name): name for name in devices}
@@ -471,6 +493,33 @@ class HeadRing:
             await _first_of(stage.linked, timeout_s=LINK_TIMEOUT_S)
             if not stage.linked.done():
                 raise StageError(f"{name}: it does not connect to the next device", name, "load")
+
+    async def _join(self, process: LoadedProcess, own: tuple[str, str], loaded: Mapping[str, tuple[int, str]]) -> None:
+        """Have the devices of the group connect, each to those before it."""
+        names = [rank.device for rank in self.plan.group]
+        for rank, name in enumerate(names[1:], 1):
+            to_head = await self._ring_addresses.to_head(self._inputs.devices.workers[name])
+            addresses = [RankAddress(to_head, int(own[0].rsplit(":", 1)[1]))]
+            addresses += [
+                RankAddress(self._ring_addresses.host_for(name, other), loaded[other][0]) for other in names[1:rank]
+            ]
+            await self._workers[name].join(addresses)
+        await process.send(JoinGroup([]))
+
+    async def _cause(self, device: str, error: PrimadError) -> PrimadError:
+        """``error`` of a group, the fault of ``device``, or what this one reports: it may be yet another's."""
+        blamed = {self.plan.head}
+        while device not in blamed:
+            blamed.add(device)
+            stage = self._workers[device]
+            await _first_of(stage.broken, timeout_s=BLAME_S)
+            if not stage.broken.done():
+                return StageError(str(error), device, "ring")
+            error = stage.broken.result()
+            if not isinstance(error, RankLostError):
+                return error
+            device = error.rank
+        return error
 
     def _on_progress(self, device: str, progress: Progress) -> None:
         self._inputs.reporter.progress(device, progress.phase, progress.done, progress.total)

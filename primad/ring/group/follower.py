@@ -38,14 +38,14 @@ class GroupFollower:
         self._windows, self._exchange = windows, exchange
         self._limits, self._kv_writer = limits, kv_writer
 
-    def turn(self) -> bool:
-        """Do one step; whether there was one.
+    def turn(self) -> Step | None:
+        """Do one step; None where there was none.
 
         Raises ``ProtocolError`` for what is none, ``RingError`` where the group broke, ``EngineError`` where a window fails.
         """
         message = self._exchange.follow()
         if message is None:
-            return False
+            return None
         step = decode_route(message, None, self._limits)
         if not isinstance(step, Step):
             raise ProtocolError("the first rank of this group sent what is no step")
@@ -53,4 +53,4 @@ class GroupFollower:
         apply(window, step, self._kv_writer)
         if step.rows:
             window.forward(rows_of(step, np.empty(step.payload_shape, np.float32)))
-        return True
+        return step

@@ -18,7 +18,9 @@ from typing import Final, NamedTuple
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
 
-KEY_BYTES: Final = 32
+from primad.ring.messages import GROUP_KEY_BYTES
+
+KEY_BYTES: Final = GROUP_KEY_BYTES
 TAG_BYTES: Final = 16
 FRAME_BYTES: Final = 1 << 17
 """More is sent in several frames, so that sealing, sending and opening overlap."""

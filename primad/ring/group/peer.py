@@ -6,18 +6,10 @@ import socket
 from collections import deque
 from typing import Final
 
-from primad.errors import RingError
+from primad.errors import RankError
 from primad.ring.group.frames import HEADER, TAG_BYTES, Direction, frame_sizes
 
 _SPARE: Final = HEADER.size + TAG_BYTES
-
-
-class RankError(RingError):
-    """A device of the group is late, gone, or sends something else than the others compute; ``rank`` is its number."""
-
-    def __init__(self, rank: int, name: str, what: str) -> None:
-        super().__init__(f"{name} of this group {what}; the ring forms anew without it, or with other shares")
-        self.rank = rank
 
 
 class RankPeer:
@@ -112,4 +104,5 @@ class RankPeer:
 
     def error(self, what: str) -> RankError:
         """That this device did ``what``."""
-        return RankError(self.rank, self.name, what)
+        message = f"{self.name} of this group {what}; the ring forms anew without it, or with other shares"
+        return RankError(message, self.name)

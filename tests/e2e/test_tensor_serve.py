@@ -1,0 +1,60 @@
+"""A tensor-parallel group serves: one answer by all devices, also where one of them is lost in its midst."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cluster import Head, Primad, all_joined, heading, ring_process, wait_until
+from tests.e2e.streams import Reported, ask
+
+pytestmark = pytest.mark.slow
+
+TOKENS = 100
+
+
+@dataclass(frozen=True)
+class Group:
+    """A head, workers by name, and the undisturbed answer."""
+
+    head: Head
+    workers: dict[str, Primad]
+    answer: Reported
+
+    def devices(self) -> dict[str, str]:
+        """The role of each device that computes."""
+        return {device["name"]: device["role"] for device in self.head.status().get("devices", ())}
+
+
+@pytest.fixture(scope="module")
+def group(quick_model: Path, module_home) -> Iterator[Group]:
+    cluster, homes = f"group-{secrets.token_hex(6)}", [module_home(name) for name in ("g1", "g2")]
+    arguments = ("--wait", 2, "--parallel", "tensor", "--context", 512)
+    with ExitStack() as stack:
+        runs = stack.enter_context(all_joined(homes, cluster))
+        head = stack.enter_context(heading(quick_model, module_home("head"), cluster, *arguments, config=""))
+        head.wait_serving()
+        yield Group(head, dict(zip(("g1", "g2"), runs, strict=True)), ask(head, tokens=TOKENS))
+
+
+def test_all_devices_compute_each_layer(group):
+    devices = group.head.status()["devices"]
+    assert [device["windows"] for device in devices] == [[[0, 30]]] * 3
+    assert group.answer.finish == "length"
+    assert ask(group.head, tokens=TOKENS).text == group.answer.text
+
+
+def test_an_answer_goes_on_where_a_device_is_lost(group):
+    before = len(group.head.run.lines)
+    reported = ask(group.head, lambda: ring_process(group.workers["g2"]).send_signal(signal.SIGKILL), tokens=TOKENS)
+    assert (reported.finish, reported.error) == ("length", None), group.head.run.output
+    assert reported.text.startswith(group.answer.text[: len(reported.text) // 3])
+    group.head.run.wait_for("g2", start=before)
+    wait_until(lambda: "g2" not in group.devices(), "g2 is left out")
+    assert "Traceback" not in group.head.run.output
