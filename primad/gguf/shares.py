@@ -311,7 +311,7 @@ class ShareRules:
         return sliced(tensor, axis, ranges)
 
 
-def most_ranks(header: Header, limit: int) -> int:
+def shared_ranks(header: Header, limit: int) -> int:
     """How many of ``limit`` devices can share each layer. Raises ``NotCutError`` where fewer than two can."""
     rules = ShareRules(header)
     found = rules.max_ranks(limit)

@@ -20,7 +20,7 @@ from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
-from primad.gguf.shares import most_ranks
+from primad.gguf.shares import shared_ranks
 from primad.head.model.encoder import AUTO as ENCODER_AUTO
 from primad.head.model.encoder import NONE, EncoderFile, encoder_file
 from primad.head.model.options import ServeOptions, is_for_several
@@ -142,7 +142,7 @@ def in_a_group(options: ServeOptions, header: Header, why_not: str = "") -> Serv
             raise ConfigError(f"--parallel tensor: cannot be combined with {option}; leave one of them out")
     if why_not:
         raise NotCutError(f"{header.path}: {why_not}", ADVICE)
-    most_ranks(header, 2)
+    shared_ranks(header, 2)
     return replace(options, mmproj=NONE)
 
 

@@ -24,7 +24,7 @@ from primad.gguf.model import check_unchanged, open_model, stamps_of
 from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
 from primad.gguf.ranged_cutter import RangedCutter
-from primad.gguf.shares import most_ranks, share_header
+from primad.gguf.shares import shared_ranks, share_header
 from primad.gguf.windows import ModelCutter
 from primad.head.model.encoder import NO_ENCODER, EncoderFile
 from primad.head.model.options import ServeOptions, model_id
@@ -114,7 +114,7 @@ class ModelSource:
     async def max_ranks(self, limit: int) -> int:
         """How many of ``limit`` devices can share each layer. Raises ``NotCutError`` where fewer than two can."""
         if limit not in self._max_ranks:
-            self._max_ranks[limit] = await asyncio.to_thread(most_ranks, self.header, limit)
+            self._max_ranks[limit] = await asyncio.to_thread(shared_ranks, self.header, limit)
         return self._max_ranks[limit]
 
     @property

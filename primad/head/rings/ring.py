@@ -80,9 +80,9 @@ LINK_TIMEOUT_S: Final = 30.0
 """The last status of a worker before it connects to the next one."""
 STAGES: Final = {"fetch": LoadStage.FETCH, "load": LoadStage.LOAD}
 DRAIN_TIMEOUT_S: Final = 10.0
-BLAME_S: Final = 1.0
+REASON_S: Final = 1.0
 """A device of a group whose connections end says this soon why, if it says anything."""
-OWN_S: Final = 2 * BLAME_S
+OWN_S: Final = 2 * REASON_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,11 +508,11 @@ class HeadRing:
 
     async def _cause(self, device: str, error: PrimadError) -> PrimadError:
         """``error`` of a group, the fault of ``device``, or what this one reports: it may be yet another's."""
-        blamed = {self.plan.head}
-        while device not in blamed:
-            blamed.add(device)
+        asked = {self.plan.head}
+        while device not in asked:
+            asked.add(device)
             stage = self._workers[device]
-            await _first_of(stage.broken, timeout_s=BLAME_S)
+            await _first_of(stage.broken, timeout_s=REASON_S)
             if not stage.broken.done():
                 return StageError(str(error), device, "ring")
             error = stage.broken.result()

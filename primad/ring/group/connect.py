@@ -32,7 +32,7 @@ STRANGER_S: Final = 1.0
 _PROOF_BYTES: Final = HEADER.size + TAG_BYTES
 _BACKLOG: Final = 16
 
-RankAddress = tuple[str, int]
+PortAddress = tuple[str, int]
 
 
 class _StrangerError(Exception):
@@ -48,7 +48,7 @@ class GroupListener:
             self._socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         except OSError as exc:
             raise RingError(f"cannot listen for a group on {host}: {exc.strerror or exc}; check --host") from exc
-        self.address: RankAddress = self._socket.getsockname()[:2]
+        self.address: PortAddress = self._socket.getsockname()[:2]
 
     def accept(self, until: float) -> socket.socket:
         """The next connection. Raises ``TimeoutError``."""
@@ -64,7 +64,7 @@ def connect_group(
     rank: int,
     names: Sequence[str],
     listener: GroupListener,
-    addresses: Mapping[int, RankAddress],
+    addresses: Mapping[int, PortAddress],
     key: bytes,
     *,
     connect_timeout_s: float,
@@ -90,7 +90,7 @@ def connect_group(
     return RankExchange(rank, list(found.values()), timeout_s=timeout_s)
 
 
-def _connected(rank: int, other: int, names: Sequence[str], address: RankAddress, key: bytes, until: float) -> RankPeer:
+def _connected(rank: int, other: int, names: Sequence[str], address: PortAddress, key: bytes, until: float) -> RankPeer:
     own = RankHello.of(rank, len(names))
     try:
         connection = socket.create_connection(address, max(until - time.monotonic(), 0.001))
