@@ -147,6 +147,8 @@ def _ask(
     from primad.certify.verdict import load_verdict, windows_line, with_verdict
     from primad.gguf.architectures.cuts import why_whole
     from primad.gguf.model import open_model
+    from primad.gguf.shares import shared_ranks
+    from primad.gguf.splits import MAX_RANKS
     from primad.planning.adapters import (
         open_adapters,
         parse_lora,
@@ -175,7 +177,7 @@ def _ask(
     found = found_devices(fleet, files, live)
     checked: Checked = _unknown
     drafts: PlannedDraft | None = None
-    may_be_several, encoder = True, None
+    may_be_several, max_ranks, encoder = True, MAX_RANKS, None
     if path is not None:
         header, home = open_model(path, header_only=True), found.home or load_config({"home": live.home}).home
         adapters = open_adapters(parse_lora(lora), header)
@@ -193,8 +195,13 @@ def _ask(
             profile = with_predicting(profile, header)
         drafts, may_be_several = _draft(draft, header, home, folders), not why_whole(header)
         encoder = encoder_of(model.mmproj, model.model or path, path, lambda: _config(live.home, folders))
+        if wishes.run.parallel == "tensor":
+            max_ranks = shared_ranks(header, max(len(found.devices), 2))
     asked = ask(dataclasses.replace(wishes, head=wishes.head or found.own), found.devices, found.links, profile)
-    return dataclasses.replace(asked, draft=drafts, encoder=encoder, may_be_several=may_be_several), checked
+    more = dataclasses.replace(
+        asked, draft=drafts, encoder=encoder, may_be_several=may_be_several, max_ranks=max_ranks
+    )
+    return more, checked
 
 
 def _config(home: Path | None, folders: tuple[Path, ...]) -> Config:

@@ -97,6 +97,8 @@ def load_part(batches: Batches) -> LoadJson | None:
 def kept_part(planned: Planned) -> list[KeptJson]:
     """Where the KV cells of the workers are kept a second time."""
     plan, asked, tokens_per_s = planned.plan, planned.question, planned.batches.load.tokens_per_s
+    if plan.group:  # another group has other shares
+        return []
     links = {pair: link.bytes_per_s for pair, link in asked.links.items()}
     bytes_of = token_bytes(plan, asked.model.layers, asked.workload.kv_type, links, tokens_per_s)
     devices = holders({each.device: each for each in asked.devices if each.device in bytes_of}, bytes_of)
@@ -134,9 +136,11 @@ def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) ->
         )
         for place, (i, window) in enumerate(plan.windows_of(name))
     ]
-    weights = sum(model.layers[layer].size_bytes for _, window in plan.windows_of(name) for layer in window.layers)
+    size = sum(model.layers[layer].size_bytes for _, window in plan.windows_of(name) for layer in window.layers)
+    weights = int(plan.share_of(name) * size)
     return DeviceJson(
         name=name,
+        share=plan.share_of(name),
         head=name == plan.head,
         windows=windows,
         layers=found.layers,

@@ -127,6 +127,7 @@ def request_of(
         may_be_several=question.may_be_several,
         settled=settled,
         time_limit_s=question.time_limit_s,
+        max_ranks=question.max_ranks,
     )
 
 
@@ -215,7 +216,7 @@ def _left_out(question: Question, chosen: Planned, settled: Settled) -> list[Lef
         alike = next((each for each in parts if each.slower_ms is not None and asked.are_alike(each.name, name)), None)
         if alike is not None:
             parts.append(structs.replace(alike, name=name))
-        elif question.run.windows is not None or tried >= MAX_LEFT_OUT:
+        elif question.run.windows is not None or chosen.plan.group or tried >= MAX_LEFT_OUT:
             parts.append(LeftOutJson(name=name, reason=reason, slower_ms=None, objective_ms=None))
         else:
             tried += 1

@@ -82,10 +82,15 @@ def render(answer: Explanation, width: int) -> RenderableType:
 
 def _title(answer: Explanation) -> str:
     model, count = answer.model, len(answer.devices)
+    how = "each a share of every layer" if _is_group(answer) else f"{show_count(answer.rounds, 'round')} per token"
     return (
         f"{model.name} ({model.layers} layers, {show_bytes(model.bytes)}) on {show_count(count, 'device')}, "
-        f"head {answer.head}, {show_count(answer.rounds, 'round')} per token"
+        f"head {answer.head}, {how}"
     )
+
+
+def _is_group(answer: RingJson) -> bool:
+    return any(device.share < 1 for device in answer.devices)
 
 
 def _devices(answer: RingJson, columns: Sequence[str]) -> Table:
@@ -103,7 +108,9 @@ def _devices(answer: RingJson, columns: Sequence[str]) -> Table:
 
 def _cells(device: DeviceJson) -> dict[str, str]:
     return {
-        "windows": _runs(window.layers for window in device.windows),
+        "windows": f"{device.share:.0%} of {device.layers}"
+        if device.share < 1
+        else _runs(window.layers for window in device.windows),
         "GPU": _runs(window.gpu_layers for window in device.windows) if device.gpu_layers else "-",
         "resident": str(device.resident_layers),
         "streamed": str(device.streamed_layers or "-"),
@@ -180,7 +187,8 @@ def _facts(answer: Explanation) -> Table:
         table.add_row("exact", answer.checked)
     if answer.short:
         table.add_row("does not fit", _short(answer))
-    table.add_row("how good", _proof(answer.proof))
+    if not _is_group(answer):
+        table.add_row("how good", _proof(answer.proof))
     if given_up := _given_up(answer):
         table.add_row("given up", given_up)
     for i, left in enumerate(answer.left_out):

@@ -24,7 +24,7 @@ from primad.gguf.model import check_unchanged, open_model, stamps_of
 from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
 from primad.gguf.ranged_cutter import RangedCutter
-from primad.gguf.shares import shared_ranks, share_header
+from primad.gguf.shares import share_header, shared_ranks
 from primad.gguf.windows import ModelCutter
 from primad.head.model.encoder import NO_ENCODER, EncoderFile
 from primad.head.model.options import ServeOptions, model_id
