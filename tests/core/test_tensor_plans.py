@@ -1,0 +1,179 @@
+"""Plans of a tensor-parallel group: shares by speed and memory, the forecast, what is refused, what crosses the wire."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from msgspec.structs import replace as with_fields
+
+from halda import Infeasible, Plan, Rank, Window, assignments, evaluate, instance
+from halda.assignment import in_memory
+from primad.cli.run_options import DraftOptions, RunOptions, run_config
+from primad.errors import ConfigError, PlanError, ProtocolError, RankError
+from primad.head.members.core import RankLostError, StageError, attributed
+from primad.head.members.wanted import WantedState
+from primad.network.messages import LinkGroup, decode_from_head
+from primad.planning.drafting import drafting_of
+from primad.planning.groups import group_of
+from primad.planning.plan import PlanRequest, plan
+from primad.planning.question import default_workload
+from primad.planning.run_config import RunConfig
+from primad.ring.messages import GroupRank, RankAddress, broken_by, cause_of
+from primad.system.wire import encode
+from tests.fakes.load import a_load
+from tests.fakes.planning import GB, device, link, model
+
+WORK = default_workload(4096, 512, "f16")
+KEY = bytes(32)
+GROUP = GroupRank(rank=1, devices=["desk", "mini"], key=KEY)
+
+
+def question(*devices, links=()):
+    return instance(devices, links, model(), WORK, {})
+
+
+def weights(plan: Plan) -> dict[str, int]:
+    return {rank.device: rank.weight for rank in plan.group}
+
+
+def group(*ranks: tuple[str, int]) -> Plan:
+    whole = Window(device=ranks[0][0], first=0, last=20, gpu_layers=0)
+    members = tuple(Rank(device=name, weight=weight) for name, weight in ranks)
+    return Plan(rounds=1, route=(whole,), output_on_gpu=False, streaming=(), left_out=(), group=members)
+
+
+def test_like_devices_have_like_shares_and_a_slower_one_less():
+    desk, mini, slow = device("desk"), device("mini"), device("mini", rate=5e9)
+    assert weights(group_of(question(desk, mini), 2)) == {"desk": 16, "mini": 16}
+    assert weights(group_of(question(desk, slow), 2))["mini"] in range(3, 6)
+
+
+def test_a_device_that_is_short_of_memory_has_less():
+    found = group_of(question(device("desk", ram=8 * GB), device("mini", ram=2 * GB)), 2)
+    assert found.group[1].weight < found.group[0].weight == 16
+    assert not evaluate(found, question(device("desk", ram=8 * GB), device("mini", ram=2 * GB))).short
+
+
+def test_who_has_no_memory_for_any_share_is_named():
+    with pytest.raises(Infeasible, match="mini is short of .* of RAM for a share of each layer"):
+        group_of(question(device("desk", ram=8 * GB), device("mini", ram=GB // 4)), 2)
+
+
+def test_devices_beyond_what_the_heads_allow_are_left_out_by_name():
+    found = group_of(question(*(device(f"d{i}", ram=8 * GB) for i in range(3))), 2)
+    assert [rank.device for rank in found.group] == ["d0", "d1"]
+    assert [left.device for left in found.left_out] == ["d2"]
+
+
+def test_a_device_with_a_gpu_is_refused_by_name():
+    with pytest.raises(PlanError, match="mini has a GPU"):
+        group_of(question(device("desk", ram=8 * GB), device("mini", ram=8 * GB, vram=GB)), 2)
+
+
+def test_a_token_costs_the_slowest_share_and_two_sums_a_layer():
+    desk, mini = (device(name, ram=8 * GB) for name in ("desk", "mini"))
+    both = [link(*pair, round_trip_s=0.002) for pair in (("desk", "mini"), ("mini", "desk"))]
+    asked, alone = question(desk, mini, links=both), question(desk)
+    found = evaluate(group(("desk", 1), ("mini", 1)), asked)
+    assert found.hop_s == pytest.approx(2 * 20 * asked.hops_s[0][1])
+    assert found.tpot_s == pytest.approx(found.compute_s + found.hop_s)
+    whole = evaluate(replace(group(("desk", 1), ("mini", 1)), group=()), alone)
+    assert whole.compute_s / 2 < found.compute_s < whole.compute_s
+    uneven = evaluate(group(("desk", 3), ("mini", 1)), asked)
+    assert found.compute_s < uneven.compute_s < whole.compute_s
+
+
+def test_ranks_on_one_machine_share_its_cores_and_memory():
+    desk = device("desk", ram=8 * GB)
+    two = question(desk, replace(device("mini", ram=8 * GB), host=desk.host))
+    apart = question(desk, device("mini", ram=8 * GB))
+    plan = group(("desk", 1), ("mini", 1))
+    assert evaluate(plan, two).compute_s == pytest.approx(2 * evaluate(plan, apart).compute_s)
+    small = question(device("desk", ram=2 * GB), replace(device("mini", ram=2 * GB), host=desk.host))
+    assert any("desk and mini" in short.where for short in evaluate(plan, small).short)
+
+
+def test_each_rank_keeps_its_share_of_layers_and_output():
+    found = assignments(group(("desk", 3), ("mini", 1)), model())
+    whole = assignments(replace(group(("desk", 3), ("mini", 1)), group=()), model())["desk"].windows[0]
+    for name, share in (("desk", 0.75), ("mini", 0.25)):
+        (window,) = found[name].windows
+        assert (window.first, window.last, window.output) == (0, 20, "cpu")
+        assert window.layer_bytes == int(share * whole.layer_bytes)
+        assert window.streamed_bytes == 0
+
+
+def test_the_planner_makes_one_group_of_all_devices_and_drafts_nothing():
+    devices = [device(name, ram=8 * GB) for name in ("desk", "mini")]
+    run = RunConfig(parallel="tensor", context_tokens=4096)
+    request = PlanRequest(devices=devices, links=[], model=model(), run=run, max_ranks=2)
+    found = plan(request)
+    assert found.plan.devices == ("desk", "mini")
+    assert found.drafting is None
+    assert drafting_of("lookup", "auto", found.plan, found.question, found.batches) is None
+    alone = PlanRequest(devices=devices[:1], links=[], model=model(), run=run)
+    assert plan(alone).plan.group == ()
+
+
+@pytest.mark.parametrize(
+    ("run", "draft", "option"),
+    [
+        ({"batching": "exact"}, {}, "--batching exact"),
+        ({"windows": "4,4"}, {}, "--windows"),
+        ({"extra_buffers": "on"}, {}, "--extra-buffers on"),
+        ({}, {"speculate": "mtp"}, "--speculate mtp"),
+    ],
+)
+def test_what_a_group_does_not_compute_is_refused_by_option(run, draft, option):
+    with pytest.raises(ConfigError, match=f"--parallel tensor: cannot be combined with {option}"):
+        run_config(RunOptions(parallel="tensor", **run), DraftOptions(**draft))
+
+
+def a_group_load(**changes):
+    assignment = replace(in_memory(0, 2, output="cpu"), layer_bytes=90, output_bytes=10, resident_bytes=100)
+    fields = {"window": 0, "first": 0, "last": 2, "route": 1, "assignment": assignment, "group": GROUP}
+    return a_load(**fields | changes)
+
+
+def test_a_share_of_all_layers_is_a_load():
+    assert decode_from_head(encode(a_group_load())) == a_group_load()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"group": None},
+        {"route": 3},
+        {"window": 1},
+        {"group": with_fields(GROUP, rank=0)},
+        {"group": with_fields(GROUP, rank=2)},
+        {"group": with_fields(GROUP, key=bytes(31))},
+        {"group": with_fields(GROUP, devices=["desk"])},
+        {"assignment": in_memory(0, 2)},
+        {"assignment": replace(in_memory(0, 2, output="cpu"), output_bytes=-1)},
+    ],
+)
+def test_an_impossible_group_is_no_load(changes):
+    with pytest.raises(ProtocolError):
+        decode_from_head(encode(a_group_load(**changes)))
+
+
+def test_a_link_of_a_group_is_wanted_like_that_of_a_route():
+    table, joins = WantedState(), LinkGroup(epoch=3, addresses=[RankAddress("192.0.2.1", 7000)])
+    table.ask(a_load(3), 1)
+    table.ask(joins, 1)
+    assert table.ask_again(2) == [joins]
+
+
+def test_the_device_of_a_group_that_failed_is_named_across_processes():
+    found = cause_of(broken_by(RankError("mini of this group closed its connection", "mini")))
+    assert isinstance(found, RankError)
+    assert (str(found), found.device) == ("mini of this group closed its connection", "mini")
+
+
+def test_a_rank_that_fails_is_at_fault_and_nobody_before_it():
+    plan, error = group(("desk", 1), ("mini", 1), ("nas", 1)), StageError("nas: llama.cpp failed", "nas", "ring")
+    failed = attributed(error, plan, 3)
+    assert (failed.device, failed.parties) == ("nas", ())
+    assert RankLostError(error, "mini").rank == "mini"
