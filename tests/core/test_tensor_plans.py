@@ -56,7 +56,7 @@ def test_a_device_that_is_short_of_memory_has_less():
 
 
 def test_who_has_no_memory_for_any_share_is_named():
-    with pytest.raises(Infeasible, match="mini is short of .* of RAM for a share of each layer"):
+    with pytest.raises(Infeasible, match=r"mini is short of .* of RAM for a share of each layer"):
         group_of(question(device("desk", ram=8 * GB), device("mini", ram=GB // 4)), 2)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from primad.errors import PrimadError, RingError
-from primad.ring.messages import Connect, Open, Opened, Reopen, Report, RingCommand, RingEvent, Status
+from primad.ring.messages import Connect, JoinGroup, Open, Opened, Reopen, Report, RingCommand, RingEvent, Status
 from primad.trust.identity import new_identity
 
 Command = TypeVar("Command")
@@ -39,7 +39,7 @@ class FakeRingProcess:
             case Reopen():
                 assert self.commands, "reopened before it was opened"
                 self._open()
-            case Connect():
+            case Connect() | JoinGroup():
                 assert self.keys, "connected before it was open"
             case Report():
                 self.report_line(STATUS)

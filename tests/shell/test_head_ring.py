@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
 
-from halda import Plan, Window
+from halda import Plan, Rank, Window
 from primad.errors import (
     AlteredStepError,
     ClusterError,
@@ -18,6 +19,7 @@ from primad.errors import (
     LoadAgainError,
     NextDeviceError,
     NotFiniteError,
+    RankError,
     RingError,
     SenderError,
 )
@@ -25,6 +27,7 @@ from primad.head.members.core import (
     AGAIN,
     SENT,
     DeviceLostError,
+    RankLostError,
     StageError,
     StuckStepError,
     attributed,
@@ -35,6 +38,7 @@ from primad.head.rings import ring as head_ring
 from primad.head.rings import routes as head_ways
 from primad.head.rings.ring import HeadRing
 from primad.membership.types import RingFailed
+from primad.network.messages import Loaded, StageState
 from primad.ring.messages import (
     Drained,
     Opened,
@@ -370,3 +374,49 @@ async def test_a_worker_that_never_links_ends_the_ring(monkeypatch):
     first = workers_of(PAIR)[0]
     with pytest.raises(StageError, match=f"{first}: it does not connect to the next device"):
         await ring._link(("tcp://10.0.0.1:1", "key"), dict.fromkeys(workers_of(PAIR), (2, "key")))
+
+
+GROUP = replace(ALONE, group=tuple(Rank(device=name, weight=1) for name in ("desk", "lap", "tab")))
+CLOSED = "of this group closed its connection"
+
+
+def in_group(monkeypatch, **said: ClusterError) -> HeadRing:
+    """The ring of ``GROUP``, whose workers have said this, and nothing else in time."""
+    monkeypatch.setattr(head_ring, "REASON_S", 0.0)
+    ring = HeadRing(inputs_of(GROUP))
+    for name in ("lap", "tab"):
+        broken = asyncio.get_running_loop().create_future()
+        if name in said:
+            broken.set_result(said[name])
+        ring._workers[name] = SimpleNamespace(broken=broken)
+    return ring
+
+
+def accuses(device: str, other: str) -> RankLostError:
+    return RankLostError(StageError(f"{device}: {other} {CLOSED}", device, "ring"), other)
+
+
+@pytest.mark.parametrize(
+    ("said", "device", "reason"),
+    [
+        ({}, "lap", f"lap {CLOSED}"),
+        ({"lap": StageError("lap: llama.cpp failed", "lap", "ring")}, "lap", "lap: llama.cpp failed"),
+        ({"lap": accuses("lap", "tab")}, "tab", f"lap: tab {CLOSED}"),
+        ({"lap": accuses("lap", "tab"), "tab": DeviceLostError("tab is gone", "tab")}, "tab", "tab is gone"),
+        ({"lap": accuses("lap", "desk")}, "lap", f"lap: desk {CLOSED}"),
+        ({"lap": accuses("lap", "tab"), "tab": accuses("tab", "lap")}, "tab", f"tab: lap {CLOSED}"),
+    ],
+)
+async def test_of_a_group_the_device_that_failed_first_is_at_fault(monkeypatch, said, device, reason):
+    ring = in_group(monkeypatch, **said)
+    found = await ring._cause("lap", RankError(f"lap {CLOSED}", "lap"))
+    assert attributed(found, GROUP, EPOCH) == RingFailed(EPOCH, device, reason)
+
+
+async def test_a_device_that_is_in_no_group_does_not_listen_for_one_nor_the_other_way_round():
+    deaf = SimpleNamespace(name="lap", attend=lambda _: None)
+    for group, key in ((None, ""), ("a group", "key")):
+        part = Stage(deaf, SimpleNamespace(epoch=1, group=group), lambda *_: None)
+        part.hear(StageState(epoch=1, loaded=Loaded(port=1, key=key), linked=False, broken=None))
+        assert "listens as what it is not" in str(part.broken.result())
+        assert not part.loaded.done()

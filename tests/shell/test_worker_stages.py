@@ -21,7 +21,7 @@ from primad.daemon.layer_files import Workspace
 from primad.daemon.memory_watch import MemoryWatch, ram_room
 from primad.daemon.node import Node
 from primad.engine.protocol import WindowSource
-from primad.errors import ClusterError, DiskError, ModelError, SenderError, WeightsError
+from primad.errors import ClusterError, DiskError, ModelError, RankError, SenderError, WeightsError
 from primad.gguf.layers import LayerRef, layer_digest, tree_of
 from primad.gguf.windows import WindowSpec
 from primad.kv.store import KvStore
@@ -37,7 +37,20 @@ from primad.network.messages import (
     WorkerMessage,
     WorkerStatus,
 )
-from primad.ring.messages import Connect, GpuLoaded, GpuLow, Loading, Open, Opened, Overdue, Reopen, Sampled
+from primad.ring.messages import (
+    Connect,
+    GpuLoaded,
+    GpuLow,
+    GroupRank,
+    JoinGroup,
+    Loading,
+    Open,
+    Opened,
+    Overdue,
+    RankAddress,
+    Reopen,
+    Sampled,
+)
 from primad.ring.messages import ProcessMemoryLow as RingPressed
 from primad.settings.config import load_config, open_home
 from primad.settings.timings import Timings, WorkerTimings
@@ -675,6 +688,27 @@ async def test_what_the_device_before_it_sent_is_told_as_that_devices_doing(work
         process.die(SenderError("the device before this one sent NaN"))
         broken = await lap.breaks()
         assert broken == Broken(error="the device before this one sent NaN", fault="ring", sender=True)
+
+
+async def test_a_device_of_a_group_joins_once_says_who_failed_and_keeps_no_share(worker, processes):
+    group, addresses = GroupRank(rank=1, devices=["desk", "lap"], key=bytes(32)), [RankAddress("192.0.2.1", 7000)]
+    async with worker() as lap:
+        await lap.parts.start(a_load(1, window=0, route=1, group=group), PROFILE)
+        await lap.loads(1)
+        for _ in range(2):
+            await lap.parts.join(1, addresses)
+        (process,) = processes.all
+        assert (await process.reported(Open)).group == group
+        assert await process.reported(JoinGroup) == JoinGroup(addresses)
+        assert [type(command) for command in process.commands].count(JoinGroup) == 1
+        assert "computing a share of layers 2-3" in lap.printed
+        process.die(RankError("desk of this group is late", "desk"))
+        assert await lap.breaks() == Broken(error="desk of this group is late", fault="ring", rank="desk")
+        await lap.parts.release(1)
+        await lap.parts.start(a_load(2, window=0, route=1, group=group), PROFILE)
+        await lap.loads(2)
+        await lap.parts.release(2)
+        assert not processes.alive
 
 
 @pytest.mark.parametrize(
