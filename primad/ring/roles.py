@@ -121,8 +121,10 @@ class WorkerRole:
                 self._reopen(command)
             case Report():
                 self._channel.notify(self._meter.status(self._links.refused, self._streams))
-            case _:
-                raise RingError(f"a worker of a route was given {type(command).__name__}, which is not for it")
+            case JoinGroup():
+                raise RingError("a worker that is in no group was told to join one")
+            case Generate() | Choices() | Cancel() | Drain() | DraftPlaceChanged() | DraftsHeard():
+                raise RingError(f"a worker was given {type(command).__name__}, which is the head's")
 
     def _reopen(self, reopen: Reopen) -> None:
         windows = _renumbered(reopen, self._windows)

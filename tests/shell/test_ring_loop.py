@@ -420,8 +420,9 @@ def head_windows(monkeypatch, model) -> None:
     """Heads of the route, or of the whole model, have new windows of ``model``."""
 
     def open_head(
-        opening: Open, loaded: Callable[[int], None], on_gpu: object, drafter: object
+        opening: Open, loaded: Callable[[int], None], on_gpu: object, drafter: object, exchange: None
     ) -> tuple[Head, Streams]:
+        assert exchange is None, "it is in no group"
         alone = opening.route == 1
         head = Head(
             windows={} if alone else {0: model.first(1)},

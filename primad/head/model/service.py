@@ -108,7 +108,8 @@ class ModelSource:
     def share_cutter(self, weights: tuple[int, ...], rank: int) -> ModelCutter:
         """Cuts layers out of the share of ``rank`` of a group with these ``weights``. Raises ``NotCutError``."""
         if (weights, rank) not in self._shares:
-            self._shares[weights, rank] = ModelCutter(share_header(self.header, weights, rank))
+            own = share_header(self.header, weights, rank)
+            self._shares[weights, rank] = ModelCutter(own, LayerDigests(own, digests_file(self._home)))
         return self._shares[weights, rank]
 
     async def max_ranks(self, limit: int) -> int:
