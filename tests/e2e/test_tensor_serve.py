@@ -9,15 +9,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.e2e.cluster import Head, Primad, all_joined, heading, ring_process, wait_until
-from tests.e2e.streams import Reported, ask
+from tests.e2e.cluster import HTTP, Head, Primad, all_joined, heading, ring_process, wait_until
+from tests.e2e.reference import Plain
+from tests.e2e.streams import STORY, Reported, ask
+from tests.shell.test_tensor_groups import MAX_DIFFERENCE
 from tools.synth import write_model
 
 pytestmark = pytest.mark.slow
 
 TOKENS = 100
+LIKELY = 24
 CHARACTERS = 100
 """Of the answer that are sampled before the device is lost; other shares add up in another order."""
 
@@ -60,6 +64,16 @@ def test_all_devices_compute_each_layer(group):
     assert [device["windows"] for device in devices] == [[[0, 6]]] * 3
     assert group.answer.finish == "length"
     assert ask(group.head, tokens=TOKENS).text == group.answer.text
+
+
+def test_tokens_are_as_likely_as_to_the_whole_model(group, model):
+    plain = Plain(model)
+    expected = plain.continue_(plain.tokenize(STORY), LIKELY)
+    plain.release()
+    asked = {"prompt": STORY, "max_tokens": LIKELY, "temperature": 0, "logprobs": 1}
+    found = HTTP.post(f"{group.head.url}/v1/completions", json=asked).json()["choices"][0]["logprobs"]
+    likely = [expected.logprob(step, token) for step, token in enumerate(expected.tokens)]
+    assert found["token_logprobs"] == pytest.approx(likely, abs=MAX_DIFFERENCE * float(np.abs(expected.logits).max()))
 
 
 def test_an_answer_goes_on_where_a_device_is_lost(group):
