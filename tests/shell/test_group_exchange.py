@@ -14,6 +14,8 @@ from primad.ring.group.connect import GroupListener, connect_group
 from primad.ring.group.exchange import SLICED_BYTES, RankExchange
 from primad.ring.group.frames import FRAME_BYTES, PART, Direction, RankHello
 from primad.ring.group.peer import RankPeer
+from primad.ring.group.place import GroupPlace
+from primad.ring.messages import GroupRank, JoinGroup, RankAddress
 
 KEY = bytes(range(32))
 
@@ -181,6 +183,27 @@ def test_a_rank_with_another_key_is_not_of_the_group():
     results = groups(2, [KEY, bytes(32)])
     assert "device 1 of this group did not connect in time" in str(results[0])
     assert "device 0 of this group at 127.0.0.1 is not who it should be" in str(results[1])
+    assert [each.device for each in results] == ["device 1", "device 0"]
+
+
+def test_a_place_stands_for_the_exchange_until_all_ranks_are_connected():
+    places = [
+        GroupPlace(GroupRank(rank=rank, devices=["desk", "mini"], key=KEY), "127.0.0.1", timeout_s=20.0)
+        for rank in range(2)
+    ]
+    with pytest.raises(RingError, match="before the devices of this group were connected"):
+        places[0].lead(b"a step")
+    with pytest.raises(RingError, match="rank 1 of a group was given 0 addresses"):
+        places[1].join(JoinGroup([]))
+    port = int(places[0].endpoint.rsplit(":", 1)[1])
+    joins = [JoinGroup([]), JoinGroup([RankAddress("127.0.0.1", port)])]
+    together(places, lambda rank, place: place.join(joins[rank]))
+    values = together(places, lambda _, place: (each := np.ones(7, np.float32), place.sum(each))[0])
+    assert all(np.array_equal(each, np.full(7, 2)) for each in values)
+    with pytest.raises(RingError, match="or twice"):
+        places[0].join(JoinGroup([]))
+    for place in places:
+        place.close()
 
 
 def test_large_parts_are_sealed_in_pieces():

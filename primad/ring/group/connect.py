@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from primad.errors import RingError
+from primad.errors import RankError, RingError
 from primad.ring.group.exchange import RankExchange
 from primad.ring.group.frames import (
     HEADER,
@@ -72,7 +72,7 @@ def connect_group(
 ) -> RankExchange:
     """The exchange of ``rank`` of a group of devices ``names``, of which those below it are at ``addresses``.
 
-    The ``key`` is of this group alone. Raises ``RingError`` where a device is not there within ``connect_timeout_s``.
+    The ``key`` is of this group alone. Raises ``RankError`` where a device is not there within ``connect_timeout_s``.
     """
     until, found = time.monotonic() + connect_timeout_s, dict[int, RankPeer]()
     try:
@@ -95,16 +95,16 @@ def _connected(rank: int, other: int, names: Sequence[str], address: PortAddress
     try:
         connection = socket.create_connection(address, max(until - time.monotonic(), 0.001))
     except OSError as exc:
-        raise RingError(
-            f"{names[other]} of this group cannot be reached at {address[0]}: {exc.strerror or exc}"
+        raise RankError(
+            f"{names[other]} of this group cannot be reached at {address[0]}: {exc.strerror or exc}", names[other]
         ) from exc
     try:
         connection.sendall(own.packed())
         return _paired(connection, own, [other], names, key, until)
     except (OSError, _StrangerError) as exc:
         connection.close()
-        raise RingError(
-            f"{names[other]} of this group at {address[0]} is not who it should be, or too late: {exc}"
+        raise RankError(
+            f"{names[other]} of this group at {address[0]} is not who it should be, or too late: {exc}", names[other]
         ) from exc
 
 
@@ -115,7 +115,7 @@ def _accepted(
         connection = listener.accept(until)
     except TimeoutError as exc:
         missing = " and ".join(names[other] for other in awaited)
-        raise RingError(f"{missing} of this group did not connect in time") from exc
+        raise RankError(f"{missing} of this group did not connect in time", names[awaited[0]]) from exc
     own = RankHello.of(rank, len(names))
     try:
         return _paired(connection, own, awaited, names, key, min(until, time.monotonic() + STRANGER_S), replies=True)

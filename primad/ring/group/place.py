@@ -40,7 +40,7 @@ class GroupPlace:
         return self._exchange is not None
 
     def join(self, join: JoinGroup) -> None:
-        """Connect to all other ranks. Raises ``RingError`` where one of them is not there."""
+        """Connect to all other ranks. Raises ``RankError`` where one of them is not there."""
         if self._exchange is not None or len(join.addresses) != self.rank:
             raise RingError(f"rank {self.rank} of a group was given {len(join.addresses)} addresses, or twice")
         self._exchange = connect_group(
