@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -146,6 +147,7 @@ def _ask(
     """The question, and the check whether windows of the model are exact."""
     from primad.certify.verdict import load_verdict, windows_line, with_verdict
     from primad.gguf.architectures.cuts import why_whole
+    from primad.gguf.architectures.table import NotCutError
     from primad.gguf.model import open_model
     from primad.gguf.shares import shared_ranks
     from primad.gguf.splits import MAX_RANKS
@@ -195,8 +197,10 @@ def _ask(
             profile = with_predicting(profile, header)
         drafts, may_be_several = _draft(draft, header, home, folders), not why_whole(header)
         encoder = encoder_of(model.mmproj, model.model or path, path, lambda: _config(live.home, folders))
-        if wishes.run.parallel == "tensor":
-            max_ranks = shared_ranks(header, max(len(found.devices), 2))
+        max_ranks = shared_ranks(header, max(len(found.devices), 2)) if wishes.run.parallel == "tensor" else 1
+        if wishes.run.parallel == "auto" and wishes.run.may_share and not lora and draft is None and encoder is None:
+            with contextlib.suppress(NotCutError):
+                max_ranks = shared_ranks(header, max(len(found.devices), 2))
     asked = ask(dataclasses.replace(wishes, head=wishes.head or found.own), found.devices, found.links, profile)
     more = dataclasses.replace(
         asked, draft=drafts, encoder=encoder, may_be_several=may_be_several, max_ranks=max_ranks

@@ -81,8 +81,8 @@ class RunOptions:
         str,
         typer.Option(
             help="pipeline: each device computes some of the layers; tensor: all compute a share of each layer, for "
-            "links of a wired network.",
-            autocompletion=one_of("pipeline", "tensor"),
+            "links of a wired network; auto: what is forecast to be faster.",
+            autocompletion=one_of("pipeline", "tensor", "auto"),
         ),
     ] = "pipeline"
     extra_buffers: Annotated[

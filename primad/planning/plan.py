@@ -28,6 +28,7 @@ from halda import (
     instance,
 )
 from halda.time_limit import TimeLimit
+from primad.errors import PlanError
 from primad.planning.batching import Batches, batches_of
 from primad.planning.by_hand import plan_by_hand, with_context_by_hand
 from primad.planning.context import MAX_AT_ONCE, attends_plainly
@@ -166,6 +167,20 @@ def search(request: PlanRequest) -> FoundPlan:
         return _search_by_hand(request)
     if request.run.parallel == "tensor" and len(request.devices) > 1:
         return _search_group(request)
+    found = _search_pipeline(request)
+    is_free = not request.require and request.settled is None and not request.run.use_all
+    if request.run.parallel != "auto" or not is_free or min(request.max_ranks, len(request.devices)) < 2:
+        return found
+    try:
+        group = _search_group(request)
+    except (Infeasible, PlanError):
+        return found
+    is_wide = group.workload.context_tokens >= found.workload.context_tokens
+    gains = group.solution.objective_s < (1 - GROUP_GAIN) * found.solution.objective_s
+    return group if is_wide and gains else found
+
+
+def _search_pipeline(request: PlanRequest) -> FoundPlan:
     works, budget = request.workloads, TimeLimit(request.time_limit_s)
     everyone = frozenset(device.device for device in request.devices)
     for work in works:
@@ -187,6 +202,8 @@ def search(request: PlanRequest) -> FoundPlan:
 SOLVE_SHARE: Final = 0.8
 """Of the time that is left, for one question to the solver: it may be asked again, for a small context, or for devices as
 they are in the plan."""
+GROUP_GAIN: Final = 0.1
+"""A group does without drafts, GPUs and a second copy of the KV cache, and depends on each link in each layer."""
 SMALL_WINDOWS_GAIN: Final = 0.05
 """Cells of whole contexts are worth so much: drafts, and any prefix instead of kept ones."""
 

@@ -11,7 +11,7 @@ from primad.planning.drafting import SpeculateMode
 
 ExtraBuffers = Literal["auto", "on", "off"]
 EXTRA_BUFFERS: Final[tuple[ExtraBuffers, ...]] = get_args(ExtraBuffers)
-ParallelMode = Literal["pipeline", "tensor"]
+ParallelMode = Literal["auto", "pipeline", "tensor"]
 PARALLEL_MODES: Final[tuple[ParallelMode, ...]] = get_args(ParallelMode)
 CHUNK_ROWS: Final = 512
 """Tokens of a prompt that are computed at a time, unless a plan that streams is better with more."""
@@ -28,6 +28,7 @@ class RunConfig:
     ``experts`` says where those of layers on a GPU are. Drafts come as ``speculate`` says, those of a draft model from
     the device ``draft_on``. A step has room for ``whole_rows``, the most of a picture that belong in one.
     ``parallel``: each device has layers, or all have a share of each layer.
+    ``parallel``: each device has layers, or all have a share of each layer, or what is faster.
     """
 
     objective: Objective = "balanced"
@@ -47,6 +48,12 @@ class RunConfig:
     windows: tuple[int, ...] | None = None
     rounds: int | None = None
     parallel: ParallelMode = "pipeline"
+
+    @property
+    def may_share(self) -> bool:
+        """Whether devices may have shares of layers: with what is asked for, a group has to compute everything else too."""
+        asked = self.windows is not None or self.extra_buffers == "on" or self.speculate not in ("auto", "off")
+        return self.parallel != "pipeline" and self.batching != "exact" and not asked
 
     @property
     def may_help(self) -> bool:

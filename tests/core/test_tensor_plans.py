@@ -177,3 +177,32 @@ def test_a_rank_that_fails_is_at_fault_and_nobody_before_it():
     failed = attributed(error, plan, 3)
     assert (failed.device, failed.parties) == ("nas", ())
     assert RankLostError(error, "mini").rank == "mini"
+
+
+def chosen(round_trip_s: float, **changes) -> Plan:
+    """What ``auto`` takes for three like devices on such links."""
+    names = ("desk", "mini", "nas")
+    links = [link(a, b, bytes_per_s=1.2e8, round_trip_s=round_trip_s) for a in names for b in names if a != b]
+    fields = {
+        "devices": [device(name, rate=4e9) for name in names],
+        "links": links,
+        "model": model(),
+        "run": RunConfig(parallel="auto", context_tokens=4096),
+        "max_ranks": 4,
+    }
+    return plan(PlanRequest(**fields | changes)).plan
+
+
+def test_auto_takes_a_group_where_it_is_faster_and_possible():
+    assert len(chosen(0.0003).group) == 3
+    assert chosen(0.05).group == ()
+    assert chosen(0.0003, max_ranks=1).group == ()
+    assert chosen(0.0003, run=RunConfig(context_tokens=4096)).group == ()
+    with_gpu = [device(name, rate=4e9, vram=GB // 8 * (name == "nas")) for name in ("desk", "mini", "nas")]
+    assert chosen(0.0003, devices=with_gpu).group == ()
+
+
+@pytest.mark.parametrize("asked", [{"batching": "exact"}, {"windows": (4, 4)}, {"speculate": "lookup"}])
+def test_auto_shares_no_layers_of_what_a_group_does_not_compute(asked):
+    assert RunConfig(parallel="auto").may_share
+    assert not RunConfig(parallel="auto", **asked).may_share

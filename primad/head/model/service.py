@@ -15,6 +15,7 @@ from primad.daemon.node import Node
 from primad.errors import ModelError, PrimadError, WeightsError
 from primad.gguf.adapter import Adapter
 from primad.gguf.architectures.cuts import cuttable
+from primad.gguf.architectures.table import NotCutError
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import Header
 from primad.gguf.hub_library import token
@@ -113,9 +114,12 @@ class ModelSource:
         return self._shares[weights, rank]
 
     async def max_ranks(self, limit: int) -> int:
-        """How many of ``limit`` devices can share each layer. Raises ``NotCutError`` where fewer than two can."""
+        """How many of ``limit`` devices can share each layer."""
         if limit not in self._max_ranks:
-            self._max_ranks[limit] = await asyncio.to_thread(shared_ranks, self.header, limit)
+            try:
+                self._max_ranks[limit] = await asyncio.to_thread(shared_ranks, self.header, limit)
+            except NotCutError:
+                self._max_ranks[limit] = 1
         return self._max_ranks[limit]
 
     @property
@@ -186,6 +190,12 @@ class Service:
         """Memory of the head that its draft model takes, and its encoder of pictures."""
         draft = 0 if self.draft is None or not self.head_has_room else self.draft.memory_bytes
         return draft + self.encoder.memory_bytes
+
+    @property
+    def may_share(self) -> bool:
+        """Whether devices may have shares of its layers, with all that it is served with."""
+        also = (self.model.adapters, self.model.ranged, self.model.predicts, self.draft, self.encoder.path)
+        return self.options.run.may_share and not any(also)
 
     @property
     def planned_draft(self) -> PlannedDraft | None:

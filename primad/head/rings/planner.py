@@ -14,6 +14,7 @@ from primad.daemon.memory_watch import MemoryWatch
 from primad.errors import PlanError, PrimadError
 from primad.gguf.architectures.cuts import cuttable, why_whole
 from primad.gguf.architectures.tensors import turns_by_context
+from primad.gguf.shares import shared_ranks
 from primad.head.members.devices import Devices
 from primad.head.members.worker_link import WorkerLink
 from primad.head.model.learning import Learning
@@ -264,8 +265,10 @@ class Planner:
         devices, links = self._known([own, *(worker.profile for worker in workers)], gone)
         devices = [*devices, *more]
         max_ranks = 1
-        if service.options.run.parallel == "tensor" and len(devices) > 1:
+        if service.may_share and len(devices) > 1:
             max_ranks = await service.model.max_ranks(len(devices))
+        if service.options.run.parallel == "tensor" and len(devices) > 1:
+            shared_ranks(service.model.header, 2)
         elif service.options.run.windows is None and len(devices) > 1:
             cuttable(service.model.header)
         return PlanRequest(
