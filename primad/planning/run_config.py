@@ -27,7 +27,6 @@ class RunConfig:
     whether what they compute together must be exact. A typical request has ``prompt_tokens`` and ``answer_tokens``.
     ``experts`` says where those of layers on a GPU are. Drafts come as ``speculate`` says, those of a draft model from
     the device ``draft_on``. A step has room for ``whole_rows``, the most of a picture that belong in one.
-    ``parallel``: each device has layers, or all have a share of each layer.
     ``parallel``: each device has layers, or all have a share of each layer, or what is faster.
     """
 

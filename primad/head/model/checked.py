@@ -132,6 +132,9 @@ def in_a_group(options: ServeOptions, header: Header, why_not: str = "") -> Serv
     """``options`` for a tensor-parallel group, which sees no pictures. ``why_not`` is the reason why a model is not
     certified. Raises ``ConfigError`` for what a group does not compute, and ``NotCutError`` for a model that cannot be
     shared."""
+    if why_not:
+        raise NotCutError(f"{header.path}: {why_not}", ADVICE)
+    shared_ranks(header, 2)
     refused = {
         "--lora": options.lora,
         "--mmproj": options.mmproj not in (ENCODER_AUTO, NONE),
@@ -140,9 +143,6 @@ def in_a_group(options: ServeOptions, header: Header, why_not: str = "") -> Serv
     for option, is_set in refused.items():
         if is_set:
             raise ConfigError(f"--parallel tensor: cannot be combined with {option}; leave one of them out")
-    if why_not:
-        raise NotCutError(f"{header.path}: {why_not}", ADVICE)
-    shared_ranks(header, 2)
     return replace(options, mmproj=NONE)
 
 
