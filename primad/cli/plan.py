@@ -202,9 +202,7 @@ def _ask(
             with contextlib.suppress(NotCutError):
                 max_ranks = shared_ranks(header, max(len(found.devices), 2))
     asked = ask(dataclasses.replace(wishes, head=wishes.head or found.own), found.devices, found.links, profile)
-    more = dataclasses.replace(
-        asked, draft=drafts, encoder=encoder, may_be_several=may_be_several, max_ranks=max_ranks
-    )
+    more = dataclasses.replace(asked, draft=drafts, encoder=encoder, may_be_several=may_be_several, max_ranks=max_ranks)
     return more, checked
 
 
