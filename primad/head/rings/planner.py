@@ -264,10 +264,10 @@ class Planner:
         own = await self._pool.own.profile()
         devices, links = self._known([own, *(worker.profile for worker in workers)], gone)
         devices = [*devices, *more]
-        max_ranks = 1
-        if service.may_share and len(devices) > 1:
+        max_ranks, parallel = 1, service.options.run.parallel
+        if parallel != "pipeline" and len(devices) > 1 and service.may_share:
             max_ranks = await service.model.max_ranks(len(devices))
-        if service.options.run.parallel == "tensor" and len(devices) > 1:
+        if parallel == "tensor" and len(devices) > 1:
             shared_ranks(service.model.header, 2)
         elif service.options.run.windows is None and len(devices) > 1:
             cuttable(service.model.header)
