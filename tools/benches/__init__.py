@@ -19,6 +19,7 @@ from tools.benches import (
     serve,
     solve,
     speculate,
+    tensor,
 )
 from tools.lab.harness import Bench
 
@@ -36,5 +37,6 @@ BENCHES: Final[Mapping[str, Bench]] = {
     "solve": solve.BENCH,
     "paper": solve.PAPER,
     "http": http.BENCH,
+    "tensor": tensor.BENCH,
     "published": published.BENCH,
 }
