@@ -99,6 +99,8 @@ def time_head(task: TimeHead) -> tuple[float, ...]:
 class _Nothing:
     """A whole model that computes nothing, and reads as much memory as a model would."""
 
+    exchange = None
+
     def __init__(self, task: TimeHead, logits: NDArray[np.float32], sweep: NDArray[np.uint64]) -> None:
         self._logits, self._sweep = logits, sweep
         self._until = time.perf_counter() + task.seconds

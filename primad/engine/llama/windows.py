@@ -245,7 +245,7 @@ class TailWindow(_LogitsWindow):
             look_up = partial(self._embedding.rows, positions=rows.positions)
             self._inputs = self._embedding.layers.beside(content, self._width, self.layers, look_up)
             rows = replace(rows, content=np.ascontiguousarray(content[:, : self._width]))
-        elif content.shape[1] > self._width:
+        elif content.ndim > 1 and content.shape[1] > self._width:  # a tail that has all layers takes tokens
             hidden, self._deeper = parts_of(content, self._width, self.layers)
             rows = replace(rows, content=hidden)
         super().forward(rows)
