@@ -116,6 +116,8 @@ async def test_whom_a_head_introduces_may_do_what_a_ring_needs_as_long_as_that_h
         await tower.takes()
         assert not await is_let_in(neighbour)
         await tower.report_line(introduces(nas, DESK))
+        await tower.report_line(Ping(status=False))
+        await tower.hear(Pong)
         assert await is_let_in(neighbour)
         assert not await is_let_in(desk), "what the owner revoked nobody introduces"
 
