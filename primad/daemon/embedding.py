@@ -29,7 +29,7 @@ from primad.engine.embedding_messages import (
     TextsChecked,
 )
 from primad.errors import EngineError, PrimadError, RequestError, RingError
-from primad.system.children.asked_child import AskedChild, EndedError
+from primad.system.children.asked_child import AskedChild
 from primad.system.children.spawn import environment
 from primad.system.shares import Shares, Turns
 from primad.system.tasks import resolve
@@ -41,6 +41,7 @@ CHECKED_CHARS: Final = 1 << 16
 TIMEOUT_S: Final = 300.0
 """The process is taken to hang when an answer takes longer."""
 
+_PROCESS: Final = "the embedding process"
 _decoder = msgspec.msgpack.Decoder(EmbeddingReply)
 _Answer = TypeVar("_Answer", TextsChecked, EmbeddedText)
 _Text = str | list[int]
@@ -188,7 +189,7 @@ class EmbeddingService:
     async def _load(self) -> EmbedderReady:
         await self._end()
         variables = environment({"OMP_PROC_BIND": "false"} | os.environ, self._threads, 0)  # the ring has the cores
-        self._child = await AskedChild.start("primad.engine.embedding_process", variables, "the embedding process")
+        self._child = await AskedChild.start("primad.engine.embedding_process", variables, _PROCESS)
         self._starts += 1
         self._began(self._child.pid)
         ready = await self._ask(LoadEmbedder(path=str(self._path), threads=self._threads))
@@ -200,14 +201,7 @@ class EmbeddingService:
         """Whoever leaves before the answer is there ends the process too: the answer would be taken for another's."""
         assert self._child is not None
         try:
-            async with asyncio.timeout(self._timeout_s):
-                answer: EmbeddingReply = _decoder.decode(await self._child.ask(task))
-        except TimeoutError:
-            await self._end()
-            raise RingError(f"the embedding process gave no answer in {self._timeout_s:g} s") from None
-        except EndedError as exc:
-            await self._end()
-            raise RingError(f"the embedding process {exc}") from None
+            answer: EmbeddingReply = _decoder.decode(await self._child.answer(task, _PROCESS, self._timeout_s))
         except BaseException:
             await self._end()
             raise

@@ -30,7 +30,7 @@ from primad.engine.pictures.messages import (
     PictureTask,
 )
 from primad.errors import EngineError, RequestError, RingError
-from primad.system.children.asked_child import AskedChild, EndedError
+from primad.system.children.asked_child import AskedChild
 from primad.system.children.spawn import environment
 from primad.system.tasks import Tasks, to_its_end
 from primad.system.turn_lock import TurnLock
@@ -43,6 +43,7 @@ KEPT_BYTES: Final = 128 << 20
 """Of what pictures became."""
 
 _CLOSED: Final = "the model is unloaded, or primad is stopping"
+_PROCESS: Final = "the process for pictures"
 _decoder = msgspec.msgpack.Decoder(PictureReply)
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ class PictureService:
     async def _load(self) -> None:
         await self._end()
         variables = environment({"OMP_PROC_BIND": "false"} | os.environ, self._load_task.threads, 0)
-        self._child = await AskedChild.start("primad.engine.pictures.process", variables, "the process for pictures")
+        self._child = await AskedChild.start("primad.engine.pictures.process", variables, _PROCESS)
         if self._closed:
             await self._end()
             raise RingError(_CLOSED)
@@ -165,14 +166,7 @@ class PictureService:
         """Whoever fails before the reply is there ends the process too: the reply would be taken for another's."""
         assert self._child is not None
         try:
-            async with asyncio.timeout(self._timeout_s):
-                reply: PictureReply = _decoder.decode(await self._child.ask(task))
-        except TimeoutError:
-            await self._end()
-            raise RingError(f"the process for pictures gave no answer in {self._timeout_s:g} s") from None
-        except EndedError as exc:
-            await self._end()
-            raise RingError(f"the process for pictures {exc}") from None
+            reply: PictureReply = _decoder.decode(await self._child.answer(task, _PROCESS, self._timeout_s))
         except BaseException:
             await self._end()
             raise

@@ -76,6 +76,16 @@ class AskedChild:
         finally:
             reading.cancel()
 
+    async def answer(self, task: msgspec.Struct, what: str, timeout_s: float) -> bytes:
+        """The reply to ``task``. Raises ``RingError`` where the process, which is ``what``, ended or gave none in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.ask(task)
+        except TimeoutError:
+            raise RingError(f"{what} gave no answer in {timeout_s:g} s") from None
+        except EndedError as exc:
+            raise RingError(f"{what} {exc}") from None
+
     def rss_bytes(self) -> int:
         """What it holds."""
         try:
