@@ -17,9 +17,8 @@ from typing import Final
 
 import msgspec
 
-from primad.engine.pictures.headers import check_media
+from primad.engine.pictures.headers import check_sent
 from primad.engine.pictures.messages import (
-    EmbeddedRun,
     EncodedPicture,
     EncodePicture,
     EncoderFailed,
@@ -92,10 +91,7 @@ class PictureService:
         Raises ``RequestError`` for one that is no picture or too large a one, ``EngineError`` where the encoder cannot be
         loaded, ``RingError`` when its process ended or hung; the next picture starts it again.
         """
-        try:
-            check_media(data)  # of the header alone, so that no process is asked, nor started, for nothing
-        except ValueError as exc:
-            raise RequestError(f"{called}: {exc}", param=called) from exc
+        check_sent(data, called)  # of the header alone, so that no process is asked, nor started, for nothing
         digest = hashlib.sha256(data).hexdigest()
         if (found := self._found(digest)) is not None:
             return found
@@ -133,7 +129,7 @@ class PictureService:
 
     def _keep(self, picture: EncodedPicture) -> None:
         self._kept[picture.digest] = picture
-        while self._kept and sum(map(_bytes_of, self._kept.values())) > self._room:
+        while self._kept and sum(each.content_bytes for each in self._kept.values()) > self._room:
             self._kept.popitem(last=False)
 
     async def close(self) -> None:
@@ -177,7 +173,3 @@ class PictureService:
                 logger.warning("%s: %s", self._load_task.path, reply.error)
             raise EngineError(reply.error)
         return reply
-
-
-def _bytes_of(picture: EncodedPicture) -> int:
-    return sum(len(run.content) for run in picture.runs if isinstance(run, EmbeddedRun))

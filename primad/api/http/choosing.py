@@ -19,14 +19,14 @@ from starlette.responses import Response
 from primad.api.answering.any_model import ANY_MODEL
 from primad.api.answering.backend import Backend, Embeddings, ModelSettings, Preparation, Prepared, ServedModel
 from primad.api.answering.models import Models, OfferedModel, Waiting
-from primad.api.answering.pictures import Picture, PicturesWantedError
+from primad.api.answering.pictures import PicturesWantedError
 from primad.api.http.access import caller
 from primad.api.http.connection import MessageStream, StreamNews, read_json, while_connected
 from primad.api.http.dialect import Route
 from primad.api.http.endpoint import CHOSEN, Chosen, Endpoint
 from primad.api.http.offered import check_writer, find_embedder, find_offered, is_offered
 from primad.api.http.wanted import Choosing, WantedModel, read_wanted
-from primad.engine.pictures.headers import check_media
+from primad.engine.pictures.headers import check_sent
 from primad.errors import RequestError
 
 EXPECTED: Final = "x-primad-expected-s"
@@ -172,12 +172,5 @@ class _Reader:
             await self._prepare(preparation, body, served, owner=owner)
         except PicturesWantedError as exc:  # what becomes of them only its model says
             for picture in exc.pictures:
-                _check_file(picture)
+                check_sent(picture.data, picture.called)
         raise _ReadError
-
-
-def _check_file(picture: Picture) -> None:
-    try:
-        check_media(picture.data)
-    except ValueError as exc:
-        raise RequestError(f"{picture.called}: {exc}", param=picture.called) from exc

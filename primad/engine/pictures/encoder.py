@@ -15,7 +15,7 @@ import numpy as np
 from primad.engine.binding import llama, why
 from primad.engine.pictures.grids import RowLayout, turn_of_row
 from primad.engine.pictures.headers import check_media
-from primad.engine.pictures.messages import EmbeddedRun, EncodedPicture, TokenRun
+from primad.engine.pictures.messages import MAX_CONTENT_BYTES, EmbeddedRun, EncodedPicture, TokenRun
 from primad.engine.pictures.sounds import check_samples, is_sound
 from primad.errors import EngineError
 from primad.system.allocator import without_top, zeroed
@@ -25,8 +25,6 @@ with without_top("llama_cpp"):
 
 MAX_PARTS: Final = 4
 """As many times the width of the model a row may have: with what deeper layers add to their outputs."""
-MAX_CONTENT_BYTES: Final = 56 << 20
-"""Of what a picture becomes: it is one frame between two processes."""
 _SAMPLES: Final = 64
 _SAMPLE_BYTES: Final = 4096
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from primad.engine.pictures.sounds import check_sound, is_sound
+from primad.errors import RequestError
 
 MAX_BYTES: Final = 20 << 20
 MAX_PIXELS: Final = 1 << 25
@@ -39,6 +40,14 @@ def check_media(data: bytes) -> None:
         check_sound(data)
     else:
         check_picture(data)
+
+
+def check_sent(data: bytes, called: str) -> None:
+    """The same of a file that a request has ``called`` so. Raises ``RequestError``."""
+    try:
+        check_media(data)
+    except ValueError as exc:
+        raise RequestError(f"{called}: {exc}", param=called) from exc
 
 
 def check_picture(data: bytes) -> Size:

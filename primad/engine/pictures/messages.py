@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from primad.engine.pictures.grids import RowLayout
+
+MAX_CONTENT_BYTES: Final = 56 << 20
+"""Of rows that go from process to process in one frame: of a picture, and of all pictures of a prompt."""
 
 
 class LoadEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
@@ -63,6 +68,11 @@ class EncodedPicture(msgspec.Struct, frozen=True, kw_only=True, tag="encoded"):
     def positions(self) -> int:
         """So many of the context it takes."""
         return sum(run.rows if isinstance(run, EmbeddedRun) else len(run.tokens) for run in self.runs)
+
+    @property
+    def content_bytes(self) -> int:
+        """Of all its rows."""
+        return sum(len(run.content) for run in self.runs if isinstance(run, EmbeddedRun))
 
 
 class PictureRefused(msgspec.Struct, frozen=True, tag="refused"):

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from primad.api.answering.backend import Prepared
 from primad.api.answering.job import Job, Prompt
 from primad.api.answering.pictures import Picture, PicturesWantedError
-from primad.engine.pictures.messages import EncodedPicture
+from primad.engine.pictures.messages import MAX_CONTENT_BYTES, EncodedPicture
 from primad.errors import EngineError, RequestError
 from primad.head.model.fetching import Encode, PictureFetcher
 from primad.ring.pictures import placed
 from primad.settings.quantities import show_bytes
 
-MAX_CONTENT_BYTES: Final = 56 << 20
-"""Of all pictures of a prompt: they go to the head's ring process in one frame."""
 PictureIds = Mapping[str, Sequence[int]]
 """The token ids of pictures, by digest."""
 _Made = TypeVar("_Made", bound=msgspec.Struct)
@@ -50,7 +48,7 @@ async def _encoded(wanted: Sequence[Picture], encode: Encode, fetcher: PictureFe
             seen[picture.digest] = await encoding
         except EngineError as exc:
             raise RequestError(f"{picture.called}: {exc}", code="no_pictures", param=picture.called) from exc
-        _check_bytes(sum(map(_content_bytes, seen.values())), picture.called)
+        _check_bytes(sum(each.content_bytes for each in seen.values()), picture.called)
     return seen
 
 
@@ -65,11 +63,7 @@ def _with_content(made: _Made, seen: dict[str, EncodedPicture]) -> _Made:
 
 
 def _prompt_bytes(prompt: Prompt, seen: Mapping[str, EncodedPicture]) -> int:
-    return sum(_content_bytes(seen[place.digest]) for place in prompt.pictures)
-
-
-def _content_bytes(picture: EncodedPicture) -> int:
-    return sum(len(part.content) for part in placed(picture, 0)[1])
+    return sum(seen[place.digest].content_bytes for place in prompt.pictures)
 
 
 def _check_bytes(size: int, called: str) -> None:

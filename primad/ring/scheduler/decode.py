@@ -50,9 +50,9 @@ def decode_step(state: SchedulerState, ready: Sequence[Running], first: Running)
             step.samples[len(step.tokens) - 1] = [running.generate]
         chosen.append(running)
         pictures.append(running.generate.pictures)
-    turns = [rope_of(each, [at]) for each, at in zip(pictures, step.positions, strict=True)]
-    if any(turns):
-        for turn, at in zip(turns, step.positions, strict=True):
+    if any(pictures):
+        turns = [rope_of(each, [at]) for each, at in zip(pictures, step.positions, strict=True)]
+        for turn, at in zip(turns, step.positions, strict=True) if any(turns) else ():
             step.rope.extend(turn or (at, at, at, 0))
     tree = drafts_with(state, step, first) if len(numbers) == 1 else NO_TREE
     return state.hand_out(step, chosen, decodes=True, tree=tree)
