@@ -640,3 +640,14 @@ def test_a_picture_waits_for_its_model_which_may_see():
     image["image_url"]["url"] = "https://example.org/a.png"
     assert post(models, "/v1/chat/completions", model="one", **body).json()["error"]["code"] == "no_fetching"
     assert models.uses[-1][0] == "one", "whether it fetches says the model"
+
+
+def test_a_picture_by_url_is_left_to_its_model():
+    models = two()
+    image = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+    body = {"messages": [{"role": "user", "content": [image]}]}
+    assert "one" not in models.loaded()
+    models.backends["one"].served = replace(models.backends["one"].served, sees=True)
+    answer = post(models, "/v1/chat/completions", model="one", **body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_fetching")
+    assert models.uses[-1][0] == "one"

@@ -172,5 +172,6 @@ class _Reader:
             await self._prepare(preparation, body, served, owner=owner)
         except PicturesWantedError as exc:  # what becomes of them only its model says
             for picture in exc.pictures:
-                check_sent(picture.data, picture.called)
+                if not picture.url:
+                    check_sent(picture.data, picture.called)
         raise _ReadError
