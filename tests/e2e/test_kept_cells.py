@@ -17,7 +17,7 @@ from tests.e2e.streams import show
 
 pytestmark = pytest.mark.slow
 
-TOKENS, MIDDLE = 220, 120
+TOKENS, MIDDLE = 150, 90
 AGAIN = 64
 """Rows that are in no block yet, those on their way round the ring, and a block that the replica was not told of."""
 
