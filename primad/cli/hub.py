@@ -76,8 +76,20 @@ def encoder_of(wish: Path, given: Path, model: Path, load: Callable[[], Config])
     """
     from primad.head.model.encoder import encoder_file
 
-    known = library_model(given, load)
-    return encoder_file(wish, model, None if known is None else known.projector)[0].planned
+    return encoder_file(wish, model, known_projector(given, model, library_model(given, load)))[0].planned
+
+
+def known_projector(given: Path, model: Path, found: LibraryModel | None) -> Path | None:
+    """The encoder of the ``model`` file, which was ``given`` by a name: what is known of it besides its folder.
+
+    It is the one of the library's model ``found``, or one of the hub's repository.
+    """
+    from primad.gguf.hub import hub_name
+    from primad.head.model.encoder import projector_beside
+
+    if found is not None:
+        return found.projector
+    return None if hub_name(given.as_posix()) is None else projector_beside(model, is_repository=True)
 
 
 def _elsewhere(name: HubName, config: Config) -> Path | None:

@@ -13,7 +13,7 @@ import typer
 from primad.cli.asking import AskingOptions, allowed_hosts, check_asking, cors_origins, warning
 from primad.cli.commands import CONFIG_FILE, HelpAll, is_typed, untyped_values
 from primad.cli.grouped import flags, grouped, names_of, replaced
-from primad.cli.hub import library_model, model_path, served_model
+from primad.cli.hub import known_projector, library_model, model_path, served_model
 from primad.cli.library import ModelFolders, library_of, pinned_in, tables_of
 from primad.cli.options import (
     DeviceOptions,
@@ -293,10 +293,12 @@ def serve(
     if found is not None:
         known = dict.fromkeys((*options.aliases, model.as_posix(), found.name.removesuffix(":latest")))
         known.pop(found.name, None)
-        options = replace(options, name=found.name, aliases=tuple(known), projector=found.projector)
+        options = replace(options, name=found.name, aliases=tuple(known))
     whole = others.alone or others.wait == 0 or bool(lora) or options.run.parallel == "tensor"
-    model = model if found is None else found.files[0]
-    source = served_model(model, config, whole=whole, several=is_for_several(options, config))
+    file = model if found is None else found.files[0]
+    source = served_model(file, config, whole=whole, several=is_for_several(options, config))
+    if isinstance(source, Path):
+        options = replace(options, projector=known_projector(model, source, found))
     try:
         run_serve(config, source, options, endpoint.host, reporter)
     finally:

@@ -9,7 +9,7 @@ interrupted, and is compared with the hash that the hub states. What is in the f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -19,8 +19,9 @@ from primad.errors import ConfigError, printable
 from primad.gguf.hub_download import PARTS
 from primad.gguf.hub_library import asked, endpoint, library, token
 from primad.gguf.hub_ranges import DEFAULT_HUB, HubError, HubRanges, own_hubs
-from primad.gguf.model import PART_NAME
+from primad.gguf.model import PART_NAME, quantisation_in
 from primad.gguf.origins import RemoteFile
+from primad.gguf.projectors import MARK, is_projector, projector_of
 from primad.gguf.ranged import HEADERS, RangedModel, keep_header, open_ranged
 
 PREFIX: Final = "hf:"
@@ -31,14 +32,8 @@ _ELSEWHERE: Final = re.compile(
     r"(?P<site>(?:https?:/+)?(?:www\.)?(?:huggingface|hf)\.co/)?(?P<name>[\w.-]+/[\w.-]+(?::[\w.-]+)?)(?:/.*)?"
 )
 _PART: Final = re.compile(PART_NAME.pattern, re.IGNORECASE)
-_QUANTISATION: Final = re.compile(
-    r"(?<![A-Za-z0-9])(I?Q\d\w*|MXFP4\w*|BF16|F16|F32|TQ\d\w*)(?![A-Za-z0-9])", re.IGNORECASE
-)
-_PROJECTOR: Final = "mmproj"
-_BESIDE: Final = (_PROJECTOR, "imatrix")
+_BESIDE: Final = (MARK, "imatrix")
 """Files beside a model that are none."""
-_OF_PROJECTORS: Final = ("F16", "Q8_0", "BF16", "F32")
-"""Quantisations of projectors, the first that there is."""
 ANSWER_TIMEOUT_S: Final = 30.0
 """A hub that takes longer to say what a repository has cannot be reached."""
 UNKNOWN: Final = "unknown"
@@ -150,12 +145,6 @@ def headers_in(place: Path) -> list[KeptModel]:
     return found
 
 
-def quantisation_in(stem: str) -> str:
-    """What a file of this name is quantised to, in capitals; empty if its name does not say it."""
-    kinds = _QUANTISATION.findall(stem)
-    return str(kinds[-1]).upper() if kinds else ""
-
-
 def by_quantisation(names: Iterable[str]) -> dict[str, list[str]]:
     """The GGUF files among ``names`` by what they are quantised to, parts in order; of two alike the shorter name."""
     found: dict[str, dict[str, list[str]]] = {}
@@ -172,16 +161,6 @@ def by_quantisation(names: Iterable[str]) -> dict[str, list[str]]:
 def is_beside(name: str) -> bool:
     """Whether the file ``name`` of a repository belongs to a model, and is none."""
     return any(word in PurePosixPath(name).name.lower() for word in _BESIDE)
-
-
-def projector_among(files: Iterable[HubFile]) -> HubFile | None:
-    """The file for a model's images, if the repository has one."""
-    found: dict[str, HubFile] = {}
-    for file in sorted(files, key=lambda each: (len(each.name), each.name)):
-        stem, _, kind = PurePosixPath(file.name).name.lower().rpartition(".")
-        if kind == "gguf" and _PROJECTOR in stem:
-            found.setdefault(quantisation_in(stem), file)
-    return next((found[kind] for kind in (*_OF_PROJECTORS, *found) if kind in found), None)
 
 
 def choose(kinds: Sequence[str], asked: str) -> str | None:
@@ -241,7 +220,15 @@ def wanted_files(name: HubName) -> tuple[HubName, str, list[HubFile], HubFile | 
             f"{name}: the repository lacks part {lacking[0]} of {kinds[chosen][0]}; take another quantisation"
         )
     wanted = [known[file] for file in kinds[chosen]]
-    return HubName(name.owner, name.repo, chosen), commit, wanted, projector_among(files)
+    return HubName(name.owner, name.repo, chosen), commit, wanted, _projector(files, wanted[0], kinds)
+
+
+def _projector(files: Iterable[HubFile], model: HubFile, kinds: Mapping[str, Sequence[str]]) -> HubFile | None:
+    """The one of ``files`` that encodes pictures or sound for ``model``, which the repository has in these ``kinds``."""
+    named = {PurePosixPath(file.name).name: file for file in files if is_projector(file.name)}
+    models = [PurePosixPath(parts[0]).name for parts in kinds.values()]
+    found = projector_of(PurePosixPath(model.name).name, models, named, is_repository=True)
+    return None if found is None else named[found]
 
 
 def repository(name: HubName) -> tuple[str, list[HubFile]]:

@@ -19,6 +19,9 @@ from primad.gguf.layer_file import Stamp, stamp_of
 SPLIT_COUNT: Final = "split.count"
 SPLIT_NUMBER: Final = "split.no"
 PART_NAME: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_QUANTISATION: Final = re.compile(
+    r"(?<![A-Za-z0-9])(I?Q\d\w*|MXFP4\w*|BF16|F16|F32|TQ\d\w*)(?![A-Za-z0-9])", re.IGNORECASE
+)
 
 
 def open_model(path: Path, *, header_only: bool = False) -> Header:
@@ -52,6 +55,12 @@ def parts(path: Path, count: int) -> list[Path]:
         first = path.with_name(f"{match['stem']}-00001-of-{count:05}.gguf")
         raise ModelError(f"{path}: is part {int(match['number'])} of a split model; give the first part, {first}")
     return [path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+
+
+def quantisation_in(stem: str) -> str:
+    """What a file of this name is quantised to, in capitals; empty if its name does not say it."""
+    kinds = _QUANTISATION.findall(stem)
+    return str(kinds[-1]).upper() if kinds else ""
 
 
 def _merge(first: Header, count: int, *, header_only: bool) -> Header:

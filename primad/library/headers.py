@@ -17,6 +17,7 @@ import msgspec
 from primad.errors import ConfigError, ModelError, printable
 from primad.gguf.constants import LlamaFileType
 from primad.gguf.header import Header, read_beginning
+from primad.gguf.projectors import projector_facts
 from primad.system.files import write_private
 
 BEGINNING_BYTES: Final = 1 << 16
@@ -34,7 +35,8 @@ _ENCODERS: Final = ("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jin
 
 class HeaderFacts(msgspec.Struct, frozen=True, array_like=True):
     """A file's ``general.type`` (``model``, ``mmproj``, ``adapter``), its architecture, parameters and quantisation, empty
-    if unknown, the context that the model was trained with, and whether it makes one vector of a text."""
+    if unknown, the context that the model was trained with, and whether it makes one vector of a text. An encoder of
+    pictures and sound ``sees`` or ``hears``; ``refused`` is why it is not taken, empty for nothing."""
 
     kind: str = "model"
     architecture: str = ""
@@ -42,6 +44,9 @@ class HeaderFacts(msgspec.Struct, frozen=True, array_like=True):
     quantisation: str = ""
     context_tokens: int | None = None
     embeds: bool = False
+    sees: bool = False
+    hears: bool = False
+    refused: str = ""
 
     @property
     def is_model(self) -> bool:
@@ -50,7 +55,7 @@ class HeaderFacts(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_projector(self) -> bool:
-        """Whether this is for the images of another model."""
+        """Whether this encodes pictures or sound for another model."""
         return self.kind in ("mmproj", "clip")
 
 
@@ -61,7 +66,7 @@ class KeptHeaders(msgspec.Struct, frozen=True):
     files: dict[str, tuple[int, int, HeaderFacts]]
 
 
-VERSION: Final = 2
+VERSION: Final = 3
 
 
 @dataclass(slots=True)
@@ -106,8 +111,11 @@ class HeaderCache:
 def facts_in(header: Header) -> HeaderFacts:
     """The facts in the beginning of a file."""
     architecture = _text(header, "general.architecture")
+    if architecture == "clip":
+        found = projector_facts(header)
+        return HeaderFacts(kind="clip", architecture="clip", sees=found.sees, hears=found.hears, refused=found.problem)
     return HeaderFacts(
-        kind="clip" if architecture == "clip" else _text(header, "general.type") or "model",
+        kind=_text(header, "general.type") or "model",
         architecture=architecture,
         parameters=_text(header, "general.size_label"),
         quantisation=_quantisation(header),

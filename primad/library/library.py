@@ -1,7 +1,8 @@
 """All models of this device by name: what the stores have, with what the files say.
 
-A file that is found twice (a link, or one blob under two names) is one model with several names. A projector for images
-belongs to the model beside it and is none itself, nor is an adapter. What cannot be used is listed with the reason.
+A file that is found twice (a link, or one blob under two names) is one model with several names. An encoder of pictures and
+sound (llama.cpp: a projector) belongs to the model beside it and is none itself, nor is an adapter. What cannot be used is
+listed with the reason.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Final
 
 from primad.errors import ConfigError, ModelError, printable
-from primad.gguf.hub import PREFIX, quantisation_in
+from primad.gguf.hub import PREFIX
+from primad.gguf.model import quantisation_in
+from primad.gguf.projectors import folder_of, projector_of
 from primad.library.headers import MAX_LABEL_CHARS, HeaderCache, HeaderFacts, parameters_in
 from primad.library.names import meant, nearest
 from primad.library.ollama import models_of_ollama
@@ -44,6 +47,9 @@ class LibraryModel:
     quantisation: str = ""
     context_tokens: int | None = None
     projector: Path | None = None
+    sees: bool = False
+    hears: bool = False
+    """Whether it takes pictures, and sound, with its ``projector``."""
     problem: str = ""
     embeds: bool = False
     """Whether it makes one vector of a text, and writes none."""
@@ -108,17 +114,22 @@ def read_library(places: Iterable[ModelPlace], cache: HeaderCache) -> Library:
         if next(stored, None) is not None:
             walk.report(place.folder, f"has more than {MAX_FILES:,} GGUF files; {NOT_LISTED}")
         problems += walk.problems
-    cache.save()
     beside = [each for each in found if not each.is_model]
     problems += (LibraryProblem(each.stored.files[0], each.problem) for each in beside if each.problem)
     models = [each for each in found if each.is_model]
     names = _names(models)
     merged: dict[object, LibraryModel] = {}
-    projector_of = _projectors(models, beside)
+    chosen = _projectors(models, beside)
     for each, own in zip(models, names, strict=True):
-        model = _model(each, own, projector_of(each))
+        projector = chosen(each)
+        encoder = _projector_facts(projector, cache)
+        if projector is not None and encoder.refused:
+            line = printable(f"{projector}: is of no use for {own[0]}: {encoder.refused}", MAX_LINE_CHARS)
+            problems.append(LibraryProblem(projector, line))
+        model = _model(each, own, projector, encoder)
         earlier = merged.get(each.identity)
         merged[each.identity] = model if earlier is None else _both(earlier, model)
+    cache.save()
     ordered = sorted(merged.values(), key=lambda each: (each.name.casefold(), each.files))
     return Library(tuple(ordered), tuple(dict.fromkeys(problems)))
 
@@ -152,7 +163,7 @@ class _Read:
     @property
     def place(self) -> tuple[Path, str]:
         """Where the files beside it are: its folder, and its repository."""
-        return self.stored.files[0].parent, self.stored.repository
+        return folder_of(self.stored.files[0]), self.stored.repository
 
     @property
     def quantisation(self) -> str:
@@ -207,29 +218,36 @@ def _once(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _projectors(models: Sequence[_Read], beside: Sequence[_Read]) -> Callable[[_Read], Path | None]:
-    """The file for a model's images: the one that its store names, or one beside it, by its name among several models."""
-    neighbours = Counter(each.place for each in models)
-    there: dict[tuple[Path, str], list[tuple[str, Path]]] = {}
+    """The encoder of a model's pictures and sound: the one that its store names, or one beside it."""
+    neighbours: dict[tuple[Path, str], list[str]] = {}
+    for each in models:
+        neighbours.setdefault(each.place, []).append(each.stored.stem)
+    there: dict[tuple[Path, str], dict[str, Path]] = {}
     for each in beside:
         if each.facts is not None and each.facts.is_projector and not each.problem:
-            core = each.stored.stem.lower().removeprefix("mmproj").strip("-_.")
-            core = core.removesuffix(quantisation_in(core).lower()).strip("-_.")
-            there.setdefault(each.place, []).append((core, each.stored.files[0]))
+            there.setdefault(each.place, {})[each.stored.stem] = each.stored.files[0]
 
     def projector(model: _Read) -> Path | None:
-        stored = model.stored
+        stored, found = model.stored, there.get(model.place, {})
         if stored.projector is not None or stored.names:
             return stored.projector
-        is_any = bool(stored.repository) or neighbours[model.place] == 1
-        stem = stored.stem.lower()
-        fitting = (path for core, path in there.get(model.place, ()) if is_any or (core and stem.startswith(core)))
-        return next(fitting, None)
+        name = projector_of(stored.stem, neighbours[model.place], found, is_repository=bool(stored.repository))
+        return None if name is None else found[name]
 
     return projector
 
 
-def _model(read: _Read, names: tuple[str, ...], projector: Path | None) -> LibraryModel:
+def _projector_facts(path: Path | None, cache: HeaderCache) -> HeaderFacts:
+    """What the encoder's file ``path`` says; nothing where it cannot be read, which is reported when it is opened."""
+    try:
+        return HeaderFacts() if path is None else cache.facts(path, path.stat())
+    except (OSError, ModelError):
+        return HeaderFacts()
+
+
+def _model(read: _Read, names: tuple[str, ...], projector: Path | None, encoder: HeaderFacts) -> LibraryModel:
     facts, stored = read.facts or HeaderFacts(), read.stored
+    is_taken = encoder.is_projector and not encoder.refused
     in_names = (found for name in (stored.stem, *names) if (found := parameters_in(name)))
     parameters = stored.parameters or facts.parameters or next(in_names, "")
     return LibraryModel(
@@ -242,6 +260,8 @@ def _model(read: _Read, names: tuple[str, ...], projector: Path | None) -> Libra
         quantisation=read.quantisation[:MAX_LABEL_CHARS],
         context_tokens=facts.context_tokens,
         projector=projector,
+        sees=is_taken and encoder.sees,
+        hears=is_taken and encoder.hears,
         problem=read.problem,
         embeds=facts.embeds,
     )
@@ -257,4 +277,6 @@ def _both(first: LibraryModel, other: LibraryModel) -> LibraryModel:
         parameters=base.parameters or added.parameters,
         quantisation=base.quantisation or added.quantisation,
         projector=base.projector or added.projector,
+        sees=base.sees if base.projector else added.sees,
+        hears=base.hears if base.projector else added.hears,
     )

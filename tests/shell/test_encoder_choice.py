@@ -7,10 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGUFWriter
+from gguf import GGUFValueType, GGUFWriter
 
 from primad.errors import ConfigError
+from primad.gguf import hub
+from primad.gguf.header import Header, scalar_value
+from primad.gguf.projectors import TAKEN, projector_facts
 from primad.head.model.encoder import AUTO, BESIDE_BYTES, NONE, encoder_file, projector_beside
+from primad.library.headers import HeaderCache
+from primad.library.library import read_library
+from primad.library.places import ModelPlace
+from tests.fakes.model_stores import toy
+from tools.lab.encoders import FAMILIES
 from tools.lab.mmproj import Eye, write_encoder
 from tools.synth import write_model
 
@@ -22,8 +30,8 @@ def model(tmp_path):
     return path
 
 
-def encoder(folder: Path, name: str) -> Path:
-    write_encoder(folder / name, "gemma3", 64)
+def encoder(folder: Path, name: str, projector: str = "") -> Path:
+    write_encoder(folder / name, "gemma3", 64, projector=projector)
     return folder / name
 
 
@@ -49,6 +57,72 @@ def test_among_several_models_the_encoder_with_the_models_name_is_taken(model, t
     found = encoder(tmp_path, "mmproj-Tiny-3B-F16.gguf")
     assert projector_beside(model) == found
     assert projector_beside(other) is None
+    encoder(tmp_path, "mmproj-Tiny-F16.gguf")
+    assert projector_beside(model) == found, "the longest name that is the model's"
+
+
+MODEL, ENCODERS = "Tiny-3B-UD-Q4_K_XL.gguf", ("mmproj-BF16.gguf", "mmproj-F32.gguf", "mmproj-F16.gguf")
+
+
+def test_the_library_serve_and_the_hub_choose_the_same_encoder(tmp_path, monkeypatch):
+    """In a repository with a folder for a quantisation, F16 comes first; another model's encoder is no choice."""
+    files = [f"UD-Q4_K_XL/{MODEL}", "Tiny-3B-Q8_0.gguf", "Odd-1B-Q8_0.gguf", "mmproj-Odd-1B-F16.gguf", *ENCODERS]
+    for name in files:
+        path = tmp_path / "models" / "acme" / "Tiny-GGUF" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if "mmproj" in name:
+            write_encoder(path, "gemma3", 64)
+        else:
+            toy(path, name)
+    listed = [hub.HubFile(name=name, size_bytes=1) for name in files]
+    monkeypatch.setattr(hub, "repository", lambda name: ("commit", listed))
+    place = ModelPlace(folder=tmp_path / "models", layout="repositories", source="primad")
+    found = {each.files[0]: each for each in read_library([place], HeaderCache(tmp_path / "library.json")).models}
+    for name, expected in ((files[0], ENCODERS[2]), (files[1], ENCODERS[2]), (files[2], "mmproj-Odd-1B-F16.gguf")):
+        path = tmp_path / "models" / "acme" / "Tiny-GGUF" / name
+        chosen = found[path].projector
+        assert chosen is not None
+        assert chosen == projector_beside(path, is_repository=True)
+        assert (chosen.name, found[path].sees) == (expected, True)
+    fetched = hub.wanted_files(hub.HubName("acme", "Tiny-GGUF", "Q4_K_XL"))[3]
+    assert fetched is not None
+    assert fetched.name == ENCODERS[2]
+
+
+def test_types_that_are_taken_are_those_that_were_compared_with_libmtmd():
+    assert {family.projector or kind for kind, family in FAMILIES.items()} == TAKEN
+
+
+def test_an_encoder_of_a_type_that_is_not_taken_is_refused_by_its_name_everywhere(command, model, tmp_path):
+    """One line for the owner, before anything starts; what a model without an encoder can it can."""
+    unknown = encoder(tmp_path, "mmproj-F16.gguf", projector="cogvlm")
+    with pytest.raises(ConfigError, match=r"mmproj-F16\.gguf: it has the type 'cogvlm', which .* \(--mmproj none\)"):
+        encoder_file(unknown, model, None)
+    found, line = encoder_file(AUTO, model, None)
+    assert (found.path, line.startswith(f"no pictures: {unknown}: it has the type 'cogvlm'")) == (None, True)
+    code, out, err = command("models", "--models", tmp_path, "--json")
+    assert code == 0
+    (listed,) = json.loads(out)
+    assert (listed["sees"], listed["hears"], listed["problem"]) == (False, False, None)
+    assert f"{unknown}: is of no use for {model.stem}: it has the type 'cogvlm'" in err
+    assert not json.loads(command("fit", "--model", model, "--fleet", "apple-home", "--json")[1])["models"][0]["sees"]
+    code, _, err = command("plan", "--model", model, "--mmproj", unknown, "--fleet", "apple-home")
+    assert (code, err.count("\n"), "'cogvlm'" in err) == (2, 1, True)
+
+
+def test_a_model_that_only_hears_is_not_said_to_see(command, model, tmp_path):
+    write_encoder(tmp_path / "mmproj-F16.gguf", "ultravox", 64)
+    (listed,) = json.loads(command("models", "--models", tmp_path, "--json")[1])
+    assert (listed["sees"], listed["hears"]) == (False, True)
+
+
+def test_a_type_that_stands_for_one_of_each_sense_is_known_by_both():
+    keys = {"clip.has_vision_encoder": True, "clip.has_audio_encoder": True}
+    values = {key: scalar_value(GGUFValueType.BOOL, value) for key, value in keys.items()}
+    values["clip.projector_type"] = scalar_value(GGUFValueType.STRING, "qwen2.5o")
+    found = projector_facts(Header(path=Path("x"), values=values, tensors={}, data_offset=0))
+    assert (found.sees, found.hears, found.problem) == (True, True, "")
+    assert found.types == ("qwen2.5vl_merger", "qwen2a")
 
 
 def test_what_is_named_wins_and_the_librarys_choice_comes_before_a_neighbour(model, tmp_path):

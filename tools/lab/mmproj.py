@@ -24,8 +24,13 @@ _Named = tuple[str, tuple[int, ...]]
 """A tensor and its shape, the outermost dimension first."""
 
 
-def write_encoder(path: Path, kind: str, model_width: int, eye: Eye | None = None, *, seed: int = 0) -> Eye:
-    """Write an encoder to ``path`` for a model that is ``model_width`` wide; ``kind`` is a name of ``FAMILIES``."""
+def write_encoder(
+    path: Path, kind: str, model_width: int, eye: Eye | None = None, *, seed: int = 0, projector: str = ""
+) -> Eye:
+    """Write an encoder to ``path`` for a model that is ``model_width`` wide; ``kind`` is a name of ``FAMILIES``.
+
+    It says that its type is ``projector``, if that is given.
+    """
     family, eye = FAMILIES[kind], eye or eye_of(kind)
     writer = GGUFWriter(str(path), "clip")
     sense = "audio" if family.hears else "vision"
@@ -33,7 +38,7 @@ def write_encoder(path: Path, kind: str, model_width: int, eye: Eye | None = Non
     sizes |= {} if family.hears else {"image_size": eye.side, "patch_size": eye.patch}
     writer.add_bool(f"clip.has_{sense}_encoder", True)
     writer.add_bool(f"clip.{family.activation}", True)
-    writer.add_string("clip.projector_type", family.projector or kind)
+    writer.add_string("clip.projector_type", projector or family.projector or kind)
     sizes |= {
         "embedding_length": eye.width,
         "feed_forward_length": eye.feed_forward,

@@ -8,14 +8,12 @@ from typing import Final
 
 from primad.errors import ConfigError, ModelError
 from primad.gguf.header import Header, read_beginning
-from primad.gguf.hub import quantisation_in
-from primad.gguf.model import PART_NAME
+from primad.gguf.projectors import MARK, folder_of, is_projector, projector_facts, projector_of
 from primad.planning.question import PlannedEncoder
 
 AUTO: Final = Path("auto")
 """What ``--mmproj`` is where the file is to be looked for."""
 NONE: Final = Path("none")
-_MARK: Final = "mmproj"
 _BEGINNING_BYTES: Final = 1 << 16
 _GEMMA_4_TOKENS: Final = 280
 BESIDE_BYTES: Final = 256 << 20
@@ -81,28 +79,22 @@ def encoder_file(given: Path, model: Path, known: Path | None, max_tokens: int =
 def lacking(model: Path) -> str:
     """What is missing for a ``model`` without an encoder, and how to get it."""
     return (
-        f"no encoder for pictures is beside the model: if it can see, its publisher offers a file {_MARK}-….gguf, which "
-        f"'primad pull' fetches too; put it beside {model.name}, or give it to 'primad serve --{_MARK} FILE', and start "
+        f"no encoder for pictures is beside the model: if it can see, its publisher offers a file {MARK}-….gguf, which "
+        f"'primad pull' fetches too; put it beside {model.name}, or give it to 'primad serve --{MARK} FILE', and start "
         "that again"
     )
 
 
-def projector_beside(model: Path) -> Path | None:
-    """The encoder in the folder of the ``model`` file: the only one beside the only model, else one that has its name."""
+def projector_beside(model: Path, *, is_repository: bool = False) -> Path | None:
+    """The encoder of the ``model`` file that is in its folder, which may be a repository's, as the library chooses it."""
     try:
-        files = sorted(each for each in model.parent.iterdir() if each.suffix.lower() == ".gguf")
+        files = [path for folder in {folder_of(model), model.parent} for path in folder.iterdir()]
     except OSError:
         return None
-    encoders = [each for each in files if _MARK in each.name.lower()]
-    is_only = len({_name(each) for each in files if each not in encoders}) == 1
-    return next((each for each in encoders if is_only or (_name(each) and _name(model).startswith(_name(each)))), None)
-
-
-def _name(path: Path) -> str:
-    """The model's name in that of its file, or of its encoder, without what it is quantised to."""
-    part = PART_NAME.fullmatch(path.name)
-    stem = (path.stem if part is None else part["stem"]).lower().replace(_MARK, "").strip("-_.")
-    return stem.removesuffix(quantisation_in(stem).lower()).strip("-_.")
+    encoders = {each.name: each for each in files if is_projector(each.name)}
+    models = [each.name for each in files if each.suffix.lower() == ".gguf" and each.name not in encoders]
+    found = projector_of(model.name, models, encoders, is_repository=is_repository)
+    return None if found is None else encoders[found]
 
 
 def _checked(path: Path, what: str, max_tokens: int) -> EncoderFile:
@@ -110,13 +102,19 @@ def _checked(path: Path, what: str, max_tokens: int) -> EncoderFile:
         header = read_beginning(path, _BEGINNING_BYTES)
         architecture, whole_tokens = header.text("general.architecture"), _whole_tokens(header, max_tokens)
     except ModelError as exc:
-        raise ConfigError(f"{what}: {exc}; name the file {_MARK}-….gguf that the model's publisher offers") from exc
-    sees, hears = _flag(header, "clip.has_vision_encoder"), _flag(header, "clip.has_audio_encoder")
-    if architecture != "clip" or not (sees or hears):
-        raise ConfigError(f"{what}: is no encoder of pictures; name the file {_MARK}-….gguf of the model's publisher")
-    lacks = "" if sees else "the model's encoder takes sound, and no pictures"
+        raise ConfigError(f"{what}: {exc}; name the file {MARK}-….gguf that the model's publisher offers") from exc
+    if architecture != "clip":
+        raise ConfigError(f"{what}: is no encoder of pictures; name the file {MARK}-….gguf of the model's publisher")
+    facts = projector_facts(header)
+    if facts.problem:
+        raise ConfigError(f"{what}: {facts.problem}")
     return EncoderFile(
-        path, lacks, sees=sees, hears=hears, whole_tokens=whole_tokens, memory_bytes=_memory_bytes(path, header)
+        path,
+        "" if facts.sees else "the model's encoder takes sound, and no pictures",
+        sees=facts.sees,
+        hears=facts.hears,
+        whole_tokens=whole_tokens,
+        memory_bytes=_memory_bytes(path, header),
     )
 
 
@@ -146,8 +144,3 @@ def _buffer_bytes(header: Header, prefix: str) -> int:
     except ModelError:
         return 0  # llama.cpp says what is wrong with it
     return 4 * patches * (inner + _STATES * width)
-
-
-def _flag(header: Header, key: str) -> bool:
-    value = header.values.get(key)
-    return value is not None and not value.is_array and bool(value.scalar())

@@ -1,0 +1,116 @@
+"""Encoders of pictures and sound: what the header of their file says, and whose they are by the names of files.
+
+llama.cpp calls such a file a projector, by the type of its last part, and publishers ``mmproj-….gguf``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from primad.errors import ModelError, printable
+from primad.gguf.header import Header
+from primad.gguf.model import PART_NAME, quantisation_in
+
+MARK: Final = "mmproj"
+TAKEN: Final = frozenset(
+    (
+        "adapter", "dots_ocr", "exaone4_5", "gemma3", "gemma4a", "gemma4ua", "gemma4uv", "gemma4v", "glm4v", "glma",
+        "hunyuanvl", "idefics3", "internvl", "janus_pro", "kimik25", "kimivl", "ldp", "ldpv2", "lfm2", "lightonocr",
+        "ling3vl", "llama4", "meralion", "minicpmv4_6", "minimax_m3", "mlp", "muse-glimmer", "musicflamingo",
+        "nemotron_v2_vl", "paddleocr", "phi4", "pixtral", "qwen2.5vl_merger", "qwen2a", "qwen2vl_merger", "qwen3a",
+        "qwen3vl_merger", "resampler", "step3vl", "ultravox", "voxtral", "youtuvl",
+    )
+)  # fmt: skip
+"""Types whose pictures and sounds were compared with libmtmd's (``tools/lab/encoders.py`` has them all)."""
+_OF_TWO: Final = {"qwen2.5o": {"vision": "qwen2.5vl_merger", "audio": "qwen2a"}}
+"""A type that stands for one of each sense."""
+_ORDER: Final = ("F16", "Q8_0", "BF16", "F32")
+"""Quantisations, the first that there is."""
+_MAX_TYPE_CHARS: Final = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectorFacts:
+    """Whether an encoder ``sees`` or ``hears``, and the types of its projectors; ``problem`` is why it is not taken, in a
+    line, empty for nothing."""
+
+    sees: bool
+    hears: bool
+    types: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def projector_facts(header: Header) -> ProjectorFacts:
+    """The facts in the ``header`` of an encoder's file, as llama.cpp reads them."""
+    has = {sense: _flag(header, f"clip.has_{sense}_encoder") for sense in ("vision", "audio")}
+    types = {sense: _type(header, sense) for sense, is_there in has.items() if is_there}
+    unknown = [each for each in types.values() if each not in TAKEN]
+    problem = "" if types else "it takes neither pictures nor sound"
+    if unknown:
+        named = f"the type {unknown[0]!r}" if unknown[0] else "no type of projector"
+        problem = (
+            f"it has {named}, which this primad does not take; a newer primad may, and without it the model reads text "
+            f"(--{MARK} none)"
+        )
+    return ProjectorFacts(sees=has["vision"], hears=has["audio"], types=tuple(types.values()), problem=problem)
+
+
+def _type(header: Header, sense: str) -> str:
+    kind = _text(header, "clip.projector_type") or _text(header, f"clip.{sense}.projector_type")
+    return _OF_TWO.get(kind, {}).get(sense, kind)
+
+
+def _text(header: Header, key: str) -> str:
+    try:
+        return printable(header.text(key, ""), _MAX_TYPE_CHARS)
+    except ModelError:
+        return ""
+
+
+def _flag(header: Header, key: str) -> bool:
+    value = header.values.get(key)
+    return value is not None and not value.is_array and bool(value.scalar())
+
+
+def projector_of(model: str, models: Iterable[str], projectors: Iterable[str], *, is_repository: bool) -> str | None:
+    """The one of the files ``projectors`` that is for the file ``model``, which lies with the ``models``; all are names.
+
+    It is one that has the model's name, the longest such name first; else, of the only model there or of one in a
+    repository of its own, one that has no other model's. Of several quantisations F16 comes first.
+    """
+    own, others = _core(model), {_core(each) for each in models}
+    is_only = is_repository or others <= {own}
+    fitting: dict[str, str] = {}
+    for name in sorted(projectors, key=lambda each: (len(each), each)):
+        core = _core(name)
+        if own.startswith(core) if core else is_only:
+            fitting[name] = core
+        elif is_only and not any(each.startswith(core) for each in others):
+            fitting[name] = ""
+    return min(fitting, key=lambda name: (-len(fitting[name]), _rank(name)), default=None)
+
+
+def folder_of(file: Path) -> Path:
+    """Where the encoder of the model ``file`` is: some publishers have a folder in it for each quantisation."""
+    return file.parent.parent if quantisation_in(file.parent.name) else file.parent
+
+
+def is_projector(name: str) -> bool:
+    """Whether the file ``name`` is called as encoders are."""
+    return MARK in name.lower() and name.lower().endswith(".gguf")
+
+
+def _rank(name: str) -> tuple[int, int]:
+    kind = quantisation_in(name.lower().removesuffix(".gguf"))
+    return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER)), len(name)
+
+
+def _core(name: str) -> str:
+    """The model's name in that of its file, or of its encoder, without what it is quantised to."""
+    part = PART_NAME.fullmatch(name)
+    stem = (name if part is None else part["stem"]).lower().removesuffix(".gguf").replace(MARK, "").strip("-_.")
+    stem = stem.removesuffix(quantisation_in(stem).lower()).strip("-_.")
+    return stem.removesuffix("-ud").removesuffix(".i1")
