@@ -41,8 +41,13 @@ def pull(
 
         primad pull hf:Qwen/Qwen3-8B-GGUF:Q4_K_M
     """
+    from primad.head.model.encoder import AUTO, encoder_file, projector_beside
+
     model = fetched(_named(name), load_config({"home": home}), with_projector=not no_mmproj)
     out.print(f"{model.name}: {show_bytes(model.size_bytes)} in {model.files[0]}")
+    found = None if no_mmproj else projector_beside(model.files[0], is_repository=True)
+    if found is not None:
+        err.print(encoder_file(AUTO, model.files[0], found)[1], markup=False, highlight=False)
 
 
 def models(
@@ -92,7 +97,7 @@ def models(
         context = "" if each.context_tokens is None else f"{each.context_tokens:,}"
         size = show_bytes(each.size_bytes) if each.size_bytes else ""
         state = _state(each, offered)
-        can = senses(*_senses(each))
+        can = senses(each.sees, each.hears)
         where = ", ".join(each.sources) + (f"; {can}" if can else "")
         shown = [each.parameters, each.quantisation, size, context, where]
         table.add_row(each.name, *shown, *(["" if state is None else state.line] if offered else []))
@@ -122,14 +127,16 @@ def _state(model: LibraryModel, offered: list[HeadModel]) -> HeadModel | None:
 
 def _show_offered(there: Reached, json: bool) -> None:
     """The models of the head ``there``."""
+    from primad.planning.question import senses
+
     with connected(there, ANSWER_TIMEOUT_S) as client:
         models = offered_models(client, there)
     if json:
         print_json(models)
         return
-    table = Table(Column("name", no_wrap=True), "size", "context", "state", box=None, pad_edge=False)
+    table = Table(Column("name", no_wrap=True), "size", "context", "", "state", box=None, pad_edge=False)
     for each in models:
-        table.add_row(each.id, *_sizes(each), each.line)
+        table.add_row(each.id, *_sizes(each), senses(*each.takes), each.line)
     out.print(table)
 
 
@@ -141,7 +148,6 @@ def _sizes(model: HeadModel) -> tuple[str, str]:
 
 def _fields(model: LibraryModel, pinned: bool, offered: list[HeadModel]) -> dict[str, object]:
     state = _state(model, offered)
-    sees, hears = _senses(model)
     return {
         "name": model.name,
         "names": model.names,
@@ -153,8 +159,8 @@ def _fields(model: LibraryModel, pinned: bool, offered: list[HeadModel]) -> dict
         "from": model.sources,
         "files": [*map(_shown, model.files)],
         "whole": True,
-        "sees": sees,
-        "hears": hears,
+        "sees": model.sees,
+        "hears": model.hears,
         "projector": None if model.projector is None else _shown(model.projector),
         "pinned": pinned,
         "state": None if state is None else state.state,
@@ -163,15 +169,15 @@ def _fields(model: LibraryModel, pinned: bool, offered: list[HeadModel]) -> dict
 
 
 def _fields_of_offered(model: HeadModel) -> dict[str, object]:
-    return {"name": model.id, "bytes": model.meta.get("size"), "context": model.max_model_len, "state": model.state}
-
-
-def _senses(model: LibraryModel) -> tuple[bool, bool]:
-    """Whether it sees, and hears, as ``serve`` would offer it."""
-    from primad.head.model.encoder import AUTO, encoder_file
-
-    found, _ = encoder_file(AUTO, model.files[0], model.projector)
-    return found.sees, found.hears
+    sees, hears = model.takes
+    return {
+        "name": model.id,
+        "bytes": model.meta.get("size"),
+        "context": model.max_model_len,
+        "sees": sees,
+        "hears": hears,
+        "state": model.state,
+    }
 
 
 def _shown(path: Path) -> str:

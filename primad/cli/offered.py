@@ -27,6 +27,13 @@ class HeadModel(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     meta: dict[str, Any] = {}
     status: dict[str, Any] | None = None
+    architecture: dict[str, Any] = {}
+
+    @property
+    def takes(self) -> tuple[bool, bool]:
+        """Whether it takes pictures, and sound."""
+        found = self.architecture.get("input_modalities") or ()
+        return "image" in found, "audio" in found
 
     @property
     def state(self) -> str:

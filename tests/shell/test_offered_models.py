@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from primad.api.answering.models import ModelForecast, ModelState, OfferedModel, PullProgress
+from primad.api.dialects.openai.offered_models import offered_entry
 from primad.errors import ClusterError, PlanError, RequestError, RingError
 from primad.head.offer.models import HeadModels, OfferSettings
 from primad.head.offer.offered_library import OfferedLibrary
@@ -167,6 +168,19 @@ async def test_a_request_loads_the_model_that_it_names_by_any_of_its_names():
             assert list(models.loaded()) == ["one"]
         assert models.offered()[0].id == "one"
         assert (models.offered()[0].memory_bytes, models.offered()[0].vram_bytes) == ({"desk": 1000}, 400)
+
+
+async def test_what_a_model_takes_is_its_encoders_word_until_it_is_loaded_and_then_that_of_the_loaded_one():
+    house = House(found=[model("one", projector=Path("mmproj.gguf"), hears=True)])
+    async with offered(house) as models:
+        assert (state(models, "one").sees, state(models, "one").hears) == (False, True)
+        entry = offered_entry(state(models, "one"), None)
+        assert (entry.capabilities, entry.architecture["input_modalities"]) == (
+            ["completion", "audio", "multimodal"],
+            ["text", "audio"],
+        )
+        async with models.use("one"):
+            assert not state(models, "one").hears, "it was loaded without its encoder"
 
 
 async def test_without_a_name_it_is_the_model_that_was_used_last():

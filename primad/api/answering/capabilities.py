@@ -21,4 +21,7 @@ def capabilities_of(model: OfferedModel, served: ServedModel | None) -> list[str
     """Those of an offered model; without the template of a ``served`` one only its kind is known."""
     if model.embeds:
         return ["embedding"]
-    return ["completion", *(["vision"] if model.sees else [])] if served is None else capabilities(served)
+    if served is not None:
+        return capabilities(served)
+    has = {"vision": model.sees, "audio": model.hears}
+    return ["completion", *(name for name, is_there in has.items() if is_there)]

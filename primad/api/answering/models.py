@@ -51,7 +51,8 @@ class OfferedModel:
     embeds: bool = False
     """Whether it makes embeddings, not text; its backend is ``Embeddings`` as well then."""
     sees: bool = False
-    """Whether an encoder of pictures is there for it."""
+    hears: bool = False
+    """Whether an encoder is there for it that takes pictures, and one that takes sound."""
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     vram_bytes: int = 0
     """How much of it is memory of GPUs."""

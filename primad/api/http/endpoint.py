@@ -97,7 +97,7 @@ class Endpoint:
         """Of the body of a request to a model."""
         served = self.backend.model()
         sees = served is not None and (served.sees or served.hears)
-        sees = sees or (self.models is not None and any(each.sees for each in self.models.offered()))
+        sees = sees or (self.models is not None and any(each.sees or each.hears for each in self.models.offered()))
         return MAX_SEEN_BODY_BYTES if sees else MAX_BODY_BYTES
 
     @property

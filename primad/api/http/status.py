@@ -245,7 +245,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     """An offered model: its ``state`` is unloaded, loading, loaded, unloading or failed; texts are empty if unknown.
 
     While it loads, ``progress`` goes from 0 to 1. A loaded one that nobody uses is unloaded at ``expires_at_s`` (Unix
-    time; null: never), and takes ``memory_bytes`` of each device. One that ``embeds`` makes embeddings, not text.
+    time; null: never), and takes ``memory_bytes`` of each device. One that ``embeds`` makes embeddings, not text; one
+    that ``sees`` takes pictures, one that ``hears`` sound.
     """
 
     id: str
@@ -258,6 +259,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool
     embeds: bool
     memory_bytes: dict[str, int]
+    sees: bool = False
+    hears: bool = False
 
 
 class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -316,6 +319,8 @@ def model_status(model: OfferedModel) -> ModelStatus:
         pinned=model.pinned,
         embeds=model.embeds,
         memory_bytes=dict(model.memory_bytes),
+        sees=model.sees,
+        hears=model.hears,
     )
 
 

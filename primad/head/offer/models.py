@@ -308,6 +308,8 @@ class HeadModels:
         elif phase is ModelState.LOADING:
             detail = self._waits_for()
         taken = {} if held is None else held.taken()
+        served = held.backend.model() if held is not None and phase is ModelState.LOADED else None
+        takes = model if served is None else served
         is_idle = phase is ModelState.LOADED and not own.users and own.expires_at_s < float("inf")
         return OfferedModel(
             id=name,
@@ -326,7 +328,8 @@ class HeadModels:
             expires_at_s=time.time() + own.expires_at_s - self._now() if is_idle else None,
             pinned=name in self._settings.pinned,
             embeds=model.embeds,
-            sees=model.projector is not None,
+            sees=takes.sees,
+            hears=takes.hears,
             memory_bytes={device: each.total_bytes for device, each in taken.items()},
             vram_bytes=sum(sum(each.vram_bytes.values()) for each in taken.values()),
         )

@@ -16,7 +16,8 @@ def offered_entry(model: OfferedModel, served: ServedModel | None) -> Model:
     """``model``, with its context as ``served`` if it is loaded, and as trained if that is known."""
     trained = UNSET if model.trained_context_tokens is None else model.trained_context_tokens
     context = UNSET if served is None else served.context_tokens
-    sees, hears = (model.sees, False) if served is None else (served.sees, served.hears)
+    takes = model if served is None else served
+    sees, hears = takes.sees, takes.hears
     return Model(
         id=model.id,
         created=model.created,

@@ -129,6 +129,11 @@ function forecastLine(found) {
   return `Forecast: ${decode(found.tokens_per_s)}, ${first}, on ${found.devices.join(", ")}${streams}${goes}.`;
 }
 
+function tags({ pinned, sees, hears }) {
+  const found = [pinned && "pinned", sees && "sees", hears && "hears"].filter(Boolean);
+  return found.map((tag) => h("span", { class: "tag" }, tag));
+}
+
 function drawn(model) {
   const { id, state } = model;
   const isThere = state === "loaded" || state === "loading";
@@ -138,7 +143,7 @@ function drawn(model) {
   return h(
     "article",
     { class: "card known", "aria-label": id },
-    h("header", {}, h("h3", {}, id), h("span", { class: `tag ${TONES[state] ?? ""}` }, state), model.pinned ? h("span", { class: "tag" }, "pinned") : null),
+    h("header", {}, h("h3", {}, id), h("span", { class: `tag ${TONES[state] ?? ""}` }, state), ...tags(model)),
     state !== "loading" ? null : h("p", { class: "reading" }, h("progress", { max: 1, value: model.progress, "aria-label": `Loading ${id}` }), soon(model)),
     model.detail ? h("p", { class: "muted" }, model.detail) : null,
     h("p", { class: "muted" }, [bytes(model.size_bytes), ...Object.entries(model.memory_bytes).map(([device, taken]) => `${bytes(taken)} on ${device}`)].join(" · ")),
