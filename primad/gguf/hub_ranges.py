@@ -16,7 +16,6 @@ import socket
 import ssl
 import time
 from collections.abc import Collection
-from ipaddress import ip_address
 from typing import Final
 from urllib.parse import SplitResult, urljoin, urlsplit
 
@@ -24,6 +23,7 @@ from primad import __version__
 from primad.errors import ClusterError, printable
 from primad.gguf.hub_library import endpoint
 from primad.gguf.origins import RemoteFile
+from primad.system.public import is_public
 
 DEFAULT_HUB: Final = "https://huggingface.co"
 MAX_REDIRECTS: Final = 4
@@ -207,14 +207,14 @@ class HubRanges:
         """A connection to an address of ``host`` that one may speak to; the name is looked up once, so it stays that one."""
         error: OSError = OSError(f"{printable(host, 80)} has no address")
         for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            is_public = ip_address(str(place[0]).partition("%")[0]).is_global
-            if is_hub and not is_public:
+            may_be_asked = is_public(str(place[0]))
+            if is_hub and not may_be_asked:
                 self._local_hubs.add(_origin(file.url))
-            if is_public and not is_secure:
+            if may_be_asked and not is_secure:
                 raise HubError(
                     f"{printable(host, 80)} is asked without encryption; give HF_ENDPOINT as https", again=False
                 )
-            if not is_public and not is_hub and _origin(file.url) not in self._local_hubs:
+            if not may_be_asked and not is_hub and _origin(file.url) not in self._local_hubs:
                 raise HubError(
                     f"{_host(file.url)} sends one to {printable(host, 80)}, which is not public", again=False
                 )

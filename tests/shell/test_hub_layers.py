@@ -328,6 +328,8 @@ def answering(monkeypatch, address: str) -> None:
         ("https://hub.test", "https://cdn.test/f", "127.0.0.1", "which is not public"),
         ("https://hub.test", "https://cdn.test/f", "169.254.169.254", "which is not public"),
         ("https://hub.test", "https://cdn.test/f", "fd00::1", "which is not public"),
+        ("https://hub.test", "https://cdn.test/f", "64:ff9b::c0a8:101", "which is not public"),
+        ("https://hub.test", "https://cdn.test/f", "2002:c0a8:101::1", "which is not public"),
     ],
 )
 def test_nobody_is_sent_to_private_addresses_or_asked_in_the_clear(monkeypatch, hub_url, there, address, replies):

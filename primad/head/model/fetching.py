@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import cache
-from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from ipaddress import ip_address
 from typing import Final
 
 import httpx
@@ -23,6 +23,7 @@ from primad.engine.pictures.headers import MAX_BYTES
 from primad.engine.pictures.messages import EncodedPicture
 from primad.errors import RequestError, printable
 from primad.network.addresses import Interface, read_interfaces
+from primad.system.public import is_public
 
 TIMEOUT_S: Final = 20.0
 """Of a picture, with all places that it is at."""
@@ -31,7 +32,6 @@ AT_ONCE: Final = 4
 """Pictures that are fetched, or fetched and not encoded yet."""
 _ADDRESSES: Final = 2
 """Of a name that are tried: one of each version, as a rule."""
-_NAT64: Final = ip_network("64:ff9b::/96")
 _HEADERS: Final = {
     "User-Agent": f"primad/{__version__}",
     "Accept": "image/*, audio/*",
@@ -46,28 +46,7 @@ AllowedOf = Callable[[Iterable[str]], list[str]]
 def public_addresses(found: Iterable[str], own: Sequence[Interface] = ()) -> list[str]:
     """Those of the addresses ``found`` that anyone may ask, of no network of this device's ``own`` interfaces."""
     networks = [subnet.network for each in own for subnet in each.addresses]
-    addresses = ((text, ip_address(text.partition("%")[0])) for text in dict.fromkeys(found))
-    return [
-        text
-        for text, address in addresses
-        if all(
-            each.is_global
-            and not (each.is_multicast or each.is_reserved or getattr(each, "is_site_local", False))
-            and not any(each in network for network in networks)
-            for each in _meant(address)
-        )
-    ]
-
-
-def _meant(address: IPv4Address | IPv6Address) -> Iterator[IPv4Address | IPv6Address]:
-    """What ``address`` leads to: some of IPv6 are those of IPv4."""
-    if isinstance(address, IPv4Address):
-        yield address
-    elif address in _NAT64:
-        yield IPv4Address(int(address) & 0xFFFFFFFF)
-    else:
-        yield address
-        yield from (each for each in (address.ipv4_mapped, address.sixtofour, *(address.teredo or ())) if each)
+    return [text for text in dict.fromkeys(found) if is_public(text, networks)]
 
 
 class PictureFetcher:
