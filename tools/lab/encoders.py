@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-Content = int | list[int]
+Content = int | float | list[int]
 
 _ATTENTION: Final = "attn_q+:w,w attn_k+:w,w attn_v+:w,w attn_out+:w,w "
 _BARE: Final = "attn_q:w,w attn_k:w,w attn_v:w,w attn_out:w,w "
@@ -31,6 +31,33 @@ _TO_MODEL: Final = "mm.0+:m,m mm.2+:t,m"
 _QWEN3: Final = _TWO_FRAMES + "v.patch_embd.bias=:w v.position_embd:s,w v.post_ln+:w " + _TO_MODEL + " "
 _HALF_SECTIONS: Final = {"rope.dimension_sections": [2, 1, 1, 0]}
 """Of models of which 8 values of a head are turned."""
+_GLM4V: Final = (
+    _TWO_FRAMES + "v.patch_embd.bias=:w v.norm_embd:w v.position_embd:s,w v.post_ln:w mm.patch_merger+:t,w,2,2 "
+    "mm.model.fc:t,t mm.post_norm+:t mm.up:f,t mm.gate:f,t mm.down:t,f"
+)
+_FRAMES: Final = (
+    "a.conv1d.0.weight=:4,1,3,3 a.conv1d.2.weight=:4,1,3,3 a.conv1d.3.weight=:4,4,1,1 a.conv1d.5.weight=:4,1,3,3 "
+    "a.conv1d.6.weight=:4,4,1,1 a.conv1d.0.bias=:4,1,1 a.conv1d.2.bias=:4,1,1 a.conv1d.3.bias=:4,1,1 "
+    "a.conv1d.5.bias=:4,1,1 a.conv1d.6.bias=:4,1,1 a.pre_encode.out+:w,40 "
+)
+"""What makes one row of eight frames of sound, for a conformer."""
+_CONFORMER: Final = (
+    _NORMS + "ffn_norm+:w ffn_norm_1+:w norm_conv+:w conv_norm+:w ffn_up{0}:f,w ffn_down{0}:w,f ffn_up_1{0}:f,w "
+    "ffn_down_1{0}:w,f conv_pw1{0}:2w,w conv_pw2{0}:w,w "
+)
+_PLACES: Final = "pos_bias_u=:2,h pos_bias_v=:2,h linear_pos:w,{0} "
+_QUERIES: Final = "".join(
+    f"a.proj_blk.{layer}.{part} "
+    for layer in range(2)
+    for part in (
+        *(f"{kind}_attn_{each}+:w,w" for kind in ("self", "cross") for each in ("q", "k", "v", "out")),
+        *("self_attn_norm+:w", "cross_attn_norm+:w", "ffn_up+:f,w", "ffn_down+:w,f", "ffn_norm+:w"),
+    )
+)
+_CONVNEXT: Final = (
+    "v.stage.{0}.blk.0.dw+:{1},1,7,7 v.stage.{0}.blk.0.ln+:{1} v.stage.{0}.blk.0.pw1+:{2},{1} v.stage.{0}.blk.0.grn+:{2} "
+    "v.stage.{0}.blk.0.pw2+:{1},{2} "
+)
 _MERGER: Final = "mm.0+:f,m mm.2+:t,f"
 _PIXELS: Final[dict[str, Content]] = {"image_min_pixels": 4096, "image_max_pixels": 65536}
 _SCALE: Final[dict[str, Content]] = {"projector.scale_factor": 2}
@@ -312,8 +339,7 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "glm4v": Family(
         models=("glm4", "glm4moe"),
-        others=_TWO_FRAMES + "v.patch_embd.bias=:w v.norm_embd:w v.position_embd:s,w v.post_ln:w "
-        "mm.patch_merger+:t,w,2,2 mm.model.fc:t,t mm.post_norm+:t mm.up:f,t mm.gate:f,t mm.down:t,f",
+        others=_GLM4V,
         layer=_BARE + _GATED,
         keys=_MERGE,
         values=_HALF_SECTIONS,
@@ -340,6 +366,96 @@ FAMILIES: Final[dict[str, Family]] = {
         keys=_MERGE,
         values=_HALF_SECTIONS,
         layout="grid",
+    ),
+    "glm5v": Family(
+        models=("glm-dsa-full",),
+        others=_GLM4V,
+        layer=_BARE + _GATED,
+        keys={**_MERGE, **_PIXELS, "swiglu_clamp": 7.0},
+        activation="use_silu",
+    ),
+    "mimovl": Family(
+        models=("mimo2",),
+        others=_TWO_FRAMES + "v.post_ln+:w mm.0:m,m mm.2:t,m",
+        layer="attn_qkv+:2w,w attn_out+:w,w attn_sinks=:2 ln1:w ln2:w ffn_gate+:f,w ffn_up+:f,w ffn_down+:w,f",
+        keys={**_MERGE, **_PIXELS, "attention.head_count_kv": 1, "window_size": 4, "wa_pattern_mode": [-1, 0, 1]},
+        layers=3,
+        activation="use_silu",
+    ),
+    "yasa2": Family(
+        models=("llama",),
+        others="v.patch_embd+:w,3,k,k v.patch_ln+:w v.vision_pos_embed=:64,2w "
+        + _CONVNEXT.format(0, "w", "4w")
+        + "v.stage.1.down.ln+:w v.stage.1.down.conv+:2w,w,2,2 "
+        + _CONVNEXT.format(1, "2w", "8w")
+        + "mm.0+:f,2w mm.2+:t,f",
+        patch=4,
+        layers=0,
+    ),
+    "lfm2a": Family(
+        models=("lfm2",),
+        others=_FRAMES + "a.position_embd:1500,t mm.a.mlp.0+:w mm.a.mlp.1+:f,w mm.a.mlp.3+:t,f",
+        layer=_ATTENTION + _CONFORMER.format("+") + _PLACES.format(512) + "conv_dw+:w,9",
+        hears=True,
+    ),
+    "parakeet": Family(
+        models=("nemotron_h",),
+        others=_FRAMES
+        + "a.mel_filters=:20560 a.window=:400 mm.a.norm_pre:w mm.a.mlp.1:f,w mm.a.mlp.2:t,f mm.model.mlp.0:w "
+        "mm.model.mlp.1:f,w mm.model.mlp.3:t,f",
+        layer=_BARE + _CONFORMER.format("") + _PLACES.format("w") + "conv_dw:w,5 conv_norm_mean=:w conv_norm_var=:w",
+        keys={"subsampling_factor": 8, "conv_kernel_size": 5},
+        hears=True,
+    ),
+    "granite_speech": Family(
+        models=("granite", "granitehybrid"),
+        others="a.input_projection+:w,160 a.enc_ctc_out+:8,w a.enc_ctc_out_mid+:w,8 a.proj_query=:3,w a.proj_norm+:w "
+        "a.proj_linear+:t,w " + _QUERIES,
+        layer="attn_q:w,w attn_k:w,w attn_v:w,w attn_out+:w,w attn_rel_pos_emb=:33,h conv_dw:w,5 "
+        + _CONFORMER.format("+"),
+        keys={
+            "num_mel_bins": 160,
+            "chunk_size": 12,
+            "conv_kernel_size": 5,
+            "max_pos_emb": 16,
+            "projector.window_size": 15,
+            "projector.downsample_rate": 5,
+            "projector.head_count": 2,
+        },
+        hears=True,
+    ),
+    "mimo_audio": Family(
+        models=("mimo2",),
+        others="a.conv1d.1.weight=:w,b,3 a.conv1d.1.bias=:w,1 a.conv1d.2.weight=:w,w,3 a.conv1d.2.bias=:w,1 a.post_ln+:w "
+        "a.downsample.conv:w,w,2 a.downsample.norm+:w a.rvq.codebook:2,16,w mm.a.code_embd:2,16,w mm.a.local_norm:w "
+        + "".join(
+            f"mm.a.local_blk.0.{part} " for part in f"attn_q+:w,w attn_k+:w,w attn_v+:w,w attn_out:w,w {_GATED}".split()
+        )
+        + "mm.a.mlp.1:f,4w mm.a.mlp.2:t,f",
+        keys={
+            "rvq.num_quantizers": 2,
+            "rvq.codebook_size": [16, 16],
+            "window_size": 8,
+            "wa_pattern_mode": [-1, 0, -1],
+            "local_block_count": 1,
+            "local_group_size": 4,
+        },
+        layers=3,
+        hears=True,
+    ),
+    "deepseekocr": Family(
+        models=("deepseek2-ocr",),
+        others=_STEM.replace("post_ln", "pre_ln").replace(":s,w", ":257,w").replace("v.patch_embd+:w,3,k,k ", "")
+        + "v.class_embd=:w v.sam.pos_embd:16,16,16 v.sam.patch_embd+:16,3,16,16 v.sam.neck.0:16,16,1,1 v.sam.neck.1+:16 "
+        "v.sam.neck.2:16,16,3,3 v.sam.neck.3+:16 v.sam.net_2:16,16,3,3 v.sam.net_3:w,16,3,3 v.image_newline=:t "
+        "v.view_seperator=:t mm.model.fc+:t,2w "
+        + "".join(
+            f"v.sam.blk.{layer}.{part} "
+            for layer in range(3)  # the third sees the whole picture
+            for part in "attn.qkv+:48,16 attn.out+:16,16 pre_ln+:16 post_ln+:16 attn.pos_h:15,16 attn.pos_w:15,16 "
+            "mlp.lin1+:32,16 mlp.lin2+:16,32".split()
+        ),
+        keys={"sam.block_count": 3, "sam.head_count": 1, "sam.embedding_length": 16, "window_size": 8},
     ),
     "resampler": Family(
         models=("minicpm",),

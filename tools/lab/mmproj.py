@@ -11,6 +11,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from gguf import GGUFWriter
@@ -20,6 +21,7 @@ from tools.lab.encoders import FAMILIES, MEL_BINS, Content, Eye, Family, eye_of
 
 __all__ = ["Eye", "noise", "png", "png_chunk", "tone", "write_encoder"]
 
+_KERNELS: Final = (".peg.", ".block.0.0.", ".conv1d.", ".downsample.conv.", ".dw.")
 _Named = tuple[str, tuple[int, ...]]
 """A tensor and its shape, the outermost dimension first."""
 
@@ -64,6 +66,8 @@ def write_encoder(
 def _add(writer: GGUFWriter, prefix: str, key: str, value: Content) -> None:
     if isinstance(value, list):
         writer.add_array(f"{prefix}.{key}", value)
+    elif isinstance(value, float):
+        writer.add_float32(f"{prefix}.{key}", value)
     elif key.startswith("clip."):
         writer.add_int32(key, value)
     else:
@@ -97,7 +101,7 @@ def _product(dimension: str, sizes: Mapping[str, int]) -> int:
 def _weights(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDArray[np.float32 | np.float16]:
     if len(shape) == 1:
         return random.normal(0.0 if name.endswith(".bias") else 1.0, 0.1, shape).astype(np.float32)
-    is_kernel = ".peg." in name or ".block.0.0." in name or (".conv1d." in name and name.endswith(".weight"))
+    is_kernel = any(each in name for each in _KERNELS) and name.endswith(".weight")
     kind = np.float16 if is_kernel else np.float32  # llama.cpp takes no other
     return random.normal(0, 2 / math.sqrt(math.prod(shape[1:])), shape).astype(kind)
 
