@@ -67,6 +67,7 @@ def doctor(
         threads=config.threads,
         own_key=own_key,
         trust=trust,
+        models=config.models,
     )
     with RichReporter(err).waiting("checking this device and those in sight"):
         findings = asyncio.run(examine(subject))

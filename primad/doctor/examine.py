@@ -13,7 +13,7 @@ from typing import Final
 import psutil
 
 from primad import __version__
-from primad.doctor import firewall, gpus, machine, network, peers, reach, storage
+from primad.doctor import firewall, gpus, machine, network, peers, pictures, reach, storage
 from primad.doctor.findings import Finding, finding, in_thread
 from primad.errors import PrimadError, printable
 from primad.network.addresses import read_interfaces
@@ -31,8 +31,8 @@ class Subject:
     """What is examined: this device as its owner set it up.
 
     ``host`` is the address that its daemons listen on, ``control_port`` None where the owner left it open; ``devices`` are
-    those that the configuration names as host:port, ``threads`` those that it pins. ``own_key`` is its public key, "" before
-    it has one; ``trust`` is what is known here of others' keys.
+    those that the configuration names as host:port, ``threads`` those that it pins, ``models`` its folders with models.
+    ``own_key`` is its public key, "" before it has one; ``trust`` is what is known here of others' keys.
     """
 
     home: Path
@@ -45,6 +45,7 @@ class Subject:
     threads: int | None
     own_key: str
     trust: peers.KnownTrust
+    models: tuple[Path, ...] = ()
 
 
 Check = Callable[[Subject], Awaitable[list[Finding]]]
@@ -79,6 +80,11 @@ async def _system(subject: Subject) -> list[Finding]:
 async def _llama_cpp(subject: Subject) -> list[Finding]:
     facts = await in_thread(lambda: gpus.gather_engine(subject.home, subject.threads))
     return gpus.judge_engine(facts, platform.system(), sys.executable)
+
+
+async def _pictures(subject: Subject) -> list[Finding]:
+    facts = await in_thread(lambda: pictures.gather_pictures(subject.home, subject.models))
+    return pictures.judge_pictures(facts, sys.executable)
 
 
 async def _memory(subject: Subject) -> list[Finding]:
@@ -142,6 +148,7 @@ async def _named(subject: Subject) -> list[Finding]:
 CHECKS: Final[dict[str, Check]] = {
     "system": _system,
     "llama.cpp": _llama_cpp,
+    "pictures": _pictures,
     "memory": _memory,
     "disk": _disk,
     "identity": _identity,

@@ -31,16 +31,41 @@ _OF_TWO: Final = {"qwen2.5o": {"vision": "qwen2.5vl_merger", "audio": "qwen2a"}}
 _ORDER: Final = ("F16", "Q8_0", "BF16", "F32")
 """Quantisations, the first that there is."""
 _MAX_TYPE_CHARS: Final = 32
+BESIDE_BYTES: Final = 256 << 20
+"""What an encoder's process takes beside weights and buffers: Python, the model's tokens, the picture."""
+_STATES: Final = 4
+"""Values of the encoder's width that the buffers hold of a patch, beside those of its feed-forward layer, as measured."""
+_FRAMES: Final = 3000
+"""Patches of half a minute of sound."""
+_MAX_SIDE: Final = 1 << 14
+_SEE: Final = frozenset(
+    (
+        "gemma4",
+        "hunyuan_vl",
+        "llama4",
+        "deepseek2-ocr",
+        "paddleocr",
+        "qwen2vl",
+        "qwen3vl",
+        "qwen3vlmoe",
+        "qwen35",
+        "qwen35moe",
+    )
+)
+"""Architectures of which all models see; of others some do, which their files' tags say."""
+_TAGS: Final = frozenset(("image-text-to-text", "any-to-any", "audio-text-to-text", "image-to-text"))
+"""What publishers, in the hub's words, call models that take more than text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectorFacts:
-    """Whether an encoder ``sees`` or ``hears``, and the types of its projectors; ``problem`` is why it is not taken, in a
-    line, empty for nothing."""
+    """Whether an encoder ``sees`` or ``hears``, the types of its projectors, and the memory of the process that has it
+    loaded, while it encodes a picture; ``problem`` is why it is not taken, in a line, empty for nothing."""
 
     sees: bool
     hears: bool
     types: tuple[str, ...] = ()
+    memory_bytes: int = 0
     problem: str = ""
 
 
@@ -56,7 +81,37 @@ def projector_facts(header: Header) -> ProjectorFacts:
             f"it has {named}, which this primad does not take; a newer primad may, and without it the model reads text "
             f"(--{MARK} none)"
         )
-    return ProjectorFacts(sees=has["vision"], hears=has["audio"], types=tuple(types.values()), problem=problem)
+    return ProjectorFacts(
+        sees=has["vision"],
+        hears=has["audio"],
+        types=tuple(types.values()),
+        memory_bytes=_memory_bytes(header),
+        problem=problem,
+    )
+
+
+def wants_projector(header: Header) -> bool:
+    """Whether the model of ``header`` can take more than text, for which it needs an encoder."""
+    tags = header.values.get("general.tags")
+    named = {str(each) for each in tags.items()} if tags is not None and tags.is_array else set()
+    return _text(header, "general.architecture") in _SEE or bool(named & _TAGS)
+
+
+def _memory_bytes(header: Header) -> int:
+    """The weights, what the process takes beside them, and the buffers of a picture as large as the encoder's."""
+    senses = [each for each in ("vision", "audio") if f"clip.{each}.embedding_length" in header.values]
+    buffers = max((_buffer_bytes(header, f"clip.{each}") for each in senses), default=0)
+    return header.path.stat().st_size + BESIDE_BYTES + buffers
+
+
+def _buffer_bytes(header: Header, prefix: str) -> int:
+    try:
+        width, inner = header.count(f"{prefix}.embedding_length"), header.count(f"{prefix}.feed_forward_length", 0)
+        side = header.count(f"{prefix}.image_size", 0, maximum=_MAX_SIDE)
+        patches = (side // max(1, header.count(f"{prefix}.patch_size", 1))) ** 2 if side else _FRAMES
+    except ModelError:
+        return 0  # llama.cpp says what is wrong with it
+    return 4 * patches * (inner + _STATES * width)
 
 
 def _type(header: Header, sense: str) -> str:

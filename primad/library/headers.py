@@ -17,7 +17,7 @@ import msgspec
 from primad.errors import ConfigError, ModelError, printable
 from primad.gguf.constants import LlamaFileType
 from primad.gguf.header import Header, read_beginning
-from primad.gguf.projectors import projector_facts
+from primad.gguf.projectors import projector_facts, wants_projector
 from primad.system.files import write_private
 
 BEGINNING_BYTES: Final = 1 << 16
@@ -36,7 +36,8 @@ _ENCODERS: Final = ("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jin
 class HeaderFacts(msgspec.Struct, frozen=True, array_like=True):
     """A file's ``general.type`` (``model``, ``mmproj``, ``adapter``), its architecture, parameters and quantisation, empty
     if unknown, the context that the model was trained with, and whether it makes one vector of a text. An encoder of
-    pictures and sound ``sees`` or ``hears``; ``refused`` is why it is not taken, empty for nothing."""
+    pictures and sound ``sees`` or ``hears``, in a process that takes ``encoder_bytes``; ``refused`` is why it is not taken,
+    empty for nothing. A model that ``wants_encoder`` can see or hear with one."""
 
     kind: str = "model"
     architecture: str = ""
@@ -47,6 +48,8 @@ class HeaderFacts(msgspec.Struct, frozen=True, array_like=True):
     sees: bool = False
     hears: bool = False
     refused: str = ""
+    encoder_bytes: int = 0
+    wants_encoder: bool = False
 
     @property
     def is_model(self) -> bool:
@@ -74,6 +77,8 @@ class HeaderCache:
     """Facts of files, some of them from ``file``."""
 
     file: Path
+    is_kept: bool = True
+    """Whether what is new is written."""
     _kept: dict[str, tuple[int, int, HeaderFacts]] = field(default_factory=dict)
     _used: dict[str, tuple[int, int, HeaderFacts]] = field(default_factory=dict)
 
@@ -89,7 +94,7 @@ class HeaderCache:
     def save(self) -> None:
         """Write what is new since ``load``. A home that cannot be written stays as it is."""
         known = self._kept | self._used
-        if known == self._kept:
+        if known == self._kept or not self.is_kept:
             return
         if len(known) > MAX_KEPT:
             known = self._used
@@ -113,7 +118,14 @@ def facts_in(header: Header) -> HeaderFacts:
     architecture = _text(header, "general.architecture")
     if architecture == "clip":
         found = projector_facts(header)
-        return HeaderFacts(kind="clip", architecture="clip", sees=found.sees, hears=found.hears, refused=found.problem)
+        return HeaderFacts(
+            kind="clip",
+            architecture="clip",
+            sees=found.sees,
+            hears=found.hears,
+            refused=found.problem,
+            encoder_bytes=found.memory_bytes,
+        )
     return HeaderFacts(
         kind=_text(header, "general.type") or "model",
         architecture=architecture,
@@ -121,6 +133,7 @@ def facts_in(header: Header) -> HeaderFacts:
         quantisation=_quantisation(header),
         context_tokens=_count(header, f"{architecture}.context_length"),
         embeds=_count(header, f"{architecture}.pooling_type") in _EMBEDS or architecture in _ENCODERS,
+        wants_encoder=wants_projector(header),
     )
 
 

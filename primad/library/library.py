@@ -50,6 +50,12 @@ class LibraryModel:
     sees: bool = False
     hears: bool = False
     """Whether it takes pictures, and sound, with its ``projector``."""
+    refused: str = ""
+    """Why its ``projector`` is of no use; empty for nothing."""
+    encoder_bytes: int = 0
+    """Memory of the process that has the ``projector`` loaded."""
+    wants_encoder: bool = False
+    """Whether it could see or hear with one."""
     problem: str = ""
     embeds: bool = False
     """Whether it makes one vector of a text, and writes none."""
@@ -262,6 +268,9 @@ def _model(read: _Read, names: tuple[str, ...], projector: Path | None, encoder:
         projector=projector,
         sees=is_taken and encoder.sees,
         hears=is_taken and encoder.hears,
+        refused=encoder.refused,
+        encoder_bytes=encoder.encoder_bytes if is_taken else 0,
+        wants_encoder=facts.wants_encoder,
         problem=read.problem,
         embeds=facts.embeds,
     )
@@ -270,13 +279,16 @@ def _model(read: _Read, names: tuple[str, ...], projector: Path | None, encoder:
 def _both(first: LibraryModel, other: LibraryModel) -> LibraryModel:
     """One file that was found twice, as one model; it is used where it was found first, if it can be used there."""
     base, added = (other, first) if first.problem and not other.problem else (first, other)
+    encoded = base if base.projector is not None else added
     return replace(
         base,
         names=_once((*base.names, *added.names)),
         sources=_once((*base.sources, *added.sources)),
         parameters=base.parameters or added.parameters,
         quantisation=base.quantisation or added.quantisation,
-        projector=base.projector or added.projector,
-        sees=base.sees if base.projector else added.sees,
-        hears=base.hears if base.projector else added.hears,
+        projector=encoded.projector,
+        sees=encoded.sees,
+        hears=encoded.hears,
+        refused=encoded.refused,
+        encoder_bytes=encoded.encoder_bytes,
     )

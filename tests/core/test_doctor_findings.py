@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -22,9 +23,11 @@ from primad.doctor.machine import (
 )
 from primad.doctor.network import MulticastAddress, Port, judge_places, judge_ports
 from primad.doctor.peers import KnownTrust, judge_sight, judge_trust, judge_versions
+from primad.doctor.pictures import PictureFacts, judge_pictures
 from primad.doctor.reach import MAX_TARGETS, judge_reached, targets
 from primad.doctor.storage import DiskFacts, FileFacts, judge_disk, judge_identity
 from primad.layers.eviction import CachedLayer
+from primad.library.library import LibraryModel
 from primad.network.addresses import Interface
 from primad.network.peer import Peer
 
@@ -39,6 +42,42 @@ def levels(findings: list[Finding]) -> list[str]:
 def prefill_offload(findings: list[Finding]) -> bool:
     """Whether each problem says what to type."""
     return all(found.next for found in findings if found.level in ("warning", "error"))
+
+
+# -- pictures
+
+
+def seeing(name: str, *sources: str, **more: object) -> LibraryModel:
+    files = (Path(f"/models/{name}.gguf"),)
+    return LibraryModel(names=(name,), sources=sources, files=files, size_bytes=1, **more)  # type: ignore[arg-type]
+
+
+def test_what_models_see_with_or_lack_for_it_is_said_with_what_to_type():
+    projector = Path("/models/mmproj-F16.gguf")
+    models = (
+        seeing("eye", "folder", projector=projector, sees=True, hears=True, encoder_bytes=GIB),
+        seeing("odd", "folder", projector=projector, refused="it has the type 'odd'"),
+        seeing("llama3.2-vision:11b", "Ollama", wants_encoder=True),
+        seeing("hf:acme/Tiny:Q4_0", "primad", wants_encoder=True),
+        seeing("org/repo:Q4_0", "LM Studio", wants_encoder=True),
+    )
+    found = judge_pictures(PictureFacts(has_mtmd=True, models=models), "python")
+    assert levels(found) == ["ok", "warning", "note", "note", "note"]
+    assert "eye sees and hears (1.0 GiB)" in found[0].text
+    assert f"odd takes text alone: {projector}: it has the type 'odd'" in found[1].text
+    assert found[1].next == "primad serve --model 'odd' --mmproj none"
+    assert found[2].next == "ollama pull llama3.2-vision:11b"
+    assert found[3].next == "primad pull hf:acme/Tiny:Q4_0"
+    assert "not beside /models/org/repo:Q4_0.gguf" in found[4].text
+    assert found[4].next is not None
+    assert "from https://huggingface.co/org/repo" in found[4].next
+
+
+@pytest.mark.parametrize(("has_mtmd", "expected"), [(None, []), (False, ["warning"]), (True, ["ok"])])
+def test_a_llama_cpp_without_its_encoders_is_said(has_mtmd, expected):
+    found = judge_pictures(PictureFacts(has_mtmd=has_mtmd, models=()), "python")
+    assert levels(found) == expected
+    assert prefill_offload(found)
 
 
 # -- network

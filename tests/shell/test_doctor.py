@@ -68,6 +68,7 @@ def test_this_machine_is_examined(tmp_path):
     assert {
         "system",
         "llama.cpp",
+        "pictures",
         "memory",
         "disk",
         "identity",

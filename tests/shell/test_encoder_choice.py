@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from gguf import GGUFValueType, GGUFWriter
 
+from primad.doctor.pictures import gather_pictures
 from primad.errors import ConfigError
 from primad.gguf import hub
 from primad.gguf.header import Header, scalar_value
-from primad.gguf.projectors import TAKEN, projector_facts
-from primad.head.model.encoder import AUTO, BESIDE_BYTES, NONE, encoder_file, projector_beside
+from primad.gguf.projectors import BESIDE_BYTES, TAKEN, projector_facts
+from primad.head.model.encoder import AUTO, NONE, encoder_file, projector_beside
 from primad.library.headers import HeaderCache
 from primad.library.library import read_library
 from primad.library.places import ModelPlace
@@ -89,6 +90,19 @@ def test_the_library_serve_and_the_hub_choose_the_same_encoder(tmp_path, monkeyp
     assert fetched.name == ENCODERS[2]
 
 
+def test_the_doctor_names_encoders_and_what_models_lack_and_writes_nothing(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
+    toy(tmp_path / "alone" / "Eye-2B-Q8_0.gguf", general__architecture="qwen3vl")
+    found = encoder(tmp_path, "mmproj-Tiny-3B-F16.gguf")
+    facts = gather_pictures(tmp_path / "home", [tmp_path])
+    assert facts.has_mtmd
+    lacking, seeing = facts.models
+    assert (lacking.name, lacking.projector, lacking.wants_encoder) == ("Eye-2B-Q8_0", None, True)
+    assert (seeing.projector, seeing.sees) == (found, True)
+    assert seeing.encoder_bytes == encoder_file(AUTO, model, None)[0].memory_bytes
+    assert not (tmp_path / "home").exists()
+
+
 def test_types_that_are_taken_are_those_that_were_compared_with_libmtmd():
     assert {family.projector or kind for kind, family in FAMILIES.items()} == TAKEN
 
@@ -120,7 +134,7 @@ def test_a_type_that_stands_for_one_of_each_sense_is_known_by_both():
     keys = {"clip.has_vision_encoder": True, "clip.has_audio_encoder": True}
     values = {key: scalar_value(GGUFValueType.BOOL, value) for key, value in keys.items()}
     values["clip.projector_type"] = scalar_value(GGUFValueType.STRING, "qwen2.5o")
-    found = projector_facts(Header(path=Path("x"), values=values, tensors={}, data_offset=0))
+    found = projector_facts(Header(path=Path(__file__), values=values, tensors={}, data_offset=0))
     assert (found.sees, found.hears, found.problem) == (True, True, "")
     assert found.types == ("qwen2.5vl_merger", "qwen2a")
 

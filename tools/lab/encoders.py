@@ -58,6 +58,11 @@ _CONVNEXT: Final = (
     "v.stage.{0}.blk.0.dw+:{1},1,7,7 v.stage.{0}.blk.0.ln+:{1} v.stage.{0}.blk.0.pw1+:{2},{1} v.stage.{0}.blk.0.grn+:{2} "
     "v.stage.{0}.blk.0.pw2+:{1},{2} "
 )
+_LOCAL: Final = "attn_q+:w,w attn_k+:w,w attn_v+:w,w attn_out:w,w " + _GATED
+_SAM: Final = (
+    "attn.qkv+:48,16 attn.out+:16,16 pre_ln+:16 post_ln+:16 attn.pos_h:15,16 attn.pos_w:15,16 mlp.lin1+:32,16 "
+    "mlp.lin2+:16,32"
+)
 _MERGER: Final = "mm.0+:f,m mm.2+:t,f"
 _PIXELS: Final[dict[str, Content]] = {"image_min_pixels": 4096, "image_max_pixels": 65536}
 _SCALE: Final[dict[str, Content]] = {"projector.scale_factor": 2}
@@ -452,8 +457,7 @@ FAMILIES: Final[dict[str, Family]] = {
         + "".join(
             f"v.sam.blk.{layer}.{part} "
             for layer in range(3)  # the third sees the whole picture
-            for part in "attn.qkv+:48,16 attn.out+:16,16 pre_ln+:16 post_ln+:16 attn.pos_h:15,16 attn.pos_w:15,16 "
-            "mlp.lin1+:32,16 mlp.lin2+:16,32".split()
+            for part in _SAM.split()
         ),
         keys={"sam.block_count": 3, "sam.head_count": 1, "sam.embedding_length": 16, "window_size": 8},
     ),

@@ -16,12 +16,6 @@ AUTO: Final = Path("auto")
 NONE: Final = Path("none")
 _BEGINNING_BYTES: Final = 1 << 16
 _GEMMA_4_TOKENS: Final = 280
-BESIDE_BYTES: Final = 256 << 20
-"""What its process takes beside weights and buffers: Python, the model's tokens, the picture."""
-_STATES: Final = 4
-"""Values of the encoder's width that the buffers hold of a patch, beside those of its feed-forward layer, as measured."""
-_FRAMES: Final = 3000
-"""Patches of half a minute of sound."""
 _MAX_SIDE: Final = 1 << 14
 
 
@@ -114,7 +108,7 @@ def _checked(path: Path, what: str, max_tokens: int) -> EncoderFile:
         sees=facts.sees,
         hears=facts.hears,
         whole_tokens=whole_tokens,
-        memory_bytes=_memory_bytes(path, header),
+        memory_bytes=facts.memory_bytes,
     )
 
 
@@ -126,21 +120,3 @@ def _whole_tokens(header: Header, max_tokens: int) -> int:
     side, patch = (header.count(f"clip.vision.{each}", maximum=_MAX_SIDE) for each in ("image_size", "patch_size"))
     merged = header.count("clip.vision.projector.scale_factor", 4)
     return int((side // max(1, patch) // max(1, merged)) ** 2)
-
-
-def _memory_bytes(path: Path, header: Header) -> int:
-    """The weights, what the process takes beside them, and the buffers of a picture as large as the encoder's."""
-    senses = [each for each in ("vision", "audio") if f"clip.{each}.embedding_length" in header.values]
-    return (
-        path.stat().st_size + BESIDE_BYTES + max((_buffer_bytes(header, f"clip.{each}") for each in senses), default=0)
-    )
-
-
-def _buffer_bytes(header: Header, prefix: str) -> int:
-    try:
-        width, inner = header.count(f"{prefix}.embedding_length"), header.count(f"{prefix}.feed_forward_length", 0)
-        side = header.count(f"{prefix}.image_size", 0, maximum=_MAX_SIDE)
-        patches = (side // max(1, header.count(f"{prefix}.patch_size", 1))) ** 2 if side else _FRAMES
-    except ModelError:
-        return 0  # llama.cpp says what is wrong with it
-    return 4 * patches * (inner + _STATES * width)
