@@ -16,7 +16,7 @@ from rich.table import Table
 from primad.cli.completion import one_of
 from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devices, wishes_of
 from primad.cli.grouped import grouped
-from primad.cli.hub import encoder_of, model_path
+from primad.cli.hub import encoder_of, encoder_of_model_shape, model_path
 from primad.cli.library import ModelFolders
 from primad.cli.options import Context, KvCacheType
 from primad.cli.output import err, out, print_json, tables
@@ -115,7 +115,8 @@ def _well_known(models: ModelsOptions) -> Iterator[_Asked]:
     for name in names:
         for kind in kinds:
             file = published_file(f"{name}-{kind}")
-            yield f"{name}-{kind}", shape(f"{name}-{kind}") if file is None else published_profile(file), None
+            profile = shape(f"{name}-{kind}") if file is None else published_profile(file)
+            yield f"{name}-{kind}", profile, encoder_of_model_shape(name)
 
 
 def _of_library(models: ModelsOptions, live: LiveOptions, folders: list[Path] | None) -> Iterator[_Asked]:

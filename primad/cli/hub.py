@@ -79,6 +79,17 @@ def encoder_of(wish: Path, given: Path, model: Path, load: Callable[[], Config])
     return encoder_file(wish, model, known_projector(given, model, library_model(given, load)))[0].planned
 
 
+def encoder_of_model_shape(name: str) -> PlannedEncoder | None:
+    """The encoder that the published files of the built-in shape ``name`` come with."""
+    from primad.gguf.shapes import encoder_of_shape
+    from primad.planning.question import PlannedEncoder
+
+    found = encoder_of_shape(name)
+    if found is None:
+        return None
+    return PlannedEncoder(sees=found.sees, hears=found.hears, memory_bytes=found.memory_bytes)
+
+
 def known_projector(given: Path, model: Path, found: LibraryModel | None) -> Path | None:
     """The encoder of the ``model`` file, which was ``given`` by a name: what is known of it besides its folder.
 

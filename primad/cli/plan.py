@@ -17,7 +17,7 @@ from primad.cli.commands import HelpAll
 from primad.cli.completion import shapes
 from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devices, wishes_of
 from primad.cli.grouped import grouped, names_of
-from primad.cli.hub import encoder_of, model_path
+from primad.cli.hub import encoder_of, encoder_of_model_shape, model_path
 from primad.cli.library import ModelFolders
 from primad.cli.options import Lora, Mmproj, RopeOptions, rope_of
 from primad.cli.output import err, tables, write_json
@@ -201,6 +201,8 @@ def _ask(
         if wishes.run.parallel == "auto" and wishes.run.may_share and not lora and draft is None and encoder is None:
             with contextlib.suppress(NotCutError):
                 max_ranks = shared_ranks(header, max(len(found.devices), 2))
+    elif model.model_shape is not None and model.mmproj != Path("none") and wishes.run.parallel != "tensor":
+        encoder = encoder_of_model_shape(model.model_shape)
     asked = ask(dataclasses.replace(wishes, head=wishes.head or found.own), found.devices, found.links, profile)
     more = dataclasses.replace(asked, draft=drafts, encoder=encoder, may_be_several=may_be_several, max_ranks=max_ranks)
     return more, checked

@@ -38,7 +38,7 @@ _STATES: Final = 4
 _FRAMES: Final = 3000
 """Patches of half a minute of sound."""
 _MAX_SIDE: Final = 1 << 14
-_SEE: Final = frozenset(
+SEE: Final = frozenset(
     (
         "gemma4",
         "hunyuan_vl",
@@ -94,24 +94,29 @@ def wants_projector(header: Header) -> bool:
     """Whether the model of ``header`` can take more than text, for which it needs an encoder."""
     tags = header.values.get("general.tags")
     named = {str(each) for each in tags.items()} if tags is not None and tags.is_array else set()
-    return _text(header, "general.architecture") in _SEE or bool(named & _TAGS)
+    return _text(header, "general.architecture") in SEE or bool(named & _TAGS)
+
+
+def memory_bytes(file_bytes: int, patches: int, width: int, feed_forward: int) -> int:
+    """What an encoder's process takes: its weights, what is beside them, and the buffers of a picture of ``patches``."""
+    return file_bytes + BESIDE_BYTES + 4 * patches * (feed_forward + _STATES * width)
 
 
 def _memory_bytes(header: Header) -> int:
-    """The weights, what the process takes beside them, and the buffers of a picture as large as the encoder's."""
-    senses = [each for each in ("vision", "audio") if f"clip.{each}.embedding_length" in header.values]
-    buffers = max((_buffer_bytes(header, f"clip.{each}") for each in senses), default=0)
-    return header.path.stat().st_size + BESIDE_BYTES + buffers
+    """The same of a file, for a picture as large as the encoder's."""
+    sizes = [_sizes(header, f"clip.{each}") for each in ("vision", "audio")]
+    return max(memory_bytes(header.path.stat().st_size, *each) for each in sizes)
 
 
-def _buffer_bytes(header: Header, prefix: str) -> int:
+def _sizes(header: Header, prefix: str) -> tuple[int, int, int]:
+    """Patches, the width, and that of feed-forward layers; nothing where they are not as llama.cpp wants them."""
     try:
-        width, inner = header.count(f"{prefix}.embedding_length"), header.count(f"{prefix}.feed_forward_length", 0)
+        width, inner = header.count(f"{prefix}.embedding_length", 0), header.count(f"{prefix}.feed_forward_length", 0)
         side = header.count(f"{prefix}.image_size", 0, maximum=_MAX_SIDE)
         patches = (side // max(1, header.count(f"{prefix}.patch_size", 1))) ** 2 if side else _FRAMES
     except ModelError:
-        return 0  # llama.cpp says what is wrong with it
-    return 4 * patches * (inner + _STATES * width)
+        return 0, 0, 0
+    return (patches, width, inner) if width else (0, 0, 0)
 
 
 def _type(header: Header, sense: str) -> str:

@@ -26,6 +26,7 @@ from halda.quantisation import bytes_per_weight
 from primad.errors import ConfigError
 from primad.gguf.architectures.table import SUPPORTED
 from primad.gguf.profile import KV_VALUE_BYTES, recurrent_values, state_bytes
+from primad.gguf.projectors import memory_bytes
 
 PROFILES_VERSION: Final = 1
 _PLAIN: Final = "q4k"
@@ -130,6 +131,26 @@ class LayerKind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderShape:
+    """What a model ``sees`` or ``hears`` with: a file of ``file_bytes`` that makes a picture ``patches`` of this ``width``.
+
+    Its feed-forward layers have ``feed_forward`` values. ``source`` says whose."""
+
+    sees: bool
+    file_bytes: int
+    patches: int
+    width: int
+    feed_forward: int
+    source: str
+    hears: bool = False
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the process that has it loaded."""
+        return memory_bytes(self.file_bytes, self.patches, self.width, self.feed_forward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """The sizes of a model; ``feed_forward`` is that of one expert where there are experts. ``source`` says whose.
 
@@ -142,7 +163,7 @@ class Shape:
     has ``file_bytes``, where that is known; ``also`` are other names of models of this shape. ``file`` are the
     types of the only file that there is; ``expert_bias`` and ``sinks`` are of gpt-oss: biases of each expert, one a head.
     With ``latent`` attention ``kv_heads`` and ``head_width`` say nothing. All layers but the last of a period of the
-    architecture attend to a ``window`` of so many tokens.
+    architecture attend to a ``window`` of so many tokens. Its published files come with an ``encoder``, if there is one.
     """
 
     version: int
@@ -180,6 +201,7 @@ class Shape:
     sinks: bool = False
     latent: LatentShape | None = None
     window: int = 0
+    encoder: EncoderShape | None = None
 
     def kind_of(self, layer: int) -> LayerKind:
         """What layer ``layer`` is."""
@@ -217,11 +239,7 @@ def _near(name: str) -> str:
 
 def shape(name: str) -> ModelProfile:
     """The profile of a model by name, such as ``llama3-70b`` or ``llama3-70b-q8``. Raises ``ConfigError``."""
-    model, suffix = name.lower(), _PLAIN
-    if "-" in model and model not in shape_names():
-        stem, last = model.rsplit("-", 1)
-        if last in _TYPES:
-            model, suffix = stem, last
+    model, suffix = _split(name)
     if model not in shape_names():
         suffixes = ", ".join(f"-{known}" for known in _TYPES)
         raise ConfigError(
@@ -232,6 +250,18 @@ def shape(name: str) -> ModelProfile:
     if found.file is not None and suffix != _UNQUANTISED:
         return _profile(found, found.file, found.file.experts)
     return _profile(found, types, f"{types.matrix}_M" if types.some else types.matrix)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The model and the suffix of ``name``, the plain one where it has none."""
+    stem, _, last = name.lower().rpartition("-")
+    return (stem, last) if last in _TYPES and name.lower() not in shape_names() else (name.lower(), _PLAIN)
+
+
+def encoder_of_shape(name: str) -> EncoderShape | None:
+    """What the model ``name``, as in ``shape``, sees or hears with; None for nothing."""
+    model, _ = _split(name)
+    return read_shape(model).encoder if model in shape_names() else None
 
 
 @cache

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from primad.cli.fit import next_commands
+from primad.cli.hub import encoder_of_model_shape
+from primad.gguf.projectors import BESIDE_BYTES, SEE
+from primad.gguf.shapes import popular_shapes, read_shape, shape
 from primad.planning.fit import BEST, SCHEMA, Fit, FitResult, fit_all, ranked
 from primad.planning.question import ask
 from tests.fakes import planning
@@ -46,6 +50,26 @@ def test_the_best_rows_end_with_the_commands_to_type_the_best_one_last():
         "  primad serve --model hf:a/b"
     ]
     assert next_commands(answer(fit("huge", 30))) == []
+
+
+def test_well_known_models_that_see_say_so_and_their_encoders_take_memory_of_the_head():
+    desk = planning.device("desk", ram=4 * GB)
+    asked = ask(planning.wishes(context_tokens=4096, time_limit_s=0.3), [desk], [], shape("gemma3-4b-q4k"))
+    encoder = encoder_of_model_shape("gemma3-4b-q4k")
+    seeing = replace(asked, encoder=encoder)
+    plain, found = fit_all([("plain", asked), ("gemma", seeing)], processes=1).models
+    if plain.sees:
+        plain, found = found, plain
+    assert (plain.sees, found.sees, found.hears) == (False, True, False)
+    assert (plain.runs, found.runs) == ("memory", "disk")
+    assert encoder is not None
+    assert encoder.memory_bytes > 848e6 + BESIDE_BYTES
+
+
+def test_every_well_known_model_of_an_architecture_that_sees_has_an_encoder():
+    popular = {name: read_shape(name) for name in popular_shapes()}
+    assert not [name for name, each in popular.items() if each.architecture in SEE and each.encoder is None]
+    assert encoder_of_model_shape("qwen3-8b") is encoder_of_model_shape("nobody-8b") is None
 
 
 def test_the_fastest_device_is_head_where_another_has_more_memory():
