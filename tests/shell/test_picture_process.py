@@ -7,15 +7,17 @@ import os
 import signal
 import struct
 from contextlib import asynccontextmanager
+from io import BytesIO
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from primad.daemon.pictures import PictureService
 from primad.engine.pictures.messages import EmbeddedRun, EncodedPicture, TokenRun
 from primad.errors import EngineError, RequestError, RingError
 from primad.ring.pictures import placed
-from tools.lab.mmproj import noise, write_encoder
+from tools.lab.mmproj import noise, png, write_encoder
 from tools.synth import write_model
 
 PATIENCE_S = 120
@@ -55,6 +57,26 @@ async def test_a_picture_becomes_rows_of_the_models_width_between_tokens(files):
     assert found.positions == len(before.tokens) + eye.rows + len(after.tokens)
     assert other.digest != found.digest
     assert other.runs[1] != rows
+
+
+async def test_a_webp_is_its_pixels_and_an_animated_one_its_first_frame(files):
+    """As a PNG of these pixels, bit for bit; what is transparent keeps its colour."""
+    pixels = [np.random.default_rng(seed).integers(0, 256, (40, 48, 3), np.uint8) for seed in (1, 2)]
+    frames = [Image.fromarray(each) for each in pixels]
+    still, moving, clear = BytesIO(), BytesIO(), BytesIO()
+    frames[0].save(still, "WEBP", lossless=True)
+    frames[0].save(moving, "WEBP", lossless=True, save_all=True, append_images=frames[1:])
+    seen = frames[0].copy()
+    seen.putalpha(0)
+    seen.save(clear, "WEBP", lossless=True, exact=True)
+    async with pictures(files) as service:
+        expected = await service.encode(png(pixels[0]), "a")
+        for file in (still, moving, clear):
+            assert (await service.encode(file.getvalue(), "a")).runs == expected.runs
+        assert (await service.encode(png(pixels[1]), "a")).runs != expected.runs
+        with pytest.raises(RequestError, match="damaged"):
+            await service.encode(still.getvalue()[:200], "a")
+        assert service.starts == 1
 
 
 async def test_a_picture_is_encoded_once_while_there_is_room_to_keep_it(files):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from io import BytesIO
 from random import Random
 from typing import Final
+
+from PIL import Image
 
 from tools.lab.mmproj import png_chunk, tone
 
@@ -89,6 +92,22 @@ def gif_file(random: Random) -> bytes:
     return found + b";"
 
 
+def webp_file(random: Random) -> bytes:
+    """One with losses or without, with transparency or not, still or of some frames, with metadata or not."""
+    width, height, mode = random.randint(1, 40), random.randint(1, 40), random.choice(("RGB", "RGBA"))
+    frames = [
+        Image.frombytes(mode, (width, height), random.randbytes(len(mode) * width * height))
+        for _ in range(random.choice((1, 1, 3)))
+    ]
+    more = {"exif": b"Exif\0\0" + random.randbytes(20)} if random.random() < 0.2 else {}
+    file = BytesIO()
+    is_lossless, quality = random.random() < 0.4, random.randint(0, 100)
+    frames[0].save(
+        file, "WEBP", save_all=len(frames) > 1, append_images=frames[1:], lossless=is_lossless, quality=quality, **more
+    )
+    return file.getvalue()
+
+
 def bmp_file(random: Random) -> bytes:
     """One of 8, 24 or 32 bits, upside down or not."""
     width, height, bits = random.randint(1, 40), random.randint(1, 40), random.choice((8, 24, 32))
@@ -102,11 +121,27 @@ def bmp_file(random: Random) -> bytes:
 
 def bomb(random: Random) -> bytes:
     """Some kB that say, and are, as many pixels as a picture may have, or more."""
+    if random.random() < 0.3:
+        return _webp_bomb(random)
     width, height = random.choice(((5_000, 6_000), (1, 1 << 24), (1 << 24, 1), (40_000, 40_000), (5_700, 5_800)))
     head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
     lines = zlib.compress(bytes(min((width // 8 + 2) * height, 1 << 25)), 9)
     parts = ((b"IHDR", head), (b"IDAT", lines), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*part) for part in parts)
+
+
+def _webp_bomb(random: Random) -> bytes:
+    """A canvas of so many pixels around a frame of one, or of as many as it has."""
+    frame = BytesIO()
+    width, height = random.choice(((5_000, 6_000), (16_383, 2_048), (40_000, 40_000), (1 << 24, 1)))
+    is_whole = width < 1 << 14 and random.random() < 0.5
+    Image.new("L", (width, height) if is_whole else (1, 1)).save(frame, "WEBP", lossless=True)
+    if is_whole:
+        return frame.getvalue()
+    sizes = b"".join(struct.pack("<I", each - 1)[:3] for each in (width, height))
+    animated = b"ANIM" + struct.pack("<IIH", 6, 0, 0) + b"ANMF" + struct.pack("<I", 16 + len(frame.getvalue()) - 12)
+    parts = b"WEBPVP8X" + struct.pack("<II", 10, 2) + sizes + animated + bytes(16) + frame.getvalue()[12:]
+    return b"RIFF" + struct.pack("<I", len(parts)) + parts
 
 
 def wav_file(random: Random) -> bytes:
@@ -158,7 +193,7 @@ def long_sound(random: Random) -> bytes:
 
 
 _Maker = Callable[[Random], bytes]
-GOOD: Final[tuple[_Maker, ...]] = (png_file, jpeg_file, gif_file, bmp_file)
+GOOD: Final[tuple[_Maker, ...]] = (png_file, jpeg_file, gif_file, bmp_file, webp_file)
 GOOD_SOUNDS: Final[tuple[_Maker, ...]] = (wav_file, flac_file, mp3_file)
 
 

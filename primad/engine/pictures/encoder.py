@@ -14,7 +14,7 @@ import numpy as np
 
 from primad.engine.binding import llama, why
 from primad.engine.pictures.grids import RowLayout, turn_of_row
-from primad.engine.pictures.headers import check_media
+from primad.engine.pictures.headers import check_media, check_picture, is_webp
 from primad.engine.pictures.messages import MAX_CONTENT_BYTES, EmbeddedRun, EncodedPicture, TokenRun
 from primad.engine.pictures.sounds import check_samples, is_sound
 from primad.errors import EngineError
@@ -63,6 +63,19 @@ def _layout(image: Any, rows: int) -> tuple[RowLayout, int]:
         if found == [turn_of_row(row, rows, layout, width, begin=begin) for row in range(rows)]:
             return layout, width
     raise EngineError("pictures of this model are turned by positions of an unknown layout, which is not supported")
+
+
+def _of_pixels(stack: ExitStack, data: bytes) -> Any:
+    """The WebP file ``data`` as libmtmd has pictures that it decoded itself."""
+    from primad.engine.pictures.webp import decoded  # most children never see one
+
+    size = check_picture(data)
+    pixels = decoded(data, size)
+    bitmap = mtmd.mtmd_bitmap_init(size.width, size.height, (ctypes.c_uint8 * len(pixels)).from_buffer_copy(pixels))
+    if not bitmap:
+        raise EngineError("llama.cpp has no memory for a picture")
+    stack.callback(mtmd.mtmd_bitmap_free, bitmap)
+    return bitmap
 
 
 class PictureEncoder:
@@ -135,6 +148,8 @@ class PictureEncoder:
             return EncodedPicture(digest=hashlib.sha256(data).hexdigest(), encoder=self._known_by, runs=runs)
 
     def _bitmap(self, stack: ExitStack, data: bytes) -> Any:
+        if is_webp(data):
+            return _of_pixels(stack, data)
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
         options = mtmd.mtmd_helper_init_opt_default()
         options.video_params.ffmpeg_bin_dir = os.devnull.encode()  # what stb_image cannot decode ffmpeg is not to see

@@ -1,8 +1,8 @@
 """What the header of a picture says, read before anything of it is decoded.
 
-The attack: a file of some kB that says, or hides, 40,000 x 40,000 pixels. So formats that the decoder (stb_image) knows are
-told apart here as it tells them, by their first bytes, and the pixels are bounded by the numbers that it will use. Whatever
-is none of these is refused: libmtmd would give it to ffmpeg.
+The attack: a file of some kB that says, or hides, 40,000 x 40,000 pixels. So formats that the decoders (stb_image, libwebp)
+know are told apart here as they tell them, by their first bytes, and the pixels are bounded by the numbers that they will
+use. Whatever is none of these is refused: libmtmd would give it to ffmpeg.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ MAX_PIXELS: Final = 1 << 25
 """33 million: 100 MB once decoded."""
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
 _BMP_HEADERS: Final = frozenset((12, 40, 56, 108, 124))
+_LOSSLESS: Final = 0x2F
+_KEY_FRAME: Final = b"\x9d\x01\x2a"
 _SIZED: Final = frozenset((0xC0, 0xC1, 0xC2))
 """JPEG's frames that the decoder takes: baseline, extended and progressive."""
 _SKIPPED: Final = frozenset((0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)))
@@ -64,6 +66,11 @@ def check_picture(data: bytes) -> Size:
     return size
 
 
+def is_webp(data: bytes) -> bool:
+    """Whether the file ``data`` is for libwebp."""
+    return data[:4] == b"RIFF" and data[8:12] == b"WEBP"
+
+
 def _check_bytes(data: bytes) -> None:
     if len(data) > MAX_BYTES:
         raise ValueError(f"a file may have {MAX_BYTES >> 20} MB; this one has {len(data) / (1 << 20):.1f} MB")
@@ -80,9 +87,25 @@ def _size_of(data: bytes) -> Size:
         return _bmp_size(data)
     if data.startswith(b"\xff\xd8"):
         return _jpeg_size(data)
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        raise ValueError("WebP pictures are not supported; send PNG or JPEG")
-    raise ValueError("not a picture of a known format; send PNG, JPEG, GIF or BMP")
+    if is_webp(data):
+        return _webp_size(data)
+    raise ValueError("not a picture of a known format; send PNG, JPEG, WebP, GIF or BMP")
+
+
+def _webp_size(data: bytes) -> Size:
+    kind = data[12:16]
+    if kind == b"VP8X":  # what animated ones, and such with metadata, begin with: the canvas
+        sizes = struct.unpack_from("<HBHB", data, 24)
+        return Size(1 + sizes[0] + (sizes[1] << 16), 1 + sizes[2] + (sizes[3] << 16))
+    if kind == b"VP8L":
+        mark, bits = struct.unpack_from("<BI", data, 20)
+        if mark == _LOSSLESS:
+            return Size(1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF))
+    if kind == b"VP8 ":
+        tag, mark, width, height = struct.unpack_from("<3s3sHH", data, 20)
+        if not tag[0] & 1 and mark == _KEY_FRAME:
+            return Size(width & 0x3FFF, height & 0x3FFF)
+    raise ValueError("a WebP of an unknown kind")
 
 
 def _bmp_size(data: bytes) -> Size:

@@ -8,7 +8,7 @@ import { ask } from "./server.js";
 const MOST = 10;
 const SIDE = 1600;
 const KEPT_BYTES = 1 << 20;
-const KNOWN = ["image/png", "image/jpeg", "image/gif", "image/bmp"];
+const KNOWN = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];
 
 let pictures = [];
 const row = h("ul", { class: "attached", "aria-label": "Pictures", hidden: true });

@@ -1,0 +1,28 @@
+"""WebP pictures, which llama.cpp's decoder does not take: by Pillow's WebP reader alone, whose other formats are not asked.
+
+Imported in the process for pictures only, with the first such file.
+"""
+
+from __future__ import annotations
+
+from io import BytesIO
+
+from PIL import WebPImagePlugin
+
+from primad.engine.pictures.headers import Size
+
+
+def decoded(data: bytes, size: Size) -> bytes:
+    """The pixels (height, width, 3) of the file ``data``, whose header says ``size``; of an animated one its first frame.
+
+    What is transparent has the colour that the file gives it, as in PNG. Raises ``ValueError`` for a damaged file.
+    """
+    if not WebPImagePlugin.SUPPORTED:
+        raise ValueError("WebP pictures are not supported on this server; send PNG or JPEG")
+    try:
+        with WebPImagePlugin.WebPImageFile(BytesIO(data)) as picture:
+            if picture.size != (size.width, size.height):
+                raise ValueError
+            return picture.convert("RGB").tobytes()
+    except (SyntaxError, EOFError, OSError, ValueError, MemoryError):
+        raise ValueError("the picture cannot be decoded: its file is damaged") from None
