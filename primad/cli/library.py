@@ -79,6 +79,17 @@ def tables_of(model: LibraryModel, library: Library, config: Config) -> list[Opt
     return read_model_tables(config.home, MODEL_OPTIONS).of(lambda key: _unless_wrong(library, key) == model)
 
 
+def stored_values(option: str, library: Library, config: Config) -> dict[str, Any]:
+    """What ``models.toml`` has as ``option`` for each model of ``library``, by its name. Raises ``ConfigError``."""
+    from primad.library.settings import DEFAULTS, read_model_tables
+
+    tables = [each for each in read_model_tables(config.home, MODEL_OPTIONS).tables if option in each.values]
+    of_all = {model.name: each.values[option] for each in tables if each.name == DEFAULTS for model in library.models}
+    meant = {each.name: _unless_wrong(library, each.name) for each in tables if each.name != DEFAULTS}
+    own = {model.name: each.values[option] for each in tables if (model := meant.get(each.name)) is not None}
+    return of_all | own
+
+
 def is_path(given: Path) -> bool:
     """Whether ``given`` is a file, or can be nothing else: then the library is not asked."""
     return given.suffix.lower() == ".gguf" or given.is_absolute() or (given.exists() and not given.is_dir())

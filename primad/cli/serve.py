@@ -14,7 +14,7 @@ from primad.cli.asking import AskingOptions, allowed_hosts, check_asking, cors_o
 from primad.cli.commands import CONFIG_FILE, HelpAll, is_typed, untyped_values
 from primad.cli.grouped import flags, grouped, names_of, replaced
 from primad.cli.hub import known_projector, library_model, model_path, served_model
-from primad.cli.library import ModelFolders, library_of, pinned_in, tables_of
+from primad.cli.library import ModelFolders, library_of, pinned_in, stored_values, tables_of
 from primad.cli.options import (
     DeviceOptions,
     Lora,
@@ -330,7 +330,29 @@ def _offer(
             err.print(f"{printable(key)} in models.toml is to stay loaded, but means no model that can be used here")
         return frozenset(model.name for model in found.values() if model is not None)
 
-    return LibraryOffer(read=lambda: library_of(config), options_of=options_of, pinned=pinned, keep_s=keep_s)
+    typed = str(called.params["mmproj"]) if is_typed(called, "mmproj") else None
+    return LibraryOffer(
+        read=lambda: _as_served(library_of(config), config, typed), options_of=options_of, pinned=pinned, keep_s=keep_s
+    )
+
+
+def _as_served(library: Library, config: Config, typed: str | None) -> Library:
+    """``library``, whose models see and hear as they will with ``--mmproj``, ``typed`` or in ``models.toml``."""
+    from primad.head.model.encoder import AUTO, encoder_file
+
+    wishes = {} if typed is not None else stored_values("mmproj", library, config)
+
+    def as_served(model: LibraryModel) -> LibraryModel:
+        wish = Path(str(wishes.get(model.name, typed or AUTO)))
+        if wish == AUTO:
+            return model
+        try:
+            found, _ = encoder_file(wish, model.files[0], model.projector)
+        except ConfigError:  # named when the model is loaded
+            return replace(model, sees=False, hears=False)
+        return replace(model, sees=found.sees, hears=found.hears)
+
+    return replace(library, models=tuple(map(as_served, library.models)))
 
 
 def _check_for_one(called: typer.Context) -> None:

@@ -114,6 +114,7 @@ def test_an_encoder_of_a_type_that_is_not_taken_is_refused_by_its_name_everywher
         encoder_file(unknown, model, None)
     found, line = encoder_file(AUTO, model, None)
     assert (found.path, line.startswith(f"no pictures: {unknown}: it has the type 'cogvlm'")) == (None, True)
+    assert f"cannot be used: {unknown.name}: it has the type 'cogvlm'" in found.lacks, "clients are told no folders"
     code, out, err = command("models", "--models", tmp_path, "--json")
     assert code == 0
     (listed,) = json.loads(out)

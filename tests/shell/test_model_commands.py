@@ -303,6 +303,20 @@ def test_without_a_model_all_are_offered_each_with_its_settings(command, user, o
     assert offer.options_of(other, library).sampling == options.sampling == {}
 
 
+def test_offered_models_see_as_they_will_be_served(command, user, offered):
+    for name in ("eye", "blind", "wrong"):
+        toy(user / "mine" / name / f"{name}.gguf", name)
+        write_encoder(user / "mine" / name / "mmproj-F16.gguf", "gemma3", 64)
+    settings(user, '[blind]\nmmproj = "none"\n[wrong]\nmmproj = "no.gguf"\n')
+    for words, seeing in (
+        ((), {"eye"}),
+        (("--mmproj", "none"), set()),
+        (("--mmproj", "auto"), {"eye", "blind", "wrong"}),
+    ):
+        assert command("serve", "--alone", "--models", user / "mine", *words)[0] == 0
+        assert {each.name for each in offered.pop()[0].read().models if each.sees} == seeing
+
+
 @pytest.mark.parametrize("word", ["--alias", "--lora", "--draft", "--windows", "--chat-template"])
 def test_options_of_one_model_need_one(command, user, offered, word):
     path = user / "x"

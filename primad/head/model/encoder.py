@@ -67,7 +67,8 @@ def encoder_file(given: Path, model: Path, known: Path | None, max_tokens: int =
         chosen = _checked(found, str(found), max_tokens)
         return chosen, f"{chosen.line}; --mmproj none leaves it out"
     except ConfigError as exc:
-        return EncoderFile(None, f"the model's encoder for pictures cannot be used: {exc}"), f"no pictures: {exc}"
+        named = str(exc).replace(str(found), found.name)  # clients are told no folders
+        return EncoderFile(None, f"the model's encoder for pictures cannot be used: {named}"), f"no pictures: {exc}"
 
 
 def lacking(model: Path) -> str:
