@@ -17,12 +17,12 @@ from primad.gguf.model import PART_NAME, quantisation_in
 MARK: Final = "mmproj"
 TAKEN: Final = frozenset(
     (
-        "adapter", "deepseekocr", "dots_ocr", "exaone4_5", "gemma3", "gemma4a", "gemma4ua", "gemma4uv", "gemma4v", "glm4v",
-        "glm5v", "glma", "granite_speech", "hunyuanvl", "idefics3", "internvl", "janus_pro", "kimik25", "kimivl", "ldp",
-        "ldpv2", "lfm2", "lfm2a", "lightonocr", "ling3vl", "llama4", "meralion", "mimo_audio", "mimovl", "minicpmv4_6",
-        "minimax_m3", "mlp", "muse-glimmer", "musicflamingo", "nemotron_v2_vl", "paddleocr", "parakeet", "phi4", "pixtral",
-        "qwen2.5vl_merger", "qwen2a", "qwen2vl_merger", "qwen3a", "qwen3vl_merger", "resampler", "step3vl", "ultravox",
-        "voxtral", "yasa2", "youtuvl",
+        "adapter", "deepseekocr", "deepseekocr2", "dots_ocr", "exaone4_5", "gemma3", "gemma4a", "gemma4ua", "gemma4uv",
+        "gemma4v", "glm4v", "glm5v", "glma", "granite_speech", "hunyuanvl", "idefics3", "internvl", "janus_pro",
+        "kimik25", "kimivl", "ldp", "ldpv2", "lfm2", "lfm2a", "lightonocr", "ling3vl", "llama4", "meralion",
+        "mimo_audio", "mimovl", "minicpmv4_6", "minimax_m3", "mlp", "muse-glimmer", "musicflamingo", "nemotron_v2_vl",
+        "paddleocr", "parakeet", "phi4", "pixtral", "qwen2.5vl_merger", "qwen2a", "qwen2vl_merger", "qwen3a",
+        "qwen3vl_merger", "resampler", "step3vl", "ultravox", "voxtral", "yasa2", "youtuvl",
     )
 )  # fmt: skip
 """Types whose pictures and sounds were compared with libmtmd's (``tools/lab/encoders.py`` has them all)."""

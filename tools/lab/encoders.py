@@ -59,10 +59,25 @@ _CONVNEXT: Final = (
     "v.stage.{0}.blk.0.pw2+:{1},{2} "
 )
 _LOCAL: Final = "attn_q+:w,w attn_k+:w,w attn_v+:w,w attn_out:w,w " + _GATED
-_SAM: Final = (
+_SAM_LAYER: Final = (
     "attn.qkv+:48,16 attn.out+:16,16 pre_ln+:16 post_ln+:16 attn.pos_h:15,16 attn.pos_w:15,16 mlp.lin1+:32,16 "
     "mlp.lin2+:16,32"
 )
+_SAM: Final = (
+    "v.sam.pos_embd:16,16,16 v.sam.patch_embd+:16,3,16,16 v.sam.neck.0:16,16,1,1 v.sam.neck.1+:16 v.sam.neck.2:16,16,3,3 "
+    "v.sam.neck.3+:16 v.sam.net_2:16,16,3,3 v.sam.net_3:w,16,3,3 v.view_seperator=:t "
+    + "".join(
+        f"v.sam.blk.{layer}.{part} "
+        for layer in range(3)  # the third sees the whole picture
+        for part in _SAM_LAYER.split()
+    )
+)
+_SAM_KEYS: Final[dict[str, Content]] = {
+    "sam.block_count": 3,
+    "sam.head_count": 1,
+    "sam.embedding_length": 16,
+    "window_size": 8,
+}
 _MERGER: Final = "mm.0+:f,m mm.2+:t,f"
 _PIXELS: Final[dict[str, Content]] = {"image_min_pixels": 4096, "image_max_pixels": 65536}
 _SCALE: Final[dict[str, Content]] = {"projector.scale_factor": 2}
@@ -450,16 +465,15 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "deepseekocr": Family(
         models=("deepseek2-ocr",),
-        others=_STEM.replace("post_ln", "pre_ln").replace(":s,w", ":257,w").replace("v.patch_embd+:w,3,k,k ", "")
-        + "v.class_embd=:w v.sam.pos_embd:16,16,16 v.sam.patch_embd+:16,3,16,16 v.sam.neck.0:16,16,1,1 v.sam.neck.1+:16 "
-        "v.sam.neck.2:16,16,3,3 v.sam.neck.3+:16 v.sam.net_2:16,16,3,3 v.sam.net_3:w,16,3,3 v.image_newline=:t "
-        "v.view_seperator=:t mm.model.fc+:t,2w "
-        + "".join(
-            f"v.sam.blk.{layer}.{part} "
-            for layer in range(3)  # the third sees the whole picture
-            for part in _SAM.split()
-        ),
-        keys={"sam.block_count": 3, "sam.head_count": 1, "sam.embedding_length": 16, "window_size": 8},
+        others=_SAM + "v.position_embd:257,w v.pre_ln+:w v.class_embd=:w v.image_newline=:t mm.model.fc+:t,2w",
+        keys=_SAM_KEYS,
+    ),
+    "deepseekocr2": Family(
+        models=("deepseek2-ocr",),
+        others=_SAM + "v.post_ln:w v.resample_query_768:144,w v.resample_query_1024:256,w mm.model.fc+:t,w",
+        layer="attn_q+:w,w attn_k+:h,w attn_v+:h,w attn_out:w,w " + _GATED,
+        keys={**_SAM_KEYS, "attention.head_count_kv": 1},
+        activation="use_silu",
     ),
     "resampler": Family(
         models=("minicpm",),
