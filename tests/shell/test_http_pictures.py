@@ -111,6 +111,24 @@ def test_a_context_that_pictures_exceed_is_refused_or_shifted():
     assert len(made.calls[0].pictures) < 6
 
 
+def test_ollamas_chats_lose_their_oldest_turns_with_their_pictures_unless_truncate_is_false():
+    turns = [{"role": "user", "content": "see", "images": [based(ONE)]}, {"role": "assistant", "content": "a"}] * 5
+    messages = [{"role": "system", "content": "S"}, *turns, {"role": "user", "content": "?", "images": [based(ONE)]}]
+    for truncate in ({}, {"truncate": True}):
+        made = backend(context_tokens=90)
+        response = post(made, "/api/chat", model="toy", messages=messages, stream=False, **truncate)
+        assert response.status_code == 200, response.text
+        assert shown(made.calls[0].prompt).startswith("^[system]S[user]<>see")
+        assert shown(made.calls[0].prompt).endswith("[user]<>?>")
+        assert 1 < len(made.calls[0].pictures) < 6
+    for shifts in (False, True):
+        made = backend(context_tokens=90, context_shift=shifts)
+        assert post(made, "/api/chat", model="toy", messages=messages, truncate=False).status_code == 400
+        assert not made.calls
+    alone = [{"role": "user", "content": "x" * 100}]
+    assert post(backend(context_tokens=90), "/api/chat", model="toy", messages=alone).status_code == 400
+
+
 def test_equal_pictures_have_equal_rows_wherever_they_stand_and_others_do_not():
     made = backend()
     parts = [PICTURE, {"type": "image_url", "image_url": url(TWO)}, PICTURE]

@@ -84,7 +84,7 @@ def generate(body: bytes, asking: Asking) -> PreparedLines:
 def _prepared(ask: OllamaRequest, core: ChatRequest | CompletionRequest | None, asking: Asking) -> PreparedLines:
     check_model(plain(ask.model), [asking.served])
     return PreparedLines(
-        job=None if core is None else _job(core, asking),
+        job=None if core is None else _job(core, asking, truncates=ask.truncate is not False),
         model=ask.model,
         is_chat=isinstance(ask, OllamaChatRequest),
         stream=ask.stream is not False,
@@ -93,11 +93,11 @@ def _prepared(ask: OllamaRequest, core: ChatRequest | CompletionRequest | None, 
     )
 
 
-def _job(core: ChatRequest | CompletionRequest, asking: Asking) -> Job:
+def _job(core: ChatRequest | CompletionRequest, asking: Asking, *, truncates: bool) -> Job:
     with worded_as(NAMES):
         if isinstance(core, CompletionRequest):
             return completion_job(core, asking.served, seed=asking.seed)
-        return chat_job(core, asking.served, seed=asking.seed, now=asking.now)
+        return chat_job(core, asking.served, seed=asking.seed, now=asking.now, truncates=truncates)
 
 
 def show(body: bytes, asking: Asking) -> AskedModel:

@@ -45,7 +45,8 @@ class ModelRequest(Strict):
 
 
 class OllamaRequest(Strict):
-    """Common to chat and generate. ``keep_alive`` is accepted and ignored: the model stays."""
+    """Common to chat and generate. ``keep_alive`` is accepted and ignored: the model stays. A conversation that is too
+    long loses its oldest turns, unless ``truncate`` is false."""
 
     model: Annotated[str, Field(max_length=512)]
     stream: bool | None = None
@@ -55,6 +56,7 @@ class OllamaRequest(Strict):
         bool | Literal["low", "medium", "high"] | None, expecting('true, false, "low", "medium" or "high"')
     ] = None
     keep_alive: Any = None
+    truncate: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 

@@ -18,10 +18,12 @@ from primad.api.dialects.openai.tool_use import chat_text, chat_tokens, completi
 from primad.errors import PromptTooLongError, RequestError
 
 
-def chat_job(request: ChatRequest, served: TextModel, *, seed: int, now: datetime) -> Job:
+def chat_job(
+    request: ChatRequest, served: TextModel, *, seed: int, now: datetime, truncates: bool | None = None
+) -> Job:
     """The work of a chat request. ``seed`` is used if the request has none; ``now`` is the template's clock.
 
-    With context shift, the oldest messages of a conversation that is too long are dropped.
+    The oldest messages of a conversation that is too long are dropped if it ``truncates``; None: with context shift.
 
     Raises ``RequestError`` for what the served model does not support and ``ModelError`` for a broken chat template.
     """
@@ -42,7 +44,9 @@ def chat_job(request: ChatRequest, served: TextModel, *, seed: int, now: datetim
         return found is not None and len(found.tokens) <= maximum
 
     text, prompt = prompt_of(request)
-    if served.context_shift and (prompt is None or len(prompt.tokens) > maximum):
+    most = maximum if served.context_shift else served.context_tokens - 1
+    may_drop = served.context_shift if truncates is None else truncates
+    if may_drop and (prompt is None or len(prompt.tokens) > most):
         request = request.model_copy(update={"messages": shifted(request.messages, fits)})
         text, prompt = prompt_of(request)
     if prompt is None:
