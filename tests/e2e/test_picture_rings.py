@@ -16,14 +16,16 @@ import pytest
 from primad.engine.pictures.encoder import PictureEncoder
 from primad.engine.protocol import GREEDY
 from primad.engine.vocabulary import LlamaVocabulary
+from primad.gguf.architectures.cuts import cut_points
+from primad.gguf.header import read_header
 from primad.ring.head import log_softmax
 from tests.e2e.cluster import PATIENCE_S, command_of, ring
 from tests.lazily import Lazily
-from tests.shell.test_picture_rows import prompt_of
+from tests.shell.test_picture_rows import prompt_of, write_seeing
+from tools.lab.encoders import FAMILIES
 from tools.lab.local_ring import LocalRing
-from tools.lab.mmproj import Eye, noise, write_encoder
+from tools.lab.mmproj import Eye, noise, tone
 from tools.lab.plain_pictures import plain_answer
-from tools.synth import write_model
 
 anthropic = Lazily("anthropic")
 ollama = Lazily("ollama")
@@ -43,9 +45,7 @@ class Seen:
 
     def __init__(self, folder, kind, architecture, eye):
         self.model, self._encoder = folder / "model.gguf", folder / "encoder.gguf"
-        shape = write_model(self.model, architecture=architecture)
-        write_encoder(self._encoder, kind, shape.width, eye)
-        self.layers = shape.layers
+        write_seeing(self.model, self._encoder, kind, architecture, eye)
 
     def prompt(self, parts):
         encoder, vocabulary = (
@@ -57,8 +57,8 @@ class Seen:
         vocabulary.release()
         return found
 
-    def expected(self, parts):
-        tokens, logits = plain_answer(self.model, self._encoder, parts, TOKENS, rows=ROWS, context=CONTEXT, never=END)
+    def expected(self, parts, rows=ROWS, context=CONTEXT):
+        tokens, logits = plain_answer(self.model, self._encoder, parts, TOKENS, rows=rows, context=context, never=END)
         logprobs = [float(log_softmax(each)[token]) for token, each in zip(tokens, logits, strict=True)]
         return list(zip(tokens, logprobs, strict=True))
 
@@ -109,27 +109,53 @@ async def test_a_ring_sees_what_libmtmd_sees(seen, windows, tmp_path):
         assert drawn(sampled) == expected[id(TWO)][3:]
 
 
-ASKED, PNG = "what is it?", base64.b64encode(noise(1)).decode()
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [
+        ("gemma4v", "gemma4-per-layer"),
+        ("ultravox", "llama"),
+        pytest.param("mlp", "llama", marks=pytest.mark.matrix),
+        pytest.param("qwen2vl_merger", "qwen2vl", marks=pytest.mark.matrix),
+        pytest.param("qwen3vl_merger", "qwen35", marks=pytest.mark.matrix),
+        pytest.param("qwen2a of parts", "qwen2vl", marks=pytest.mark.matrix),
+    ],
+    ids=["inputs of layers", "sound", "plain", "grids", "recurrent layers", "sound in parts"],
+)
+async def test_a_ring_of_three_sees_and_hears_by_every_kind_of_rows(kind, architecture, tmp_path):
+    """The other kinds are compared in whole above."""
+    seen, hears = Seen(tmp_path, kind, architecture, None), FAMILIES[kind].hears
+    parts = ["hello ", tone(1), " what is it?"] if hears else TWO
+    context, rows = (2 * CONTEXT, ROWS) if hears else (CONTEXT, 2 * ROWS)
+    first, second, *_, last = sorted(cut_points(read_header(seen.model)))
+    windows = [first, second - first, last - second]
+    ring = LocalRing(seen.model, windows, rows=rows, context=context, threads=1, folder=tmp_path, flash=True)
+    async with asyncio.timeout(240), ring:
+        prompt, pictures = seen.prompt(parts)
+        sampled, finished = await ring.generate(prompt, TOKENS, logprobs=0, sampling=ENDLESS, pictures=pictures)
+    assert finished.error is None
+    assert drawn(sampled) == seen.expected(parts, context=context, rows=rows)
+
+
+ASKED, PNG = "what is it?", base64.b64encode(noise(1, 160, 160)).decode()
 URL = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}
 MESSAGES = [{"role": "user", "content": [URL, {"type": "text", "text": ASKED}]}]
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory, module_home):
-    """A head and two workers with layers of a model that sees; its encoder lies beside it."""
+    """A head and three workers with layers of a model that sees; its encoder lies beside it."""
     folder = tmp_path_factory.mktemp("served")
-    shape = write_model(folder / "tiny.gguf", architecture="gemma3")
-    write_encoder(folder / "mmproj-tiny.gguf", "gemma3", shape.width, Eye(side=128))
-    homes = [module_home(name) for name in ("head", "w1", "w2")]
-    with ring(folder / "tiny.gguf", homes, f"sees-{time.time_ns():x}", "--context", 1024) as (head, workers):
+    write_seeing(folder / "tiny.gguf", folder / "mmproj-tiny.gguf", "qwen3vl_merger of deeper layers", "qwen3vl")
+    homes = [module_home(name) for name in ("head", "w1", "w2", "w3")]
+    with ring(folder / "tiny.gguf", homes, f"sees-{time.time_ns():x}", "--context", 4096) as (head, workers):
         yield head, workers
 
 
-def asked(head, act=None, messages=MESSAGES, tokens=48):
-    """The text of a streamed answer, in whose middle ``act`` is called, and what it used."""
+def asked(head, act=None, messages=MESSAGES, tokens=48, read=lambda progress: None):
+    """The text of a streamed answer, in whose middle ``act`` is called, and what it used; ``read`` hears of its prompt."""
     body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True, "logit_bias": {"2": -100}}
     text, pieces, usage = "", 0, None
-    body["stream_options"] = {"include_usage": True}
+    body |= {"stream_options": {"include_usage": True}, "return_progress": True}
     with httpx.stream("POST", f"{head.url}/v1/chat/completions", json=body, timeout=PATIENCE_S) as answer:
         for line in answer.iter_lines():
             if not line.startswith("data: {"):
@@ -137,6 +163,9 @@ def asked(head, act=None, messages=MESSAGES, tokens=48):
             chunk = json.loads(line.removeprefix("data: "))
             assert "error" not in chunk, chunk
             usage = chunk.get("usage") or usage
+            if chunk.get("prompt_progress"):
+                read(chunk["prompt_progress"])
+                continue
             for choice in chunk["choices"]:
                 text += choice["delta"].get("content") or ""
             pieces += 1
@@ -199,5 +228,21 @@ def test_an_answer_goes_on_when_the_encoder_dies_and_when_a_worker_does(cluster)
     assert "Traceback" not in head.run.output
 
 
-def other_url(seed):
-    return f"data:image/png;base64,{base64.b64encode(noise(seed)).decode()}"
+def test_an_answer_is_what_it_was_where_a_worker_dies_within_a_pictures_rows(cluster):
+    head, workers = cluster
+    large = [{"type": "image_url", "image_url": {"url": other_url(3, 640, 640)}}, {"type": "text", "text": "?"}]
+    messages, read, died = [{"role": "user", "content": large}], [], []
+
+    def hear(progress):
+        read.append(progress["processed"])
+        if 64 < progress["processed"] < progress["total"] and not died:
+            workers[1].kill()
+            died.append(progress["processed"])
+
+    text, _ = asked(head, messages=messages, read=hear)
+    assert died, read
+    assert asked(head, messages=messages)[0] == text, "as from a ring that nobody disturbed"
+
+
+def other_url(seed, *size):
+    return f"data:image/png;base64,{base64.b64encode(noise(seed, *size)).decode()}"

@@ -86,6 +86,16 @@ OTHERS = [
 ]
 
 
+def write_seeing(model, encoder, kind, architecture, eye=None):
+    """A tiny model that sees, or hears, with its encoder; its shape."""
+    family = FAMILIES[kind]
+    sizes = {"width": family.model_width} if family.model_width else {}
+    values = {f"{architecture}.{key}": array_value(GGUFValueType.INT32, each) for key, each in family.values.items()}
+    shape = write_model(model, architecture=architecture, words=family.words, values=values, **sizes)
+    write_encoder(encoder, kind, shape.width, eye)
+    return shape
+
+
 def random_cuts(header, name):
     """Three windows, where there may be as many, at cuts that hang on ``name``."""
     places = sorted(cut_points(header))
@@ -100,10 +110,7 @@ def test_windows_give_the_logits_of_libmtmd(kind, architecture, eye, tmp_path):
     options = replace(OPTIONS, rows=128 if family.looks_ahead else 64, context=2048 if family.hears else 1024)
     seen = [tone(1), tone(2), tone(3)] if family.hears else [noise(1), noise(2, 160, 120), noise(3, 160, 120)]
     parts = ["hello ", seen[0], " and ", seen[1], " end"]
-    sizes = {"width": family.model_width} if family.model_width else {}
-    values = {f"{architecture}.{key}": array_value(GGUFValueType.INT32, each) for key, each in family.values.items()}
-    shape = write_model(model, architecture=architecture, words=family.words, values=values, **sizes)
-    write_encoder(encoder, kind, shape.width, eye)
+    write_seeing(model, encoder, kind, architecture, eye)
     _, expected = plain_answer(model, encoder, parts, DECODED, rows=options.rows, context=options.context)
     others = [*parts[:3], seen[2], *parts[4:]]
     assert not np.array_equal(

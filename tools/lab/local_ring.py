@@ -162,7 +162,7 @@ class LocalRing:
         return checkpoints(self.sequences) + (0 if self.drafting is None else self.drafting.states)
 
     async def _open(self) -> None:
-        plan, width = self.plan, self._profile.width
+        plan, width = self.plan, self._profile.hop_values
         vocabulary = LlamaVocabulary(self.model)
         self._stack.callback(vocabulary.release)
         cutter = ModelCutter(self._header, predicts=self.predicts) if len(plan.route) > 1 else None
