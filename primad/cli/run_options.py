@@ -85,6 +85,14 @@ class RunOptions:
             autocompletion=one_of("pipeline", "tensor", "auto"),
         ),
     ] = "pipeline"
+    mmproj_device: Annotated[
+        str,
+        typer.Option(
+            help="The device that encodes pictures; auto: where one takes least time.",
+            metavar="NAME|auto",
+            autocompletion=device_names,
+        ),
+    ] = "auto"
     extra_buffers: Annotated[
         str,
         typer.Option(
@@ -170,6 +178,7 @@ def run_config(run: RunOptions, draft: DraftOptions) -> RunConfig:
         extra_buffers=parse_choice(run.extra_buffers, EXTRA_BUFFERS, "--extra-buffers"),
         speculate="off" if is_tensor else parse_choice(draft.speculate, SPECULATE_MODES, "--speculate"),
         draft_on=None if draft.draft_on == "auto" else draft.draft_on,
+        encoder_on=None if run.mmproj_device == "auto" else run.mmproj_device,
         windows=None if run.windows is None else _windows(run.windows),
         rounds=run.rounds,
         parallel=parallel,

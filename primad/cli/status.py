@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         KvStatus,
         MemoryFigures,
         ModelStatus,
+        PicturesStatus,
         PlannedFigures,
         StatusBody,
     )
@@ -226,6 +227,7 @@ def _notes(status: StatusBody) -> list[str]:
     kept = [] if status.kv is None else _kept(status.kv)
     kept += [] if status.checked is None else [printable(status.checked)]
     kept += [] if status.drafts is None or not status.drafts.drafted else [_drafts(status.drafts)]
+    kept += [] if status.pictures is None or not status.pictures.encoded else [_pictures(status.pictures)]
     return silent + others + wrong + kept + ([] if status.embedding is None else [_embedding(status.embedding)])
 
 
@@ -260,6 +262,12 @@ def _drafts(drafts: DraftFigures) -> str:
         f"{drafts.skipped / drafts.drafted:.0%} skipped; {drafts.tokens_per_pass:.2f} tokens per ring pass"
         + (f"; draft model on {printable(drafts.model_on)}" if drafts.model_on is not None else "")
     )
+
+
+def _pictures(pictures: PicturesStatus) -> str:
+    """Where pictures are encoded."""
+    where = "" if pictures.device is None else f"; {printable(pictures.device)} encodes"
+    return f"{show_count(pictures.encoded, 'picture')} encoded, {pictures.encoded_elsewhere} by other devices{where}"
 
 
 def _embedding(embedding: EmbeddingStatus) -> str:

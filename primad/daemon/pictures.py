@@ -1,7 +1,7 @@
-"""The head's side of its process for pictures: start it with the first one, ask it, start it again after a crash, end it
-when nobody has sent one for a while.
+"""The head's pictures: each is encoded once, by the device that the plan names or else by this one, and kept.
 
-What a picture became is kept, so that one in the next turn of a conversation is not encoded again.
+What a picture became is kept, so that one in the next turn of a conversation is not encoded again. The process for pictures
+ends when nobody has sent one for a while.
 """
 
 from __future__ import annotations
@@ -9,48 +9,60 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
+from primad.daemon.encoder_child import CLOSED, TIMEOUT_S, EncoderChild
 from primad.engine.pictures.headers import check_sent
-from primad.engine.pictures.messages import (
-    EncodedPicture,
-    EncodePicture,
-    EncoderFailed,
-    EncoderReady,
-    LoadEncoder,
-    PictureRefused,
-    PictureReply,
-    PictureTask,
-)
-from primad.errors import EngineError, RequestError, RingError
-from primad.system.children.asked_child import AskedChild
-from primad.system.children.spawn import environment
+from primad.engine.pictures.messages import EncodedPicture, LoadEncoder, PictureRefused
+from primad.errors import PrimadError, RequestError, RingError
 from primad.system.tasks import Tasks, to_its_end
 from primad.system.turn_lock import TurnLock
 
-TIMEOUT_S: Final = 120.0
-"""The process is taken to hang when a picture takes longer."""
 IDLE_S: Final = 300.0
 """The process ends after so long without a picture."""
 KEPT_BYTES: Final = 128 << 20
 """Of what pictures became."""
-
-_CLOSED: Final = "the model is unloaded, or primad is stopping"
-_PROCESS: Final = "the process for pictures"
-_decoder = msgspec.msgpack.Decoder(PictureReply)
 logger = logging.getLogger(__name__)
+
+
+class EncodesElsewhere(Protocol):
+    """Another device that may encode."""
+
+    @property
+    def own_gpu(self) -> str:
+        """The GPU on which this device is to encode itself; empty: its processor."""
+
+    @property
+    def device(self) -> str | None:
+        """The device that encodes now; None: this one."""
+
+    async def encode(self, data: bytes) -> EncodedPicture | PictureRefused | None:
+        """What the file ``data`` becomes; None where no other device encodes. Raises ``PrimadError`` where one failed."""
+
+    async def end(self) -> None:
+        """No picture is encoded for now."""
+
+
+class _Here:
+    own_gpu, device = "", None
+
+    async def encode(self, _: bytes) -> None:
+        return None
+
+    async def end(self) -> None:
+        pass
 
 
 class PictureService:
     """Encodes pictures for ``model`` with the encoder file ``path``, one at a time, callers in turn.
 
     ``image_tokens`` are the fewest and the most of a picture (0: as the file says). ``began`` hears of each process.
+    What another device, ``elsewhere``, cannot encode is encoded here.
     """
 
     def __init__(
@@ -64,26 +76,38 @@ class PictureService:
         timeout_s: float = TIMEOUT_S,
         idle_s: float = IDLE_S,
         kept_bytes: int = KEPT_BYTES,
+        elsewhere: EncodesElsewhere | None = None,
     ) -> None:
         minimum, maximum = image_tokens
-        self._load_task = LoadEncoder(
-            path=str(path), model=str(model), threads=threads, min_tokens=minimum, max_tokens=maximum
-        )
-        self._began, self._timeout_s, self._idle_s, self._room = began, timeout_s, idle_s, kept_bytes
-        self._child: AskedChild | None = None
+        load = LoadEncoder(path=str(path), model=str(model), threads=threads, min_tokens=minimum, max_tokens=maximum)
+        self._child = EncoderChild(load, began=began, timeout_s=timeout_s)
+        self._elsewhere: EncodesElsewhere = elsewhere or _Here()
+        self._idle_s, self._room = idle_s, kept_bytes
         self._kept = OrderedDict[str, EncodedPicture]()
         self._turn = TurnLock()
         self._ending: asyncio.TimerHandle | None = None
         self._tasks = Tasks()
-        self._closed = False
-        self._reported: set[str] = set()
-        """What the encoder failed with, which the owner is told once."""
-        self.starts = self.encoded = 0
+        self._closed = self._distrusts_gpu = False
+        self.encoded = self.encoded_elsewhere = 0
 
     @property
     def pid(self) -> int | None:
         """The process, while there is one."""
-        return None if self._child is None else self._child.pid
+        return self._child.pid
+
+    @property
+    def starts(self) -> int:
+        """How many processes there were."""
+        return self._child.starts
+
+    def status(self) -> dict[str, Any]:
+        """For ``/status``: who encodes now, and how many pictures were encoded, of these by other devices."""
+        return {
+            "device": self._elsewhere.device,
+            "alive": self.pid is not None,
+            "encoded": self.encoded,
+            "encoded_elsewhere": self.encoded_elsewhere,
+        }
 
     async def encode(self, data: bytes, called: str, owner: str = "") -> EncodedPicture:
         """What the file ``data`` becomes, which its request, of ``owner``, has ``called`` so.
@@ -99,7 +123,7 @@ class PictureService:
             if (found := self._found(digest)) is not None:  # encoded meanwhile
                 return found
             if self._closed:
-                raise RingError(_CLOSED)
+                raise RingError(CLOSED)
             reply = await to_its_end(self._encoded(data))  # one whose client left costs others no process
             if isinstance(reply, PictureRefused):
                 raise RequestError(f"{called}: {reply.error}", param=called)
@@ -113,19 +137,43 @@ class PictureService:
     async def _encoded(self, data: bytes) -> EncodedPicture | PictureRefused:
         if self._ending is not None:
             self._ending.cancel()
-        if self._child is None or not self._child.is_alive:
-            await self._load()
-        reply = await self._ask(EncodePicture(data))
+        reply = await self._by_another(data)
+        if reply is None:
+            reply = await self._here(data)
         self._ending = asyncio.get_running_loop().call_later(self._idle_s, lambda: self._tasks.start(self._end_idle()))
         if isinstance(reply, EncodedPicture):
             self.encoded += 1
             self._keep(reply)
-        assert isinstance(reply, EncodedPicture | PictureRefused)
         return reply
+
+    async def _by_another(self, data: bytes) -> EncodedPicture | PictureRefused | None:
+        try:
+            reply = await self._elsewhere.encode(data)
+        except PrimadError as exc:
+            logger.warning("a picture is encoded here: %s", exc)
+            return None
+        self.encoded_elsewhere += isinstance(reply, EncodedPicture)
+        return reply
+
+    async def _here(self, data: bytes) -> EncodedPicture | PictureRefused:
+        """By this device, on its processor where its GPU failed once."""
+        gpu = "" if self._distrusts_gpu else self._elsewhere.own_gpu
+        if gpu != self._child.load.gpu:
+            await self._child.end()
+            self._child.load = msgspec.structs.replace(self._child.load, gpu=gpu)
+        try:
+            return await self._child.encode(data)
+        except PrimadError as exc:
+            if not gpu or self._closed:
+                raise
+            logger.warning("pictures are encoded on the processor from now on: %s", exc)
+            self._distrusts_gpu = True
+            return await self._here(data)
 
     async def _end_idle(self) -> None:
         if not self._turn.is_held:
-            await self._end()
+            await self._elsewhere.end()
+            await self._child.end()
 
     def _keep(self, picture: EncodedPicture) -> None:
         self._kept[picture.digest] = picture
@@ -138,38 +186,7 @@ class PictureService:
         if self._ending is not None:
             self._ending.cancel()
         await self._tasks.close()
-        await self._end()
+        await self._elsewhere.end()
+        await self._child.close()
         async with self._turn.held(""):  # one that had just begun to start it
-            await self._end()
-
-    async def _end(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            await child.end()
-
-    async def _load(self) -> None:
-        await self._end()
-        variables = environment({"OMP_PROC_BIND": "false"} | os.environ, self._load_task.threads, 0)
-        self._child = await AskedChild.start("primad.engine.pictures.process", variables, _PROCESS)
-        if self._closed:
-            await self._end()
-            raise RingError(_CLOSED)
-        self.starts += 1
-        self._began(self._child.pid)
-        assert isinstance(await self._ask(self._load_task), EncoderReady)
-
-    async def _ask(self, task: PictureTask) -> PictureReply:
-        """Whoever fails before the reply is there ends the process too: the reply would be taken for another's."""
-        assert self._child is not None
-        try:
-            reply: PictureReply = _decoder.decode(await self._child.answer(task, _PROCESS, self._timeout_s))
-        except BaseException:
-            await self._end()
-            raise
-        if isinstance(reply, EncoderFailed):
-            await self._end()
-            if reply.error not in self._reported:
-                self._reported.add(reply.error)
-                logger.warning("%s: %s", self._load_task.path, reply.error)
-            raise EngineError(reply.error)
-        return reply
+            await self._child.close()

@@ -60,12 +60,18 @@ _TAGS: Final = frozenset(("image-text-to-text", "any-to-any", "audio-text-to-tex
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectorFacts:
     """Whether an encoder ``sees`` or ``hears``, the types of its projectors, and the memory of the process that has it
-    loaded, while it encodes a picture; ``problem`` is why it is not taken, in a line, empty for nothing."""
+    loaded, while it encodes a picture; ``problem`` is why it is not taken, in a line, empty for nothing.
+
+    A picture as large as the encoder's takes about ``picture_flop`` to compute, and its rows have ``encoded_bytes``, as four
+    patches make one in most models; 0 where the file does not say.
+    """
 
     sees: bool
     hears: bool
     types: tuple[str, ...] = ()
     memory_bytes: int = 0
+    picture_flop: float = 0.0
+    encoded_bytes: int = 0
     problem: str = ""
 
 
@@ -81,11 +87,14 @@ def projector_facts(header: Header) -> ProjectorFacts:
             f"it has {named}, which this primad does not take; a newer primad may, and without it the model reads text "
             f"(--{MARK} none)"
         )
+    flop, encoded_bytes = _picture(header, "clip.vision" if has["vision"] else "clip.audio")
     return ProjectorFacts(
         sees=has["vision"],
         hears=has["audio"],
         types=tuple(types.values()),
         memory_bytes=_memory_bytes(header),
+        picture_flop=flop,
+        encoded_bytes=encoded_bytes,
         problem=problem,
     )
 
@@ -106,6 +115,17 @@ def _memory_bytes(header: Header) -> int:
     """The same of a file, for a picture as large as the encoder's."""
     sizes = [_sizes(header, f"clip.{each}") for each in ("vision", "audio")]
     return max(memory_bytes(header.path.stat().st_size, *each) for each in sizes)
+
+
+def _picture(header: Header, prefix: str) -> tuple[float, int]:
+    """What a picture as large as the encoder's takes to compute, and bytes of its rows."""
+    patches, width, inner = _sizes(header, prefix)
+    try:
+        layers, projected = header.count(f"{prefix}.block_count", 0), header.count(f"{prefix}.projection_dim", 0)
+    except ModelError:
+        return 0.0, 0
+    products = 2 * patches * width * (4 * width + 2 * inner) + 4 * patches**2 * width
+    return float(layers * products), patches // 4 * projected * 4
 
 
 def _sizes(header: Header, prefix: str) -> tuple[int, int, int]:

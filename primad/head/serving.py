@@ -18,6 +18,7 @@ from primad.head.model.service import Service
 from primad.head.rings.backend import RingBackend
 from primad.head.rings.kv_backup import KvBackup
 from primad.head.rings.planner import DevicePool, Planner
+from primad.head.rings.remote_encoder import RemoteEncoder
 from primad.head.rings.rings import Rings
 from primad.head.rings.taken import Taken, peak
 from primad.membership import types
@@ -59,7 +60,6 @@ class ModelServing:
         self._core = CoreLoop(shared.epochs, self._carry_out, self._decided)
         self.planner = Planner(service, shared.pool, self.name)
         self.kv = KvBackup(self._head, service, self._devices, shared.held)
-        self._pictures = backend.pictures = _pictures_of(self._head, service)
         self.changed: Callable[[], None] = lambda: None
         """Hears when its state or progress may be another one."""
         backend.find_blocks = self.kv.find
@@ -67,6 +67,7 @@ class ModelServing:
         self.rings = Rings(
             self._head, service, shared.pool, self.planner, backend, self.kv, partial(shared.let_go, self)
         )
+        self._pictures = backend.pictures = _pictures_of(self._head, service, self.rings.encoder)
 
     @property
     def state(self) -> types.State | None:
@@ -169,14 +170,15 @@ class ModelServing:
 
     def _around(self) -> dict[str, Any]:
         """The part of the status that does not depend on a ring."""
-        return {"cluster": self.cluster(), "events": list(self._core.news)}
+        pictures = {} if self._pictures is None else {"pictures": self._pictures.status()}
+        return {"cluster": self.cluster(), "events": list(self._core.news)} | pictures
 
     def cluster(self) -> list[dict[str, Any]]:
         """The devices, as this model has them."""
         return cluster_of([self.state], self._shared.pool)
 
 
-def _pictures_of(head: HeadContext, service: Service) -> PictureService | None:
+def _pictures_of(head: HeadContext, service: Service, elsewhere: RemoteEncoder) -> PictureService | None:
     encoder, config = service.encoder.path, head.node.config
     if encoder is None:
         return None
@@ -188,6 +190,7 @@ def _pictures_of(head: HeadContext, service: Service) -> PictureService | None:
         threads=threads,
         image_tokens=service.options.image_tokens,
         began=lambda pid: apply_nice(pid, nice),
+        elsewhere=elsewhere,
     )
 
 

@@ -9,8 +9,8 @@ flight. So a worker's stages are state, not events: ``StageStates`` has the stat
 it a new ``revision``. The worker sends it after each change. A ``Ping`` carries the revision that the head has, and a
 worker with a newer one sends the states again before its ``Pong``. The other way the head sends all that it wants of
 the worker once after each reconnection (``head/members/wanted.py``): a worker keeps what it has, and continues what it
-does. ``KvHold`` may stay unanswered: the head then does without, or asks again. Drafts may be lost as well: generation
-continues without them.
+does. ``KvHold`` may stay unanswered: the head then does without, or asks again. Drafts may be lost as well, and parts of
+pictures: generation continues without them, and the head encodes itself.
 
 Versions. A device speaks ``PROTOCOL`` and older ones down to ``OLDEST``; both sides use the newest common one. An added
 field has a default, and an unknown field is skipped, so that neighbours understand each other. An unknown message is
@@ -30,11 +30,13 @@ import msgspec
 from msgspec import Meta
 
 from halda import DeviceProfile, LinkProfile, MessageTime, WindowAssignment
+from primad.engine.pictures.headers import MAX_BYTES
+from primad.engine.pictures.messages import MAX_CONTENT_BYTES
 from primad.engine.protocol import KvType
 from primad.engine.rope import Rope
 from primad.errors import ProtocolError, printable
 from primad.gguf.adapter import check_adapter
-from primad.gguf.layers import check_ref
+from primad.gguf.layers import LayerRef, check_ref
 from primad.gguf.origins import MAX_FILES, LayerOrigin, RemoteFile, check_origins
 from primad.gguf.splits import MAX_RANKS
 from primad.gguf.windows import WindowPlan, WindowSpec
@@ -86,11 +88,17 @@ MAX_CELLS: Final = 1 << 27
 """KV cache of all sequences, in a layer."""
 USUAL_BYTES: Final = MAX_ECHO_BYTES + (4 << 10)
 """An echo of the largest size. Skipped bytes cost up to 40 ns each."""
+PICTURE_CHUNK_BYTES: Final = 512 << 10
+"""Of a picture, or of its rows, in one message: signs of life are behind no more than that."""
+MAX_PICTURE_BYTES: Final = MAX_BYTES
+MAX_ENCODED_BYTES: Final = MAX_CONTENT_BYTES + (4 << 20)
+"""Of rows, and of the tokens around them."""
 MAX_STATES_BYTES: Final = 2 << 20
 """Includes the trees of layers of 250 GB."""
 LARGE_BYTES: Final = {
     "load": MAX_MESSAGE_BYTES,
     "load_draft": MAX_MESSAGE_BYTES,
+    "load_mmproj": MAX_MESSAGE_BYTES,
     "draft_input": 8 << 20,
     "measure-links": 4 << 20,
     "kv-hold": 6 << 20,
@@ -295,6 +303,51 @@ class ReleaseDraft(msgspec.Struct, frozen=True, kw_only=True, tag="release_draft
     epoch: int
 
 
+class LoadMmproj(msgspec.Struct, frozen=True, kw_only=True, tag="load_mmproj"):
+    """Encode pictures for this head, as load ``number``, which replaces any other: fetch the encoder ``file`` from
+    ``sources``, and have it ready for the model of which ``metadata`` is all but the weights, ``hole_bytes`` of zeros. It
+    runs on the ``gpu`` by llama.cpp's name for it (empty: on the processor), if ``memory_bytes`` are free. Pictures become
+    ``min_tokens`` to ``max_tokens`` rows (0: as the file says).
+
+    The reply is an ``MmprojState``. An older worker does not know it, and encodes nothing.
+    """
+
+    number: int
+    file: LayerRef
+    metadata: bytes
+    hole_bytes: MemoryBytes
+    gpu: Annotated[str, Meta(max_length=100)]
+    memory_bytes: MemoryBytes
+    sources: Contacts
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_ROWS)] = 0
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_ROWS)] = 0
+
+
+class PictureChunk(msgspec.Struct, frozen=True, kw_only=True, tag="picture"):
+    """What stands at ``offset`` of a file of ``size`` bytes, ``picture`` of load ``number``. With the last part it is
+    encoded. The reply to any part is a ``EncodedChunk``."""
+
+    number: int
+    picture: int
+    size: Annotated[int, Meta(ge=1, le=MAX_PICTURE_BYTES)]
+    offset: Annotated[int, Meta(ge=0, le=MAX_PICTURE_BYTES)]
+    data: Annotated[bytes, Meta(min_length=1, max_length=PICTURE_CHUNK_BYTES)]
+
+
+class EncodedWanted(msgspec.Struct, frozen=True, kw_only=True, tag="encoded_wanted"):
+    """Send what stands at ``offset`` of what ``picture`` became. The reply is a ``EncodedChunk``."""
+
+    number: int
+    picture: int
+    offset: Annotated[int, Meta(ge=0, le=MAX_ENCODED_BYTES)]
+
+
+class ReleaseMmproj(msgspec.Struct, frozen=True, kw_only=True, tag="release_mmproj"):
+    """Load ``number`` is not needed any more."""
+
+    number: int
+
+
 HeadMessage = (
     Probe
     | Hello
@@ -313,6 +366,10 @@ HeadMessage = (
     | LoadDraft
     | DraftInput
     | ReleaseDraft
+    | LoadMmproj
+    | PictureChunk
+    | EncodedWanted
+    | ReleaseMmproj
 )
 
 
@@ -486,6 +543,25 @@ class DraftsMade(msgspec.Struct, frozen=True, kw_only=True, tag="drafts_made"):
     drafted: Drafted
 
 
+class MmprojState(msgspec.Struct, frozen=True, kw_only=True, tag="mmproj_state"):
+    """The encoder of load ``number`` is ``ready``, or being fetched; with an ``error``, one line, it is gone."""
+
+    number: int
+    ready: bool
+    error: str = ""
+
+
+class EncodedChunk(msgspec.Struct, frozen=True, kw_only=True, tag="encoded"):
+    """What stands at ``offset`` of the ``size`` bytes that ``picture`` of load ``number`` became: a reply of the process for
+    pictures. A part of the file that is not the last has a reply of size 0."""
+
+    number: int
+    picture: int
+    size: Annotated[int, Meta(ge=0, le=MAX_ENCODED_BYTES)] = 0
+    offset: Annotated[int, Meta(ge=0, le=MAX_ENCODED_BYTES)] = 0
+    data: Annotated[bytes, Meta(max_length=PICTURE_CHUNK_BYTES)] = b""
+
+
 class Echoed(msgspec.Struct, frozen=True, tag="echoed"):
     """The reply to ``Echo``."""
 
@@ -509,6 +585,8 @@ WorkerMessage = (
     | KvHeld
     | DraftModelState
     | DraftsMade
+    | MmprojState
+    | EncodedChunk
 )
 
 
@@ -535,6 +613,14 @@ def decode_from_head(data: bytes) -> HeadMessage:
             _check_load(message)
         case LoadDraft():
             _check_load_draft(message)
+        case LoadMmproj():
+            for source in message.sources:
+                check_contact(source)
+            check_ref(message.file)
+            if len(message.file.tensors) != 1:
+                raise ProtocolError("an encoder in several pieces")
+        case PictureChunk(size=size, offset=offset, data=data) if offset + len(data) > size:
+            raise ProtocolError("a part behind the end of a picture")
         case Introduce(devices=devices, revoked=revoked):
             for key in (*(introduction.key for introduction in devices), *revoked):
                 _check_key(key)
@@ -580,8 +666,10 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
             return msgspec.structs.replace(message, unreached=places)
         case WorkerStatus():
             _check_figures(message)
-        case DraftModelState(error=error):
+        case DraftModelState(error=error) | MmprojState(error=error):
             return msgspec.structs.replace(message, error=printable(error))
+        case EncodedChunk(size=size, offset=offset, data=data) if offset + len(data) > size:
+            raise ProtocolError("a part behind the end of a picture's rows")
     return message
 
 

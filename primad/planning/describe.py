@@ -17,6 +17,7 @@ from halda.instance import Instance
 from halda.solution import Solution
 from primad.planning.batching import Batches
 from primad.planning.default_context import too_small_for
+from primad.planning.encoder_place import EncoderPlace
 from primad.planning.plan import Planned
 from primad.planning.question import Question
 from primad.planning.replicas import holders, replicas, token_bytes, why_not_kept
@@ -216,8 +217,8 @@ def workload_part(planned: Planned) -> WorkloadJson:
     )
 
 
-def model_part(question: Question) -> ModelJson:
-    """The model of ``question``."""
+def model_part(question: Question, place: EncoderPlace | None) -> ModelJson:
+    """The model of ``question``, and the ``place`` of its encoder."""
     model, encoder = question.model, question.encoder
     return ModelJson(
         name=model.name,
@@ -227,6 +228,9 @@ def model_part(question: Question) -> ModelJson:
         sees=encoder is not None and encoder.sees,
         hears=encoder is not None and encoder.hears,
         encoder_bytes=0 if encoder is None else encoder.memory_bytes,
+        encoder_device=None if place is None else place.device,
+        encoder_gpu="" if place is None else place.gpu,
+        picture_ms=None if place is None or not place.picture_s else place.picture_s * 1e3,
     )
 
 

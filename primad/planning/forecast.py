@@ -9,6 +9,7 @@ from typing import Final, Self
 from halda import Assignment, Instance, ModelProfile, Plan, Prediction, assignments
 from primad.planning.batching import Batches
 from primad.planning.corrections import NOTHING_LEARNT, Corrections
+from primad.planning.encoder_place import EncoderPlace
 from primad.planning.fitting import Served
 from primad.planning.plan import Planned
 from primad.ring.chunks import Pieces
@@ -26,8 +27,8 @@ class Forecast:
     Both were made with what was learnt until then, ``corrections``, and for ``sequences`` answers at once, each with a
     context of ``context_tokens``; ``why_sequences`` and ``why_context`` say why it is not more, where nobody said how much.
     Attention is ``flash`` attention or not, with ``small_windows`` as in ``Workload``, and next tokens are computed together
-    as ``batches`` say, drafts as ``drafting`` does, by a model on device ``draft_device``, if one drafts. ``question`` is
-    what was planned for.
+    as ``batches`` say, drafts as ``drafting`` does, by a model on device ``draft_device``, if one drafts; pictures are
+    encoded at ``encoder_place``. ``question`` is what was planned for.
     """
 
     plan: Plan
@@ -44,6 +45,7 @@ class Forecast:
     question: Instance | None = None
     drafting: Drafting | None = None
     draft_device: str | None = None
+    encoder_place: EncoderPlace | None = None
 
     @property
     def batching(self) -> Batching:
@@ -107,6 +109,7 @@ class Forecast:
             question=planned.question,
             drafting=planned.drafting,
             draft_device=planned.draft_device,
+            encoder_place=planned.encoder_place,
         )
 
     @classmethod
@@ -127,6 +130,7 @@ class Forecast:
         question: Instance | None = None,
         drafting: Drafting | None = None,
         draft_device: str | None = None,
+        encoder_place: EncoderPlace | None = None,
     ) -> Self:
         """The forecast of ``plan`` for ``model``."""
         return cls(
@@ -144,4 +148,5 @@ class Forecast:
             question=question,
             drafting=drafting,
             draft_device=draft_device,
+            encoder_place=encoder_place,
         )

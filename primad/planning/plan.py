@@ -35,10 +35,11 @@ from primad.planning.context import MAX_AT_ONCE, attends_plainly
 from primad.planning.default_context import HURRIED_S, WithContext, wanted_context, with_wanted_context
 from primad.planning.draft_gain import draft_place
 from primad.planning.drafting import drafting_of
+from primad.planning.encoder_place import EncoderPlace, encoder_place
 from primad.planning.extra_buffers import solved_as_planned, suited
 from primad.planning.fitting import Fitted, Served, fitted
 from primad.planning.groups import group_solution
-from primad.planning.question import SOLVE_S, PlannedDraft, workload_of
+from primad.planning.question import SOLVE_S, PlannedDraft, PlannedEncoder, workload_of
 from primad.planning.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     One of ``heads`` is the head (none: the first device), devices of ``require`` have layers, and no device uses more than
     its ``limits``. The plan that ``served`` before hands its sequences on, if they fit, and its context; with
     ``keeps_attention`` its attention too, and with ``keeps_context`` its context stays as it is. A model has one request at
-    a time unless it ``may_be_several``. ``draft`` is the draft model; the head's memory is without its part. Devices
+    a time unless it ``may_be_several``. ``draft`` is the draft model, ``encoder`` that of pictures; the head's memory is
+    without their parts. Devices
     that are ``shared`` with other models are taken where that gains something. What is ``settled`` is not looked for again,
     nor is a plan that asks less of devices: it is found to be compared. A tensor-parallel group of the model has at most
     ``max_ranks`` devices.
@@ -74,6 +76,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     require: frozenset[str] = frozenset()
     shared: frozenset[str] = frozenset()
     draft: PlannedDraft | None = None
+    encoder: PlannedEncoder | None = None
     served: Served | None = None
     keeps_attention: bool = False
     keeps_context: bool = False
@@ -134,7 +137,7 @@ class Planned:
     """A plan and how it is run: ``solved`` is how it was found, ``question`` what it answers, ``prediction`` the forecast.
 
     ``why_sequences`` and ``why_context`` say why they are not more, where nobody said how many. Drafts are computed as
-    ``drafting`` says, by the draft model on ``draft_device``, if one drafts.
+    ``drafting`` says, by the draft model on ``draft_device``, if one drafts; pictures are encoded at ``encoder_place``.
     """
 
     solved: FoundPlan
@@ -146,6 +149,7 @@ class Planned:
     why_context: str
     drafting: Drafting | None = None
     draft_device: str | None = None
+    encoder_place: EncoderPlace | None = None
 
     @property
     def plan(self) -> Plan:
@@ -348,6 +352,7 @@ def complete(request: PlanRequest, solved: FoundPlan) -> Planned:
         why_context=found.why_context,
         drafting=drafting,
         draft_device=draft_place(request.draft, run.draft_on, drafting, plan, everyone),
+        encoder_place=encoder_place(request.encoder, run.encoder_on, plan, everyone),
     )
 
 

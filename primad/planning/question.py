@@ -69,11 +69,16 @@ class PlannedDraft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedEncoder:
-    """What encodes pictures, if the model ``sees``, and sounds: its process takes so much RAM of the head."""
+    """What encodes pictures, if the model ``sees``, and sounds: its process takes so much memory, on the head always.
+
+    A picture takes ``picture_flop`` and becomes ``encoded_bytes``; 0 where the file does not say.
+    """
 
     sees: bool
     hears: bool
     memory_bytes: int
+    picture_flop: float = 0.0
+    encoded_bytes: int = 0
 
 
 def senses(sees: bool, hears: bool) -> str:

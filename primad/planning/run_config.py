@@ -26,7 +26,8 @@ class RunConfig:
     Each of ``sequences`` concurrent requests has a KV cache of ``context_tokens``, in ``kv_type``. ``batching`` says
     whether what they compute together must be exact. A typical request has ``prompt_tokens`` and ``answer_tokens``.
     ``experts`` says where those of layers on a GPU are. Drafts come as ``speculate`` says, those of a draft model from
-    the device ``draft_on``. A step has room for ``whole_rows``, the most of a picture that belong in one.
+    the device ``draft_on``; pictures are encoded on ``encoder_on``, if it has room. A step has room for ``whole_rows``, the
+    most of a picture that belong in one.
     ``parallel``: each device has layers, or all have a share of each layer, or what is faster.
     """
 
@@ -44,6 +45,7 @@ class RunConfig:
     extra_buffers: ExtraBuffers = "auto"
     speculate: SpeculateMode = "auto"
     draft_on: str | None = None
+    encoder_on: str | None = None
     windows: tuple[int, ...] | None = None
     rounds: int | None = None
     parallel: ParallelMode = "pipeline"

@@ -240,7 +240,9 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelJson(msgspec.Struct, frozen=True, kw_only=True):
-    """The model. Where it ``sees`` or ``hears`` its encoder takes ``encoder_bytes`` of the head's RAM."""
+    """The model. Where it ``sees`` or ``hears`` its encoder takes ``encoder_bytes`` of the head's RAM; it runs on
+    ``encoder_device``, on its ``encoder_gpu`` if that is named, and a picture takes about ``picture_ms``, if that is known.
+    """
 
     name: str
     architecture: str
@@ -249,6 +251,9 @@ class ModelJson(msgspec.Struct, frozen=True, kw_only=True):
     sees: bool = False
     hears: bool = False
     encoder_bytes: int = 0
+    encoder_device: str | None = None
+    encoder_gpu: str = ""
+    picture_ms: float | None = None
 
 
 class WorkloadJson(msgspec.Struct, frozen=True, kw_only=True):

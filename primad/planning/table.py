@@ -24,6 +24,7 @@ from primad.planning.schema import (
     GpuJson,
     KeptJson,
     LoadJson,
+    ModelJson,
     Predicted,
     Proof,
     RingJson,
@@ -176,7 +177,8 @@ def _facts(answer: Explanation) -> Table:
     if answer.model.encoder_bytes:
         takes = show_bytes(answer.model.encoder_bytes)
         table.add_row(
-            senses(answer.model.sees, answer.model.hears), f"with its encoder, which takes {takes} of {answer.head}"
+            senses(answer.model.sees, answer.model.hears),
+            f"with its encoder, which takes {takes} of {answer.head}{_encoding(answer.model)}",
         )
     if answer.draft is not None:
         table.add_row("draft", _draft(answer.draft))
@@ -195,6 +197,14 @@ def _facts(answer: Explanation) -> Table:
         table.add_row("left out" if i == 0 else "", f"{left.name}: {left.reason}")
     table.add_row("best alone", _single_device(answer))
     return table
+
+
+def _encoding(model: ModelJson) -> str:
+    """Where a picture is encoded, and what it takes."""
+    if model.picture_ms is None:
+        return ""
+    where = f"{model.encoder_device} ({model.encoder_gpu})" if model.encoder_gpu else model.encoder_device
+    return f"; a picture takes about {show_ms(model.picture_ms)} on {where}"
 
 
 def _gpu(gpu: GpuJson) -> str:

@@ -50,6 +50,7 @@ from primad.network.messages import (
     DraftInput,
     DraftModelState,
     Echo,
+    EncodedWanted,
     HeadMessage,
     Hello,
     Introduce,
@@ -62,9 +63,12 @@ from primad.network.messages import (
     LinksMeasured,
     Load,
     LoadDraft,
+    LoadMmproj,
     MeasureLinks,
     MemoryLow,
     MemoryRecovered,
+    MmprojState,
+    PictureChunk,
     Ping,
     Pong,
     Probe,
@@ -72,6 +76,7 @@ from primad.network.messages import (
     Refused,
     Release,
     ReleaseDraft,
+    ReleaseMmproj,
     Remeasured,
     Revoked,
     Welcome,
@@ -87,6 +92,7 @@ from primad.system.notify import report
 from primad.system.tasks import Tasks
 from primad.trust.trust import HEAD
 from primad.worker.drafting import DraftService
+from primad.worker.encoding import EncodingService
 from primad.worker.stages import Stages
 
 _MAX_RETIRED: Final = 256
@@ -159,6 +165,9 @@ class WorkerDaemon:
         self._draft_service = DraftService(
             node, context=self._context, number=self._stages.next_number, notify=self._notify, report_line=report_line
         )
+        self._encoding = EncodingService(
+            node, context=self._context, number=self._stages.next_number, notify=self._notify, report_line=report_line
+        )
         self._pause = OwnerPause(config.home, pause_on_battery=config.pause_on_battery, changed=self._on_pause)
         self._pairing = PairingService(node, report_line, HEAD)
         self._lease: _Lease | None = None
@@ -190,6 +199,7 @@ class WorkerDaemon:
             stack.callback(self._end.close)
             stack.push_async_callback(self._stages.close)
             stack.push_async_callback(self._draft_service.end)
+            stack.push_async_callback(self._encoding.end)
             stack.push_async_callback(self._tasks.close)
             stack.push_async_callback(self._pairing.close)
             sight = await stack.enter_async_context(AsyncExitStack())
@@ -228,6 +238,7 @@ class WorkerDaemon:
         await self._tasks.close()
         await self._end_holding()
         await self._draft_service.end()
+        await self._encoding.end()
         await self._stages.close()
 
     async def _announce(self, stack: AsyncExitStack) -> None:
@@ -381,6 +392,7 @@ class WorkerDaemon:
         self._revoked_by.pop(key, None)
         self._stop_measuring()
         await self._draft_service.end()
+        await self._encoding.end()
         await self._stages.release_all()  # also those of a broken link to the same head
         is_new = lease is None or lease.session != hello.session
         if is_new:
@@ -470,6 +482,17 @@ class WorkerDaemon:
                 self._draft_service.notify(epoch, task)
             case ReleaseDraft(epoch=epoch):
                 await self._draft_service.release(epoch)
+            case LoadMmproj() if self._pause.paused is None:
+                wanted = msgspec.structs.replace(message, sources=scopes.of_contacts(message.sources))
+                await self._encoding.load(wanted, lease.profile.cpu.threads)
+            case PictureChunk():
+                await self._encoding.take(message)
+            case EncodedWanted():
+                await self._encoding.give(message)
+            case ReleaseMmproj(number=number):
+                await self._encoding.release(number)
+            case LoadMmproj(number=number):
+                await self._notify(MmprojState(number=number, ready=False, error="paused by its owner"))
             case Dismiss():
                 self._dismissed.set()
             case LoadDraft(epoch=epoch):
@@ -523,6 +546,7 @@ class WorkerDaemon:
         self._dismissed.set()  # nobody is left to hand over to
         self._stop_measuring()
         await self._draft_service.end()
+        await self._encoding.end()
         await self._stages.release_all()
         await self._end_holding()
 
@@ -548,6 +572,7 @@ class WorkerDaemon:
         await self._notify(message)
         if isinstance(message, MemoryLow):
             await self._draft_service.stop("memory is short on this device")
+            await self._encoding.stop("memory is short on this device")
 
     async def _hand_over(self, reason: str) -> None:
         """Ask the head to replace this device and wait until it does; a device without layers need not wait."""
@@ -576,6 +601,7 @@ class WorkerDaemon:
     async def _stand_down(self, reason: str) -> None:
         why = reason.partition(";")[0]
         await self._draft_service.stop(why)
+        await self._encoding.stop(why)
         await self._hand_over(why)
         await self._notify(Refused(f"{self._name} {reason}"))
         await self._end_lease()

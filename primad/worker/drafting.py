@@ -123,7 +123,7 @@ class DraftService:
             current.process.notify(model)
             self._report_line("drafting for the head with a small model")
             await self._notify(current.state)
-            watching = asyncio.create_task(self._watch_memory())
+            watching = asyncio.create_task(until_memory_is_short())
             try:
                 hearing = asyncio.create_task(self._hear(current, current.process))
                 done, _ = await asyncio.wait([watching, hearing], return_when=asyncio.FIRST_COMPLETED)
@@ -145,13 +145,6 @@ class DraftService:
     async def _hear(self, current: _Loading, process: DraftingProcess) -> None:
         async for drafted in process.drafts():
             await self._notify(DraftsMade(epoch=current.epoch, drafted=drafted))
-
-    async def _watch_memory(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            found = await asyncio.to_thread(memory)
-            if found.available_bytes < TIGHT_SHARE * found.total_bytes:
-                raise ClusterError("memory is short on this device")
 
     async def _fetch(self, load: LoadDraft, number: int, threads: int) -> DraftModel:
         """Have all of the model here, in the form for a process. Raises ``PrimadError`` on failure."""
@@ -192,6 +185,15 @@ class DraftService:
             files=window.layers,
             vocabulary=load.vocabulary,
         )
+
+
+async def until_memory_is_short() -> None:
+    """Raises ``ClusterError`` then."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        found = await asyncio.to_thread(memory)
+        if found.available_bytes < TIGHT_SHARE * found.total_bytes:
+            raise ClusterError("memory is short on this device")
 
 
 def _is_same(one: LoadDraft, other: LoadDraft) -> bool:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from halda import DeviceProfile, ModelProfile
+from primad.head.model.encoder import NO_ENCODER
 from primad.head.model.learning import Learning
 from primad.head.model.limits import DeviceLimits
 from primad.head.rings import planner as planner_module
@@ -69,6 +70,7 @@ class House:
             workload=workload_of(run, toy),
             options=SimpleNamespace(run=run),
             planned_draft=draft,
+            encoder=NO_ENCODER,
             reserved_bytes=0,
         )
         book = SimpleNamespace(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import threading
 import time
 
 import httpx
@@ -19,7 +20,7 @@ from primad.engine.vocabulary import LlamaVocabulary
 from primad.gguf.architectures.cuts import cut_points
 from primad.gguf.header import read_header
 from primad.ring.head import log_softmax
-from tests.e2e.cluster import PATIENCE_S, command_of, ring
+from tests.e2e.cluster import PATIENCE_S, command_of, ring, wait_until
 from tests.lazily import Lazily
 from tests.shell.test_picture_rows import prompt_of, write_seeing
 from tools.lab.encoders import FAMILIES
@@ -147,7 +148,10 @@ def cluster(tmp_path_factory, module_home):
     folder = tmp_path_factory.mktemp("served")
     write_seeing(folder / "tiny.gguf", folder / "mmproj-tiny.gguf", "qwen3vl_merger of deeper layers", "qwen3vl")
     homes = [module_home(name) for name in ("head", "w1", "w2", "w3")]
-    with ring(folder / "tiny.gguf", homes, f"sees-{time.time_ns():x}", "--context", 4096) as (head, workers):
+    with ring(folder / "tiny.gguf", homes, f"sees-{time.time_ns():x}", "--context", 4096, "--mmproj-device", "w3") as (
+        head,
+        workers,
+    ):
         yield head, workers
 
 
@@ -211,6 +215,33 @@ def test_the_next_turn_computes_only_what_is_new(cluster):
     assert again["prompt_tokens"] > first["prompt_tokens"]
 
 
+def test_another_device_encodes_and_where_it_dies_meanwhile_the_head_does(cluster):
+    """What stands behind a PNG's end changes no pixel, and makes it another file."""
+    head, workers = cluster
+    texts = dict[int, str]()
+
+    def ask(copy):
+        url = f"data:image/png;base64,{base64.b64encode(noise(5, 160, 160) + bytes(copy)).decode()}"
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}]
+        texts[copy] = asked(head, messages=[{"role": "user", "content": parts}])[0]
+
+    ask(0)
+    wait_until(lambda: head.status()["pictures"]["device"] == "w3", "the device of --mmproj-device has the encoder")
+    before = head.status()["pictures"]["encoded_elsewhere"]
+    ask(1)
+    assert head.status()["pictures"]["encoded_elsewhere"] == before + 1
+    (encoder,) = [each for each in workers[2].processes() if "primad.engine.pictures.process" in command_of(each)]
+    encoder.suspend()
+    asking = threading.Thread(target=ask, args=(2,))
+    asking.start()
+    workers[2].kill()
+    asking.join(PATIENCE_S)
+    ask(3)
+    assert head.status()["pictures"]["encoded_elsewhere"] == before + 1
+    assert len(texts) == 4
+    assert len(set(texts.values())) == 1
+
+
 def test_an_answer_goes_on_when_the_encoder_dies_and_when_a_worker_does(cluster):
     head, workers = cluster
     undisturbed, _ = asked(head)
@@ -220,7 +251,7 @@ def test_an_answer_goes_on_when_the_encoder_dies_and_when_a_worker_does(cluster)
     def kill() -> None:
         encoders[0].kill()
         psutil.wait_procs(encoders, PATIENCE_S)
-        workers[-1].kill()
+        workers[1].kill()
 
     assert asked(head, kill)[0] == undisturbed
     other = [{"role": "user", "content": [{**URL, "image_url": {"url": other_url(2)}}, {"type": "text", "text": "?"}]}]
@@ -236,7 +267,7 @@ def test_an_answer_is_what_it_was_where_a_worker_dies_within_a_pictures_rows(clu
     def hear(progress):
         read.append(progress["processed"])
         if 64 < progress["processed"] < progress["total"] and not died:
-            workers[1].kill()
+            workers[0].kill()
             died.append(progress["processed"])
 
     text, _ = asked(head, messages=messages, read=hear)

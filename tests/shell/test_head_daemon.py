@@ -148,6 +148,7 @@ def as_solved(asked: PlanRequest, solved: SimpleNamespace, flash: bool | None = 
         why_context="",
         drafting=None,
         draft_device=None,
+        encoder_place=None,
     )
 
 

@@ -155,6 +155,12 @@ def test_it_says_what_is_kept_of_answers_and_what_came_of_it(command, endpoint):
     )
 
 
+def test_it_says_where_pictures_are_encoded(command, endpoint):
+    pictures = {"device": "lap", "alive": False, "encoded": 3, "encoded_elsewhere": 2}
+    endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring() | {"pictures": pictures}))
+    assert "3 pictures encoded, 2 by other devices; lap encodes" in command("status", "--url", endpoint.url)[1]
+
+
 def test_it_says_what_became_of_drafts(command, endpoint):
     endpoint.body = msgspec.json.encode(status_body(SERVING, None, ring() | {"drafts": msgspec.to_builtins(DRAFTS)}))
     _, out, _ = command("status", "--url", endpoint.url)

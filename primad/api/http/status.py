@@ -263,6 +263,16 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     hears: bool = False
 
 
+class PicturesStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The encoder of pictures: on another ``device`` or on the head (null), where its process is ``alive`` or not; how many
+    were ``encoded``, of these ``encoded_elsewhere``."""
+
+    device: str | None
+    alive: bool
+    encoded: int
+    encoded_elsewhere: int
+
+
 class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /status``: ``serving``, ``detail`` and ``model`` as in the health check, then the serving ring.
 
@@ -283,6 +293,7 @@ class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
     links: list[LinkStatus] = []
     kv: KvStatus | None = None
     drafts: DraftFigures | None = None
+    pictures: PicturesStatus | None = None
     checked: str | None = None
     cluster: list[ClusterMember] = []
     left_out: list[LeftOutDevice] = []

@@ -13,6 +13,8 @@ from typing import Any, Final
 import numpy as np
 
 from primad.engine.binding import llama, why
+from primad.engine.devices import find_gpu
+from primad.engine.pictures.checks import MAX_PARTS
 from primad.engine.pictures.grids import RowLayout, turn_of_row
 from primad.engine.pictures.headers import check_media, check_picture, is_webp
 from primad.engine.pictures.messages import MAX_CONTENT_BYTES, EmbeddedRun, EncodedPicture, TokenRun
@@ -23,8 +25,6 @@ from primad.system.allocator import without_top, zeroed
 with without_top("llama_cpp"):
     from llama_cpp import mtmd_cpp as mtmd
 
-MAX_PARTS: Final = 4
-"""As many times the width of the model a row may have: with what deeper layers add to their outputs."""
 _SAMPLES: Final = 64
 _SAMPLE_BYTES: Final = 4096
 
@@ -82,11 +82,14 @@ class PictureEncoder:
     """Makes rows for ``model`` of pictures. Of the model itself only its metadata and tokens are loaded.
 
     Pictures become ``min_tokens`` to ``max_tokens`` rows where their size is not fixed; 0: as the encoder says. One that
-    would become more than ``MAX_CONTENT_BYTES`` is made smaller first, where it can be.
+    would become more than ``MAX_CONTENT_BYTES`` is made smaller first, where it can be. A ``gpu``, by llama.cpp's name for
+    it, computes other last bits than a processor, so rows that it made are known by it.
     Raises ``EngineError`` where llama.cpp cannot load the two together, or where primad does not know such rows yet.
     """
 
-    def __init__(self, path: str, model: str, *, threads: int, min_tokens: int = 0, max_tokens: int = 0) -> None:
+    def __init__(
+        self, path: str, model: str, *, threads: int, min_tokens: int = 0, max_tokens: int = 0, gpu: str = ""
+    ) -> None:
         self._stack, self._opened = ExitStack(), ExitStack()
         self._path, self._threads, self._min_tokens = path, threads, min_tokens
         self._names = f"{Path(path).name} as the encoder of {Path(model).name}"  # clients are told no folders
@@ -94,6 +97,8 @@ class PictureEncoder:
             self._known_by = known_by(Path(path)) + (f"-{min_tokens}-{max_tokens}" if min_tokens or max_tokens else "")
         except OSError as exc:
             raise EngineError(f"{self._names} cannot be read: {exc.strerror}") from exc
+        self._known_by += f"-{gpu}" if gpu else ""
+        self._gpu = gpu
         self._makes_smaller = False
         try:
             with zeroed():  # some graphs (Pixtral's) multiply by 0 what they find in memory, which may be no number
@@ -116,7 +121,8 @@ class PictureEncoder:
     def _open(self, max_tokens: int) -> None:
         self._opened.close()
         options = mtmd.mtmd_context_params_default()
-        options.use_gpu = options.print_timings = options.warmup = False
+        options.print_timings = options.warmup = False
+        options.use_gpu, options.device = bool(self._gpu), find_gpu(self._gpu) if self._gpu else None
         options.n_threads = self._threads
         options.image_min_tokens, options.image_max_tokens = self._min_tokens or -1, max_tokens or -1
         self._eye: Any = mtmd.mtmd_init_from_file(self._path.encode(), self._loaded, options)

@@ -13,7 +13,8 @@ MAX_CONTENT_BYTES: Final = 56 << 20
 
 
 class LoadEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """Load the encoder file ``path`` for the ``model`` file, with so many ``threads``; answered with ``EncoderReady``.
+    """Load the encoder file ``path`` for the ``model`` file, with so many ``threads``, on the ``gpu`` by llama.cpp's name
+    for it (empty: on the processor); answered with ``EncoderReady``.
 
     Pictures become ``min_tokens`` to ``max_tokens`` rows, where their size is not fixed; 0: as the encoder says.
     """
@@ -23,6 +24,7 @@ class LoadEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     threads: int
     min_tokens: int = 0
     max_tokens: int = 0
+    gpu: str = ""
 
 
 class EncodePicture(msgspec.Struct, frozen=True, tag="encode"):

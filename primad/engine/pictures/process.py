@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from primad.engine.pictures.encoder import PictureEncoder
 
 MORE_BYTES: Final = 4 << 30
-"""Beyond its weights the process gets no more memory: it ends before the machine is out of it."""
+"""Beyond its weights a process on the processor gets no more memory: it ends before the machine is out of it."""
 
 
 class _Process:
@@ -50,10 +50,16 @@ class _Process:
         from primad.engine.pictures.encoder import PictureEncoder  # only this process loads libmtmd
 
         self._encoder = PictureEncoder(
-            task.path, task.model, threads=task.threads, min_tokens=task.min_tokens, max_tokens=task.max_tokens
+            task.path,
+            task.model,
+            threads=task.threads,
+            min_tokens=task.min_tokens,
+            max_tokens=task.max_tokens,
+            gpu=task.gpu,
         )
         memory = psutil.Process().memory_info()
-        _limit(memory.vms + MORE_BYTES)
+        if not task.gpu:  # whose driver reserves addresses by the tens of GB when it first computes
+            _limit(memory.vms + MORE_BYTES)
         return EncoderReady(width=self._encoder.width, bytes=memory.rss)
 
     def _encode(self, task: EncodePicture) -> EncodedPicture | PictureRefused:

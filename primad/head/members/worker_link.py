@@ -33,6 +33,7 @@ from primad.network.messages import (
     Dismiss,
     DraftModelState,
     DraftsMade,
+    EncodedChunk,
     HeadMessage,
     Hello,
     Introduce,
@@ -44,6 +45,7 @@ from primad.network.messages import (
     MeasureLinks,
     MemoryLow,
     MemoryRecovered,
+    MmprojState,
     Ping,
     Pong,
     Probe,
@@ -119,6 +121,20 @@ class HearsDrafts(Protocol):
 
     def lost(self, reason: str) -> None:
         """The worker is gone."""
+
+
+class HearsEncoding(Protocol):
+    """Receives what pictures became on a worker."""
+
+    @property
+    def number(self) -> int:
+        """Of the load."""
+
+    def hear(self, message: MmprojState | EncodedChunk) -> None:
+        """A message of the worker."""
+
+    def lost(self, reason: str) -> None:
+        """The worker is gone, or may have lost what it was told."""
 
 
 Post = Callable[[types.Event], None]
@@ -286,6 +302,7 @@ class WorkerLink:
         self._post = post
         self._stages: dict[int, Stage] = {}
         self._drafts: dict[int, HearsDrafts] = {}
+        self._encodings: dict[int, HearsEncoding] = {}
         self._links: asyncio.Future[LinksMeasured] | None = None
         self._holds: dict[int, asyncio.Future[list[bool]]] = {}
         self._hold_numbers = count(1)
@@ -318,8 +335,7 @@ class WorkerLink:
         if self._links is not None and not self._links.done():
             self._links.cancel()
         self._end_holds()
-        for drafts in self._drafts.values():
-            drafts.lost("it was let go")
+        self._lose_listeners("it was let go")
         self.end.close()
 
     async def send(self, message: HeadMessage) -> None:
@@ -405,6 +421,22 @@ class WorkerLink:
         """``drafts`` has ended."""
         self._drafts.pop(drafts.epoch, None)
 
+    def encodes_for(self, encoding: HearsEncoding) -> None:
+        """From now on ``encoding`` receives what pictures of its load became."""
+        self._encodings[encoding.number] = encoding
+        if self._lost:
+            encoding.lost(f"{self.name} is gone")
+
+    def forget_encoding(self, encoding: HearsEncoding) -> None:
+        """``encoding`` has ended."""
+        self._encodings.pop(encoding.number, None)
+
+    def _lose_listeners(self, reason: str) -> None:
+        for drafts in self._drafts.values():
+            drafts.lost(reason)
+        for encoding in self._encodings.values():
+            encoding.lost(reason)
+
     def _end_holds(self) -> None:
         for reply in self._holds.values():
             resolve(reply, [])
@@ -445,6 +477,8 @@ class WorkerLink:
     async def _watch(self) -> None:
         async for _ in self.end.reconnections():
             logger.info("the connection to %s was made again", self.name)
+            for encoding in self._encodings.values():
+                encoding.lost("the connection to it was made again")
             with contextlib.suppress(ClusterError):
                 for message in self._wanted.ask_again(self._next_ping):
                     await self.end.send(message)
@@ -483,6 +517,8 @@ class WorkerLink:
                 resolve(self._holds[number], held)
             case DraftModelState(epoch=epoch) | DraftsMade(epoch=epoch) if epoch in self._drafts:
                 self._drafts[epoch].hear(message)
+            case MmprojState(number=number) | EncodedChunk(number=number) if number in self._encodings:
+                self._encodings[number].hear(message)
             case Progress() | WorkerStatus():
                 self._give(message)
             case StageStates(revision=revision, states=states) if revision > self._revision:
@@ -528,8 +564,7 @@ class WorkerLink:
             self._lost = True
             self._released.set()
             self._end_holds()
-            for drafts in self._drafts.values():
-                drafts.lost(reason)
+            self._lose_listeners(reason)
             for stage in list(self._stages.values()):
                 stage.fail(DeviceLostError(f"{self.name} is gone: {reason}", self.name))
             self._post(types.Lost(self.name, reason))

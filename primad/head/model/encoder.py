@@ -31,6 +31,9 @@ class EncoderFile:
     whole_tokens: int = 0
     memory_bytes: int = 0
     """Of the process that has it loaded, while it encodes a picture."""
+    picture_flop: float = 0.0
+    encoded_bytes: int = 0
+    """Of a picture as large as the encoder's; 0 where the file does not say."""
 
     @property
     def line(self) -> str:
@@ -43,7 +46,13 @@ class EncoderFile:
         """What plans know of it."""
         if self.path is None:
             return None
-        return PlannedEncoder(sees=self.sees, hears=self.hears, memory_bytes=self.memory_bytes)
+        return PlannedEncoder(
+            sees=self.sees,
+            hears=self.hears,
+            memory_bytes=self.memory_bytes,
+            picture_flop=self.picture_flop,
+            encoded_bytes=self.encoded_bytes,
+        )
 
 
 NO_ENCODER: Final = EncoderFile()
@@ -110,6 +119,8 @@ def _checked(path: Path, what: str, max_tokens: int) -> EncoderFile:
         hears=facts.hears,
         whole_tokens=whole_tokens,
         memory_bytes=facts.memory_bytes,
+        picture_flop=facts.picture_flop,
+        encoded_bytes=facts.encoded_bytes,
     )
 
 

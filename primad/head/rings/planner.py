@@ -279,6 +279,7 @@ class Planner:
             require=require,
             shared=frozenset(self._pool.taken({self._name, *gone})),
             draft=service.planned_draft,
+            encoder=service.encoder.planned,
             served=None if served is None else served.served,
             keeps_attention=keeps_attention,
             keeps_context=served is not None and turns_by_context(service.model.header),

@@ -33,6 +33,7 @@ from primad.errors import (
 )
 from primad.head.members.core import RankLostError, StageError, StuckStepError, attributed, workers_of
 from primad.head.members.stage import Stage
+from primad.head.members.worker_link import WorkerLink
 from primad.head.rings.drafting import RemoteDrafter
 from primad.head.rings.load_own import load_own
 from primad.head.rings.loads import learn_downloaded, loads_of
@@ -160,6 +161,10 @@ class HeadRing:
             except StageError as exc:
                 logger.info("%s is told of no sources: %s", name, exc)
         return found
+
+    async def sources_for(self, worker: WorkerLink) -> list[Contact]:
+        """Sources of layers for ``worker``, of the ring or not. Raises ``StageError``."""
+        return await self._ring_addresses.sources(worker)
 
     @property
     def broken_by(self) -> PrimadError | None:

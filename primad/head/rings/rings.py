@@ -18,7 +18,7 @@ import msgspec
 
 from halda import DeviceProfile, Infeasible, LeftOut, Prediction
 from primad.api.answering.backend import ServedModel
-from primad.errors import ModelError, PlanError, PrimadError
+from primad.errors import ClusterError, ModelError, PlanError, PrimadError
 from primad.head.members.core import HeadContext, attributed
 from primad.head.members.worker_link import WorkerLink
 from primad.head.model.service import Service
@@ -26,6 +26,7 @@ from primad.head.model.vocabulary import facts_of, sampling_defaults
 from primad.head.rings.backend import GoOn, RingBackend, StatusOf
 from primad.head.rings.kv_backup import KvBackup
 from primad.head.rings.planner import DevicePool, Planner
+from primad.head.rings.remote_encoder import EncoderInputs, RemoteEncoder
 from primad.head.rings.ring import HeadRing
 from primad.head.rings.ring_inputs import RingDevices, RingInputs
 from primad.head.rings.status import (
@@ -39,9 +40,11 @@ from primad.head.rings.status import (
 )
 from primad.layers.server import LayerSource
 from primad.membership import types
+from primad.network.contacts import Contact
 from primad.planning.corrections import MIN_TOKENS
 from primad.planning.default_context import too_small_for
 from primad.planning.draft_gain import no_room
+from primad.planning.encoder_place import EncoderPlace
 from primad.planning.forecast import Forecast
 from primad.planning.load_times import LoadTimes, load_times
 from primad.ring.messages import Finished, GenerationEvent, KvForgotten, KvKept
@@ -103,6 +106,27 @@ class Rings:
         self._learner: asyncio.Task[None] | None = None
         self._orders: asyncio.Queue[Order] = asyncio.Queue(_MAX_ORDERS)
         self._tasks = Tasks()
+        self.encoder = RemoteEncoder(
+            EncoderInputs(
+                service=service,
+                place=self._encoder_place,
+                find=self._usable,
+                sources=self._sources_for,
+                own=head.node.config.name,
+                report_line=head.reporter.report_line,
+            )
+        )
+        """Where pictures are encoded, if not here."""
+
+    def _encoder_place(self) -> EncoderPlace | None:
+        forecast = self._plans.get(self._serving)
+        return None if forecast is None else forecast.encoder_place
+
+    async def _sources_for(self, worker: WorkerLink) -> list[Contact]:
+        """Sources of layers for ``worker``, which need not be in the ring. Raises ``ClusterError``."""
+        if (ring := self._rings.get(self._serving)) is None:
+            raise ClusterError("no ring serves")
+        return await ring.sources_for(worker)
 
     def solve(self, epoch: int, candidates: frozenset[str], instead: int | None = None) -> None:
         """Start planning for the head and ``candidates``: ``Solved``, ``NoPlan`` or ``RingFailed`` follows.
@@ -318,10 +342,12 @@ class Rings:
         self._core.post(types.DeviceMemoryLow(self._node.config.name))
 
     def find_layer(self, digest: str) -> LayerSource | None:
-        """The layer ``digest`` from the model file, or the draft model's."""
+        """The layer ``digest`` from the model file, or the draft model's, or the encoder's file."""
         draft = self._service.draft_source
-        cut = self._model.source(digest)
-        return draft.source(digest) if cut is None and draft is not None else cut
+        cut: LayerSource | None = self._model.source(digest)
+        if cut is None and draft is not None:
+            cut = draft.source(digest)
+        return self.encoder.find_layer(digest) if cut is None else cut
 
     async def _abandon(self, epoch: int) -> None:
         job = self._jobs.pop(epoch, None)

@@ -44,9 +44,9 @@ def chat_job(
         return found is not None and len(found.tokens) <= maximum
 
     text, prompt = prompt_of(request)
-    most = maximum if served.context_shift else served.context_tokens - 1
+    limit = maximum if served.context_shift else served.context_tokens - 1
     may_drop = served.context_shift if truncates is None else truncates
-    if may_drop and (prompt is None or len(prompt.tokens) > most):
+    if may_drop and (prompt is None or len(prompt.tokens) > limit):
         request = request.model_copy(update={"messages": shifted(request.messages, fits)})
         text, prompt = prompt_of(request)
     if prompt is None:

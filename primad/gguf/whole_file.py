@@ -1,0 +1,44 @@
+"""A file that travels like a layer, known by its content: an encoder of pictures, whose loader knows no parts.
+
+Its bytes are those of one tensor, so that whoever lacks it fetches it in chunks from any device that has it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from primad.errors import ModelError
+from primad.gguf.constants import GGMLQuantizationType
+from primad.gguf.header import Header, TensorInfo
+from primad.gguf.layers import CHUNK_BYTES, HEADER_BYTES, Hole, LayerCut, LayerRef, cut, metadata_split
+
+_NAME: Final = "file"
+
+
+def cut_file(path: Path) -> LayerCut:
+    """The file ``path`` as a layer. Raises ``ModelError``."""
+    try:
+        size = path.stat().st_size
+    except OSError as exc:
+        raise ModelError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+    tensor = TensorInfo(name=_NAME, type=GGMLQuantizationType.I8, shape=(size,), offset=0, bytes=size, path=path)
+    return cut({_NAME: tensor})
+
+
+def write_file(ref: LayerRef, layer: Path, target: Path) -> None:
+    """Write the file that is in the layer file ``layer`` of ``ref`` to ``target``. Raises ``OSError``."""
+    left = ref.tensors[0].size_bytes
+    with layer.open("rb") as source, target.open("wb") as file:
+        source.seek(HEADER_BYTES)
+        while left and (chunk := source.read(min(CHUNK_BYTES, left))):
+            file.write(chunk)
+            left -= len(chunk)
+
+
+def without_weights(header: Header) -> tuple[bytes, int]:
+    """The model of ``header`` in one file whose weights are a hole: what precedes it, and the hole's bytes."""
+    holes = [Hole(name=name, type=each.type, shape=each.shape) for name, each in header.tensors.items()]
+    values = {key: value for key, value in header.values.items() if not key.startswith("split.")}
+    metadata = metadata_split(values, holes, splits=1, tensors=len(holes))
+    return metadata, sum(each.padded_bytes for each in holes)

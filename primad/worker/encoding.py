@@ -1,0 +1,204 @@
+"""A worker that encodes pictures for a head: it has the encoder's file, and of the model all but its weights.
+
+One encoder at a time. Its file is fetched like layers, into the same cache. The head encodes itself whenever this device
+cannot, so encoding ends as soon as this device's owner needs the memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq.asyncio
+
+from primad.daemon.encoder_child import EncoderChild
+from primad.daemon.layer_files import lease_layers, release_files
+from primad.daemon.node import Node
+from primad.daemon.reporter import ReportLine
+from primad.engine.pictures.messages import EncoderFailed, LoadEncoder, PictureReply
+from primad.errors import ClusterError, PrimadError
+from primad.gguf.whole_file import write_file
+from primad.layers.fetch import fetch_layers, missing_layers
+from primad.network.messages import (
+    PICTURE_CHUNK_BYTES,
+    EncodedChunk,
+    EncodedWanted,
+    LoadMmproj,
+    MmprojState,
+    PictureChunk,
+)
+from primad.settings.quantities import show_bytes
+from primad.system.memory import memory
+from primad.system.niceness import apply_nice
+from primad.system.tasks import Tasks, in_thread
+from primad.system.wire import encode
+from primad.worker.drafting import TIGHT_SHARE, until_memory_is_short
+from primad.worker.stages import NotifyHead
+
+logger = logging.getLogger(__name__)
+
+NICE = 10
+"""Layers precede pictures."""
+
+
+@dataclass(slots=True)
+class _Loading:
+    """An encoder that is here or being fetched; the picture that comes, and what the last one became."""
+
+    load: LoadMmproj
+    task: asyncio.Task[None] | None = None
+    child: EncoderChild | None = None
+    file: bytearray = field(default_factory=bytearray)
+    reply: bytes = b""
+
+    @property
+    def state(self) -> MmprojState:
+        return MmprojState(number=self.load.number, ready=self.child is not None)
+
+
+class EncodingService:
+    """Encodes for the head that ``notify`` reaches; ``number`` returns numbers that no other load of this worker has."""
+
+    def __init__(
+        self,
+        node: Node,
+        *,
+        context: zmq.asyncio.Context,
+        number: Callable[[], int],
+        notify: NotifyHead,
+        report_line: ReportLine,
+    ) -> None:
+        self._node, self._context = node, context
+        self._number, self._notify, self._report_line = number, notify, report_line
+        self._current: _Loading | None = None
+        self._tasks = Tasks()
+
+    async def load(self, load: LoadMmproj, threads: int) -> None:
+        """Have the encoder of ``load`` here, for this many ``threads``; the head is notified of its state."""
+        current = self._current
+        if current is None or current.load != load:
+            await self.end()
+            current = self._current = _Loading(load)
+            current.task = asyncio.create_task(self._work(current, threads))
+        await self._notify(current.state)
+
+    async def take(self, part: PictureChunk) -> None:
+        """A part of a picture; with the last one it is encoded."""
+        current = self._ready(part.number)
+        if current is None or part.offset not in (0, len(current.file)):
+            await self._notify(MmprojState(number=part.number, ready=False, error="its encoder is not loaded here"))
+            return
+        if not part.offset:
+            current.file.clear()
+        current.file += part.data
+        if len(current.file) < part.size:
+            await self._notify(EncodedChunk(number=part.number, picture=part.picture))
+        else:
+            data = bytes(current.file)
+            current.file.clear()
+            self._tasks.start(self._encode(current, part.picture, data))
+
+    async def give(self, wanted: EncodedWanted) -> None:
+        """A part of what a picture became."""
+        current = self._ready(wanted.number)
+        if current is not None:
+            await self._send(current, wanted.picture, wanted.offset)
+
+    async def release(self, number: int) -> None:
+        """Load ``number`` is not needed any more."""
+        if self._current is not None and self._current.load.number == number:
+            await self.end()
+
+    async def end(self) -> None:
+        """Pictures are not encoded any more."""
+        current, self._current = self._current, None
+        await self._tasks.close()
+        if current is not None and current.task is not None:
+            current.task.cancel()
+            await asyncio.wait([current.task])
+
+    async def stop(self, why: str) -> None:
+        """Stop encoding, and tell the head ``why``."""
+        current = self._current
+        if current is not None:
+            await self.end()
+            await self._stopped(current, why)
+
+    def _ready(self, number: int) -> _Loading | None:
+        current = self._current
+        return current if current is not None and current.load.number == number and current.child else None
+
+    async def _encode(self, current: _Loading, picture: int, data: bytes) -> None:
+        assert current.child is not None
+        try:
+            reply: PictureReply = await current.child.encode(data)
+        except PrimadError as exc:
+            reply = EncoderFailed(str(exc))
+        current.reply = await in_thread(encode, reply)
+        await self._send(current, picture, 0)
+
+    async def _send(self, current: _Loading, picture: int, offset: int) -> None:
+        size, data = len(current.reply), current.reply[offset : offset + PICTURE_CHUNK_BYTES]
+        await self._notify(
+            EncodedChunk(number=current.load.number, picture=picture, size=size, offset=min(offset, size), data=data)
+        )
+
+    async def _work(self, current: _Loading, threads: int) -> None:
+        number = self._number()
+        error = "it was stopped"
+        try:
+            load = await self._fetch(current.load, number, threads)
+            current.child = EncoderChild(load, began=self._began)
+            self._report_line("encoding pictures for the head")
+            await self._notify(current.state)
+            await until_memory_is_short()
+        except PrimadError as exc:
+            error = str(exc)
+        finally:
+            if current.child is not None:
+                await current.child.close()
+            release_files(self._node.workspace, number)
+            if self._current is current:  # nobody ended it
+                self._current = None
+                await self._stopped(current, error)
+
+    async def _stopped(self, current: _Loading, why: str) -> None:
+        self._report_line(f"stops encoding pictures: {why}")
+        await self._notify(MmprojState(number=current.load.number, ready=False, error=why))
+
+    def _began(self, pid: int) -> None:
+        apply_nice(pid, max(self._node.config.nice, NICE))
+
+    async def _fetch(self, load: LoadMmproj, number: int, threads: int) -> LoadEncoder:
+        """Have the file here, and the model without weights. Raises ``PrimadError``."""
+        place, found = self._node.workspace, await asyncio.to_thread(memory)
+        if not load.gpu and found.available_bytes < load.memory_bytes + TIGHT_SHARE * found.total_bytes:
+            takes, free = show_bytes(load.memory_bytes), show_bytes(found.available_bytes)
+            raise ClusterError(f"its {takes} do not fit the {free} that are free there")
+        lease_layers(place, number, [load.file])
+        if missing := await missing_layers(place.cache, [load.file]):
+            await fetch_layers(self._node.transfers(self._context), load.sources, missing, place.cache, lambda _: None)
+        place.cache.touch({load.file.digest})
+        model, encoder = (place.run / f"window-{number}-{each}.gguf" for each in ("seeing", "mmproj"))
+        try:
+            await in_thread(_write, load, place.cache.path(load.file.digest), model, encoder)
+        except OSError as exc:
+            raise ClusterError(f"{encoder}: cannot be written: {exc.strerror or exc}; make room there") from exc
+        return LoadEncoder(
+            path=str(encoder),
+            model=str(model),
+            threads=threads,
+            min_tokens=load.min_tokens,
+            max_tokens=load.max_tokens,
+            gpu=load.gpu,
+        )
+
+
+def _write(load: LoadMmproj, layer: Path, model: Path, encoder: Path) -> None:
+    write_file(load.file, layer, encoder)
+    with model.open("wb") as file:
+        file.write(load.metadata)
+        file.truncate(len(load.metadata) + load.hole_bytes)

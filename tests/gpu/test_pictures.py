@@ -1,0 +1,32 @@
+"""The encoder of pictures on a GPU: its rows are a processor's but for their last bits, and known by the GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from primad.daemon.encoder_child import EncoderChild
+from primad.engine.pictures.messages import EmbeddedRun, LoadEncoder
+from tools.lab.mmproj import noise, write_encoder
+from tools.synth import write_model
+
+
+def values(picture):
+    return np.concatenate([np.frombuffer(run.content, "<f4") for run in picture.runs if isinstance(run, EmbeddedRun)])
+
+
+@pytest.mark.parametrize(("kind", "architecture"), [("gemma3", "gemma3"), ("qwen2vl_merger", "qwen2vl")])
+async def test_a_gpu_makes_the_rows_of_a_processor_but_for_their_last_bits(kind, architecture, gpu, tmp_path):
+    shape = write_model(tmp_path / "model.gguf", architecture=architecture)
+    write_encoder(tmp_path / "encoder.gguf", kind, shape.width)
+    found = []
+    for where in ("", gpu.id):
+        load = LoadEncoder(
+            path=str(tmp_path / "encoder.gguf"), model=str(tmp_path / "model.gguf"), threads=2, gpu=where
+        )
+        child = EncoderChild(load)
+        found.append(await child.encode(noise(1)))
+        await child.close()
+    own, its = found
+    assert its.encoder == f"{own.encoder}-{gpu.id}"
+    assert np.allclose(values(its), values(own), rtol=0.05, atol=0.05 * np.abs(values(own)).max())

@@ -1,0 +1,292 @@
+"""A worker that encodes pictures for a head, and the head that encodes whatever the worker does not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from msgspec.structs import replace
+
+from primad.daemon.layer_files import Workspace, copy_layers
+from primad.daemon.node import Node
+from primad.daemon.pictures import PictureService
+from primad.engine.pictures.checks import check_encoded
+from primad.engine.pictures.messages import EmbeddedRun, EncodedPicture, TokenRun
+from primad.errors import ProtocolError, RequestError
+from primad.gguf.model import open_model
+from primad.gguf.whole_file import cut_file
+from primad.head.rings.remote_encoder import EncoderInputs, RemoteEncoder
+from primad.kv.store import KvStore
+from primad.layers.cache import LayerCache
+from primad.network import messages
+from primad.network.messages import (
+    EncodedChunk,
+    EncodedWanted,
+    LoadMmproj,
+    MmprojState,
+    PictureChunk,
+    ReleaseMmproj,
+    decode_from_head,
+    decode_from_worker,
+)
+from primad.planning.encoder_place import EncoderPlace
+from primad.settings.config import load_config, open_home
+from primad.system.wire import encode
+from primad.trust.identity import new_identity
+from primad.trust.local_trust import LocalTrust
+from primad.trust.trust import TrustStore
+from primad.worker.encoding import EncodingService
+from tools.lab.mmproj import noise, write_encoder
+from tools.synth import write_model
+
+PATIENCE_S = 120
+
+
+class Worker:
+    """A worker's part that encodes, and the head's link to it; each message goes as bytes."""
+
+    name = "lap"
+
+    def __init__(self, home: Path) -> None:
+        config = load_config({"home": home, "name": "lap", "host": "127.0.0.1"}, {})
+        open_home(config)
+        self.place = Workspace(
+            cache=LayerCache(home / "layers"),
+            kv=KvStore(home / "cells"),
+            run=config.run,
+            usage=home / "usage",
+            build="b",
+        )
+        identity = new_identity()
+        trust = TrustStore(home, identity, LocalTrust(home / "local"))
+        self.printed: list[str] = []
+        self.service = EncodingService(
+            Node(config=config, workspace=self.place, identity=identity, trust=trust),
+            context=cast("Any", None),
+            number=count(1).__next__,
+            notify=self.notify,
+            report_line=self.printed.append,
+        )
+        self.listeners: dict[int, Any] = {}
+        self.is_mute = False
+
+    def encodes_for(self, rows: Any) -> None:
+        self.listeners[rows.number] = rows
+
+    def forget_encoding(self, rows: Any) -> None:
+        self.listeners.pop(rows.number, None)
+
+    async def notify(self, message: MmprojState | EncodedChunk) -> None:
+        heard = decode_from_worker(encode(message))
+        assert heard == message
+        if message.number in self.listeners and not self.is_mute:
+            self.listeners[message.number].hear(heard)
+
+    async def send(self, message: object) -> None:
+        heard = decode_from_head(encode(cast("Any", message)))
+        match heard:
+            case LoadMmproj():
+                await self.service.load(heard, 1)
+            case PictureChunk():
+                await self.service.take(heard)
+            case EncodedWanted():
+                await self.service.give(heard)
+            case ReleaseMmproj(number=number):
+                await self.service.release(number)
+
+    @property
+    def pid(self) -> int:
+        current = self.service._current
+        assert current is not None
+        assert current.child is not None
+        assert current.child.pid is not None
+        return current.child.pid
+
+
+class Home:
+    """A head whose plan has the encoder on ``lap``."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.model, self.encoder = tmp_path / "model.gguf", tmp_path / "encoder.gguf"
+        shape = write_model(self.model, architecture="qwen3vl")
+        write_encoder(self.encoder, "qwen3vl_merger of deeper layers", shape.width)
+        self.worker = Worker(tmp_path / "lap")
+        self.is_here = True
+        self.printed: list[str] = []
+        source = SimpleNamespace(header=open_model(self.model), profile=SimpleNamespace(width=shape.width))
+        service = SimpleNamespace(
+            model=source,
+            encoder=SimpleNamespace(path=self.encoder, memory_bytes=1 << 20),
+            options=SimpleNamespace(image_tokens=(0, 0)),
+        )
+        self.remote = RemoteEncoder(
+            EncoderInputs(
+                service=cast("Any", service),
+                place=lambda: EncoderPlace(device="lap"),
+                find=lambda _: cast("Any", self.worker if self.is_here else None),
+                sources=self._no_sources,
+                own="desk",
+                report_line=self.printed.append,
+            )
+        )
+        self.pictures = PictureService(self.encoder, self.model, threads=1, elsewhere=self.remote, kept_bytes=0)
+
+    async def _no_sources(self, _: object) -> list[Any]:
+        return []
+
+    async def get_ready(self) -> None:
+        """The worker has the file, and was asked."""
+        cut = cut_file(self.encoder).hashed()
+        await copy_layers(lambda _: cut, self.worker.place.cache, [cut.ref()], lambda _: None)
+        await self.pictures.encode(noise(1), "a")
+        await self.remote._tasks.wait()
+        assert self.remote.device == "lap"
+
+    async def __aenter__(self) -> Home:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.pictures.close()
+        await self.worker.service.end()
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Pictures and rows travel in many parts."""
+    for module in ("primad.head.rings.remote_encoder", "primad.worker.encoding"):
+        monkeypatch.setattr(f"{module}.PICTURE_CHUNK_BYTES", 1 << 11)
+
+
+async def test_a_worker_with_the_file_and_a_model_without_weights_makes_the_rows_of_the_head_bit_for_bit(
+    tmp_path, parts
+):
+    async with asyncio.timeout(PATIENCE_S), Home(tmp_path) as home:
+        await home.get_ready()
+        assert (home.pictures.encoded, home.pictures.encoded_elsewhere) == (1, 0), (
+            "the head, until the worker has the file"
+        )
+        here = await home.pictures._child.encode(noise(2, 96, 64))
+        there = await home.pictures.encode(noise(2, 96, 64), "b")
+        assert here == there
+        assert home.pictures.status() == {"device": "lap", "alive": True, "encoded": 2, "encoded_elsewhere": 1}
+        with pytest.raises(RequestError, match=r"images\[3\]"):
+            await home.pictures.encode(noise(2)[:-40], "images[3]")
+        await home.pictures._end_idle()
+        assert home.worker.service._current is None
+        assert not list(home.worker.place.run.glob("window-*"))
+
+
+async def test_the_head_encodes_what_a_worker_began_and_cannot_end(tmp_path):
+    async with asyncio.timeout(PATIENCE_S), Home(tmp_path) as home:
+        for fault in ("killed", "lost", "stopped"):
+            home.remote._failed = None
+            await home.get_ready()
+            before = home.pictures.encoded_elsewhere
+            expected = await home.pictures.encode(noise(2), "a")
+            session = home.remote._session
+            assert home.pictures.encoded_elsewhere == before + 1
+            os.kill(home.worker.pid, signal.SIGSTOP)
+            asking = asyncio.create_task(home.pictures.encode(noise(2), "a"))
+            for _ in range(50):  # steps of this loop, until it is asked
+                await asyncio.sleep(0)
+            assert session._picture == 2
+            match fault:
+                case "killed":
+                    os.kill(home.worker.pid, signal.SIGKILL)
+                case "lost":
+                    session.lost("its primad ended")
+                case "stopped":
+                    await home.worker.service.stop("memory is short on this device")
+            assert await asking == expected
+            assert home.printed[-1].startswith("lap does not encode pictures: ")
+            assert await home.pictures.encode(noise(2), "a") == expected
+            assert home.pictures.encoded_elsewhere == before + 1, "it is not asked again at once"
+            assert home.remote.device is None
+
+
+async def test_a_worker_that_cannot_have_the_file_or_says_nothing_costs_no_picture(tmp_path, monkeypatch):
+    monkeypatch.setattr("primad.head.rings.remote_encoder.REPLY_S", 0.0)
+    async with asyncio.timeout(PATIENCE_S), Home(tmp_path) as home:
+        for is_mute in (False, True):
+            home.worker.is_mute, home.remote._failed = is_mute, None
+            await home.pictures.encode(noise(1), "a")
+            await home.remote._tasks.wait()
+            assert home.remote.device is None
+        assert "no answer" in home.printed[-1]
+        assert home.pictures.encoded == 2
+
+
+async def test_a_gpu_that_llama_cpp_does_not_see_leaves_the_processor(tmp_path):
+    async with asyncio.timeout(PATIENCE_S), Home(tmp_path) as home:
+        home.pictures._elsewhere = cast(
+            "Any", SimpleNamespace(own_gpu="CUDA7", device=None, encode=_none, end=_nothing)
+        )
+        found = await home.pictures.encode(noise(1), "a")
+        assert "CUDA" not in found.encoder
+        assert home.pictures._child.load.gpu == ""
+
+
+async def _none(_: bytes) -> None:
+    return None
+
+
+async def _nothing() -> None:
+    pass
+
+
+def test_parts_beyond_the_end_and_encoders_in_pieces_are_refused(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(100))
+    ref = cut_file(tmp_path / "file").hashed().ref()
+    assert (ref.size_bytes, ref.tensors[0].size_bytes) == (128, 100)
+    load = LoadMmproj(number=1, file=ref, metadata=b"m", hole_bytes=0, gpu="", memory_bytes=0, sources=[])
+    assert decode_from_head(encode(load)) == load
+    two = replace(ref, tensors=(ref.tensors[0], replace(ref.tensors[0], name="other", offset=128)), size_bytes=256)
+    with pytest.raises(ProtocolError, match="several pieces"):
+        decode_from_head(encode(replace(load, file=two)))
+    with pytest.raises(ProtocolError, match="behind the end"):
+        decode_from_head(encode(PictureChunk(number=1, picture=1, size=3, offset=2, data=b"ab")))
+    with pytest.raises(ProtocolError, match="behind the end"):
+        decode_from_worker(encode(EncodedChunk(number=1, picture=1, size=3, offset=2, data=b"ab")))
+    for size in (0, messages.MAX_PICTURE_BYTES + 1):
+        with pytest.raises(ProtocolError, match="not a control message"):
+            decode_from_head(encode(PictureChunk(number=1, picture=1, size=size, offset=0, data=b"a")))
+
+
+RUN = EmbeddedRun(4, False, bytes(4 * 4 * 8), "grid", 2)
+GOOD = EncodedPicture(digest="d", encoder="e", runs=(TokenRun((1,)), RUN))
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        (),
+        (TokenRun((9,)), RUN),
+        (TokenRun((-1,)), RUN),
+        (TokenRun((1,)),),
+        (replace(RUN, rows=0),),
+        (replace(RUN, rows=3),),
+        (replace(RUN, rows=8),),
+        (replace(RUN, columns=3),),
+        (replace(RUN, columns=0),),
+        (replace(RUN, layout="line"),),
+        (replace(RUN, content=bytes(4 * 4 * 8 * 5)),),
+        (replace(RUN, content=b"\xff" * len(RUN.content)),),
+        (RUN, replace(RUN, content=2 * RUN.content)),
+    ],
+)
+def test_rows_that_are_none_of_the_models_are_refused(runs):
+    check_encoded(GOOD, "d", width=8, vocabulary=9)
+    check_encoded(replace(GOOD, runs=(replace(RUN, content=2 * RUN.content),)), "d", width=8, vocabulary=9)
+    with pytest.raises(ProtocolError):
+        check_encoded(replace(GOOD, runs=runs), "d", width=8, vocabulary=9)
+
+
+def test_another_picture_is_refused():
+    with pytest.raises(ProtocolError, match="another picture"):
+        check_encoded(GOOD, "other", width=8, vocabulary=9)
