@@ -26,6 +26,7 @@ from primad.api.answering.backend import (
 )
 from primad.api.answering.pictures import PicturesWantedError
 from primad.engine.pictures.messages import EmbeddedRun, EncodedPicture, TokenRun
+from primad.engine.pictures.sounds import is_sound
 from primad.engine.protocol import biases_in
 from primad.errors import RequestError
 from primad.head.model.fetching import PictureFetcher
@@ -276,8 +277,8 @@ def check_sampling(sampling: Sampling, context_tokens: int) -> None:
 
 
 async def encoded(data: bytes, called: str) -> EncodedPicture:
-    """A picture as four rows of two numbers between two tokens; one that is no PNG is refused."""
-    if not data.startswith(b"\x89PNG"):
+    """A picture, or sound, as four rows of two numbers between two tokens; one that is no PNG is refused."""
+    if not data.startswith(b"\x89PNG") and not is_sound(data):
         raise RequestError(f"{called}: the picture cannot be decoded", param=called)
     rows = EmbeddedRun(rows=4, looks_ahead=True, content=bytes(32))
     digest = hashlib.sha256(data).hexdigest()

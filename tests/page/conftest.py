@@ -30,7 +30,8 @@ def browser(_network_of_its_own: None) -> Iterator[Browser]:  # noqa: F811
     if not Path(path).is_file():
         pytest.skip(f"{path}: no such browser; tools/test-page installs one")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--no-proxy-server"])
+        heard = ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]  # a microphone that beeps
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--no-proxy-server", *heard])
         yield browser
         browser.close()
 

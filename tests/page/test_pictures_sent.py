@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
+import re
 from dataclasses import replace
 
 from playwright.sync_api import expect
 
 from tests.page.head import answering, say, served
-from tools.lab.mmproj import noise
+from tools.lab.mmproj import noise, tone
 
 DROP = """([name, data]) => {
   const bytes = Uint8Array.from(atob(data), (each) => each.charCodeAt(0));
@@ -52,3 +53,32 @@ def test_without_an_encoder_the_page_says_what_is_missing(open_page):
         page = open_page(url)
         page.locator("#pictures").set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": noise(1)})
         expect(page.locator(".attached .failed")).to_contain_text("put mmproj.gguf beside it")
+
+
+def test_sounds_are_chosen_or_recorded_where_the_model_hears_heard_again_removed_and_sent(open_page):
+    backend = answering("A beep.")
+    backend.served = replace(backend.served, sees=True)
+    with served(backend) as url:
+        page = open_page(url)
+        expect(page.get_by_label("Add pictures or sound")).to_be_visible()
+        expect(page.get_by_label("Record sound")).to_be_hidden()
+    backend.served = replace(backend.served, hears=True)
+    with served(backend) as url:
+        page = open_page(url)
+        row = page.locator(".attached li")
+        page.locator("#pictures").set_input_files({"name": "a.wav", "mimeType": "audio/wav", "buffer": tone(1)})
+        expect(row).to_have_count(1)
+        record = page.locator("#record")
+        record.click()
+        expect(record).to_have_attribute("aria-pressed", "true")
+        expect(record).to_have_attribute("title", re.compile("Stop after"))
+        record.click()
+        expect(row).to_have_count(2)
+        expect(row.locator("audio[src^='data:audio/wav;base64,UklGR']")).to_have_count(2)
+        expect(row.get_by_text("6 tokens")).to_have_count(2)
+        page.get_by_label("Remove a.wav").click()
+        expect(row).to_have_count(1)
+        say(page, "What is it?")
+        expect(page.locator(".message.user audio")).to_have_count(1)
+        expect(page.locator(".message.assistant .text")).to_have_text("A beep.")
+        assert len(backend.calls[-1].pictures) == 1

@@ -209,6 +209,28 @@ def test_sound_goes_where_the_model_hears_and_is_refused_by_name_elsewhere():
     assert call(made, "GET", "/props").json()["modalities"] == {"vision": False, "audio": True}
 
 
+def test_sound_in_other_dialects_is_taken_where_they_have_it_and_refused_by_name_with_what_to_use_elsewhere():
+    made = backend(hears=True)
+    part = {"type": "input_audio", "input_audio": {"data": based(ONE), "format": "wav"}}
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "See "}, part]}]
+    assert post(made, "/v1/responses", input=items).status_code == 200
+    assert shown(made.calls[0].prompt) == "^[user]See <>>"
+    assert "takes pictures, and no sound" in post(backend(), "/v1/responses", input=items).text
+    for lacking in ({"type": "input_audio"}, part | {"input_audio": "x"}):
+        assert "input_audio" in post(made, "/v1/responses", input=[{"role": "user", "content": [lacking]}]).text
+    made.served = replace(made.served, sees=False)
+    assert post(made, OLLAMA, **ASKED[OLLAMA]).status_code == 200, "the file among images tells what it is"
+    for body in (
+        {"messages": [{"role": "user", "content": "?", "audio": [based(ONE)]}]},
+        {"prompt": "?", "audio": "A"},
+    ):
+        answer = post(made, OLLAMA if "messages" in body else "/api/generate", model="toy", **body)
+        assert (answer.status_code, "send sound among images" in answer.text) == (400, True)
+    audio = {"type": "audio", "source": {"type": "base64", "media_type": "audio/wav", "data": based(ONE)}}
+    answer = post(made, "/v1/messages", **ASKED["/v1/messages"] | {"messages": [{"role": "user", "content": [audio]}]})
+    assert "audio blocks are not supported: this API has no sound; send it to /v1/chat/completions" in answer.text
+
+
 @pytest.mark.parametrize("kind", ["audio_url", "video_url", "file", "input_file"])
 def test_what_is_neither_picture_nor_sound_is_refused_by_name(kind):
     part = {"type": kind, kind: {"data": "AAAA", "format": "wav"}}

@@ -75,8 +75,8 @@ def test_a_refusal_names_the_field_as_it_was_sent(asked, param):
     [
         ({"type": "item_reference", "id": "w"}, "input[1] is of type 'item_reference'"),
         (
-            {"role": "user", "content": [{"type": "input_audio", "input_audio": "x"}]},
-            "input[1] has a part of type 'input_audio'",
+            {"role": "user", "content": [{"type": "input_video", "input_video": "x"}]},
+            "input[1] has a part of type 'input_video'",
         ),
         ({"type": "function_call_output", "call_id": "c", "output": [{"type": "input_file"}]}, "'input_file'"),
     ],

@@ -16,6 +16,7 @@ _NOT_SERVED = {
     "document": "only text and images are read; send the document's text",
     "server_tool_use": "this server runs no tools itself",
     "container_upload": "this server has no containers",
+    **dict.fromkeys(("audio", "input_audio"), "this API has no sound; send it to /v1/chat/completions as input_audio"),
 }
 
 _SOURCES = ("base64", "url")

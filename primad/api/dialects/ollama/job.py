@@ -96,10 +96,10 @@ def _shared(ask: OllamaRequest) -> dict[str, Any]:
 
 
 def _content(text: str, images: Sequence[str] | None, at: str) -> str | list[dict[str, Any]]:
-    """Pictures stand before the text, as in Ollama."""
+    """Pictures stand before the text, as in Ollama, and so do sounds, which it takes among them."""
     if not images:
         return text
-    pictures = [{"type": "picture", "source": each, "called": f"{at}[{number}]"} for number, each in enumerate(images)]
+    pictures = [{"type": "media", "source": each, "called": f"{at}[{number}]"} for number, each in enumerate(images)]
     return [*pictures, {"type": "text", "text": text}]
 
 

@@ -11,6 +11,7 @@ from primad.api.dialects.openai.free_samplers import FreeSamplers, Whole
 from primad.api.dialects.openai.schema import MAX_TOP_LOGPROBS, ChatRequest, CompletionRequest, TokenLimit
 
 _Images = Annotated[list[str], expecting("a list of pictures as base64")] | None
+_NoSound = Annotated[Any, only(None, [], "", why="send sound among images, or to /v1/chat/completions as input_audio")]
 
 
 class OllamaFunction(Strict):
@@ -33,6 +34,7 @@ class OllamaMessage(Strict):
     content: str | None = None
     thinking: str | None = None
     images: _Images = None
+    audio: _NoSound = None
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
 
@@ -75,6 +77,7 @@ class OllamaGenerateRequest(OllamaRequest):
     system: str | None = None
     raw: bool | None = None
     images: _Images = None
+    audio: _NoSound = None
     suffix: str | None = None
     template: Annotated[Any, only(None, "", why="the model's own template is used; or send raw")] = None
     context: Annotated[Any, only(None, [], why="send the conversation to /api/chat")] = None

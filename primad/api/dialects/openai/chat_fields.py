@@ -71,10 +71,14 @@ class TextPart(Strict):
     text: str
 
 
-class PicturePart(Strict):
-    """A picture or sound in a message's content: a data URL or base64, which its client ``called`` so."""
+_KINDS: Final[dict[str, Literal["picture", "sound", ""]]] = {"picture": "picture", "sound": "sound", "media": ""}
 
-    type: Literal["picture", "sound"]
+
+class PicturePart(Strict):
+    """A picture or sound in a message's content: a data URL or base64, which its client ``called`` so. Of ``media`` the
+    file tells which."""
+
+    type: Literal["picture", "sound", "media"]
     source: str
     called: str = ""
 
@@ -104,7 +108,7 @@ class Message(Strict):
     def _known_parts(cls, value: Any) -> Any:
         for part in value if isinstance(value, list) else ():
             kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind not in ("text", "picture", "sound"):
+            if isinstance(kind, str) and kind not in ("text", "picture", "sound", "media"):
                 why = "parts of type '{kind}' are not supported: send text, image_url with a data URL, or input_audio"
                 if kind in (*PICTURES, "input_audio"):
                     why = "a part of type '{kind}' lacks its data URL, or base64, as a text"
@@ -210,7 +214,7 @@ class ChatFields(TemplateFields, ToolFields):
     def pictures(self) -> list[SentPicture]:
         """Those of the messages, in order."""
         return [
-            SentPicture(part.called or f"messages[{number}].content[{place}]", part.source, part.type)
+            SentPicture(part.called or f"messages[{number}].content[{place}]", part.source, _KINDS[part.type])
             for number, message in enumerate(self.messages)
             for place, part in enumerate(message.content if isinstance(message.content, list) else ())
             if isinstance(part, PicturePart)

@@ -88,12 +88,15 @@ def _text(content: str | Sequence[ContentPart] | None) -> str:
 
 
 def _content(content: str | Sequence[ContentPart] | None, at: str) -> str | list[dict[str, Any]]:
-    """Texts and pictures, which are ``at`` a place of the request."""
+    """Texts, pictures and sounds, which are ``at`` a place of the request."""
     if content is None or isinstance(content, str):
         return content or ""
     found = []
     for number, part in enumerate(content):
-        if part.type in PICTURES:
+        if part.type == "input_audio":
+            sound = _needed(part.input_audio, f"{at}[{number}].input_audio")
+            found.append({"type": "sound", "source": sound.data, "called": f"{at}[{number}]"})
+        elif part.type in PICTURES:
             url = part.image_url.get("url") if isinstance(part.image_url, dict) else part.image_url
             source = _needed(url, f"{at}[{number}].image_url")
             found.append({"type": "picture", "source": source, "called": f"{at}[{number}]"})

@@ -16,7 +16,15 @@ _STATELESS = "nothing is stored between requests; send the whole conversation as
 
 
 _PartKind = Literal[
-    "input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal", "input_image", "image_url"
+    "input_text",
+    "output_text",
+    "text",
+    "summary_text",
+    "reasoning_text",
+    "refusal",
+    "input_image",
+    "image_url",
+    "input_audio",
 ]
 _ItemKind = Literal[
     "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
@@ -25,20 +33,28 @@ _RECORDS = frozenset({"web_search_call", "file_search_call", "code_interpreter_c
 """Items about another server's own actions, which are ignored; their results are in its response."""
 
 
+class InputAudio(Strict):
+    """A sound, as base64; its ``format`` is in the file."""
+
+    data: str
+    format: str | None = None
+
+
 class ContentPart(Strict):
-    """A part of an item: input or output text, a refusal, or a picture."""
+    """A part of an item: input or output text, a refusal, a picture or a sound."""
 
     type: _PartKind
     text: str | None = None
     refusal: str | None = None
     image_url: str | dict[str, Any] | None = None
+    input_audio: InputAudio | None = None
     file_id: Annotated[Any, only(None, why="no files are stored here; send the picture as image_url")] = None
 
 
 _Parts = Annotated[
     str | list[ContentPart] | None,
     expecting(
-        "a string or a list of parts: texts, and input_image with a data URL (audio and files are not supported)"
+        "a string or a list of parts: texts, input_image with a data URL, and input_audio (files are not supported)"
     ),
 ]
 
@@ -84,7 +100,8 @@ class ResponsesRequest(Strict):
     input: Annotated[
         str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)],
         expecting(
-            "a string, or items: messages of text and input_image, function_call, function_call_output and reasoning"
+            "a string, or items: messages of text, input_image and input_audio, function_call, function_call_output and "
+            "reasoning"
         ),
     ]
     instructions: str | None = None

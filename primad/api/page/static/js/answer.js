@@ -1,5 +1,6 @@
 // One response as it is generated: its text, thoughts and calls, and its speed.
 
+import { partOf } from "./attached.js";
 import { events } from "./server.js";
 
 /** What `chat` says so far, as the API takes it, for `model`; `values` are the settings. Throws `Error` where one is wrong. */
@@ -35,7 +36,7 @@ export function asked(chat, values, model) {
 }
 
 function withPictures({ content, pictures = [] }) {
-  const shown = pictures.filter(({ url }) => url).map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  const shown = pictures.filter(({ url }) => url).map(({ url }) => partOf(url));
   return shown.length ? [...shown, { type: "text", text: content }] : content;
 }
 

@@ -1,9 +1,10 @@
-// Pictures that go with the next question: pasted, dropped or chosen, shown with what they cost.
+// Pictures and sounds that go with the next question: pasted, dropped, chosen or recorded, shown with what they cost.
 
 import { announce, h, icon, iconButton } from "./dom.js";
 import { count } from "./format.js";
 import { chosen } from "./selector.js";
 import { ask } from "./server.js";
+import { isSound, readable, recordButton, soundPart } from "./sound.js";
 
 const MOST = 10;
 const SIDE = 1600;
@@ -11,8 +12,8 @@ const KEPT_BYTES = 1 << 20;
 const KNOWN = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];
 
 let pictures = [];
-const row = h("ul", { class: "attached", "aria-label": "Pictures", hidden: true });
-const input = h("input", { type: "file", accept: "image/*", multiple: true, hidden: true, id: "pictures", onchange: () => add(input.files) });
+const row = h("ul", { class: "attached", "aria-label": "Pictures and sounds", hidden: true });
+const input = h("input", { type: "file", accept: "image/*,audio/*", multiple: true, hidden: true, id: "pictures", onchange: () => add(input.files) });
 
 /** The row of pictures, for above the composer; `area` takes those that are dropped on it or pasted into it. */
 export function attachedRow(area) {
@@ -30,9 +31,9 @@ export function attachedRow(area) {
   return row;
 }
 
-/** The button that chooses pictures, with its input. */
+/** The buttons that choose and record, with their input. */
 export function attachButton() {
-  return [iconButton("image", "Add pictures", () => input.click()), input];
+  return [iconButton("image", "Add pictures or sound", () => input.click()), input, recordButton(add)];
 }
 
 /** Whether there are any. */
@@ -48,8 +49,14 @@ export function takeAttached() {
   return taken;
 }
 
-/** A picture of a question, as the page shows it; those of old conversations are not kept. */
+/** A picture or sound as a part of a question. */
+export function partOf(url) {
+  return isSound(url) ? soundPart(url) : { type: "image_url", image_url: { url } };
+}
+
+/** A picture or sound of a question, as the page shows it; those of old conversations are not kept. */
 export function shownPicture({ name, url }) {
+  if (url && isSound(url)) return h("audio", { controls: true, src: url, "aria-label": name });
   return url ? h("img", { class: "picture", src: url, alt: name }) : h("span", { class: "hint" }, `[${name}, not kept]`);
 }
 
@@ -62,7 +69,7 @@ async function add(files) {
       draw();
       picture.cost = count(await tokensOf(picture.url), "token");
     } catch (error) {
-      picture.failed = picture.url ? error.message : "no picture that this browser can read";
+      picture.failed = picture.url ? error.message : "nothing that this browser can read";
       announce(`${picture.name}: ${picture.failed}`);
       if (!picture.url) pictures = pictures.filter((each) => each !== picture);
     }
@@ -73,19 +80,24 @@ async function add(files) {
 
 /** The file as a data URL; one that is large, or of another format, is drawn anew. */
 async function read(file) {
+  if (file.type.startsWith("audio/")) return dataUrl(await readable(file));
   const bitmap = await createImageBitmap(file);
   const scale = Math.min(1, SIDE / Math.max(bitmap.width, bitmap.height));
   if (scale === 1 && file.size <= KEPT_BYTES && KNOWN.includes(file.type)) {
-    return new Promise((resolve, reject) => {
-      const reader = new FileReader();
-      reader.onload = () => resolve(reader.result);
-      reader.onerror = () => reject(reader.error);
-      reader.readAsDataURL(file);
-    });
+    return dataUrl(file);
   }
   const canvas = h("canvas", { width: Math.max(1, Math.round(bitmap.width * scale)), height: Math.max(1, Math.round(bitmap.height * scale)) });
   canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
   return canvas.toDataURL("image/jpeg", 0.9);
+}
+
+function dataUrl(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(reader.error);
+    reader.readAsDataURL(file);
+  });
 }
 
 /** What a picture costs; it is encoded for that, and not again for its question. */
@@ -96,7 +108,7 @@ async function tokensOf(url) {
     const body = { messages: [{ role: "user", content }], ...(model !== null && { model }) };
     return (await ask("/v1/chat/completions/input_tokens", body)).input_tokens;
   };
-  return (await counted([{ type: "image_url", image_url: { url } }, text])) - (await counted([text]));
+  return (await counted([partOf(url), text])) - (await counted([text]));
 }
 
 function draw() {
@@ -112,7 +124,7 @@ function drawn(picture) {
   return h(
     "li",
     {},
-    h("img", { src: picture.url, alt: picture.name }),
+    isSound(picture.url) ? shownPicture(picture) : h("img", { src: picture.url, alt: picture.name }),
     h("span", { class: picture.failed ? "failed" : "hint" }, picture.failed || picture.cost || "…"),
     h("button", { class: "icon", type: "button", title: "Remove", "aria-label": `Remove ${picture.name}`, onclick: remove }, icon("bin")),
   );
