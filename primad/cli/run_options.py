@@ -70,7 +70,7 @@ class RunOptions:
         str | None,
         typer.Option(
             help="Set the plan by hand: layers per round of this device and each other one, such as 10,12,7. "
-            "This device also computes the remaining layers.",
+            "This device also computes the remaining layers. 12x2: the next two devices share 12 layers.",
             show_default=False,
         ),
     ] = None
@@ -163,8 +163,11 @@ def run_config(run: RunOptions, draft: DraftOptions) -> RunConfig:
         raise ConfigError("--use-all: contradicts --alone and --windows; leave one of them out")
     parallel = parse_choice(run.parallel, PARALLEL_MODES, "--parallel")
     is_tensor = parallel == "tensor"
+    windows, ranks = (None, ()) if run.windows is None else _windows(run.windows)
     if is_tensor:
-        _check_tensor(run, draft)
+        _check_tensor(run, draft, shares=max(ranks, default=1) > 1)
+    elif max(ranks, default=1) > 1:
+        raise ConfigError(f"--windows {run.windows}: devices share layers with --parallel tensor; give both or neither")
     return RunConfig(
         objective=parse_choice(run.objective, OBJECTIVES, "--objective"),
         use_all=run.use_all,
@@ -179,16 +182,18 @@ def run_config(run: RunOptions, draft: DraftOptions) -> RunConfig:
         speculate="off" if is_tensor else parse_choice(draft.speculate, SPECULATE_MODES, "--speculate"),
         draft_on=None if draft.draft_on == "auto" else draft.draft_on,
         encoder_on=None if run.mmproj_device == "auto" else run.mmproj_device,
-        windows=None if run.windows is None else _windows(run.windows),
+        windows=windows,
         rounds=run.rounds,
+        ranks=ranks,
         parallel=parallel,
     )
 
 
-def _check_tensor(run: RunOptions, draft: DraftOptions) -> None:
-    """What a group of devices does not compute. Raises ``ConfigError``."""
+def _check_tensor(run: RunOptions, draft: DraftOptions, *, shares: bool) -> None:
+    """What a group of devices does not compute. Windows by hand say who ``shares`` layers. Raises ``ConfigError``."""
     refused = {
-        "--windows": run.windows is not None,
+        "--windows without shares": run.windows is not None and not shares,
+        f"--rounds {run.rounds}": run.rounds not in (None, 1),
         "--batching exact": run.batching == "exact",
         "--extra-buffers on": run.extra_buffers == "on",
         f"--speculate {draft.speculate}": draft.speculate not in ("auto", "off"),
@@ -199,11 +204,14 @@ def _check_tensor(run: RunOptions, draft: DraftOptions) -> None:
             raise ConfigError(f"--parallel tensor: cannot be combined with {option}; leave one of them out")
 
 
-def _windows(text: str) -> tuple[int, ...]:
+def _windows(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The layers of each window and the devices that share them."""
+    parts = [part.partition("x") for part in text.split(",")]
     try:
-        windows = tuple(int(part) for part in text.split(","))
+        windows = tuple(int(layers) for layers, _, _ in parts)
+        ranks = tuple(int(ranks) if has_ranks else 1 for _, has_ranks, ranks in parts)
     except ValueError as exc:
         raise ConfigError(f"--windows {text}: give whole numbers separated by commas, such as 10,12,7") from exc
-    if not 1 <= len(windows) <= 1000 or min(windows) < 1:
+    if not 1 <= len(windows) <= 1000 or min((*windows, *ranks)) < 1:
         raise ConfigError(f"--windows {text}: every window needs at least one layer")
-    return windows
+    return windows, ranks

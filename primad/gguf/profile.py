@@ -107,6 +107,7 @@ def model_profile(header: Header) -> ModelProfile:
         cut_multiple=places.step,
         cut_offset=places.start % places.step,
         query_width=max(queries),
+        attention_share=_attention_share(header),
         heads=max(count_at(header, f"{name}.attention.head_count", layer) for layer in range(layers)),
         cell_bytes=scored_bytes if any(indexed) else 0,
         tail_layers=tail_layers(header),
@@ -236,6 +237,13 @@ def _latent_values(header: Header, name: str, layer: int) -> int:
         return 0
     heads, width = count_at(header, f"{name}.attention.head_count", layer), _head_widths(header, name, layer)[0]
     return heads * (2 * width + latent) + 4 * header.count(f"{name}.embedding_length")
+
+
+def _attention_share(header: Header) -> float:
+    """What of the layers' weights is in their attention."""
+    of_layers = {name: tensor.bytes for name, tensor in header.tensors.items() if name.startswith("blk.")}
+    attention = sum(size for name, size in of_layers.items() if ".attn_" in name)
+    return attention / max(sum(of_layers.values()), 1)
 
 
 def _state_bytes(header: Header, name: str) -> int:

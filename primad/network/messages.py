@@ -455,8 +455,8 @@ class DownloadedLayer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """All windows are loaded; steps are received on TCP port ``port`` by a ring process with key ``key``. In a group other
-    ranks connect to the port, and the key is empty.
+    """All windows are loaded; steps are received on TCP port ``port`` by a ring process with key ``key``, which is empty
+    where none come: to ranks of a group but the first. Its ranks connect to each other on ``group_port``, 0 without one.
 
     It ``keeps`` the KV blocks that the step log names. ``downloaded`` are the layers that had no digest before.
     """
@@ -465,6 +465,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     keeps: bool = False
     downloaded: Annotated[list[DownloadedLayer], Meta(max_length=MAX_LAYERS)] = []
+    group_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True):
@@ -775,7 +776,9 @@ def _check_load(load: Load) -> None:
     if len({spec.window for spec in specs}) != len(specs):
         raise ProtocolError("plan with two windows at one place of the route")
     for plan in load.windows:
-        _check_assignment(plan.spec, plan.assignment, has_output=load.group is not None)
+        # Of the head's windows others of its group have a share.
+        has_output = load.group is not None and plan.spec.window == load.route - 1
+        _check_assignment(plan.spec, plan.assignment, has_output=has_output)
     for source in load.sources:
         check_contact(source)
     for spec in specs:
@@ -786,10 +789,11 @@ def _check_load(load: Load) -> None:
         for adapter in spec.adapters:
             check_adapter(adapter, spec.last - spec.first)
     check_origins(load.files, load.origins, [ref for spec in specs for ref in spec.layers])
-    if load.group is not None:
-        if load.route > 1 or len(specs) > 1 or specs[0].window or not 0 < load.group.rank < len(load.group.devices):
-            raise ProtocolError("plan with an impossible group")
-    elif any(not 0 < spec.window < load.route - 1 for spec in specs):
+    group, ends = load.group, [spec.window for spec in specs if not 0 < spec.window < load.route - 1]
+    if group is not None and not group.rank < len(group.devices):
+        raise ProtocolError("plan with an impossible group")
+    follows = group is not None and group.rank > 0
+    if any(window >= load.route for window in ends) or (ends and not follows):
         raise ProtocolError("plan gives a worker the head's first or last window")
 
 

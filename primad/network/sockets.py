@@ -142,6 +142,11 @@ def endpoint(host: str, port: int | str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host and not host.startswith("[") else f"tcp://{host}:{port}"
 
 
+def port_of(endpoint: str) -> int:
+    """The TCP port of a ZeroMQ endpoint; 0 for none."""
+    return int(endpoint.rsplit(":", 1)[1]) if endpoint else 0
+
+
 def raise_descriptor_limit() -> int | None:
     """Let this process open as many files as its user may, at most ``MAX_DESCRIPTORS``; returns the limit.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from halda import Infeasible, ModelProfile, Objective, Plan, Solution, Workload, arrange, evaluate, residency
+from halda import Infeasible, ModelProfile, Objective, Plan, Rank, Solution, Workload, arrange, evaluate, residency
 from halda.chunk_rows import in_best_chunks
 from halda.instance import Instance
 from primad.errors import PlanError
@@ -13,21 +13,32 @@ from primad.planning.default_context import SolvedPlan, WithContext, with_wanted
 from primad.settings.quantities import show_bytes
 
 
-def plan_by_hand(names: Sequence[str], windows: tuple[int, ...], rounds: int | None, model: ModelProfile) -> Plan:
-    """The plan in which the first of the devices ``names`` have these layers a round.
+def plan_by_hand(
+    names: Sequence[str],
+    windows: tuple[int, ...],
+    rounds: int | None,
+    model: ModelProfile,
+    ranks: tuple[int, ...] = (),
+) -> Plan:
+    """The plan in which the first of the devices ``names`` have these layers a round, so many ``ranks`` each window.
 
     Raises ``PlanError`` naming the flag.
     """
-    flag = f"--windows {','.join(map(str, windows))}"
-    if len(windows) > len(names):
+    ranks = ranks or (1,) * len(windows)
+    parts = (f"{layers}x{count}" if count > 1 else str(layers) for layers, count in zip(windows, ranks, strict=True))
+    flag = f"--windows {','.join(parts)}"
+    if sum(ranks) > len(names):
         raise PlanError(
-            f"{flag} is for {len(windows)} devices; found {len(names)}, this one among them; start 'primad join' on more "
+            f"{flag} is for {sum(ranks)} devices; found {len(names)}, this one among them; start 'primad join' on more "
             "or give fewer windows"
         )
+    firsts = [sum(ranks[:i]) for i in range(len(ranks))]
     try:
-        return arrange(names[: len(windows)], windows, rounds=rounds or 1, model=model)
+        plan = arrange([names[first] for first in firsts], windows, rounds=rounds or 1, model=model)
     except Infeasible as exc:
         raise PlanError(f"{flag}: {exc}; choose other windows") from exc
+    places = (names[first : first + count] for first, count in zip(firsts, ranks, strict=True) if count > 1)
+    return replace(plan, groups=tuple(tuple(Rank(device=name, weight=1) for name in place) for place in places))
 
 
 def stream_by_hand(plan: Plan, question: Instance) -> Plan:

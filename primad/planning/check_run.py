@@ -18,7 +18,8 @@ def check_run(run: RunConfig, model: ModelProfile, draft: Path | None = None) ->
     check_speculate(run, model, draft)
     check_sequences(run, model)
     if run.windows is not None:
-        plan_by_hand([f"device {i}" for i in range(len(run.windows))], run.windows, run.rounds, model)
+        names = [f"device {i}" for i in range(run.devices_by_hand)]
+        plan_by_hand(names, run.windows, run.rounds, model, run.ranks)
 
 
 def check_sequences(run: RunConfig, model: ModelProfile) -> None:

@@ -268,7 +268,7 @@ def moved(factor: float, wanted: float) -> float:
 
 def hops_of(plan: Plan) -> list[Pair]:
     """The links that a token crosses."""
-    return [(name, plan.after(name)) for name in plan.devices] if len(plan.devices) > 1 else []
+    return [(name, plan.after(name)) for name in plan.places] if len(plan.places) > 1 else []
 
 
 def stamp_of(profile: DeviceProfile) -> str:

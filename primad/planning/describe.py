@@ -98,7 +98,7 @@ def load_part(batches: Batches) -> LoadJson | None:
 def kept_part(planned: Planned) -> list[KeptJson]:
     """Where the KV cells of the workers are kept a second time."""
     plan, asked, tokens_per_s = planned.plan, planned.question, planned.batches.load.tokens_per_s
-    if plan.group:  # another group has other shares
+    if plan.groups:  # another group has other shares
         return []
     links = {pair: link.bytes_per_s for pair, link in asked.links.items()}
     bytes_of = token_bytes(plan, asked.model.layers, asked.workload.kv_type, links, tokens_per_s)
@@ -260,7 +260,7 @@ def _disk(device: DevicePrediction, instance: Instance, how: str) -> str:
 
 def _hops(plan: Plan, prediction: Prediction, instance: Instance) -> str:
     slowest = max(prediction.devices, key=lambda device: device.hop_s)
-    count = len(plan.devices) * plan.rounds
+    count = len(plan.places) * plan.rounds
     index = {device.device: i for i, device in enumerate(instance.devices)}
     target = plan.after(slowest.device)
     link = instance.link(index[slowest.device], index[target])

@@ -67,7 +67,7 @@ def drafting_of(
     a chain.
     """
     work, has_state = question.workload, question.model.is_recurrent
-    if mode == "off" or work.small_windows or plan.group:
+    if mode == "off" or work.small_windows or plan.groups:
         return None
     ring_passes = _ring_passes(plan, question)
     room = 1 if round(ring_passes) <= 1 else min(round(ring_passes) + WAITING, MAX_ROOM)

@@ -133,7 +133,7 @@ def request_of(
 
 
 def _plan_alone(question: Question, device: DeviceProfile, time_limit_s: float) -> Planned:
-    run = replace(question.run, windows=None, rounds=None)
+    run = replace(question.run, windows=None, rounds=None, ranks=())
     limits = {name: limit for name, limit in question.limits.items() if name == device.device}
     return plan(
         request_of(
@@ -217,7 +217,7 @@ def _left_out(question: Question, chosen: Planned, settled: Settled) -> list[Lef
         alike = next((each for each in parts if each.slower_ms is not None and asked.are_alike(each.name, name)), None)
         if alike is not None:
             parts.append(structs.replace(alike, name=name))
-        elif question.run.windows is not None or chosen.plan.group or tried >= MAX_LEFT_OUT:
+        elif question.run.windows is not None or chosen.plan.groups or tried >= MAX_LEFT_OUT:
             parts.append(LeftOutJson(name=name, reason=reason, slower_ms=None, objective_ms=None))
         else:
             tried += 1

@@ -59,7 +59,7 @@ def _plan(question: Instance, weights: dict[str, int], left_out: Sequence[LeftOu
         output_on_gpu=False,
         streaming=(),
         left_out=tuple(left_out),
-        group=tuple(Rank(device=name, weight=weight) for name, weight in weights.items()),
+        groups=(tuple(Rank(device=name, weight=weight) for name, weight in weights.items()),),
     )
 
 
@@ -75,14 +75,15 @@ def _within_memory(plan: Plan, question: Instance) -> Plan:
     """``plan``, in which devices that are short of memory have less. Raises ``Infeasible``."""
     while short := evaluate(plan, question).short:
         first = short[0]
+        (ranks,) = plan.groups
         lower = tuple(
-            replace(rank, weight=max(1, rank.weight - 1)) if rank.device == first.where else rank for rank in plan.group
+            replace(rank, weight=max(1, rank.weight - 1)) if rank.device == first.where else rank for rank in ranks
         )
-        if lower == plan.group:
+        if lower == ranks:
             raise Infeasible(
                 f"{first.where} is short of {show_bytes(first.short_bytes)} of {first.what} for a share of each layer; "
                 "choose a smaller --context, add a device, or serve with --parallel pipeline",
                 short_bytes=first.short_bytes,
             )
-        plan = replace(plan, group=lower)
+        plan = replace(plan, groups=(lower,))
     return plan

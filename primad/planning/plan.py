@@ -324,10 +324,14 @@ def _search_by_hand(request: PlanRequest) -> FoundPlan:
     run = request.run
     assert run.windows is not None
     names = [device.device for device in request.devices]
-    plan = plan_by_hand(names, run.windows, run.rounds, request.model)
+    if run.shares_by_hand and max(run.ranks) > request.max_ranks:
+        raise PlanError(f"--windows: the heads of this model are for groups of {request.max_ranks} devices at most")
+    plan = plan_by_hand(names, run.windows, run.rounds, request.model, run.ranks)
     work = workload_of(run, request.model)
-    devices = request.devices[: len(run.windows)]
-    if run.extra_buffers != "on":
+    devices = request.devices[: len(plan.devices)]
+    if plan.groups:  # what is in extra buffers is no share of a file
+        devices = [device.without_extra_buffers() for device in devices]
+    elif run.extra_buffers != "on":
         devices = [suited(device, work, run.objective) for device in devices]
     asked = msgspec.structs.replace(request, devices=devices).instance(work, plan.head)
     wanted = 0 if run.context_tokens is not None else wanted_context(request.model)

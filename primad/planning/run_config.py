@@ -22,7 +22,8 @@ MAX_SEQUENCES: Final = 64
 class RunConfig:
     """What ``primad serve`` runs and ``primad plan`` plans for; None stands for ``auto``.
 
-    The plan minimises ``objective``, with every device in it if ``use_all``; ``windows`` and ``rounds`` set it by hand.
+    The plan minimises ``objective``, with every device in it if ``use_all``; ``windows`` and ``rounds`` set it by hand, and
+    ``ranks`` how many devices share each of the windows.
     Each of ``sequences`` concurrent requests has a KV cache of ``context_tokens``, in ``kv_type``. ``batching`` says
     whether what they compute together must be exact. A typical request has ``prompt_tokens`` and ``answer_tokens``.
     ``experts`` says where those of layers on a GPU are. Drafts come as ``speculate`` says, those of a draft model from
@@ -48,13 +49,25 @@ class RunConfig:
     encoder_on: str | None = None
     windows: tuple[int, ...] | None = None
     rounds: int | None = None
+    ranks: tuple[int, ...] = ()
     parallel: ParallelMode = "pipeline"
 
     @property
     def may_share(self) -> bool:
         """Whether devices may have shares of layers: with what is asked for, a group has to compute everything else too."""
-        asked = self.windows is not None or self.extra_buffers == "on" or self.speculate not in ("auto", "off")
+        by_hand = self.windows is not None and not self.shares_by_hand
+        asked = by_hand or self.extra_buffers == "on" or self.speculate not in ("auto", "off")
         return self.parallel != "pipeline" and self.batching != "exact" and not asked
+
+    @property
+    def shares_by_hand(self) -> bool:
+        """Whether devices have shares of layers in a plan by hand."""
+        return max(self.ranks, default=1) > 1
+
+    @property
+    def devices_by_hand(self) -> int:
+        """How many devices a plan by hand is for."""
+        return sum(self.ranks) or len(self.windows or ())
 
     @property
     def may_help(self) -> bool:

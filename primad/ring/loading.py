@@ -116,29 +116,43 @@ def share_scratch(windows: Collection[_Window]) -> None:
             window.share_scratch()
 
 
-def open_worker(opening: Open, loaded: OnLoaded, on_gpu: OnGpuLoaded) -> tuple[dict[int, HiddenWindow], Streams]:
-    """A worker's windows by route index, and what streams. Raises ``EngineError`` when llama.cpp cannot load one."""
-    return load_what_fits(opening, lambda each: _open_worker(each, loaded), on_gpu, free_bytes)
+def open_worker(
+    opening: Open, loaded: OnLoaded, on_gpu: OnGpuLoaded, exchange: GroupExchange | None = None
+) -> tuple[dict[int, HiddenWindow], Streams]:
+    """A worker's windows by route index, and what streams. It leads a group of ``exchange``.
+
+    Raises ``EngineError`` when llama.cpp cannot load one.
+    """
+    return load_what_fits(opening, lambda each: _open_worker(each, loaded, exchange), on_gpu, free_bytes)
 
 
-def _open_worker(opening: Open, loaded: OnLoaded) -> tuple[dict[int, HiddenWindow], Streams]:
+def _open_worker(
+    opening: Open, loaded: OnLoaded, exchange: GroupExchange | None
+) -> tuple[dict[int, HiddenWindow], Streams]:
     windows: dict[int, MiddleWindow] = {}
     streams = _streams(opening, None)
     with streams.loading(), _released_on_error(windows.values()):
         for window in opening.windows:
-            windows[window.window] = MiddleWindow(window, opening.options)
+            windows[window.window] = MiddleWindow(window, opening.options, exchange)
             loaded(len(windows))
     share_scratch(windows.values())
     streams.begin(windows)
     return dict(windows), streams
 
 
-def open_follower(opening: Open, loaded: OnLoaded, exchange: GroupExchange) -> tuple[ShareWindow, Streams]:
-    """The share of a rank but the first one. Raises ``EngineError`` when llama.cpp cannot load it."""
-    (source,) = opening.windows
-    window = ShareWindow(source, opening.options, frozenset(), exchange=exchange)
-    loaded(1)
-    return window, _streams(opening, None)
+def open_follower(opening: Open, loaded: OnLoaded, exchange: GroupExchange) -> tuple[dict[int, RouteWindow], Streams]:
+    """The shares of a rank but the first one, by route index. Raises ``EngineError`` when llama.cpp cannot load one."""
+    windows: dict[int, MiddleWindow | ShareWindow] = {}
+    with _released_on_error(windows.values()):
+        for window in opening.windows:
+            if window.window == opening.route - 1:
+                tail = ShareWindow(window, opening.options, frozenset(), exchange=exchange)
+                windows[window.window] = tail
+            else:
+                windows[window.window] = MiddleWindow(window, opening.options, exchange)
+            loaded(len(windows))
+    share_scratch(windows.values())
+    return dict(windows), _streams(opening, None)
 
 
 def open_head(
@@ -169,7 +183,7 @@ def _open_head(
     with streams.loading(), _released_on_error(windows.values()):
         for window in opening.windows:
             options = opening.options
-            if exchange is not None:
+            if exchange is not None and window.window == opening.route - 1:
                 tail = ShareWindow(
                     window,
                     options,
@@ -177,6 +191,7 @@ def _open_head(
                     vocabulary=part.vocabulary,
                     exchange=exchange,
                     embedding=embedding,
+                    takes_tokens=opening.route == 1,
                     file=header.path,
                 )
             elif opening.route == 1:
@@ -191,7 +206,7 @@ def _open_head(
                 )
             elif window.window == 0:
                 assert embedding is not None
-                windows[0] = FirstWindow(window, options, embedding)
+                windows[0] = FirstWindow(window, options, embedding, exchange)
             elif window.window == opening.route - 1:
                 tail = TailWindow(
                     window,

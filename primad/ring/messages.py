@@ -543,7 +543,7 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
 
     ``route`` is the number of windows in the route, ``width`` that of a row on its way; ``head`` is None on a worker. Of
     what streams ``read_ahead_bytes`` are read ahead. How often experts are used is kept in the folder ``usage``, or
-    nowhere; KV cells are kept in the folder ``cells``, or nowhere. In a ``group`` the only window is a share of all layers.
+    nowhere; KV cells are kept in the folder ``cells``, or nowhere. In a ``group`` windows have shares of their layers.
     """
 
     ring: int
@@ -621,15 +621,16 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
     """Every window is loaded; steps of the device before this one are received at ``endpoint``.
 
-    ``key`` is the public key of this ring process (Z85, 40 characters), new with every ``Opened``. Both are empty without
-    a ring. ``keeps``: all its windows can hand out KV cells and take them in, and there is a folder for them; ``cells`` says
-    what those of each layer are made of.
+    ``key`` is the public key of this ring process (Z85, 40 characters), new with every ``Opened``. Both are empty where
+    no steps come from a ring; other ranks of its group connect to ``group``. ``keeps``: all its windows can hand out KV
+    cells and take them in, and there is a folder for them; ``cells`` says what those of each layer are made of.
     """
 
     endpoint: str
     key: str
     keeps: bool = False
     cells: list[CellShape] = []
+    group: str = ""
 
 
 class Serving(msgspec.Struct, frozen=True, tag="serving"):

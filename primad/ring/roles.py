@@ -31,7 +31,6 @@ from primad.ring.messages import (
     DraftsHeard,
     Drain,
     Generate,
-    GroupRank,
     JoinGroup,
     Loading,
     Open,
@@ -98,7 +97,10 @@ class WorkerRole:
         self._width, self._options = opening.width, opening.options
         self._timings = timings
         self._links = Links(opening.host, limits_of_open(opening), timings=_within(timings, opening.step_timeout_s))
-        self._windows, self._streams = open_worker(opening, lambda done: channel.notify(Loading(done)), channel.notify)
+        self._group = _group_place(opening)
+        self._windows, self._streams = open_worker(
+            opening, lambda done: channel.notify(Loading(done)), channel.notify, self._group
+        )
         self._kv_writer = open_kv_writer(opening, self._windows.values())
         self._begin()
 
@@ -110,19 +112,21 @@ class WorkerRole:
         self._arrived: deque[tuple[Step, Hidden]] = deque()
 
     def opened(self) -> Opened:
-        return _opened(self._links, self._kv_writer)
+        return _opened(self._links, self._kv_writer, self._group)
 
     def command(self, command: RoleCommand) -> None:
         match command:
             case Connect(address, key, sender):
                 self._links.connect(address, key, sender)
+                if self._group is not None:  # the others connect to the first rank
+                    self._group.join(JoinGroup([]))
                 self._is_connected = True
             case Reopen():
                 self._reopen(command)
             case Report():
                 self._channel.notify(self._meter.status(self._links.refused, self._streams))
             case JoinGroup():
-                raise RingError("a worker that is in no group was told to join one")
+                raise RingError("a worker that follows nobody was told to join a group")
             case Generate() | Choices() | Cancel() | Drain() | DraftPlaceChanged() | DraftsHeard():
                 raise RingError(f"a worker was given {type(command).__name__}, which is the head's")
 
@@ -191,6 +195,8 @@ class WorkerRole:
     def close(self) -> None:
         self._streams.end()
         self._links.close()
+        if self._group is not None:
+            self._group.close()
         if self._kv_writer is not None:
             self._kv_writer.close()
 
@@ -207,7 +213,7 @@ class HeadRole:
             within = _within(timings, opening.step_timeout_s)
             self._links = Links(opening.host, limits_of_open(opening), timings=within)
         assert opening.head is not None
-        self._group = None if opening.group is None else _group_place(opening, opening.group)
+        self._group = _group_place(opening)
         self._drafts = DraftPlace(opening.head, channel)
         try:
             self._head, self._streams = open_head(
@@ -224,9 +230,7 @@ class HeadRole:
         self._is_connected = self._links is None and self._group is None
 
     def opened(self) -> Opened:
-        if self._group is not None:
-            return Opened(self._group.endpoint, "")
-        return _opened(self._links, self._head.kv_writer)
+        return _opened(self._links, self._head.kv_writer, self._group)
 
     def command(self, command: RoleCommand) -> None:
         match command:
@@ -236,8 +240,10 @@ class HeadRole:
                 self._links.connect(address, key, sender)
                 self._is_connected = True
             case JoinGroup():
-                _join(self._group, command)
-                self._is_connected = True
+                if self._group is None:
+                    raise RingError("a device that is in no group was told to join one")
+                self._group.join(command)
+                self._is_connected = self._links is None  # else steps have nowhere to go yet
             case Generate():
                 self._head.submit(command)
             case Choices():
@@ -346,17 +352,18 @@ class HeadRole:
 class FollowerRole:
     """A rank of a group but the first one: computes what the first one does (``group/follower.py``)."""
 
-    def __init__(self, opening: Open, group: GroupRank, channel: RingChannel[RingCommand]) -> None:
+    def __init__(self, opening: Open, channel: RingChannel[RingCommand]) -> None:
         from primad.ring.group.follower import GroupFollower
 
         self._channel, self._meter = channel, Meter()
-        self._place = _group_place(opening, group)
-        window, self._streams = open_follower(opening, lambda done: channel.notify(Loading(done)), self._place)
-        (source,) = opening.windows
-        self._follower = GroupFollower({source.window: window}, self._place, limits_of_open(opening))
+        place = _group_place(opening)
+        assert place is not None
+        self._place = place
+        windows, self._streams = open_follower(opening, lambda done: channel.notify(Loading(done)), place)
+        self._follower = GroupFollower(windows, place, limits_of_open(opening))
 
     def opened(self) -> Opened:
-        return Opened(self._place.endpoint, "")
+        return _opened(None, None, self._place)
 
     def command(self, command: RoleCommand) -> None:
         match command:
@@ -391,16 +398,12 @@ class FollowerRole:
         self._place.close()
 
 
-def _group_place(opening: Open, group: GroupRank) -> GroupPlace:
+def _group_place(opening: Open) -> GroupPlace | None:
+    if opening.group is None:
+        return None
     from primad.ring.group.place import GroupPlace  # only a group needs its ciphers
 
-    return GroupPlace(group, opening.host, timeout_s=opening.step_timeout_s)
-
-
-def _join(place: GroupPlace | None, join: JoinGroup) -> None:
-    if place is None:
-        raise RingError("a device that is in no group was told to join one")
-    place.join(join)
+    return GroupPlace(opening.group, opening.host, timeout_s=opening.step_timeout_s)
 
 
 def _notify_memory_low(streams: Streams, channel: RingChannel[RingCommand]) -> None:
@@ -410,9 +413,15 @@ def _notify_memory_low(streams: Streams, channel: RingChannel[RingCommand]) -> N
         channel.notify(ProcessMemoryLow(needed_bytes))
 
 
-def _opened(links: Links | None, kv_writer: WritesKv | None) -> Opened:
+def _opened(links: Links | None, kv_writer: WritesKv | None, group: GroupPlace | None) -> Opened:
     endpoint, key = (links.endpoint, links.key) if links is not None else ("", "")
-    return Opened(endpoint, key, kv_writer is not None, kv_writer.shapes if kv_writer is not None else [])
+    return Opened(
+        endpoint,
+        key,
+        kv_writer is not None,
+        kv_writer.shapes if kv_writer is not None else [],
+        group.endpoint if group is not None else "",
+    )
 
 
 def _within(timings: RingTimings, step_timeout_s: float) -> RingTimings:
@@ -440,8 +449,8 @@ def open_role(opening: Open, channel: RingChannel[RingCommand], timings: RingTim
     """Load what ``opening`` asks for and listen. Raises ``PrimadError`` when that fails."""
     if opening.head is not None:
         return HeadRole(opening, channel, timings)
-    if opening.group is not None:
-        return FollowerRole(opening, opening.group, channel)
+    if opening.group is not None and opening.group.rank:
+        return FollowerRole(opening, channel)
     if opening.route < 2:
         raise RingError(f"a worker cannot be part of a route of {opening.route} windows")
     return WorkerRole(opening, channel, timings)

@@ -41,6 +41,7 @@ from primad.layers.fetch import fetch_layers
 from primad.layers.sources import HubRoutes, own_token
 from primad.network import messages
 from primad.network.messages import Broken, DownloadedLayer, Fault, Load, Loaded, Progress, WorkerMessage, WorkerStatus
+from primad.network.sockets import port_of
 from primad.ring.messages import (
     Connect,
     JoinGroup,
@@ -308,8 +309,8 @@ class Stages:
         match event:
             case Loading(windows):
                 await self._notify(Progress(epoch=load.epoch, phase="load", done=windows, total=len(load.windows)))
-            case Opened(address, key, keeps, shapes):
-                self._place.kv.expect(shapes, of=load.epoch)
+            case Opened():
+                self._place.kv.expect(event.cells, of=load.epoch)
                 stage = self._own_stage(load)
                 if stage is not None:
                     stage.process = process
@@ -317,8 +318,12 @@ class Stages:
                 share = "" if load.group is None else "a share of "
                 self._report_line(f"computing {share}layers {layers}" + (f" for {self.head}" if self.head else ""))
                 downloaded = [] if stage is None else stage.downloaded
-                port = int(address.rsplit(":", 1)[1])
-                await self._change(load, loaded=Loaded(port=port, key=key, keeps=keeps, downloaded=downloaded))
+                group_port = port_of(event.group)
+                port = port_of(event.endpoint) or group_port
+                loaded = Loaded(
+                    port=port, key=event.key, keeps=event.keeps, downloaded=downloaded, group_port=group_port
+                )
+                await self._change(load, loaded=loaded)
             case Status():
                 rss = psutil.Process().memory_info().rss
                 await self._notify(WorkerStatus(epoch=load.epoch, status=event, daemon_rss_bytes=rss))

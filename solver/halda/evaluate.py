@@ -22,8 +22,9 @@ from typing import Final, Literal, NamedTuple
 
 from halda.instance import Instance, Member, Phase, disk_of, grouped, sharing_cores
 from halda.plan import Plan, Streaming, Window
-from halda.profile import ModelProfile, Workload
+from halda.profile import Workload
 from halda.ring_passes import Hop, Stop, all_chunks
+from halda.shared import SharedPlace, places_of
 from halda.streaming import held_read_ahead, is_held
 
 Objective = Literal["latency", "ttft", "throughput", "balanced"]
@@ -316,8 +317,8 @@ class _Share:
 def evaluate(plan: Plan, instance: Instance) -> Prediction:
     """What ``plan`` costs in ``instance``, and which limits it breaks. The heads of both are the same device."""
     assert plan.head == instance.devices[0].device
-    if plan.group:
-        return _of_group(plan, instance)
+    if plan.groups:
+        return _of_groups(plan, instance)
     shares = _shares(plan, instance)
     outputs = [share.output_s(plan) for share in shares]
     decode = [share.token_s(plan, instance, out) for share, out in zip(shares, outputs, strict=True)]
@@ -380,85 +381,68 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
     )
 
 
-def _of_group(plan: Plan, instance: Instance) -> Prediction:
-    """The cost of a group: that of its slowest rank, as if it had a model of the size of its share, and two sums a layer."""
-    index = {device.device: i for i, device in enumerate(instance.devices)}
-    ranks, found = [index[rank.device] for rank in plan.group], list[Prediction]()
-    for i in ranks:
-        device = instance.devices[i]
-        window = replace(plan.route[0], device=device.device)
-        model = share_of_model(instance.model, plan.share_of(device.device))
-        own = replace(instance, devices=(device,), links={}, model=model)
-        found.append(evaluate(replace(plan, route=(window,), group=()), own))
-    sums, pairs = 2 * plan.layer_count, [(a, b) for a in ranks for b in ranks if a != b]
-    sent = 1.0 if len(ranks) == 2 else 2 * (len(ranks) - 1) / len(ranks)  # parts of a slice, and its total
-    sums_s = sums * max(instance.hops_s[a][b] for a, b in pairs)
-    chunk_sums_s = sums * sent * max(instance.chunk_hops_s[a][b] for a, b in pairs)
-    processors = sharing_cores([instance.devices[i] for i in ranks])
-
-    def slowest(seconds: Callable[[Prediction], float]) -> float:
-        return max(sum(seconds(found[rank]) for rank in here) for here in processors)
-
-    token_s, compute_s = slowest(lambda each: each.tpot_s), slowest(lambda each: each.compute_s)
-    devices = tuple(replace(each.devices[0], shard_bytes=_share_bytes(each, instance, plan)) for each in found)
-    return Prediction(
-        tpot_s=token_s + sums_s,
-        ttft_s=slowest(lambda each: each.ttft_s) + instance.chunks * chunk_sums_s,
-        period_s=token_s + sums_s,
-        compute_s=compute_s,
-        stall_s=token_s - compute_s,
-        hop_s=sums_s,
-        disk_s=0.0,
-        prefill_chunk_s=slowest(lambda each: each.prefill_chunk_s) + chunk_sums_s,
-        chunk_rows=instance.workload.chunk_rows,
-        step_rows=instance.workload.step_rows,
-        devices=devices,
-        short=(*(short for each in found for short in each.short), *_short_together(devices, instance)),
+def _of_groups(plan: Plan, instance: Instance) -> Prediction:
+    """The cost of a plan with groups: that of one with a device in the place of each, and what each rank holds."""
+    places, shared = places_of(instance.offloading(plan), plan.groups)
+    found = evaluate(replace(plan, groups=()), places)
+    exchange_s = sum(place.exchange_s(plan) for place in shared.values())
+    of_place = {each.device: each for each in found.devices}
+    devices = list[DevicePrediction]()
+    for name in plan.places:
+        if name in shared:
+            devices += _ranks(plan, shared[name], of_place[name])
+        else:
+            devices.append(of_place[name])
+    short = [each for each in found.short if each.where not in shared]
+    return replace(
+        found,
+        compute_s=found.compute_s - exchange_s,
+        hop_s=found.hop_s + exchange_s,
+        devices=tuple(devices),
+        short=(*short, *_short_ranks(plan, instance, devices)),
     )
 
 
-def _short_together(devices: Sequence[DevicePrediction], instance: Instance) -> list[Short]:
-    """The machines whose RAM several ranks share, where it is short."""
-    found, ram = list[Short](), {each.device: each.ram_bytes for each in devices}
+def _ranks(plan: Plan, place: SharedPlace, found: DevicePrediction) -> list[DevicePrediction]:
+    """The ranks of ``place``, which is taken for one device in ``found``: the first has its hops and exchanges."""
+    exchange_s, made = place.exchange_s(plan), list[DevicePrediction]()
+    for number, own in enumerate(place.own):
+        share = _share(plan, own, own.members[0])
+        compute_s = share.compute_s(share.member.decode, plan) + share.output_s(plan)
+        made.append(
+            replace(
+                found,
+                device=share.member.name,
+                compute_s=compute_s,
+                stall_s=0.0,
+                hop_s=0.0 if number else found.hop_s + exchange_s,
+                prefill_s=share.compute_s(share.member.prefill, plan),
+                ram_bytes=_ram_bytes(plan, own, share),
+                shard_bytes=_weights(share.cpu, own) + share.is_head * own.model.output_bytes,
+            )
+        )
+    return made
+
+
+def _short_ranks(plan: Plan, instance: Instance, devices: Sequence[DevicePrediction]) -> list[Short]:
+    """The ranks that are short of memory, and the machines whose RAM several devices share, where one of them is a rank."""
+    found, uses = list[Short](), {each.device: each for each in devices}
+    limits = {member.name: member for member in instance.members}
+    for ranks in plan.groups:
+        for name in (rank.device for rank in ranks):
+            needs = (("RAM", uses[name].ram_bytes, limits[name].ram_limit),)
+            on_disk = (("disk", uses[name].shard_bytes, limits[name].disk_limit),)
+            for what, needed, limit in (*needs, *on_disk):
+                if needed > limit:
+                    found.append(Short(what=what, where=name, needed_bytes=needed, limit_bytes=limit))  # type: ignore[arg-type]
     for host in instance.hosts:
-        here = [instance.devices[i] for i in host if instance.devices[i].device in ram]
-        needed = sum(ram[each.device] for each in here)
+        here = [instance.devices[i] for i in host if instance.devices[i].device in uses]
+        needed = sum(uses[each.device].ram_bytes for each in here)
         limit = max((each.ram_available_bytes for each in here), default=0)
-        if len(here) > 1 and needed > limit:
+        if any(plan.group_of(each.device) for each in here) and len(here) > 1 and needed > limit:
             where = " and ".join(each.device for each in here)
             found.append(Short(what="RAM", where=where, needed_bytes=needed, limit_bytes=limit))
     return found
-
-
-def _share_bytes(own: Prediction, instance: Instance, plan: Plan) -> int:
-    """Bytes of layer files of a rank, the output matrix among them."""
-    model = instance.model
-    size = sum(layer.size_bytes for layer in model.layers) + model.output_bytes
-    return int(plan.share_of(own.devices[0].device) * size)
-
-
-def share_of_model(model: ModelProfile, share: float) -> ModelProfile:
-    """What of ``model`` a rank with that share of each layer has."""
-
-    def of(sizes: Mapping[str, int]) -> dict[str, int]:
-        return {kind: math.ceil(share * size) for kind, size in sizes.items()}
-
-    return replace(
-        model,
-        layers=tuple(
-            replace(
-                layer,
-                bytes_by_type=of(layer.bytes_by_type),
-                expert_bytes_by_type=of(layer.expert_bytes_by_type),
-                kv_bytes_per_token=math.ceil(share * layer.kv_bytes_per_token),
-                query_width=math.ceil(share * layer.query_width),
-            )
-            for layer in model.layers
-        ),
-        output_bytes_by_type=of(model.output_bytes_by_type),
-        query_width=math.ceil(share * model.attention_width),
-        heads=math.ceil(share * model.attention_heads),
-    )
 
 
 def _each_gpu(share: _Share, vram: Sequence[int]) -> tuple[GpuPrediction, ...]:
@@ -621,7 +605,7 @@ def stream(
         name = share.member.name
         over = _ram_bytes(plan, instance, share) - share.member.ram_limit
         wanted = (minimum or {}).get(name, 0)
-        if share.member.offloads_prefill or (over <= 0 and not wanted):
+        if share.member.offloads_prefill or plan.group_of(name) or (over <= 0 and not wanted):
             continue
         steps, maximum = share.member.read_ahead_steps, share.streamable_bytes
         for step in steps:
@@ -673,8 +657,11 @@ def route_s(plan: Plan, instance: Instance) -> list[float]:
 
 
 def _shares(plan: Plan, instance: Instance) -> list[_Share]:
-    members = {member.name: member for member in instance.offloading(plan).members}
-    return [_share(plan, instance, members[name]) for name in plan.devices]
+    instance = instance.offloading(plan)
+    if plan.groups:
+        instance, _ = places_of(instance, plan.groups)
+    members = {member.name: member for member in instance.members}
+    return [_share(plan, instance, members[name]) for name in plan.places]
 
 
 def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
@@ -693,7 +680,7 @@ def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
     )
     return _Share(
         member=member,
-        is_head=member.name == plan.head,
+        is_head=plan.output_place(member.name) != "none",
         windows=len(windows),
         cpu=cpu,
         gpu=gpu,

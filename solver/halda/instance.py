@@ -337,6 +337,11 @@ class Instance:
         """How many layers of each kind a window has where (``evaluate.py``)."""
         return {}
 
+    @cached_property
+    def shared_places(self) -> dict[Any, Any]:
+        """The question with groups as places of it, by groups (``shared.py``)."""
+        return {}
+
     def unlike(self, heads: Sequence[str]) -> list[str]:
         """``heads`` without those that make the same question as one before: like devices with like links."""
         found: list[str] = []

@@ -42,8 +42,8 @@ def under_load(plan: Plan, instance: Instance, *, sequences: int, max_rows: int 
     """What ``plan`` gives so many ``sequences``, with at most ``max_rows`` rows a step, or as many as are of use."""
     machines = (
         1
-        if plan.streaming or plan.group
-        else len(sharing_cores([device for device in instance.devices if device.device in plan.devices]))
+        if plan.streaming
+        else len(sharing_cores([device for device in instance.devices if device.device in plan.places]))
     )
     rows = min(math.ceil(sequences / machines), max_rows or sequences)
     steps = math.ceil(sequences / rows)

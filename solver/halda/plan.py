@@ -131,10 +131,21 @@ class Streaming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """A device of a tensor-parallel group: of each layer it has a share in proportion to ``weight``."""
+    """A device of a tensor-parallel group: of each layer it has a share in proportion to ``weight``.
+
+    Heads and blocks of the quantisation are cut whole, so it really has ``heads`` of the attention and ``values`` of the
+    network; 0 where that is not known.
+    """
 
     device: str
     weight: int
+    heads: float = 0.0
+    values: float = 0.0
+
+    def shares(self, total: int) -> tuple[float, float]:
+        """Its shares of attention and network, where the weights of all are ``total``."""
+        by_weight = self.weight / total
+        return self.heads or by_weight, self.values or by_weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +157,8 @@ class Plan:
     ``output_on_gpu``: the output matrix is on the GPU of the head; llama.cpp puts it there before any layer of the tail
     window, and may put it there alone. ``streaming`` names the devices that stream; all layers of the others are resident,
     and the output matrix always is. Of the devices that are ``prefill_offload`` the GPU computes prompts through layers
-    in RAM too; these do not stream. Where there is a ``group`` its devices have shares of each layer of the only window, the
-    head first.
+    in RAM too; these do not stream. The devices of each of ``groups`` have shares of each layer of its windows, which are
+    those of the first of them in the route; a group neither streams nor uses GPUs.
     """
 
     rounds: int
@@ -156,7 +167,7 @@ class Plan:
     streaming: tuple[Streaming, ...]
     left_out: tuple[LeftOut, ...]
     prefill_offload: tuple[str, ...] = ()
-    group: tuple[Rank, ...] = ()
+    groups: tuple[tuple[Rank, ...], ...] = ()
 
     def __post_init__(self) -> None:
         assert self.rounds >= 1
@@ -174,11 +185,15 @@ class Plan:
             assert streaming.read_ahead_bytes >= 0
             assert streaming.device not in self.prefill_offload
         assert set(self.prefill_offload) <= {window.device for window in self.route}
-        if self.group:
-            assert len(self.route) == 1 < len({rank.device for rank in self.group}) == len(self.group)
-            assert self.group[0].device == self.head
-            assert not self.uses_gpu
-            assert not self.streaming
+        for ranks in self.groups:
+            assert self.rounds == 1 < len(ranks)
+            assert ranks[0].device in self.places
+            assert not any(window.gpu_layers for window in self.route if window.device == ranks[0].device)
+            assert ranks[0].device != self.head or not self.output_on_gpu
+            names = {rank.device for rank in ranks}
+            assert names.isdisjoint((*self.prefill_offload, *(each.device for each in self.streaming)))
+        followers = [rank.device for ranks in self.groups for rank in ranks[1:]]
+        assert len({*self.places, *followers}) == len(self.places) + len(followers)
 
     @property
     def head(self) -> str:
@@ -207,29 +222,45 @@ class Plan:
 
     def output_place(self, device: str) -> OutputPlace:
         """Where ``device`` has the output matrix: the head's tail window ends in it."""
-        if device != self.head and not self.group:
+        if self.place_of(device) != self.head:
             return "none"
         return "gpu" if self.output_on_gpu else "cpu"
 
     @property
-    def devices(self) -> tuple[str, ...]:
-        """The devices in the order a step first reaches them; the head comes first."""
-        if self.group:
-            return tuple(rank.device for rank in self.group)
+    def places(self) -> tuple[str, ...]:
+        """The devices that steps go between, in the order in which a step first reaches them: of a group the first one."""
         return tuple(dict.fromkeys(window.device for window in self.route))
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """All devices, by ``places``, each group's behind its first one; the head comes first."""
+        if not self.groups:
+            return self.places
+        return tuple(name for place in self.places for name in self._names(place))
+
+    def _names(self, place: str) -> tuple[str, ...]:
+        return tuple(rank.device for rank in self.group_of(place)) or (place,)
+
+    def group_of(self, device: str) -> tuple[Rank, ...]:
+        """The group of ``device``; empty where it has its layers for itself."""
+        return next((ranks for ranks in self.groups if any(rank.device == device for rank in ranks)), ())
+
+    def place_of(self, device: str) -> str:
+        """Whose windows in the route ``device`` computes: those of its group's first one, or its own."""
+        ranks = self.group_of(device)
+        return ranks[0].device if ranks else device
 
     def windows_of(self, device: str) -> tuple[tuple[int, Window], ...]:
         """The windows of ``device`` with their route indices."""
-        if self.group:
-            return tuple(
-                (0, replace(self.route[0], device=rank.device)) for rank in self.group if rank.device == device
-            )
-        return tuple((i, window) for i, window in enumerate(self.route) if window.device == device)
+        place = self.place_of(device)
+        found = ((i, window) for i, window in enumerate(self.route) if window.device == place)
+        return tuple((i, window if place == device else replace(window, device=device)) for i, window in found)
 
     def share_of(self, device: str) -> float:
         """The share of each of its layers that ``device`` has: 1 without a group."""
-        total = sum(rank.weight for rank in self.group)
-        return next((rank.weight / total for rank in self.group if rank.device == device), 1.0)
+        ranks = self.group_of(device)
+        total = sum(rank.weight for rank in ranks)
+        return next((rank.weight / total for rank in ranks if rank.device == device), 1.0)
 
     def layers_of(self, device: str) -> int:
         """How many layers ``device`` computes."""
@@ -252,6 +283,6 @@ class Plan:
         return replace(self, prefill_offload=tuple(name for name in self.devices if name in names))
 
     def after(self, device: str) -> str:
-        """The device that receives what ``device`` sends: the next one in the ring."""
-        order = self.devices
-        return order[(order.index(device) + 1) % len(order)]
+        """The place that receives what the place of ``device`` sends: the next one in the ring."""
+        order = self.places
+        return order[(order.index(self.place_of(device)) + 1) % len(order)]

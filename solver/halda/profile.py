@@ -354,7 +354,8 @@ class ModelProfile:
     ``cut_multiple`` layers and ``cut_offset`` more, which is less than a multiple, and the last of several has
     ``tail_layers`` at least. ``beside_values`` go from window to window with each hidden state. ``expert_use`` says how
     likely a row picks an expert of each of as many groups, which have as many experts each; without it all are alike.
-    Behind a window's layers there may be one that is not computed, which takes as much as ``stand_in``.
+    Behind a window's layers there may be one that is not computed, which takes as much as ``stand_in``. Of the weights of
+    layers ``attention_share`` belongs to their attention, 0 where that is not known.
     """
 
     name: str
@@ -378,6 +379,7 @@ class ModelProfile:
     tail_layers: int = 1
     beside_values: int = 0
     stand_in: LayerProfile | None = None
+    attention_share: float = 0.0
 
     @property
     def last_cut(self) -> int:

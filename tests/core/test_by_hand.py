@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from halda import evaluate, instance, residency
@@ -21,6 +23,16 @@ def by_hand(*rams: int, windows: tuple[int, ...], rounds: int = 1):
     found = stream_by_hand(plan, question)
     assert found.route == plan.route
     return found, evaluate(found, question)
+
+
+def test_devices_that_share_a_window_are_a_place_of_the_route():
+    plan = plan_by_hand([f"d{i}" for i in range(5)], (2, 6, 8), 1, model(), (1, 2, 2))
+    assert [window.device for window in plan.route] == ["d0", "d1", "d3", "d0"]
+    assert [[rank.device for rank in ranks] for ranks in plan.groups] == [["d1", "d2"], ["d3", "d4"]]
+    assert plan.windows_of("d4") == ((2, replace(plan.route[2], device="d4")),)
+    assert (plan.after("d2"), plan.after("d4"), plan.places) == ("d3", "d0", ("d0", "d1", "d3"))
+    with pytest.raises(PlanError, match=r"--windows 2,6x2 is for 3 devices; found 2"):
+        plan_by_hand(["d0", "d1"], (2, 6), 1, model(), (1, 2))
 
 
 def test_nothing_streams_where_all_fits():

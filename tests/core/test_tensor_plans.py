@@ -9,6 +9,7 @@ from msgspec.structs import replace as with_fields
 
 from halda import Infeasible, Plan, Rank, Window, assignments, evaluate, instance
 from halda.assignment import in_memory
+from halda.cost import hop_s
 from primad.cli.run_options import DraftOptions, RunOptions, run_config
 from primad.errors import ConfigError, PlanError, ProtocolError, RankError
 from primad.head.members.core import RankLostError, StageError, attributed
@@ -34,13 +35,13 @@ def question(*devices, links=()):
 
 
 def weights(plan: Plan) -> dict[str, int]:
-    return {rank.device: rank.weight for rank in plan.group}
+    return {rank.device: rank.weight for rank in plan.groups[0]}
 
 
 def group(*ranks: tuple[str, int]) -> Plan:
     whole = Window(device=ranks[0][0], first=0, last=20, gpu_layers=0)
     members = tuple(Rank(device=name, weight=weight) for name, weight in ranks)
-    return Plan(rounds=1, route=(whole,), output_on_gpu=False, streaming=(), left_out=(), group=members)
+    return Plan(rounds=1, route=(whole,), output_on_gpu=False, streaming=(), left_out=(), groups=(members,))
 
 
 def test_like_devices_have_like_shares_and_a_slower_one_less():
@@ -51,7 +52,7 @@ def test_like_devices_have_like_shares_and_a_slower_one_less():
 
 def test_a_device_that_is_short_of_memory_has_less():
     found = group_of(question(device("desk", ram=8 * GB), device("mini", ram=2 * GB)), 2)
-    assert found.group[1].weight < found.group[0].weight == 16
+    assert weights(found)["mini"] < weights(found)["desk"] == 16
     assert not evaluate(found, question(device("desk", ram=8 * GB), device("mini", ram=2 * GB))).short
 
 
@@ -62,7 +63,7 @@ def test_who_has_no_memory_for_any_share_is_named():
 
 def test_devices_beyond_what_the_heads_allow_are_left_out_by_name():
     found = group_of(question(*(device(f"d{i}", ram=8 * GB) for i in range(3))), 2)
-    assert [rank.device for rank in found.group] == ["d0", "d1"]
+    assert [*weights(found)] == ["d0", "d1"]
     assert [left.device for left in found.left_out] == ["d2"]
 
 
@@ -71,14 +72,15 @@ def test_a_device_with_a_gpu_is_refused_by_name():
         group_of(question(device("desk", ram=8 * GB), device("mini", ram=8 * GB, vram=GB)), 2)
 
 
-def test_a_token_costs_the_slowest_share_and_two_sums_a_layer():
+def test_a_token_costs_the_slowest_share_two_sums_a_layer_its_row_and_logits():
     desk, mini = (device(name, ram=8 * GB) for name in ("desk", "mini"))
     both = [link(*pair, round_trip_s=0.002) for pair in (("desk", "mini"), ("mini", "desk"))]
     asked, alone = question(desk, mini, links=both), question(desk)
     found = evaluate(group(("desk", 1), ("mini", 1)), asked)
-    assert found.hop_s == pytest.approx(2 * 20 * asked.hops_s[0][1])
+    logits_s = hop_s(asked.link(1, 0), 1, asked.model.vocabulary / 2)
+    assert found.hop_s == pytest.approx((2 * 20 + 1) * asked.hops_s[0][1] + logits_s)
     assert found.tpot_s == pytest.approx(found.compute_s + found.hop_s)
-    whole = evaluate(replace(group(("desk", 1), ("mini", 1)), group=()), alone)
+    whole = evaluate(replace(group(("desk", 1), ("mini", 1)), groups=()), alone)
     assert whole.compute_s / 2 < found.compute_s < whole.compute_s
     uneven = evaluate(group(("desk", 3), ("mini", 1)), asked)
     assert found.compute_s < uneven.compute_s < whole.compute_s
@@ -96,7 +98,7 @@ def test_ranks_on_one_machine_share_its_cores_and_memory():
 
 def test_each_rank_keeps_its_share_of_layers_and_output():
     found = assignments(group(("desk", 3), ("mini", 1)), model())
-    whole = assignments(replace(group(("desk", 3), ("mini", 1)), group=()), model())["desk"].windows[0]
+    whole = assignments(replace(group(("desk", 3), ("mini", 1)), groups=()), model())["desk"].windows[0]
     for name, share in (("desk", 0.75), ("mini", 0.25)):
         (window,) = found[name].windows
         assert (window.first, window.last, window.output) == (0, 20, "cpu")
@@ -113,7 +115,7 @@ def test_the_planner_makes_one_group_of_all_devices_and_drafts_nothing():
     assert found.drafting is None
     assert drafting_of("lookup", "auto", found.plan, found.question, found.batches) is None
     alone = PlanRequest(devices=devices[:1], links=[], model=model(), run=run)
-    assert plan(alone).plan.group == ()
+    assert plan(alone).plan.groups == ()
 
 
 @pytest.mark.parametrize(
@@ -128,6 +130,17 @@ def test_the_planner_makes_one_group_of_all_devices_and_drafts_nothing():
 def test_what_a_group_does_not_compute_is_refused_by_option(run, draft, option):
     with pytest.raises(ConfigError, match=f"--parallel tensor: cannot be combined with {option}"):
         run_config(RunOptions(parallel="tensor", **run), DraftOptions(**draft))
+
+
+@pytest.mark.parametrize(
+    ("windows", "parallel", "why"),
+    [("2,4x2", "pipeline", "share layers with --parallel tensor"), ("2,4x0", "tensor", "at least one layer")],
+)
+def test_windows_that_are_shared_by_hand_are_checked(windows, parallel, why):
+    with pytest.raises(ConfigError, match=why):
+        run_config(RunOptions(parallel=parallel, windows=windows), DraftOptions())
+    found = run_config(RunOptions(parallel="tensor", windows="2,4x2"), DraftOptions())
+    assert (found.windows, found.ranks, found.may_share) == ((2, 4), (1, 2), True)
 
 
 def a_group_load(**changes):
@@ -194,12 +207,12 @@ def chosen(round_trip_s: float, **changes) -> Plan:
 
 
 def test_auto_takes_a_group_where_it_is_faster_and_possible():
-    assert len(chosen(0.0003).group) == 3
-    assert chosen(0.05).group == ()
-    assert chosen(0.0003, max_ranks=1).group == ()
-    assert chosen(0.0003, run=RunConfig(context_tokens=4096)).group == ()
+    assert len(chosen(0.0003).groups[0]) == 3
+    assert chosen(0.05).groups == ()
+    assert chosen(0.0003, max_ranks=1).groups == ()
+    assert chosen(0.0003, run=RunConfig(context_tokens=4096)).groups == ()
     with_gpu = [device(name, rate=4e9, vram=GB // 8 * (name == "nas")) for name in ("desk", "mini", "nas")]
-    assert chosen(0.0003, devices=with_gpu).group == ()
+    assert chosen(0.0003, devices=with_gpu).groups == ()
 
 
 @pytest.mark.parametrize("asked", [{"batching": "exact"}, {"windows": (4, 4)}, {"speculate": "lookup"}])

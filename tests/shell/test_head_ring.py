@@ -41,6 +41,7 @@ from primad.membership.types import RingFailed
 from primad.network.messages import Loaded, StageState
 from primad.ring.messages import (
     Drained,
+    GroupRank,
     Opened,
     Overdue,
     ProcessMemoryLow,
@@ -373,10 +374,10 @@ async def test_a_worker_that_never_links_ends_the_ring(monkeypatch):
     ring._workers = {name: SimpleNamespace(connect=done, linked=never) for name in workers_of(PAIR)}
     first = workers_of(PAIR)[0]
     with pytest.raises(StageError, match=f"{first}: it does not connect to the next device"):
-        await ring._link(("tcp://10.0.0.1:1", "key"), dict.fromkeys(workers_of(PAIR), (2, "key")))
+        await ring._link(Opened("tcp://10.0.0.1:1", "key"), dict.fromkeys(workers_of(PAIR), Loaded(port=2, key="key")))
 
 
-GROUP = replace(ALONE, group=tuple(Rank(device=name, weight=1) for name in ("desk", "lap", "tab")))
+GROUP = replace(ALONE, groups=(tuple(Rank(device=name, weight=1) for name in ("desk", "lap", "tab")),))
 CLOSED = "of this group closed its connection"
 
 
@@ -415,8 +416,10 @@ async def test_of_a_group_the_device_that_failed_first_is_at_fault(monkeypatch, 
 
 async def test_a_device_that_is_in_no_group_does_not_listen_for_one_nor_the_other_way_round():
     deaf = SimpleNamespace(name="lap", attend=lambda _: None)
-    for group, key in ((None, ""), ("a group", "key")):
+    first, other = (GroupRank(rank=rank, devices=["desk", "lap"], key=bytes(32)) for rank in (0, 1))
+    for group, key, port in ((None, "", 0), (None, "key", 1), (first, "", 1), (first, "key", 0), (other, "key", 1)):
         part = Stage(deaf, SimpleNamespace(epoch=1, group=group), lambda *_: None)
-        part.hear(StageState(epoch=1, loaded=Loaded(port=1, key=key), linked=False, broken=None))
+        loaded = Loaded(port=1, key=key, group_port=port)
+        part.hear(StageState(epoch=1, loaded=loaded, linked=False, broken=None))
         assert "listens as what it is not" in str(part.broken.result())
         assert not part.loaded.done()

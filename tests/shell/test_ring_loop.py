@@ -212,7 +212,7 @@ def model() -> FakeModel:
 def windows(monkeypatch, model) -> dict[int, FakeHiddenWindow]:
     """The windows that a worker loads: those of both workers."""
     made = {index: model.middle(index, index + 1) for index in (1, 2)}
-    monkeypatch.setattr(parts, "open_worker", lambda opening, loaded, on_gpu: (dict(made), no_streams(1, 2)))
+    monkeypatch.setattr(parts, "open_worker", lambda opening, loaded, on_gpu, group: (dict(made), no_streams(1, 2)))
     return made
 
 

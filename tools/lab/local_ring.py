@@ -23,9 +23,12 @@ from primad.engine.protocol import GREEDY, EngineOptions, KvType, Sampling, Wind
 from primad.engine.vocabulary import LlamaVocabulary
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
+from primad.gguf.shares import share_header
 from primad.gguf.windows import ModelCutter, WindowPlan
+from primad.head.rings.loads import group_ranks
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
+from primad.network.sockets import port_of
 from primad.planning.extra_buffers import is_faster
 from primad.ring.chunks import Pieces
 from primad.ring.grouping import Batching
@@ -35,10 +38,12 @@ from primad.ring.messages import (
     Generate,
     GpuLoaded,
     HeadPart,
+    JoinGroup,
     Loading,
     Open,
     Opened,
     Overdue,
+    RankAddress,
     Reopen,
     Report,
     Sampled,
@@ -166,6 +171,7 @@ class LocalRing:
         vocabulary = LlamaVocabulary(self.model)
         self._stack.callback(vocabulary.release)
         cutter = ModelCutter(self._header, predicts=self.predicts) if len(plan.route) > 1 else None
+        in_group = group_ranks(plan)
         for name in plan.devices:
             assert self._folder is not None
             run = self._folder / f"run-{self._ring}-{name}"
@@ -197,7 +203,7 @@ class LocalRing:
                 for window in self.assignments[name].windows
             ]
             self.extra_buffers += extra
-            windows = await self._windows(cutter, name, place, extra)
+            windows = await self._windows(self._share_cutter(name) or cutter, name, place, extra)
             self._opens[name] = Open(
                 ring=self._ring,
                 epoch=self._epoch,
@@ -211,7 +217,7 @@ class LocalRing:
                     model=str(self.model),
                     vocabulary=vocabulary.size,
                     ends=tuple(sorted(vocabulary.ends)),
-                    depth=len(plan.devices),
+                    depth=len(plan.places),
                     at_once=self.sequences,
                     chunk_rows=self.rows,
                     min_rows=self.rows,
@@ -226,6 +232,7 @@ class LocalRing:
                 options=options,
                 read_ahead_bytes=self.assignments[name].read_ahead_bytes,
                 usage=str(place.usage),
+                group=in_group.get(name),
             )
         if self.groups:
             self._forget_files()
@@ -284,14 +291,30 @@ class LocalRing:
     async def link(self, opened: Mapping[str, Opened]) -> None:
         """Join the processes into a ring, where each has answered with ``opened``, and wait until it computes."""
         plan = self.plan
-        if len(plan.devices) > 1:
-            before = {plan.after(name): name for name in plan.devices}
-            for name in reversed(plan.devices):
+        for ranks in plan.groups:
+            await self._join([rank.device for rank in ranks], opened)
+        if len(plan.places) > 1:
+            before = {plan.after(name): name for name in plan.places}
+            for name in reversed(plan.places):
                 following = opened[plan.after(name)]
                 address = await self._address(following)
                 await self.processes[name].send(Connect(address, following.key, opened[before[name]].key))
         event = await self._next(plan.head)
         assert isinstance(event, Serving), event
+
+    async def _join(self, names: Sequence[str], opened: Mapping[str, Opened]) -> None:
+        """Join the devices of a group; a worker that is its first rank joins when it is connected to the ring."""
+        addresses = [RankAddress("127.0.0.1", port_of(opened[name].group)) for name in names]
+        for rank, name in enumerate(names):
+            if rank or name == self.plan.head:
+                await self.processes[name].send(JoinGroup(addresses[:rank]))
+
+    def _share_cutter(self, name: str) -> ModelCutter | None:
+        ranks = self.plan.group_of(name)
+        if not ranks:
+            return None
+        number = [rank.device for rank in ranks].index(name)
+        return ModelCutter(share_header(self._header, [rank.weight for rank in ranks], number))
 
     async def _address(self, following: Opened) -> str:
         if not self.latency_s:

@@ -253,8 +253,8 @@ class TailWindow(_LogitsWindow):
 
 
 class ShareWindow(TailWindow):
-    """A share of the whole model: on the first rank of its group token ids in, on others, which have no logits and so no
-    ``vocabulary``, the first one's hidden states."""
+    """A share of the tail, or of the whole model, which on the first rank of its group ``takes_tokens``. Other ranks have no
+    logits and so no ``vocabulary``."""
 
     def __init__(
         self,
@@ -265,6 +265,7 @@ class ShareWindow(TailWindow):
         exchange: GroupExchange,
         vocabulary: int = 0,
         embedding: TokenEmbedding | None = None,
+        takes_tokens: bool = False,
         file: Path | None = None,
     ) -> None:
         header = read_header(Path(source.metadata))
@@ -278,9 +279,11 @@ class ShareWindow(TailWindow):
             embedding=embedding,
             exchange=exchange,
         )
+        self._begins = takes_tokens
 
     def forward(self, rows: Rows) -> None:
-        if self._embedding is not None:
+        if self._begins:
+            assert self._embedding is not None
             tokens: Tokens = rows.content  # type: ignore[assignment]
             rows = replace(rows, content=self._embedding.rows(tokens, rows.positions))
         super().forward(rows)

@@ -80,7 +80,7 @@ class StuckStepError(RingError):
 
 
 def workers_of(plan: Plan) -> list[str]:
-    """The workers of ``plan``, in the order of a step's route."""
+    """The workers of ``plan`` that steps go between, in the order of a step's route."""
     found = [plan.after(plan.head)]
     while found[-1] != plan.head:
         found.append(plan.after(found[-1]))
@@ -96,7 +96,7 @@ def attributed(error: PrimadError, plan: Plan, epoch: int) -> types.RingFailed:
     failed, nobody = partial(types.RingFailed, epoch), partial(types.RingFailed, epoch, None)
 
     def among(*devices: str) -> tuple[str, ...]:
-        return tuple(device for device in devices if device in workers)
+        return tuple(device for device in devices if device in plan.devices[1:])
 
     match error:
         case DeviceLostError(device=device):
@@ -104,14 +104,14 @@ def attributed(error: PrimadError, plan: Plan, epoch: int) -> types.RingFailed:
         case StuckStepError(parties=parties):
             return nobody(reason, parties=among(*parties))
         case AlteredStepError():
-            return nobody(reason, parties=tuple(workers))
+            return nobody(reason, parties=plan.devices[1:])
         case SenderError():
             return nobody(reason.replace(SENDER, workers[-1]), parties=(workers[-1],))
         case LoadAgainError():
             return nobody(reason, again=True)
         case StageError(device=device, fault=fault) if fault == AGAIN:
             return nobody(reason, parties=among(device), again=True)
-        case StageError(device=device, fault=fault) if plan.group:
+        case StageError(device=device, fault=fault) if device not in plan.places:  # of a group; no step comes to it
             return failed(device, reason, lasting=fault in ("disk", UNREACHED))
         case StageError(device=device, fault=fault):
             around = [plan.head, *workers, plan.head]

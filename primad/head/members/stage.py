@@ -15,12 +15,13 @@ from primad.network.messages import (
     Link,
     LinkGroup,
     Load,
+    Loaded,
     Progress,
     Release,
     StageState,
     WorkerStatus,
 )
-from primad.ring.messages import RankAddress
+from primad.ring.messages import GroupRank, RankAddress
 from primad.system.tasks import resolve
 
 OnProgress = Callable[[str, Progress], None]
@@ -52,7 +53,7 @@ class Participant(Protocol):
 class Stage:
     """One worker's stage in one epoch, as the head sees it.
 
-    ``loaded`` becomes its ring process's (port, key), ``linked`` is set when it sends to the next device. ``broken``
+    ``loaded`` becomes what its ring process said then, ``linked`` is set when it sends to the next device. ``broken``
     gets the ``StageError`` or ``DeviceLostError`` that ends it.
     """
 
@@ -62,7 +63,7 @@ class Stage:
         self._load = load
         self._on_progress = on_progress
         loop = asyncio.get_running_loop()
-        self.loaded: asyncio.Future[tuple[int, str]] = loop.create_future()
+        self.loaded: asyncio.Future[Loaded] = loop.create_future()
         self.linked: asyncio.Future[None] = loop.create_future()
         self.broken: asyncio.Future[ClusterError] = loop.create_future()
         self.keeps = False
@@ -127,11 +128,11 @@ class Stage:
             case Progress():
                 self._on_progress(self.name, message)
             case StageState(loaded=loaded, linked=linked, broken=broken):
-                if loaded is not None and bool(loaded.key) == (self._load.group is not None):
+                if loaded is not None and not _listens_as(loaded, self._load.group):
                     self.fail(StageError(f"{self.name}: listens as what it is not", self.name, "load"))
                 elif loaded is not None:
                     self.keeps, self.downloaded = loaded.keeps, loaded.downloaded
-                    resolve(self.loaded, (loaded.port, loaded.key))
+                    resolve(self.loaded, loaded)
                 if linked:
                     resolve(self.linked, None)
                 if broken is not None:
@@ -142,3 +143,8 @@ class Stage:
             case WorkerStatus():
                 self.status = message
                 self._status_news.set()
+
+
+def _listens_as(loaded: Loaded, group: GroupRank | None) -> bool:
+    """Whether steps come to it where they are to, and the other ranks of its ``group``."""
+    return bool(loaded.key) == (group is None or group.rank == 0) and bool(loaded.group_port) == (group is not None)

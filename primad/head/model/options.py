@@ -98,7 +98,7 @@ class ServeOptions:
 def is_for_several(options: ServeOptions, config: Config) -> bool:
     """Whether other devices were requested by name or number, or all of them."""
     run = options.run
-    has_windows = run.windows is not None and len(run.windows) > 1
+    has_windows = run.windows is not None and run.devices_by_hand > 1
     return has_windows or run.use_all or bool(options.wait or config.devices)
 
 

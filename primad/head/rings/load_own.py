@@ -41,7 +41,7 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact], p
         model=str(model.file),
         vocabulary=vocabulary.size,
         ends=vocabulary.ends,
-        depth=1 if plan.group else len(plan.devices),
+        depth=len(plan.places),
         at_once=load.sequences
         if batching.rows > 1 or not plan.streaming
         else 1,  # every step reads streamed layers again

@@ -12,7 +12,7 @@ from halda.cost import checkpoints
 from primad.errors import ModelError
 from primad.gguf.adapter import Adapter
 from primad.gguf.ranged_cutter import RangedCutter
-from primad.gguf.windows import WindowPlan, WindowSpec
+from primad.gguf.windows import ModelCutter, WindowPlan, WindowSpec
 from primad.head.members.core import StageError
 from primad.head.members.stage import Stage
 from primad.head.rings.ring_inputs import RingInputs
@@ -27,7 +27,7 @@ from primad.system.tasks import in_thread
 async def loads_of(inputs: RingInputs, ring_addresses: RingAddresses) -> dict[str, Load]:
     """The loads of the head and each worker, by name. Raises ``StageError`` for a worker that is unreachable."""
     specs = await _specs(inputs)
-    head, group = inputs.forecast.plan.head, _group_ranks(inputs.forecast.plan)
+    head, group = inputs.forecast.plan.head, group_ranks(inputs.forecast.plan)
     question = inputs.forecast.question
     profiles = {head: inputs.profile} | {name: worker.profile for name, worker in inputs.devices.workers.items()}
     workload, objective = inputs.service.workload, inputs.service.options.run.objective
@@ -51,10 +51,13 @@ async def loads_of(inputs: RingInputs, ring_addresses: RingAddresses) -> dict[st
     return loads
 
 
-def _group_ranks(plan: Plan) -> dict[str, GroupRank]:
+def group_ranks(plan: Plan) -> dict[str, GroupRank]:
     """What each device of a group is told, with a key of this epoch; nothing without a group."""
-    devices, key = [rank.device for rank in plan.group], secrets.token_bytes(GROUP_KEY_BYTES)
-    return {name: GroupRank(rank=rank, devices=devices, key=key) for rank, name in enumerate(devices)}
+    found = dict[str, GroupRank]()
+    for ranks in plan.groups:
+        devices, key = [rank.device for rank in ranks], secrets.token_bytes(GROUP_KEY_BYTES)
+        found |= {name: GroupRank(rank=rank, devices=devices, key=key) for rank, name in enumerate(devices)}
+    return found
 
 
 async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
@@ -64,7 +67,7 @@ async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
     waits for at most one chunk.
     """
     plan, ranged = inputs.forecast.plan, inputs.service.model.ranged
-    if plan.group:
+    if plan.groups:
         return await _share_specs(inputs)
     if len(plan.route) == 1:
         whole = WindowSpec(window=0, first=0, last=plan.layer_count, metadata=b"", layers=())
@@ -87,18 +90,34 @@ async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
 
 
 async def _share_specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
-    """The share of every device of a group, as a window of all layers; hashes those that no group had before."""
+    """The windows of every device of a plan with groups, shares of them in a group; hashes those that nobody had before."""
     plan, model, found = inputs.forecast.plan, inputs.service.model, dict[str, list[WindowSpec]]()
-    weights, total = tuple(rank.weight for rank in plan.group), len(plan.group) * (plan.layer_count + 1)
-    for number, rank in enumerate(plan.group):
-        cutter, before = await in_thread(model.share_cutter, weights, number), number * (plan.layer_count + 1)
+    cutters, windows, done = dict[str, ModelCutter](), {name: plan.windows_of(name) for name in plan.devices}, 0
+    for name in plan.devices:
+        weights, number = _weights_of(plan, name)
+        cutters[name] = await in_thread(model.share_cutter, weights, number) if weights else model.cutter
+    needed = {
+        name: [layer for _, window in windows[name] for layer in cutters[name].layers_of(window.first, window.last)]
+        for name in plan.devices
+    }
+    total = sum(map(len, needed.values()))
+    for name, cutter in cutters.items():
 
-        def hashed(done: int, before: int = before) -> None:
-            inputs.reporter.progress(plan.head, "hash", before + done, total)
+        def hashed(count: int, before: int = done) -> None:
+            inputs.reporter.progress(plan.head, "hash", before + count, total)
 
-        await hash_layers(cutter, list(cutter.layers_of(0, plan.layer_count)), hashed)
-        found[rank.device] = [await in_thread(cutter.spec, 0, 0, plan.layer_count)]
+        await hash_layers(cutter, needed[name], hashed)
+        done += len(needed[name])
+        own = [await in_thread(cutter.spec, index, window.first, window.last) for index, window in windows[name]]
+        found[name] = own if plan.group_of(name) else [adapted(spec, model.adapters) for spec in own]
     return found
+
+
+def _weights_of(plan: Plan, name: str) -> tuple[tuple[int, ...], int]:
+    """The weights of the group of ``name`` and its number there; no weights without one."""
+    ranks = plan.group_of(name)
+    number = next((i for i, rank in enumerate(ranks) if rank.device == name), 0)
+    return tuple(rank.weight for rank in ranks), number
 
 
 def adapted(spec: WindowSpec, adapters: Sequence[Adapter]) -> WindowSpec:

@@ -298,7 +298,7 @@ class Planner:
         """Raises ``PlanError`` if a device of the windows by hand does not reach the next one."""
         windows = asked.run.windows
         assert windows is not None
-        ring = [device.device for device in asked.devices[: len(windows)]]
+        ring = [device.device for device in asked.devices[: asked.run.devices_by_hand]]
         for pair in zip(ring, (*ring[1:], ring[0]), strict=True):
             if (why := self._why_cut(pair)) is not None:
                 raise PlanError(f"--windows {','.join(map(str, windows))}: {why}")

@@ -42,8 +42,8 @@ from primad.head.rings.routes import RingAddresses
 from primad.head.rings.status import Costs, device_status, link_status, plan_lines, predicted_status
 from primad.membership.types import LoadStage
 from primad.network.contacts import Contact
-from primad.network.messages import Load, Progress
-from primad.network.sockets import endpoint
+from primad.network.messages import Load, Loaded, Progress
+from primad.network.sockets import endpoint, port_of
 from primad.ring.messages import (
     Cancel,
     Connect,
@@ -109,7 +109,7 @@ class HeadRing:
         self._process: LoadedProcess | None = None
         self._closed = False
         loop = asyncio.get_running_loop()
-        self._own: asyncio.Future[tuple[str, str]] = loop.create_future()
+        self._own: asyncio.Future[Opened] = loop.create_future()
         self._serving: asyncio.Future[None] = loop.create_future()
         self._drained: asyncio.Future[None] = loop.create_future()
         self._broken: asyncio.Future[PrimadError] = loop.create_future()
@@ -410,10 +410,10 @@ class HeadRing:
                 self._inputs.listener.deliver(self.epoch, event)
             case Loading(done):
                 self._inputs.reporter.progress(self.plan.head, "load", done, windows)
-            case Opened(address, key, keeps, shapes):
-                self._inputs.node.workspace.kv.expect(shapes, of=self.epoch)
-                self._own_keeps = keeps
-                resolve(self._own, (address, key))
+            case Opened():
+                self._inputs.node.workspace.kv.expect(event.cells, of=self.epoch)
+                self._own_keeps = event.keeps
+                resolve(self._own, event)
             case RequestDrafts(task):
                 if self._remote_drafter is not None:
                     self._remote_drafter.ask(task)
@@ -471,45 +471,50 @@ class HeadRing:
         if waited_s >= LOST_S and before is not None and before[0] == overdue.step and place <= before[1]:
             raise StuckStepError(_lost(overdue, [self.plan.head, *names, self.plan.head][place:][:2]), self._parties)
 
-    async def _link(self, own: tuple[str, str], loaded: Mapping[str, tuple[int, str]]) -> None:
-        """Tell every device the target and the source of its steps."""
+    async def _link(self, own: Opened, loaded: Mapping[str, Loaded]) -> None:
+        """Tell every device the target and the source of its steps, and those of a group where the others are."""
         if not self._workers:
             return
         assert self._process is not None
-        if self.plan.group:
-            await self._join(self._process, own, loaded)
+        head, places = self.plan.head, self.plan.places
+        for ranks in self.plan.groups:
+            await self._join([rank.device for rank in ranks], own, loaded)
+        if self.plan.group_of(head):
+            await self._process.send(JoinGroup([]))
+        if len(places) == 1:
             return
-        head, devices = self.plan.head, list(self.plan.devices)
-        keys = {name: key for name, (_, key) in loaded.items()} | {head: own[1]}
-        before = {self.plan.after(name): name for name in devices}
-        for name, stage in self._workers.items():
+        keys = {name: each.key for name, each in loaded.items()} | {head: own.key}
+        before = {self.plan.after(name): name for name in places}
+        for name in places[1:]:
             following = self.plan.after(name)
             if following == head:
                 address = endpoint(
-                    await self._ring_addresses.to_head(self._inputs.devices.workers[name]), own[0].rsplit(":", 1)[1]
+                    await self._ring_addresses.to_head(self._inputs.devices.workers[name]), port_of(own.endpoint)
                 )
             else:
-                address = endpoint(self._ring_addresses.host_for(name, following), loaded[following][0])
-            await stage.connect(address, keys[following], keys[before[name]])
+                address = endpoint(self._ring_addresses.host_for(name, following), loaded[following].port)
+            await self._workers[name].connect(address, keys[following], keys[before[name]])
         first = self.plan.after(head)
-        way = endpoint(await self._ring_addresses.to_first(self._inputs.devices.workers[first]), loaded[first][0])
+        way = endpoint(await self._ring_addresses.to_first(self._inputs.devices.workers[first]), loaded[first].port)
         await self._process.send(Connect(way, keys[first], keys[before[head]]))
-        for name, stage in self._workers.items():
-            await _first_of(stage.linked, timeout_s=LINK_TIMEOUT_S)
-            if not stage.linked.done():
+        for name in places[1:]:
+            linked = self._workers[name].linked
+            await _first_of(linked, timeout_s=LINK_TIMEOUT_S)
+            if not linked.done():
                 raise StageError(f"{name}: it does not connect to the next device", name, "load")
 
-    async def _join(self, process: LoadedProcess, own: tuple[str, str], loaded: Mapping[str, tuple[int, str]]) -> None:
-        """Have the devices of the group connect, each to those before it."""
-        names = [rank.device for rank in self.plan.group]
+    async def _join(self, names: Sequence[str], own: Opened, loaded: Mapping[str, Loaded]) -> None:
+        """Have the devices of a group connect, each to those before it."""
         for rank, name in enumerate(names[1:], 1):
-            to_head = await self._ring_addresses.to_head(self._inputs.devices.workers[name])
-            addresses = [RankAddress(to_head, int(own[0].rsplit(":", 1)[1]))]
-            addresses += [
-                RankAddress(self._ring_addresses.host_for(name, other), loaded[other][0]) for other in names[1:rank]
-            ]
+            addresses = [await self._rank_address(name, other, own, loaded) for other in names[:rank]]
             await self._workers[name].join(addresses)
-        await process.send(JoinGroup([]))
+
+    async def _rank_address(self, name: str, other: str, own: Opened, loaded: Mapping[str, Loaded]) -> RankAddress:
+        """Where ``name`` reaches ``other``, which is before it in their group."""
+        if other == self.plan.head:
+            to_head = await self._ring_addresses.to_head(self._inputs.devices.workers[name])
+            return RankAddress(to_head, port_of(own.group))
+        return RankAddress(self._ring_addresses.host_for(name, other), loaded[other].group_port)
 
     async def _cause(self, device: str, error: PrimadError) -> PrimadError:
         """``error`` of a group, the fault of ``device``, or what this one reports: it may be yet another's."""
@@ -535,7 +540,7 @@ class HeadRing:
         self._inputs.reporter.progress(head, phase, done_bytes, total_bytes)
         self._inputs.listener.progressed(self.epoch, head, LoadStage.FETCH, done_bytes, total_bytes)
 
-    def _loaded(self, device: str, loaded: asyncio.Future[tuple[int, str]]) -> None:
+    def _loaded(self, device: str, loaded: asyncio.Future[Loaded]) -> None:
         if not loaded.cancelled():
             self._inputs.listener.progressed(self.epoch, device, LoadStage.READY, 1, 1)
 

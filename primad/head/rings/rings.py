@@ -190,7 +190,10 @@ class Rings:
             self._core.post(types.RingFailed(epoch, None, mistake(exc)))
             return
         before = self._plans.get(instead) if instead is not None else None
-        if before is not None and before.plan.route == forecast.plan.route and before.plan.group == forecast.plan.group:
+        if before is not None and (before.plan.route, before.plan.groups) == (
+            forecast.plan.route,
+            forecast.plan.groups,
+        ):
             self._no_plan(epoch, "the best one has the same windows", instead)
             return
         self._plans[epoch] = forecast
@@ -284,7 +287,7 @@ class Rings:
             or self._planner.imagines
             or (planning is not None and not planning.done())
         )
-        if ring is None or forecast is None or is_disturbed or forecast.plan.group:
+        if ring is None or forecast is None or is_disturbed or forecast.plan.groups:
             return
         measured = self._pool.learning.completed(epoch, forecast, await ring.statuses())
         if measured is None:

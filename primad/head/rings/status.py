@@ -103,7 +103,7 @@ def plan_lines(plan: Plan, assignments: Mapping[str, Assignment], prediction: Pr
         experts_on_cpu = sum(window.cpu_experts for window in kept.windows)
         on_gpu += f" (the experts of {experts_on_cpu} in RAM)" if experts_on_cpu else ""
         prefill_offload = ", prefill offload to the GPU" if name in plan.prefill_offload else ""
-        share = f"{plan.share_of(name):.0%} of each of " if plan.group else ""
+        share = f"{plan.share_of(name):.0%} of each of " if plan.group_of(name) else ""
         lines.append(f"{name}: {share}{show_count(kept.layers, 'layer')} ({windows}){on_gpu}{streams}{prefill_offload}")
     return lines
 
@@ -172,7 +172,7 @@ def at_once_line(forecast: Forecast) -> str:
 
 def attention_line(forecast: Forecast) -> str:
     """The setting with which llama.cpp gives the same texts; empty if batching or a GPU may change the last bits."""
-    if not forecast.is_exact or forecast.plan.uses_gpu or forecast.plan.prefill_offload or forecast.plan.group:
+    if not forecast.is_exact or forecast.plan.uses_gpu or forecast.plan.prefill_offload or forecast.plan.groups:
         return ""
     has_windows = forecast.question is not None and forecast.question.model.has_windows
     swa = " --swa-full" if has_windows and not forecast.small_windows else ""

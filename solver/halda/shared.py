@@ -1,0 +1,194 @@
+"""Groups as places of a question: what devices that share each layer cost together, as if they were one device.
+
+Each rank computes its share of a layer's attention and of its network, and waits twice for the sums of all. So a layer takes
+what the slowest rank takes for the one, what the slowest takes for the other, and two exchanges. What a group can hold is
+what its tightest rank can hold of its share. With one member for each group a plan costs what any ring costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from halda import cost
+from halda.instance import Instance, Member, Phase, sharing_cores
+from halda.plan import Plan, Rank
+from halda.profile import DeviceProfile, ModelProfile
+
+SUMS: Final = 2
+"""Of a layer: behind its attention and behind its network."""
+STREAMS_BYTES_PER_S: Final = 1e6
+"""Shares do not stream: a search that takes a group for a device finds it too slow."""
+VALUE_BYTES: Final = 4
+SLICED_BYTES: Final = 1 << 16
+"""As the exchange does (``ring/group/exchange.py``)."""
+
+
+@dataclass(frozen=True)
+class SharedPlace:
+    """The place of a group: the question of each of its ranks, as one device with its share of the model, and seconds of
+    what is exchanged: a sum in decode and in a chunk of a prompt, a step's rows, and the logits of the tail."""
+
+    ranks: tuple[Rank, ...]
+    own: tuple[Instance, ...]
+    member: Member
+    sum_s: float
+    chunk_sum_s: float
+    spread_s: float
+    gather_s: float
+
+    def exchange_s(self, plan: Plan) -> float:
+        """Seconds of a token's exchanges."""
+        windows = plan.windows_of(self.ranks[0].device)
+        layers = sum(len(window.layers) for _, window in windows)
+        gather_s = self.gather_s if plan.place_of(self.ranks[0].device) == plan.head else 0.0
+        return SUMS * layers * self.sum_s + len(windows) * self.spread_s + gather_s
+
+
+def places_of(question: Instance, groups: Sequence[tuple[Rank, ...]]) -> tuple[Instance, dict[str, SharedPlace]]:
+    """``question`` in which each of ``groups`` is one device, named as its first rank, and what it is made of."""
+    key = tuple(groups)
+    found: tuple[Instance, dict[str, SharedPlace]] | None = question.shared_places.get(key)
+    if found is None:
+        found = question.shared_places[key] = _places(question, key)
+    return found
+
+
+def _places(question: Instance, groups: Sequence[tuple[Rank, ...]]) -> tuple[Instance, dict[str, SharedPlace]]:
+    followers = {rank.device for ranks in groups for rank in ranks[1:]}
+    places = {ranks[0].device: _place(question, ranks) for ranks in groups}
+    members = [
+        places[member.name].member if member.name in places else member
+        for member in question.members
+        if member.name not in followers
+    ]
+    found = question.changed(devices=tuple(member.profile for member in members), crowded=question.shared_hosts)
+    vars(found)["members"] = tuple(members)
+    return found, places
+
+
+def _place(question: Instance, ranks: tuple[Rank, ...]) -> SharedPlace:
+    index = {device.device: i for i, device in enumerate(question.devices)}
+    at, total = [index[rank.device] for rank in ranks], sum(rank.weight for rank in ranks)
+    profiles = [question.devices[i] for i in at]
+    attention = question.model.attention_share or 1 / 3
+    shares = [rank.shares(total) for rank in ranks]
+    own = [
+        _own(question, device, attention * heads + (1 - attention) * values)
+        for device, (heads, values) in zip(profiles, shares, strict=True)
+    ]
+    parts = [
+        (attention, [_own(question, device, heads) for device, (heads, _) in zip(profiles, shares, strict=True)]),
+        (1 - attention, [_own(question, device, values) for device, (_, values) in zip(profiles, shares, strict=True)]),
+    ]
+    processors = sharing_cores(profiles)
+
+    def slowest(questions: Sequence[Instance], seconds: Callable[[Instance], float]) -> float:
+        each = [seconds(own) for own in questions]
+        return max(sum(each[rank] for rank in here) for here in processors)
+
+    def phase(of: Callable[[Instance], Phase], sum_s: float) -> tuple[float, ...]:
+        layers = [question.kind_of.index(kind) for kind in range(len(question.kinds))]
+
+        def layer_s(layer: int) -> float:
+            return sum(
+                part * slowest(questions, lambda own: of(own).cpu[own.kind_of[layer]]) for part, questions in parts
+            )
+
+        return tuple(layer_s(layer) + SUMS * sum_s for layer in layers)
+
+    decode_rows, chunk_rows = question.decode_rows, question.members[0].prefill.rows
+    values = question.model.hop_values
+    sum_s, chunk_sum_s = (_sum_s(question, at, rows * values) for rows in (decode_rows, chunk_rows))
+    spread_s = max(_message_s(question, at[0], other, decode_rows * values) for other in at[1:])
+    vocabulary = decode_rows * question.model.vocabulary
+    gather_s = max(
+        _message_s(question, other, at[0], values * vocabulary)
+        for other, (_, values) in zip(at[1:], shares[1:], strict=True)
+    )
+    first = question.members[at[0]]
+    step_s = slowest(own, lambda each: each.members[0].step_s) + spread_s
+    profile = replace(
+        first.profile.with_gpus(()),
+        cpu=replace(first.profile.cpu, step_s=step_s),
+        disk=replace(first.profile.disk, prefetch_bytes_per_s=STREAMS_BYTES_PER_S),
+    )
+    member = replace(
+        first,
+        profile=profile,
+        decode=replace(first.decode, cpu=phase(lambda each: each.members[0].decode, sum_s), gpu=_none(question)),
+        prefill=replace(
+            first.prefill, cpu=phase(lambda each: each.members[0].prefill, chunk_sum_s), gpu=_none(question)
+        ),
+        ram_limit=_ram_limit(question, own, [attention * a + (1 - attention) * n for a, n in shares]),
+        vram_limits=(),
+        disk_limit=int(min(each.members[0].disk_limit / max(a, n) for each, (a, n) in zip(own, shares, strict=True))),
+        cpu_output_s=slowest(own, lambda each: each.members[0].cpu_output_s) + gather_s,
+        gpu_output_s=0.0,
+        offloads_prefill=False,
+    )
+    return SharedPlace(ranks, tuple(own), member, sum_s, chunk_sum_s, spread_s, gather_s)
+
+
+def _none(question: Instance) -> tuple[float, ...]:
+    return (0.0,) * len(question.kinds)
+
+
+def _own(question: Instance, device: DeviceProfile, share: float) -> Instance:
+    """The question of a rank: its share of the model, on ``device`` alone."""
+    model = share_of_model(question.model, share)
+    return replace(question, devices=(device.with_gpus(()),), links={}, model=model, prefill_offload=frozenset())
+
+
+def _ram_limit(question: Instance, own: Sequence[Instance], shares: Sequence[float]) -> int:
+    """Bytes of whole layers of which each rank has memory for its share."""
+    besides = question.runtime_bytes(1) + question.head_bytes(1)
+    rooms = (
+        (each.members[0].ram_limit - each.runtime_bytes(1) - each.head_bytes(1)) / share
+        for each, share in zip(own, shares, strict=True)
+    )
+    return int(besides + min(rooms))
+
+
+def _sum_s(question: Instance, ranks: Sequence[int], values: float) -> float:
+    """Seconds until each of ``ranks`` has the sum of so many values of each: large ones go slice by slice."""
+    sent = 1.0 if len(ranks) == 2 or values * VALUE_BYTES < SLICED_BYTES else 2 / len(ranks)
+
+    def of(rank: int) -> float:
+        others = [other for other in ranks if other != rank]
+        slowest = max(_message_s(question, rank, other, sent * values) for other in others)
+        return slowest + sum(
+            sent * values * VALUE_BYTES / question.link(rank, other).bytes_per_s for other in others[1:]
+        )
+
+    return max(map(of, ranks))
+
+
+def _message_s(question: Instance, source: int, target: int, values: float) -> float:
+    return cost.hop_s(question.link(source, target), values, 1)
+
+
+def share_of_model(model: ModelProfile, share: float) -> ModelProfile:
+    """What of ``model`` a rank with that share of each layer has."""
+
+    def of(sizes: Mapping[str, int]) -> dict[str, int]:
+        return {kind: math.ceil(share * size) for kind, size in sizes.items()}
+
+    return replace(
+        model,
+        layers=tuple(
+            replace(
+                layer,
+                bytes_by_type=of(layer.bytes_by_type),
+                expert_bytes_by_type=of(layer.expert_bytes_by_type),
+                kv_bytes_per_token=math.ceil(share * layer.kv_bytes_per_token),
+                query_width=math.ceil(share * layer.query_width),
+            )
+            for layer in model.layers
+        ),
+        output_bytes_by_type=of(model.output_bytes_by_type),
+        query_width=math.ceil(share * model.attention_width),
+        heads=math.ceil(share * model.attention_heads),
+    )

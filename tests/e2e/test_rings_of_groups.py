@@ -1,0 +1,54 @@
+"""Rings of groups and single devices, in real processes: tokens are as likely as to the whole model."""
+
+from __future__ import annotations
+
+import pytest
+
+from primad.gguf.model import open_model
+from primad.gguf.profile import model_profile
+from primad.planning.by_hand import plan_by_hand
+from tools.lab.local_ring import LocalRing
+from tools.synth import write_model
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [*range(5, 75)]
+TOKENS = 5
+ROWS = 32
+"""A prompt is longer than a chunk of it."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("shared") / "shared.gguf"
+    write_model(path, layers=6, heads=4, heads_kv=4, quantisation="f32")
+    return path
+
+
+async def computed(model, windows, plan=None):
+    """The tokens that follow and the logarithms of their probabilities; a second request has the same bits."""
+    async with LocalRing(model, windows, plan=plan, context=256, rows=ROWS, threads=1) as ring:
+        first, again = [
+            [(each.token, each.logprob) for each in (await ring.generate(PROMPT, TOKENS, logprobs=1))[0]]
+            for _ in range(2)
+        ]
+    assert again == first
+    return [token for token, _ in first], [logprob for _, logprob in first]
+
+
+@pytest.fixture(scope="module")
+async def whole(model):
+    return await computed(model, None)
+
+
+@pytest.mark.parametrize(
+    ("windows", "ranks"),
+    [((1, 4), (1, 2)), ((2, 4), (2, 1)), ((2, 2, 2), (1, 2, 1)), ((2, 4), (2, 2))],
+    ids=["behind a device", "before a device", "between devices", "two groups"],
+)
+async def test_a_group_is_a_place_of_a_ring(model, whole, windows, ranks):
+    names = [f"d{i}" for i in range(sum(ranks))]
+    plan = plan_by_hand(names, windows, 1, model_profile(open_model(model)), ranks)
+    tokens, logprobs = await computed(model, windows, plan)
+    assert tokens == whole[0]
+    assert logprobs == pytest.approx(whole[1], abs=5e-3)
