@@ -18,7 +18,7 @@ from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devi
 from primad.cli.grouped import grouped
 from primad.cli.hub import encoder_of, encoder_of_model_shape, model_path
 from primad.cli.library import ModelFolders
-from primad.cli.options import Context, KvCacheType
+from primad.cli.options import Context, KvCacheType, Parallel
 from primad.cli.output import err, out, print_json, tables
 from primad.cli.progress import RichReporter
 from primad.errors import ConfigError
@@ -59,6 +59,7 @@ class ModelsOptions:
     ] = None
     context: Context = None
     kv_type: KvCacheType = "f16"
+    parallel: Parallel = "pipeline"
     time_limit: Annotated[float, typer.Option(help="Seconds for the solver per model.", min=0.05, max=60)] = 0.5
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 
@@ -140,10 +141,14 @@ def _questions(
 ) -> Iterator[tuple[str, Question]]:
     from halda import KV_TYPES
     from primad.planning.question import Wishes, ask
-    from primad.planning.run_config import RunConfig
+    from primad.planning.run_config import PARALLEL_MODES, RunConfig
 
     found = found_devices(fleet, files, live)
-    run = RunConfig(objective="latency", kv_type=parse_choice(models.kv_type, KV_TYPES, "--kv-type"))
+    run = RunConfig(
+        objective="latency",
+        kv_type=parse_choice(models.kv_type, KV_TYPES, "--kv-type"),
+        parallel=parse_choice(models.parallel, PARALLEL_MODES, "--parallel"),
+    )
     wishes = Wishes(time_limit_s=models.time_limit, **wishes_of(fleet))
     wishes = dataclasses.replace(wishes, head=wishes.head or found.own)
     for name, profile, encoder in profiles:

@@ -65,6 +65,15 @@ KvCacheType = Annotated[
         autocompletion=one_of("f16", "q8_0", "q4_0"),
     ),
 ]
+Parallel = Annotated[
+    str,
+    typer.Option(
+        "--parallel",
+        help="pipeline: each device computes some of the layers; tensor: all compute a share of each layer, for links of a "
+        "wired network; auto: what is forecast to be faster, rings of both among it.",
+        autocompletion=one_of("pipeline", "tensor", "auto"),
+    ),
+]
 MaxRam = Annotated[
     str | None,
     typer.Option(help="Memory limit: 8GB, 8GiB or 50% of all [default: free memory].", show_default=False),

@@ -149,7 +149,7 @@ def _ask(
     from primad.gguf.architectures.cuts import why_whole
     from primad.gguf.architectures.table import NotCutError
     from primad.gguf.model import open_model
-    from primad.gguf.shares import shared_ranks
+    from primad.gguf.shares import ShareRules, shared_ranks
     from primad.gguf.splits import MAX_RANKS
     from primad.planning.adapters import (
         open_adapters,
@@ -179,7 +179,7 @@ def _ask(
     found = found_devices(fleet, files, live)
     checked: Checked = _unknown
     drafts: PlannedDraft | None = None
-    may_be_several, max_ranks, encoder = True, MAX_RANKS, None
+    may_be_several, max_ranks, units, encoder = True, MAX_RANKS, None, None
     if path is not None:
         header, home = open_model(path, header_only=True), found.home or load_config({"home": live.home}).home
         adapters = open_adapters(parse_lora(lora), header)
@@ -201,10 +201,13 @@ def _ask(
         if wishes.run.parallel == "auto" and wishes.run.may_share and not lora and draft is None and encoder is None:
             with contextlib.suppress(NotCutError):
                 max_ranks = shared_ranks(header, max(len(found.devices), 2))
+        units = ShareRules(header).units if max_ranks > 1 else None
     elif model.model_shape is not None and model.mmproj != Path("none") and wishes.run.parallel != "tensor":
         encoder = encoder_of_model_shape(model.model_shape)
     asked = ask(dataclasses.replace(wishes, head=wishes.head or found.own), found.devices, found.links, profile)
-    more = dataclasses.replace(asked, draft=drafts, encoder=encoder, may_be_several=may_be_several, max_ranks=max_ranks)
+    more = dataclasses.replace(
+        asked, draft=drafts, encoder=encoder, may_be_several=may_be_several, max_ranks=max_ranks, units=units
+    )
     return more, checked
 
 

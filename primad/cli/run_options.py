@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 from primad.cli.completion import device_names, objectives, one_of
-from primad.cli.options import Context, Experts, KvCacheType
+from primad.cli.options import Context, Experts, KvCacheType, Parallel
 from primad.errors import ConfigError
 from primad.settings.quantities import parse_choice, parse_count
 
@@ -77,14 +77,7 @@ class RunOptions:
     rounds: Annotated[
         int | None, typer.Option(help="Rounds per token, with --windows.", min=1, max=1000, show_default=False)
     ] = None
-    parallel: Annotated[
-        str,
-        typer.Option(
-            help="pipeline: each device computes some of the layers; tensor: all compute a share of each layer, for "
-            "links of a wired network; auto: what is forecast to be faster.",
-            autocompletion=one_of("pipeline", "tensor", "auto"),
-        ),
-    ] = "pipeline"
+    parallel: Parallel = "pipeline"
     mmproj_device: Annotated[
         str,
         typer.Option(

@@ -25,7 +25,7 @@ from primad.gguf.architectures.tensors import TensorRole, layer_of, tensor_role,
 from primad.gguf.constants import GGML_QUANT_SIZES, GGUFValueType
 from primad.gguf.header import Header, TensorInfo, Value, array_value, scalar_value
 from primad.gguf.slices import sliced, zeros
-from primad.gguf.splits import MAX_RANKS, cut_heads, keys_of, ranges_of
+from primad.gguf.splits import MAX_RANKS, ShareUnits, cut_heads, keys_of, ranges_of
 
 
 class Part(Enum):
@@ -239,6 +239,26 @@ class ShareRules:
                 continue
             return ranks
         return 1
+
+    @property
+    def units(self) -> ShareUnits | None:
+        """What most of its layers are cut by; None where they have no attention or no network."""
+        heads = max(self._keys, key=lambda count: (count > 0, len(self._keys[count])))
+        sizes = {kind: sum(tensor.bytes for tensor in self._downs(kind)) for kind in _KINDS}
+        kind = max(sizes, key=lambda each: sizes[each])
+        if not heads or not sizes[kind]:
+            return None
+        return ShareUnits(
+            heads=heads,
+            keys=tuple(self._keys[heads]),
+            head_unit=self._head_unit,
+            values=self._downs(kind)[0].shape[0],
+            value_unit=self._value_units[kind],
+        )
+
+    def _downs(self, kind: str) -> list[TensorInfo]:
+        found = (self.columns(layer, f"ffn_down{kind}") for layer in range(layer_count(self.header)))
+        return [tensor for tensor in found if tensor is not None]
 
     def part(self, layer: int, tensor: TensorInfo, share: LayerShare, *, is_first: bool) -> TensorInfo:
         """What the rank of ``share`` holds of ``tensor``. Raises ``NotCutError`` by name for one that is not known."""

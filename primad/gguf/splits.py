@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 MAX_RANKS: Final = 16
@@ -63,3 +64,23 @@ def _cut_heads(heads: int, keys: int, unit: int, weights: Sequence[int]) -> list
             return None
         found += parts
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareUnits:
+    """What the layers of a model are cut by: most have so many ``heads``, with as many of ``keys``, cut at multiples of
+    ``head_unit``, and a network of so many ``values``, cut at multiples of ``value_unit``."""
+
+    heads: int
+    keys: tuple[int, ...]
+    head_unit: int
+    values: int
+    value_unit: int
+
+    def shares(self, weights: Sequence[int]) -> list[tuple[float, float]] | None:
+        """What each rank really has of attention and network; None where ranks are too many."""
+        heads = cut_heads(self.heads, self.keys, self.head_unit, weights)
+        values = ranges_of(self.values, self.value_unit, weights)
+        if heads is None or values is None:
+            return None
+        return [(len(own) / self.heads, len(part) / self.values) for own, part in zip(heads, values, strict=True)]

@@ -81,7 +81,7 @@ class Corrections:
             return profile
         return replace(
             profile.with_gpus([_slower_gpu(gpu, factors) for gpu in profile.gpus]),
-            cpu=_slower(profile.cpu, factors),
+            cpu=slower_cpu(profile.cpu, factors),
             ram_read_bytes_per_s=profile.ram_read_bytes_per_s / factors.compute,
             disk=_slower_disk(profile.disk, factors),
         )
@@ -289,7 +289,7 @@ def _clean(status: Status | None) -> DecodeStatus | None:
     return decode if all(0 <= figure < math.inf for figure in figures) else None
 
 
-def _slower(cpu: CpuProfile, factors: DeviceFactors) -> CpuProfile:
+def slower_cpu(cpu: CpuProfile, factors: DeviceFactors) -> CpuProfile:
     factor = factors.compute
     return replace(
         cpu,

@@ -14,6 +14,7 @@ import msgspec
 from halda import Assignment, Plan, assignments
 from halda.evaluate import DevicePrediction, Prediction
 from halda.instance import Instance
+from halda.shared import SUMS
 from halda.solution import Solution
 from primad.planning.batching import Batches
 from primad.planning.default_context import too_small_for
@@ -142,6 +143,7 @@ def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) ->
     return DeviceJson(
         name=name,
         share=plan.share_of(name),
+        leader=plan.place_of(name) if plan.group_of(name) else "",
         head=name == plan.head,
         windows=windows,
         layers=found.layers,
@@ -260,6 +262,12 @@ def _disk(device: DevicePrediction, instance: Instance, how: str) -> str:
 
 def _hops(plan: Plan, prediction: Prediction, instance: Instance) -> str:
     slowest = max(prediction.devices, key=lambda device: device.hop_s)
+    if ranks := plan.group_of(slowest.device):
+        layers = plan.layers_of(slowest.device)
+        return (
+            f"sums between the {len(ranks)} devices that share {show_count(layers, 'layer')} ({SUMS * layers} of them; with "
+            f"hops {_percent(prediction.hop_s, prediction)} of a token)"
+        )
     count = len(plan.places) * plan.rounds
     index = {device.device: i for i, device in enumerate(instance.devices)}
     target = plan.after(slowest.device)

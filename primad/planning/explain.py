@@ -27,8 +27,9 @@ from primad.planning.describe import (
 )
 from primad.planning.draft_gain import draft_part, with_room_for_draft
 from primad.planning.extra_buffers import why_extra
-from primad.planning.plan import Planned, PlanRequest, Settled, plan, search
+from primad.planning.plan import Planned, plan, search
 from primad.planning.question import Question, with_room_for_encoder
+from primad.planning.request import PlanRequest, Settled
 from primad.planning.schema import SCHEMA, Explanation, GivenUpJson, LeftOutJson, SingleDeviceJson, WhatIf
 from primad.settings.quantities import show_ms
 
@@ -78,6 +79,7 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
         draft=draft_part(question.draft, chosen.drafting, chosen.draft_device, chosen.plan, chosen.question),
         tail=_tail(question, solution, settled),
         given_up=[GivenUpJson(what=each.what, objective_ms=each.objective_s * 1e3) for each in solution.given_up],
+        parallel=chosen.solved.why_parallel,
     )
 
 
@@ -129,6 +131,7 @@ def request_of(
         settled=settled,
         time_limit_s=question.time_limit_s,
         max_ranks=question.max_ranks,
+        units=question.units,
     )
 
 

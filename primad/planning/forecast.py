@@ -28,7 +28,8 @@ class Forecast:
     context of ``context_tokens``; ``why_sequences`` and ``why_context`` say why it is not more, where nobody said how much.
     Attention is ``flash`` attention or not, with ``small_windows`` as in ``Workload``, and next tokens are computed together
     as ``batches`` say, drafts as ``drafting`` does, by a model on device ``draft_device``, if one drafts; pictures are
-    encoded at ``encoder_place``. ``question`` is what was planned for.
+    encoded at ``encoder_place``. ``question`` is what was planned for; ``why_parallel`` says why devices share layers or do
+    not, where that was a choice.
     """
 
     plan: Plan
@@ -46,6 +47,7 @@ class Forecast:
     drafting: Drafting | None = None
     draft_device: str | None = None
     encoder_place: EncoderPlace | None = None
+    why_parallel: str = ""
 
     @property
     def batching(self) -> Batching:
@@ -94,7 +96,7 @@ class Forecast:
     def of_planned(cls, planned: Planned, corrections: Corrections) -> Self:
         """What ``planned`` promises."""
         work = planned.question.workload
-        return cls.of(
+        found = cls.of(
             planned.plan,
             planned.question.model,
             planned.prediction,
@@ -111,6 +113,7 @@ class Forecast:
             draft_device=planned.draft_device,
             encoder_place=planned.encoder_place,
         )
+        return replace(found, why_parallel=planned.solved.why_parallel)
 
     @classmethod
     def of(

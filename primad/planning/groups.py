@@ -1,49 +1,180 @@
-"""Tensor-parallel plans: one group of devices, each with a share of every layer, as large as it is quick. Pure."""
+"""Candidates for plans with tensor-parallel groups: which devices share layers, with which shares, in which ring. Pure.
+
+A group needs devices without GPUs and of like speed, with a link between any two on which the sums of all layers take less
+than a token without groups.
+The group of a whole model costs what the evaluator says. In a ring a group is one device more to the solver, which divides
+the layers; what comes of that is judged by the evaluator like any other plan.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Final
 
 from halda import DeviceProfile, Infeasible, LeftOut, Objective, Plan, Rank, Solution, Window, evaluate
 from halda.instance import Instance
+from halda.shared import SUMS, SharedPlace, places_of
 from primad.errors import PlanError
+from primad.gguf.splits import ShareUnits
+from primad.planning.corrections import DeviceFactors, slower_cpu
 from primad.settings.quantities import show_bytes
 
 MAX_WEIGHT: Final = 16
 """That of the quickest device. Weights are coarse, so that shares stay what they are where figures hardly change."""
+MAX_ON_LAN: Final = 4
+"""Devices of a group that ``auto`` looks for: with more of them sums take more than they save."""
+MAX_RATIO: Final = 8.0
+"""A device so many times as slow as another one has hardly a share."""
+MAX_SETS: Final = 60
+MAX_RINGS: Final = 6
+"""For which the solver is asked."""
 
 
-def group_of(question: Instance, max_ranks: int) -> Plan:
-    """The group of the head and the quickest other devices of ``question``, at most so many, with the shares that they have
-    memory for.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupWishes:
+    """At most ``max_ranks`` devices share layers, cut by ``units`` where these are known; they are to make ``objective``
+    small. A token takes ``below_s`` without groups."""
 
-    Raises ``PlanError`` for a device with a GPU, and ``Infeasible`` where memory is short.
+    max_ranks: int
+    units: ShareUnits | None = None
+    objective: Objective = "latency"
+    below_s: float = math.inf
+
+
+def group_sets(question: Instance, wishes: GroupWishes) -> list[tuple[str, ...]]:
+    """The devices that may be a group, by what they compute together; the quickest in front."""
+    able = [i for i, device in enumerate(question.devices) if device.gpu is None]
+    rates = {i: 1 / _alone_s(question, question.devices[i]) for i in able}
+    sums = SUMS * len(question.model.layers)
+
+    def is_quick(a: int, b: int) -> bool:
+        sums_s = sums * max(question.hops_s[a][b], question.hops_s[b][a])
+        is_like = max(rates[a], rates[b]) <= MAX_RATIO * min(rates[a], rates[b])
+        return is_like and sums_s < wishes.below_s and question.link(a, b).works
+
+    ordered = sorted(able, key=lambda i: -rates[i])
+    pairs = {(a, b) for a, b in combinations(ordered, 2) if is_quick(a, b)}
+    found = [
+        each
+        for size in range(2, min(wishes.max_ranks, MAX_ON_LAN) + 1)
+        for each in combinations(ordered, size)
+        if pairs.issuperset(combinations(each, 2))
+    ]
+    found.sort(key=lambda each: -sum(rates[i] for i in each))
+    return [tuple(question.devices[i].device for i in each) for each in found[:MAX_SETS]]
+
+
+def whole_group(
+    question: Instance, names: Sequence[str], units: ShareUnits | None, left_out: Sequence[LeftOut] = ()
+) -> Plan:
+    """The whole model on a group of the devices ``names``, the head among them, with the shares that are quickest of those
+    that they have memory for.
+
+    Raises ``PlanError`` for a device with a GPU, and ``Infeasible`` where memory is short, or the shares cannot be cut.
     """
-    for device in question.devices:
-        if device.gpu is not None:
+    devices = {device.device: device for device in question.devices}
+    for name in names:
+        if devices[name].gpu is not None:
             raise PlanError(
-                f"--parallel tensor: groups compute on processors alone, and {device.device} has a GPU; start it with "
+                f"--parallel tensor: groups compute on processors alone, and {name} has a GPU; start it with "
                 "--gpu off, or serve with --parallel pipeline"
             )
+    head = question.devices[0].device
+    layers = len(question.model.layers)
+    plan = Plan(
+        rounds=1,
+        route=(Window(device=head, first=0, last=layers, gpu_layers=0),),
+        output_on_gpu=False,
+        streaming=(),
+        left_out=tuple(left_out),
+        groups=(_by_speed(question, (head, *(name for name in names if name != head)), units),),
+    )
+    return _quicker(_within_memory(plan, question, units), question, units)
+
+
+def _by_speed(question: Instance, names: Sequence[str], units: ShareUnits | None) -> tuple[Rank, ...]:
+    """The ranks ``names`` with shares by their speed. Raises ``Infeasible`` where they cannot be cut."""
+    devices = {device.device: device for device in question.devices}
+    rates = [1 / _alone_s(question, devices[name]) for name in names]
+    return _ranks(names, [max(1, round(MAX_WEIGHT * rate / max(rates))) for rate in rates], units)
+
+
+def _ranks(names: Sequence[str], weights: Sequence[int], units: ShareUnits | None) -> tuple[Rank, ...]:
+    shares = [(0.0, 0.0)] * len(names) if units is None else units.shares(weights)
+    if shares is None:
+        raise Infeasible(f"the heads of this model are for fewer than {len(names)} devices", short_bytes=0)
+    return tuple(
+        Rank(device=name, weight=weight, heads=heads, values=values)
+        for name, weight, (heads, values) in zip(names, weights, shares, strict=True)
+    )
+
+
+def _alone_s(question: Instance, device: DeviceProfile) -> float:
+    """What a token would take ``device`` if it had memory for the whole model."""
+    own = replace(question, devices=(device.with_gpus(()),), links={}, prefill_offload=frozenset())
+    window = Window(device=device.device, first=0, last=len(question.model.layers), gpu_layers=0)
+    plan = Plan(rounds=1, route=(window,), output_on_gpu=False, streaming=(), left_out=())
+    return evaluate(plan, own).tpot_s
+
+
+def _weighing(plan: Plan, changes: dict[str, int], units: ShareUnits | None) -> Plan:
+    """``plan``, of one group, with other weights."""
+    (ranks,) = plan.groups
+    weights = [changes.get(rank.device, rank.weight) for rank in ranks]
+    return replace(plan, groups=(_ranks([rank.device for rank in ranks], weights, units),))
+
+
+def _within_memory(plan: Plan, question: Instance, units: ShareUnits | None) -> Plan:
+    """``plan``, in which devices that are short of memory have less. Raises ``Infeasible``."""
+    while short := evaluate(plan, question).short:
+        first = short[0]
+        weight = next((rank.weight for rank in plan.groups[0] if rank.device == first.where), 1)
+        if weight == 1:
+            raise Infeasible(
+                f"{first.where} is short of {show_bytes(first.short_bytes)} of {first.what} for a share of each layer; "
+                "choose a smaller --context, add a device, or serve with --parallel pipeline",
+                short_bytes=first.short_bytes,
+            )
+        plan = _weighing(plan, {first.where: weight - 1}, units)
+    return plan
+
+
+def _quicker(plan: Plan, question: Instance, units: ShareUnits | None) -> Plan:
+    """``plan`` with less for its slowest rank, as long as that makes a token quicker: heads are cut whole."""
+    found = evaluate(plan, question)
+    while True:
+        slowest = max(found.devices, key=lambda each: each.compute_s).device
+        weight = next(rank.weight for rank in plan.groups[0] if rank.device == slowest)
+        if weight == 1:
+            return plan
+        try:
+            other = _weighing(plan, {slowest: weight - 1}, units)
+        except Infeasible:
+            return plan
+        judged = evaluate(other, question)
+        if judged.short or judged.tpot_s >= found.tpot_s:
+            return plan
+        plan, found = other, judged
+
+
+def all_in_one(question: Instance, max_ranks: int, units: ShareUnits | None) -> Plan:
+    """The group of the head and the quickest other devices, at most so many. Raises as ``whole_group``."""
     rates = {device.device: 1 / _alone_s(question, device) for device in question.devices}
     head, *others = (device.device for device in question.devices)
-    taken = [head, *sorted(others, key=lambda name: -rates[name])[: max_ranks - 1]]
-    taken = [name for name in rates if name in taken]
-    left_out = tuple(
+    taken = {head, *sorted(others, key=lambda name: -rates[name])[: max_ranks - 1]}
+    left_out = [
         LeftOut(device=name, reason=f"the heads of this model are for a group of {max_ranks} devices at most")
         for name in others
         if name not in taken
-    )
-    quickest = max(rates[name] for name in taken)
-    weights = {name: max(1, round(MAX_WEIGHT * rates[name] / quickest)) for name in taken}
-    return _within_memory(_plan(question, weights, left_out), question)
+    ]
+    return whole_group(question, [name for name in rates if name in taken], units, left_out)
 
 
-def group_solution(question: Instance, max_ranks: int, objective: Objective) -> Solution:
-    """``group_of`` with its forecast."""
-    plan = group_of(question, max_ranks)
+def solution_of(plan: Plan, question: Instance, objective: Objective) -> Solution:
+    """``plan`` with its forecast."""
     prediction = evaluate(plan, question)
     value_s = prediction.objective_s(objective, question.workload.answer_tokens)
     return Solution(
@@ -51,39 +182,101 @@ def group_solution(question: Instance, max_ranks: int, objective: Objective) -> 
     )
 
 
-def _plan(question: Instance, weights: dict[str, int], left_out: Sequence[LeftOut]) -> Plan:
-    layers = len(question.model.layers)
-    return Plan(
-        rounds=1,
-        route=(Window(device=question.devices[0].device, first=0, last=layers, gpu_layers=0),),
-        output_on_gpu=False,
-        streaming=(),
-        left_out=tuple(left_out),
-        groups=(tuple(Rank(device=name, weight=weight) for name, weight in weights.items()),),
+def best_whole(question: Instance, wishes: GroupWishes) -> Solution | None:
+    """The best group of the whole model with the head in it; None where there is none."""
+    head, found = question.devices[0].device, list[Solution]()
+    for names in group_sets(question, wishes):
+        if head in names:
+            try:
+                plan = whole_group(question, names, wishes.units, _not_in(question, names))
+            except Infeasible:
+                continue
+            found.append(solution_of(plan, question, wishes.objective))
+    return min(found, key=lambda each: each.objective_s, default=None)
+
+
+def _not_in(question: Instance, names: Iterable[str]) -> list[LeftOut]:
+    others = (device.device for device in question.devices if device.device not in names)
+    return [LeftOut(device=name, reason="a share of each layer there would make nothing faster") for name in others]
+
+
+def best_ring(question: Instance, wishes: GroupWishes, time_limit_s: float) -> Solution | None:
+    """The best ring of groups and single devices that the solver finds for the likeliest groups, each within
+    ``time_limit_s``; None for none."""
+    found = list[Solution]()
+    for sets in _ring_sets(question, wishes):
+        try:
+            groups = tuple(_by_speed(question, _leader_first(question, names), wishes.units) for names in sets)
+            ring = ring_of(question, groups, wishes.objective, time_limit_s)
+        except Infeasible:
+            continue
+        if ring is not None:
+            found.append(ring)
+    return min(found, key=lambda each: each.objective_s, default=None)
+
+
+def _ring_sets(question: Instance, wishes: GroupWishes) -> Iterator[list[tuple[str, ...]]]:
+    """Sets of groups: one each, and two that have no device in common."""
+    sets = group_sets(question, wishes)
+    count = len(question.devices)
+    ones = [[names] for names in sets if len(names) < count]
+    twos = [[a, b] for a, b in combinations(sets, 2) if set(a).isdisjoint(b)]
+    twos.sort(key=lambda pair: -sum(map(len, pair)))
+    half = MAX_RINGS // 2
+    yield from ones[: MAX_RINGS - min(half, len(twos))]
+    yield from twos[:half]
+
+
+def _leader_first(question: Instance, names: Sequence[str]) -> list[str]:
+    """The head leads; else the quickest, which is in front."""
+    head = question.devices[0].device
+    return sorted(names, key=lambda name: name != head)
+
+
+def ring_of(
+    question: Instance, groups: tuple[tuple[Rank, ...], ...], objective: Objective, time_limit_s: float
+) -> Solution | None:
+    """The ring in which each of ``groups`` is a place, as the solver divides the layers; None where it streams there."""
+    from halda import solve  # only a process that solves loads the solver
+
+    places, shared = places_of(question, groups)
+    devices = [
+        _stand_in(shared[each.device], question, each) if each.device in shared else each for each in places.devices
+    ]
+    solved = solve(
+        devices,
+        list(question.links.values()),
+        question.model,
+        question.workload,
+        objective=objective,
+        limits={name: limits for name, limits in question.limits.items() if name not in shared},
+        require=frozenset(shared),
+        time_limit_s=time_limit_s,
+        experts=question.experts,
+        settles=True,
+        simplifies=False,
     )
+    plan, rows = solved.plan, solved.prediction
+    if plan.rounds > 1 or len(plan.places) == 1 or any(each.device in shared for each in plan.streaming):
+        return None
+    followers = [rank.device for ranks in groups for rank in ranks[1:]]
+    left_out = tuple(each for each in plan.left_out if each.device not in followers)
+    plan = replace(plan, groups=groups, left_out=left_out)
+    found = solution_of(plan, question.with_rows(rows.chunk_rows, rows.step_rows), objective)
+    return None if found.prediction.short else found
 
 
-def _alone_s(question: Instance, device: DeviceProfile) -> float:
-    """What a token would take ``device`` if it had memory for the whole model."""
-    own = replace(question, devices=(device,), links={})
-    window = Window(device=device.device, first=0, last=len(question.model.layers), gpu_layers=0)
-    plan = Plan(rounds=1, route=(window,), output_on_gpu=False, streaming=(), left_out=())
-    return evaluate(plan, own).tpot_s
-
-
-def _within_memory(plan: Plan, question: Instance) -> Plan:
-    """``plan``, in which devices that are short of memory have less. Raises ``Infeasible``."""
-    while short := evaluate(plan, question).short:
-        first = short[0]
-        (ranks,) = plan.groups
-        lower = tuple(
-            replace(rank, weight=max(1, rank.weight - 1)) if rank.device == first.where else rank for rank in ranks
-        )
-        if lower == ranks:
-            raise Infeasible(
-                f"{first.where} is short of {show_bytes(first.short_bytes)} of {first.what} for a share of each layer; "
-                "choose a smaller --context, add a device, or serve with --parallel pipeline",
-                short_bytes=first.short_bytes,
-            )
-        plan = replace(plan, groups=(lower,))
-    return plan
+def _stand_in(place: SharedPlace, question: Instance, profile: DeviceProfile) -> DeviceProfile:
+    """A device that computes about as fast as the group ``place`` and holds as much."""
+    first = next(member for member in question.members if member.name == profile.device)
+    decode = (max(place.member.decode.cpu) - SUMS * place.sum_s) / max(first.decode.cpu)
+    prefill = max(place.member.prefill.cpu) / max(first.prefill.cpu)
+    factors = DeviceFactors(stamp="", compute=decode, prompts=prefill)
+    cpu = slower_cpu(first.profile.cpu, factors)
+    return replace(
+        profile,
+        cpu=replace(cpu, step_s=profile.cpu.step_s, layer_s=cpu.layer_s + SUMS * place.sum_s),
+        ram_read_bytes_per_s=first.profile.ram_read_bytes_per_s / decode,
+        ram_available_bytes=place.member.ram_limit,
+        ram_total_bytes=max(first.profile.ram_total_bytes, place.member.ram_limit),
+    )

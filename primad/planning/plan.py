@@ -16,16 +16,12 @@ from halda import (
     CutOff,
     DeviceProfile,
     Infeasible,
-    Limits,
-    LinkProfile,
-    ModelProfile,
     NotBelow,
     Plan,
     Prediction,
     Solution,
     Workload,
     evaluate,
-    instance,
 )
 from halda.time_limit import TimeLimit
 from primad.errors import PlanError
@@ -37,99 +33,14 @@ from primad.planning.draft_gain import draft_place
 from primad.planning.drafting import drafting_of
 from primad.planning.encoder_place import EncoderPlace, encoder_place
 from primad.planning.extra_buffers import solved_as_planned, suited
-from primad.planning.fitting import Fitted, Served, fitted
-from primad.planning.groups import group_solution
-from primad.planning.question import SOLVE_S, PlannedDraft, PlannedEncoder, workload_of
-from primad.planning.run_config import RunConfig
+from primad.planning.fitting import Fitted, fitted
+from primad.planning.question import workload_of
+from primad.planning.request import FoundPlan, PlanRequest
+from primad.planning.sharing import quicker_of, search_best_shared, search_shared
 
 if TYPE_CHECKING:
     from halda.instance import Instance
     from primad.ring.speculation.drafter import Drafting
-
-
-class Settled(msgspec.Struct, frozen=True, kw_only=True):
-    """What another plan settled: context, attention and rows of chunks in ``workload``, and whose GPUs help with prompts."""
-
-    workload: Workload
-    prefill_offload: frozenset[str]
-
-
-class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan is made from: ``devices`` as they were measured, ``links`` between them, and how ``model`` is to ``run``.
-
-    One of ``heads`` is the head (none: the first device), devices of ``require`` have layers, and no device uses more than
-    its ``limits``. The plan that ``served`` before hands its sequences on, if they fit, and its context; with
-    ``keeps_attention`` its attention too, and with ``keeps_context`` its context stays as it is. A model has one request at
-    a time unless it ``may_be_several``. ``draft`` is the draft model, ``encoder`` that of pictures; the head's memory is
-    without their parts. Devices
-    that are ``shared`` with other models are taken where that gains something. What is ``settled`` is not looked for again,
-    nor is a plan that asks less of devices: it is found to be compared. A tensor-parallel group of the model has at most
-    ``max_ranks`` devices.
-    """
-
-    devices: list[DeviceProfile]
-    links: list[LinkProfile]
-    model: ModelProfile
-    run: RunConfig
-    heads: list[str] = []
-    limits: dict[str, Limits] = {}
-    require: frozenset[str] = frozenset()
-    shared: frozenset[str] = frozenset()
-    draft: PlannedDraft | None = None
-    encoder: PlannedEncoder | None = None
-    served: Served | None = None
-    keeps_attention: bool = False
-    keeps_context: bool = False
-    may_be_several: bool = True
-    settled: Settled | None = None
-    time_limit_s: float = SOLVE_S
-    max_ranks: int = 1
-
-    @property
-    def workloads(self) -> list[Workload]:
-        """What is solved for, in order, until there is a plan.
-
-        The context and attention of what was served go first; then flash attention, which takes less memory; where nobody
-        asked for the context, the small one comes last.
-        """
-        if self.settled is not None:
-            return [self.settled.workload]
-        first, served = workload_of(self.run, self.model), self.served
-        work = first
-        if served is not None:
-            work = replace(first, context_tokens=served.context_tokens)
-            if self.keeps_attention:
-                work = replace(work, flash=served.flash, small_windows=served.small_windows)
-        tried = [work] if work.flash else [work, replace(work, flash=True)]
-        if self.run.context_tokens is None:
-            tried += [replace(each, context_tokens=first.context_tokens) for each in tried]
-        return list(dict.fromkeys(tried))
-
-    @property
-    def may_have_small_windows(self) -> bool:
-        """Whether sliding layers may have a small cache: with it there are no drafts, which nobody must have asked for."""
-        is_kept = self.settled is not None or (self.keeps_attention and self.served is not None)
-        return self.model.has_windows and self.run.speculate in ("auto", "off") and not is_kept
-
-    @property
-    def wanted_tokens(self) -> int:
-        """The context that a plan is to have if it costs little; 0: what its workload says."""
-        is_kept = self.settled is not None or (self.served is not None and self.keeps_context)
-        is_set = self.run.context_tokens is not None or is_kept
-        return 0 if is_set else wanted_context(self.model)
-
-    def instance(self, work: Workload, head: str | None = None) -> Instance:
-        """The solver's question for ``work``."""
-        return instance(self.devices, self.links, self.model, work, self.limits, head)
-
-
-class FoundPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """``solution`` for ``devices`` as they are in its plan, with the context of ``workload``, and why that is small."""
-
-    solution: Solution
-    devices: list[DeviceProfile]
-    workload: Workload
-    why_context: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,18 +81,18 @@ def search(request: PlanRequest) -> FoundPlan:
     if request.run.windows is not None:
         return _search_by_hand(request)
     if request.run.parallel == "tensor" and len(request.devices) > 1:
-        return _search_group(request)
-    found = _search_pipeline(request)
+        return search_shared(request)
     is_free = not request.require and request.settled is None and not request.run.use_all
-    if request.run.parallel != "auto" or not is_free or min(request.max_ranks, len(request.devices)) < 2:
-        return found
+    may_share = request.run.parallel == "auto" and is_free and min(request.max_ranks, len(request.devices)) > 1
     try:
-        group = _search_group(request)
-    except (Infeasible, PlanError):
-        return found
-    is_wide = group.workload.context_tokens >= found.workload.context_tokens
-    gains = group.solution.objective_s < (1 - GROUP_GAIN) * found.solution.objective_s
-    return group if is_wide and gains else found
+        found = _search_pipeline(request)
+    except Infeasible:
+        shared = search_best_shared(request) if may_share else None
+        if shared is None:
+            raise
+        return shared
+    shared = search_best_shared(request, found.solution.prediction.tpot_s) if may_share else None
+    return found if shared is None else quicker_of(found, shared)
 
 
 def _search_pipeline(request: PlanRequest) -> FoundPlan:
@@ -206,8 +117,6 @@ def _search_pipeline(request: PlanRequest) -> FoundPlan:
 SOLVE_SHARE: Final = 0.8
 """Of the time that is left, for one question to the solver: it may be asked again, for a small context, or for devices as
 they are in the plan."""
-GROUP_GAIN: Final = 0.1
-"""A group does without drafts, GPUs and a second copy of the KV cache, and depends on each link in each layer."""
 SMALL_WINDOWS_GAIN: Final = 0.05
 """Cells of whole contexts are worth so much: drafts, and any prefix instead of kept ones."""
 
@@ -300,24 +209,6 @@ def _search_for(
 
 def _settled(found: WithContext) -> FoundPlan:
     return FoundPlan(solution=found.solution, devices=found.devices, workload=found.workload, why_context=found.why)
-
-
-def _search_group(request: PlanRequest) -> FoundPlan:
-    """The group of all devices. What is in extra buffers is no share of a file, so there are none."""
-    devices, works = [device.without_extra_buffers() for device in request.devices], request.workloads
-    asked = msgspec.structs.replace(request, devices=devices)
-
-    def planned(work: Workload, hurries: bool) -> tuple[Solution, list[DeviceProfile]]:
-        del hurries
-        return group_solution(asked.instance(work), request.max_ranks, request.run.objective), devices
-
-    for work in works:
-        try:
-            return _settled(with_wanted_context(work, request.wanted_tokens, planned, asked.instance))
-        except Infeasible:
-            if work is works[-1]:
-                raise
-    raise AssertionError("there is a workload")
 
 
 def _search_by_hand(request: PlanRequest) -> FoundPlan:

@@ -13,7 +13,7 @@ from halda import KV_BLOCK, CacheType, DeviceProfile, Limits, LinkProfile, Model
 from halda.cost import WITHOUT_FLASH
 from halda.instance import DEFAULT_LINK_BYTES_PER_S, DEFAULT_ROUND_TRIP_S
 from primad.errors import ConfigError
-from primad.gguf.splits import MAX_RANKS
+from primad.gguf.splits import MAX_RANKS, ShareUnits
 from primad.planning.default_context import first_context
 from primad.planning.drafting import rollback_of
 from primad.planning.run_config import DEFAULT_RUN, RunConfig
@@ -92,7 +92,7 @@ class Question:
 
     ``links`` are known ones; what they do not cover goes by ``default_link``. ``draft`` is the draft model, if there
     is one, ``encoder`` that of pictures. Models that are not known to be exact for several requests have one at a time
-    (``may_be_several``). At most ``max_ranks`` devices share each layer.
+    (``may_be_several``). At most ``max_ranks`` devices share each layer, cut by ``units``, where these are known.
     """
 
     devices: tuple[DeviceProfile, ...]
@@ -107,6 +107,7 @@ class Question:
     encoder: PlannedEncoder | None = None
     may_be_several: bool = True
     max_ranks: int = MAX_RANKS
+    units: ShareUnits | None = None
 
     @property
     def workload(self) -> Workload:

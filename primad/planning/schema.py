@@ -55,7 +55,8 @@ class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
     ``disk_bytes_per_token`` counts all that streams, less what the room of compute buffers holds then, but of layers
     with experts at most those that a row uses. ``extra_buffers`` says in words why it has llama.cpp's repacked copies
     of weights, or none; empty where they are not known to make anything faster. ``gpus`` has each GPU, the fastest first;
-    figures of VRAM are those of all. In a tensor-parallel group it has a ``share`` of each layer, below 1.
+    figures of VRAM are those of all. In a tensor-parallel group it has a ``share`` of each layer, below 1, and the windows
+    of the group's first device, ``leader``.
     """
 
     name: str
@@ -83,6 +84,7 @@ class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
     prefill_ms: float
     gpus: list[GpuJson] = []
     share: float = 1.0
+    leader: str = ""
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
@@ -283,7 +285,8 @@ class Explanation(RingJson, frozen=True, kw_only=True):
     ``load`` is there for several sequences. ``checked`` says whether windows of the model were
     found to be exact; null for a shape, and where one device has it whole. ``draft`` is the draft model, null without
     one. ``tail`` says what it costs that the last window has some layers at the least, null where it costs nothing.
-    ``given_up`` has what a quicker plan would ask of devices, at most 5 % of what the plan makes small.
+    ``given_up`` has what a quicker plan would ask of devices, at most 5 % of what the plan makes small. ``parallel`` says
+    why devices share layers or do not, empty where nobody asked.
     """
 
     schema: int
@@ -300,6 +303,7 @@ class Explanation(RingJson, frozen=True, kw_only=True):
     draft: DraftJson | None = None
     tail: str | None = None
     given_up: list[GivenUpJson] = []
+    parallel: str = ""
 
 
 def encode(answer: Explanation) -> bytes:

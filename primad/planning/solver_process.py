@@ -15,7 +15,8 @@ import msgspec
 
 from halda import CutOff, Infeasible
 from primad.errors import PlanError
-from primad.planning.plan import FoundPlan, PlanRequest, search
+from primad.planning.plan import search
+from primad.planning.request import FoundPlan, PlanRequest
 from primad.system.children.child import begin_piped
 from primad.system.children.reply_stream import answer_stream
 from primad.system.children.spawn import how_it_ended

@@ -83,14 +83,25 @@ def render(answer: Explanation, width: int) -> RenderableType:
 
 def _title(answer: Explanation) -> str:
     model, count = answer.model, len(answer.devices)
-    how = "each a share of every layer" if _is_group(answer) else f"{show_count(answer.rounds, 'round')} per token"
+    how = _how(answer)
     return (
         f"{model.name} ({model.layers} layers, {show_bytes(model.bytes)}) on {show_count(count, 'device')}, "
         f"head {answer.head}, {how}"
     )
 
 
-def _is_group(answer: RingJson) -> bool:
+def _how(answer: RingJson) -> str:
+    if not _has_groups(answer):
+        return f"{show_count(answer.rounds, 'round')} per token"
+    groups: dict[str, list[str]] = {}
+    for device in answer.devices:
+        groups.setdefault(device.leader or device.name, []).append(device.name)
+    if len(groups) == 1:
+        return "each a share of every layer"
+    return "; ".join(f"{' and '.join(names)} share layers" for names in groups.values() if len(names) > 1)
+
+
+def _has_groups(answer: RingJson) -> bool:
     return any(device.share < 1 for device in answer.devices)
 
 
@@ -182,6 +193,8 @@ def _facts(answer: Explanation) -> Table:
         )
     if answer.draft is not None:
         table.add_row("draft", _draft(answer.draft))
+    if answer.parallel:
+        table.add_row("parallel", answer.parallel)
     table.add_row("bottleneck", found.bottleneck)
     if answer.tail is not None:
         table.add_row("tail", answer.tail)
@@ -189,7 +202,7 @@ def _facts(answer: Explanation) -> Table:
         table.add_row("exact", answer.checked)
     if answer.short:
         table.add_row("does not fit", _short(answer))
-    if not _is_group(answer):
+    if not _has_groups(answer):
         table.add_row("how good", _proof(answer.proof))
     if given_up := _given_up(answer):
         table.add_row("given up", given_up)

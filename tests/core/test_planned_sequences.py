@@ -18,8 +18,9 @@ from primad.head.rings import planner as planner_module
 from primad.head.rings.planner import DevicePool, Planner, PlanResult
 from primad.head.rings.status import attention_line
 from primad.planning.forecast import Forecast
-from primad.planning.plan import FoundPlan, PlanRequest, search
+from primad.planning.plan import search
 from primad.planning.question import PlannedDraft, workload_of
+from primad.planning.request import FoundPlan, PlanRequest
 from primad.planning.run_config import RunConfig
 from primad.system.tasks import Tasks
 from tests.fakes.planning import GB, device, link, model, offloading

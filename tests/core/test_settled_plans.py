@@ -8,8 +8,9 @@ import pytest
 
 from halda import NotBelow, evaluate, solve
 from primad.planning.explain import best_plan, explain, request_of
-from primad.planning.plan import Settled, search
+from primad.planning.plan import search
 from primad.planning.question import Question, ask
+from primad.planning.request import Settled
 from tests.fakes.planning import GB, device, model, wishes
 
 DESK, LAPTOP = device("desk", ram=12 * GB), device("laptop", ram=12 * GB, rate=10e9)

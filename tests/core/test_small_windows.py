@@ -10,8 +10,9 @@ from halda import LayerProfile, Workload, cost
 from primad.gguf.shapes import shape as model_shape
 from primad.planning.explain import explain
 from primad.planning.fitting import Served
-from primad.planning.plan import PlanRequest, plan
+from primad.planning.plan import plan
 from primad.planning.question import ask
+from primad.planning.request import PlanRequest
 from primad.planning.run_config import RunConfig
 from tests.fakes.planning import GB, device, model, wishes
 

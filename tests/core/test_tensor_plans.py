@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,13 +13,15 @@ from halda.assignment import in_memory
 from halda.cost import hop_s
 from primad.cli.run_options import DraftOptions, RunOptions, run_config
 from primad.errors import ConfigError, PlanError, ProtocolError, RankError
+from primad.gguf.splits import ShareUnits
 from primad.head.members.core import RankLostError, StageError, attributed
 from primad.head.members.wanted import WantedState
 from primad.network.messages import LinkGroup, decode_from_head
 from primad.planning.drafting import drafting_of
-from primad.planning.groups import group_of
-from primad.planning.plan import PlanRequest, plan
+from primad.planning.groups import all_in_one
+from primad.planning.plan import plan
 from primad.planning.question import default_workload
+from primad.planning.request import PlanRequest
 from primad.planning.run_config import RunConfig
 from primad.ring.messages import GroupRank, RankAddress, broken_by, cause_of
 from primad.system.wire import encode
@@ -46,30 +49,30 @@ def group(*ranks: tuple[str, int]) -> Plan:
 
 def test_like_devices_have_like_shares_and_a_slower_one_less():
     desk, mini, slow = device("desk"), device("mini"), device("mini", rate=5e9)
-    assert weights(group_of(question(desk, mini), 2)) == {"desk": 16, "mini": 16}
-    assert weights(group_of(question(desk, slow), 2))["mini"] in range(3, 6)
+    assert weights(all_in_one(question(desk, mini), 2, None)) == {"desk": 16, "mini": 16}
+    assert weights(all_in_one(question(desk, slow), 2, None))["mini"] in range(3, 6)
 
 
 def test_a_device_that_is_short_of_memory_has_less():
-    found = group_of(question(device("desk", ram=8 * GB), device("mini", ram=2 * GB)), 2)
-    assert weights(found)["mini"] < weights(found)["desk"] == 16
+    found = all_in_one(question(device("desk", ram=8 * GB), device("mini", ram=2 * GB)), 2, None)
+    assert weights(found)["mini"] < weights(found)["desk"]
     assert not evaluate(found, question(device("desk", ram=8 * GB), device("mini", ram=2 * GB))).short
 
 
 def test_who_has_no_memory_for_any_share_is_named():
     with pytest.raises(Infeasible, match=r"mini is short of .* of RAM for a share of each layer"):
-        group_of(question(device("desk", ram=8 * GB), device("mini", ram=GB // 4)), 2)
+        all_in_one(question(device("desk", ram=8 * GB), device("mini", ram=GB // 4)), 2, None)
 
 
 def test_devices_beyond_what_the_heads_allow_are_left_out_by_name():
-    found = group_of(question(*(device(f"d{i}", ram=8 * GB) for i in range(3))), 2)
+    found = all_in_one(question(*(device(f"d{i}", ram=8 * GB) for i in range(3))), 2, None)
     assert [*weights(found)] == ["d0", "d1"]
     assert [left.device for left in found.left_out] == ["d2"]
 
 
 def test_a_device_with_a_gpu_is_refused_by_name():
     with pytest.raises(PlanError, match="mini has a GPU"):
-        group_of(question(device("desk", ram=8 * GB), device("mini", ram=8 * GB, vram=GB)), 2)
+        all_in_one(question(device("desk", ram=8 * GB), device("mini", ram=8 * GB, vram=GB)), 2, None)
 
 
 def test_a_token_costs_the_slowest_share_two_sums_a_layer_its_row_and_logits():
@@ -192,7 +195,7 @@ def test_a_rank_that_fails_is_at_fault_and_nobody_before_it():
     assert RankLostError(error, "mini").rank == "mini"
 
 
-def chosen(round_trip_s: float, **changes) -> Plan:
+def chosen(round_trip_s: float, *, whole: bool = False, **changes):
     """What ``auto`` takes for three like devices on such links."""
     names = ("desk", "mini", "nas")
     links = [link(a, b, bytes_per_s=1.2e8, round_trip_s=round_trip_s) for a in names for b in names if a != b]
@@ -203,7 +206,36 @@ def chosen(round_trip_s: float, **changes) -> Plan:
         "run": RunConfig(parallel="auto", context_tokens=4096),
         "max_ranks": 4,
     }
-    return plan(PlanRequest(**fields | changes)).plan
+    found = plan(PlanRequest(**fields | changes))
+    return found if whole else found.plan
+
+
+def test_heads_are_counted_as_they_are_cut():
+    units = ShareUnits(heads=9, keys=(3,), head_unit=1, values=1536, value_unit=32)
+    assert units.shares([1, 1]) == [(6 / 9, 0.5), (3 / 9, 0.5)]
+    asked = question(device("desk", ram=8 * GB), device("mini", ram=8 * GB))
+    (ranks,) = all_in_one(asked, 2, units).groups
+    assert {(rank.heads, rank.values) for rank in ranks} <= {*units.shares([rank.weight for rank in ranks])}
+    by_weight = evaluate(group(("desk", 1), ("mini", 1)), asked).compute_s
+    assert evaluate(all_in_one(asked, 2, units), asked).compute_s > by_weight
+
+
+def test_a_plan_says_why_layers_are_shared_or_not():
+    for round_trip_s, why in (
+        (0.0003, "tensor over desk, mini and nas: "),
+        (0.05, "tensor over .* would take .* in place"),
+    ):
+        assert re.match(why, chosen(round_trip_s, whole=True).solved.why_parallel)
+    assert chosen(0.3, whole=True).solved.why_parallel == "", "no link is quick enough"
+
+
+def test_devices_with_a_gpu_are_places_of_a_ring_with_a_group():
+    names = ("desk", "mini", "nas")
+    devices = [device(name, rate=4e9, ram=3 * GB, vram=3 * GB * (name == "desk")) for name in names]
+    found = chosen(0.0003, devices=devices)
+    assert [rank.device for rank in found.groups[0]] == ["mini", "nas"]
+    assert [window.device for window in found.route] == ["desk", "mini", "desk"]
+    assert found.route[0].gpu_layers > 0
 
 
 def test_auto_takes_a_group_where_it_is_faster_and_possible():
@@ -212,7 +244,7 @@ def test_auto_takes_a_group_where_it_is_faster_and_possible():
     assert chosen(0.0003, max_ranks=1).groups == ()
     assert chosen(0.0003, run=RunConfig(context_tokens=4096)).groups == ()
     with_gpu = [device(name, rate=4e9, vram=GB // 8 * (name == "nas")) for name in ("desk", "mini", "nas")]
-    assert chosen(0.0003, devices=with_gpu).groups == ()
+    assert [rank.device for rank in chosen(0.0003, devices=with_gpu).groups[0]] == ["desk", "mini"]
 
 
 @pytest.mark.parametrize("asked", [{"batching": "exact"}, {"windows": (4, 4)}, {"speculate": "lookup"}])

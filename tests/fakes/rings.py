@@ -16,7 +16,7 @@ from primad.kv.keys import KvBlock
 from primad.membership.types import RingFailed
 from primad.network.contacts import Contact
 from primad.network.peer import Peer
-from primad.planning.plan import PlanRequest
+from primad.planning.request import PlanRequest
 from primad.ring.messages import Cancel, Finished, Generate, KvForgotten, KvKept, RingCommand, Sampled, Status
 from primad.settings.timings import DiscoveryTimings
 from tests.fakes.control import HEAD, HOST, FakeDevice

@@ -43,7 +43,7 @@ from primad.network.discovery import MulticastError
 from primad.network.messages import Dismiss, Introduce, Leaving, MemoryLow, MemoryRecovered, Revoked
 from primad.planning.corrections import MIN_TOKENS
 from primad.planning.forecast import Forecast
-from primad.planning.plan import PlanRequest
+from primad.planning.request import PlanRequest
 from primad.planning.run_config import RunConfig
 from primad.ring.messages import DecodeStatus, Finished, Generate, Sampled, Status
 from primad.settings.config import load_config, open_home

@@ -18,7 +18,7 @@ from halda import CHUNKS, Infeasible, solve
 from primad.errors import PlanError
 from primad.planning import solver_process as solving
 from primad.planning.context import MAX_AT_ONCE
-from primad.planning.plan import PlanRequest
+from primad.planning.request import PlanRequest
 from primad.planning.run_config import RunConfig
 from primad.planning.solver_process import solve_in_process
 from primad.system.children.stop_flag import StopFlag

@@ -25,7 +25,8 @@ from primad.gguf.model import check_unchanged, open_model, stamps_of
 from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
 from primad.gguf.ranged_cutter import RangedCutter
-from primad.gguf.shares import share_header, shared_ranks
+from primad.gguf.shares import ShareRules, share_header, shared_ranks
+from primad.gguf.splits import ShareUnits
 from primad.gguf.windows import ModelCutter
 from primad.head.model.encoder import NO_ENCODER, EncoderFile
 from primad.head.model.options import ServeOptions, model_id
@@ -112,6 +113,11 @@ class ModelSource:
             own = share_header(self.header, weights, rank)
             self._shares[weights, rank] = ModelCutter(own, LayerDigests(own, digests_file(self._home)))
         return self._shares[weights, rank]
+
+    @property
+    def share_units(self) -> ShareUnits | None:
+        """What shares of its layers are cut by."""
+        return ShareRules(self.header).units
 
     async def max_ranks(self, limit: int) -> int:
         """How many of ``limit`` devices can share each layer."""

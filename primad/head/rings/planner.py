@@ -23,8 +23,9 @@ from primad.head.model.service import Service
 from primad.head.rings.taken import Taken, peak
 from primad.planning.extra_buffers import as_planned
 from primad.planning.forecast import Forecast
-from primad.planning.plan import FoundPlan, PlanRequest, complete, search
+from primad.planning.plan import complete, search
 from primad.planning.question import LinkSpeed, both_ways, with_default_links, without_ram
+from primad.planning.request import FoundPlan, PlanRequest
 from primad.planning.solver_process import solve_in_process
 from primad.system.tasks import Tasks
 
@@ -285,6 +286,7 @@ class Planner:
             keeps_context=served is not None and turns_by_context(service.model.header),
             may_be_several=not why_whole(service.model.header),
             max_ranks=max_ranks,
+            units=service.model.share_units if max_ranks > 1 else None,
         )
 
     async def _search(self, asked: PlanRequest, *, background: bool) -> FoundPlan:

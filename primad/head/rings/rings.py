@@ -480,7 +480,7 @@ class Rings:
             self._reporter.report_line(line)
         if (name := self._service.options.embedding_id) is not None:
             self._reporter.report_line(f"{name} serves embeddings there, on this device alone")
-        for line in [*ring.describe(), *why]:
+        for line in [*filter(None, [forecast.why_parallel]), *ring.describe(), *why]:
             self._reporter.report_line(line)
         options, has_cache = self._service.options, self._node.config.kv_cache is not None
         if chains := chains_line(forecast, options.block_tokens(has_cache=has_cache)):

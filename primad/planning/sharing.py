@@ -1,0 +1,137 @@
+"""The search for plans in which devices share layers, and the choice between them and layers of their own. Pure.
+
+``groups.py`` has the candidates. Where a context or an attention has to be found too, the groups of the first answer stay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from msgspec import structs
+
+from halda import DeviceProfile, Infeasible, Plan, Solution, Workload
+from halda.instance import Instance
+from primad.errors import PlanError
+from primad.planning.default_context import with_wanted_context
+from primad.planning.groups import GroupWishes, all_in_one, best_ring, best_whole, ring_of, solution_of, whole_group
+from primad.planning.request import FoundPlan, PlanRequest
+from primad.settings.quantities import show_ms
+
+MIN_GAIN: Final = 0.05
+"""A group depends on each link in each layer: it is taken where it gains so much."""
+MAX_HEADS: Final = 3
+"""Where any device may be head, so many unlike ones are tried."""
+RING_SHARE: Final = 0.1
+"""Of the time for a plan, for each ring with groups."""
+
+_Best = Callable[[Instance], Solution | None]
+
+
+def search_shared(request: PlanRequest) -> FoundPlan:
+    """The group of all devices, as ``--parallel tensor`` asks, or, where they have no memory for it or GPUs, the best ring
+    with groups. Raises ``Infeasible`` and ``PlanError`` as ``groups.py``."""
+
+    def together(question: Instance) -> Solution:
+        plan = all_in_one(question, request.max_ranks, request.units)
+        return solution_of(plan, question, request.run.objective)
+
+    try:
+        return _search(request, together)
+    except (Infeasible, PlanError) as exc:
+        try:
+            return _search(request, lambda question: _best_ring(request, question))
+        except Infeasible:
+            raise exc from None
+
+
+def search_best_shared(request: PlanRequest, below_s: float = math.inf) -> FoundPlan | None:
+    """The best plan with groups; None where no devices can be one, or memory is short. Others take ``below_s`` a token."""
+
+    def best(question: Instance) -> Solution | None:
+        found = [best_whole(question, _wishes(request, below_s)), _best_ring(request, question, below_s)]
+        return min((each for each in found if each is not None), key=lambda each: each.objective_s, default=None)
+
+    try:
+        return _search(request, best)
+    except (Infeasible, PlanError):
+        return None
+
+
+def _best_ring(request: PlanRequest, question: Instance, below_s: float = math.inf) -> Solution | None:
+    return best_ring(question, _wishes(request, below_s), RING_SHARE * request.time_limit_s)
+
+
+def _wishes(request: PlanRequest, below_s: float) -> GroupWishes:
+    return GroupWishes(
+        max_ranks=request.max_ranks, units=request.units, objective=request.run.objective, below_s=below_s
+    )
+
+
+def _search(request: PlanRequest, best: _Best) -> FoundPlan:
+    """What ``best`` finds for the first workload that has a plan. What is in extra buffers is no share of a file, so there
+    are none. Raises ``Infeasible``."""
+    devices, works = [device.without_extra_buffers() for device in request.devices], request.workloads
+    asked, chosen = structs.replace(request, devices=devices), list[Plan]()
+
+    def planned(work: Workload, hurries: bool) -> tuple[Solution, list[DeviceProfile]]:
+        del hurries
+        if chosen:
+            return _again(request, asked.instance(work, chosen[0].head), chosen[0]), devices
+        found = [solution for head in _heads(asked, work) if (solution := best(asked.instance(work, head)))]
+        if not found:
+            raise Infeasible("no devices can share layers", short_bytes=0)
+        quickest = min(found, key=lambda each: each.objective_s)
+        chosen.append(quickest.plan)
+        return quickest, devices
+
+    for work in works:
+        try:
+            found = with_wanted_context(work, request.wanted_tokens, planned, asked.instance)
+        except Infeasible:
+            if work is works[-1]:
+                raise
+        else:
+            return FoundPlan(
+                solution=found.solution, devices=found.devices, workload=found.workload, why_context=found.why
+            )
+    raise AssertionError("there is a workload")
+
+
+def _heads(request: PlanRequest, work: Workload) -> list[str]:
+    heads = request.heads or [request.devices[0].device]
+    return request.instance(work, heads[0]).unlike(heads)[:MAX_HEADS]
+
+
+def _again(request: PlanRequest, question: Instance, before: Plan) -> Solution:
+    """The plan with the groups of ``before`` for another workload. Raises ``Infeasible``."""
+    objective = request.run.objective
+    if len(before.route) == 1:
+        names = [rank.device for rank in before.groups[0]]
+        return solution_of(whole_group(question, names, request.units, before.left_out), question, objective)
+    found = ring_of(question, before.groups, objective, RING_SHARE * request.time_limit_s)
+    if found is None:
+        raise Infeasible("the groups of this plan have no memory for it", short_bytes=0)
+    return found
+
+
+def quicker_of(found: FoundPlan, shared: FoundPlan) -> FoundPlan:
+    """``shared`` where it gains enough over ``found``, with no smaller context; either says why."""
+    is_wide = shared.workload.context_tokens >= found.workload.context_tokens
+    gains = shared.solution.objective_s < (1 - MIN_GAIN) * found.solution.objective_s
+    tensor, other = (show_ms(each.solution.prediction.tpot_s * 1e3) for each in (shared, found))
+    over = f"tensor over {_over(shared.solution.plan)}"
+    if is_wide and gains:
+        return structs.replace(shared, why_parallel=f"{over}: {tensor} a token in place of {other}")
+    less = "" if is_wide else ", and has memory for a smaller context"
+    return structs.replace(found, why_parallel=f"{over} would take {tensor} a token in place of {other}{less}")
+
+
+def _over(plan: Plan) -> str:
+    return ", ".join(_listed([rank.device for rank in ranks]) for ranks in plan.groups)
+
+
+def _listed(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}"
