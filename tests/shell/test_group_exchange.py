@@ -13,6 +13,7 @@ from primad.errors import RankError, RingError
 from primad.ring.group.connect import GroupListener, connect_group
 from primad.ring.group.exchange import SLICED_BYTES, RankExchange
 from primad.ring.group.frames import FRAME_BYTES, PART, Direction, RankHello
+from primad.ring.group.patience import KNOWN_STEPS, MIN_S, Patience
 from primad.ring.group.peer import RankPeer
 from primad.ring.group.place import GroupPlace
 from primad.ring.messages import GroupRank, JoinGroup, RankAddress
@@ -111,6 +112,21 @@ def test_a_rank_that_is_late_is_named():
         first.sum(np.zeros(10, np.float32))
     second.close()
     first.close()
+
+
+def test_a_rank_that_says_nothing_is_late_long_before_a_step_is():
+    patience = Patience(timeout_s=60)
+    for step in range(KNOWN_STEPS):
+        patience.begin(step)
+        assert patience.until(step, step) == step + 60, "it may read its weights"
+        patience.ended(step, step + 0.001)
+    patience.begin(10)
+    assert patience.until(10.001, 10.001) == pytest.approx(10.001 + MIN_S)
+    assert patience.until(10.001, 12) == pytest.approx(12 + MIN_S), "something came meanwhile"
+    assert patience.until(12, 12) == pytest.approx(12 + 8 * 2, abs=0.1), "others compute about as long as this rank"
+    patience.ended(12, 15)
+    assert patience.until(15.1, 15.1) == pytest.approx(15.1 + 8 * 3.1), "others took as long of late"
+    assert patience.until(100, 100) == 160
 
 
 @pytest.mark.parametrize("at", [0, 5, 9, 40])

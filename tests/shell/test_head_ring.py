@@ -127,11 +127,11 @@ class Answers:
             self.ring._status.put_nowait(self.status())
 
 
-def looking(*, own: tuple[int, ...] = (7, 7), **workers: tuple[int, ...]) -> HeadRing:
+def looking(*, own: tuple[int, ...] = (7, 7), plan: Plan | None = None, **workers: tuple[int, ...]) -> HeadRing:
     """The ring of ``PAIR``, whose devices have computed so many laps when they are asked, one time after the other."""
     impatient = Timings(head=HeadTimings(overdue_timeout_s=0.1))
     service = SimpleNamespace(options=SimpleNamespace(step_timeout_s=120.0))
-    ring = HeadRing(inputs_of(PAIR, node=SimpleNamespace(timings=impatient), service=service))
+    ring = HeadRing(inputs_of(plan or PAIR, node=SimpleNamespace(timings=impatient), service=service))
     ring._process = Answers(*own)
     ring._process.ring = ring
     ring._workers = {name: Answers(*ring_passes) for name, ring_passes in workers.items()}
@@ -177,6 +177,15 @@ async def test_a_process_at_its_first_step_may_be_silent_for_longer_than_one_tha
             assert attributed(caught.value, PAIR, EPOCH).device == "tab"
         else:
             await asking
+
+
+async def test_the_first_rank_of_a_group_may_name_another_one_before_it_is_said_to_hang():
+    shared = replace(PAIR, groups=((Rank(device="tab", weight=1), Rank(device="nas", weight=1)),))
+    await looking(lap=(4,), tab=(), plan=shared)._find_fault(overdue(head_ring.LOST_S))
+    with pytest.raises(StageError, match="tab: its ring process hangs"):
+        await looking(lap=(4,), tab=(), plan=shared)._find_fault(overdue(head_ring.GROUP_LOST_S))
+    failed = attributed(StageError("tab: nas of this group is late", "nas", "ring"), shared, EPOCH)
+    assert (failed.device, failed.parties) == ("nas", ())
 
 
 async def test_when_the_time_of_a_step_is_up_the_parties_are_those_of_the_last_look():

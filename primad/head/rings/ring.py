@@ -75,6 +75,8 @@ logger = logging.getLogger(__name__)
 LOAD_TIMEOUT_S: Final = 3600.0
 LOST_S: Final = 4.0
 """A step that is overdue this long, without progress since it was last checked, is lost."""
+GROUP_LOST_S: Final = 2 * LOST_S
+"""The first rank of a group that does not reply hangs itself if it has named no other one by then."""
 FIRST_STEP_SHARE: Final = 0.25
 """A process at its first step may be silent for this share of a step's timeout: it may read all its layers."""
 LINK_TIMEOUT_S: Final = 30.0
@@ -455,6 +457,8 @@ class HeadRing:
         waited_s = overdue.waited_s + timeout_s * bool(silent)
         if silent:
             self._parties, self._looked = silent[:1], None
+            if self.plan.group_of(silent[0]) and waited_s < GROUP_LOST_S:
+                return  # it may wait for another one of its group, and say so
             if overdue.is_first and waited_s < FIRST_STEP_SHARE * self._inputs.service.options.step_timeout_s:
                 return
             reason = f"{silent[0]}: its ring process hangs; a step is out for {waited_s:.1f} s"

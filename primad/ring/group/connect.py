@@ -32,6 +32,12 @@ STRANGER_S: Final = 1.0
 _PROOF_BYTES: Final = HEADER.size + TAG_BYTES
 _BACKLOG: Final = 16
 
+_KEEPALIVE: Final = {
+    **{"TCP_KEEPIDLE": 1, "TCP_KEEPALIVE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3},
+    "TCP_USER_TIMEOUT": 4000,
+}
+"""Seconds, and milliseconds at the end: who is silent for 4 s is gone, as on the control link."""
+
 PortAddress = tuple[str, int]
 
 
@@ -138,6 +144,7 @@ def _paired(
     """The peer at the other end, once it has shown its key. Raises ``OSError``, ``_StrangerError``."""
     with contextlib.suppress(OSError):  # of connections that are none of TCP
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _notice_cuts(connection)
     hello = hello_of(_received(connection, HELLO_BYTES, until))
     if hello is None or hello.rank not in awaited or hello.ranks != len(names):
         raise _StrangerError("it belongs to another group")
@@ -148,6 +155,15 @@ def _paired(
     if proof[: HEADER.size] != header or takes.open(header, memoryview(proof)[HEADER.size :]) is None:
         raise _StrangerError("it has another key")
     return RankPeer(hello.rank, names[hello.rank], connection, sends, takes)
+
+
+def _notice_cuts(connection: socket.socket) -> None:
+    """Have the system end ``connection`` when the other end does not reply any more, with and without data on its way."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        option = getattr(socket, name, None)  # which of them there are depends on the system
+        if option is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _received(connection: socket.socket, size: int, until: float) -> bytes:

@@ -21,6 +21,7 @@ import numpy as np
 
 from primad.engine.protocol import Hidden
 from primad.ring.group.frames import LENGTH, LOGITS, PART, STEP, TOTAL, VALUES
+from primad.ring.group.patience import Patience
 from primad.ring.group.peer import RankPeer
 from primad.ring.messages import MAX_HEADER_BYTES
 
@@ -39,7 +40,7 @@ class RankExchange:
         assert sorted([rank, *(peer.rank for peer in peers)]) == [*range(len(peers) + 1)]
         self.rank, self._peers = rank, sorted(peers, key=lambda peer: peer.rank)
         self._ranks = len(peers) + 1
-        self._timeout_s, self._spin_s = timeout_s, spin_s
+        self._spin_s, self.patience = spin_s, Patience(timeout_s)
         self._parts = [np.empty(0, np.float32)] * self._ranks
         self._length = bytearray(_LENGTH.size)
         self.waited_s = 0.0
@@ -47,6 +48,7 @@ class RankExchange:
 
     def lead(self, message: bytes) -> None:
         """Have the other ranks do what ``message`` says. Raises ``RankError``."""
+        self.patience.begin(time.monotonic())
         for peer in self._peers:
             peer.send(LENGTH, memoryview(_LENGTH.pack(len(message))))
             peer.send(STEP, memoryview(message))
@@ -64,6 +66,7 @@ class RankExchange:
         if not 0 < size <= MAX_HEADER_BYTES:
             raise first.error(f"sent a step of {size} bytes")
         message = bytearray(size)
+        self.patience.begin(time.monotonic())
         first.expect(STEP, memoryview(message))
         self._run()
         return bytes(message)
@@ -141,14 +144,16 @@ class RankExchange:
             if moved:
                 now = time.monotonic()
             elif time.monotonic() - now > self._spin_s:
-                self._sleep(open_, began + self._timeout_s)
-        self.waited_s += time.monotonic() - began
+                self._sleep(open_, began, self.patience.until(began, now))
+        now = time.monotonic()
+        self.patience.ended(began, now)
+        self.waited_s += now - began
 
-    def _sleep(self, peers: Sequence[RankPeer], until: float) -> None:
+    def _sleep(self, peers: Sequence[RankPeer], began: float, until: float) -> None:
         left_s = until - time.monotonic()
         if left_s <= 0:
             late = next((peer for peer in peers if not peer.has_all), peers[0])
-            raise late.error(f"did not give its part within {self._timeout_s:g} s")
+            raise late.error(f"did not give its part within {until - began:.3g} s")
         with selectors.DefaultSelector() as selector:
             for peer in peers:
                 write = 0 if peer.has_sent else selectors.EVENT_WRITE
