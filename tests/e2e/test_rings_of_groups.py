@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
+from contextlib import ExitStack
+
 import pytest
 
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.planning.by_hand import plan_by_hand
+from tests.e2e.cluster import all_joined, heading
+from tests.e2e.streams import ask
 from tools.lab.local_ring import LocalRing
 from tools.synth import write_model
 
@@ -52,3 +57,18 @@ async def test_a_group_is_a_place_of_a_ring(model, whole, windows, ranks):
     tokens, logprobs = await computed(model, windows, plan)
     assert tokens == whole[0]
     assert logprobs == pytest.approx(whole[1], abs=5e-3)
+
+
+def test_devices_join_a_ring_with_a_group(smollm2, tmp_path, module_home):
+    path, cluster = tmp_path / "shared.gguf", f"ring-{secrets.token_hex(6)}"
+    write_model(path, layers=6, heads=4, heads_kv=4, vocabulary=f"from:{smollm2}", quantisation="f32")
+    arguments = ("--wait", 2, "--parallel", "tensor", "--windows", "1,4x2", "--context", 512)
+    with ExitStack() as stack:
+        stack.enter_context(all_joined([module_home(name) for name in ("g1", "g2")], cluster))
+        head = stack.enter_context(heading(path, module_home("head"), cluster, *arguments, config=""))
+        head.wait_serving()
+        windows = [device["windows"] for device in head.status()["devices"]]
+        assert windows == [[[0, 1], [5, 6]], [[1, 5]], [[1, 5]]]
+        answer = ask(head, tokens=20)
+        assert (answer.finish, answer.error) == ("length", None)
+        assert ask(head, tokens=20).text == answer.text

@@ -3,6 +3,7 @@
 import socket
 import struct
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from primad.ring.group.patience import KNOWN_STEPS, MIN_S, Patience
 from primad.ring.group.peer import RankPeer
 from primad.ring.group.place import GroupPlace
 from primad.ring.messages import GroupRank, JoinGroup, RankAddress
+from primad.settings.config import any_host
 
 KEY = bytes(range(32))
 
@@ -96,6 +98,15 @@ def test_a_part_of_another_shape_is_one_clear_error():
     assert "device 1 of this group sent 44 bytes of kind 2 where 40 of kind 2 were due" in str(results[0])
     assert isinstance(results[1], RankError)
     assert results[1].device == "device 0"
+
+
+def test_a_rank_that_listens_everywhere_is_reached_at_any_address():
+    listener = GroupListener(any_host())
+    with socket.create_connection(("127.0.0.1", listener.address[1]), timeout=20) as connection:
+        accepted = listener.accept(time.monotonic() + 20)
+        assert accepted.getpeername()[1] == connection.getsockname()[1]
+        accepted.close()
+    listener.close()
 
 
 def test_a_rank_that_is_gone_is_named():

@@ -51,7 +51,8 @@ class GroupListener:
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+            both = host == "::" and socket.has_dualstack_ipv6()  # all addresses are those of IPv4 too
+            self._socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
         except OSError as exc:
             raise RingError(f"cannot listen for a group on {host}: {exc.strerror or exc}; check --host") from exc
         self.address: PortAddress = self._socket.getsockname()[:2]
