@@ -79,7 +79,7 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
         draft=draft_part(question.draft, chosen.drafting, chosen.draft_device, chosen.plan, chosen.question),
         tail=_tail(question, solution, settled),
         given_up=[GivenUpJson(what=each.what, objective_ms=each.objective_s * 1e3) for each in solution.given_up],
-        parallel=chosen.solved.why_parallel,
+        parallel=chosen.why_parallel,
     )
 
 

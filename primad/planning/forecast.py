@@ -113,7 +113,7 @@ class Forecast:
             draft_device=planned.draft_device,
             encoder_place=planned.encoder_place,
         )
-        return replace(found, why_parallel=planned.solved.why_parallel)
+        return replace(found, why_parallel=planned.why_parallel)
 
     @classmethod
     def of(

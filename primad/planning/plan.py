@@ -67,6 +67,11 @@ class Planned:
         """Who computes what."""
         return self.solved.solution.plan
 
+    @property
+    def why_parallel(self) -> str:
+        """Why devices share layers or do not, where that was a choice."""
+        return self.solved.why_parallel
+
 
 def plan(request: PlanRequest) -> Planned:
     """The best plan, or the one that was set by hand.

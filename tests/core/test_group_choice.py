@@ -97,4 +97,4 @@ def test_no_plan_of_groups_and_devices_is_much_better_than_that_of_auto(seed):
     judged = [evaluate(each, asked) for each in plans(request)]
     fits = (each.objective_s(request.run.objective, asked.workload.answer_tokens) for each in judged if not each.short)
     best = min(fits, default=math.inf)  # where something has to stream
-    assert value <= (1 + GIVEN_UP) * best, found.solved.why_parallel
+    assert value <= (1 + GIVEN_UP) * best, found.why_parallel

@@ -225,8 +225,8 @@ def test_a_plan_says_why_layers_are_shared_or_not():
         (0.0003, "tensor over desk, mini and nas: "),
         (0.05, "tensor over .* would take .* in place"),
     ):
-        assert re.match(why, chosen(round_trip_s, whole=True).solved.why_parallel)
-    assert chosen(0.3, whole=True).solved.why_parallel == "", "no link is quick enough"
+        assert re.match(why, chosen(round_trip_s, whole=True).why_parallel)
+    assert chosen(0.3, whole=True).why_parallel == "", "no link is quick enough"
 
 
 def test_devices_with_a_gpu_are_places_of_a_ring_with_a_group():

@@ -147,6 +147,7 @@ def as_solved(asked: PlanRequest, solved: SimpleNamespace, flash: bool | None = 
         why_sequences="",
         why_context="",
         drafting=None,
+        why_parallel="",
         draft_device=None,
         encoder_place=None,
     )
