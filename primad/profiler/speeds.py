@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from halda import BATCH_ROWS, OffloadSpeed, RowSpeed, StateKind, TypeRows, TypeSpeed
+from halda import BATCH_ROWS, PREFILL_ROWS, OffloadSpeed, RowSpeed, StateKind, TypeRows, TypeSpeed
 from primad.errors import EngineError
 from primad.profiler.effort import TYPES, Budget, Effort
 from primad.profiler.state_windows import WIDTH as STATE_WIDTH
@@ -469,6 +469,8 @@ def speed(
         median = statistics.median(times)
         return max(median - step_s - layers * layer_s, median * (_MIN_SHARE_GPU if bench.on_gpu else _MIN_SHARE))
 
+    counted = {**dict(zip(ROW_COUNTS, timings.counts_s, strict=False)), FEWEST_ROWS: timings.few_s}
+    counted[rows] = statistics.median(timings.prefill_s)  # fewer than a chunk where those take too long
     return TypeSpeed(
         type=kind,
         decode_bytes_per_s=to_read * layer_bytes / weights_s(timings.decode_s, to_read),
@@ -479,8 +481,8 @@ def speed(
         prefill_spread=spread(timings.prefill_s),
         rows=tuple(
             RowSpeed(rows=count, bytes_per_s=to_compute * layer_bytes / weights_s((seconds,), to_compute))
-            for count, seconds in (*zip(ROW_COUNTS, timings.counts_s, strict=False), (FEWEST_ROWS, timings.few_s))
-            if seconds and count < rows
+            for count, seconds in counted.items()
+            if seconds and count <= rows and count < PREFILL_ROWS
         ),
     )
 

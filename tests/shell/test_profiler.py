@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from halda import RATE_WIDTH, GpuProfile, StateKind
+from halda.quantisation import bytes_per_weight
 from primad.cli import main as cli
 from primad.engine import devices
 from primad.engine.devices import GpuDevice, find_gpu, list_gpus, own_memory_of, reserve_bytes
@@ -312,21 +313,24 @@ def test_a_slow_device_computes_fewer_rows_of_a_prompt(row_s, seconds, rows):
     assert affordable_rows(row_s, seconds) == rows
 
 
-def test_fewer_rows_of_a_prompt_give_the_same_rate(tmp_path):
+def test_fewer_rows_of_a_prompt_give_the_same_rate_and_are_known_to_take_it(tmp_path):
     place = bench(tmp_path, Machine())
-    rates = [
-        speed(
+    found = {
+        rows: speed(
             place,
             "Q4_K",
             TrialTimes(decode_s=(1.0,), batch_s=(1.0,), prefill_s=(flop / 1e11,), prefill_rows=rows),
             0.0,
             0.0,
             extra_buffers=False,
-        ).prefill_flop_per_s
+        )
         for rows in (512, 64)
         for flop in (place.layers_to_compute * rows * (2 * BIG.weights + 4 * rows * BIG.width),)
-    ]
-    assert rates == pytest.approx([1e11, 1e11])
+    }
+    assert [each.prefill_flop_per_s for each in found.values()] == pytest.approx([1e11, 1e11])
+    assert [[at.rows for at in each.rows] for each in found.values()] == [[], [64]]
+    weights_flop = 2 * 64 / bytes_per_weight("Q4_K") * found[64].rows[0].bytes_per_s
+    assert weights_flop == pytest.approx(1e11, rel=0.02), "a chunk of them takes no line to fewer rows"
 
 
 def test_what_crashes_always_is_one_clear_error(tmp_path):
