@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from halda import Prediction, Solution, Workload, evaluate
-from halda.instance import Instance
+from halda.chunk_rows import in_smaller_chunks
+from halda.instance import Instance, sharing_cores
 from primad.planning.batching import Batches, batches_of, multiple_of_pieces, rows_of_chunks
 from primad.planning.context import AtOnce, answers_at_once, attends_plainly, widened_context
 from primad.planning.run_config import RunConfig
@@ -75,8 +76,11 @@ def fitted(
         return replace(plain[0], flash=False) if plain else replace(work, flash=True)
 
     work = attending(work)
+    if work.flash != question.workload.flash:
+        work = in_suited_chunks(solution, replace(question, workload=work)).workload
     if not multiple_of_pieces(plan, replace(question, workload=work), work.sequences):
-        rows = rows_of_chunks(plan, question, work.sequences, asked=run.sequences is not None)
+        asked = replace(question, workload=work)
+        rows = rows_of_chunks(plan, asked, work.sequences, asked=run.sequences is not None)
         work = attending(replace(work, chunk_rows=rows))
     if widens:
         wider = widened_context(plan, question, work)
@@ -91,3 +95,17 @@ def fitted(
         why_sequences=why_sequences,
         why_context=why_context,
     )
+
+
+def in_suited_chunks(solution: Solution, question: Instance) -> Instance:
+    """``question`` with chunks of a prompt that suit its attention, which is another than ``solution`` was found with: flash
+    attention takes longer for the rows of small ones."""
+    plan, work = solution.plan, question.workload
+    machines = sharing_cores([device for device in question.devices if device.device in plan.devices])
+    if plan.streaming or len(machines) == 1:
+        return question
+    largest = question.with_rows(work.step_rows)
+    prediction = evaluate(plan, largest)
+    objective_s = prediction.objective_s(solution.objective, work.answer_tokens)
+    found = in_smaller_chunks(replace(solution, prediction=prediction, objective_s=objective_s), largest)
+    return question.with_rows(found.prediction.chunk_rows, found.prediction.step_rows)

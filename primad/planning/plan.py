@@ -33,7 +33,7 @@ from primad.planning.draft_gain import draft_place
 from primad.planning.drafting import drafting_of
 from primad.planning.encoder_place import EncoderPlace, encoder_place
 from primad.planning.extra_buffers import solved_as_planned, suited
-from primad.planning.fitting import Fitted, fitted
+from primad.planning.fitting import Fitted, fitted, in_suited_chunks
 from primad.planning.question import workload_of
 from primad.planning.request import FoundPlan, PlanRequest
 from primad.planning.sharing import quicker_of, search_best_shared, search_shared
@@ -278,7 +278,8 @@ def _fitted_by_hand(request: PlanRequest, solved: FoundPlan, asked: Instance) ->
     kept = request.served if request.keeps_attention else None
     flash = not attends_plainly(plan, asked.changed(workload=work), work) if kept is None else kept.flash
     work = replace(work, flash=flash, small_windows=kept is not None and kept.small_windows)
-    question = asked.changed(workload=work)
+    question = in_suited_chunks(solved.solution, asked.changed(workload=work))
+    work = question.workload
     prediction = evaluate(plan, question)
     return Fitted(
         question=question,

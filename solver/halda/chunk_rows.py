@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from halda.evaluate import Prediction, evaluate, residency
-from halda.helping import OF_FIRST_TOKEN
+from halda.evaluate import evaluate, residency
 from halda.instance import Instance
 from halda.solution import Solution
 
@@ -21,7 +20,7 @@ RING_CHUNKS: Final = (256, 128, 64, 32)
 """Rows of a chunk with which a ring may have a prompt sooner: one device computes a chunk while another has the next.
 Buffers stay as they are."""
 RING_GAIN: Final = 0.01
-"""Share of the objective that each smaller chunk must gain then; other prompts are hardly slower with it."""
+"""Share of the time to the first token that each smaller chunk must gain then; other prompts are hardly slower with it."""
 FEWER_GAIN: Final = 0.05
 """Share of the objective that fewer rows must gain: with other prompts than the typical one they may be slower."""
 _SAME: Final = 1e-9
@@ -29,18 +28,13 @@ _SAME: Final = 1e-9
 
 
 def in_smaller_chunks(found: Solution, question: Instance) -> Solution:
-    """``found`` with the chunks of a prompt that suit its ring best; for the first token where the objective is another."""
+    """``found`` with the chunks of a prompt with which its ring has the first token soonest."""
     best, work = found, question.workload
-
-    def value(prediction: Prediction) -> float:
-        is_of_prompts = found.objective in OF_FIRST_TOKEN
-        return prediction.objective_s(found.objective, work.answer_tokens) if is_of_prompts else prediction.ttft_s
-
     for rows in RING_CHUNKS:
         if rows >= min(work.chunk_rows, work.prompt_tokens):
             continue
         prediction = evaluate(found.plan, question.with_rows(rows, work.step_rows))
-        if not prediction.short and value(prediction) < value(best.prediction) * (1 - RING_GAIN):
+        if not prediction.short and prediction.ttft_s < best.prediction.ttft_s * (1 - RING_GAIN):
             objective_s = prediction.objective_s(found.objective, work.answer_tokens)
             is_as_before = objective_s >= found.objective_s * (1 - _SAME)
             best = replace(found, prediction=prediction, objective_s=objective_s, proven=found.proven and is_as_before)
