@@ -31,10 +31,10 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     One of ``heads`` is the head (none: the first device), devices of ``require`` have layers, and no device uses more than
     its ``limits``. The plan that ``served`` before hands its sequences on, if they fit, and its context; with
     ``keeps_attention`` its attention too, and with ``keeps_context`` its context stays as it is. A model has one request at
-    a time unless it ``may_be_several``. ``draft`` is the draft model, ``encoder`` that of pictures; the head's
-    memory is without their parts. Devices that are ``shared`` with other models are taken where that gains something. What is ``settled`` is not looked for again,
-    nor is a plan that asks less of devices: it is found to be compared. A tensor-parallel group of the model has at most
-    ``max_ranks`` devices, whose shares are cut by ``units``, where these are known.
+    a time unless it ``may_be_several``. ``draft`` is the draft model, ``encoder`` that of pictures; the head's memory is
+    without their parts. Devices that are ``shared`` with other models are taken where that gains something. What is
+    ``settled`` is not looked for again, nor is a plan that asks less of devices: it is found to be compared. A tensor-
+    parallel group of the model has at most ``max_ranks`` devices, whose shares are cut by ``units``, where these are known.
     """
 
     devices: list[DeviceProfile]

@@ -14,7 +14,7 @@ from primad.errors import RankError, RingError
 from primad.ring.group.connect import GroupListener, connect_group
 from primad.ring.group.exchange import SLICED_BYTES, RankExchange
 from primad.ring.group.frames import FRAME_BYTES, PART, Direction, RankHello
-from primad.ring.group.patience import KNOWN_STEPS, MIN_S, Patience
+from primad.ring.group.patience import KNOWN_STEPS, MIN_S, PeerPatience
 from primad.ring.group.peer import RankPeer
 from primad.ring.group.place import GroupPlace
 from primad.ring.messages import GroupRank, JoinGroup, RankAddress
@@ -126,7 +126,7 @@ def test_a_rank_that_is_late_is_named():
 
 
 def test_a_rank_that_says_nothing_is_late_long_before_a_step_is():
-    patience = Patience(timeout_s=60)
+    patience = PeerPatience(timeout_s=60)
     for step in range(KNOWN_STEPS):
         patience.begin(step)
         assert patience.until(step, step) == step + 60, "it may read its weights"

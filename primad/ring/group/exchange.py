@@ -21,7 +21,7 @@ import numpy as np
 
 from primad.engine.protocol import Hidden
 from primad.ring.group.frames import LENGTH, LOGITS, PART, STEP, TOTAL, VALUES
-from primad.ring.group.patience import Patience
+from primad.ring.group.patience import PeerPatience
 from primad.ring.group.peer import RankPeer
 from primad.ring.messages import MAX_HEADER_BYTES
 
@@ -40,7 +40,7 @@ class RankExchange:
         assert sorted([rank, *(peer.rank for peer in peers)]) == [*range(len(peers) + 1)]
         self.rank, self._peers = rank, sorted(peers, key=lambda peer: peer.rank)
         self._ranks = len(peers) + 1
-        self._spin_s, self.patience = spin_s, Patience(timeout_s)
+        self._spin_s, self.patience = spin_s, PeerPatience(timeout_s)
         self._parts = [np.empty(0, np.float32)] * self._ranks
         self._length = bytearray(_LENGTH.size)
         self.waited_s = 0.0

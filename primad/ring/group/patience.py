@@ -19,7 +19,7 @@ KNOWN_STEPS: Final = 2
 """The warm-up pass and the first chunk or token."""
 
 
-class Patience:
+class PeerPatience:
     """At most ``timeout_s`` for all of a part. Time is passed in, in seconds on any scale."""
 
     def __init__(self, timeout_s: float, min_s: float = MIN_S) -> None:
