@@ -97,7 +97,7 @@ def models(
         context = "" if each.context_tokens is None else f"{each.context_tokens:,}"
         size = show_bytes(each.size_bytes) if each.size_bytes else ""
         state = _state(each, offered)
-        can = senses(each.sees, each.hears)
+        can = "without its mmproj" if each.lacks_encoder else senses(each.sees, each.hears)
         where = ", ".join(each.sources) + (f"; {can}" if can else "")
         shown = [each.parameters, each.quantisation, size, context, where]
         table.add_row(each.name, *shown, *(["" if state is None else state.line] if offered else []))
@@ -161,6 +161,7 @@ def _fields(model: LibraryModel, pinned: bool, offered: list[HeadModel]) -> dict
         "whole": True,
         "sees": model.sees,
         "hears": model.hears,
+        "lacks_encoder": model.lacks_encoder,
         "projector": None if model.projector is None else _shown(model.projector),
         "pinned": pinned,
         "state": None if state is None else state.state,

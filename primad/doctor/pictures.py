@@ -37,7 +37,7 @@ def gather_pictures(home: Path, folders: Sequence[Path]) -> PictureFacts:
     """Looks at the libraries' names and the models' headers; nothing is loaded or written."""
     places = model_places(folders, models_folder(home), os.environ, Path.home(), sys.platform)
     found = read_library(places, HeaderCache(home / "library.json", is_kept=False)).models
-    models = [each for each in found if not each.problem and (each.projector is not None or each.wants_encoder)]
+    models = [each for each in found if not each.problem and (each.projector is not None or each.lacks_encoder)]
     return PictureFacts(has_mtmd=_has_mtmd(), models=tuple(models))
 
 
@@ -50,7 +50,7 @@ def judge_pictures(facts: PictureFacts, python: str) -> list[Finding]:
         return [finding("pictures", "warning", text, f"{python} -m pip install --force-reinstall --no-deps {PACKAGE}")]
     used = [each for each in facts.models if each.sees or each.hears]
     refused = [each for each in facts.models if each.refused]
-    lacking = [each for each in facts.models if each.projector is None]
+    lacking = [each for each in facts.models if each.lacks_encoder]
     found = [_judge_used(used)]
     found += [_judge_refused(each) for each in refused[:_SHOWN]]
     found += [_judge_lacking(each) for each in lacking[:_SHOWN]]

@@ -65,6 +65,11 @@ class LibraryModel:
         """The name that is shown."""
         return self.names[0]
 
+    @property
+    def lacks_encoder(self) -> bool:
+        """Whether it could see or hear, and there is no ``projector`` for it."""
+        return self.wants_encoder and self.projector is None
+
 
 @dataclass(frozen=True, slots=True)
 class Library:

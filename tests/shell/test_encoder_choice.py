@@ -90,17 +90,18 @@ def test_the_library_serve_and_the_hub_choose_the_same_encoder(tmp_path, monkeyp
     assert fetched.name == ENCODERS[2]
 
 
-def test_the_doctor_names_encoders_and_what_models_lack_and_writes_nothing(model, tmp_path, monkeypatch):
+def test_the_doctor_names_encoders_and_what_models_lack_and_writes_nothing(command, model, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "user"))
     toy(tmp_path / "alone" / "Eye-2B-Q8_0.gguf", general__architecture="qwen3vl")
     found = encoder(tmp_path, "mmproj-Tiny-3B-F16.gguf")
     facts = gather_pictures(tmp_path / "home", [tmp_path])
     assert facts.has_mtmd
     lacking, seeing = facts.models
-    assert (lacking.name, lacking.projector, lacking.wants_encoder) == ("Eye-2B-Q8_0", None, True)
+    assert (lacking.name, lacking.lacks_encoder) == ("Eye-2B-Q8_0", True)
     assert (seeing.projector, seeing.sees) == (found, True)
     assert seeing.encoder_bytes == encoder_file(AUTO, model, None)[0].memory_bytes
     assert not (tmp_path / "home").exists()
+    assert "without its mmproj" in command("models", "--models", tmp_path)[1]
 
 
 def test_types_that_are_taken_are_those_that_were_compared_with_libmtmd():
