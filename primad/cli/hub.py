@@ -81,13 +81,20 @@ def encoder_of(wish: Path, given: Path, model: Path, load: Callable[[], Config])
 
 def encoder_of_model_shape(name: str) -> PlannedEncoder | None:
     """The encoder that the published files of the built-in shape ``name`` come with."""
-    from primad.gguf.shapes import encoder_of_shape
+    from primad.gguf.projectors import encoded_bytes
+    from primad.gguf.shapes import sizes_of
     from primad.planning.question import PlannedEncoder
 
-    found = encoder_of_shape(name)
-    if found is None:
+    found = sizes_of(name)
+    if found is None or found.encoder is None:
         return None
-    return PlannedEncoder(sees=found.sees, hears=found.hears, memory_bytes=found.memory_bytes)
+    return PlannedEncoder(
+        sees=found.encoder.sees,
+        hears=found.encoder.hears,
+        memory_bytes=found.encoder.memory_bytes,
+        picture_flop=found.encoder.picture_flop,
+        encoded_bytes=encoded_bytes(found.encoder.patches, found.width),
+    )
 
 
 def known_projector(given: Path, model: Path, found: LibraryModel | None) -> Path | None:

@@ -65,7 +65,7 @@ def _judge_used(models: Sequence[LibraryModel]) -> Finding:
         return finding("pictures", "ok", "llama.cpp has libmtmd; no model here has an encoder of pictures or sound")
     shown = [f"{each.name} {_can(each)} ({gib(each.encoder_bytes)})" for each in models[:_SHOWN]]
     more = [f"{len(models) - _SHOWN} more"] if len(models) > _SHOWN else []
-    text = f"with encoders, in memory of the head while they are used: {', '.join([*shown, *more])}"
+    text = f"with encoders, in memory while they are used: {', '.join([*shown, *more])}"
     return finding("pictures", "ok", text)
 
 

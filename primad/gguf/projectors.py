@@ -87,14 +87,14 @@ def projector_facts(header: Header) -> ProjectorFacts:
             f"it has {named}, which this primad does not take; a newer primad may, and without it the model reads text "
             f"(--{MARK} none)"
         )
-    flop, encoded_bytes = _picture(header, "clip.vision" if has["vision"] else "clip.audio")
+    flop, rows_bytes = _picture(header, "clip.vision" if has["vision"] else "clip.audio")
     return ProjectorFacts(
         sees=has["vision"],
         hears=has["audio"],
         types=tuple(types.values()),
         memory_bytes=_memory_bytes(header),
         picture_flop=flop,
-        encoded_bytes=encoded_bytes,
+        encoded_bytes=rows_bytes,
         problem=problem,
     )
 
@@ -124,8 +124,18 @@ def _picture(header: Header, prefix: str) -> tuple[float, int]:
         layers, projected = header.count(f"{prefix}.block_count", 0), header.count(f"{prefix}.projection_dim", 0)
     except ModelError:
         return 0.0, 0
-    products = 2 * patches * width * (4 * width + 2 * inner) + 4 * patches**2 * width
-    return float(layers * products), patches // 4 * projected * 4
+    return picture_flop(layers, patches, width, inner), encoded_bytes(patches, projected)
+
+
+def picture_flop(layers: int, patches: int, width: int, feed_forward: int) -> float:
+    """What a picture of ``patches`` takes to compute."""
+    products = 2 * patches * width * (4 * width + 2 * feed_forward) + 4 * patches**2 * width
+    return float(layers * products)
+
+
+def encoded_bytes(patches: int, model_width: int) -> int:
+    """Of its rows, as four patches are one."""
+    return patches // 4 * model_width * 4
 
 
 def _sizes(header: Header, prefix: str) -> tuple[int, int, int]:

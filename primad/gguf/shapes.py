@@ -26,7 +26,7 @@ from halda.quantisation import bytes_per_weight
 from primad.errors import ConfigError
 from primad.gguf.architectures.table import SUPPORTED
 from primad.gguf.profile import KV_VALUE_BYTES, recurrent_values, state_bytes
-from primad.gguf.projectors import memory_bytes
+from primad.gguf.projectors import memory_bytes, picture_flop
 
 PROFILES_VERSION: Final = 1
 _PLAIN: Final = "q4k"
@@ -134,10 +134,11 @@ class LayerKind:
 class EncoderShape:
     """What a model ``sees`` or ``hears`` with: a file of ``file_bytes`` that makes a picture ``patches`` of this ``width``.
 
-    Its feed-forward layers have ``feed_forward`` values. ``source`` says whose."""
+    So many ``layers`` have feed-forward of ``feed_forward`` values. ``source`` says whose."""
 
     sees: bool
     file_bytes: int
+    layers: int
     patches: int
     width: int
     feed_forward: int
@@ -148,6 +149,11 @@ class EncoderShape:
     def memory_bytes(self) -> int:
         """Of the process that has it loaded."""
         return memory_bytes(self.file_bytes, self.patches, self.width, self.feed_forward)
+
+    @property
+    def picture_flop(self) -> float:
+        """What a picture takes to compute."""
+        return picture_flop(self.layers, self.patches, self.width, self.feed_forward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,10 +264,10 @@ def _split(name: str) -> tuple[str, str]:
     return (stem, last) if last in _TYPES and name.lower() not in shape_names() else (name.lower(), _PLAIN)
 
 
-def encoder_of_shape(name: str) -> EncoderShape | None:
-    """What the model ``name``, as in ``shape``, sees or hears with; None for nothing."""
+def sizes_of(name: str) -> Shape | None:
+    """The sizes of the model ``name``, as in ``shape``; None where none is called so."""
     model, _ = _split(name)
-    return read_shape(model).encoder if model in shape_names() else None
+    return read_shape(model) if model in shape_names() else None
 
 
 @cache
