@@ -210,6 +210,23 @@ async def test_the_head_encodes_what_a_worker_began_and_cannot_end(tmp_path):
             assert home.remote.device is None
 
 
+async def test_a_picture_that_was_begun_holds_up_no_end_and_another_plan_leaves_nothing_on_the_worker(tmp_path):
+    async with asyncio.timeout(PATIENCE_S), Home(tmp_path) as home:
+        await home.get_ready()
+        await home.remote.follow_plan()
+        assert home.remote.device == "lap"
+        expected = await home.pictures.encode(noise(2), "a")
+        os.kill(home.worker.pid, signal.SIGSTOP)
+        asking = asyncio.create_task(home.pictures.encode(noise(2), "a"))
+        for _ in range(50):  # steps of this loop, until it is asked
+            await asyncio.sleep(0)
+        home.is_here = False
+        await home.remote.follow_plan()
+        assert home.worker.service._current is None
+        assert await asking == expected, "by the head"
+        assert home.printed == ["lap encodes pictures"]
+
+
 async def test_a_worker_that_cannot_have_the_file_or_says_nothing_costs_no_picture(tmp_path, monkeypatch):
     monkeypatch.setattr("primad.head.rings.remote_encoder.REPLY_S", 0.0)
     async with asyncio.timeout(PATIENCE_S), Home(tmp_path) as home:

@@ -95,15 +95,12 @@ class RemoteEncoder:
 
     async def encode(self, data: bytes) -> EncodedPicture | PictureRefused | None:
         """What the file ``data`` becomes there; None while the device is not ready. Raises ``PrimadError``."""
-        place = self._inputs.place()
-        worker = None if place is None or place.device == self._inputs.own else self._inputs.find(place.device)
+        await self.follow_plan()
+        worker, gpu = self._wanted()
         session = self._session
-        if session is not None and (session.worker is not worker or session.gpu != (place.gpu if place else "")):
-            await self.end()
-            session = None
         if session is None:
-            if worker is not None and place is not None and self._may_ask(worker):
-                self._session = _Session(worker, place.gpu, self._inputs.service)
+            if worker is not None and self._may_ask(worker):
+                self._session = _Session(worker, gpu, self._inputs.service)
                 self._tasks.start(self._load(self._session))
             return None
         if not session.is_ready:
@@ -111,17 +108,31 @@ class RemoteEncoder:
         try:
             found = await session.encode(data)
         except PrimadError as exc:
-            await self._lose(session, str(exc))
+            if self._session is session:  # nobody ended it
+                await self._lose(session, str(exc))
             raise ClusterError(f"{session.worker.name}: {exc}") from exc
         self._failed = None
         return found
 
+    async def follow_plan(self) -> None:
+        """A device that is not to encode any more, by another plan or since it was paused, holds nothing."""
+        if self._session is not None and (self._session.worker, self._session.gpu) != self._wanted():
+            await self.end()
+
     async def end(self) -> None:
-        """No picture is encoded for now."""
+        """No picture is encoded there for now; one that was begun fails."""
         await self._tasks.close()
         session, self._session = self._session, None
         if session is not None:
+            session.lost("it is not needed any more")
             await session.end()
+
+    def _wanted(self) -> tuple[WorkerLink | None, str]:
+        """The device that is to encode, and its GPU."""
+        place = self._inputs.place()
+        if place is None or place.device == self._inputs.own:
+            return None, ""
+        return self._inputs.find(place.device), place.gpu
 
     def _may_ask(self, worker: WorkerLink) -> bool:
         return self._failed is not worker or asyncio.get_running_loop().time() >= self._not_before_s

@@ -394,6 +394,7 @@ class Rings:
             self._reporter.report_line(ATTENTION_CHANGES)
         ring, self._serving = self._rings[epoch], epoch
         forecast = self.offered_forecast = self._plans[epoch]
+        self._tasks.start(self.encoder.follow_plan())
         before = None if instead is None else self._rings.get(instead)
         blocks = await self._kv.bring(ring, self._backend.chains())
         if before is not None:
