@@ -2,7 +2,9 @@
 
 Steps come back to the head once a round. What has come furthest is computed first, so a token never waits for a later
 chunk of the same prompt; every window still sees the steps in the order of the log, because each hop keeps it. Where all
-steps are back the others have nothing to compute: they get the next one first, if no token waits for its whole prompt.
+steps are back the others have nothing to compute: they get the next one first, if no token waits for its whole prompt. In
+one round the next chunk of a prompt goes before the end of an earlier one in any case, as far as so many may be under way:
+the others have something to compute while the head is at its last window.
 """
 
 from __future__ import annotations
@@ -239,9 +241,10 @@ class Head:
             return Notify(events)
         if len(self._arrived) > 1 and (planned := self._scheduler.refill(now)) is not None:
             return self._begin(planned, now)
-        if self._arrived and not self._awaited:
+        if self._arrived:
             has_tokens = any(any(step.outputs) for step, _ in self._arrived)
-            if planned := self._next_step(now, only_tokens=has_tokens):
+            may_begin = not self._awaited or (not has_tokens and len(self._windows) == 1)
+            if may_begin and (planned := self._next_step(now, only_tokens=has_tokens)):
                 return self._begin(planned, now)
         if self._arrived:
             furthest = max(step.window for step, _ in self._arrived)
