@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Final
 
 from halda.evaluate import Objective, Prediction, evaluate, request_weights
@@ -27,6 +28,8 @@ WEIGHT: Final = 0.05
 """Seconds of a request that a second of the busiest machine is worth."""
 WEIGHT_AT_ONCE: Final = 0.1
 """The same for each request at once: as though for a tenth of the time so many were answered, which wait for each other."""
+EVEN_COST: Final = 0.005
+"""Share of a request that windows of the same length at both ends of a ring may cost: layers differ a little."""
 _SAME: Final = 1e-9
 
 
@@ -67,6 +70,28 @@ def filled(
         if now.cost_s(weight) < best.cost_s(weight) * (1 - _SAME) and now.objective_s <= longest_s:
             best = now
     return best.plan
+
+
+def evened(plan: Plan, question: Instance, objective: Objective) -> Plan:
+    """``plan`` with the head's layers in windows of about the same length at both ends, where that costs the request no more
+    than ``EVEN_COST``.
+
+    The head computes the end of a chunk and the beginning of a later one by turns: with a long window at one end the others
+    wait for it, or it for them.
+    """
+    now, cut = _tried(plan, question, objective), question.model.cut_multiple
+    sizes = [len(window.layers) for window in plan.route]
+    shift = int((sizes[0] - sizes[-1]) / (2 * cut)) * cut
+    if now is None or plan.streaming or plan.uses_gpu or plan.rounds > 1 or len(plan.devices) == 1 or not shift:
+        return plan
+    sizes[0] -= shift
+    sizes[-1] += shift
+    bounds = [0, *accumulate(sizes)]
+    if sizes[0] <= 0 or any(bound not in question.model.cut_points for bound in bounds[1:-1]):
+        return plan
+    trial = _tried(replace(plan, route=_route(plan.route, bounds, {}, question)), question, objective)
+    costs = trial is not None and trial.objective_s > now.objective_s * (1 + EVEN_COST)
+    return plan if trial is None or costs else trial.plan
 
 
 def busy_s(prediction: Prediction, question: Instance, objective: Objective) -> dict[str, float]:

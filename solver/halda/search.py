@@ -14,7 +14,7 @@ from typing import Final
 
 from halda.chunk_rows import FEWER_GAIN, in_smaller_chunks, other_chunks
 from halda.evaluate import Objective, evaluate
-from halda.filling import WEIGHT, WEIGHT_AT_ONCE, filled
+from halda.filling import WEIGHT, WEIGHT_AT_ONCE, evened, filled
 from halda.helping import OF_FIRST_TOKEN, able_to_offload, others_to_try, with_offload
 from halda.instance import ExpertPlace, Instance, instance
 from halda.orders import (
@@ -103,6 +103,7 @@ def solve(
         asked = question.with_head(found.plan.head)
         asked = asked.with_rows(found.prediction.chunk_rows, found.prediction.step_rows)
         found = _filled(found, asked, weight=WEIGHT_AT_ONCE * at_once, longest_s=(1 + GAIN) * found.quickest_s)
+        found = _with(evened(found.plan, asked, objective), found, asked)
     _check_links(found.plan.devices, question)
     return found
 
@@ -370,7 +371,11 @@ class _Heads:
 
 def _filled(found: Solution, question: Instance, *, weight: float = WEIGHT, longest_s: float = math.inf) -> Solution:
     """``found``, or a plan about as good that fills the ring."""
-    plan = filled(found.plan, question, found.objective, weight=weight, longest_s=longest_s)
+    return _with(filled(found.plan, question, found.objective, weight=weight, longest_s=longest_s), found, question)
+
+
+def _with(plan: Plan, found: Solution, question: Instance) -> Solution:
+    """``found`` with ``plan``, which is about as good."""
     if plan is found.plan:
         return found
     prediction = evaluate(plan, question)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import accumulate, combinations, product
 
 import pytest
 
 from halda import CHUNKS, OBJECTIVES, Instance, Objective, Plan, Solution, Window, Workload, evaluate, instance, solve
-from halda.filling import WEIGHT, busy_s, filled
+from halda.filling import WEIGHT, busy_s, evened, filled
 from halda.load import under_load
 from tests.fakes.planning import GB, device, link, model
 from tests.solver.small_fleets import small_instance
@@ -88,6 +89,38 @@ def test_like_machines_get_like_shares_so_several_requests_run_nearly_twice_as_f
     assert found.plan.layers_of("b") in (9, 10, 11)
     loads = [under_load(found.plan, question, sequences=count).tokens_per_s for count in (1, 4)]
     assert loads[1] > 1.7 * loads[0]
+
+
+@pytest.mark.parametrize(("sizes", "shares"), [((1, 9, 10), (5, 9, 6)), ((8, 6, 5, 1), (5, 6, 5, 4)), ((5, 9, 6), None)])
+def test_the_head_has_windows_of_about_the_same_length_at_both_ends(sizes, shares):
+    devices = [device(name) for name in "abc"[: len(sizes) - 1]]
+    links = [link(a.device, b.device) for a in devices for b in devices if a is not b]
+    question = instance(devices, links, model(layers=20), WORK, {})
+
+    def plan(sizes: Sequence[int]) -> Plan:
+        bounds = [0, *accumulate(sizes)]
+        owners = [*(each.device for each in devices), "a"]
+        shapes = zip(owners, bounds, bounds[1:], strict=False)
+        route = tuple(Window(device=owner, first=a, last=b, gpu_layers=0) for owner, a, b in shapes)
+        return Plan(rounds=1, route=route, output_on_gpu=False, streaming=(), left_out=())
+
+    assert evened(plan(sizes), question, "balanced") == plan(shares or sizes)
+
+
+def test_windows_stay_where_moving_them_would_cost_the_request_something():
+    devices, links = [device("a"), device("b")], [link("a", "b"), link("b", "a")]
+    first, *rest = model(layers=8).layers
+    heavy = replace(first, bytes_by_type={kind: 20 * size for kind, size in first.bytes_by_type.items()})
+    like = replace(model(layers=8), layers=(first, heavy, *rest[:-1]))
+    route = (Window(device="a", first=0, last=1, gpu_layers=0), Window(device="b", first=1, last=3, gpu_layers=0))
+    plan = Plan(
+        rounds=1,
+        route=(*route, Window(device="a", first=3, last=8, gpu_layers=0)),
+        output_on_gpu=False,
+        streaming=(),
+        left_out=(),
+    )
+    assert evened(plan, instance(devices, links, like, WORK, {}), "ttft") == plan
 
 
 def test_more_requests_at_once_have_more_of_the_ring_for_at_most_a_twentieth_of_one():
