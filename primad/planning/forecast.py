@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from halda import Assignment, Instance, ModelProfile, Plan, Prediction, assignments
+from halda.instance import sharing_cores
 from primad.planning.batching import Batches
 from primad.planning.corrections import NOTHING_LEARNT, Corrections
 from primad.planning.encoder_place import EncoderPlace
@@ -78,6 +79,14 @@ class Forecast:
     def attention(self) -> tuple[bool, bool]:
         """What answers would go on with other last bits if it changed."""
         return self.flash, self.small_windows
+
+    @property
+    def chunks_at_once(self) -> int:
+        """How many chunks of prompts are computed at the same time: one by all processes that compute on the same cores."""
+        plan = self.plan
+        if self.question is None or plan.streaming or plan.uses_gpu or plan.groups:
+            return len(plan.places)
+        return len(sharing_cores([each for each in self.question.devices if each.device in plan.devices]))
 
     @property
     def tokens_per_s(self) -> float:

@@ -245,6 +245,7 @@ def _open_head(
                 context=opening.options.context,
                 chunking=chunking,
                 depth=part.depth,
+                chunks=part.chunks,
                 sequences=opening.options.sequences,
                 at_once=part.at_once,
                 batching=part.batching,

@@ -489,7 +489,8 @@ def cause_of(broken: RingBroken) -> PrimadError:
 class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     """What only the head's ring process is told: the path of the ``model`` file, and how it runs generations.
 
-    It keeps at most ``depth`` steps in flight (while nobody writes one chunk more) and runs so many generations
+    It keeps at most ``depth`` steps in flight, and so many ``chunks`` of prompts (None: as many; while nobody writes one
+    more where that is several), and runs so many generations
     ``at_once``, whose next tokens are computed together as ``batching`` says. A chunk of a prompt has at most
     ``chunk_rows``, and ``min_rows`` or more before a message; beside other answers it is computed in ``pieces``. Of an
     answer the cells of every ``keep_rows`` rows are kept, or none. So many ``states`` of sequences are kept, where some
@@ -509,6 +510,7 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
     at_once: int
     chunk_rows: int
     min_rows: int
+    chunks: int | None = None
     batching: Batching = Batching()
     pieces: Pieces | None = None
     keep_rows: int | None = None

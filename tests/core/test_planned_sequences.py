@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from halda import DeviceProfile, ModelProfile
+from halda import DeviceProfile, ModelProfile, evaluate
+from halda.chunk_rows import RING_CHUNKS, RING_GAIN
 from primad.head.model.encoder import NO_ENCODER
 from primad.head.model.learning import Learning
 from primad.head.model.limits import DeviceLimits
@@ -150,6 +151,32 @@ async def test_a_plan_by_hand_is_forecast_and_computes_prompts_in_the_chunks_of_
         "other models are planned beside it"
     )
     assert await at_home.planner.value(forecast) is None, "no other plan is better"
+
+
+@pytest.mark.parametrize("windows", [None, (10, 9)])
+@pytest.mark.parametrize(("flash_s", "plain_s"), [(2e-9, 1e-9), (5e-8, 1e-8)])
+async def test_chunks_suit_the_attention_that_a_plan_is_run_with(house, windows, flash_s, plain_s):
+    """Flash attention computes the rows of chunks below 64 one by one, so a plan that was found with it has none of them."""
+    profiles = [
+        replace(each, cpu=replace(each.cpu, attention_s=flash_s, plain_attention_s=plain_s, rows_attention_s=1e-11))
+        for each in (device("desk", ram=64 * GB), device("lap", ram=64 * GB))
+    ]
+    wishes = {"use_all": True} if windows is None else {"windows": windows, "rounds": 1}
+    forecast, _ = await house(ram=64 * GB, profiles=profiles, **wishes).plan(LAP)
+    assert (forecast.question, forecast.prediction, forecast.flash) != (None, None, True)
+    work = forecast.question.workload
+    others = [evaluate(forecast.plan, forecast.question.with_rows(rows, work.step_rows)) for rows in RING_CHUNKS]
+    assert forecast.prediction.ttft_s <= min(each.ttft_s for each in others) * (1 + 2 * RING_GAIN)
+
+
+@pytest.mark.parametrize(
+    ("host", "cores", "chunks"), [("lap", (), 2), ("desk", (), 1), ("desk", (1,), 2)], ids=["two", "one", "its own core"]
+)
+async def test_processes_that_share_cores_compute_one_chunk_at_a_time(house, host, cores, chunks):
+    desk, lap = device("desk", ram=64 * GB), device("lap", ram=64 * GB)
+    profiles = [replace(desk, cores=(0,) if cores else ()), replace(lap, host=host, cores=cores)]
+    forecast, _ = await house(ram=64 * GB, profiles=profiles, windows=(10, 9), rounds=1).plan(LAP)
+    assert forecast.chunks_at_once == chunks
 
 
 @pytest.mark.parametrize(("ram", "left"), [(7, 4), (6.5, 2), (5, 1)])

@@ -95,6 +95,20 @@ def test_one_chunk_waits_before_the_devices_of_a_ring_while_nobody_writes(depth,
     assert made.in_flight == under_way
 
 
+def test_where_devices_share_cores_one_chunk_is_under_way_and_next_tokens_go_on_beside_it():
+    made = scheduler(depth=3, chunks=1, sequences=2)
+    made.submit(generate(1, [1]))
+    assert next_step(made).requests == [1]
+    made.submit(generate(2, range(40)))
+    assert made.next_step(0) is None, "its chunk would take from the other one's time"
+    commit(made, 0, sampled_of(7), 0)
+    assert [next_step(made).requests for _ in range(2)] == [[2], [1]]
+    commit(made, 2, sampled_of(8), 0)
+    assert next_step(made).requests == [1], "the next chunk waits, tokens do not"
+    commit(made, 1, None, 0)
+    assert next_step(made).requests == [2]
+
+
 def test_while_others_write_no_more_chunks_are_under_way_than_there_are_devices():
     made = scheduler(depth=2, sequences=2)
     made.submit(generate(1, [1]))

@@ -42,6 +42,7 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact], p
         vocabulary=vocabulary.size,
         ends=vocabulary.ends,
         depth=len(plan.places),
+        chunks=inputs.forecast.chunks_at_once,
         at_once=load.sequences
         if batching.rows > 1 or not plan.streaming
         else 1,  # every step reads streamed layers again

@@ -168,7 +168,11 @@ class Scheduler:
         )
         for running in ready:
             if not running.is_decoding:
-                return None if only_tokens else chunk_step(self._state, running)
+                if only_tokens:
+                    return None
+                if not self._state.may_have_chunk:
+                    continue
+                return chunk_step(self._state, running)
             of_earlier_epoch = running.sequence.cells < running.known - 1
             if of_earlier_epoch and only_tokens:
                 return None

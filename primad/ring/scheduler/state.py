@@ -83,7 +83,8 @@ class StepInFlight:
 class SchedulerState:
     """The state of one ``Scheduler``, whose parts read and change it.
 
-    ``context`` is that of each of the ring's ``sequences``. Of prompts, and of every ``keep_rows`` rows of an answer, the
+    ``context`` is that of each of the ring's ``sequences``. So many ``chunks`` of prompts are computed at the same time
+    (None: one on each of ``depth`` devices). Of prompts, and of every ``keep_rows`` rows of an answer, the
     cells are kept (``keeping.py``); None: of nothing. So many ``states`` are kept, where sequences go back to such alone;
     where cells do not go on without one, behind every ``state_rows`` rows of an answer as well, with those that are kept.
     ``drafting`` says how drafts are computed, which a ``drafter`` makes; None: there are none.
@@ -95,6 +96,7 @@ class SchedulerState:
         context: int,
         chunking: Chunking,
         depth: int,
+        chunks: int | None = None,
         sequences: int = 1,
         at_once: int | None = None,
         batching: Batching | None = None,
@@ -117,6 +119,7 @@ class SchedulerState:
         self.tally = Tally()
         self.batching = batching or Batching()
         self.depth = depth
+        self.chunks = min(depth, chunks or depth)
         self.at_once = min(sequences, at_once or sequences)
         self.sequences = sequences
         self.waiting: dict[str, list[Generate]] = {}
@@ -185,7 +188,17 @@ class SchedulerState:
         """How many steps may be under way, drafts aside. While nobody writes one more chunk waits, since the head
         has both the beginning of a chunk and the end of an earlier one: none idles until it comes to either.
         """
-        return self.depth + (self.depth > 1 and not self.decoding)
+        return self.depth + self._chunks_that_wait
+
+    @property
+    def may_have_chunk(self) -> bool:
+        """Whether one more chunk may be under way: where devices share cores each would only take longer."""
+        under_way = sum(bool(step.computed) and not step.decodes and not step.is_draft for step in self.in_flight.values())
+        return under_way < self.chunks + self._chunks_that_wait
+
+    @property
+    def _chunks_that_wait(self) -> int:
+        return int(self.chunks > 1 and not self.decoding)
 
     @property
     def may_take_back(self) -> bool:
