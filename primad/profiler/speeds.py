@@ -45,6 +45,8 @@ _MIN_S: Final = 1e-6
 _MIN_SHARE: Final = 0.5
 _MIN_SHARE_GPU: Final = 0.1
 """Of the time of big layers their weights take so much at least; only a disturbed trial of fixed costs says otherwise."""
+_MAX_READ: Final = 0.2
+"""Of the time of fewer rows than a chunk reading their weights counts as so much at most: it may hide behind computing."""
 _STEADY: Final = 0.25
 """A larger spread of the runs means that something else was running: the trial is repeated, where patience is left."""
 _OF_ROW: Final = 0.06
@@ -469,13 +471,19 @@ def speed(
         median = statistics.median(times)
         return max(median - step_s - layers * layer_s, median * (_MIN_SHARE_GPU if bench.on_gpu else _MIN_SHARE))
 
+    decode_bytes_per_s = to_read * layer_bytes / weights_s(timings.decode_s, to_read)
+    prefill_s = weights_s(timings.prefill_s, to_compute)
+    # A processor reads the weights once a chunk, however many rows that has.
+    read_s = 0.0 if bench.on_gpu else min(_MAX_READ * prefill_s, to_compute * layer_bytes / decode_bytes_per_s)
+    chunk_flop = _prefill_flop(bench, PREFILL_ROWS)
+    chunk_s = read_s + (prefill_s - read_s) * chunk_flop / _prefill_flop(bench, rows)
     counted = {**dict(zip(ROW_COUNTS, timings.counts_s, strict=False)), FEWEST_ROWS: timings.few_s}
     counted[rows] = statistics.median(timings.prefill_s)  # fewer than a chunk where those take too long
     return TypeSpeed(
         type=kind,
-        decode_bytes_per_s=to_read * layer_bytes / weights_s(timings.decode_s, to_read),
+        decode_bytes_per_s=decode_bytes_per_s,
         batch_bytes_per_s=to_compute * layer_bytes / weights_s(timings.batch_s, to_compute),
-        prefill_flop_per_s=_prefill_flop(bench, rows) / weights_s(timings.prefill_s, to_compute),
+        prefill_flop_per_s=chunk_flop / chunk_s,
         extra_buffers=extra_buffers,
         decode_spread=spread(timings.decode_s),
         prefill_spread=spread(timings.prefill_s),

@@ -18,7 +18,6 @@ import pytest
 from typer.testing import CliRunner
 
 from halda import RATE_WIDTH, GpuProfile, StateKind
-from halda.quantisation import bytes_per_weight
 from primad.cli import main as cli
 from primad.engine import devices
 from primad.engine.devices import GpuDevice, find_gpu, list_gpus, own_memory_of, reserve_bytes
@@ -313,24 +312,28 @@ def test_a_slow_device_computes_fewer_rows_of_a_prompt(row_s, seconds, rows):
     assert affordable_rows(row_s, seconds) == rows
 
 
-def test_fewer_rows_of_a_prompt_give_the_same_rate_and_are_known_to_take_it(tmp_path):
+def test_fewer_rows_of_a_prompt_give_the_rate_of_a_chunk_whose_weights_are_read_once(tmp_path):
     place = bench(tmp_path, Machine())
+    flop = {rows: place.layers_to_compute * rows * (2 * BIG.weights + 4 * rows * BIG.width) for rows in (64, 512)}
+    read_s = 0.1 * flop[64] / 1e11
+    decode_s = read_s * place.layers_to_read(BIG, "Q4_K") / place.layers_to_compute
     found = {
         rows: speed(
             place,
             "Q4_K",
-            TrialTimes(decode_s=(1.0,), batch_s=(1.0,), prefill_s=(flop / 1e11,), prefill_rows=rows),
+            TrialTimes(
+                decode_s=(decode_s,), batch_s=(1.0,), prefill_s=(read_s + flop[rows] / 1e11,), prefill_rows=rows
+            ),
             0.0,
             0.0,
             extra_buffers=False,
         )
         for rows in (512, 64)
-        for flop in (place.layers_to_compute * rows * (2 * BIG.weights + 4 * rows * BIG.width),)
     }
-    assert [each.prefill_flop_per_s for each in found.values()] == pytest.approx([1e11, 1e11])
+    assert found[512].prefill_flop_per_s == pytest.approx(found[64].prefill_flop_per_s)
     assert [[at.rows for at in each.rows] for each in found.values()] == [[], [64]]
-    weights_flop = 2 * 64 / bytes_per_weight("Q4_K") * found[64].rows[0].bytes_per_s
-    assert weights_flop == pytest.approx(1e11, rel=0.02), "a chunk of them takes no line to fewer rows"
+    weights_s = place.layers_to_compute * BIG.weight_bytes("Q4_K") / found[64].rows[0].bytes_per_s
+    assert weights_s == pytest.approx(read_s + flop[64] / 1e11), "what they took is known besides"
 
 
 def test_what_crashes_always_is_one_clear_error(tmp_path):
