@@ -170,7 +170,9 @@ async def test_chunks_suit_the_attention_that_a_plan_is_run_with(house, windows,
 
 
 @pytest.mark.parametrize(
-    ("host", "cores", "chunks"), [("lap", (), 2), ("desk", (), 1), ("desk", (1,), 2)], ids=["two", "one", "its own core"]
+    ("host", "cores", "chunks"),
+    [("lap", (), 2), ("desk", (), 1), ("desk", (1,), 2)],
+    ids=["two", "one", "its own core"],
 )
 async def test_processes_that_share_cores_compute_one_chunk_at_a_time(house, host, cores, chunks):
     desk, lap = device("desk", ram=64 * GB), device("lap", ram=64 * GB)

@@ -91,7 +91,9 @@ def test_like_machines_get_like_shares_so_several_requests_run_nearly_twice_as_f
     assert loads[1] > 1.7 * loads[0]
 
 
-@pytest.mark.parametrize(("sizes", "shares"), [((1, 9, 10), (5, 9, 6)), ((8, 6, 5, 1), (5, 6, 5, 4)), ((5, 9, 6), None)])
+@pytest.mark.parametrize(
+    ("sizes", "shares"), [((1, 9, 10), (5, 9, 6)), ((8, 6, 5, 1), (5, 6, 5, 4)), ((5, 9, 6), None)]
+)
 def test_the_head_has_windows_of_about_the_same_length_at_both_ends(sizes, shares):
     devices = [device(name) for name in "abc"[: len(sizes) - 1]]
     links = [link(a.device, b.device) for a in devices for b in devices if a is not b]

@@ -193,7 +193,9 @@ class SchedulerState:
     @property
     def may_have_chunk(self) -> bool:
         """Whether one more chunk may be under way: where devices share cores each would only take longer."""
-        under_way = sum(bool(step.computed) and not step.decodes and not step.is_draft for step in self.in_flight.values())
+        under_way = sum(
+            bool(step.computed) and not step.decodes and not step.is_draft for step in self.in_flight.values()
+        )
         return under_way < self.chunks + self._chunks_that_wait
 
     @property
