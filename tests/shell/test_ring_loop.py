@@ -559,8 +559,8 @@ def test_a_device_before_this_one_that_sends_without_end_keeps_it_from_nothing(
     skip = Skip(protocol=PROTOCOL, ring=1, epoch=1, steps=[0])
     monkeypatch.setattr(Links, "receive", lambda _: skip)
     with started(opening, PATIENT) as (process, opened):
-        process.send(Connect(NOWHERE, NOBODY, opened.key))
-        assert process.status().steps == 0
+        process.send(Connect(NOWHERE, NOBODY, opened.key), Report())
+        assert process.expect(Status).steps == 0
 
 
 def test_a_head_tells_of_a_device_that_stopped_and_hears_its_daemon(model, windows, head_windows):
