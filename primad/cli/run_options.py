@@ -155,9 +155,8 @@ def run_config(run: RunOptions, draft: DraftOptions) -> RunConfig:
     if run.use_all and run.windows is not None:
         raise ConfigError("--use-all: contradicts --alone and --windows; leave one of them out")
     parallel = parse_choice(run.parallel, PARALLEL_MODES, "--parallel")
-    is_tensor = parallel == "tensor"
     windows, ranks = (None, ()) if run.windows is None else _windows(run.windows)
-    if is_tensor:
+    if parallel == "tensor":
         _check_tensor(run, draft, shares=max(ranks, default=1) > 1)
     elif max(ranks, default=1) > 1:
         raise ConfigError(f"--windows {run.windows}: devices share layers with --parallel tensor; give both or neither")
@@ -172,7 +171,7 @@ def run_config(run: RunOptions, draft: DraftOptions) -> RunConfig:
         prompt_tokens=run.prompt,
         answer_tokens=run.answer,
         extra_buffers=parse_choice(run.extra_buffers, EXTRA_BUFFERS, "--extra-buffers"),
-        speculate="off" if is_tensor else parse_choice(draft.speculate, SPECULATE_MODES, "--speculate"),
+        speculate=parse_choice(draft.speculate, SPECULATE_MODES, "--speculate"),
         draft_on=None if draft.draft_on == "auto" else draft.draft_on,
         encoder_on=None if run.mmproj_device == "auto" else run.mmproj_device,
         windows=windows,
@@ -189,8 +188,7 @@ def _check_tensor(run: RunOptions, draft: DraftOptions, *, shares: bool) -> None
         f"--rounds {run.rounds}": run.rounds not in (None, 1),
         "--batching exact": run.batching == "exact",
         "--extra-buffers on": run.extra_buffers == "on",
-        f"--speculate {draft.speculate}": draft.speculate not in ("auto", "off"),
-        "--draft": draft.draft is not None,
+        "--speculate mtp": draft.speculate == "mtp",
     }
     for option, is_set in refused.items():
         if is_set:

@@ -29,13 +29,13 @@ from primad.gguf.layers import CHUNK_BYTES, MAX_WINDOW_LAYERS, LayerCut, LayerRe
 
 MAX_ADAPTERS: Final = 16
 MAX: Final = 1e6
-_A: Final = ".lora_a"
-_B: Final = ".lora_b"
+A: Final = ".lora_a"
+B: Final = ".lora_b"
 _PART: Final = re.compile(r"blk\.\*\.[\w.-]+\.lora_[ab]", re.ASCII)
 _ALPHA: Final = "adapter.lora.alpha"
 _TOKENS: Final = "adapter.alora.invocation_tokens"
 _EMBEDDING: Final = "token_embd.weight"
-_OUTPUT: Final = "output.weight"
+OUTPUT: Final = "output.weight"
 
 
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,23 +69,23 @@ class Adapter:
     @cached_property
     def strange(self) -> str | None:
         """A tensor that it changes and that is neither of a layer nor the token embedding or the output matrix."""
-        known = {stem + part for stem in (_EMBEDDING, _OUTPUT) for part in (_A, _B)}
+        known = {stem + part for stem in (_EMBEDDING, OUTPUT) for part in (A, B)}
         return next((name for name in self._tensors if layer_of(name) is None and name not in known), None)
 
     @property
     def embedding(self) -> tuple[TensorInfo, TensorInfo] | None:
         """What it has for the token embedding: a row (rank) for each token, and a matrix (rank, width)."""
-        a, b = (self._tensors.get(_EMBEDDING + part) for part in (_A, _B))
+        a, b = (self._tensors.get(_EMBEDDING + part) for part in (A, B))
         return None if a is None or b is None else (a, b)
 
     @property
     def changes_output(self) -> bool:
         """Whether it changes the output matrix."""
-        return _OUTPUT + _A in self._tensors
+        return OUTPUT + A in self._tensors
 
     @cached_property
     def _tensors(self) -> dict[str, TensorInfo]:
-        return {name: tensor for name, tensor in self.header.tensors.items() if name.endswith((_A, _B))}
+        return {name: tensor for name, tensor in self.header.tensors.items() if name.endswith((A, B))}
 
     @cached_property
     def _refs(self) -> dict[int, LayerRef]:
@@ -97,7 +97,7 @@ class Adapter:
 
     def tensors_of(self, layer: int) -> list[TensorInfo]:
         """Its matrices for ``layer``; the one behind the last is the output matrix."""
-        prefix = _OUTPUT if layer == self.layer_count else f"blk.{layer}."
+        prefix = OUTPUT if layer == self.layer_count else f"blk.{layer}."
         return [tensor for name, tensor in self._tensors.items() if name.startswith(prefix)]
 
     def bytes_of(self, layer: int) -> int:
@@ -155,7 +155,7 @@ def open_adapter(path: Path, scale: float, model: Header) -> Adapter:
         raise ModelError(f"{path}: has no matrices; fetch the adapter again")
     for name, (a, b) in pairs.items():
         _check_pair(header, model, name, a, b)
-    if _EMBEDDING in pairs and _OUTPUT not in model.tensors:
+    if _EMBEDDING in pairs and OUTPUT not in model.tensors:
         raise ModelError(
             f"{path}: changes the token embedding, which is the output matrix of {model.path.name} too; llama.cpp computes "
             "no such model, so give an adapter of layers"
@@ -167,15 +167,15 @@ def _pairs(header: Header) -> Iterator[tuple[str, tuple[TensorInfo, TensorInfo]]
     """By the name of the tensor that they change, the two matrices of each. Norms are left out, as llama.cpp does."""
     tensors: Mapping[str, TensorInfo] = header.tensors
     for name, tensor in tensors.items():
-        stem, other = name[: -len(_A)], {_A: _B, _B: _A}.get(name[-len(_A) :])
+        stem, other = name[: -len(A)], {A: B, B: A}.get(name[-len(A) :])
         if other is None:
             if name.endswith("_norm.weight"):
                 continue
             raise ModelError(f"{header.path}: tensor '{name}' is no matrix of an adapter; convert it anew")
         if stem + other not in tensors:
             raise ModelError(f"{header.path}: tensor '{name}' has no '{stem + other}'; fetch the adapter again")
-        if other == _B:
-            yield stem, (tensor, tensors[stem + _B])
+        if other == B:
+            yield stem, (tensor, tensors[stem + B])
 
 
 def _check_pair(header: Header, model: Header, name: str, a: TensorInfo, b: TensorInfo) -> None:

@@ -260,6 +260,11 @@ class ShareRules:
         found = (self.columns(layer, f"ffn_down{kind}") for layer in range(layer_count(self.header)))
         return [tensor for tensor in found if tensor is not None]
 
+    def cuts_columns(self, layer: int, tensor: TensorInfo) -> bool:
+        """Whether a rank holds columns of the matrix ``tensor`` of ``layer``."""
+        name = tensor.name.removeprefix(f"blk.{layer}.").removesuffix(".weight")
+        return self._part_of(layer, name, "weight", tensor) in (Part.HEAD_COLUMNS, Part.VALUE_COLUMNS)
+
     def part(self, layer: int, tensor: TensorInfo, share: LayerShare, *, is_first: bool) -> TensorInfo:
         """What the rank of ``share`` holds of ``tensor``. Raises ``NotCutError`` by name for one that is not known."""
         name, suffix = tensor.name.removeprefix(f"blk.{layer}."), ""
@@ -355,7 +360,7 @@ def share_header(header: Header, weights: Sequence[int], rank: int) -> Header:
     for name, tensor in header.tensors.items():
         layer, role = layer_of(name), tensor_role(header, name)
         if layer is not None and layer < layers:
-            for own in _parted(header, tensor):
+            for own in parted(header, tensor):
                 part = rules.part(layer, own, shares[layer], is_first=rank == 0)
                 tensors[own.name] = part
             continue
@@ -370,11 +375,17 @@ def share_header(header: Header, weights: Sequence[int], rank: int) -> Header:
             f"{other}.{key.removeprefix(f'{name}.')}" if key.startswith(f"{name}.") else key: value
             for key, value in values.items()
         }
-        values["general.architecture"] = scalar_value(GGUFValueType.STRING, other)
+        values["general.architecture"] = share_name(header)
     return replace(header, tensors=tensors, values=values)
 
 
-def _parted(header: Header, tensor: TensorInfo) -> list[TensorInfo]:
+def share_name(header: Header) -> Value:
+    """The architecture as which llama.cpp computes shares of the model."""
+    name = header.text("general.architecture")
+    return scalar_value(GGUFValueType.STRING, SAME_GRAPH.get(name, name))
+
+
+def parted(header: Header, tensor: TensorInfo) -> list[TensorInfo]:
     """``tensor``, or gate and up, which lie in one, where the graph that stands for the model's has two."""
     if header.text("general.architecture") != "phi3" or not tensor.name.endswith(".ffn_up.weight"):
         return [tensor]

@@ -59,20 +59,19 @@ def drafting_of(
 ) -> Drafting | None:
     """How drafts are computed under ``plan``; None: not at all, as where ``auto`` sees no room for them.
 
-    A small cache of windows cannot be cut back to what held. States go back to those that are kept in front of drafts in
-    steps of their own, and the last rows of one step are taken back from them, both where there is memory for that. Steps of
-    several rows of one sequence are computed where they are bit for bit single ones, and with fast ``batching`` everywhere.
-    Trees are for the latter alone,
-    where weights stream on one device: their rows lie in the KV cache in another order, and so are not bit for bit those of
-    a chain.
+    A group is one place of the ring: its drafts are rows of one step. A small cache of windows cannot be cut back to what
+    held. States go back to those that are kept in front of drafts in steps of their own, and the last rows of one step are
+    taken back from them, both where there is memory for that. Steps of several rows of one sequence are computed where they
+    are bit for bit single ones, and with fast ``batching`` everywhere. Trees are for the latter alone, where weights stream
+    on one device: their rows lie in the KV cache in another order, and so are not bit for bit those of a chain.
     """
     work, has_state = question.workload, question.model.is_recurrent
-    if mode == "off" or work.small_windows or plan.groups:
+    if mode == "off" or work.small_windows:
         return None
     ring_passes = _ring_passes(plan, question)
     room = 1 if round(ring_passes) <= 1 else min(round(ring_passes) + WAITING, MAX_ROOM)
     if mode != "auto":
-        room = max(room, min(len(plan.devices), MAX_ROOM))
+        room = max(room, min(_places(plan), MAX_ROOM))
     maximum = MAX_ROWS if batching == "fast" else batches.batching.replays
     if has_state:
         room, maximum = _room_for_states(plan, question, room), min(maximum, 1 + work.rollback)
@@ -84,9 +83,14 @@ def drafting_of(
     return Drafting(room=room, rows=len(costs), costs=costs, branches=branches, ring_passes=ring_passes)
 
 
+def _places(plan: Plan) -> int:
+    """Where different steps are computed at the same time."""
+    return len(plan.places)
+
+
 def _ring_passes(plan: Plan, question: Instance) -> float:
     """How many steps of one row the ring computes in the time of one ring pass. Where weights stream each reads them all."""
-    if plan.streaming or len(plan.devices) == 1:
+    if plan.streaming or _places(plan) == 1:
         return 1.0
     ring_pass_s = evaluate(plan, _single_device(question)).tpot_s
     return ring_pass_s * under_load(plan, question, sequences=MAX_ROOM, max_rows=1).tokens_per_s

@@ -19,12 +19,13 @@ MAX_SHARE: Final = 0.05
 
 
 def predicts(run: RunConfig, header: Header, why_not: str = "", *, free_bytes: int | None = None) -> bool:
-    """Whether the model of ``header`` drafts as ``run`` says; ``why_not``: it would otherwise, but for that.
+    """Whether the model of ``header`` drafts as ``run`` says; ``why_not``: it would otherwise, but for that. A group's does
+    not.
 
     Unless it was asked for, it takes a small part of the ``free_bytes`` of the head (None: not known) at most. Raises
     ``ConfigError`` where it was, and cannot be.
     """
-    if run.speculate not in ("auto", "mtp"):
+    if run.speculate not in ("auto", "mtp") or run.parallel == "tensor":
         return False
     if not drafting_layers(header):
         name = header.text("general.architecture")

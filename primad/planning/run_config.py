@@ -56,7 +56,7 @@ class RunConfig:
     def may_share(self) -> bool:
         """Whether devices may have shares of layers: with what is asked for, a group has to compute everything else too."""
         by_hand = self.windows is not None and not self.shares_by_hand
-        asked = by_hand or self.extra_buffers == "on" or self.speculate not in ("auto", "off")
+        asked = by_hand or self.extra_buffers == "on" or self.speculate == "mtp"
         return self.parallel != "pipeline" and self.batching != "exact" and not asked
 
     @property

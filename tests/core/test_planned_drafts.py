@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from halda import DeviceProfile, LayerProfile, evaluate, instance, residency
+from halda import DeviceProfile, LayerProfile, Rank, evaluate, instance, residency
 from halda.instance import Instance
 from primad.planning.batching import BatchingMode, batches_of
 from primad.planning.drafting import MAX_ROWS, SpeculateMode, drafting_of
@@ -63,6 +63,16 @@ def test_who_asks_for_lookup_has_a_row_on_each_device_whatever_it_gains():
 
 def test_off_is_off():
     assert drafting(FOUR, asked(*map(device, "abcd")), "off") is None
+
+
+def test_a_group_is_one_place_whose_drafts_are_rows_of_one_step():
+    group = replace(ALONE, groups=((Rank(device="a", weight=1), Rank(device="b", weight=1)),))
+    question = asked(exactly(8, device("a", ram=8 * GB)), exactly(8, device("b", ram=8 * GB)))
+    found = drafting(group, question, "lookup", "fast")
+    assert found is not None
+    assert (found.room, found.branches, found.ring_passes) == (1, 0, 1.0)
+    assert 1 < found.rows <= MAX_ROWS
+    assert found.costs[-1] < found.rows
 
 
 def test_where_weights_stream_several_rows_cost_little_more_than_one():

@@ -17,7 +17,6 @@ from primad.gguf.splits import ShareUnits
 from primad.head.members.core import RankLostError, StageError, attributed
 from primad.head.members.wanted import WantedState
 from primad.network.messages import LinkGroup, decode_from_head
-from primad.planning.drafting import drafting_of
 from primad.planning.groups import all_in_one
 from primad.planning.plan import plan
 from primad.planning.question import default_workload
@@ -109,14 +108,12 @@ def test_each_rank_keeps_its_share_of_layers_and_output():
         assert window.streamed_bytes == 0
 
 
-def test_the_planner_makes_one_group_of_all_devices_and_drafts_nothing():
+def test_the_planner_makes_one_group_of_all_devices():
     devices = [device(name, ram=8 * GB) for name in ("desk", "mini")]
     run = RunConfig(parallel="tensor", context_tokens=4096)
     request = PlanRequest(devices=devices, links=[], model=model(), run=run, max_ranks=2)
     found = plan(request)
     assert found.plan.devices == ("desk", "mini")
-    assert found.drafting is None
-    assert drafting_of("lookup", "auto", found.plan, found.question, found.batches) is None
     alone = PlanRequest(devices=devices[:1], links=[], model=model(), run=run)
     assert plan(alone).plan.groups == ()
 
@@ -247,7 +244,7 @@ def test_auto_takes_a_group_where_it_is_faster_and_possible():
     assert [rank.device for rank in chosen(0.0003, devices=with_gpu).groups[0]] == ["desk", "mini"]
 
 
-@pytest.mark.parametrize("asked", [{"batching": "exact"}, {"windows": (4, 4)}, {"speculate": "lookup"}])
+@pytest.mark.parametrize("asked", [{"batching": "exact"}, {"windows": (4, 4)}, {"speculate": "mtp"}])
 def test_auto_shares_no_layers_of_what_a_group_does_not_compute(asked):
     assert RunConfig(parallel="auto").may_share
     assert not RunConfig(parallel="auto", **asked).may_share

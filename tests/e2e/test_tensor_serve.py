@@ -51,7 +51,7 @@ def model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
 @pytest.fixture(scope="module")
 def group(model: Path, module_home) -> Iterator[Group]:
     cluster, homes = f"group-{secrets.token_hex(6)}", [module_home(name) for name in ("g1", "g2")]
-    arguments = ("--wait", 2, "--parallel", "tensor", "--context", 512)
+    arguments = ("--wait", 2, "--parallel", "tensor", "--context", 512, "--speculate", "lookup", "--batching", "fast")
     with ExitStack() as stack:
         runs = stack.enter_context(all_joined(homes, cluster))
         head = stack.enter_context(heading(model, module_home("head"), cluster, *arguments, config=""))
@@ -64,6 +64,11 @@ def test_all_devices_compute_each_layer(group):
     assert [device["windows"] for device in devices] == [[[0, 6]]] * 3
     assert group.answer.finish == "length"
     assert ask(group.head, tokens=TOKENS).text == group.answer.text
+
+
+def test_drafts_of_a_group_change_no_token(group):
+    assert ask(group.head, tokens=TOKENS, speculate=False).text == group.answer.text
+    assert group.head.status()["drafts"]["accepted"]
 
 
 def test_tokens_are_as_likely_as_to_the_whole_model(group, model):

@@ -10,14 +10,17 @@ from msgspec.structs import replace
 from halda.assignment import in_memory
 from primad.engine.llama.embedding import TokenEmbedding
 from primad.engine.llama.windows import FirstWindow, MiddleWindow, TailWindow, WholeModel
-from primad.engine.protocol import GREEDY, EngineOptions, Rows, WindowSource
+from primad.engine.protocol import GREEDY, AdapterFile, EngineOptions, Rows, WindowSource
 from primad.errors import EngineError, RingError
+from primad.gguf.adapter import adapter_header, open_adapter
+from primad.gguf.adapter_shares import share_adapter
 from primad.gguf.architectures.layers import block_count, layer_count
 from primad.gguf.architectures.table import SUPPORTED, NotCutError
 from primad.gguf.header import read_header
 from primad.gguf.layers import layer_header
 from primad.gguf.shares import share_header
 from primad.gguf.windows import ModelCutter, vocabulary_size
+from tests.fakes.gguf import write_adapter
 from tests.fakes.group import FakeExchange, Meeting, in_group
 from tools import synth
 from tools.lab import zoo
@@ -27,6 +30,7 @@ TOKENS = np.random.default_rng(0).integers(1, 250, 400).astype(np.int32)
 COUNTS = [((0, 64),), ((1, 33),), ((0, 26),), *[((0, 1),)] * 4, *[((0, 1), (1, 1))] * 2]
 """Rows of sequences by step: a prompt longer than the chunk, another sequence, single tokens, and both at once."""
 MAX_DIFFERENCE = 1e-3
+ADAPTER_SCALE = 0.02
 REFUSED = {
     *("arctic", "bailingmoe2", "bailingmoe3", "bitnet", "chatglm", "codeshell", "cohere2", "command-r", "dbrx", "deci"),
     *("deepseek", "deepseek2-ocr", "exaone4", "falcon", "falcon-h1", "gemma4-per-layer", "gpt2", "gptneox", "grok"),
@@ -63,14 +67,19 @@ def steps():
         yield Rows(content=content, positions=positions, sequences=sequences, outputs=outputs)
 
 
-def source_of(metadata, layers, assignment):
+def source_of(metadata, layers, assignment, adapters=()):
     return WindowSource(
-        window=0, metadata=str(metadata), layers=tuple(layers), assignment=assignment, extra_buffers=False
+        window=0,
+        metadata=str(metadata),
+        layers=tuple(layers),
+        assignment=assignment,
+        extra_buffers=False,
+        adapters=adapters,
     )
 
 
-def whole_logits(header, options):
-    source = source_of(header.path, (), in_memory(0, layer_count(header), output="cpu"))
+def whole_logits(header, options, adapters=()):
+    source = source_of(header.path, (), in_memory(0, layer_count(header), output="cpu"), adapters)
     predicting = block_count(header) - layer_count(header)
     model = WholeModel(source, options, frozenset(), vocabulary=vocabulary_size(header), predicting=predicting)
     found = []
@@ -81,10 +90,10 @@ def whole_logits(header, options):
     return found
 
 
-def opened(header, first, last, folder):
-    """What a window of ``header``, which is a rank's, is opened from."""
+def opened(header, first, last, folder, adapters=()):
+    """What a window of ``header``, which is a rank's, is opened from, with the rank's ``adapters``."""
     folder.mkdir(parents=True)
-    cutter, paths = ModelCutter(header), []
+    cutter, paths = ModelCutter(header, keeps_name=bool(adapters)), []
     spec = cutter.spec(0, first, last)
     spec.write_metadata(folder / "metadata.gguf")
     for split, ref in enumerate(spec.layers, start=1):
@@ -92,17 +101,26 @@ def opened(header, first, last, folder):
         paths.append(str(folder / f"{split}.gguf"))
         (folder / f"{split}.gguf").write_bytes(layer_header(ref.tensors, number=split - 1, split=split) + weights)
     output = "cpu" if last == layer_count(header) else "none"
-    return source_of(folder / "metadata.gguf", paths, in_memory(first, last, output=output))
+    files = tuple(adapter_file(each, first, last, folder / "lora.gguf") for each in adapters)
+    return source_of(folder / "metadata.gguf", paths, in_memory(first, last, output=output), files)
+
+
+def adapter_file(adapter, first, last, path):
+    spec = adapter.spec(first, last)
+    weights = [chunk for ref in spec.layers for chunk in adapter.source(ref.digest).chunks()]
+    path.write_bytes(adapter_header(spec) + b"".join(weights))
+    return AdapterFile(str(path), spec.scale)
 
 
 class Rank:
     """The windows of a rank between ``cuts``."""
 
-    def __init__(self, header, weights, cuts, folder, options, rank, exchange):
+    def __init__(self, header, weights, cuts, folder, options, rank, exchange, adapters=()):
         own, embedding = share_header(header, weights, rank), TokenEmbedding.of(header)
+        adapters = [share_adapter(each, header, weights, rank) for each in adapters]
         self._embedding, self.hidden, self.windows = embedding, [], []
         for first, last in pairwise(cuts):
-            source = opened(own, first, last, folder / f"{rank}-{first}")
+            source = opened(own, first, last, folder / f"{rank}-{first}", adapters)
             if last == layer_count(header):
                 size = vocabulary_size(header)
                 window = TailWindow(
@@ -132,11 +150,11 @@ def with_content(rows, content):
     return Rows(content=content, positions=rows.positions, sequences=rows.sequences, outputs=rows.outputs)
 
 
-def group_logits(header, weights, cuts, folder, options=OPTIONS):
+def group_logits(header, weights, cuts, folder, options=OPTIONS, adapters=()):
     """The logits of every step, each rank's hidden states between windows, and how many sums were exchanged."""
 
     def run(number, exchange):
-        rank, found = Rank(header, weights, cuts, folder, options, number, exchange), []
+        rank, found = Rank(header, weights, cuts, folder, options, number, exchange, adapters), []
         for rows in steps():
             rank.forward(rows)
             wanted = [row for row, wants in enumerate(rows.outputs) if wants and number == 0]
@@ -184,6 +202,20 @@ def test_a_group_gives_the_whole_models_logits(architecture, quantisation, weigh
     wide = {"width": 256, "heads": 8, "head_width": 64, "feed_forward": 768} if quantisation == "q4_k_m" else {}
     synth.write_model(path, architecture=architecture, quantisation=quantisation, **wide)
     check(read_header(path), weights, tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "hunyuan-moe"])
+def test_an_adapter_is_shared_as_what_it_changes_is(architecture, tmp_path):
+    synth.write_model(tmp_path / "model.gguf", architecture=architecture, quantisation="f32", layers=2)
+    header = read_header(tmp_path / "model.gguf")
+    changes = re.compile(r"blk\.\d+\.(attn_(q|k|v|output)|ffn_(gate|up|down)(_exps|_shexp)?)\.weight|output\.weight")
+    changed = {name: tensor.shape for name, tensor in header.tensors.items() if changes.fullmatch(name)}
+    path = write_adapter(tmp_path / "lora.gguf", changed, architecture=architecture)
+    expected = whole_logits(header, OPTIONS, (AdapterFile(str(path), ADAPTER_SCALE),))
+    assert difference_of(whole_logits(header, OPTIONS), expected) > 10 * MAX_DIFFERENCE
+    adapter = open_adapter(path, ADAPTER_SCALE, header)
+    found, _, _ = group_logits(header, [1, 1], [0, 2], tmp_path, adapters=[adapter])
+    assert difference_of(found, expected) <= MAX_DIFFERENCE
 
 
 @pytest.mark.matrix

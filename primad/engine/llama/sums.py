@@ -157,7 +157,7 @@ class Sums:
         if op in _ADDS:
             bias = others[:1]
             return not bias or _SHARED_BIAS.search(self._name(bias[0])) is not None
-        return op in (b"MUL", b"MUL_MAT") and len(parts) == 1 and bool(others)
+        return op in (b"MUL", *_MATRIX) and len(parts) == 1 and bool(others)
 
     def _name(self, node: int) -> bytes:
         name: bytes = self._ggml.ggml_get_name(node)

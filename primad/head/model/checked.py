@@ -14,13 +14,13 @@ from primad.daemon.node import Node
 from primad.daemon.reporter import Reporter
 from primad.errors import ConfigError
 from primad.gguf.adapter import Adapter
+from primad.gguf.adapter_shares import adapted_ranks
 from primad.gguf.architectures.cuts import cuttable, why_whole
 from primad.gguf.architectures.table import ADVICE, NotCutError
 from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
-from primad.gguf.shares import shared_ranks
 from primad.head.model.encoder import AUTO as ENCODER_AUTO
 from primad.head.model.encoder import NONE, EncoderFile, encoder_file
 from primad.head.model.options import ServeOptions, is_for_several
@@ -87,7 +87,7 @@ def check_model(config: Config, source: Path | RangedModel, options: ServeOption
     model = with_rope(model, header, options.rope)
     check_options(options, config, header, model)
     if options.run.parallel == "tensor":
-        options = in_a_group(options, header, why_not)
+        options = in_a_group(options, header, adapters, why_not)
     check_adapters(adapters, several=is_for_several(options, config))
     drafts_itself = predicts(options.run, header, _why_not_itself(options, ranged), free_bytes=memory().available_bytes)
     if drafts_itself:
@@ -128,15 +128,14 @@ def check_options(options: ServeOptions, config: Config, header: Header, model: 
         cuttable(header)
 
 
-def in_a_group(options: ServeOptions, header: Header, why_not: str = "") -> ServeOptions:
+def in_a_group(options: ServeOptions, header: Header, adapters: Sequence[Adapter], why_not: str = "") -> ServeOptions:
     """``options`` for a tensor-parallel group, which sees no pictures. ``why_not`` is the reason why a model is not
     certified. Raises ``ConfigError`` for what a group does not compute, and ``NotCutError`` for a model that cannot be
     shared."""
     if why_not:
         raise NotCutError(f"{header.path}: {why_not}", ADVICE)
-    shared_ranks(header, 2)
+    adapted_ranks(header, 2, adapters)
     refused = {
-        "--lora": options.lora,
         "--mmproj": options.mmproj not in (ENCODER_AUTO, NONE),
         "--alone": options.single_device,
     }

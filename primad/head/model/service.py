@@ -14,6 +14,7 @@ from primad.certify.verdict import windows_line
 from primad.daemon.node import Node
 from primad.errors import ModelError, PrimadError, WeightsError
 from primad.gguf.adapter import Adapter
+from primad.gguf.adapter_shares import adapted_ranks, share_adapter
 from primad.gguf.architectures.cuts import cuttable
 from primad.gguf.architectures.table import NotCutError
 from primad.gguf.digests import LayerDigests
@@ -25,7 +26,7 @@ from primad.gguf.model import check_unchanged, open_model, stamps_of
 from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
 from primad.gguf.ranged_cutter import RangedCutter
-from primad.gguf.shares import ShareRules, share_header, shared_ranks
+from primad.gguf.shares import ShareRules, share_header
 from primad.gguf.splits import ShareUnits
 from primad.gguf.windows import ModelCutter
 from primad.head.model.encoder import NO_ENCODER, EncoderFile
@@ -75,6 +76,7 @@ class ModelSource:
         self._cutter: ModelCutter | None = None
         self._shares: dict[tuple[tuple[int, ...], int], ModelCutter] = {}
         """By weights and rank: what cuts layers out of a rank's share. What was hashed once is known then."""
+        self._shared_adapters: dict[tuple[tuple[int, ...], int], tuple[Adapter, ...]] = {}
         self._max_ranks: dict[int, int] = {}
 
     @property
@@ -89,6 +91,10 @@ class ModelSource:
         return repr((sorted((str(path), stamp) for path, stamp in self._stamps.items()), added))
 
     @property
+    def _keeps_name(self) -> bool:
+        return any(each.changes_output for each in self.adapters)
+
+    @property
     def cutter(self) -> ModelCutter:
         """Cuts out its layers; created when first needed."""
         if self._cutter is None:
@@ -97,7 +103,7 @@ class ModelSource:
                 ModelCutter(
                     self.header,
                     digests,
-                    keeps_name=any(each.changes_output for each in self.adapters),
+                    keeps_name=self._keeps_name,
                     predicts=self.predicts,
                 )
                 if ranged is None
@@ -111,7 +117,9 @@ class ModelSource:
         """Cuts layers out of the share of ``rank`` of a group with these ``weights``. Raises ``NotCutError``."""
         if (weights, rank) not in self._shares:
             own = share_header(self.header, weights, rank)
-            self._shares[weights, rank] = ModelCutter(own, LayerDigests(own, digests_file(self._home)))
+            self._shares[weights, rank] = ModelCutter(
+                own, LayerDigests(own, digests_file(self._home)), keeps_name=self._keeps_name
+            )
         return self._shares[weights, rank]
 
     @property
@@ -119,11 +127,19 @@ class ModelSource:
         """What shares of its layers are cut by."""
         return ShareRules(self.header).units
 
+    def share_adapters(self, weights: tuple[int, ...], rank: int) -> tuple[Adapter, ...]:
+        """Its adapters, cut as that share is. Raises ``NotCutError``."""
+        if (weights, rank) not in self._shared_adapters:
+            self._shared_adapters[weights, rank] = tuple(
+                share_adapter(each, self.header, weights, rank) for each in self.adapters
+            )
+        return self._shared_adapters[weights, rank]
+
     async def max_ranks(self, limit: int) -> int:
         """How many of ``limit`` devices can share each layer."""
         if limit not in self._max_ranks:
             try:
-                self._max_ranks[limit] = await asyncio.to_thread(shared_ranks, self.header, limit)
+                self._max_ranks[limit] = await asyncio.to_thread(adapted_ranks, self.header, limit, self.adapters)
             except NotCutError:
                 self._max_ranks[limit] = 1
         return self._max_ranks[limit]
@@ -150,7 +166,8 @@ class ModelSource:
     def source(self, digest: str) -> LayerCut | None:
         """The layer ``digest`` of the model or an adapter, if a plan needed it and it is in a local file."""
         own = [] if self._cutter is None else [self._cutter]
-        cutters: list[ModelCutter | Adapter] = [*own, *self._shares.values(), *self.adapters]
+        shared = (each for adapters in self._shared_adapters.values() for each in adapters)
+        cutters: list[ModelCutter | Adapter] = [*own, *self._shares.values(), *self.adapters, *shared]
         return next((cut for each in cutters if (cut := each.source(digest)) is not None), None)
 
     def check(self) -> None:
@@ -200,7 +217,7 @@ class Service:
     @property
     def may_share(self) -> bool:
         """Whether devices may have shares of its layers, with all that it is served with."""
-        also = (self.model.adapters, self.model.ranged, self.model.predicts, self.draft, self.encoder.path)
+        also = (self.model.ranged, self.model.predicts, self.encoder.path)
         return self.options.run.may_share and not any(also)
 
     @property

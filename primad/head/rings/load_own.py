@@ -56,7 +56,7 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact], p
         drafting=inputs.drafting,
         draft=inputs.draft,
         drafts_elsewhere=inputs.devices.draft_device is not None,
-        predicts=model.predicts and inputs.drafting is not None,
+        predicts=model.predicts and inputs.drafting is not None and not plan.groups,
         adapters=tuple(AdapterFile(str(each.header.path), each.scale) for each in model.adapters),
     )
     ranged = model.ranged

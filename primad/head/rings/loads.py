@@ -108,8 +108,10 @@ async def _share_specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
 
         await hash_layers(cutter, needed[name], hashed)
         done += len(needed[name])
+        weights, number = _weights_of(plan, name)
+        adapters = model.share_adapters(weights, number) if weights else model.adapters
         own = [await in_thread(cutter.spec, index, window.first, window.last) for index, window in windows[name]]
-        found[name] = own if plan.group_of(name) else [adapted(spec, model.adapters) for spec in own]
+        found[name] = [await in_thread(adapted, spec, adapters) for spec in own]
     return found
 
 
