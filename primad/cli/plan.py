@@ -198,7 +198,7 @@ def _ask(
         drafts, may_be_several = _draft(draft, header, home, folders), not why_whole(header)
         encoder = encoder_of(model.mmproj, model.model or path, path, lambda: _config(live.home, folders))
         max_ranks = shared_ranks(header, max(len(found.devices), 2)) if wishes.run.parallel == "tensor" else 1
-        if wishes.run.parallel == "auto" and wishes.run.may_share and encoder is None:
+        if wishes.run.parallel == "auto" and wishes.run.may_share:
             with contextlib.suppress(NotCutError):
                 max_ranks = shared_ranks(header, max(len(found.devices), 2))
         units = ShareRules(header).units if max_ranks > 1 else None

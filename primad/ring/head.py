@@ -316,6 +316,8 @@ class Head:
             self._ring_passes.left(step.step, step.rows, self._clock())
             self._awaited[step.step] = next(i for i in range(step.window, self._last + 1) if self._has(i))
             return Send(step, content)  # type: ignore[arg-type]
+        if content.ndim > 1 and content.shape != step.shape:  # a picture's rows may be wider than a hidden state
+            step = msgspec.structs.replace(step, shape=content.shape)
         apply(self._tail, step, self.kv_writer)
         if step.rows:
             self._end_step(step, content)

@@ -1,5 +1,6 @@
 """Groups whose ranks have shares of each layer give the whole model's logits, and the same bits on every rank."""
 
+import dataclasses
 import re
 from itertools import accumulate, pairwise
 
@@ -78,12 +79,12 @@ def source_of(metadata, layers, assignment, adapters=()):
     )
 
 
-def whole_logits(header, options, adapters=()):
+def whole_logits(header, options, adapters=(), made=steps):
     source = source_of(header.path, (), in_memory(0, layer_count(header), output="cpu"), adapters)
     predicting = block_count(header) - layer_count(header)
     model = WholeModel(source, options, frozenset(), vocabulary=vocabulary_size(header), predicting=predicting)
     found = []
-    for rows in steps():
+    for rows in made():
         model.forward(rows)
         found += [model.logits(row).copy() for row, wanted in enumerate(rows.outputs) if wanted]
     model.release()
@@ -134,7 +135,9 @@ class Rank:
 
     def forward(self, rows):
         content = rows.content
-        if len(self.windows) == 1:
+        if content.dtype == np.float32:
+            content = self._embedding.of_picture(content)
+        elif len(self.windows) == 1:
             content = self._embedding.rows(content, rows.positions)
         for window in self.windows[:-1]:
             content = window.forward(with_content(rows, content))
@@ -147,15 +150,15 @@ class Rank:
 
 
 def with_content(rows, content):
-    return Rows(content=content, positions=rows.positions, sequences=rows.sequences, outputs=rows.outputs)
+    return dataclasses.replace(rows, content=content)
 
 
-def group_logits(header, weights, cuts, folder, options=OPTIONS, adapters=()):
+def group_logits(header, weights, cuts, folder, options=OPTIONS, adapters=(), made=steps):
     """The logits of every step, each rank's hidden states between windows, and how many sums were exchanged."""
 
     def run(number, exchange):
         rank, found = Rank(header, weights, cuts, folder, options, number, exchange, adapters), []
-        for rows in steps():
+        for rows in made():
             rank.forward(rows)
             wanted = [row for row, wants in enumerate(rows.outputs) if wants and number == 0]
             found += [rank.windows[-1].logits(row).copy() for row in wanted]
@@ -215,6 +218,38 @@ def test_an_adapter_is_shared_as_what_it_changes_is(architecture, tmp_path):
     assert difference_of(whole_logits(header, OPTIONS), expected) > 10 * MAX_DIFFERENCE
     adapter = open_adapter(path, ADAPTER_SCALE, header)
     found, _, _ = group_logits(header, [1, 1], [0, 2], tmp_path, adapters=[adapter])
+    assert difference_of(found, expected) <= MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize(("architecture", "parts", "look_ahead"), [("gemma3", 1, True), ("qwen3vl", 4, False)])
+def test_pictures_are_rows_of_all_ranks_also_where_deeper_layers_take_parts_of_them(
+    architecture, parts, look_ahead, tmp_path
+):
+    synth.write_model(tmp_path / "model.gguf", architecture=architecture, quantisation="f32", layers=6)
+    header = read_header(tmp_path / "model.gguf")
+    width = header.count(f"{architecture}.embedding_length")
+    seen = np.random.default_rng(1).standard_normal((8, parts * width)).astype(np.float32)
+
+    def made():
+        for content, first in (
+            (TOKENS[:8], 0),
+            (seen, 8),
+            (TOKENS[8:16], 16),
+            (seen[::-1].copy(), 24),
+            (TOKENS[:1], 32),
+        ):
+            positions = range(first, first + len(content))
+            yield Rows(
+                content=content,
+                positions=positions,
+                sequences=[[0]] * len(content),
+                outputs=[False] * (len(content) - 1) + [True],
+                look_ahead=look_ahead and content.ndim > 1,
+                rope=[part for at in positions for part in (at, at // 2, at % 3, 0)] if parts > 1 else (),
+            )
+
+    expected = whole_logits(header, OPTIONS, made=made)
+    found, _, _ = group_logits(header, [1, 1], [0, 6], tmp_path, made=made)
     assert difference_of(found, expected) <= MAX_DIFFERENCE
 
 

@@ -168,7 +168,7 @@ class Tap(dict[int, bool]):
         self._only_turns = rope is not None and not is_given and self._last is None and bool(self.cache.keys)
         self._deeper = {self._exit_of(layer): part for layer, part in deeper.items()}
         self._awaited = set() if feed is None else {b""} if inputs is None else {b"", SELECTED, BEHIND}
-        if self._scratch.begin(rows) or feed is not None or rope is not None:
+        if self._scratch.begin(rows) or is_given or rope is not None:
             self.clear()
         self._only_turns = self._only_turns and not self._scratch.is_full and self.stream is None
         if self.stream is None:

@@ -253,8 +253,8 @@ class TailWindow(_LogitsWindow):
 
 
 class ShareWindow(TailWindow):
-    """A share of the tail, or of the whole model, which on the first rank of its group ``takes_tokens``. Other ranks have no
-    logits and so no ``vocabulary``."""
+    """A share of the tail, or of the whole model, which on the first rank of its group ``takes_tokens`` and pictures' rows.
+    Other ranks have no logits and so no ``vocabulary``."""
 
     def __init__(
         self,
@@ -284,8 +284,12 @@ class ShareWindow(TailWindow):
     def forward(self, rows: Rows) -> None:
         if self._begins:
             assert self._embedding is not None
-            tokens: Tokens = rows.content  # type: ignore[assignment]
-            rows = replace(rows, content=self._embedding.rows(tokens, rows.positions))
+            content: Hidden = (
+                self._embedding.of_picture(rows.content)  # type: ignore[arg-type]
+                if rows.content.dtype == np.float32
+                else self._embedding.rows(rows.content, rows.positions)  # type: ignore[arg-type]
+            )
+            rows = replace(rows, content=content)
         super().forward(rows)
 
 

@@ -21,8 +21,7 @@ from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
-from primad.head.model.encoder import AUTO as ENCODER_AUTO
-from primad.head.model.encoder import NONE, EncoderFile, encoder_file
+from primad.head.model.encoder import EncoderFile, encoder_file
 from primad.head.model.options import ServeOptions, is_for_several
 from primad.head.model.service import Service, service_of
 from primad.head.model.vocabulary import chat_template_of
@@ -87,7 +86,7 @@ def check_model(config: Config, source: Path | RangedModel, options: ServeOption
     model = with_rope(model, header, options.rope)
     check_options(options, config, header, model)
     if options.run.parallel == "tensor":
-        options = in_a_group(options, header, adapters, why_not)
+        check_shared(options, header, adapters, why_not)
     check_adapters(adapters, several=is_for_several(options, config))
     drafts_itself = predicts(options.run, header, _why_not_itself(options, ranged), free_bytes=memory().available_bytes)
     if drafts_itself:
@@ -128,21 +127,14 @@ def check_options(options: ServeOptions, config: Config, header: Header, model: 
         cuttable(header)
 
 
-def in_a_group(options: ServeOptions, header: Header, adapters: Sequence[Adapter], why_not: str = "") -> ServeOptions:
-    """``options`` for a tensor-parallel group, which sees no pictures. ``why_not`` is the reason why a model is not
-    certified. Raises ``ConfigError`` for what a group does not compute, and ``NotCutError`` for a model that cannot be
-    shared."""
+def check_shared(options: ServeOptions, header: Header, adapters: Sequence[Adapter], why_not: str = "") -> None:
+    """Check what a tensor-parallel group is to compute. ``why_not`` is the reason why a model is not certified. Raises
+    ``ConfigError`` for what it does not, and ``NotCutError`` for a model that cannot be shared."""
     if why_not:
         raise NotCutError(f"{header.path}: {why_not}", ADVICE)
     adapted_ranks(header, 2, adapters)
-    refused = {
-        "--mmproj": options.mmproj not in (ENCODER_AUTO, NONE),
-        "--alone": options.single_device,
-    }
-    for option, is_set in refused.items():
-        if is_set:
-            raise ConfigError(f"--parallel tensor: cannot be combined with {option}; leave one of them out")
-    return replace(options, mmproj=NONE)
+    if options.single_device:
+        raise ConfigError("--parallel tensor: cannot be combined with --alone; leave one of them out")
 
 
 def as_it_can_be(

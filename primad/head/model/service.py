@@ -217,7 +217,7 @@ class Service:
     @property
     def may_share(self) -> bool:
         """Whether devices may have shares of its layers, with all that it is served with."""
-        also = (self.model.ranged, self.model.predicts, self.encoder.path)
+        also = (self.model.ranged, self.model.predicts)
         return self.options.run.may_share and not any(also)
 
     @property
