@@ -86,6 +86,13 @@ class RunOptions:
             autocompletion=device_names,
         ),
     ] = "auto"
+    wire: Annotated[
+        str,
+        typer.Option(
+            help="What devices with a share of each layer exchange: f32, or f16, half as much, with other last bits.",
+            autocompletion=one_of("f32", "f16"),
+        ),
+    ] = "f32"
     extra_buffers: Annotated[
         str,
         typer.Option(
@@ -148,13 +155,16 @@ def run_config(run: RunOptions, draft: DraftOptions) -> RunConfig:
     from halda import EXPERT_PLACES, KV_TYPES, OBJECTIVES
     from primad.planning.batching import BATCHING_MODES
     from primad.planning.drafting import SPECULATE_MODES
-    from primad.planning.run_config import EXTRA_BUFFERS, MAX_SEQUENCES, PARALLEL_MODES, RunConfig
+    from primad.planning.run_config import EXTRA_BUFFERS, MAX_SEQUENCES, PARALLEL_MODES, WIRES, RunConfig
 
     if run.rounds is not None and run.windows is None:
         raise ConfigError(f"--rounds {run.rounds}: needs --windows; give both or neither")
     if run.use_all and run.windows is not None:
         raise ConfigError("--use-all: contradicts --alone and --windows; leave one of them out")
     parallel = parse_choice(run.parallel, PARALLEL_MODES, "--parallel")
+    wire = parse_choice(run.wire, WIRES, "--wire")
+    if wire != "f32" and parallel == "pipeline":
+        raise ConfigError(f"--wire {wire}: is what shares of layers exchange; add --parallel tensor, or leave it out")
     windows, ranks = (None, ()) if run.windows is None else _windows(run.windows)
     if parallel == "tensor":
         _check_tensor(run, draft, shares=max(ranks, default=1) > 1)
@@ -178,6 +188,7 @@ def run_config(run: RunOptions, draft: DraftOptions) -> RunConfig:
         rounds=run.rounds,
         ranks=ranks,
         parallel=parallel,
+        wire=wire,
     )
 
 

@@ -137,6 +137,9 @@ GREEDY: Final = Sampling(
 KvType = Literal["f16", "q8_0", "q4_0"]
 """Types of KV cache."""
 
+Wire = Literal["f32", "f16"]
+"""Types of values that a group exchanges."""
+
 KV_CELL_PADDING: Final = 256
 """llama.cpp rounds the KV cache up to whole groups of so many cells."""
 PREDICTOR_CELLS: Final = 16_384

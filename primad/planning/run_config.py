@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from halda import CacheType, ExpertPlace, Objective
+from primad.engine.protocol import Wire
 from primad.planning.batching import BatchingMode
 from primad.planning.drafting import SpeculateMode
 
@@ -13,6 +14,7 @@ ExtraBuffers = Literal["auto", "on", "off"]
 EXTRA_BUFFERS: Final[tuple[ExtraBuffers, ...]] = get_args(ExtraBuffers)
 ParallelMode = Literal["auto", "pipeline", "tensor"]
 PARALLEL_MODES: Final[tuple[ParallelMode, ...]] = get_args(ParallelMode)
+WIRES: Final[tuple[Wire, ...]] = get_args(Wire)
 CHUNK_ROWS: Final = 512
 """Tokens of a prompt that are computed at a time, unless a plan that streams is better with more."""
 MAX_SEQUENCES: Final = 64
@@ -29,7 +31,8 @@ class RunConfig:
     ``experts`` says where those of layers on a GPU are. Drafts come as ``speculate`` says, those of a draft model from
     the device ``draft_on``; pictures are encoded on ``encoder_on``, if it has room. A step has room for ``whole_rows``, the
     most of a picture that belong in one.
-    ``parallel``: each device has layers, or all have a share of each layer, or what is faster.
+    ``parallel``: each device has layers, or all have a share of each layer, or what is faster; sums of shares are sent as
+    ``wire`` says.
     """
 
     objective: Objective = "balanced"
@@ -51,6 +54,7 @@ class RunConfig:
     rounds: int | None = None
     ranks: tuple[int, ...] = ()
     parallel: ParallelMode = "pipeline"
+    wire: Wire = "f32"
 
     @property
     def may_share(self) -> bool:

@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from halda import WindowAssignment
 from primad.engine.protocol import GREEDY as GREEDY
-from primad.engine.protocol import AdapterFile, EngineOptions, WindowSource
+from primad.engine.protocol import AdapterFile, EngineOptions, WindowSource, Wire
 from primad.engine.protocol import Sampling as Sampling
 from primad.errors import (
     AlteredStepError,
@@ -526,11 +526,12 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
 
 class GroupRank(msgspec.Struct, frozen=True, kw_only=True):
     """A ring process is ``rank`` of a group of ``devices``, which have a share of each layer. The ``key`` is new for each
-    epoch, and known to them alone."""
+    epoch, and known to them alone. Sums are sent as ``wire`` says."""
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     devices: Annotated[list[Annotated[str, Meta(max_length=100)]], Meta(min_length=2, max_length=MAX_RANKS)]
     key: Annotated[bytes, Meta(min_length=GROUP_KEY_BYTES, max_length=GROUP_KEY_BYTES)]
+    wire: Wire = "f32"
 
 
 class RankAddress(msgspec.Struct, frozen=True, array_like=True):

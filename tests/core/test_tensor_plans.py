@@ -143,6 +143,12 @@ def test_windows_that_are_shared_by_hand_are_checked(windows, parallel, why):
     assert (found.windows, found.ranks, found.may_share) == ((2, 4), (1, 2), True)
 
 
+def test_what_is_exchanged_in_16_bits_is_of_shares():
+    assert run_config(RunOptions(parallel="tensor", wire="f16"), DraftOptions()).wire == "f16"
+    with pytest.raises(ConfigError, match="--wire f16: is what shares of layers exchange"):
+        run_config(RunOptions(wire="f16"), DraftOptions())
+
+
 def a_group_load(**changes):
     assignment = replace(in_memory(0, 2, output="cpu"), layer_bytes=90, output_bytes=10, resident_bytes=100)
     fields = {"window": 0, "first": 0, "last": 2, "route": 1, "assignment": assignment, "group": GROUP}

@@ -23,7 +23,7 @@ from primad.settings.config import any_host
 KEY = bytes(range(32))
 
 
-def linked(ranks, timeout_s=20.0):
+def linked(ranks, timeout_s=20.0, *, halves=False):
     """The exchanges of all ranks, over socket pairs."""
     peers, hellos = [[] for _ in range(ranks)], [RankHello.of(rank, ranks) for rank in range(ranks)]
     for one in range(ranks):
@@ -35,7 +35,7 @@ def linked(ranks, timeout_s=20.0):
                     Direction(KEY, hellos[theirs], hellos[mine]),
                 )
                 peers[mine].append(RankPeer(theirs, f"device {theirs}", end, sends, takes))
-    return [RankExchange(rank, each, timeout_s=timeout_s) for rank, each in enumerate(peers)]
+    return [RankExchange(rank, each, timeout_s=timeout_s, halves=halves) for rank, each in enumerate(peers)]
 
 
 def together(exchanges, run):
@@ -78,6 +78,25 @@ def test_totals_are_those_in_the_order_of_ranks_on_every_rank(ranks, counts, is_
             total = total + part
         for rank in range(ranks):
             assert np.array_equal(results[rank][number], total)
+    for exchange in exchanges:
+        exchange.close()
+
+
+@pytest.mark.parametrize("count", [100, SLICED_BYTES])
+def test_totals_of_parts_in_16_bits_are_equal_on_every_rank_and_as_near_as_that_is(count):
+    noise = np.random.default_rng(count)
+    parts = [noise.standard_normal(count).astype(np.float32) * 10.0 ** noise.integers(-3, 5, count) for _ in range(3)]
+    exchanges = linked(3, halves=True)
+
+    def run(rank, exchange):
+        own = parts[rank].astype(np.float32)
+        exchange.sum(own)
+        return own
+
+    first, *others = together(exchanges, run)
+    assert all(np.array_equal(first, each) for each in others)
+    sizes = sum(np.abs(each) for each in parts)
+    assert (np.abs(first - sum(parts)) <= 1e-3 * sizes + 2e-6).all()
     for exchange in exchanges:
         exchange.close()
 

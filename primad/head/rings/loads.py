@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from halda import Plan
 from halda.cost import checkpoints
+from primad.engine.protocol import Wire
 from primad.errors import ModelError
 from primad.gguf.adapter import Adapter
 from primad.gguf.ranged_cutter import RangedCutter
@@ -27,7 +27,8 @@ from primad.system.tasks import in_thread
 async def loads_of(inputs: RingInputs, ring_addresses: RingAddresses) -> dict[str, Load]:
     """The loads of the head and each worker, by name. Raises ``StageError`` for a worker that is unreachable."""
     specs = await _specs(inputs)
-    head, group = inputs.forecast.plan.head, group_ranks(inputs.forecast.plan)
+    plan = inputs.forecast.plan
+    head, group = plan.head, group_ranks(plan, inputs.service.options.run.wire)
     question = inputs.forecast.question
     profiles = {head: inputs.profile} | {name: worker.profile for name, worker in inputs.devices.workers.items()}
     workload, objective = inputs.service.workload, inputs.service.options.run.objective
@@ -51,12 +52,12 @@ async def loads_of(inputs: RingInputs, ring_addresses: RingAddresses) -> dict[st
     return loads
 
 
-def group_ranks(plan: Plan) -> dict[str, GroupRank]:
+def group_ranks(plan: Plan, wire: Wire = "f32") -> dict[str, GroupRank]:
     """What each device of a group is told, with a key of this epoch; nothing without a group."""
     found = dict[str, GroupRank]()
     for ranks in plan.groups:
         devices, key = [rank.device for rank in ranks], secrets.token_bytes(GROUP_KEY_BYTES)
-        found |= {name: GroupRank(rank=rank, devices=devices, key=key) for rank, name in enumerate(devices)}
+        found |= {name: GroupRank(rank=rank, devices=devices, key=key, wire=wire) for rank, name in enumerate(devices)}
     return found
 
 

@@ -76,6 +76,7 @@ def connect_group(
     *,
     connect_timeout_s: float,
     timeout_s: float,
+    halves: bool = False,
 ) -> RankExchange:
     """The exchange of ``rank`` of a group of devices ``names``, of which those below it are at ``addresses``.
 
@@ -94,7 +95,7 @@ def connect_group(
         for peer in found.values():
             peer.connection.close()
         raise
-    return RankExchange(rank, list(found.values()), timeout_s=timeout_s)
+    return RankExchange(rank, list(found.values()), timeout_s=timeout_s, halves=halves)
 
 
 def _connected(rank: int, other: int, names: Sequence[str], address: PortAddress, key: bytes, until: float) -> RankPeer:

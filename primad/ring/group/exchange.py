@@ -15,9 +15,10 @@ import struct
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from primad.engine.protocol import Hidden
 from primad.ring.group.frames import LENGTH, LOGITS, PART, STEP, TOTAL, VALUES
@@ -30,18 +31,24 @@ SLICED_BYTES: Final = 1 << 16
 """Parts of this size and above are added up slice by slice, where ranks are three or more."""
 MAX_LOGITS_BYTES: Final = 1 << 28
 _LENGTH: Final = struct.Struct("<Q")
+OnWire: TypeAlias = "NDArray[np.float32] | NDArray[np.float16]"
+_HALVED_BY: Final = np.float32(16)
+"""Of values that are sent in 16 bits: a million fits in, and what is lost of small ones is below a millionth."""
 
 
 class RankExchange:
-    """The exchange of ``rank`` with its ``peers``, all other ranks. What comes later than ``timeout_s`` is late."""
+    """The exchange of ``rank`` with its ``peers``, all other ranks. What comes later than ``timeout_s`` is late. Where it
+    ``halves`` sums, their parts are sent in 16 bits."""
 
-    def __init__(self, rank: int, peers: Sequence[RankPeer], *, timeout_s: float, spin_s: float = SPIN_S) -> None:
+    def __init__(
+        self, rank: int, peers: Sequence[RankPeer], *, timeout_s: float, halves: bool = False, spin_s: float = SPIN_S
+    ) -> None:
         assert peers
         assert sorted([rank, *(peer.rank for peer in peers)]) == [*range(len(peers) + 1)]
         self.rank, self._peers = rank, sorted(peers, key=lambda peer: peer.rank)
         self._ranks = len(peers) + 1
-        self._spin_s, self.patience = spin_s, PeerPatience(timeout_s)
-        self._parts = [np.empty(0, np.float32)] * self._ranks
+        self._spin_s, self._halves, self.patience = spin_s, halves, PeerPatience(timeout_s)
+        self._parts: list[OnWire] = [np.empty(0, np.float32)] * self._ranks
         self._length = bytearray(_LENGTH.size)
         self.waited_s = 0.0
         """Time in exchanges so far."""
@@ -85,31 +92,45 @@ class RankExchange:
 
     def sum(self, values: Hidden) -> None:
         """Put the total in the place of ``values`` (n,). Raises ``RankError``."""
+        packed = _halved(values) if self._halves else values
         if self._ranks > 2 and values.nbytes >= SLICED_BYTES:
-            self._sum_slices(values)
+            self._sum_slices(values, packed)
         else:
-            self._swap_parts(PART, dict.fromkeys(range(self._ranks), values), len(values))
-            _add(self._parts, len(values), values, self.rank)
+            self._swap_parts(dict.fromkeys(range(self._ranks), packed), len(values))
+            self._add(packed, values)
 
-    def _sum_slices(self, values: Hidden) -> None:
-        ends = [len(values) * rank // self._ranks for rank in range(self._ranks + 1)]
-        slices = [values[begin:end] for begin, end in pairwise(ends)]
-        own = slices[self.rank]
-        self._swap_parts(PART, dict(enumerate(slices)), len(own))
-        _add(self._parts, len(own), own, self.rank)
+    def _sum_slices(self, values: Hidden, packed: OnWire) -> None:
+        spans = [*pairwise(len(values) * rank // self._ranks for rank in range(self._ranks + 1))]
+        slices, (begin, end) = [packed[begin:end] for begin, end in spans], spans[self.rank]
+        self._swap_parts(dict(enumerate(slices)), end - begin)
+        self._add(slices[self.rank], values[begin:end])
+        if self._halves:
+            slices[self.rank][:] = _halved(values[begin:end])
         for peer in self._peers:
-            peer.send(TOTAL, _bytes(own))
+            peer.send(TOTAL, _bytes(slices[self.rank]))
             peer.expect(TOTAL, _bytes(slices[peer.rank]))
         self._run()
+        if self._halves:
+            np.multiply(packed, _HALVED_BY, out=values)
 
-    def _swap_parts(self, kind: int, parts: dict[int, Hidden], count: int) -> None:
+    def _swap_parts(self, parts: dict[int, OnWire], count: int) -> None:
         """Send each rank its part, and take one of ``count`` values from each."""
         for peer in self._peers:
             if len(self._parts[peer.rank]) < count:
-                self._parts[peer.rank] = np.empty(count, np.float32)
-            peer.send(kind, _bytes(parts[peer.rank]))
-            peer.expect(kind, _bytes(self._parts[peer.rank][:count]))
+                self._parts[peer.rank] = np.empty(count, parts[peer.rank].dtype)
+            peer.send(PART, _bytes(parts[peer.rank]))
+            peer.expect(PART, _bytes(self._parts[peer.rank][:count]))
         self._run()
+
+    def _add(self, own: OnWire, values: Hidden) -> None:
+        """Put into ``values`` the sum of the parts in order, of which ``own`` is this rank's."""
+        parts = [own if rank == self.rank else part[: len(values)] for rank, part in enumerate(self._parts)]
+        total = np.add(parts[0], parts[1], dtype=np.float32)
+        for part in parts[2:]:
+            total += part
+        if self._halves:
+            total *= _HALVED_BY
+        values[:] = total
 
     def gather(self, values: Hidden) -> list[Hidden]:
         """The ``values`` (n,) of every rank on the first one, none on the others. Raises ``RankError``."""
@@ -167,14 +188,10 @@ class RankExchange:
             peer.connection.close()
 
 
-def _bytes(values: Hidden) -> memoryview:
+def _bytes(values: OnWire) -> memoryview:
     return values.data.cast("B")
 
 
-def _add(parts: Sequence[Hidden], count: int, values: Hidden, rank: int) -> None:
-    """Put into ``values``, which are part ``rank``, the sum of the first ``count`` values of ``parts`` in order."""
-    own = [values if number == rank else part[:count] for number, part in enumerate(parts)]
-    total = own[0] + own[1]
-    for part in own[2:]:
-        total += part
-    values[:] = total
+def _halved(values: Hidden) -> OnWire:
+    """``values`` as they are sent in 16 bits; what a rank adds of its own is that too."""
+    return np.multiply(values, 1 / _HALVED_BY).astype(np.float16)

@@ -51,6 +51,7 @@ class GroupPlace:
             self._group.key,
             connect_timeout_s=CONNECT_S,
             timeout_s=self._timeout_s,
+            halves=self._group.wire == "f16",
         )
         self._listener.close()
 
