@@ -288,6 +288,10 @@ class EngineWindow(Protocol):
         """Whether ``kv_cells`` and ``kv_restore`` work here. To be asked before rows are computed: it is tried then."""
 
     @property
+    def kv_layers(self) -> range:
+        """The numbers under which its cells are kept: those of its layers, or of its share of them."""
+
+    @property
     def kv_shapes(self) -> list[CellShape]:
         """What the cells of each layer are made of; only where ``kv_supported``."""
 

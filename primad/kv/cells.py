@@ -27,6 +27,8 @@ Bytes = bytes | bytearray | memoryview
 
 MAGIC: Final = b"primadKV"
 MAX_LAYERS: Final = 1024
+LAYER_NUMBERS: Final = 16 * MAX_LAYERS
+"""Of layers, and of the shares that the ranks of a group have of them."""
 MAX_POSITIONS: Final = 1 << 24
 MAX_CELL_BYTES: Final = 1 << 20
 """Of keys, or of values, of one cell in one layer."""
@@ -52,7 +54,7 @@ class CellsError(PrimadError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCells:
-    """Positions ``start <= p < end`` of a sequence in layer ``layer`` of the whole model.
+    """Positions ``start <= p < end`` of a sequence in layer ``layer`` of the whole model, or of a share of it.
 
     ``keys`` and ``values`` hold cell behind cell, of ggml types ``key_type`` and ``value_type``; every cell of a layer takes
     the same number of bytes. A layer that remembers keys alone (DeepSeek's latent attention) has no ``values``, and one that
@@ -80,6 +82,11 @@ class CellShape(msgspec.Struct, frozen=True, array_like=True):
     key_bytes: int
     value_bytes: int
     is_state: bool = False
+
+
+def layers_of_rank(rank: int, layers: range) -> range:
+    """The numbers under which rank ``rank`` of a group keeps the cells of its share of ``layers``."""
+    return range(rank * MAX_LAYERS + layers.start, rank * MAX_LAYERS + layers.stop)
 
 
 def shape_of(cells: LayerCells) -> CellShape:
@@ -243,7 +250,7 @@ def _judge(listing: _Listing) -> None:
     block, parts = listing.block, listing.parts
     if not is_block(block) or block.start < 0 or block.end > MAX_POSITIONS:
         raise CellsError(f"a block of KV cells that is none, at positions {block.start} to {block.end}")
-    if not parts or parts[0].layer < 0 or parts[-1].layer >= MAX_LAYERS:
+    if not parts or parts[0].layer < 0 or parts[-1].layer >= LAYER_NUMBERS:
         raise CellsError("a file of KV cells has no layers, or layers that no model has")
     if any(part.layer != parts[0].layer + i for i, part in enumerate(parts)):
         raise CellsError("the layers of a file of KV cells do not follow each other")

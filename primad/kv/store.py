@@ -6,7 +6,8 @@
 
 The file system is the shared truth: a ring process writes, its daemon serves and fetches. Both only ever see whole files,
 of mode 0600. They are not flushed to the disk: what a power cut leaves half-written is found out when it is read, and
-whatever is damaged counts as not there and is removed. Layers are numbered as in the whole model.
+whatever is damaged counts as not there and is removed. Layers are numbered as in the whole model, shares of them by rank
+(``layers_of_rank``).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from primad.system.files import PRIVATE, lacking_room
 
 logger = logging.getLogger(__name__)
 
-_FILE: Final = re.compile(r"(\d{1,4})-(\d{1,4})\.(cells|copy)")
+_FILE: Final = re.compile(r"(\d{1,5})-(\d{1,5})\.(cells|copy)")
 _COPY: Final = ".copy"
 _COUNT_SHARE: Final = 16
 """What others write is counted again after a 16th of the limit was written here, and so much goes at once."""

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from primad.errors import ProtocolError, printable
 from primad.gguf.layers import CHUNK_BYTES as CHUNK_BYTES
-from primad.kv.cells import MAX_LAYERS, is_key
+from primad.kv.cells import LAYER_NUMBERS, is_key
 from primad.system.wire import decoded
 
 MAX_ASKED: Final = 4096
@@ -81,8 +81,8 @@ class FetchCells(msgspec.Struct, frozen=True, kw_only=True, tag="fetch-cells"):
     """Request layers ``first <= layer < last`` of KV blocks, from byte ``offset`` of the first one."""
 
     keys: Annotated[list[str], Meta(min_length=1, max_length=MAX_CELLS_ASKED)]
-    first: Annotated[int, Meta(ge=0, lt=MAX_LAYERS)]
-    last: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+    first: Annotated[int, Meta(ge=0, lt=LAYER_NUMBERS)]
+    last: Annotated[int, Meta(ge=1, le=LAYER_NUMBERS)]
     offset: Annotated[int, Meta(ge=0)] = 0
 
 

@@ -40,7 +40,7 @@ from primad.gguf.layers import LayerRef, check_ref
 from primad.gguf.origins import MAX_FILES, LayerOrigin, RemoteFile, check_origins
 from primad.gguf.splits import MAX_RANKS
 from primad.gguf.windows import WindowPlan, WindowSpec
-from primad.kv.cells import MAX_LAYERS, MAX_POSITIONS, is_block
+from primad.kv.cells import LAYER_NUMBERS, MAX_LAYERS, MAX_POSITIONS, is_block
 from primad.kv.cells import is_key as is_block_key
 from primad.kv.keys import KvBlock
 from primad.network.contacts import Contact, DeviceName, TcpPort, check_contact, is_address
@@ -109,7 +109,7 @@ LARGE_BYTES: Final = {
 Revision = Annotated[int, Meta(ge=0, le=MAX_REVISION)]
 MemoryBytes = Annotated[int, Meta(ge=0, le=MAX_MEMORY_BYTES)]
 Contacts = Annotated[list[Contact], Meta(max_length=MAX_CONTACTS)]
-Layer = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
+Layer = Annotated[int, Meta(ge=0, le=LAYER_NUMBERS)]
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True, tag="probe"):

@@ -7,6 +7,7 @@ most room. The head's own cells need no copy: when it dies, the answers are gone
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -96,10 +97,15 @@ def state_tokens(
 
 
 def cell_bytes(plan: Plan, layers: Sequence[LayerProfile], kv_type: CacheType) -> dict[str, int]:
-    """For each device of ``plan`` the bytes of cells of a token in its layers."""
+    """For each device of ``plan`` the bytes of cells of a token in its layers, or its share of them."""
     return {
-        name: sum(
-            kv_bytes_per_token(layers[layer], kv_type) for _, window in plan.windows_of(name) for layer in window.layers
+        name: math.ceil(
+            plan.share_of(name)
+            * sum(
+                kv_bytes_per_token(layers[layer], kv_type)
+                for _, window in plan.windows_of(name)
+                for layer in window.layers
+            )
         )
         for name in plan.devices
     }

@@ -360,10 +360,11 @@ class FollowerRole:
         assert place is not None
         self._place = place
         windows, self._streams = open_follower(opening, lambda done: channel.notify(Loading(done)), place)
-        self._follower = GroupFollower(windows, place, limits_of_open(opening))
+        self._kv_writer = open_kv_writer(opening, windows.values())
+        self._follower = GroupFollower(windows, place, limits_of_open(opening), self._kv_writer)
 
     def opened(self) -> Opened:
-        return _opened(None, None, self._place)
+        return _opened(None, self._kv_writer, self._place)
 
     def command(self, command: RoleCommand) -> None:
         match command:
@@ -396,6 +397,8 @@ class FollowerRole:
     def close(self) -> None:
         self._streams.end()
         self._place.close()
+        if self._kv_writer is not None:
+            self._kv_writer.close()
 
 
 def _group_place(opening: Open) -> GroupPlace | None:

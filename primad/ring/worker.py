@@ -87,7 +87,7 @@ def _apply(window: RouteWindow, op: KvOp, kv_writer: WritesKv | None) -> None:
 
 def _chain(window: RouteWindow, op: KvLoad, kv_writer: WritesKv | None) -> Sequence[Sequence[LayerCells]]:
     """What ``op`` loads. The ring is formed again without a block that is not here, so the error names it."""
-    layers = window.layers
+    layers = window.kv_layers
     blocks = kv_writer.chain(op.key, layers.start, layers.stop) if kv_writer is not None else []
     if not blocks or blocks[-1][0].end != op.end:
         raise RingError(

@@ -13,13 +13,16 @@ from halda.assignment import in_memory
 from halda.cost import hop_s
 from primad.cli.run_options import DraftOptions, RunOptions, run_config
 from primad.errors import ConfigError, PlanError, ProtocolError, RankError
-from primad.gguf.splits import ShareUnits
+from primad.gguf.splits import MAX_RANKS, ShareUnits
 from primad.head.members.core import RankLostError, StageError, attributed
 from primad.head.members.wanted import WantedState
+from primad.head.rings import kv_backup
+from primad.kv.cells import LAYER_NUMBERS, MAX_LAYERS
 from primad.network.messages import LinkGroup, decode_from_head
 from primad.planning.groups import all_in_one
 from primad.planning.plan import plan
 from primad.planning.question import default_workload
+from primad.planning.replicas import cell_bytes
 from primad.planning.request import PlanRequest
 from primad.planning.run_config import RunConfig
 from primad.ring.messages import GroupRank, RankAddress, broken_by, cause_of
@@ -106,6 +109,15 @@ def test_each_rank_keeps_its_share_of_layers_and_output():
         assert (window.first, window.last, window.output) == (0, 20, "cpu")
         assert window.layer_bytes == int(share * whole.layer_bytes)
         assert window.streamed_bytes == 0
+
+
+def test_each_rank_keeps_cells_of_its_share_under_numbers_of_its_own():
+    plan = group(("desk", 3), ("mini", 1))
+    assert kv_backup._layers(plan, "mini") == [(MAX_LAYERS, MAX_LAYERS + 20)]
+    assert MAX_RANKS * MAX_LAYERS == LAYER_NUMBERS
+    layers = model().layers
+    sizes = cell_bytes(plan, layers, "f16")
+    assert sizes["desk"] == 3 * sizes["mini"] == 3 * cell_bytes(replace(plan, groups=()), layers, "f16")["desk"] // 4
 
 
 def test_the_planner_makes_one_group_of_all_devices():

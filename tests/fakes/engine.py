@@ -222,6 +222,10 @@ class _Window:
         return range(self._first, self._last)
 
     @property
+    def kv_layers(self) -> range:
+        return self.layers
+
+    @property
     def kv_supported(self) -> bool:
         return self._model.gives_cells
 

@@ -13,11 +13,14 @@ from primad.errors import ProtocolError, RankError, RingError
 from primad.gguf.header import read_header
 from primad.gguf.shares import share_header
 from primad.gguf.windows import vocabulary_size
+from primad.kv.keys import block
+from primad.kv.kv_writer import KvWriter
+from primad.kv.store import KvStore
 from primad.ring.group.exchange import RankExchange
 from primad.ring.group.follower import GroupFollower
 from primad.ring.group.frames import Direction, RankHello
 from primad.ring.group.peer import RankPeer
-from primad.ring.messages import HIDDEN_DTYPE, PROTOCOL, KvCopy, KvRemove, Skip, Step, StepLimits
+from primad.ring.messages import HIDDEN_DTYPE, PROTOCOL, KvCopy, KvKeep, KvLoad, KvRemove, Skip, Step, StepLimits
 from primad.ring.worker import apply, rows_of, skipped, visit
 from primad.system.wire import encode
 from tests.shell.test_tensor_groups import opened
@@ -26,6 +29,9 @@ from tools import synth
 OPTIONS = EngineOptions(context=256, sequences=2, rows=64, threads=1, batch_threads=1, kv_type="f16", lock=False)
 LIMITS = StepLimits(ring=1, epoch=1, windows=frozenset((0, 1)), width=64, rows=64, context=256, sequences=2)
 TOKENS = np.random.default_rng(0).integers(1, 250, 100).astype(np.int32)
+
+
+BLOCK = block("root", None, TOKENS[:40].tolist(), [40])
 
 
 def pair():
@@ -66,6 +72,8 @@ LOG = [
     step(5, 1, 41, 0),
     skipped(step(6, 1, 42, 0)),
     step(7, 1, 42, 0),
+    step(8, 0, 0, ops=[KvKeep(0, BLOCK)]),
+    step(9, 1, 40, 1, [KvLoad(1, BLOCK.key, BLOCK.end)]),
 ]
 
 
@@ -84,16 +92,21 @@ def windows_of(header, rank, folder, exchange, embedding):
     return {0: begins, 1: tail}
 
 
-def computed(windows):
+def writer_of(windows, folder):
+    return KvWriter(KvStore(folder), [shape for window in windows.values() for shape in window.kv_shapes])
+
+
+def computed(windows, cells):
     """The logits of every step of the log, as a head computes them."""
-    found = []
+    found, kv_writer = [], writer_of(windows, cells)
     for each in LOG:
         tokens = TOKENS[each.positions]
-        following, content = visit(windows[0], each, tokens, None)
-        apply(windows[1], following, None)
+        following, content = visit(windows[0], each, tokens, kv_writer)
+        apply(windows[1], following, kv_writer)
         if following.rows:
             windows[1].forward(rows_of(following, content))
             found.append(windows[1].logits(each.shape[0] - 1).copy())
+    kv_writer.close()
     return found
 
 
@@ -109,24 +122,27 @@ def test_a_step_of_the_first_rank_is_a_step_of_every_rank(header, tmp_path):
 
     def follow():
         windows = windows_of(header, 1, tmp_path / "1", exchanges[1], embedding)
-        follower = GroupFollower(windows, exchanges[1], LIMITS)
+        kv_writer = writer_of(windows, tmp_path / "cells")
+        follower = GroupFollower(windows, exchanges[1], LIMITS, kv_writer)
         try:
             while True:
                 follower.turn()
         except RankError as exc:
             ended.append(str(exc))
         exchanges[1].close()
+        kv_writer.close()
         for window in windows.values():
             window.release()
 
     thread = threading.Thread(target=follow)
     thread.start()
     windows = windows_of(header, 0, tmp_path / "0", exchanges[0], embedding)
-    found = computed(windows)
+    found = computed(windows, tmp_path / "cells")  # of both, which know their own by rank
     exchanges[0].close()
     thread.join()
     whole = windows_of(header, 0, tmp_path / "whole", None, embedding)
-    expected = computed(whole)
+    expected = computed(whole, tmp_path / "whole-cells")
+    assert np.array_equal(found[-1], found[2])
     for one, other in zip(found, expected, strict=True):
         assert np.abs(one[1:] - other[1:]).max() <= 1e-3 * np.abs(other[1:]).max()
     assert "device 0 of this group closed its connection" in ended[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from primad.kv.store import KvStore
 from primad.network.messages import KvForget
 from primad.ring.keeping import prompt_blocks
 from primad.ring.messages import Generate
+from tests.core.test_tensor_plans import group
 from tests.fakes.control import FakeDevice
 from tests.fakes.ring import GREEDY
 from tests.fakes.rings import LAYERS, FakeRing
@@ -176,6 +178,14 @@ async def test_a_ring_that_keeps_nothing_is_given_nothing(lab, keeps):
         assert bool(after.generates[0].root) == keeps
         assert ((await figures(here)) is None) == (not keeps)
         assert any(line.startswith("the KV cache is not saved") for line in here.printed) == (not keeps)
+
+
+async def test_a_group_is_given_no_cells_of_a_ring_without_its_shares():
+    node = SimpleNamespace(config=SimpleNamespace(name="desk"))
+    backup = KvBackup(SimpleNamespace(node=node, reporter=None), None, None, None)
+    ring = SimpleNamespace(keeps=True, plan=group(("desk", 1), ("nas", 1)))
+    assert await backup.bring(ring, {1: chain(2)}) == {}
+    await backup.prepare(ring, {1: chain(2)})
 
 
 @pytest.mark.parametrize(("max_s", "rows"), [(0.5, True), (0.4, False)])

@@ -38,7 +38,7 @@ from primad.engine.streaming.units import EXPERT_TENSORS
 from primad.errors import EngineError
 from primad.gguf.architecture import Architecture
 from primad.gguf.architectures.table import ENTRY_KEY, EXIT_KEY, LAST_EXIT_KEY, SUPPORTED
-from primad.kv.cells import CellShape, LayerCells
+from primad.kv.cells import CellShape, LayerCells, layers_of_rank
 
 logger = logging.getLogger(__name__)
 
@@ -364,6 +364,10 @@ class LlamaModel:
         return self._kv is not None
 
     @property
+    def kv_layers(self) -> range:
+        return self.layers if self.exchange is None else layers_of_rank(self.exchange.rank, self.layers)
+
+    @property
     def kv_shapes(self) -> list[CellShape]:
         return self._kv.shapes() if self._kv is not None else []
 
@@ -383,7 +387,7 @@ class LlamaModel:
                     ggml_base,
                     self._context,
                     self._tap.cache,
-                    first=self.layers.start,
+                    first=self.kv_layers.start,
                     layers=len(self.layers),
                     sharing=self._sharing,
                     sequence=sequence,

@@ -29,6 +29,7 @@ from primad.head.members.core import HeadContext
 from primad.head.members.devices import Devices
 from primad.head.model.service import Service
 from primad.head.rings.ring import HeadRing
+from primad.kv.cells import layers_of_rank
 from primad.kv.keys import KvBlock, state_behind, to_go_on_from, up_to_lacking
 from primad.network.contacts import Contact
 from primad.network.messages import MAX_BLOCKS, KvForget, KvHold
@@ -59,6 +60,8 @@ MAX_ROOTS: Final = 1024
 """The number of owners whose root is remembered."""
 
 Layers = list[tuple[int, int]]
+_Shares = tuple[int, int, list[int]]
+"""The layers of a group, and the weights of its ranks."""
 
 
 @dataclass(slots=True)
@@ -96,6 +99,8 @@ class KvBackup:
         self._chunking: Chunking | None = None
         self._prompt_token_s = 0.0
         """The predicted time per prompt token."""
+        self._shares: list[_Shares] = []
+        """The shares of the groups that serve, whose cells others with the same have a use for."""
         self._roots: dict[str, str] = {}
         self._computed: tuple[object, ...] = True, 0
         """The attention that blocks are computed with, and the context if angles of positions depend on it."""
@@ -236,7 +241,8 @@ class KvBackup:
 
     async def prepare(self, ring: HeadRing, chains: Mapping[int, Sequence[KvBlock]]) -> None:
         """While ``ring`` is formed, have its devices hold the blocks of ``chains``; existing ones are verified."""
-        await self._bring(ring, _blocks_of(chains), verify=True)
+        if self._shares == _shares(ring.plan):
+            await self._bring(ring, _blocks_of(chains), verify=True)
 
     async def bring(
         self, ring: HeadRing, chains: Mapping[int, Sequence[KvBlock]], *, again: bool = False
@@ -248,7 +254,7 @@ class KvBackup:
         may not be written yet where they were computed.
         """
         blocks = _blocks_of(chains)
-        if not ring.keeps or not blocks:
+        if not ring.keeps or not blocks or self._shares != _shares(ring.plan):
             return {}
         held = await self._bring(ring, blocks, verify=False)
         for pause_s in _LAST_WRITES_S if again else ():
@@ -308,6 +314,9 @@ class KvBackup:
         self._epoch, self._keeps, self._sources = epoch, ring.keeps, sources
         turning = forecast.context_tokens if turns_by_context(self._service.model.header) else 0
         computed: tuple[object, ...] = forecast.flash, turning
+        self._shares = _shares(ring.plan)
+        if self._shares:
+            computed = *computed, self._shares, self._service.options.run.wire
         if forecast.small_windows:  # their cells are added up in an order that depends on the tokens of a step
             computed = *computed, "small windows", self._service.step_tokens(forecast)
         if self._computed != computed:
@@ -339,8 +348,8 @@ class KvBackup:
 
     def _replicas(self, ring: HeadRing, forecast: Forecast) -> list[Kept]:
         options = self._service.options
-        if options.kv_backup == 0:
-            return []
+        if options.kv_backup == 0 or (ring.plan.groups and options.kv_backup is None):
+            return []  # a group without a device has other shares, unless another one takes its place
         links, tokens_per_s = self._devices.book.rates(ring.plan.devices), forecast.tokens_per_s
         layers, kv_type = self._service.model.profile.layers, options.run.kv_type
         devices = holders(ring.profiles, token_bytes(ring.plan, layers, kv_type, links, tokens_per_s))
@@ -479,5 +488,15 @@ def _blocks_of(chains: Mapping[int, Sequence[KvBlock]]) -> list[KvBlock]:
 
 
 def _layers(plan: Plan, device: str) -> Layers:
-    """The layers of the windows of ``device``."""
-    return [(window.first, window.last) for _, window in plan.windows_of(device)]
+    """The layers of the windows of ``device``, or its share of them."""
+    layers = [range(window.first, window.last) for _, window in plan.windows_of(device)]
+    rank = next((number for number, rank in enumerate(plan.group_of(device)) if rank.device == device), 0)
+    return [(own.start, own.stop) for own in (layers_of_rank(rank, each) for each in layers)]
+
+
+def _shares(plan: Plan) -> list[_Shares]:
+    return [
+        (window.first, window.last, [rank.weight for rank in ranks])
+        for window in plan.route
+        if (ranks := plan.group_of(window.device))
+    ]

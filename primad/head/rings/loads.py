@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from halda import Plan
 from halda.cost import checkpoints
 from primad.engine.protocol import Wire
 from primad.errors import ModelError

@@ -85,9 +85,7 @@ class RingInputs:
 
     @property
     def block_tokens(self) -> int | None:
-        """The tokens per KV block; None: none are kept, as in a group, whose shares another one does not have."""
-        if self.forecast.plan.groups:
-            return None
+        """The tokens per KV block; None: none are kept."""
         return self.service.options.block_tokens(has_cache=self.node.config.kv_cache is not None)
 
     @property
