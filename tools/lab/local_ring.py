@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -14,13 +17,14 @@ from typing import Any, cast
 
 import msgspec
 
-from halda import CpuProfile, ModelProfile, Plan, arrange, assignments
+from halda import CpuProfile, ModelProfile, Plan, Rank, Window, arrange, assignments
 from halda.cost import checkpoints
 from primad.daemon.layer_files import Workspace, copy_layers, place_windows
 from primad.daemon.ring_process import RingProcess
 from primad.engine.build import build_id
 from primad.engine.protocol import GREEDY, EngineOptions, KvType, Sampling, WindowSource
 from primad.engine.vocabulary import LlamaVocabulary
+from primad.gguf.architectures.layers import layer_count
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.shares import share_header
@@ -65,6 +69,14 @@ def even_windows(layers: int, devices: int) -> list[int] | None:
     return [share + (devices - i <= more) for i in range(devices)]
 
 
+def even_group(model: Path, devices: int) -> Plan:
+    """A group of ``devices`` with the same share of each layer."""
+    names, layers = [f"d{i}" for i in range(devices)], layer_count(open_model(model))
+    whole = Window(device=names[0], first=0, last=layers, gpu_layers=0)
+    ranks = tuple(Rank(device=name, weight=1) for name in names)
+    return Plan(rounds=1, route=(whole,), output_on_gpu=False, streaming=(), left_out=(), groups=(ranks,))
+
+
 def even_bytes(model: ModelProfile, devices: int) -> list[int] | None:
     """Layers a device for a ring of ``devices`` that have about as many bytes of weights each, as plans for equal ones have:
     those of the head with the output matrix and the tail's layer.
@@ -88,6 +100,19 @@ def _arranged(plan: Plan, gpu: str) -> Plan:
     )
 
 
+@contextmanager
+def slow_links(links: Sequence[tuple[str, int, float]]) -> Iterator[list[int]]:
+    """The ports to use in place of those of ``links``: host, port, and seconds that they are further away each way."""
+    script = Path(__file__).with_name("slow_links.py")
+    command = [sys.executable, "-I", "-S", str(script), json.dumps(links)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield json.loads(process.stdout.readline())
+        finally:
+            process.kill()
+
+
 @dataclass(eq=False)
 class LocalRing:
     """``windows[i]`` layers a round for device ``i``; ``windows=None`` is the whole model in one process.
@@ -97,7 +122,7 @@ class LocalRing:
     when it starts. ``gpu``, by llama.cpp's name for it,
     computes all layers and the output matrix where no ``plan`` says otherwise. Extra buffers are used where ``cpu``
     says that they are faster; without it they are off. Each hop takes
-    ``latency_s`` longer than it would here.
+    ``latency_s`` longer than it would here. ``started`` is given the device and process of each that starts.
 
     ``async with LocalRing(...) as ring`` loads and links it; layer files live in ``folder`` (shared between rings).
     """
@@ -123,6 +148,7 @@ class LocalRing:
     folder: Path | None = None
     step_timeout_s: float = 120
     latency_s: float = 0.0
+    started: Callable[[str, int], None] = lambda _device, _pid: None
     gpu: str = ""
     small_windows: bool = False
 
@@ -256,6 +282,7 @@ class LocalRing:
             place=(len(self.plan.devices) - number) if number else 0,
             gpu=bool(self.gpu),
         )
+        self.started(name, process.pid)
         if name in self.groups:
             self.groups[name].add(process.pid)
         self._stack.push_async_callback(process.close)
@@ -304,10 +331,14 @@ class LocalRing:
 
     async def _join(self, names: Sequence[str], opened: Mapping[str, Opened]) -> None:
         """Join the devices of a group; a worker that is its first rank joins when it is connected to the ring."""
-        addresses = [RankAddress("127.0.0.1", port_of(opened[name].group)) for name in names]
+        ports = [port_of(opened[name].group) for name in names]
+        places = [ports[other] for rank in range(len(ports)) for other in range(rank)]
+        if self.latency_s:
+            places = self._stack.enter_context(slow_links([("127.0.0.1", port, self.latency_s) for port in places]))
         for rank, name in enumerate(names):
+            own, places = places[:rank], places[rank:]
             if rank or name == self.plan.head:
-                await self.processes[name].send(JoinGroup(addresses[:rank]))
+                await self.processes[name].send(JoinGroup([RankAddress("127.0.0.1", port) for port in own]))
 
     def _share_cutter(self, name: str) -> ModelCutter | None:
         ranks = self.plan.group_of(name)
