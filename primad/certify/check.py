@@ -11,6 +11,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,7 @@ from primad.certify.child import (
     MakeTiny,
     Tried,
     TryCuts,
+    TryShares,
     TryWhole,
 )
 from primad.certify.cuts import SAMPLED, CutRoute, asked_route, failing_cuts, in_two, is_allowed, route
@@ -110,6 +112,7 @@ class _Check:
     forbidden: list[ForbiddenCut] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     why: str = ""
+    shares: str | None = None
 
     def run(self) -> None:
         """Try everything until the time is over."""
@@ -123,6 +126,17 @@ class _Check:
                 part()
             except _TimeOverError:
                 self.left.append(what)
+        if not self.wanted.cuts and not self.left:
+            with suppress(_TimeOverError):
+                self._share()
+
+    def _share(self) -> None:
+        """What is not certified is not shared either; and what cannot be shared is certified all the same."""
+        if self.why or self.forbidden:
+            return
+        self.advance("shares of layers")
+        outcome, why = self._ask(TryShares(tiny=str(self.tiny), derived=self.header.derived))
+        self.shares = "" if outcome == "equal" else why or outcome
 
     def verdict(self) -> CheckVerdict:
         """What came of it."""
@@ -150,6 +164,7 @@ class _Check:
             keys=tuple(self.keys),
             forbidden=tuple(self.forbidden),
             left=tuple(self.left),
+            shares=self.shares,
             seconds=round(time.monotonic() - self.began, 1),
         )
 

@@ -65,6 +65,13 @@ class TryCuts(msgspec.Struct, frozen=True, kw_only=True, tag="cuts"):
     derived: Architecture | None = None
 
 
+class TryShares(msgspec.Struct, frozen=True, kw_only=True, tag="shares"):
+    """Compute the ``tiny`` model in two shares of its layers and whole: next to nothing apart they are ``equal``."""
+
+    tiny: str
+    derived: Architecture | None = None
+
+
 class Listed(msgspec.Struct, frozen=True, tag="listed"):
     """The nodes of a graph, in order."""
 
@@ -81,7 +88,7 @@ class Tried(msgspec.Struct, frozen=True, tag="tried"):
     why: str = ""
 
 
-CheckTask = MakeTiny | TryWhole | ListNodes | TryCuts
+CheckTask = MakeTiny | TryWhole | ListNodes | TryCuts | TryShares
 CheckReply = Tried | Listed
 
 
@@ -123,6 +130,12 @@ def _answer(task: CheckTask) -> CheckReply:
             return Listed(tuple(starmap(GraphNode, graph_nodes(Path(task.tiny)))))
         case TryCuts():
             return _cuts(task)
+        case TryShares():
+            from primad.certify.shares import shares_difference
+
+            header = replace(open_model(Path(task.tiny)), derived=task.derived)
+            why = shares_difference(header, Path(task.tiny).parent, "f16")
+            return Tried("different", why) if why else Tried("equal")
 
 
 def _whole(tiny: str, kv_type: KvType, derived: Architecture | None) -> Tried:

@@ -20,7 +20,7 @@ from halda.assignment import in_memory
 from primad.certify.keys import KeyChange
 from primad.engine.llama.embedding import TokenEmbedding
 from primad.engine.llama.windows import FirstWindow, MiddleWindow, TailWindow, WholeModel
-from primad.engine.protocol import EngineOptions, KvType, Rows, WindowSource
+from primad.engine.protocol import EngineOptions, GroupExchange, KvType, Rows, WindowSource
 from primad.gguf.architectures.layers import layer_count, recurrent_layers
 from primad.gguf.header import Header
 from primad.gguf.layers import LayerRef, layer_header
@@ -131,13 +131,23 @@ def looks_ahead(header: Header) -> bool:
 
 class TinyRoute:
     """The windows of one tiny model between ``cuts``, opened from files in ``folder`` as a device does, with a
-    ``change``."""
+    ``change``. With an ``exchange`` it is one window, a share of the ``whole`` model."""
 
     def __init__(
-        self, cutter: ModelCutter, cuts: Sequence[int], folder: Path, kv_type: KvType, change: KeyChange
+        self,
+        cutter: ModelCutter,
+        cuts: Sequence[int],
+        folder: Path,
+        kv_type: KvType,
+        change: KeyChange,
+        *,
+        whole: Header | None = None,
+        exchange: GroupExchange | None = None,
     ) -> None:
         self._cutter, self._folder, self._options = cutter, folder, _options(kv_type)
-        self._embedding = TokenEmbedding.of(cutter.header)
+        whole = whole or cutter.header
+        self._embedding, self._vocabulary = TokenEmbedding.of(whole), vocabulary_size(whole)
+        self._exchange = exchange
         self._windows: list[FirstWindow | MiddleWindow] = []
         self._tail: TailWindow | None = None
         try:
@@ -162,7 +172,12 @@ class TinyRoute:
         )
         if is_tail:
             self._tail = TailWindow(
-                files, self._options, frozenset(), vocabulary=vocabulary_size(header), embedding=self._embedding
+                files,
+                self._options,
+                frozenset(),
+                vocabulary=self._vocabulary,
+                embedding=self._embedding,
+                exchange=self._exchange,
             )
         elif first == 0:
             self._windows.append(FirstWindow(files, self._options, self._embedding))
@@ -196,6 +211,21 @@ class TinyRoute:
             rows = step.rows(state)
             self._tail.forward(rows)
             yield from (self._tail.logits(i).copy() for i, wanted in enumerate(rows.outputs) if wanted)
+
+    def share_logits(self, steps: Sequence[TinyStep | int]) -> Logits:
+        """The logits of every step of a share, none but on the first rank. Raises ``EngineError``."""
+        assert self._tail is not None
+        assert self._exchange is not None
+        found = Logits()
+        for step in steps:
+            if isinstance(step, int):
+                self._tail.kv_remove(step, 0, -1)
+                continue
+            rows = step.rows(self._embedding.rows(np.array(step.tokens, np.int32), step.positions))
+            self._tail.forward(rows)
+            if not self._exchange.rank:
+                found += [self._tail.logits(i).copy() for i, wanted in enumerate(rows.outputs) if wanted]
+        return found
 
     def release(self) -> None:
         """Give back all memory."""

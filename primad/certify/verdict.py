@@ -28,7 +28,7 @@ from primad.gguf.windows import vocabulary_size
 from primad.settings.config import checks_folder
 from primad.system.files import write_whole
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Grows when other things are compared."""
 MAX_KEPT: Final = 256
 RouteOutcome = Literal["equal", "different", "refused", "ended", "not opened"]
@@ -68,7 +68,7 @@ class CheckVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
     Windows of the model may begin at multiples of ``cut_multiple`` and ``cut_offset`` more. ``cuts`` are those that were
     asked for; none: everywhere. ``left`` says what was not tried when the time had run out. ``entry`` is what was derived
-    for an architecture that the table does not know.
+    for an architecture that the table does not know. ``shares`` says why devices cannot share its layers; None: not tried.
     """
 
     version: int
@@ -88,6 +88,7 @@ class CheckVerdict(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     entry: Architecture | None = None
     cut_offset: int = 0
+    shares: str | None = None
 
     @property
     def day(self) -> str:
@@ -144,6 +145,17 @@ def _why_whole(header: Header, verdict: CheckVerdict | None) -> str:
     if not is_unknown(header):
         return why_whole(header)
     return "" if verdict is None or verdict.result == "certified" else verdict_line(verdict, header.path)
+
+
+def why_not_shared(home: Path, header: Header) -> str:
+    """Why devices do not share layers of the model; empty where nothing is known against it. Of an architecture that the
+    table does not know a check has to have found that shares add up."""
+    verdict = load_verdict(home, header)
+    if verdict is not None and verdict.shares:
+        return verdict.shares
+    if not is_unknown(header) or (verdict is not None and verdict.shares is not None):
+        return ""
+    return f"that shares of its layers add up to them was not checked: primad check {printable(header.path)}"
 
 
 def verdict_line(verdict: CheckVerdict | None, model: Path) -> str:

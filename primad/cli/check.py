@@ -99,6 +99,8 @@ def _lines(verdict: CheckVerdict) -> Iterator[str]:
         yield f"  {key.key}: {key.outcome}" + (f" ({key.how})" if key.how else "")
     for each in verdict.forbidden:
         yield f"  no window may begin at layer {' and '.join(map(str, each.layers))}: {each.why}"
+    if verdict.shares is not None:
+        yield f"  shares of layers: {verdict.shares or 'add up to the whole'}"
     if verdict.left:
         yield f"not tested for lack of time: {', '.join(verdict.left)}; give more with --time-limit"
     yield f"{verdict.result}: {verdict.why}" if verdict.why else verdict.result

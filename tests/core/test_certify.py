@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from primad.certify import check as checking
 from primad.certify.check import Wanted, check
-from primad.certify.child import MakeTiny, Tried, TryCuts, TryWhole
+from primad.certify.child import MakeTiny, Tried, TryCuts, TryShares, TryWhole
 from primad.certify.cuts import failing_cuts, in_two
 from primad.certify.keys import made_wrong, rewritten
 from primad.certify.tiny import WAYS, tiny_values
@@ -27,6 +27,7 @@ from primad.certify.verdict import (
     save_verdict,
     verdict_key,
     verdict_line,
+    why_not_shared,
     windows_line,
 )
 from primad.errors import ConfigError, DiskError, EngineError, ModelError
@@ -49,6 +50,7 @@ class FakeChild:
     ways: frozenset[str] = frozenset(WAYS)
     dies: str | Tried | None = None
     header = None
+    shares = Tried("equal")
 
     def __init__(self, module, what, variables, *, timeout_s):
         self.timeout_s, self.tasks, self.closed = timeout_s, [], False
@@ -68,6 +70,8 @@ class FakeChild:
                 return self.dies
             case TryCuts() if self.bad & set(task.cuts) or self.bad_pairs & set(pairwise(task.cuts)):
                 return Tried("different", "logits differ by 1")
+            case TryShares():
+                return self.shares
         return Tried("equal")
 
     def close(self):
@@ -97,6 +101,20 @@ def test_what_equals_everywhere_is_certified(child):
     assert {len(route.cuts) for route in verdict.routes} == {13, 3}
     assert "gemma3.attention.sliding_window_pattern" in {key.key for key in verdict.keys}
     assert child.latest.closed
+
+
+def test_whether_shares_of_layers_add_up_is_kept_and_is_no_part_of_what_windows_are(child, tmp_path):
+    header = model("llama", 12)
+    assert checked(child, header).shares == why_not_shared(tmp_path, header) == ""
+    child.shares = Tried("different", "logits differ by 0.1")
+    verdict = checked(child, header)
+    assert (verdict.result, verdict.shares) == ("certified", "logits differ by 0.1")
+    save_verdict(tmp_path, header, verdict)
+    assert why_not_shared(tmp_path, header) == "logits differ by 0.1"
+
+
+def test_shares_of_an_architecture_that_nobody_knows_are_taken_only_where_they_were_checked(tmp_path):
+    assert "was not checked: primad check" in why_not_shared(tmp_path, model("nobody-knows", 4))
 
 
 @pytest.mark.parametrize("bad", [{5}, {1}, {11}, {3, 4}, {2, 7, 9}])

@@ -8,18 +8,22 @@ import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 
+from primad.certify import shares
 from primad.certify.check import Wanted, check
-from primad.certify.child import MakeTiny, Tried, TryCuts, TryWhole
+from primad.certify.child import MakeTiny, Tried, TryCuts, TryShares, TryWhole
 from primad.certify.verdict import CheckVerdict, ForbiddenCut, load_verdict, save_verdict
 from primad.gguf.architectures.cuts import cut_points
 from primad.gguf.architectures.table import SUPPORTED
+from primad.gguf.header import read_header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
+from primad.gguf.shares import share_header
 from primad.profiler.store import save_profile
 from primad.system.children.spawn import environment
 from primad.system.children.task_child import TaskChild
@@ -95,6 +99,16 @@ def test_an_abort_of_llama_cpp_is_an_answer_and_the_next_task_is_tried(child, ge
     assert "SIGABRT" in ended
     assert "is_swa_any" in ended
     assert child.ask(TryCuts(tiny=tiny, cuts=cuts, kv_type="f16"), Tried) == Tried("equal")
+
+
+def test_shares_of_layers_are_tried_on_a_tiny_model_of_them_and_wrong_ones_are_seen(
+    child, gemma3, tmp_path, monkeypatch
+):
+    tiny = str(tmp_path / "tiny.gguf")
+    child.ask(MakeTiny(model=str(gemma3), tiny=tiny, way="narrow"), Tried)
+    assert child.ask(TryShares(tiny=tiny), Tried) == Tried("equal")
+    monkeypatch.setattr(shares, "share_header", lambda header, weights, rank: share_header(header, weights, 0))
+    assert "of two shares differ by" in shares.shares_difference(read_header(Path(tiny)), tmp_path, "f16")
 
 
 def test_a_window_with_the_pattern_of_other_layers_is_seen(child, gemma3, tmp_path):

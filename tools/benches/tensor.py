@@ -18,7 +18,7 @@ from typing import Any, Final
 from primad.gguf.architectures.layers import layer_count
 from primad.gguf.model import open_model
 from tools.benches.predict import Predicted
-from tools.lab.cores import shared_cores
+from tools.lab.cores import Cores, shared_cores
 from tools.lab.figures import Compared
 from tools.lab.harness import SMALL, Bench, Run, flag, in_thread
 from tools.lab.http_servers import HttpServer
@@ -102,10 +102,14 @@ async def _rings(run: Run, model: Path, devices: int) -> _Turns:
             threads=1,
             context=1024,
             latency_s=delay_s,
-            started=lambda device, pid, cores=cores, number=number: cores.add(f"d{number}{device[1:]}", pid),
+            started=partial(_put, cores, number),
         )
         rings[name] = await run.stack.enter_async_context(ring)
     return await run.alternate({name: partial(_generate, ring) for name, ring in rings.items()})
+
+
+def _put(cores: Cores, number: int, device: str, pid: int) -> None:
+    cores.add(f"d{number}{device[1:]}", pid)
 
 
 async def _generate(ring: LocalRing, number: int) -> tuple[float, float]:

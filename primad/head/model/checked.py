@@ -9,7 +9,7 @@ from typing import Final
 
 from halda import ModelProfile
 from primad.certify.first import certified, warning
-from primad.certify.verdict import load_verdict, with_verdict
+from primad.certify.verdict import load_verdict, why_not_shared, with_verdict
 from primad.daemon.node import Node
 from primad.daemon.reporter import Reporter
 from primad.errors import ConfigError
@@ -86,7 +86,7 @@ def check_model(config: Config, source: Path | RangedModel, options: ServeOption
     model = with_rope(model, header, options.rope)
     check_options(options, config, header, model)
     if options.run.parallel == "tensor":
-        check_shared(options, header, adapters, why_not)
+        check_shared(options, header, adapters, why_not or why_not_shared(config.home, header))
     check_adapters(adapters, several=is_for_several(options, config))
     drafts_itself = predicts(options.run, header, _why_not_itself(options, ranged), free_bytes=memory().available_bytes)
     if drafts_itself:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from halda import ModelProfile, Workload
-from primad.certify.verdict import windows_line
+from primad.certify.verdict import why_not_shared, windows_line
 from primad.daemon.node import Node
 from primad.errors import ModelError, PrimadError, WeightsError
 from primad.gguf.adapter import Adapter
@@ -139,10 +139,15 @@ class ModelSource:
         """How many of ``limit`` devices can share each layer."""
         if limit not in self._max_ranks:
             try:
-                self._max_ranks[limit] = await asyncio.to_thread(adapted_ranks, self.header, limit, self.adapters)
+                self._max_ranks[limit] = await asyncio.to_thread(self._ranks, limit)
             except NotCutError:
                 self._max_ranks[limit] = 1
         return self._max_ranks[limit]
+
+    def _ranks(self, limit: int) -> int:
+        if why_not_shared(self._home, self.header):
+            return 1
+        return adapted_ranks(self.header, limit, self.adapters)
 
     @property
     def ranged(self) -> RangedCutter | None:
