@@ -26,6 +26,7 @@ from primad.gguf.constants import GGML_QUANT_SIZES, GGUFValueType
 from primad.gguf.header import Header, TensorInfo, Value, array_value, scalar_value
 from primad.gguf.slices import sliced, zeros
 from primad.gguf.splits import MAX_RANKS, ShareUnits, cut_heads, keys_of, ranges_of
+from primad.gguf.state_shares import STATE_COLUMNS, StateHeads
 
 
 class Part(Enum):
@@ -41,6 +42,7 @@ class Part(Enum):
 
 
 _SUFFIXES: Final = (".weight", ".bias", ".scale", ".input_scale")
+_SCALES: Final = ("scale", "input_scale")
 _KINDS: Final = ("", "_exps", "_shexp", "_chexps")
 """Feed-forward networks that a layer may have: dense, of experts, shared by all tokens, and of chunks of experts."""
 PARTS: Final[Mapping[str, Part]] = {
@@ -96,11 +98,13 @@ _REFUSED: Final = {name: reason for reason, names in _REASONS.items() for name i
 
 @dataclass(frozen=True, slots=True)
 class LayerShare:
-    """What a rank holds of a layer: heads, heads of keys, and feed-forward values by the kind of network."""
+    """What a rank holds of a layer: heads, heads of keys, feed-forward values by the kind of network, and heads of keys
+    of its states."""
 
     heads: range
     keys: range
     values: Mapping[str, range]
+    states: range = range(0)
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class ShareRules:
         reason = _REFUSED.get(name, "")
         if name in SAME_GRAPH and not reason:
             reason = self._differs(SAME_GRAPH[name])
-        if any(recurrent_layers(header)):
+        if any(recurrent_layers(header)) and self._states is None:
             reason = "its layers keep states"
         elif layer_inputs(header):
             reason = "its layers take inputs beside the hidden state"
@@ -124,6 +128,29 @@ class ShareRules:
             reason = "llama.cpp takes its attention scale from the number of heads"
         if reason:
             raise self._refusal(f"architecture '{name}'", reason)
+
+    @cached_property
+    def _states(self) -> StateHeads | None:
+        return StateHeads.of(self.header)
+
+    @cached_property
+    def _recurrent(self) -> tuple[bool, ...]:
+        return recurrent_layers(self.header)
+
+    def _cut_states(self, layer: int, weights: Sequence[int]) -> list[range]:
+        """The heads of keys of the states of ``layer`` that each rank has."""
+        if self._states is None or not self._recurrent[layer]:
+            return [range(0)] * len(weights)
+        outputs = [self.columns(each, STATE_COLUMNS) for each, keeps in enumerate(self._recurrent) if keeps]
+        unit = self._states.unit([each for each in outputs if each is not None])
+        found = ranges_of(self._states.keys, unit, weights)
+        if found is None:
+            raise self._refusal(f"layer {layer}", f"{len(weights)} devices are more than the heads of its states allow")
+        return found
+
+    def state_counts(self, share: LayerShare) -> dict[str, int]:
+        """The metadata of a rank's states, of which ``share`` has some."""
+        return self._states.counts(share.states) if self._states is not None and share.states else {}
 
     def _refusal(self, subject: str, reason: str) -> NotCutError:
         return NotCutError(f"{self.header.path}: {subject} cannot be shared between devices: {reason}", ADVICE)
@@ -220,11 +247,13 @@ class ShareRules:
             values[kind] = found
         if by_head is None:
             raise self._refusal(f"layer {layer}", f"{len(weights)} devices are more than its {heads} heads allow")
+        states = self._cut_states(layer, weights)
         return [
             LayerShare(
                 own,
                 (keys_of(own, heads // keys) if heads else None) or range(0),
                 {kind: each[rank] for kind, each in values.items()},
+                states[rank],
             )
             for rank, own in enumerate(by_head)
         ]
@@ -263,6 +292,8 @@ class ShareRules:
     def cuts_columns(self, layer: int, tensor: TensorInfo) -> bool:
         """Whether a rank holds columns of the matrix ``tensor`` of ``layer``."""
         name = tensor.name.removeprefix(f"blk.{layer}.").removesuffix(".weight")
+        if name == STATE_COLUMNS:
+            return True
         return self._part_of(layer, name, "weight", tensor) in (Part.HEAD_COLUMNS, Part.VALUE_COLUMNS)
 
     def part(self, layer: int, tensor: TensorInfo, share: LayerShare, *, is_first: bool) -> TensorInfo:
@@ -270,6 +301,10 @@ class ShareRules:
         name, suffix = tensor.name.removeprefix(f"blk.{layer}."), ""
         if name.endswith(_SUFFIXES):
             name, _, suffix = name.rpartition(".")
+        if share.states and self._states is not None and suffix not in _SCALES:
+            part_of_state = self._states.part(name, tensor, share.states)
+            if part_of_state is not None:
+                return part_of_state
         part = self._part_of(layer, name, suffix, tensor)
         kind = next((kind for kind in _KINDS[1:] if name.endswith(kind)), "")
         match part:
@@ -292,7 +327,7 @@ class ShareRules:
 
     def _part_of(self, layer: int, name: str, suffix: str, tensor: TensorInfo) -> Part:
         heads = self.heads(layer)
-        if suffix in ("scale", "input_scale"):
+        if suffix in _SCALES:
             return Part.WHOLE
         if name in _HEAD_NORMS:
             if len(tensor.shape) > 1:
@@ -407,8 +442,8 @@ def _values_of(rules: ShareRules, shares: Sequence[LayerShare]) -> dict[str, Val
     header, name = rules.header, rules.header.text("general.architecture")
     found: dict[str, list[int | None]] = {}
     if any(share.heads for share in shares):
-        found["attention.head_count"] = [len(share.heads) for share in shares]
-        found["attention.head_count_kv"] = [len(share.keys) for share in shares]
+        found["attention.head_count"] = [len(share.heads) or None for share in shares]
+        found["attention.head_count_kv"] = [len(share.keys) or None for share in shares]
     for kind, key in _LENGTHS.items():
         if any(kind in share.values for share in shares):
             found[key] = [len(share.values[kind]) if kind in share.values else None for share in shares]
@@ -418,6 +453,9 @@ def _values_of(rules: ShareRules, shares: Sequence[LayerShare]) -> dict[str, Val
         if all(each is not None and each.shape[0] == count_at(header, key, n, 0) for n, each in enumerate(whole)):
             found[_LENGTHS[""]] = found[_LENGTHS["_exps"]]
     values = {f"{name}.{key}": _counts(header, f"{name}.{key}", counts) for key, counts in found.items() if counts}
+    for share in shares:
+        for key, count in rules.state_counts(share).items():
+            values[f"{name}.{key}"] = scalar_value(GGUFValueType.UINT32, count)
     width, heads = header.count(f"{name}.embedding_length"), rules.heads(0)[0]
     for key in ("attention.key_length", "attention.value_length"):
         if f"{name}.{key}" not in header.values and heads:

@@ -17,8 +17,8 @@ from msgspec import Meta
 from primad.gguf.constants import GGML_QUANT_SIZES
 from primad.gguf.header import TensorInfo
 
-MAX_RANGES: Final = 3
-"""Of queries, keys and values in one tensor."""
+MAX_RANGES: Final = 18
+"""Of queries, keys and values in one tensor, the latter in as many as each head of keys has."""
 _Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 _Bound = Annotated[int, Meta(ge=0, le=1 << 40)]
 

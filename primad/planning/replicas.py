@@ -112,9 +112,12 @@ def cell_bytes(plan: Plan, layers: Sequence[LayerProfile], kv_type: CacheType) -
 
 
 def state_bytes(plan: Plan, layers: Sequence[LayerProfile]) -> dict[str, int]:
-    """For each device of ``plan`` the bytes of one state of its layers."""
+    """For each device of ``plan`` the bytes of one state of its layers, or its share of them."""
     return {
-        name: sum(layers[layer].state_bytes for _, window in plan.windows_of(name) for layer in window.layers)
+        name: math.ceil(
+            plan.share_of(name)
+            * sum(layers[layer].state_bytes for _, window in plan.windows_of(name) for layer in window.layers)
+        )
         for name in plan.devices
     }
 

@@ -184,6 +184,7 @@ def share_of_model(model: ModelProfile, share: float) -> ModelProfile:
                 bytes_by_type=of(layer.bytes_by_type),
                 expert_bytes_by_type=of(layer.expert_bytes_by_type),
                 kv_bytes_per_token=math.ceil(share * layer.kv_bytes_per_token),
+                state_bytes=math.ceil(share * layer.state_bytes),
                 query_width=math.ceil(share * layer.query_width),
             )
             for layer in model.layers

@@ -104,6 +104,23 @@ def test_what_lies_in_one_tensor_is_shared_part_by_part(models):
     assert np.array_equal(own, np.concatenate([whole[n * each + each // 2 : (n + 1) * each] for n in range(3)]))
 
 
+@pytest.mark.parametrize(("architecture", "heads"), [("qwen35", [1, 3]), ("qwen3next", [2, 3])])
+def test_states_are_shared_with_the_heads_of_keys_that_write_to_them(models, architecture, heads):
+    header = models(architecture)
+    rank, values = share_header(header, [1, 1], 1), [row for head in heads for row in range(16 * head, 16 * head + 16)]
+    mixed = [*range(16, 32), *range(48, 64), *(64 + row for row in values)]
+    for name, rows in (
+        ("ssm_a", heads),
+        ("ssm_conv1d.weight", mixed),
+        ("attn_qkv.weight", mixed),
+        ("attn_gate.weight", values),
+    ):
+        assert np.array_equal(blocks(rank, f"blk.0.{name}"), blocks(header, f"blk.0.{name}")[rows]), name
+    assert np.array_equal(blocks(rank, "blk.0.ssm_out.weight"), blocks(header, "blk.0.ssm_out.weight")[:, values])
+    counts = {"group_count": 1, "time_step_rank": 2, "inner_size": 32}
+    assert {key: rank.count(f"{architecture}.ssm.{key}") for key in counts} == counts
+
+
 def test_a_bias_behind_a_sum_is_added_once(models):
     header = models("gpt-oss")
     ranks = [share_header(header, [2, 1], rank) for rank in range(2)]
@@ -152,7 +169,7 @@ def test_a_model_of_few_heads_is_shared_by_as_many_devices_as_it_allows(models):
 @pytest.mark.parametrize(
     ("architecture", "why"),
     [
-        ("qwen35", "its layers keep states"),
+        ("nemotron_h", "its layers keep states"),
         ("olmo2", "attn_q_norm.weight' .* a norm over all heads"),
         ("bitnet", "attn_sub_norm.weight' .* a norm over what is shared"),
         ("gemma4-per-layer", "inputs beside the hidden state"),

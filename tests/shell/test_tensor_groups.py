@@ -48,7 +48,7 @@ REFUSED = {
         "minimax-m3",
     ),
     *("mpt", "nemotron", "nemotron_h", "nemotron_h_moe", "olmo", "olmo2", "olmoe", "orion", "phi2", "phi3", "phimoe"),
-    *("plamo", "plamo2", "qwen2moe", "qwen2vl", "qwen35", "qwen35-array", "qwen35moe", "qwen3next", "refact", "rwkv6"),
+    *("plamo", "plamo2", "qwen2moe", "qwen2vl", "refact", "rwkv6"),
     *("rwkv6qwen2", "stablelm", "starcoder", "starcoder2"),
 }
 PICKS = {"deepseek32", "glm-dsa", "glm-dsa-full"}
@@ -198,6 +198,7 @@ def check(header, weights, folder, kv_type="f16"):
         ("gemma3", "f32", [2, 1, 1, 2]),
         ("gpt-oss", "f32", [2, 1]),
         ("deepseek2", "f32", [1, 1, 1]),
+        ("qwen35", "f32", [1, 1]),
     ],
 )
 def test_a_group_gives_the_whole_models_logits(architecture, quantisation, weights, tmp_path):
