@@ -26,7 +26,7 @@ from primad.gguf.constants import GGML_QUANT_SIZES, GGUFValueType
 from primad.gguf.header import Header, TensorInfo, Value, array_value, scalar_value
 from primad.gguf.slices import sliced, zeros
 from primad.gguf.splits import MAX_RANKS, ShareUnits, cut_heads, keys_of, ranges_of
-from primad.gguf.state_shares import STATE_COLUMNS, StateHeads
+from primad.gguf.state_shares import STATE_COLUMNS, ScanGroups, StateHeads
 
 
 class Part(Enum):
@@ -55,6 +55,7 @@ PARTS: Final[Mapping[str, Part]] = {
     "ffn_act": Part.VALUES,
     **dict.fromkeys(("attn_q_a", "attn_kv_a_mqa", "attn_rot_embd", "exp_probs_b", "layer_output_scale"), Part.WHOLE),
     **dict.fromkeys(("ffn_gate_inp", "ffn_gate_inp_shexp", "rope_freqs"), Part.WHOLE),
+    **dict.fromkeys(("ffn_latent_down", "ffn_latent_up"), Part.WHOLE),
 }
 """By the name of a tensor. What has ``norm`` or ``indexer`` in its name is whole as well, but for norms over all heads."""
 _HEAD_NORMS: Final = {"attn_q_norm": Part.HEADS, "attn_k_norm": Part.KEYS}
@@ -130,8 +131,8 @@ class ShareRules:
             raise self._refusal(f"architecture '{name}'", reason)
 
     @cached_property
-    def _states(self) -> StateHeads | None:
-        return StateHeads.of(self.header)
+    def _states(self) -> StateHeads | ScanGroups | None:
+        return StateHeads.of(self.header) or ScanGroups.of(self.header)
 
     @cached_property
     def _recurrent(self) -> tuple[bool, ...]:

@@ -1,9 +1,12 @@
-"""Shares of layers that keep a state for each head, with which a gated delta rule goes on from token to token.
+"""Shares of layers that keep a state for each head, with which they go on from token to token.
 
-A head of keys writes to the states of some heads of values, and nothing goes from one head of keys to another. So a rank
-holds some heads of keys with their heads of values: rows of what makes both, of gates and of the convolution before them,
-columns of the output. Where keys are ``tiled`` over values, those of a head of keys are as far apart as there are heads of
-keys.
+In a gated delta rule (``StateHeads``) a head of keys writes to the states of some heads of values, and nothing goes from one
+head of keys to another. So a rank holds some heads of keys with their heads of values: rows of what makes both, of gates and
+of the convolution before them, columns of the output. Where keys are ``tiled`` over values, those of a head of keys are as
+far apart as there are heads of keys.
+
+A selective scan (``ScanGroups``, Mamba 2) has groups of heads, with what writes to and reads from the states of each. Where
+there is one group it is all heads', and a norm over it would see those of other ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from primad.gguf.constants import GGML_QUANT_SIZES
 from primad.gguf.header import Header, TensorInfo
 from primad.gguf.slices import sliced
 
-STATES_BY_HEADS: Final = frozenset(("qwen35", "qwen35moe", "qwen3next"))
+_DELTAS: Final = frozenset(("qwen35", "qwen35moe", "qwen3next"))
+_SCANS: Final = frozenset(("nemotron_h", "nemotron_h_moe", "falcon-h1"))
 _MIXED: Final = ("attn_qkv", "ssm_conv1d")
 """Rows of queries, keys and values, one behind the other."""
 _VALUES: Final = ("attn_gate", "ssm_out")
@@ -42,7 +46,7 @@ class StateHeads:
     def of(cls, header: Header) -> StateHeads | None:
         """Those of the model of ``header``; None where its states are of another kind."""
         name = header.text("general.architecture")
-        if name not in STATES_BY_HEADS:
+        if name not in _DELTAS:
             return None
         keys, values, inner, width = (
             header.count(f"{name}.ssm.{key}", 0)
@@ -98,4 +102,72 @@ class StateHeads:
             "ssm.group_count": len(own),
             "ssm.time_step_rank": heads,
             "ssm.inner_size": heads * self.value_width,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ScanGroups:
+    """The heads of a layer with a state in so many ``keys``, as ranks have them: groups of ``heads`` of ``width`` together,
+    or, where what writes and reads is ``whole``, of all heads, single ones. It has so many values for each group."""
+
+    keys: int
+    heads: int
+    width: int
+    state: int
+    whole: bool
+
+    @classmethod
+    def of(cls, header: Header) -> ScanGroups | None:
+        """Those of the model of ``header``; None where its states are of another kind, or cannot be shared."""
+        name = header.text("general.architecture")
+        groups, heads, inner, state = (
+            header.count(f"{name}.ssm.{key}", 0)
+            for key in ("group_count", "time_step_rank", "inner_size", "state_size")
+        )
+        if name not in _SCANS or not groups or not heads or heads % groups or inner % heads:
+            return None
+        if groups > 1:
+            return cls(groups, heads // groups, inner // groups, state, whole=False)
+        has_norm = any(tensor.endswith(".ssm_norm.weight") for tensor in header.tensors)
+        return None if has_norm else cls(heads, 1, inner // heads, state, whole=True)
+
+    def unit(self, outputs: Sequence[TensorInfo]) -> int:
+        """At which multiples of ``keys`` columns of all ``outputs`` can be cut between blocks."""
+        blocks = [GGML_QUANT_SIZES[tensor.type][0] for tensor in outputs]
+        return math.lcm(*(block // math.gcd(block, self.width) for block in blocks))
+
+    def part(self, name: str, tensor: TensorInfo, own: range) -> TensorInfo | None:
+        """As ``StateHeads.part``."""
+        last, inner = len(tensor.shape) - 1, self.keys * self.width
+        groups = 1 if self.whole else self.keys
+        both = [self._each(range(1) if self.whole else own, self.state, before) for before in (0, groups * self.state)]
+        match name:
+            case "ssm_in":
+                behind = 2 * inner
+                ranges = [self._each(own, self.width, 0), self._each(own, self.width, inner)]
+                ranges += [range(behind + each.start, behind + each.stop) for each in both]
+                ranges.append(self._each(own, self.heads, behind + 2 * groups * self.state))
+            case "ssm_conv1d":
+                ranges = [self._each(own, self.width, 0)]
+                ranges += [range(inner + each.start, inner + each.stop) for each in both]
+            case "ssm_dt" | "ssm_a" | "ssm_d":
+                ranges = [self._each(own, self.heads, 0)]
+            case "ssm_norm":
+                ranges = [own]
+            case "ssm_out":
+                return sliced(tensor, 0, [self._each(own, self.width, 0)])
+            case _:
+                return None
+        return sliced(tensor, last, ranges)
+
+    @staticmethod
+    def _each(own: range, size: int, before: int) -> range:
+        return range(before + own.start * size, before + own.stop * size)
+
+    def counts(self, own: range) -> dict[str, int]:
+        """As ``StateHeads.counts``."""
+        return {
+            "ssm.group_count": 1 if self.whole else len(own),
+            "ssm.time_step_rank": len(own) * self.heads,
+            "ssm.inner_size": len(own) * self.width,
         }

@@ -169,7 +169,7 @@ def test_a_model_of_few_heads_is_shared_by_as_many_devices_as_it_allows(models):
 @pytest.mark.parametrize(
     ("architecture", "why"),
     [
-        ("nemotron_h", "its layers keep states"),
+        ("granitehybrid", "its layers keep states"),
         ("olmo2", "attn_q_norm.weight' .* a norm over all heads"),
         ("bitnet", "attn_sub_norm.weight' .* a norm over what is shared"),
         ("gemma4-per-layer", "inputs beside the hidden state"),

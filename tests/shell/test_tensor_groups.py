@@ -34,7 +34,7 @@ MAX_DIFFERENCE = 1e-3
 ADAPTER_SCALE = 0.02
 REFUSED = {
     *("arctic", "bailingmoe2", "bailingmoe3", "bitnet", "chatglm", "codeshell", "cohere2", "command-r", "dbrx", "deci"),
-    *("deepseek", "deepseek2-ocr", "exaone4", "falcon", "falcon-h1", "gemma4-per-layer", "gpt2", "gptneox", "grok"),
+    *("deepseek", "deepseek2-ocr", "exaone4", "falcon", "gemma4-per-layer", "gpt2", "gptneox", "grok"),
     *(
         "granitehybrid",
         "jais",
@@ -47,7 +47,7 @@ REFUSED = {
         "minimax-m2",
         "minimax-m3",
     ),
-    *("mpt", "nemotron", "nemotron_h", "nemotron_h_moe", "olmo", "olmo2", "olmoe", "orion", "phi2", "phi3", "phimoe"),
+    *("mpt", "nemotron", "olmo", "olmo2", "olmoe", "orion", "phi2", "phi3", "phimoe"),
     *("plamo", "plamo2", "qwen2moe", "qwen2vl", "refact", "rwkv6"),
     *("rwkv6qwen2", "stablelm", "starcoder", "starcoder2"),
 }
@@ -199,6 +199,7 @@ def check(header, weights, folder, kv_type="f16"):
         ("gpt-oss", "f32", [2, 1]),
         ("deepseek2", "f32", [1, 1, 1]),
         ("qwen35", "f32", [1, 1]),
+        ("falcon-h1", "f32", [1, 1]),
     ],
 )
 def test_a_group_gives_the_whole_models_logits(architecture, quantisation, weights, tmp_path):
