@@ -6,6 +6,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from halda.assignment import in_memory
@@ -278,12 +280,18 @@ def why_not(header, weights):
     return ""
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
-def test_every_type_of_kv_cache(kv_type, tmp_path):
-    path = tmp_path / "model.gguf"
-    synth.write_model(path, architecture="llama", quantisation="f32", heads=4, heads_kv=4, head_width=32)
-    check(read_header(path), [1, 1], tmp_path, kv_type)
+@settings(max_examples=6)
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=4), st.sampled_from(["f16", "q8_0", "q4_0"]))
+def test_any_shares_with_any_type_of_kv_cache(wide, tmp_path_factory, weights, kv_type):
+    check(wide, weights, tmp_path_factory.mktemp("shares"), kv_type)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A model of heads that whole blocks of a quantised KV cache fit."""
+    path = tmp_path_factory.mktemp("wide") / "model.gguf"
+    synth.write_model(path, architecture="llama", quantisation="f32", layers=2, heads=8, heads_kv=4, head_width=32)
+    return read_header(path)
 
 
 def test_ranks_agree_to_the_bit_and_a_group_is_a_place_between_windows(tmp_path):

@@ -64,7 +64,8 @@ def hello_of(data: bytes) -> RankHello | None:
 @cache
 def prefers_aes() -> bool:
     """Whether this processor does AES faster than ChaCha20, which it does where it has instructions for it."""
-    content, ciphers = bytes(FRAME_BYTES), (AESGCM(bytes(KEY_BYTES)), ChaCha20Poly1305(bytes(KEY_BYTES)))
+    content, key = bytes(FRAME_BYTES), bytes(KEY_BYTES)
+    ciphers: tuple[AESGCM | ChaCha20Poly1305, ...] = AESGCM(key), ChaCha20Poly1305(key)
     times = [math.inf, math.inf]
     for _ in range(_TRIES):
         for at, cipher in enumerate(ciphers):
