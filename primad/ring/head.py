@@ -274,8 +274,9 @@ class Head:
         step = self._step(planned)
         self._deadlines[step.step] = now + self._step_timeout_s
         self._under_way[step.step] = step
-        if planned.content:
-            return self._compute(step, np.frombuffer(planned.content, "<f4").reshape(step.rows, -1))
+        if planned.content:  # a picture's rows may be wider than hidden states
+            content = np.frombuffer(planned.content, "<f4").reshape(step.rows, -1)
+            return self._compute(msgspec.structs.replace(step, shape=content.shape), content)
         return self._compute(step, np.array(planned.tokens, np.int32))
 
     def _skip(self) -> Skip | None:
@@ -316,8 +317,6 @@ class Head:
             self._ring_passes.left(step.step, step.rows, self._clock())
             self._awaited[step.step] = next(i for i in range(step.window, self._last + 1) if self._has(i))
             return Send(step, content)  # type: ignore[arg-type]
-        if content.ndim > 1 and content.shape != step.shape:  # a picture's rows may be wider than a hidden state
-            step = msgspec.structs.replace(step, shape=content.shape)
         apply(self._tail, step, self.kv_writer)
         if step.rows:
             self._end_step(step, content)
