@@ -202,7 +202,7 @@ def workload_of(run: RunConfig, model: ModelProfile) -> Workload:
         answer_tokens=run.answer_tokens,
     )
     rollback = rollback_of(run.speculate, run.batching, model)
-    return replace(work, rollback=rollback, whole_rows=run.whole_rows)
+    return replace(work, rollback=rollback, whole_rows=run.whole_rows, wire=run.wire)
 
 
 def default_workload(

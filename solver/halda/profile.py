@@ -477,7 +477,8 @@ class Workload:
     ``whole_rows`` in any case: a picture's, where each sees them all.
     Attention is llama.cpp's ``flash`` attention, or keeps the scores of all tokens: that takes more memory, and on a CPU
     less time for a token. With ``small_windows`` layers that attend to a window have little more of a KV cache than that.
-    Layers with a state have as many more of a sequence as rows can be taken back (``rollback``).
+    Layers with a state have as many more of a sequence as rows can be taken back (``rollback``). Devices that share layers
+    exchange sums in ``wire``.
     """
 
     context_tokens: int
@@ -491,6 +492,7 @@ class Workload:
     whole_rows: int = 0
     small_windows: bool = False
     rollback: int = 0
+    wire: Literal["f32", "f16"] = "f32"
 
     @property
     def step_rows(self) -> int:

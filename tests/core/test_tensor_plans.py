@@ -11,6 +11,7 @@ from msgspec.structs import replace as with_fields
 from halda import Infeasible, Plan, Rank, Window, assignments, evaluate, instance
 from halda.assignment import in_memory
 from halda.cost import hop_s
+from halda.shared import HALVING_S, places_of
 from primad.cli.run_options import DraftOptions, RunOptions, run_config
 from primad.errors import ConfigError, PlanError, ProtocolError, RankError
 from primad.gguf.splits import MAX_RANKS, ShareUnits
@@ -89,6 +90,17 @@ def test_a_token_costs_the_slowest_share_two_sums_a_layer_its_row_and_logits():
     assert whole.compute_s / 2 < found.compute_s < whole.compute_s
     uneven = evaluate(group(("desk", 3), ("mini", 1)), asked)
     assert found.compute_s < uneven.compute_s < whole.compute_s
+
+
+def test_prompts_over_a_slow_link_come_sooner_where_sums_are_sent_in_16_bits():
+    asked, groups = (
+        question(device("desk", ram=8 * GB), device("mini", ram=8 * GB)),
+        group(("desk", 1), ("mini", 1)).groups,
+    )
+    halved = asked.changed(workload=replace(asked.workload, wire="f16"))
+    both = [place.chunk_sum_s for each in (asked, halved) for place in places_of(each, groups)[1].values()]
+    link, sent_bytes = asked.link(0, 1), 4 * asked.members[0].prefill.rows * asked.model.hop_values
+    assert both[0] - both[1] == pytest.approx(sent_bytes / 2 / link.bytes_per_s - HALVING_S * sent_bytes / 4)
 
 
 def test_ranks_on_one_machine_share_its_cores_and_memory():
