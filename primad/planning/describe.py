@@ -99,8 +99,6 @@ def load_part(batches: Batches) -> LoadJson | None:
 def kept_part(planned: Planned) -> list[KeptJson]:
     """Where the KV cells of the workers are kept a second time."""
     plan, asked, tokens_per_s = planned.plan, planned.question, planned.batches.load.tokens_per_s
-    if plan.groups:  # one without a device has other shares
-        return []
     links = {pair: link.bytes_per_s for pair, link in asked.links.items()}
     bytes_of = token_bytes(plan, asked.model.layers, asked.workload.kv_type, links, tokens_per_s)
     devices = holders({each.device: each for each in asked.devices if each.device in bytes_of}, bytes_of)
@@ -119,6 +117,7 @@ def kept_part(planned: Planned) -> list[KeptJson]:
             tokens_per_s,
             why_not=why_not_kept(asked.model),
         )
+        if not plan.group_of(kept.device)  # without a device a group has other shares
     ]
 
 

@@ -348,12 +348,15 @@ class KvBackup:
 
     def _replicas(self, ring: HeadRing, forecast: Forecast) -> list[Kept]:
         options = self._service.options
-        if options.kv_backup == 0 or (ring.plan.groups and options.kv_backup is None):
-            return []  # a group without a device has other shares, unless another one takes its place
+        if options.kv_backup == 0:
+            return []
         links, tokens_per_s = self._devices.book.rates(ring.plan.devices), forecast.tokens_per_s
         layers, kv_type = self._service.model.profile.layers, options.run.kv_type
         devices = holders(ring.profiles, token_bytes(ring.plan, layers, kv_type, links, tokens_per_s))
-        return replicas(devices, ring.plan.head, links, tokens_per_s, always=options.kv_backup is not None)
+        is_asked = options.kv_backup is not None
+        found = replicas(devices, ring.plan.head, links, tokens_per_s, always=is_asked)
+        # A group without a device has other shares, unless another one takes its place.
+        return [each for each in found if is_asked or not ring.plan.group_of(each.device)]
 
     def _report_once(self, line: str) -> None:
         if line not in self._reported:
