@@ -66,6 +66,7 @@ def test_all_devices_compute_each_layer(group):
     assert [device["windows"] for device in devices] == [[[0, 6]]] * 3
     assert group.answer.finish == "length"
     assert ask(group.head, tokens=TOKENS).text == group.answer.text
+    assert group.head.status()["kv"] is not None, "each rank keeps the cells of its share"
 
 
 def test_drafts_of_a_group_change_no_token(group):
