@@ -21,6 +21,12 @@ SUMS: Final = 2
 """Of a layer: behind its attention and behind its network."""
 STREAMS_BYTES_PER_S: Final = 1e6
 """Shares do not stream: a search that takes a group for a device finds it too slow."""
+ECHO_SHARE: Final = 0.5
+"""Of what a program does for a token (``token_s``): what programs at both ends take of an echo one way. A rank polls its
+connection itself, without a thread or an event loop in between, and takes ``SUM_SHARE``."""
+SUM_SHARE: Final = 0.2
+MIN_DELAY_SHARE: Final = 0.2
+"""Of an echo, at least, is the network."""
 VALUE_BYTES: Final = 4
 HALVING_S: Final = 5e-9
 """For a value that is sent in 16 bits; measured on x86-64."""
@@ -172,7 +178,11 @@ def _sum_s(question: Instance, ranks: Sequence[int], values: float) -> float:
 
 
 def _message_s(question: Instance, source: int, target: int, values: float) -> float:
-    return cost.hop_s(question.link(source, target), values, 1)
+    """Seconds of a message between ranks: what an echo of the same size takes, without the programs that were asked."""
+    link, tokens_s = question.link(source, target), [question.devices[i].cpu.token_s for i in (source, target)]
+    echo_s = link.round_trip_s / 2
+    delay_s = max(MIN_DELAY_SHARE * echo_s, echo_s - ECHO_SHARE * sum(tokens_s) / 2)
+    return cost.hop_s(link, values, 1) - echo_s + delay_s + min(SUM_SHARE * max(tokens_s), echo_s)
 
 
 def share_of_model(model: ModelProfile, share: float) -> ModelProfile:

@@ -10,7 +10,6 @@ from msgspec.structs import replace as with_fields
 
 from halda import Infeasible, Plan, Rank, Window, assignments, evaluate, instance
 from halda.assignment import in_memory
-from halda.cost import hop_s
 from halda.shared import HALVING_S, places_of
 from primad.cli.run_options import DraftOptions, RunOptions, run_config
 from primad.errors import ConfigError, PlanError, ProtocolError, RankError
@@ -83,8 +82,10 @@ def test_a_token_costs_the_slowest_share_two_sums_a_layer_its_row_and_logits():
     both = [link(*pair, round_trip_s=0.002) for pair in (("desk", "mini"), ("mini", "desk"))]
     asked, alone = question(desk, mini, links=both), question(desk)
     found = evaluate(group(("desk", 1), ("mini", 1)), asked)
-    logits_s = hop_s(asked.link(1, 0), 1, asked.model.vocabulary / 2)
-    assert found.hop_s == pytest.approx((2 * 20 + 1) * asked.hops_s[0][1] + logits_s)
+    place = places_of(asked, group(("desk", 1), ("mini", 1)).groups)[1]["desk"]
+    assert found.hop_s == pytest.approx(2 * 20 * place.sum_s + place.spread_s + place.gather_s)
+    assert 0.001 < place.sum_s < asked.hops_s[0][1], "an echo passes programs that a sum does without"
+    assert place.gather_s > place.spread_s
     assert found.tpot_s == pytest.approx(found.compute_s + found.hop_s)
     whole = evaluate(replace(group(("desk", 1), ("mini", 1)), groups=()), alone)
     assert whole.compute_s / 2 < found.compute_s < whole.compute_s
