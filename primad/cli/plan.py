@@ -150,7 +150,6 @@ def _ask(
     from primad.gguf.architectures.table import NotCutError
     from primad.gguf.model import open_model
     from primad.gguf.shares import ShareRules, shared_ranks
-    from primad.gguf.splits import MAX_RANKS
     from primad.planning.adapters import (
         open_adapters,
         parse_lora,
@@ -179,7 +178,7 @@ def _ask(
     found = found_devices(fleet, files, live)
     checked: Checked = _unknown
     drafts: PlannedDraft | None = None
-    may_be_several, max_ranks, units, encoder = True, MAX_RANKS, None, None
+    may_be_several, max_ranks, units, encoder = True, None, None, None
     if path is not None:
         header, home = open_model(path, header_only=True), found.home or load_config({"home": live.home}).home
         adapters = open_adapters(parse_lora(lora), header)
@@ -206,7 +205,12 @@ def _ask(
         encoder = encoder_of_model_shape(model.model_shape)
     asked = ask(dataclasses.replace(wishes, head=wishes.head or found.own), found.devices, found.links, profile)
     more = dataclasses.replace(
-        asked, draft=drafts, encoder=encoder, may_be_several=may_be_several, max_ranks=max_ranks, units=units
+        asked,
+        draft=drafts,
+        encoder=encoder,
+        may_be_several=may_be_several,
+        max_ranks=max_ranks or asked.max_ranks,
+        units=units,
     )
     return more, checked
 

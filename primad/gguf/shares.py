@@ -372,6 +372,11 @@ class ShareRules:
         return sliced(tensor, axis, ranges)
 
 
+def ranks_of_shape(architecture: str, heads: int) -> int:
+    """How many devices can share layers of a model of which no more is known; 0 heads are not known either."""
+    return 1 if architecture in _REFUSED else min(MAX_RANKS, heads or MAX_RANKS)
+
+
 def shared_ranks(header: Header, limit: int) -> int:
     """How many of ``limit`` devices can share each layer. Raises ``NotCutError`` where fewer than two can."""
     rules = ShareRules(header)

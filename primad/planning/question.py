@@ -13,6 +13,7 @@ from halda import KV_BLOCK, CacheType, DeviceProfile, Limits, LinkProfile, Model
 from halda.cost import WITHOUT_FLASH
 from halda.instance import DEFAULT_LINK_BYTES_PER_S, DEFAULT_ROUND_TRIP_S
 from primad.errors import ConfigError
+from primad.gguf.shares import ranks_of_shape
 from primad.gguf.splits import MAX_RANKS, ShareUnits
 from primad.planning.default_context import first_context
 from primad.planning.drafting import rollback_of
@@ -141,6 +142,7 @@ def ask(
         limits=_limits(wishes, names),
         head=None if wishes.head is None else check_name(wishes.head, names, "--head"),
         time_limit_s=wishes.time_limit_s,
+        max_ranks=1 if model.is_recurrent else ranks_of_shape(model.architecture, model.heads),
     )
 
 

@@ -21,7 +21,7 @@ from primad.kv.cells import LAYER_NUMBERS, MAX_LAYERS
 from primad.network.messages import LinkGroup, decode_from_head
 from primad.planning.groups import all_in_one
 from primad.planning.plan import plan
-from primad.planning.question import default_workload
+from primad.planning.question import Wishes, ask, default_workload
 from primad.planning.replicas import cell_bytes
 from primad.planning.request import PlanRequest
 from primad.planning.run_config import RunConfig
@@ -246,6 +246,14 @@ def test_heads_are_counted_as_they_are_cut():
     assert {(rank.heads, rank.values) for rank in ranks} <= {*units.shares([rank.weight for rank in ranks])}
     by_weight = evaluate(group(("desk", 1), ("mini", 1)), asked).compute_s
     assert evaluate(all_in_one(asked, 2, units), asked).compute_s > by_weight
+
+
+def test_shapes_share_layers_as_far_as_their_architecture_and_heads_are_known_to_allow():
+    asked = ask(Wishes(head=None), [device("desk")], [], model())
+    assert asked.max_ranks == MAX_RANKS
+    few = ask(Wishes(head=None), [device("desk")], [], replace(model(), heads=3))
+    other = ask(Wishes(head=None), [device("desk")], [], replace(model(), architecture="gpt2"))
+    assert (few.max_ranks, other.max_ranks) == (3, 1)
 
 
 def test_a_plan_says_why_layers_are_shared_or_not():
