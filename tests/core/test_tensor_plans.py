@@ -184,6 +184,18 @@ def test_a_share_of_all_layers_is_a_load():
     assert decode_from_head(encode(a_group_load())) == a_group_load()
 
 
+def test_the_first_rank_of_a_group_has_windows_of_a_ring_and_others_may_have_shares_of_the_heads():
+    leads, follows = with_fields(GROUP, rank=0), GROUP
+    middle = {"window": 1, "route": 3, "assignment": in_memory(0, 2)}
+    for load in (a_group_load(**middle, group=leads), a_group_load(**middle, group=follows)):
+        assert decode_from_head(encode(load)) == load
+    tail = a_group_load(window=2, route=3, group=follows)
+    assert decode_from_head(encode(tail)) == tail
+    for changes in ({"window": 0, "assignment": in_memory(0, 2)}, {"window": 2}):
+        with pytest.raises(ProtocolError, match="the head's first or last window"):
+            decode_from_head(encode(a_group_load(route=3, group=leads, **changes)))
+
+
 @pytest.mark.parametrize(
     "changes",
     [
