@@ -1,6 +1,6 @@
 """Candidates for plans with tensor-parallel groups: which devices share layers, with which shares, in which ring. Pure.
 
-A group needs devices without GPUs and of like speed, with a link between any two on which the sums of all layers take less
+A group needs devices without GPUs and of like speed, with a cable between any two on which the sums of all layers take less
 than a token without groups.
 The group of a whole model costs what the evaluator says. In a ring a group is one device more to the solver, which divides
 the layers; what comes of that is judged by the evaluator like any other plan.
@@ -53,7 +53,8 @@ def group_sets(question: Instance, wishes: GroupWishes) -> list[tuple[str, ...]]
     def is_quick(a: int, b: int) -> bool:
         sums_s = sums * max(question.hops_s[a][b], question.hops_s[b][a])
         is_like = max(rates[a], rates[b]) <= MAX_RATIO * min(rates[a], rates[b])
-        return is_like and sums_s < wishes.below_s and question.link(a, b).works
+        is_wired = question.link(a, b).works and not question.in_air(a, b)  # sums of all would share the air
+        return is_wired and is_like and sums_s < wishes.below_s
 
     ordered = sorted(able, key=lambda i: -rates[i])
     pairs = {(a, b) for a, b in combinations(ordered, 2) if is_quick(a, b)}

@@ -295,6 +295,11 @@ def test_auto_takes_a_group_where_it_is_faster_and_possible():
     assert [rank.device for rank in chosen(0.0003, devices=with_gpu).groups[0]] == ["desk", "mini"]
 
 
+def test_devices_on_wifi_have_layers_of_their_own():
+    in_air = [replace(device(name, rate=4e9), wireless=True) for name in ("desk", "mini", "nas")]
+    assert chosen(0.0003, devices=in_air).groups == ()
+
+
 @pytest.mark.parametrize("asked", [{"batching": "exact"}, {"windows": (4, 4)}, {"speculate": "mtp"}])
 def test_auto_shares_no_layers_of_what_a_group_does_not_compute(asked):
     assert RunConfig(parallel="auto").may_share
