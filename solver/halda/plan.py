@@ -247,7 +247,7 @@ class Plan:
 
     def place_of(self, device: str) -> str:
         """Whose windows in the route ``device`` computes: those of its group's first one, or its own."""
-        ranks = self.group_of(device)
+        ranks = self.group_of(device) if self.groups else ()  # asked for each window that is judged
         return ranks[0].device if ranks else device
 
     def windows_of(self, device: str) -> tuple[tuple[int, Window], ...]:
