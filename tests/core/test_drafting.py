@@ -128,6 +128,41 @@ def test_drafts_that_win_no_time_end_and_are_tried_again_ever_more_rarely(drafte
     assert any(wanted[-PAUSES[1] - JUDGED_AFTER :])
 
 
+def unevenly_paced(times: float, tokens: int) -> tuple[float, float]:
+    """What share of tokens has drafts, and how many times as long all take, where each takes half or twice as long by chance,
+    and one with drafts so many ``times`` as long."""
+    drafted, took_s, alone_s = 0, 0.0, 0.0
+    for seed in range(20):
+        pace, now, chance = Pace(), 0.0, random.Random(seed)
+        for _ in range(tokens):
+            wants, gap_s = pace.wants(0.7), chance.lognormvariate(0, 0.4)
+            drafted, alone_s = drafted + wants, alone_s + gap_s
+            now += gap_s * (times if wants else 1)
+            pace.took(now, drafted=wants, missed=wants and chance.random() > 0.7)
+        took_s += now
+    return drafted / tokens / 20, took_s / alone_s
+
+
+@pytest.mark.parametrize(("times", "share"), [(0.7, 0.87), (0.8, 0.77)])
+def test_tokens_that_are_late_by_chance_end_no_drafts_that_win(times, share):
+    assert unevenly_paced(times, 200)[0] >= share
+
+
+@pytest.mark.parametrize("times", [1.1, 1.2, 1.5])
+def test_drafts_that_lose_time_cost_little_though_tokens_are_late_by_chance(times):
+    assert unevenly_paced(times, 1000)[1] <= 1.03
+
+
+def test_drafts_that_won_before_they_lost_are_tried_again_as_soon_as_the_first_time():
+    pace, now, wanted = Pace(), 0.0, []
+    for token in range(3000):
+        wanted.append(pace.wants(0.7))
+        is_lost = token % 300 > 270
+        now += (1.5 if is_lost else 0.7) if wanted[-1] else 1.0
+        pace.took(now, drafted=wanted[-1], missed=False)
+    assert sum(wanted) > 2500
+
+
 def test_drafts_of_which_none_holds_end_sooner():
     pace = Pace()
     for now in range(BEGINS_AFTER):

@@ -3,7 +3,8 @@
 As in PipeInfer (Butler et al., 2024) the confidence that is needed rises by a recovery factor where drafts fail, and falls
 by a decay factor where the ring was idle although there was a draft. Both adapt: they become bolder while drafts win time.
 What they win is measured: the time from token to token with drafts on their way and without. Where it is no shorter with
-them there are none for a while, each time for twice as long.
+them there are none for a while, each time for twice as long until they win again. Other programs make single tokens late:
+what may be chance is first compared with more tokens.
 
 Each trial may cost something, and who asks for a short answer pays for one as well. So what trials cost is counted for all
 answers of a ring together, and another one begins when that and another such loss are a small share of all time: a draft
@@ -29,6 +30,9 @@ EVIDENT: Final = 0.6
 """Of the time of that one token: drafts that take so much at most win, whatever held it up."""
 JUDGED_AFTER: Final = 16
 """Tokens with drafts."""
+SURE_AFTER: Final = 32
+"""Tokens without drafts: while fewer are known, drafts that seem to lose no more than chance explains are compared with
+more of them before they end."""
 HOPELESS_AFTER: Final = 8
 """Tokens with drafts of which none held."""
 MAX_LOST: Final = 0.03
@@ -38,7 +42,7 @@ ENDS_AT: Final = 5.0
 _CAPPED: Final = 4.0
 """A token that takes more than so many times as long as without drafts was held up by something else as well, unless it
 happens again."""
-PAUSES: Final = (32, 1024)
+PAUSES: Final = (16, 1024)
 """Tokens without drafts after they did not pay, for the first time and at most, unless what was lost takes more."""
 _FADES: Final = 0.95
 _CUTOFF: Final = (0.1, 0.4, 0.95)
@@ -68,20 +72,30 @@ class Losses:
 
 @dataclass(slots=True)
 class _Gaps:
-    """The mean time from token to token, of late."""
+    """The mean time from token to token, of late, and how far it may be off."""
 
     sum_s: float = 0.0
+    squares_s2: float = 0.0
     weight: float = 0.0
+    squared_weights: float = 0.0
     count: int = 0
 
     def add(self, gap_s: float, counts: int) -> None:
         self.sum_s = self.sum_s * _FADES + gap_s
+        self.squares_s2 = self.squares_s2 * _FADES + gap_s**2
         self.weight = self.weight * _FADES + 1
+        self.squared_weights = self.squared_weights * _FADES**2 + 1
         self.count += counts
 
     @property
     def mean_s(self) -> float:
         return self.sum_s / self.weight
+
+    @property
+    def error_s2(self) -> float:
+        """The square of the standard error of the mean."""
+        spread_s2 = max(0.0, self.squares_s2 / self.weight - self.mean_s**2)
+        return spread_s2 * self.squared_weights / self.weight**2
 
 
 @dataclass(slots=True)
@@ -197,8 +211,18 @@ class Pace:
         elif wins:
             self._recovery = max(_RECOVERY[0], self._recovery * _ADAPTS)
             self._decay = max(_DECAY[0], self._decay * _ADAPTS)
+            if self._trial.lost_s < -ENDS_AT * self._without.mean_s:
+                self._pause = PAUSES[0]
+        elif self._trial.held and self._may_win and self._without.count < SURE_AFTER:
+            self._off = BEGINS_AFTER
         else:
             self._end()
+
+    @property
+    def _may_win(self) -> bool:
+        """Whether they may win though the means say otherwise, which are off by so much in one case of six."""
+        gained_s = self._without.mean_s - self._with.mean_s
+        return gained_s > -((self._with.error_s2 + self._without.error_s2) ** 0.5)
 
     def _end(self) -> None:
         """Drafts did not pay."""
