@@ -327,6 +327,11 @@ class Allowed:
         self._all_but_ends = TokenSet.all_of(vocabulary).without(self._ends) if self._must_go_on else None
 
     @property
+    def has_grammar(self) -> bool:
+        """Whether what may come next hangs on the tokens before it."""
+        return self._mask is not None
+
+    @property
     def leaves_out(self) -> bool:
         """Whether there may be tokens that may not come next."""
         return self._mask is not None or self._must_go_on

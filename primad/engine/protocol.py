@@ -341,6 +341,10 @@ class Sampler(Protocol):
     def sample(self, row: int, kept: LogitsRow | None = None) -> int:
         """The next token from the logits of row ``row`` of the last ``LogitsWindow.forward``, or from ``kept`` ones."""
 
+    def peek(self, logits: LogitsRow, index: int) -> int | None:
+        """Token ``index`` of the answer, if it is drawn from such ``logits`` as far as its history is known. Nothing is
+        drawn, or remembered. None where the likeliest token comes next as well as any: a draft needs no draw then."""
+
     @property
     def mirostat_mu(self) -> float | None:
         """What a sampler that goes on behind the last token must be told in ``Sampling``; None without mirostat."""

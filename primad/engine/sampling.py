@@ -65,6 +65,9 @@ class GreedySampler:
             self._allowed.took(token)
         return token
 
+    def peek(self, logits: LogitsRow, index: int) -> None:
+        """The likeliest token is the best draft."""
+
     def release(self) -> None:
         """Give back what it holds."""
         if self._allowed is not None:
@@ -206,18 +209,18 @@ class ChainSampler:
         if sampling.min_p > 0:
             yield llama.llama_sampler_init_min_p(sampling.min_p, 1)
 
-    def _drawing(self) -> Iterable[Any]:
-        """What is made for each token."""
+    def _drawing(self, index: int) -> Iterable[Any]:
+        """What is made for token ``index`` of the answer."""
         sampling = self._sampling
         if sampling.is_greedy:
             return
-        seed = sampling_seed(sampling.seed, self._sampled)
+        seed = sampling_seed(sampling.seed, index)
         if sampling.mirostat:
             yield self._mirostat(seed)
             return
         if sampling.xtc_probability > 0:
             yield llama.llama_sampler_init_xtc(
-                sampling.xtc_probability, sampling.xtc_threshold, 1, sampling_seed(seed, self._sampled)
+                sampling.xtc_probability, sampling.xtc_threshold, 1, sampling_seed(seed, index)
             )
         yield self._temperature()
         yield llama.llama_sampler_init_dist(seed)
@@ -249,10 +252,7 @@ class ChainSampler:
         candidates = None if allowed is None else allowed.ids
         if self._chain is None:
             self._begin()
-        while (count := llama.llama_sampler_chain_n(self._chain)) > self._kept:
-            llama.llama_sampler_free(llama.llama_sampler_chain_remove(self._chain, count - 1))
-        for sampler in self._drawing():
-            self._add(sampler)
+        self._draw_at(self._sampled)
         self._sampled += 1
         is_here = kept is None and self._context is not None
         if candidates is None and (self._is_mirostat or self._is_biased_here or not is_here):
@@ -264,7 +264,21 @@ class ChainSampler:
         self._allowed.took(token)
         return token
 
-    def _choose(self, candidates: Candidates, logits: LogitsRow) -> int:
+    def _draw_at(self, index: int) -> None:
+        """Have the chain draw token ``index``."""
+        while (count := llama.llama_sampler_chain_n(self._chain)) > self._kept:
+            llama.llama_sampler_free(llama.llama_sampler_chain_remove(self._chain, count - 1))
+        for sampler in self._drawing(index):
+            self._add(sampler)
+
+    def peek(self, logits: LogitsRow, index: int) -> int | None:
+        if self._chain is None or self._sampling.is_greedy or self._is_mirostat or self._allowed.has_grammar:
+            return None
+        allowed = self._allowed.next()
+        self._draw_at(index)
+        return int(self._drawn(np.arange(self._vocabulary) if allowed is None else allowed.ids, logits).id)
+
+    def _drawn(self, candidates: Candidates, logits: LogitsRow) -> Any:
         """One of ``candidates``, the only ones that the chain sees."""
         entries = np.zeros(len(candidates), _ENTRY)
         if self._is_biased_here:
@@ -275,9 +289,13 @@ class ChainSampler:
         shown = llama.llama_token_data_array(data, len(entries), -1, False)
         if len(entries) > 1:
             llama.llama_sampler_apply(self._chain, ctypes.byref(shown))
-        chosen = shown.data[max(shown.selected, 0)]
+        return llama.llama_token_data.from_buffer_copy(shown.data[max(shown.selected, 0)])
+
+    def _choose(self, candidates: Candidates, logits: LogitsRow) -> int:
+        """The next token, one of ``candidates``."""
+        chosen = self._drawn(candidates, logits)
         if self._is_mirostat:
-            surprise = -math.log2(max(chosen.p, _MIN_P)) if len(entries) > 1 else 0.0
+            surprise = -math.log2(max(chosen.p, _MIN_P)) if len(candidates) > 1 else 0.0
             self._mu -= self._sampling.mirostat_eta * (surprise - self._sampling.mirostat_tau)
         token = int(chosen.id)
         llama.llama_sampler_accept(self._chain, token)
@@ -287,3 +305,4 @@ class ChainSampler:
         self._allowed.release()
         if self._chain is not None:
             llama.llama_sampler_free(self._chain)
+            self._chain = None

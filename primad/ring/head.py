@@ -408,11 +408,11 @@ class Head:
         if not math.isfinite(self._tail.logits(row).max()):
             self._failure = self._spoilt(not_finite(self._tail), self._last)
             return SampledToken(token=0, ends=True, error=str(self._failure), reason="error")
+        sampler = self._sampler_for(generate)
         if self._predictor is not None:
             drafter = self._scheduler.drafter_of(generate.request)
             if isinstance(drafter, PredictedDrafter):
-                drafter.drawn_from(step.positions[row], self._predictor.state(row))
-        sampler = self._sampler_for(generate)
+                drafter.drawn_from(step.positions[row], self._predictor.state(row), sampler.peek)
         return self._sample(generate, sampler, row) if self._is_ready(sampler) else None
 
     def _is_ready(self, sampler: Sampler) -> bool:

@@ -129,8 +129,8 @@ def test_drafts_that_win_no_time_end_and_are_tried_again_ever_more_rarely(drafte
 
 
 def unevenly_paced(times: float, tokens: int) -> tuple[float, float]:
-    """What share of tokens has drafts, and how many times as long all take, where each takes half or twice as long by chance,
-    and one with drafts so many ``times`` as long."""
+    """What share of tokens has drafts, and how many times as long all take. By chance each takes half or twice as long, and
+    one with drafts so many ``times`` as long."""
     drafted, took_s, alone_s = 0, 0.0, 0.0
     for seed in range(20):
         pace, now, chance = Pace(), 0.0, random.Random(seed)

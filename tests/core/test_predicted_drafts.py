@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
+from primad.engine.protocol import Sampling
 from primad.ring.grouping import Batching
 from primad.ring.messages import Finished
 from primad.ring.speculation.drafter import Drafting
@@ -20,13 +22,13 @@ AHEAD = Drafting(room=4, adapts=False)
 ALONE, RING = (), ((2, 1),)
 
 
-def finished(ring: FakeRing, *prompts: list[int], **options: Any) -> list[Finished]:
+def finished(ring: FakeRing, *prompts: list[int], sampling: Sampling = GREEDY) -> list[Finished]:
     """How the answers to ``prompts`` ended, each of which is what it is without drafts."""
     for request, prompt in enumerate(prompts):
-        ring.head.submit(generate(request, prompt, tokens=TOKENS, **options))
+        ring.head.submit(generate(request, prompt, tokens=TOKENS, sampling=sampling))
     ring.run()
     for request, prompt in enumerate(prompts):
-        assert ring.answer(request)[0] == ring.model.answer(prompt, TOKENS, GREEDY)
+        assert ring.answer(request)[0] == ring.model.answer(prompt, TOKENS, sampling)
     return [event for event in ring.events if isinstance(event, Finished)]
 
 
@@ -49,6 +51,16 @@ def test_drafts_hold_as_often_as_the_layers_are_right_so_each_token_had_its_own_
 @pytest.mark.parametrize(("rounds", "drafting"), WAYS, ids=["alone", "ring", "ahead"])
 def test_the_text_stays_what_it_is_however_often_they_hold_also_where_masks_are_late(rounds, drafting, share, seed):
     finished(ring_with(FakePredictor(share), rounds, drafting, seed=seed), [9, 8, 7])
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize(("rounds", "drafting"), WAYS, ids=["alone", "ring", "ahead"])
+def test_drafts_are_drawn_as_tokens_are_so_those_of_layers_that_are_right_hold_at_any_temperature(
+    rounds, drafting, temperature
+):
+    sampling = msgspec.structs.replace(GREEDY, temperature=temperature, seed=5)
+    (end,) = finished(ring_with(FakePredictor(None), rounds, drafting), [9, 8, 7], sampling=sampling)
+    assert end.accepted >= 0.95 * end.drafted > 0.5 * TOKENS
 
 
 @pytest.mark.parametrize("rounds", [ALONE, RING], ids=["alone", "ring"])

@@ -432,18 +432,22 @@ class _Draws:
 
     def draw(self, logits: NDArray[np.float32]) -> int:
         """The next token; remembers it."""
+        token = self.at(logits, self._index)
+        self._index += 1
+        self._seen.append(token)
+        return token
+
+    def at(self, logits: NDArray[np.float32], index: int) -> int:
+        """Token ``index``, as far as is known what comes before it."""
         scores = logits.astype(np.float64)
         for token, bias in biases_in(self.sampling.logit_bias):
             scores[token] += bias
         if self.sampling.penalty_tokens > 0:
             scores[list(set(self._seen[-self.sampling.penalty_tokens :]))] -= self.sampling.presence_penalty
         if not self.sampling.is_greedy:
-            random = np.random.default_rng(sampling_seed(self.sampling.seed, self._index))
+            random = np.random.default_rng(sampling_seed(self.sampling.seed, index))
             scores = scores / self.sampling.temperature + random.gumbel(size=len(scores))
-        token = int(scores.argmax())
-        self._index += 1
-        self._seen.append(token)
-        return token
+        return int(scores.argmax())
 
 
 class FakeSampler:
@@ -476,6 +480,10 @@ class FakeSampler:
         if self._draws.sampling.grammar is not None:
             raise GrammarError("the fake follows no grammar")
         return self._draws.draw(self._window.logits(row) if kept is None else kept)
+
+    def peek(self, logits: LogitsRow, index: int) -> int | None:
+        assert self._open, "a sampler was used after its release"
+        return None if self._draws.sampling.is_greedy else self._draws.at(logits, index)
 
     def release(self) -> None:
         assert self._open, "a sampler was released twice"

@@ -18,11 +18,12 @@ _BITS, _PARTS = 20, 4
 class FakePredictor:
     """Right in the ``share`` of cases, of which it is as sure. A state stands for the whole text up to its token.
 
+    With a share of None it says what the model says.
     It fails at call ``fails_at``. ``calls`` counts those that draft, ``begun`` those that begin anew, and ``held`` is how
     many tokens it knows.
     """
 
-    def __init__(self, share: float, *, cells: int = 4096, fails_at: int | None = None) -> None:
+    def __init__(self, share: float | None, *, cells: int = 4096, fails_at: int | None = None) -> None:
         self.share, self.cells, self.fails_at = share, cells, fails_at
         self.calls = self.begun = 0
         self._keeps = False
@@ -68,6 +69,8 @@ class FakePredictor:
             raise EngineError("llama.cpp failed")
         self.read(tokens, states, first)
         text = self._texts[-1][0]
+        if self.share is None:
+            return self._model.scores(text), _encoded(self._texts[-1])
         right, chance = int(self._model.scores(text).argmax()), random.Random(text)
         token = right if chance.random() < self.share else (right + 1) % self._model.vocabulary
         logits = np.zeros(self._model.vocabulary, np.float32)

@@ -18,6 +18,7 @@ for those of the step after it; or the step waits until there are n of them, whi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -222,7 +223,7 @@ class Pace:
     def _may_win(self) -> bool:
         """Whether they may win though the means say otherwise, which are off by so much in one case of six."""
         gained_s = self._without.mean_s - self._with.mean_s
-        return gained_s > -((self._with.error_s2 + self._without.error_s2) ** 0.5)
+        return gained_s > -math.sqrt(self._with.error_s2 + self._without.error_s2)
 
     def _end(self) -> None:
         """Drafts did not pay."""

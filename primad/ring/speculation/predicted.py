@@ -9,23 +9,29 @@ They have read what comes before, as far as states of it came back: of a prompt 
 computed for one row alone, or the answer's first token would have other last bits. What they have not read is as if it were
 not there: their own positions count what they know.
 
+Each draw of an answer has a seed of its own. So what follows is drawn from what the layers say as it will be from what the
+model says: where both are alike the draft holds, and not as often only as the likeliest token is drawn.
+
 The head computes them between its own windows. What that takes is part of the time of a token, which tells whether it pays.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from primad.engine.protocol import Hidden, Predictor
+from primad.engine.protocol import Hidden, LogitsRow, Predictor
 from primad.errors import EngineError
 from primad.ring.speculation.branches import likely
 from primad.ring.speculation.drafter import MAX_ROOM, DraftToken, HeldShare
 from primad.ring.speculation.lookup import PromptLookup
 
 logger = logging.getLogger(__name__)
+
+Peeks = Callable[[LogitsRow, int], int | None]
+"""``Sampler.peek`` (``engine/protocol.py``)."""
 
 CHAIN: Final = 4
 """So many drafts are computed one behind the other from states of their own before those of the model are taken again."""
@@ -45,11 +51,23 @@ _SURE_ALONE: Final = 0.9
 
 @dataclass(frozen=True, slots=True)
 class _Predicted:
-    """What may follow a place, the likeliest first; ``depth`` states before it were drafted as well."""
+    """What may follow a place, the draft first, then the likeliest; ``depth`` states before it were drafted as well.
+
+    Of a draft that is drawn the likeliest token says how sure it is: the more likely that is, the less is left to others.
+    """
 
     tokens: tuple[DraftToken, ...]
     state: Hidden
     depth: int
+    is_drawn: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shares:
+    """How often drafts held, by depth and by how sure the layers were: of likely tokens, and of those that were drawn."""
+
+    likely: list[list[HeldShare]]
+    drawn: list[list[HeldShare]]
 
 
 class PredictedDrafters:
@@ -59,7 +77,10 @@ class PredictedDrafters:
         self._predictor = predictor
         self._latest: PredictedDrafter | None = None
         first = [(level + 0.5) / _LEVELS for level in range(_LEVELS)]
-        self._shares = [[HeldShare(sure * _WEIGHT, _WEIGHT) for sure in first] for _ in range(_DEPTHS)]
+        self._shares = _Shares(
+            likely=[[HeldShare(sure * _WEIGHT, _WEIGHT) for sure in first] for _ in range(_DEPTHS)],
+            drawn=[[HeldShare((1 + sure) / 2 * _WEIGHT, _WEIGHT) for sure in first] for _ in range(_DEPTHS)],
+        )
 
     def __call__(self, prompt: Sequence[int]) -> PredictedDrafter:
         if self._latest is not None:
@@ -69,11 +90,12 @@ class PredictedDrafters:
 
 
 class PredictedDrafter:
-    """Drafts for an answer to ``prompt``. ``shares`` count how often they held, by depth and by how sure the layers were."""
+    """Drafts for an answer to ``prompt``. ``shares`` count how often they held."""
 
-    def __init__(self, prompt: Sequence[int], predictor: Predictor, shares: list[list[HeldShare]]) -> None:
+    def __init__(self, prompt: Sequence[int], predictor: Predictor, shares: _Shares) -> None:
         self._lookup = PromptLookup(prompt)
-        self._text = list(prompt)
+        self._text, self._prompt = list(prompt), len(prompt)
+        self._peek: Peeks = lambda logits, index: None
         self._predictor, self._shares = predictor, shares
         self._states: dict[int, Hidden] = {}
         """By position, of tokens of the text behind which nothing was computed."""
@@ -85,9 +107,11 @@ class PredictedDrafter:
         self._has_worked = False
         self.is_followed = True
 
-    def drawn_from(self, position: int, state: Hidden) -> None:
-        """The next token is drawn behind the one at ``position``, which left ``state``."""
+    def drawn_from(self, position: int, state: Hidden, peek: Peeks) -> None:
+        """The next token is drawn behind the one at ``position``, which left ``state``. Drafts are drawn by
+        ``peek``."""
         if self.is_followed:
+            self._peek = peek
             self._states[position] = state
             if len(self._states) > MAX_STATES:
                 del self._states[next(iter(self._states))]
@@ -128,7 +152,7 @@ class PredictedDrafter:
 
     def _count(self, found: _Predicted, token: int) -> None:
         first = found.tokens[0]
-        self._share(first, found.depth).count(held=first.token == token)
+        self._share(first, found).count(held=first.token == token)
 
     @property
     def works(self) -> bool:
@@ -155,7 +179,7 @@ class PredictedDrafter:
             found = None
         if found is None:
             return looked_up
-        sure = self._share(found.tokens[0], found.depth).sure
+        sure = self._share(found.tokens[0], found).sure
         if looked_up is not None and looked_up.sure > sure + _SURER:
             return looked_up
         return DraftToken(token=found.tokens[0].token, sure=sure)
@@ -164,7 +188,7 @@ class PredictedDrafter:
         if not self.is_followed or len(self._found) <= len(drafts) or self._path[: len(drafts)] != list(drafts):
             return []
         found = self._found[len(drafts)]  # another one may have been looked up in place of the first
-        return [DraftToken(token=each.token, sure=self._share(each, found.depth).sure) for each in found.tokens]
+        return [DraftToken(token=each.token, sure=self._share(each, found).sure) for each in found.tokens]
 
     def _behind(self, drafts: Sequence[int]) -> _Predicted | None:
         """What may follow ``drafts``, computed if it is not; None where nothing is known of the text, or they are unsure."""
@@ -184,7 +208,8 @@ class PredictedDrafter:
                 continue
             if share < MIN_SHARE or place >= MAX_ROOM:
                 return None
-            self._found.append(self._compute([token], [before.state], self._read + place, before.depth + 1))
+            found = self._compute([token], [before.state], self._read + place, before.depth + 1, place + 1)
+            self._found.append(found)
             self._path.append(token)
         return self._found[count]
 
@@ -201,20 +226,30 @@ class PredictedDrafter:
         if first == end:
             return bool(self._found)
         states = [self._states[position - 1] for position in range(first, end)]
-        self._path, self._found = [], [self._compute(self._text[first:end], states, self._place(end - first), 0)]
+        self._path, self._found = [], [self._compute(self._text[first:end], states, self._place(end - first), 0, 0)]
         self._states = {position: state for position, state in self._states.items() if position >= end - 1}
         self._read, self._end = self._read + end - first, end
         return True
 
-    def _compute(self, tokens: Sequence[int], states: Sequence[Hidden], first: int, depth: int) -> _Predicted:
+    def _compute(
+        self, tokens: Sequence[int], states: Sequence[Hidden], first: int, depth: int, drafts: int
+    ) -> _Predicted:
+        """What follows ``tokens``, so many of which are ``drafts`` behind the text."""
         self._has_worked = True
         logits, state = self._predictor.predict(tokens, states, first)
-        return _Predicted(tuple(likely(logits)), state, depth)
+        found = likely(logits)
+        drawn = self._peek(logits, len(self._text) - self._prompt + drafts)
+        if drawn is None:
+            return _Predicted(tuple(found), state, depth, is_drawn=False)
+        others = (each for each in found if each.token != drawn)
+        return _Predicted((DraftToken(token=drawn, sure=found[0].sure), *others), state, depth, is_drawn=True)
 
     def _sure_of(self, found: _Predicted, token: int) -> float:
         """How often ``token`` is what follows there."""
         each = next((each for each in found.tokens if each.token == token), None)
-        return _UNLIKELY if each is None else self._share(each, found.depth).sure
+        return _UNLIKELY if each is None else self._share(each, found).sure
 
-    def _share(self, draft_token: DraftToken, depth: int) -> HeldShare:
-        return self._shares[min(depth, _DEPTHS - 1)][min(int(draft_token.sure * _LEVELS), _LEVELS - 1)]
+    def _share(self, draft_token: DraftToken, found: _Predicted) -> HeldShare:
+        is_drawn = found.is_drawn and draft_token is found.tokens[0]
+        shares = self._shares.drawn if is_drawn else self._shares.likely
+        return shares[min(found.depth, _DEPTHS - 1)][min(int(draft_token.sure * _LEVELS), _LEVELS - 1)]

@@ -1,0 +1,65 @@
+"""What a sampler peeks at is what it draws, if the logits are what they were thought to be; and asking changes no draw."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from primad.engine import sampling as engine
+from primad.engine.masks import Allowed
+from primad.engine.protocol import GREEDY, packed_biases
+
+SIZE, TOKENS = 64, 12
+LOGITS = np.random.default_rng(1).normal(0, 1.5, (TOKENS, SIZE)).astype(np.float32)
+WORDS: Any = SimpleNamespace(tokens=lambda: SimpleNamespace(handle=None))
+
+
+class Rows:
+    def logits(self, row: int) -> Any:
+        return LOGITS[row]
+
+
+def chain(**fields: Any) -> engine.ChainSampler:
+    """Behind one token that was sampled before."""
+    sampling = msgspec.structs.replace(GREEDY, **{"temperature": 0.8, "seed": 3, **fields})
+    allowed = Allowed(sampling, frozenset({7}), 1, None, vocabulary=SIZE)
+    return engine.ChainSampler(None, Rows(), engine.DrySamplers(WORDS), sampling, [1], [3], allowed, context_tokens=64)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 3.0},
+        {"top_k": 8, "top_p": 0.9, "min_p": 0.05},
+        {"ignore_eos": True, "logit_bias": packed_biases([(7, 9.0), (4, 2.0)])},
+        {"xtc_probability": 0.5, "xtc_threshold": 0.1},
+        {"temperature": 1.0, "temperature_range": 0.5},
+    ],
+    ids=str,
+)
+def test_a_draw_of_logits_that_come_true_is_peeked_at_one_token_ahead_and_two(fields):
+    expected = [chain_.sample(row) for chain_ in [chain(**fields)] for row in range(TOKENS)]
+    asked = chain(**fields)
+    assert asked.peek(LOGITS[0], 1) is None, "nothing was drawn from it yet"
+    found = [asked.sample(0)]
+    for row in range(1, TOKENS):
+        ahead = [asked.peek(LOGITS[place], place + 1) for place in range(row, min(row + 2, TOKENS))]
+        assert ahead == expected[row : row + 2]
+        found.append(asked.sample(row))
+    assert found == expected
+    assert len(set(found)) > 1
+    asked.release()
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0.0, "repeat_penalty": 1.1, "penalty_tokens": 8}, {"mirostat": 2}])
+def test_where_no_seed_decides_the_likeliest_token_is_the_draft(fields):
+    asked = chain(**fields)
+    token = asked.sample(0)
+    assert asked.peek(LOGITS[1], 2) is None
+    assert token == chain(**fields).sample(0)
+    asked.release()
