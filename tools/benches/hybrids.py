@@ -7,7 +7,7 @@ cores; more count as machines with a core each while there are as many, else the
 - ``pause``: a worker of a ring of three is killed late in a response, or early: the longest wait for a token from there on.
   Each time the ring is a new one.
 - ``mtp``: tokens/s with drafts of the model's own layer, of those of a head with ``--speculate off``: of a model made so
-  that 7 drafts of 10 hold (``lab/controlled.py``), and of one of random weights.
+  that the share ``--right`` of drafts holds (``lab/controlled.py``), and of one of random weights.
   With ``--quantisation bf16 --width 2048 --layers 8`` a step is bound by memory more than by computing. No profile compares
   rows of BF16, so alone it has drafts with ``--batching fast`` only, and the text may differ.
 - ``four``: four requests at once, in total tokens/s, of one.
@@ -52,7 +52,8 @@ TURN: Final = 0.2
 PAUSE: Final = 1.5
 """Late in a response, of that early in it at most."""
 FASTER: Final = {1: 1.3, 2: 1.6}
-"""With drafts of which 7 of 10 hold, by devices: so many times the tokens/s at least."""
+"""With drafts of which ``RIGHT`` hold, by devices: so many times the tokens/s at least."""
+RIGHT: Final = 0.7
 SAME: Final = 0.97
 """With drafts that do not hold."""
 
@@ -78,7 +79,7 @@ def _model(run: Run, *, is_right: bool = False) -> tuple[Path, float]:
     name = run.options.architecture
     path, shape = run.folder() / f"{name}.gguf", _shape(run.options)
     if is_right:
-        return path, write_controlled(path, name, **shape)
+        return path, write_controlled(path, name, right=run.options.right, **shape)
     values = {f"{name}.nextn_predict_layers": scalar_value(GGUFValueType.UINT32, 1)}
     write_model(path, architecture=name, values=values, **shape)
     return path, 1.0
@@ -171,7 +172,8 @@ async def _drafted(run: Run, devices: int, is_right: bool) -> None:
     )
     drafts, plans = heads["mtp"].status()["drafts"] or {}, " and ".join(head.plan() for head in heads.values())
     note = f"layers {plans}, {drafts.get('accepted', 0)} of {drafts.get('drafted', 0)} drafts held"
-    what, at_least = ("7 of 10 right", FASTER.get(devices)) if is_right else ("random", SAME)
+    faster = FASTER.get(devices) if options.right == RIGHT else None
+    what, at_least = (f"{10 * options.right:g} of 10 right", faster) if is_right else ("random", SAME)
     more = {"devices": devices, "at_least": at_least, "is_same": off == on, "note": note}
     _add(run, "mtp", f"tokens/s with MTP, {what}", on_s, off_s, **more)
 
@@ -218,6 +220,7 @@ BENCH: Final = Bench(
         flag("--devices", type=int, nargs="+", default=[1, 2], help="of all cases but pause, which has 3"),
         flag("--lengths", type=int, nargs=2, default=[100, 4000], help="tokens of a response before a worker dies"),
         flag("--tokens", type=int, default=192, help="of a response with drafts, or beside others"),
+        flag("--right", type=float, default=RIGHT, help="of the drafts of the model that is made for that"),
         flag("--batching", choices=BATCHING_MODES, default="auto", help="of heads with drafts and without"),
     ),
 )

@@ -1,12 +1,13 @@
 """A model whose own layer for multi-token prediction is right: each next token follows from the one before it alone.
 
 Attention and feed-forward add nothing, so what comes out of the layers is the token's embedding, and the layer behind them
-hands on the embedding of its token in place of the state. Sampled at a temperature, its drafts hold as often as the most
-likely token is drawn.
+hands on the embedding of its token in place of the state, with as much noise as makes its drafts hold as often as they
+are to. Drafts are drawn with the seeds of their tokens: without noise all hold.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,32 @@ ADDS: tuple[str, ...] = (
 )
 
 
-def write_controlled(path: Path, architecture: str = "glm4moe", **shape: Any) -> float:
-    """Write one of ``shape``, as ``synth.write_model`` takes it; the temperature at which 7 drafts of 10 hold."""
+LIKELIEST = 0.7
+"""In this share of cases the likeliest token is drawn."""
+
+
+def write_controlled(path: Path, architecture: str = "glm4moe", *, right: float = 1.0, **shape: Any) -> float:
+    """Write one of ``shape``, as ``synth.write_model`` takes it; the temperature at which the share ``right`` of its drafts
+    holds.
+    """
     values = {f"{architecture}.nextn_predict_layers": scalar_value(GGUFValueType.UINT32, 1)}
     synth.write_model(path, architecture=architecture, values=values, **shape)
     header = read_header(path)
+    hidden, matrix = _normed(_content(header, "token_embd.weight")), _matrix(header)
+    temperature = _bisected(lambda each: float(_likely(hidden, matrix, each).max(axis=1).mean()), LIKELIEST)
+    width = hidden.shape[1]
+    noise = np.random.default_rng(1).normal(0, width**-0.5, (width, width)).astype(np.float32)
+    if right < 1:
+        exact = _likely(hidden, matrix, temperature)
+
+        def held(size: float) -> float:
+            return _drawn_alike(
+                exact, _likely(_normed(hidden + hidden @ (np.float32(size) * noise).T), matrix, temperature)
+            )
+
+        noise *= np.float32(_bisected(held, right))
+    else:
+        noise *= 0
     predicting = f"blk.{layer_count(header)}."
     with path.open("r+b") as file:
 
@@ -46,13 +68,14 @@ def write_controlled(path: Path, architecture: str = "glm4moe", **shape: Any) ->
             if name.endswith(ADDS):
                 put(tensor, bytes(tensor.bytes))
             elif name == f"{predicting}nextn.eh_proj.weight":
-                width = tensor.shape[1]
-                put(tensor, _packed(np.eye(width, 2 * width, dtype=np.float32), tensor))
+                projection = np.eye(width, 2 * width, dtype=np.float32)
+                projection[:, :width] += noise
+                put(tensor, _packed(projection, tensor))
             elif name == f"{predicting}nextn.enorm.weight":
                 put(tensor, _packed(np.ones(tensor.shape, np.float32), tensor))
             elif name == f"{predicting}nextn.shared_head_norm.weight":
                 put(tensor, _packed(_content(header, "output_norm.weight"), tensor))
-    return _temperature(header, 0.7)
+    return temperature
 
 
 def _packed(content: NDArray[np.float32], tensor: TensorInfo) -> bytes:
@@ -66,15 +89,40 @@ def _content(header: Header, name: str) -> NDArray[np.float32]:
     return quants.dequantize(packed, GgufType(int(tensor.type))).reshape(rows).astype(np.float32)
 
 
-def _temperature(header: Header, share: float) -> float:
-    """At which the likeliest token is drawn in the ``share`` of cases."""
-    rows = _content(header, "token_embd.weight")
-    rows = rows / np.sqrt((rows**2).mean(axis=1, keepdims=True)) * _content(header, "output_norm.weight")
-    logits = rows @ _content(header, "output.weight" if "output.weight" in header.tensors else "token_embd.weight").T
-    logits -= logits.max(axis=1, keepdims=True)
+def _normed(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    normed: NDArray[np.float32] = rows / np.sqrt((rows**2).mean(axis=1, keepdims=True))
+    return normed
+
+
+def _matrix(header: Header) -> NDArray[np.float32]:
+    """What a normed state is multiplied with for its logits."""
+    name = "output.weight" if "output.weight" in header.tensors else "token_embd.weight"
+    return (_content(header, name) * _content(header, "output_norm.weight")).T
+
+
+def _likely(hidden: NDArray[np.float32], matrix: NDArray[np.float32], temperature: float) -> NDArray[np.float64]:
+    """How likely each token is behind each state."""
+    logits = (hidden @ matrix).astype(np.float64) / temperature
+    found = np.exp(logits - logits.max(axis=1, keepdims=True))
+    likely: NDArray[np.float64] = found / found.sum(axis=1, keepdims=True)
+    return likely
+
+
+def _drawn_alike(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    """How often one number draws the same token of both, behind the tokens of a text that is drawn from ``one``."""
+    ends, other_ends = one.cumsum(axis=1), other.cumsum(axis=1)
+    begins, other_begins = ends - one, other_ends - other
+    alike = np.clip(np.minimum(ends, other_ends) - np.maximum(begins, other_begins), 0, None).sum(axis=1)
+    tokens = np.full(len(one), 1 / len(one))
+    for _ in range(64):
+        tokens = tokens @ one
+    return float(tokens @ alike)
+
+
+def _bisected(falls: Callable[[float], float], wanted: float) -> float:
+    """Where ``falls``, which does, is ``wanted``."""
     low, high = 1e-3, 1e3
     for _ in range(40):
         middle = (low * high) ** 0.5
-        held = float((1 / np.exp(logits / middle).sum(axis=1)).mean())
-        low, high = (middle, high) if held > share else (low, middle)
+        low, high = (middle, high) if falls(middle) > wanted else (low, middle)
     return low
