@@ -72,7 +72,7 @@ def draft_gain(
             rows=0,
             token_s=token_s,
             times=(1.0,) * len(SHARES),
-            why=_why_none(plan, question),
+            why=why_none(plan, question),
         )
     late_s = 0.0 if where.device == plan.head else _round_trip_s(question, plan.head, number)
     ring_pass_s = evaluate(plan, replace(question, workload=replace(question.workload, sequences=1))).tpot_s
@@ -204,7 +204,8 @@ def _together(costs: Sequence[float], ring_pass_s: float, token_s: float, late_s
     return max(rate_without_waiting(costs, share, draft_token), best_wait(costs, share, draft_token)[1])
 
 
-def _why_none(plan: Plan, question: Instance) -> str:
+def why_none(plan: Plan, question: Instance) -> str:
+    """Why there are no drafts under ``plan`` that win time."""
     if not takes_back(question.model):
         return not_taken_back(question.model)
     if question.model.is_recurrent and not question.workload.rollback:

@@ -26,12 +26,14 @@ from primad.head.rings.status import (
     plan_lines,
     predicted_status,
 )
+from primad.planning.draft_gain import why_none
 from primad.planning.drafting import SpeculateMode
 from primad.planning.forecast import Forecast
 from primad.ring.messages import DecodeStatus, MemoryStatus, PromptStatus, Status
 from primad.ring.meter import TOKENS_KEPT, Meter
 from primad.ring.speculation.drafter import Drafting
-from tests.fakes.planning import model
+from tests.core.test_planned_drafts import ALONE, asked
+from tests.fakes.planning import device, model
 
 PLAN = Plan(
     rounds=2,
@@ -416,6 +418,14 @@ def test_why_a_model_with_states_has_no_drafts_is_named():
     assert not line("qwen3next", "off")
     assert not line("qwen35")
     assert not line("llama", state=0)
+
+
+def test_who_asks_for_drafts_that_win_nothing_is_told_why():
+    question = asked(device("a"))
+    alone = Forecast(plan=ALONE, prediction=None, assignments={}, context_tokens=64, question=question)
+    assert no_drafts_line(alone, question.model, "lookup") == f"no drafts: {why_none(ALONE, question)}"
+    assert not no_drafts_line(alone, question.model, "auto")
+    assert not no_drafts_line(replace(alone, drafting=Drafting(room=2)), question.model, "lookup")
 
 
 def test_what_alone_keeps_guesses_from_being_a_tree_is_named():

@@ -9,7 +9,8 @@ cores; more count as machines with a core each while there are as many, else the
 - ``mtp``: tokens/s with drafts of the model's own layer, of those of a head with ``--speculate off``: of a model made so
   that the share ``--right`` of drafts holds (``lab/controlled.py``), and of one of random weights.
   With ``--quantisation bf16 --width 2048 --layers 8`` a step is bound by memory more than by computing. No profile compares
-  rows of BF16, so alone it has drafts with ``--batching fast`` only, and the text may differ.
+  rows of BF16, so alone it has drafts with ``--batching fast`` only, and the text may differ. Of other types exact rows
+  take as much longer as there are of them, so alone the plan has no drafts (``serve`` says so), and nothing is won or lost.
 - ``four``: four requests at once, in total tokens/s, of one.
 """
 
@@ -170,8 +171,9 @@ async def _drafted(run: Run, devices: int, is_right: bool) -> None:
     (off_s, off), (on_s, on) = (
         (list(map(_rate, its)), [[token for _, token in found] for found in its]) for its in turns.values()
     )
-    drafts, plans = heads["mtp"].status()["drafts"] or {}, " and ".join(head.plan() for head in heads.values())
-    note = f"layers {plans}, {drafts.get('accepted', 0)} of {drafts.get('drafted', 0)} drafts held"
+    drafts, plans = heads["mtp"].status()["drafts"], " and ".join(head.plan() for head in heads.values())
+    held = "no drafts" if drafts is None else f"{drafts['accepted']} of {drafts['drafted']} drafts held"
+    note = f"layers {plans}, {held}"
     faster = FASTER.get(devices) if options.right == RIGHT else None
     what, at_least = (f"{10 * options.right:g} of 10 right", faster) if is_right else ("random", SAME)
     more = {"devices": devices, "at_least": at_least, "is_same": off == on, "note": note}

@@ -22,6 +22,7 @@ from primad.api.http.status import (
     RingFigures,
     RingForecast,
 )
+from primad.planning.draft_gain import why_none
 from primad.planning.drafting import SpeculateMode, not_taken_back, takes_back
 from primad.planning.forecast import Forecast
 from primad.ring.messages import Status
@@ -191,10 +192,14 @@ def chains_line(forecast: Forecast, block_tokens: int | None) -> str:
 
 
 def no_drafts_line(forecast: Forecast, model: ModelProfile, mode: SpeculateMode) -> str:
-    """The reason why ``model``, whose layers keep a state, has no drafts; empty where it has some, or they are off."""
-    if forecast.drafting is not None or mode == "off" or takes_back(model):
+    """The reason why there are no drafts, if they were asked for or layers of ``model`` keep a state; else empty."""
+    if forecast.drafting is not None or mode == "off":
         return ""
-    return f"no drafts: {not_taken_back(model)}"
+    if not takes_back(model):
+        return f"no drafts: {not_taken_back(model)}"
+    if mode == "auto" or forecast.question is None:
+        return ""
+    return f"no drafts: {why_none(forecast.plan, forecast.question)}"
 
 
 def page_line(url: str) -> str:
