@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from primad.engine.protocol import Sampling
 from primad.ring.grouping import Batching
 from primad.ring.messages import Finished
+from primad.ring.speculation.branches import likely
 from primad.ring.speculation.drafter import Drafting
 from tests.core.test_draft_costs import seconds
 from tests.fakes.predictor import FakePredictor
@@ -78,6 +80,13 @@ def test_of_a_prompt_all_chunks_but_the_last_are_read(rounds):
     assert predictor.begun == 1
     assert 48 + TOKENS - 10 <= predictor.held <= 48 + TOKENS
     assert end.accepted >= 0.95 * end.drafted
+
+
+def test_of_a_token_that_no_other_comes_near_there_is_no_other_draft():
+    logits = np.zeros(64, np.float32)
+    logits[[5, 9]] = 40, 39
+    assert [each.token for each in likely(logits)] == [5, 9]
+    assert sum(each.sure for each in likely(logits)) == pytest.approx(1)
 
 
 def test_layers_without_room_for_the_text_begin_anew():

@@ -36,6 +36,7 @@ def chain(**fields: Any) -> engine.ChainSampler:
         {},
         {"temperature": 3.0},
         {"top_k": 8, "top_p": 0.9, "min_p": 0.05},
+        {"top_p": 0.5},
         {"ignore_eos": True, "logit_bias": packed_biases([(7, 9.0), (4, 2.0)])},
         {"xtc_probability": 0.5, "xtc_threshold": 0.1},
         {"temperature": 1.0, "temperature_range": 0.5},
@@ -54,6 +55,16 @@ def test_a_draw_of_logits_that_come_true_is_peeked_at_one_token_ahead_and_two(fi
     assert found == expected
     assert len(set(found)) > 1
     asked.release()
+
+
+def test_where_all_tokens_would_be_sorted_the_likely_ones_alone_say_nearly_the_same(monkeypatch):
+    monkeypatch.setattr(engine, "_PEEKED", 48)
+    drawn, asked, alike = chain(top_p=0.9), chain(top_p=0.9), 0
+    asked.sample(0)
+    drawn.sample(0)
+    for row in range(1, TOKENS):
+        alike += asked.peek(LOGITS[row], row + 1) == drawn.sample(row)
+    assert alike >= TOKENS - 3
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0.0, "repeat_penalty": 1.1, "penalty_tokens": 8}, {"mirostat": 2}])
