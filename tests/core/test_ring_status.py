@@ -272,6 +272,7 @@ def test_the_body_without_a_ring():
         "serving": False,
         "detail": "planning",
         "model": None,
+        "pictures": None,
         "epoch": None,
         "rounds": None,
         "sequences": None,
