@@ -19,6 +19,8 @@ from halda.profile import DeviceProfile, ModelProfile
 
 SUMS: Final = 2
 """Of a layer: behind its attention and behind its network."""
+ATTENTION_SHARE: Final = 1 / 3
+"""Of the weights of layers, where that is not known."""
 STREAMS_BYTES_PER_S: Final = 1e6
 """Shares do not stream: a search that takes a group for a device finds it too slow."""
 ECHO_SHARE: Final = 0.5
@@ -79,85 +81,93 @@ def _places(question: Instance, groups: Sequence[tuple[Rank, ...]]) -> tuple[Ins
 
 def _place(question: Instance, ranks: tuple[Rank, ...]) -> SharedPlace:
     index = {device.device: i for i, device in enumerate(question.devices)}
-    at, total = [index[rank.device] for rank in ranks], sum(rank.weight for rank in ranks)
-    profiles = [question.devices[i] for i in at]
-    attention = question.model.attention_share or 1 / 3
-    shares = [rank.shares(total) for rank in ranks]
-    own = [
-        _own(question, device, attention * heads + (1 - attention) * values)
-        for device, (heads, values) in zip(profiles, shares, strict=True)
-    ]
-    parts = [
-        (attention, [_own(question, device, heads) for device, (heads, _) in zip(profiles, shares, strict=True)]),
-        (1 - attention, [_own(question, device, values) for device, (_, values) in zip(profiles, shares, strict=True)]),
-    ]
-    processors = sharing_cores(profiles)
-
-    def slowest(questions: Sequence[Instance], seconds: Callable[[Instance], float]) -> float:
-        each = [seconds(own) for own in questions]
-        return max(sum(each[rank] for rank in here) for here in processors)
-
-    def phase(of: Callable[[Instance], Phase], sum_s: float) -> tuple[float, ...]:
-        layers = [question.kind_of.index(kind) for kind in range(len(question.kinds))]
-
-        def layer_s(layer: int) -> float:
-            return sum(
-                part * slowest(questions, lambda own: of(own).cpu[own.kind_of[layer]]) for part, questions in parts
-            )
-
-        return tuple(layer_s(layer) + SUMS * sum_s for layer in layers)
-
-    decode_rows, chunk_rows = question.decode_rows, question.members[0].prefill.rows
-    values = question.model.hop_values
-    sum_s, chunk_sum_s = (_sum_s(question, at, rows * values) for rows in (decode_rows, chunk_rows))
-    spread_s = max(_message_s(question, at[0], other, decode_rows * values) for other in at[1:])
-    vocabulary = decode_rows * question.model.vocabulary
+    group = _Group(question, [index[rank.device] for rank in ranks], [each.shares(_total(ranks)) for each in ranks])
+    first, at, width = question.members[group.at[0]], group.at, question.model.hop_values
+    decode_rows, chunk_rows = question.decode_rows, first.prefill.rows
+    sum_s, chunk_sum_s = (_sum_s(question, at, rows * width) for rows in (decode_rows, chunk_rows))
+    spread_s = max(_message_s(question, at[0], other, decode_rows * width) for other in at[1:])
     gather_s = max(
-        _message_s(question, other, at[0], values * vocabulary)
-        for other, (_, values) in zip(at[1:], shares[1:], strict=True)
+        _message_s(question, other, at[0], decode_rows * question.model.vocabulary * rank.weight / _total(ranks))
+        for other, rank in zip(at[1:], ranks[1:], strict=True)
     )
-    first = question.members[at[0]]
-    step_s = slowest(own, lambda each: each.members[0].step_s) + spread_s
-    profile = replace(
-        first.profile.with_gpus(()),
-        cpu=replace(first.profile.cpu, step_s=step_s),
-        disk=replace(first.profile.disk, prefetch_bytes_per_s=STREAMS_BYTES_PER_S),
-    )
+    step_s = group.slowest(group.own, lambda own: own.members[0].step_s) + spread_s
+    none = (0.0,) * len(question.kinds)
     member = replace(
         first,
-        profile=profile,
-        decode=replace(first.decode, cpu=phase(lambda each: each.members[0].decode, sum_s), gpu=_none(question)),
-        prefill=replace(
-            first.prefill, cpu=phase(lambda each: each.members[0].prefill, chunk_sum_s), gpu=_none(question)
+        profile=replace(
+            first.profile.with_gpus(()),
+            cpu=replace(first.profile.cpu, step_s=step_s),
+            disk=replace(first.profile.disk, prefetch_bytes_per_s=STREAMS_BYTES_PER_S),
         ),
-        ram_limit=_ram_limit(question, own, [attention * a + (1 - attention) * n for a, n in shares]),
+        decode=replace(first.decode, cpu=group.layers_s(lambda own: own.members[0].decode, sum_s), gpu=none),
+        prefill=replace(first.prefill, cpu=group.layers_s(lambda own: own.members[0].prefill, chunk_sum_s), gpu=none),
+        ram_limit=group.ram_limit,
         vram_limits=(),
-        disk_limit=int(min(each.members[0].disk_limit / max(a, n) for each, (a, n) in zip(own, shares, strict=True))),
-        cpu_output_s=slowest(own, lambda each: each.members[0].cpu_output_s) + gather_s,
+        disk_limit=group.disk_limit,
+        cpu_output_s=group.slowest(group.own, lambda own: own.members[0].cpu_output_s) + gather_s,
         gpu_output_s=0.0,
         offloads_prefill=False,
     )
-    return SharedPlace(ranks, tuple(own), member, sum_s, chunk_sum_s, spread_s, gather_s)
+    return SharedPlace(ranks, tuple(group.own), member, sum_s, chunk_sum_s, spread_s, gather_s)
 
 
-def _none(question: Instance) -> tuple[float, ...]:
-    return (0.0,) * len(question.kinds)
+def _total(ranks: Sequence[Rank]) -> int:
+    return sum(rank.weight for rank in ranks)
+
+
+class _Group:
+    """The members ``at`` these places of ``question``, with ``shares`` of attention and network, as questions of their own:
+    with all that each has, and as if it had its share of the attention of everything, or its share of the network."""
+
+    def __init__(self, question: Instance, at: Sequence[int], shares: Sequence[tuple[float, float]]) -> None:
+        self._question, self.at = question, at
+        profiles = [question.devices[i] for i in at]
+        part = question.model.attention_share or ATTENTION_SHARE
+        self._shares = [part * heads + (1 - part) * values for heads, values in shares]
+        self.own, heads, values = (
+            [_own(question, device, share) for device, share in zip(profiles, of, strict=True)]
+            for of in (self._shares, *zip(*shares, strict=True))
+        )
+        self._parts = [(part, heads), (1 - part, values)]
+        self._processors = sharing_cores(profiles)
+
+    def slowest(self, questions: Sequence[Instance], seconds: Callable[[Instance], float]) -> float:
+        """What the slowest of them takes; those on one processor take turns."""
+        each = [seconds(own) for own in questions]
+        return max(sum(each[rank] for rank in here) for here in self._processors)
+
+    def layers_s(self, phase: Callable[[Instance], Phase], sum_s: float) -> tuple[float, ...]:
+        """Seconds of a layer of each kind, with its sums."""
+
+        def layer_s(layer: int) -> float:
+            return sum(
+                part * self.slowest(questions, lambda own: phase(own).cpu[own.kind_of[layer]])
+                for part, questions in self._parts
+            )
+
+        kinds = range(len(self._question.kinds))
+        return tuple(layer_s(self._question.kind_of.index(kind)) + SUMS * sum_s for kind in kinds)
+
+    @property
+    def ram_limit(self) -> int:
+        """Bytes of whole layers of which each has memory for its share."""
+        besides = self._question.runtime_bytes(1) + self._question.head_bytes(1)
+        rooms = (
+            (own.members[0].ram_limit - own.runtime_bytes(1) - own.head_bytes(1)) / share
+            for own, share in zip(self.own, self._shares, strict=True)
+        )
+        return int(besides + min(rooms))
+
+    @property
+    def disk_limit(self) -> int:
+        """The same of their disks."""
+        return int(min(own.members[0].disk_limit / share for own, share in zip(self.own, self._shares, strict=True)))
 
 
 def _own(question: Instance, device: DeviceProfile, share: float) -> Instance:
     """The question of a rank: its share of the model, on ``device`` alone."""
     model = share_of_model(question.model, share)
     return replace(question, devices=(device.with_gpus(()),), links={}, model=model, prefill_offload=frozenset())
-
-
-def _ram_limit(question: Instance, own: Sequence[Instance], shares: Sequence[float]) -> int:
-    """Bytes of whole layers of which each rank has memory for its share."""
-    besides = question.runtime_bytes(1) + question.head_bytes(1)
-    rooms = (
-        (each.members[0].ram_limit - each.runtime_bytes(1) - each.head_bytes(1)) / share
-        for each, share in zip(own, shares, strict=True)
-    )
-    return int(besides + min(rooms))
 
 
 def _sum_s(question: Instance, ranks: Sequence[int], values: float) -> float:
