@@ -16,7 +16,7 @@ from typing import Final
 
 from halda import DeviceProfile, Infeasible, LeftOut, Objective, Plan, Rank, Solution, Window, evaluate
 from halda.instance import Instance
-from halda.shared import SUMS, SharedPlace, places_of
+from halda.shared import SUMS, SharedPlace, message_s, places_of
 from primad.errors import PlanError
 from primad.gguf.splits import ShareUnits
 from primad.planning.corrections import DeviceFactors, slower_cpu
@@ -51,7 +51,7 @@ def group_sets(question: Instance, wishes: GroupWishes) -> list[tuple[str, ...]]
     sums = SUMS * len(question.model.layers)
 
     def is_quick(a: int, b: int) -> bool:
-        sums_s = sums * max(question.hops_s[a][b], question.hops_s[b][a])
+        sums_s = sums * max(message_s(question, *pair, question.model.hop_values) for pair in ((a, b), (b, a)))
         is_like = max(rates[a], rates[b]) <= MAX_RATIO * min(rates[a], rates[b])
         is_wired = question.link(a, b).works and not question.in_air(a, b)  # sums of all would share the air
         return is_wired and is_like and sums_s < wishes.below_s

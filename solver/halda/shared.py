@@ -85,9 +85,9 @@ def _place(question: Instance, ranks: tuple[Rank, ...]) -> SharedPlace:
     first, at, width = question.members[group.at[0]], group.at, question.model.hop_values
     decode_rows, chunk_rows = question.decode_rows, first.prefill.rows
     sum_s, chunk_sum_s = (_sum_s(question, at, rows * width) for rows in (decode_rows, chunk_rows))
-    spread_s = max(_message_s(question, at[0], other, decode_rows * width) for other in at[1:])
+    spread_s = max(message_s(question, at[0], other, decode_rows * width) for other in at[1:])
     gather_s = max(
-        _message_s(question, other, at[0], decode_rows * question.model.vocabulary * rank.weight / _total(ranks))
+        message_s(question, other, at[0], decode_rows * question.model.vocabulary * rank.weight / _total(ranks))
         for other, rank in zip(at[1:], ranks[1:], strict=True)
     )
     step_s = group.slowest(group.own, lambda own: own.members[0].step_s) + spread_s
@@ -179,7 +179,7 @@ def _sum_s(question: Instance, ranks: Sequence[int], values: float) -> float:
 
     def of(rank: int) -> float:
         others = [other for other in ranks if other != rank]
-        slowest = max(_message_s(question, rank, other, sent * values) for other in others)
+        slowest = max(message_s(question, rank, other, sent * values) for other in others)
         return slowest + sum(
             sent * values * VALUE_BYTES / question.link(rank, other).bytes_per_s for other in others[1:]
         )
@@ -187,7 +187,7 @@ def _sum_s(question: Instance, ranks: Sequence[int], values: float) -> float:
     return max(map(of, ranks)) + halving_s
 
 
-def _message_s(question: Instance, source: int, target: int, values: float) -> float:
+def message_s(question: Instance, source: int, target: int, values: float) -> float:
     """Seconds of a message between ranks: what an echo of the same size takes, without the programs that were asked."""
     link, tokens_s = question.link(source, target), [question.devices[i].cpu.token_s for i in (source, target)]
     echo_s = link.round_trip_s / 2
