@@ -202,6 +202,7 @@ def check(header, weights, folder, kv_type="f16"):
         ("deepseek2", "f32", [1, 1, 1]),
         ("qwen35", "f32", [1, 1]),
         ("falcon-h1", "f32", [1, 1]),
+        ("grovemoe", "f32", [2, 1]),
     ],
 )
 def test_a_group_gives_the_whole_models_logits(architecture, quantisation, weights, tmp_path):

@@ -157,7 +157,9 @@ class Sums:
         if op in _ADDS:
             bias = others[:1]
             return not bias or _SHARED_BIAS.search(self._name(bias[0])) is not None
-        return op in (b"MUL", *_MATRIX) and len(parts) == 1 and bool(others)
+        if op == b"MUL_MAT_ID":  # of experts the second matrix of an adapter, which the first one's result goes through
+            return parts == [tensor.sources[1]] and b".lora_b" in self._name(tensor.sources[0])
+        return op in (b"MUL", b"MUL_MAT") and len(parts) == 1 and bool(others)
 
     def _name(self, node: int) -> bytes:
         name: bytes = self._ggml.ggml_get_name(node)
