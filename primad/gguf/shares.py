@@ -26,7 +26,7 @@ from primad.gguf.constants import GGML_QUANT_SIZES, GGUFValueType
 from primad.gguf.header import Header, TensorInfo, Value, array_value, scalar_value
 from primad.gguf.slices import sliced, zeros
 from primad.gguf.splits import MAX_RANKS, ShareUnits, cut_heads, keys_of, ranges_of
-from primad.gguf.state_shares import STATE_COLUMNS, ScanGroups, StateHeads
+from primad.gguf.state_shares import STATE_COLUMNS, STATES_BY_HEADS, ScanGroups, StateHeads
 
 
 class Part(Enum):
@@ -372,9 +372,10 @@ class ShareRules:
         return sliced(tensor, axis, ranges)
 
 
-def ranks_of_shape(architecture: str, heads: int) -> int:
+def ranks_of_shape(architecture: str, heads: int, *, keeps_states: bool = False) -> int:
     """How many devices can share layers of a model of which no more is known; 0 heads are not known either."""
-    return 1 if architecture in _REFUSED else min(MAX_RANKS, heads or MAX_RANKS)
+    is_refused = architecture in _REFUSED or (keeps_states and architecture not in STATES_BY_HEADS)
+    return 1 if is_refused else min(MAX_RANKS, heads or MAX_RANKS)
 
 
 def shared_ranks(header: Header, limit: int) -> int:

@@ -22,6 +22,8 @@ from primad.gguf.slices import sliced
 
 _DELTAS: Final = frozenset(("qwen35", "qwen35moe", "qwen3next"))
 _SCANS: Final = frozenset(("nemotron_h", "nemotron_h_moe", "falcon-h1"))
+STATES_BY_HEADS: Final = _DELTAS | _SCANS
+"""Architectures whose states may be shared."""
 _MIXED: Final = ("attn_qkv", "ssm_conv1d")
 """Rows of queries, keys and values, one behind the other."""
 _VALUES: Final = ("attn_gate", "ssm_out")

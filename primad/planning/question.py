@@ -142,7 +142,7 @@ def ask(
         limits=_limits(wishes, names),
         head=None if wishes.head is None else check_name(wishes.head, names, "--head"),
         time_limit_s=wishes.time_limit_s,
-        max_ranks=1 if model.is_recurrent else ranks_of_shape(model.architecture, model.heads),
+        max_ranks=ranks_of_shape(model.architecture, model.heads, keeps_states=model.is_recurrent),
     )
 
 

@@ -13,6 +13,7 @@ from halda.assignment import in_memory
 from halda.shared import HALVING_S, places_of
 from primad.cli.run_options import DraftOptions, RunOptions, run_config
 from primad.errors import ConfigError, PlanError, ProtocolError, RankError
+from primad.gguf.shares import ranks_of_shape
 from primad.gguf.splits import MAX_RANKS, ShareUnits
 from primad.head.members.core import RankLostError, StageError, attributed
 from primad.head.members.wanted import WantedState
@@ -266,6 +267,8 @@ def test_shapes_share_layers_as_far_as_their_architecture_and_heads_are_known_to
     few = ask(Wishes(head=None), [device("desk")], [], replace(model(), heads=3))
     other = ask(Wishes(head=None), [device("desk")], [], replace(model(), architecture="gpt2"))
     assert (few.max_ranks, other.max_ranks) == (3, 1)
+    states = [ranks_of_shape(architecture, 16, keeps_states=True) for architecture in ("qwen35", "lfm2")]
+    assert states == [16, 1]
 
 
 def test_a_plan_says_why_layers_are_shared_or_not():
