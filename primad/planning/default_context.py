@@ -80,9 +80,9 @@ def with_wanted_context(
     ``instance_of`` is what is solved for. Raises ``Infeasible`` as ``solve`` does for ``work``.
     """
 
-    def small(obstacle: str = "") -> WithContext:
+    def small(against: str = "") -> WithContext:
         solution, devices = solve(work, False)
-        why = f"{wanted_tokens} would {obstacle}; --context sets it" if obstacle else ""
+        why = why_small(wanted_tokens, against) if against else ""
         return WithContext(solution=solution, devices=devices, workload=work, why=why)
 
     if wanted_tokens <= work.context_tokens:
@@ -103,11 +103,16 @@ def with_wanted_context(
     more_bytes = _kv_bytes(asked_wide) - _kv_bytes(asked)
     if 2 * more_bytes <= _slow_bytes(solution.plan, devices, asked.model):
         return WithContext(solution=solution, devices=devices, workload=wide)
-    obstacle = _obstacle(solution, solve(work, True)[0])
-    return small(obstacle) if obstacle else WithContext(solution=solution, devices=devices, workload=wide)
+    against = obstacle(solution, solve(work, True)[0])
+    return small(against) if against else WithContext(solution=solution, devices=devices, workload=wide)
 
 
-def _obstacle(wide: Solution, small: Solution) -> str:
+def why_small(wanted_tokens: int, against: str) -> str:
+    """Why the context is not ``wanted_tokens``: an ``obstacle``."""
+    return f"{wanted_tokens} would {against}; --context sets it"
+
+
+def obstacle(wide: Solution, small: Solution) -> str:
     """What speaks against the plan for more context; empty where nothing does."""
     if wide.plan.streaming and not small.plan.streaming:
         return _STREAMS

@@ -220,9 +220,9 @@ def _search_by_hand(request: PlanRequest) -> FoundPlan:
     run = request.run
     assert run.windows is not None
     names = [device.device for device in request.devices]
+    plan = plan_by_hand(names, run.windows, run.rounds, request.model, run.ranks)
     if run.shares_by_hand and max(run.ranks) > request.max_ranks:
         raise PlanError(f"--windows: the heads of this model are for groups of {request.max_ranks} devices at most")
-    plan = plan_by_hand(names, run.windows, run.rounds, request.model, run.ranks)
     work = workload_of(run, request.model)
     devices = request.devices[: len(plan.devices)]
     if plan.groups:  # what is in extra buffers is no share of a file

@@ -14,7 +14,7 @@ from msgspec import structs
 from halda import DeviceProfile, Infeasible, Plan, Solution, Workload
 from halda.instance import Instance
 from primad.errors import PlanError
-from primad.planning.default_context import with_wanted_context
+from primad.planning.default_context import obstacle, why_small, with_wanted_context
 from primad.planning.groups import GroupWishes, all_in_one, best_ring, best_whole, ring_of, solution_of, whole_group
 from primad.planning.request import FoundPlan, PlanRequest
 from primad.settings.quantities import show_ms
@@ -117,13 +117,17 @@ def _again(request: PlanRequest, question: Instance, before: Plan) -> Solution:
 
 
 def quicker_of(found: FoundPlan, shared: FoundPlan) -> FoundPlan:
-    """``shared`` where it gains enough over ``found``, with no smaller context; either says why."""
-    is_wide = shared.workload.context_tokens >= found.workload.context_tokens
+    """``shared`` where it gains enough over ``found``: with a smaller context, where the larger one costs too much by the
+    rule for contexts that nobody set; either says why."""
+    wide_tokens = found.workload.context_tokens
+    is_wide = shared.workload.context_tokens >= wide_tokens
+    against = "" if is_wide else obstacle(found.solution, shared.solution)
     gains = shared.solution.objective_s < (1 - MIN_GAIN) * found.solution.objective_s
     tensor, other = (show_ms(each.solution.prediction.tpot_s * 1e3) for each in (shared, found))
     over = f"tensor over {_over(shared.solution.plan)}"
-    if is_wide and gains:
-        return structs.replace(shared, why_parallel=f"{over}: {tensor} a token in place of {other}")
+    if gains and (is_wide or against):
+        why = why_small(wide_tokens, against) if against else shared.why_context
+        return structs.replace(shared, why_parallel=f"{over}: {tensor} a token in place of {other}", why_context=why)
     less = "" if is_wide else ", and has memory for a smaller context"
     return structs.replace(found, why_parallel=f"{over} would take {tensor} a token in place of {other}{less}")
 

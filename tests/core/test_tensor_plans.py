@@ -175,6 +175,16 @@ def test_what_is_exchanged_in_16_bits_is_of_shares():
         run_config(RunOptions(wire="f16"), DraftOptions())
 
 
+def test_windows_for_devices_that_are_gone_say_so_and_nothing_of_heads():
+    run = run_config(RunOptions(parallel="tensor", windows="2,6x2", context=4096), DraftOptions())
+    request = PlanRequest(devices=[device("desk", ram=8 * GB)], links=[], model=model(), run=run, max_ranks=1)
+    with pytest.raises(PlanError, match="2,6x2 is for 3 devices; found 1"):
+        plan(request)
+    request = with_fields(request, devices=[device(name, ram=8 * GB) for name in ("desk", "mini", "nas")])
+    with pytest.raises(PlanError, match="heads of this model are for groups of 1"):
+        plan(request)
+
+
 def a_group_load(**changes):
     assignment = replace(in_memory(0, 2, output="cpu"), layer_bytes=90, output_bytes=10, resident_bytes=100)
     fields = {"window": 0, "first": 0, "last": 2, "route": 1, "assignment": assignment, "group": GROUP}
@@ -278,6 +288,16 @@ def test_a_plan_says_why_layers_are_shared_or_not():
     ):
         assert re.match(why, chosen(round_trip_s, whole=True).why_parallel)
     assert chosen(0.3, whole=True).why_parallel == "", "no link is quick enough"
+
+
+def test_a_context_that_nobody_set_and_costs_too_much_is_no_reason_against_a_group():
+    devices = [device(name, rate=4e9, ram=11 * GB // 5) for name in ("desk", "mini", "nas")]
+    wide = replace(model(), context_tokens=65536)
+    found = chosen(0.0003, whole=True, devices=devices, model=wide, run=RunConfig(parallel="auto"))
+    assert (len(found.plan.groups), found.solved.workload.context_tokens) == (1, 4096)
+    assert found.why_context == "16384 would have layers read from a disk for every token; --context sets it"
+    set_to = RunConfig(parallel="auto", context_tokens=16384)
+    assert chosen(0.0003, devices=devices, model=wide, run=set_to).groups == ()
 
 
 def test_devices_with_a_gpu_are_places_of_a_ring_with_a_group():
