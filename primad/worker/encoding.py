@@ -1,7 +1,7 @@
 """A worker that encodes pictures for a head: it has the encoder's file, and of the model all but its weights.
 
-One encoder at a time. Its file is fetched like layers, into the same cache. The head encodes itself whenever this device
-cannot, so encoding ends as soon as this device's owner needs the memory.
+One encoder for each model that the head serves. Its file is fetched like layers, into the same cache. The head encodes
+itself whenever this device cannot, so encoding ends as soon as this device's owner needs the memory.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 NICE = 10
 """Layers precede pictures."""
+MAX_ENCODERS = 8
+"""At once, each of another model; memory ends them sooner."""
 
 
 @dataclass(slots=True)
@@ -53,6 +55,7 @@ class _Loading:
     child: EncoderChild | None = None
     file: bytearray = field(default_factory=bytearray)
     reply: bytes = b""
+    asked: Tasks = field(default_factory=Tasks)
 
     @property
     def state(self) -> MmprojState:
@@ -73,15 +76,17 @@ class EncodingService:
     ) -> None:
         self._node, self._context = node, context
         self._number, self._notify, self._report_line = number, notify, report_line
-        self._current: _Loading | None = None
-        self._tasks = Tasks()
+        self._loadings: dict[int, _Loading] = {}
 
     async def load(self, load: LoadMmproj, threads: int) -> None:
         """Have the encoder of ``load`` here, for this many ``threads``; the head is notified of its state."""
-        current = self._current
+        current = self._loadings.get(load.number)
         if current is None or current.load != load:
-            await self.end()
-            current = self._current = _Loading(load)
+            await self.release(load.number)
+            if len(self._loadings) >= MAX_ENCODERS:
+                await self._notify(MmprojState(number=load.number, ready=False, error="it encodes for other models"))
+                return
+            current = self._loadings[load.number] = _Loading(load)
             current.task = asyncio.create_task(self._work(current, threads))
         await self._notify(current.state)
 
@@ -99,7 +104,7 @@ class EncodingService:
         else:
             data = bytes(current.file)
             current.file.clear()
-            self._tasks.start(self._encode(current, part.picture, data))
+            current.asked.start(self._encode(current, part.picture, data))
 
     async def give(self, wanted: EncodedWanted) -> None:
         """A part of what a picture became."""
@@ -109,27 +114,26 @@ class EncodingService:
 
     async def release(self, number: int) -> None:
         """Load ``number`` is not needed any more."""
-        if self._current is not None and self._current.load.number == number:
-            await self.end()
-
-    async def end(self) -> None:
-        """Pictures are not encoded any more."""
-        current, self._current = self._current, None
-        await self._tasks.close()
+        current = self._loadings.pop(number, None)
         if current is not None and current.task is not None:
+            await current.asked.close()
             current.task.cancel()
             await asyncio.wait([current.task])
 
+    async def end(self) -> None:
+        """Pictures are not encoded any more."""
+        for number in list(self._loadings):
+            await self.release(number)
+
     async def stop(self, why: str) -> None:
         """Stop encoding, and tell the head ``why``."""
-        current = self._current
-        if current is not None:
-            await self.end()
-            await self._stopped(current, why)
+        for number in list(self._loadings):
+            await self.release(number)
+            await self._stopped(number, why)
 
     def _ready(self, number: int) -> _Loading | None:
-        current = self._current
-        return current if current is not None and current.load.number == number and current.child else None
+        current = self._loadings.get(number)
+        return current if current is not None and current.child else None
 
     async def _encode(self, current: _Loading, picture: int, data: bytes) -> None:
         assert current.child is not None
@@ -161,13 +165,13 @@ class EncodingService:
             if current.child is not None:
                 await current.child.close()
             release_files(self._node.workspace, number)
-            if self._current is current:  # nobody ended it
-                self._current = None
-                await self._stopped(current, error)
+            if self._loadings.get(current.load.number) is current:  # nobody ended it
+                del self._loadings[current.load.number]
+                await self._stopped(current.load.number, error)
 
-    async def _stopped(self, current: _Loading, why: str) -> None:
+    async def _stopped(self, number: int, why: str) -> None:
         self._report_line(f"stops encoding pictures: {why}")
-        await self._notify(MmprojState(number=current.load.number, ready=False, error=why))
+        await self._notify(MmprojState(number=number, ready=False, error=why))
 
     def _began(self, pid: int) -> None:
         apply_nice(pid, max(self._node.config.nice, NICE))

@@ -102,8 +102,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        current = self.service._current
-        assert current is not None
+        (current,) = self.service._loadings.values()
         assert current.child is not None
         assert current.child.pid is not None
         return current.child.pid
@@ -125,16 +124,15 @@ class Home:
             encoder=SimpleNamespace(path=self.encoder, memory_bytes=1 << 20),
             options=SimpleNamespace(image_tokens=(0, 0)),
         )
-        self.remote = RemoteEncoder(
-            EncoderInputs(
-                service=cast("Any", service),
-                place=lambda: EncoderPlace(device="lap"),
-                find=lambda _: cast("Any", self.worker if self.is_here else None),
-                sources=self._no_sources,
-                own="desk",
-                report_line=self.printed.append,
-            )
+        self.inputs = EncoderInputs(
+            service=cast("Any", service),
+            place=lambda: EncoderPlace(device="lap"),
+            find=lambda _: cast("Any", self.worker if self.is_here else None),
+            sources=self._no_sources,
+            own="desk",
+            report_line=self.printed.append,
         )
+        self.remote = RemoteEncoder(self.inputs)
         self.pictures = PictureService(self.encoder, self.model, threads=1, elsewhere=self.remote, kept_bytes=0)
 
     async def _no_sources(self, _: object) -> list[Any]:
@@ -178,8 +176,25 @@ async def test_a_worker_with_the_file_and_a_model_without_weights_makes_the_rows
         with pytest.raises(RequestError, match=r"images\[3\]"):
             await home.pictures.encode(noise(2)[:-40], "images[3]")
         await home.pictures._end_idle()
-        assert home.worker.service._current is None
+        assert not home.worker.service._loadings
         assert not list(home.worker.place.run.glob("window-*"))
+
+
+async def test_a_worker_encodes_for_several_models_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("primad.worker.encoding.MAX_ENCODERS", 2)
+    async with asyncio.timeout(PATIENCE_S), Home(tmp_path) as home:
+        await home.get_ready()
+        others = [RemoteEncoder(home.inputs) for _ in range(2)]
+        for other in others:
+            assert await other.encode(noise(2)) is None
+            await other._tasks.wait()
+        assert [home.remote.device, *(each.device for each in others)] == ["lap", "lap", None]
+        assert "it encodes for other models" in home.printed[-1]
+        assert await others[0].encode(noise(2)) == await home.remote.encode(noise(2))
+        await others[0].end()
+        assert await home.remote.encode(noise(2)) is not None
+        await home.worker.service.stop("memory is short on this device")
+        assert home.remote.device is None
 
 
 async def test_the_head_encodes_what_a_worker_began_and_cannot_end(tmp_path):
