@@ -117,6 +117,7 @@ class Home:
         write_encoder(self.encoder, "qwen3vl_merger of deeper layers", shape.width)
         self.worker = Worker(tmp_path / "lap")
         self.is_here = True
+        self.picture_s = 0.0
         self.printed: list[str] = []
         source = SimpleNamespace(header=open_model(self.model), profile=SimpleNamespace(width=shape.width))
         service = SimpleNamespace(
@@ -126,7 +127,7 @@ class Home:
         )
         self.inputs = EncoderInputs(
             service=cast("Any", service),
-            place=lambda: EncoderPlace(device="lap"),
+            place=lambda: EncoderPlace(device="lap", picture_s=self.picture_s),
             find=lambda _: cast("Any", self.worker if self.is_here else None),
             sources=self._no_sources,
             own="desk",
@@ -252,6 +253,18 @@ async def test_a_worker_that_cannot_have_the_file_or_says_nothing_costs_no_pictu
             assert home.remote.device is None
         assert "no answer" in home.printed[-1]
         assert home.pictures.encoded == 2
+
+
+async def test_an_encoder_that_hangs_is_waited_for_as_its_pictures_take_and_not_as_any_may(tmp_path, monkeypatch):
+    async with asyncio.timeout(PATIENCE_S / 2), Home(tmp_path) as home:
+        home.picture_s = 1e-6
+        await home.get_ready()
+        expected = await home.pictures.encode(noise(2), "a")
+        assert home.pictures.encoded_elsewhere == 1
+        monkeypatch.setattr("primad.head.rings.remote_encoder.REPLY_S", 0.1)
+        os.kill(home.worker.pid, signal.SIGSTOP)
+        assert await home.pictures.encode(noise(2), "a") == expected
+        assert "it gave no answer in 0.1" in home.printed[-1]
 
 
 async def test_a_gpu_that_llama_cpp_does_not_see_leaves_the_processor(tmp_path):

@@ -37,7 +37,7 @@ from primad.network.messages import (
     PictureChunk,
     ReleaseMmproj,
 )
-from primad.planning.encoder_place import EncoderPlace
+from primad.planning.encoder_place import PICTURE_BYTES, EncoderPlace
 from primad.system.tasks import Tasks, in_thread
 from primad.system.wire import decoded
 
@@ -46,7 +46,9 @@ logger = logging.getLogger(__name__)
 AGAIN_S: Final = (30.0, 600.0)
 """Until a device that failed is asked again, the first time and at most; one that comes back is asked at once."""
 REPLY_S: Final = 20.0
-"""For a part; for the last one of a picture as long as it may take to encode."""
+"""For a part; for the last one of a picture also what it may take to encode."""
+MAX_TIMES: Final = 10
+"""A picture that is no larger a file than the plan's may take so many times as long; then this device encodes it."""
 _MORE_BYTES: Final = 1 << 20
 """Of a message, besides a model's metadata."""
 _numbers = count(1)
@@ -96,11 +98,10 @@ class RemoteEncoder:
     async def encode(self, data: bytes) -> EncodedPicture | PictureRefused | None:
         """What the file ``data`` becomes there; None while the device is not ready. Raises ``PrimadError``."""
         await self.follow_plan()
-        worker, gpu = self._wanted()
-        session = self._session
+        wanted, session = self._wanted(), self._session
         if session is None:
-            if worker is not None and self._may_ask(worker):
-                self._session = _Session(worker, gpu, self._inputs.service)
+            if wanted is not None and self._may_ask(wanted[0]):
+                self._session = _Session(*wanted, self._inputs.service)
                 self._tasks.start(self._load(self._session))
             return None
         if not session.is_ready:
@@ -116,7 +117,10 @@ class RemoteEncoder:
 
     async def follow_plan(self) -> None:
         """A device that is not to encode any more, by another plan or since it was paused, holds nothing."""
-        if self._session is not None and (self._session.worker, self._session.gpu) != self._wanted():
+        session, wanted = self._session, self._wanted()
+        if session is None:
+            return
+        if wanted is None or (session.worker, session.gpu) != (wanted[0], wanted[1].gpu):
             await self.end()
 
     async def end(self) -> None:
@@ -127,12 +131,13 @@ class RemoteEncoder:
             session.lost("it is not needed any more")
             await session.end()
 
-    def _wanted(self) -> tuple[WorkerLink | None, str]:
-        """The device that is to encode, and its GPU."""
+    def _wanted(self) -> tuple[WorkerLink, EncoderPlace] | None:
+        """The device that is to encode, and where on it; None: this one, or nobody knows that device."""
         place = self._inputs.place()
         if place is None or place.device == self._inputs.own:
-            return None, ""
-        return self._inputs.find(place.device), place.gpu
+            return None
+        worker = self._inputs.find(place.device)
+        return None if worker is None else (worker, place)
 
     def _may_ask(self, worker: WorkerLink) -> bool:
         return self._failed is not worker or asyncio.get_running_loop().time() >= self._not_before_s
@@ -179,8 +184,9 @@ class RemoteEncoder:
 class _Session:
     """One load of the encoder on ``worker``."""
 
-    def __init__(self, worker: WorkerLink, gpu: str, service: Service) -> None:
-        self.worker, self.gpu, self.number = worker, gpu, next(_numbers)
+    def __init__(self, worker: WorkerLink, place: EncoderPlace, service: Service) -> None:
+        self.worker, self.gpu, self.number = worker, place.gpu, next(_numbers)
+        self._usual_s = min(TIMEOUT_S, MAX_TIMES * place.picture_s or TIMEOUT_S)
         self._width, self._vocabulary = service.model.profile.width, vocabulary_size(service.model.header)
         self._pictures = count(1)
         self._picture = 0
@@ -214,12 +220,14 @@ class _Session:
         """What the file ``data`` becomes. Raises ``PrimadError``."""
         self._picture = next(self._pictures)
         reply, size = EncodedChunk(number=0, picture=0), len(data)
+        is_usual = self._picture > 1 and size <= PICTURE_BYTES  # the first one waits for the encoder's weights
+        encoding_s = self._usual_s if is_usual else TIMEOUT_S
         for offset in range(0, size, PICTURE_CHUNK_BYTES):
             part = data[offset : offset + PICTURE_CHUNK_BYTES]
             is_last = offset + len(part) == size
             reply = await self._ask(
                 PictureChunk(number=self.number, picture=self._picture, size=size, offset=offset, data=part),
-                TIMEOUT_S + REPLY_S if is_last else REPLY_S,
+                encoding_s + REPLY_S if is_last else REPLY_S,
             )
         found = bytearray(reply.data)
         while len(found) < reply.size:
