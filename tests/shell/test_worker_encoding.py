@@ -238,7 +238,7 @@ async def test_a_picture_that_was_begun_holds_up_no_end_and_another_plan_leaves_
             await asyncio.sleep(0)
         home.is_here = False
         await home.remote.follow_plan()
-        assert home.worker.service._current is None
+        assert not home.worker.service._loadings
         assert await asking == expected, "by the head"
         assert home.printed == ["lap encodes pictures"]
 
