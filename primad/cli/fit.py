@@ -14,9 +14,10 @@ from rich import box
 from rich.table import Table
 
 from primad.cli.completion import one_of
+from primad.cli.encoders import encoder_of, encoder_of_model_shape
 from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devices, wishes_of
 from primad.cli.grouped import grouped
-from primad.cli.hub import encoder_of, encoder_of_model_shape, model_path
+from primad.cli.hub import model_path
 from primad.cli.library import ModelFolders
 from primad.cli.options import Context, KvCacheType, Parallel
 from primad.cli.output import err, out, print_json, tables

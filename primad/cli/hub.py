@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,9 @@ from primad.settings.quantities import show_bytes
 
 if TYPE_CHECKING:
     from primad.gguf.header import Header
-    from primad.gguf.hub import HubName, KeptModel
+    from primad.gguf.hub import HubName, KeptModel, OnBytes
     from primad.gguf.ranged import RangedModel
     from primad.library.library import LibraryModel
-    from primad.planning.question import PlannedEncoder
 
 
 def model_path(given: Path, load: Callable[[], Config], *, fetches: bool = True, otherwise: str = "") -> Path:
@@ -67,47 +67,6 @@ def library_model(given: Path, load: Callable[[], Config]) -> LibraryModel | Non
     raise ConfigError(
         f"{printable(text)}: no such file, nor a model of this name here{here}; 'primad models' lists all"
     )
-
-
-def encoder_of(wish: Path, given: Path, model: Path, load: Callable[[], Config]) -> PlannedEncoder | None:
-    """The encoder of the ``model`` file, which was ``given`` by that name, as ``serve`` would have it for ``wish``.
-
-    Raises ``ConfigError`` if the wish is no encoder.
-    """
-    from primad.head.model.encoder import encoder_file
-
-    return encoder_file(wish, model, known_projector(given, model, library_model(given, load)))[0].planned
-
-
-def encoder_of_model_shape(name: str) -> PlannedEncoder | None:
-    """The encoder that the published files of the built-in shape ``name`` come with."""
-    from primad.gguf.projectors import encoded_bytes
-    from primad.gguf.shapes import sizes_of
-    from primad.planning.question import PlannedEncoder
-
-    found = sizes_of(name)
-    if found is None or found.encoder is None:
-        return None
-    return PlannedEncoder(
-        sees=found.encoder.sees,
-        hears=found.encoder.hears,
-        memory_bytes=found.encoder.memory_bytes,
-        picture_flop=found.encoder.picture_flop,
-        encoded_bytes=encoded_bytes(found.encoder.patches, found.width),
-    )
-
-
-def known_projector(given: Path, model: Path, found: LibraryModel | None) -> Path | None:
-    """The encoder of the ``model`` file, which was ``given`` by a name: what is known of it besides its folder.
-
-    It is the one of the library's model ``found``, or one of the hub's repository.
-    """
-    from primad.gguf.hub import hub_name
-    from primad.head.model.encoder import projector_beside
-
-    if found is not None:
-        return found.projector
-    return None if hub_name(given.as_posix()) is None else projector_beside(model, is_repository=True)
 
 
 def _elsewhere(name: HubName, config: Config) -> Path | None:
@@ -160,7 +119,7 @@ def served_model(given: Path, config: Config, *, whole: bool, several: bool) -> 
     if name is not None and not whole and kept(name, models_folder(config.home)) is None:
         if (elsewhere := _elsewhere(name, config)) is not None:
             return elsewhere
-        _quiet()
+        quieten()
         try:
             found = header_of(name, models_folder(config.home))
             _check_cut(found.header, config)
@@ -171,9 +130,9 @@ def served_model(given: Path, config: Config, *, whole: bool, several: bool) -> 
                 raise
             why = exc.reason
         else:
-            _report_line(f"{name}: has its header; each device fetches its own layers")
+            report_line(f"{name}: has its header; each device fetches its own layers")
             return found
-        _report_line(f"{name}: {why}; the whole file is fetched")
+        report_line(f"{name}: {why}; the whole file is fetched")
     return model_path(given, lambda: config)
 
 
@@ -183,23 +142,31 @@ def _check_cut(header: Header, config: Config) -> None:
     from primad.gguf.architectures.cuts import cuttable
     from primad.gguf.architectures.table import ADVICE, NotCutError
 
-    header, why = certified(header, config.home, _report_line)
+    header, why = certified(header, config.home, report_line)
     if why:
         raise NotCutError(why, ADVICE)
     cuttable(header)
 
 
-def _report_line(line: str) -> None:
+def report_line(line: str) -> None:
+    """For the owner."""
     err.print(line, markup=False, highlight=False)
 
 
 def fetched(name: HubName, config: Config, *, with_projector: bool = False) -> KeptModel:
     """``name`` from the hub, with bars on a terminal, and ``with_projector`` the file for its images. Raises as
     ``model_path``."""
-    _quiet()
-    from rich.progress import Progress
-
+    quieten()
     from primad.gguf.hub_fetch import fetch
+
+    with bars() as advance:
+        return fetch(name, models_folder(config.home), advance, with_projector=with_projector)
+
+
+@contextmanager
+def bars() -> Iterator[OnBytes]:
+    """Bars of what is downloaded, on a terminal."""
+    from rich.progress import Progress
 
     with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
         tasks = {}
@@ -209,10 +176,10 @@ def fetched(name: HubName, config: Config, *, with_projector: bool = False) -> K
                 tasks[what] = progress.add_task(what, total=total)
             progress.update(tasks[what], completed=done)
 
-        return fetch(name, models_folder(config.home), advance, with_projector=with_projector)
+        yield advance
 
 
-def _quiet() -> None:
+def quieten() -> None:
     """Silence the hub's library, which reads this when it is imported."""
     if not err.is_terminal:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -112,7 +112,7 @@ NamedDevices = Annotated[
 Mmproj = Annotated[
     Path,
     typer.Option(
-        help="The encoder of pictures, mmproj-….gguf. auto: the one beside the model, if there is one.",
+        help="The encoder of pictures, mmproj-….gguf. auto: the one beside the model or in its repository.",
         metavar="FILE|auto|none",
     ),
 ]

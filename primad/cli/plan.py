@@ -15,9 +15,10 @@ import typer
 
 from primad.cli.commands import HelpAll
 from primad.cli.completion import shapes
+from primad.cli.encoders import encoder_of, encoder_of_model_shape
 from primad.cli.fleet import FleetOptions, LiveOptions, ProfileFiles, found_devices, wishes_of
 from primad.cli.grouped import grouped, names_of
-from primad.cli.hub import encoder_of, encoder_of_model_shape, model_path
+from primad.cli.hub import model_path
 from primad.cli.library import ModelFolders
 from primad.cli.options import Lora, Mmproj, RopeOptions, rope_of
 from primad.cli.output import err, tables, write_json

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
@@ -12,8 +12,9 @@ import typer
 
 from primad.cli.asking import AskingOptions, allowed_hosts, check_asking, cors_origins, warning
 from primad.cli.commands import CONFIG_FILE, HelpAll, is_typed, untyped_values
+from primad.cli.encoders import bring_projector, is_new, served_projector
 from primad.cli.grouped import flags, grouped, names_of, replaced
-from primad.cli.hub import known_projector, library_model, model_path, served_model
+from primad.cli.hub import library_model, model_path, served_model
 from primad.cli.library import ModelFolders, library_of, pinned_in, stored_values, tables_of
 from primad.cli.options import (
     DeviceOptions,
@@ -296,9 +297,10 @@ def serve(
         options = replace(options, name=found.name, aliases=tuple(known))
     whole = others.alone or others.wait == 0 or bool(lora) or options.run.parallel == "tensor"
     file = model if found is None else found.files[0]
+    new = is_new(file, config)
     source = served_model(file, config, whole=whole, several=is_for_several(options, config))
-    if isinstance(source, Path):
-        options = replace(options, projector=known_projector(model, source, found))
+    first = source if isinstance(source, Path) else source.parts[0]
+    options = replace(options, projector=served_projector(options.mmproj, model, first, found, config, new=new))
     try:
         run_serve(config, source, options, endpoint.host, reporter)
     finally:
@@ -324,6 +326,10 @@ def _offer(
         given = _given(replaced(sampling, values))
         return replace(own, lora=adapters, sampling=given, projector=found.projector)
 
+    def bring(found: LibraryModel, library: Library, report_line: Callable[[str], None]) -> None:
+        if found.projector is None:
+            bring_projector(options_of(found, library).mmproj, found.files[0], config, report_line)
+
     def pinned(library: Library) -> frozenset[str]:
         found = pinned_in(library, config)
         for key in (key for key, model in found.items() if model is None):
@@ -332,7 +338,11 @@ def _offer(
 
     typed = str(called.params["mmproj"]) if is_typed(called, "mmproj") else None
     return LibraryOffer(
-        read=lambda: _as_served(library_of(config), config, typed), options_of=options_of, pinned=pinned, keep_s=keep_s
+        read=lambda: _as_served(library_of(config), config, typed),
+        options_of=options_of,
+        bring=bring,
+        pinned=pinned,
+        keep_s=keep_s,
     )
 
 

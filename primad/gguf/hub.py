@@ -203,6 +203,24 @@ def kept_header(name: HubName, folder: Path) -> RangedModel | None:
     return None if chosen is None else open_ranged(place / chosen)
 
 
+def projector_beginning(name: HubName, folder: Path, max_bytes: int) -> Path | None:
+    """The first ``max_bytes`` of the encoder of ``name``, in a file in ``folder`` that has its size, and holes; None where
+    the repository has none. Raises ``ConfigError``, ``HubError``."""
+    _, commit, _, projector = wanted_files(name)
+    if projector is None:
+        return None
+    reader = own_reader()
+    try:
+        data = reader.read(remote_file(name, commit, projector), 0, min(max_bytes, projector.size_bytes))
+    finally:
+        reader.close()
+    path = folder / PurePosixPath(projector.name).name
+    with path.open("wb") as file:
+        file.write(data)
+        file.truncate(projector.size_bytes)
+    return path
+
+
 def wanted_files(name: HubName) -> tuple[HubName, str, list[HubFile], HubFile | None]:
     """Which model is meant, the commit, its files in order, and the one for images, if any. Raises ``ConfigError``."""
     commit, files = repository(name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
@@ -30,6 +30,7 @@ from primad.gguf.hub import (
 from primad.gguf.hub_download import PARTS, StopDownload, download, part_of
 from primad.gguf.hub_library import asked, bar_class, endpoint, library
 from primad.gguf.hub_ranges import HubError
+from primad.gguf.projectors import MARK
 from primad.gguf.ranged import HEADERS
 from primad.system.files import lacking_room, locked
 
@@ -56,15 +57,56 @@ def fetch(
     needed = wanted if projector is None or not with_projector else [*wanted, projector]
     stop.check()
     place = name.place(folder)
-    if not all(_is_here(place, file) for file in needed):
-        with _alone(name, place):
-            missing = [file for file in needed if not _is_here(place, file)]
-            _check_room(place, missing, name)
-            for file in missing:
-                _download(name, commit, file, place, advance, stop)
-                _check_gguf(place / file.name)
+    _bring(name, commit, needed, place, advance, stop)
     paths = tuple(place / file.name for file in wanted)
     return KeptModel(name=named, files=paths, size_bytes=sum(file.size_bytes for file in wanted))
+
+
+def fetch_projector(name: HubName, folder: Path, begins: Callable[[HubFile], None], advance: OnBytes) -> Path | None:
+    """Have the encoder of the model ``name`` in ``folder``; ``begins`` hears of one that is not there. None where the
+    repository has none. Until it is here it ``is_due``, from call to call. Raises as ``fetch``."""
+    place = name.place(folder)
+    make_due(name, folder)
+    _, commit, _, projector = wanted_files(name)
+    if projector is not None:
+        if not _is_here(place, projector):
+            begins(projector)
+        _bring(name, commit, [projector], place, advance, StopDownload())
+    _due(place).unlink(missing_ok=True)
+    return None if projector is None else place / projector.name
+
+
+def make_due(name: HubName, folder: Path) -> None:
+    """Note that the encoder of ``name``, if the repository has one, is still to be fetched. Raises ``DiskError``."""
+    note = _due(name.place(folder))
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.touch()
+    except OSError as exc:
+        raise DiskError(f"{note}: cannot be written: {exc.strerror}; make room or the folder writable") from exc
+
+
+def is_due(name: HubName, folder: Path) -> bool:
+    """Whether the encoder of ``name`` is still to be fetched, since the model came without anybody asking for that."""
+    return _due(name.place(folder)).exists()
+
+
+def _due(place: Path) -> Path:
+    return place / PARTS / MARK
+
+
+def _bring(
+    name: HubName, commit: str, files: Sequence[HubFile], place: Path, advance: OnBytes, stop: StopDownload
+) -> None:
+    """Have ``files`` of the repository ``name`` at ``place``."""
+    if all(_is_here(place, file) for file in files):
+        return
+    with _alone(name, place):
+        missing = [file for file in files if not _is_here(place, file)]
+        _check_room(place, missing, name)
+        for file in missing:
+            _download(name, commit, file, place, advance, stop)
+            _check_gguf(place / file.name)
 
 
 @contextmanager

@@ -5,13 +5,15 @@ Its bytes are those of one tensor, so that whoever lacks it fetches it in chunks
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final
 
-from primad.errors import ModelError
+from primad.errors import DiskError, ModelError
 from primad.gguf.constants import GGMLQuantizationType
 from primad.gguf.header import Header, TensorInfo
 from primad.gguf.layers import CHUNK_BYTES, HEADER_BYTES, Hole, LayerCut, LayerRef, cut, metadata_split
+from primad.system.files import write_whole
 
 _NAME: Final = "file"
 
@@ -42,3 +44,13 @@ def without_weights(header: Header) -> tuple[bytes, int]:
     values = {key: value for key, value in header.values.items() if not key.startswith("split.")}
     metadata = metadata_split(values, holes, splits=1, tensors=len(holes))
     return metadata, sum(each.padded_bytes for each in holes)
+
+
+def write_without_weights(header: Header, path: Path) -> None:
+    """The same as the file ``path``, whose hole takes no room on most disks. Raises ``DiskError``."""
+    metadata, hole_bytes = without_weights(header)
+    try:
+        write_whole(path, metadata)
+        os.truncate(path, len(metadata) + hole_bytes)
+    except OSError as exc:
+        raise DiskError(f"{path}: cannot be written: {exc.strerror}; make room or the folder writable") from exc

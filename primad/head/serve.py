@@ -65,12 +65,14 @@ def check_embedding(path: Path) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryOffer:
     """The models of ``serve`` without ``--model``: what ``read`` finds, each with the options that ``options_of`` gives it.
+    ``bring`` fetches what a model lacks before it is loaded, and names it in a line.
 
     Those that are ``pinned`` stay loaded, others until nobody used them for ``keep_s`` (negative: for ever).
     """
 
     read: Callable[[], Library]
     options_of: Callable[[LibraryModel, Library], ServeOptions]
+    bring: Callable[[LibraryModel, Library, Callable[[str], None]], None]
     pinned: Callable[[Library], frozenset[str]]
     keep_s: float
 
@@ -146,6 +148,7 @@ def serve_library(
                 without,
                 check=check,
                 embedder=lambda model: _embedder(model.files[0], model.name, config),
+                bring=lambda model: offer.bring(model, offered.found, reporter.report_line),
                 max_wait_s=options.max_wait_s,
             )
             settings = OfferSettings(keep_s=offer.keep_s, pinned=pinned, max_wait_s=options.max_wait_s)

@@ -186,7 +186,7 @@ def _pictures_of(head: HeadContext, service: Service, elsewhere: RemoteEncoder) 
     threads = config.threads or usable_cores()
     return PictureService(
         encoder,
-        service.model.file,
+        service.model.file_for_encoder(),
         threads=threads,
         image_tokens=service.options.image_tokens,
         began=lambda pid: apply_nice(pid, nice),

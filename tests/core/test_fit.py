@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from primad.cli.encoders import encoder_of_model_shape
 from primad.cli.fit import next_commands
-from primad.cli.hub import encoder_of_model_shape
 from primad.gguf.projectors import BESIDE_BYTES, SEE
 from primad.gguf.shapes import popular_shapes, read_shape, shape
 from primad.planning.fit import BEST, SCHEMA, Fit, FitResult, fit_all, ranked

@@ -9,12 +9,14 @@ from typing import Final
 from primad.errors import ConfigError, ModelError
 from primad.gguf.header import Header, read_beginning
 from primad.gguf.projectors import MARK, folder_of, is_projector, projector_facts, projector_of
+from primad.gguf.ranged import HEADERS
 from primad.planning.question import PlannedEncoder
 
 AUTO: Final = Path("auto")
 """What ``--mmproj`` is where the file is to be looked for."""
 NONE: Final = Path("none")
-_BEGINNING_BYTES: Final = 1 << 16
+BEGINNING_BYTES: Final = 1 << 16
+"""What is read of its file."""
 _GEMMA_4_TOKENS: Final = 280
 _MAX_SIDE: Final = 1 << 14
 
@@ -91,8 +93,12 @@ def lacking(model: Path) -> str:
 
 def projector_beside(model: Path, *, is_repository: bool = False) -> Path | None:
     """The encoder of the ``model`` file that is in its folder, which may be a repository's, as the library chooses it."""
+    folders = {folder_of(model), model.parent}
+    if model.parent.parent.name == HEADERS:  # of a model of the hub whose header alone is here
+        place = model.parent.parent.parent
+        folders = {place, *place.glob(f"{HEADERS}/*")}
     try:
-        files = [path for folder in {folder_of(model), model.parent} for path in folder.iterdir()]
+        files = [path for folder in folders for path in folder.iterdir()]
     except OSError:
         return None
     encoders = {each.name: each for each in files if is_projector(each.name)}
@@ -103,7 +109,7 @@ def projector_beside(model: Path, *, is_repository: bool = False) -> Path | None
 
 def _checked(path: Path, what: str, max_tokens: int) -> EncoderFile:
     try:
-        header = read_beginning(path, _BEGINNING_BYTES)
+        header = read_beginning(path, BEGINNING_BYTES)
         architecture, whole_tokens = header.text("general.architecture"), _whole_tokens(header, max_tokens)
     except ModelError as exc:
         raise ConfigError(f"{what}: {exc}; name the file {MARK}-….gguf that the model's publisher offers") from exc

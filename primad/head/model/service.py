@@ -28,6 +28,7 @@ from primad.gguf.ranged import RangedModel
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.gguf.shares import ShareRules, share_header
 from primad.gguf.splits import ShareUnits
+from primad.gguf.whole_file import write_without_weights
 from primad.gguf.windows import ModelCutter
 from primad.head.model.encoder import NO_ENCODER, EncoderFile
 from primad.head.model.options import ServeOptions, model_id
@@ -159,6 +160,15 @@ class ModelSource:
     def file(self) -> Path:
         """The local file with the vocabulary, and with everything else if the model is local."""
         return self.header.path if self._ranged is None else self._ranged.vocabulary
+
+    def file_for_encoder(self) -> Path:
+        """A local file that has all but the weights, which is what an encoder of pictures loads of its model. Raises
+        ``DiskError``."""
+        if self._ranged is None:
+            return self.header.path
+        path = self._ranged.vocabulary.with_name(f"{self.header.path.stem}.metadata")
+        write_without_weights(self.header, path)
+        return path
 
     async def checked(self, firsts: Iterable[int]) -> str | None:
         """The known verdict on its windows that begin at these layers; None for the whole model alone."""

@@ -22,7 +22,7 @@ from primad.system.memory import memory
 
 class ModelOpening:
     """Makes models for ``head``: ``check`` opens a file with its settings, ``embedder`` is the process of one that embeds.
-    Requests that have not begun after ``max_wait_s`` are refused."""
+    ``bring`` is called before a model is loaded. Requests that have not begun after ``max_wait_s`` are refused."""
 
     def __init__(
         self,
@@ -31,10 +31,11 @@ class ModelOpening:
         *,
         check: Callable[[LibraryModel], CheckedModel],
         embedder: Callable[[LibraryModel], EmbeddingService],
+        bring: Callable[[LibraryModel], None] = lambda _: None,
         max_wait_s: float | None,
     ) -> None:
         self._head, self._without, self._check, self._embedder = head, without, check, embedder
-        self._max_wait_s = max_wait_s
+        self._bring, self._max_wait_s = bring, max_wait_s
         self._checked: dict[str, CheckedModel] = {}
 
     async def who_goes(self, model: LibraryModel, idle: Sequence[str], busy: Sequence[str]) -> frozenset[str]:
@@ -42,6 +43,7 @@ class ModelOpening:
         candidates = await self._head.candidates()
         if model.embeds:
             return self._room_here(model, idle, busy)
+        await asyncio.to_thread(self._bring, model)
         checked = self._checked[model.name] = await asyncio.to_thread(self._check, model)
         if checked.options.run.windows is not None or not (idle or busy):
             return frozenset()

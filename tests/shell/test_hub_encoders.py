@@ -1,0 +1,142 @@
+"""The encoder of a model of the hub comes along with what ``serve`` fetches of that, and plans leave room for it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from primad.engine.pictures.encoder import PictureEncoder
+from primad.gguf import hub_download
+from primad.gguf.ranged import RangedModel
+from primad.gguf.whole_file import write_without_weights
+from primad.head.model.encoder import encoder_file
+from primad.settings.config import models_folder
+from tests.fakes.hub import own_hub
+from tests.shell.test_picture_rows import write_seeing
+from tools.lab.mmproj import noise
+
+REPO, FILE, ENCODER = "acme/Eye-GGUF", "Eye-Q8_0.gguf", "mmproj-Eye-F16.gguf"
+HEADER, WHOLE = (), ("--alone",)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eye")
+    write_seeing(folder / FILE, folder / ENCODER, "qwen3vl_merger of deeper layers", "qwen3vl")
+    return {name: (folder / name).read_bytes() for name in (FILE, ENCODER)}
+
+
+@pytest.fixture
+def hub(files, monkeypatch):
+    monkeypatch.setattr(hub_download, "TRIES", 1)
+    with own_hub(monkeypatch, {REPO: dict(files)}) as fake:
+        yield fake
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.setenv("PRIMAD_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return models_folder(tmp_path / "home") / REPO
+
+
+@pytest.fixture
+def serve(command, place, monkeypatch):
+    """Runs ``serve``; gives what it would serve, with the options, and its error output."""
+
+    def served(*words: str) -> tuple[Any, Any, str]:
+        found: list[Any] = []
+        monkeypatch.setattr(
+            "primad.head.serve.serve", lambda config, source, options, *_: found.extend((source, options))
+        )
+        code, _, err = command("serve", "--model", f"hf:{REPO}", *words)
+        assert code == 0, err
+        return (*found, " ".join(err.split()))
+
+    return served
+
+
+def planned(command) -> dict[str, Any]:
+    code, out, err = command("plan", "--model", f"hf:{REPO}", "--fleet", "apple-home", "--json")
+    assert code == 0, err
+    return json.loads(out)["model"]
+
+
+def given(hub, name: str) -> list[str]:
+    return [part for method, path, part in hub.asked if method == "GET" and path.endswith(name)]
+
+
+@pytest.mark.parametrize("words", [HEADER, WHOLE], ids=["header", "whole"])
+def test_serve_takes_the_encoder_along_once_and_says_its_size(hub, serve, place, files, words):
+    source, options, err = serve(*words)
+    assert isinstance(source, RangedModel) == (words == HEADER)
+    assert options.projector == place / ENCODER
+    assert options.projector.read_bytes() == files[ENCODER]
+    assert f"fetches its encoder {ENCODER} too (" in err
+    asked = len(hub.asked)
+    assert serve(*words)[1].projector == place / ENCODER
+    assert len(hub.asked) == asked, "what is here is used without asking"
+
+
+def test_the_header_alone_is_enough_of_a_model_to_encode_its_pictures(hub, serve, files, tmp_path):
+    source, options, _ = serve()
+    write_without_weights(source.header, tmp_path / "metadata")
+    (tmp_path / FILE).write_bytes(files[FILE])
+    found = []
+    for model in ("metadata", FILE):
+        encoder = PictureEncoder(str(options.projector), str(tmp_path / model), threads=1)
+        found.append(encoder.encode(noise(1)))
+        encoder.release()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("words", [HEADER, WHOLE], ids=["header", "whole"])
+def test_nobody_gets_an_encoder_that_is_not_wanted_and_plans_count_it_until_it_is(hub, serve, command, place, words):
+    assert serve("--mmproj", "none", *words)[1].projector is None
+    assert not given(hub, ENCODER)
+    found = planned(command)
+    assert len(given(hub, ENCODER)) == 1, "its beginning"
+    assert not (place / ENCODER).exists()
+    projector = serve(*words)[1].projector
+    assert projector == place / ENCODER
+    assert found["encoder_bytes"] == encoder_file(projector, projector, None)[0].memory_bytes
+    assert planned(command) == found
+
+
+@pytest.mark.parametrize("words", [HEADER, WHOLE], ids=["header", "whole"])
+def test_a_model_is_served_without_an_encoder_that_cannot_be_fetched_until_the_next_start_does(
+    hub, serve, command, place, words
+):
+    hub.after[ENCODER] = 0
+    _, options, err = serve(*words)
+    assert options.projector is None
+    assert f"no pictures: the encoder is missing: hf:{REPO}" in err
+    assert f"'primad pull hf:{REPO}:Q8_0' fetches it, or the next start does" in err
+    assert not planned(command)["sees"]
+    hub.after.clear()
+    assert serve(*words)[1].projector == place / ENCODER
+
+
+def test_what_was_pulled_without_its_encoder_is_served_without_asking(hub, serve, command):
+    assert command("pull", "--no-mmproj", f"hf:{REPO}")[0] == 0
+    asked = len(hub.asked)
+    assert serve(*WHOLE)[1].projector is None
+    assert not planned(command)["sees"]
+    assert len(hub.asked) == asked
+
+
+def test_an_offered_model_gets_its_missing_encoder_when_it_is_loaded(hub, serve, command, place, monkeypatch):
+    assert serve("--mmproj", "none", *WHOLE)[1].projector is None
+    offers: list[Any] = []
+    monkeypatch.setattr("primad.head.serve.serve_library", lambda config, offer, *_: offers.append(offer))
+    assert command("serve", "--alone")[0] == 0
+    library, lines = offers[0].read(), []
+    (model,) = library.models
+    assert offers[0].options_of(model, library).projector is None
+    assert not given(hub, ENCODER), "not yet"
+    offers[0].bring(model, library, lines.append)
+    assert [ENCODER in line for line in lines] == [True]
+    (model,) = offers[0].read().models
+    assert (model.projector, model.sees) == (place / ENCODER, True)
