@@ -9,9 +9,10 @@ import pytest
 
 from primad.engine.pictures.encoder import PictureEncoder
 from primad.gguf import hub_download
+from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
-from primad.gguf.whole_file import write_without_weights
 from primad.head.model.encoder import encoder_file
+from primad.head.model.service import ModelSource
 from primad.settings.config import models_folder
 from tests.fakes.hub import own_hub
 from tests.shell.test_picture_rows import write_seeing
@@ -82,11 +83,11 @@ def test_serve_takes_the_encoder_along_once_and_says_its_size(hub, serve, place,
 
 def test_the_header_alone_is_enough_of_a_model_to_encode_its_pictures(hub, serve, files, tmp_path):
     source, options, _ = serve()
-    write_without_weights(source.header, tmp_path / "metadata")
+    model = ModelSource(source.header, model_profile(source.header), tmp_path, source, again_s=0.0)
     (tmp_path / FILE).write_bytes(files[FILE])
     found = []
-    for model in ("metadata", FILE):
-        encoder = PictureEncoder(str(options.projector), str(tmp_path / model), threads=1)
+    for path in (model.file_for_encoder(), tmp_path / FILE):
+        encoder = PictureEncoder(str(options.projector), str(path), threads=1)
         found.append(encoder.encode(noise(1)))
         encoder.release()
     assert found[0] == found[1]
