@@ -36,10 +36,10 @@ pytestmark = [
 
 ROWS = 64
 CONTEXT = 1280
-LONG = [(i * 37) % 300 + 10 for i in range(200)]
-"""Three whole chunks and a part."""
+LONG = [(i * 37) % 300 + 10 for i in range(140)]
+"""Two whole chunks and a part."""
 SHORT = LONG[:20]
-LONG_TOKENS, SHORT_TOKENS = 4, 32
+LONG_TOKENS, SHORT_TOKENS = 4, 24
 FEW_TOKENS = 16
 """What is read a token is steady where nobody takes memory beside."""
 NEIGHBOUR_SHARE = 0.2

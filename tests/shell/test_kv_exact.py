@@ -151,27 +151,32 @@ def joined(blocks):
     ]
 
 
+PAIRS = [("flash", 1), ("scores", 3), ("q8_0", 1), ("flash", 3), ("scores", 1), ("q8_0", 3)]
+KEPT = sorted(set(EVERY_KIND) - set(HYBRIDS) - NOT_KEPT)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "pairs",
-    [
-        [("flash", 1), ("scores", 3), ("q8_0", 1)],
-        pytest.param([("flash", 3), ("scores", 1), ("q8_0", 3)], marks=pytest.mark.matrix),
-    ],
-    ids=["each", "others"],
-)
-@pytest.mark.parametrize("architecture", sorted(set(EVERY_KIND) - set(HYBRIDS) - NOT_KEPT))
-def test_cells_go_to_windows_of_another_cut(architecture, pairs, tmp_path):
-    """Each kind of cells, and one sequence and several."""
-    header = written(tmp_path, architecture, **WIDE)
+@pytest.mark.parametrize("architecture", KEPT)
+def test_cells_go_to_windows_of_another_cut(architecture, tmp_path):
+    """Each kind of cells, and one sequence and several, is tried with some architectures; the matrix has them all."""
+    into_other_cuts(architecture, [PAIRS[KEPT.index(architecture) % len(PAIRS)]], tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("architecture", KEPT)
+def test_cells_of_each_kind_go_to_windows_of_another_cut(architecture, tmp_path):
+    into_other_cuts(architecture, PAIRS, tmp_path)
+
+
+def into_other_cuts(architecture, pairs, folder):
+    header = written(folder, architecture, **WIDE)
     assert not why_not_kept(model_profile(header)), "what a plan says of it"
     kinds = {"flash"} if architecture == "mimo2" else {"flash", "scores"}  # its values have sizes other than keys
     if model_profile(header).kv_head_width % KV_BLOCK == 0:
         kinds.add("q8_0")
-    cuts = cut_into(header, tmp_path, cuts_of(header))
+    cuts = cut_into(header, folder, cuts_of(header))
     for kind, sequences in pairs:
-        if kind in kinds:
-            judge(header, tmp_path, kind, sequences, cuts)
+        judge(header, folder, kind if kind in kinds else "flash", sequences, cuts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
