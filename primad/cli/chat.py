@@ -40,7 +40,8 @@ from primad.cli.endpoint import (
 from primad.cli.line_input import is_typed, line_reader
 from primad.cli.output import err, out
 from primad.cli.progress import RichReporter
-from primad.engine.pictures.headers import MAX_BYTES, check_picture
+from primad.engine.pictures.headers import check_picture
+from primad.engine.pictures.messages import MAX_BYTES
 from primad.errors import ClusterError, printable
 from primad.settings.config import load_config
 

@@ -30,8 +30,7 @@ import msgspec
 from msgspec import Meta
 
 from halda import DeviceProfile, LinkProfile, MessageTime, WindowAssignment
-from primad.engine.pictures.headers import MAX_BYTES
-from primad.engine.pictures.messages import MAX_CONTENT_BYTES
+from primad.engine.pictures.messages import MAX_BYTES, MAX_CONTENT_BYTES
 from primad.engine.protocol import KvType
 from primad.engine.rope import Rope
 from primad.errors import ProtocolError, printable
@@ -304,10 +303,10 @@ class ReleaseDraft(msgspec.Struct, frozen=True, kw_only=True, tag="release_draft
 
 
 class LoadMmproj(msgspec.Struct, frozen=True, kw_only=True, tag="load_mmproj"):
-    """Encode pictures for this head, as load ``number``, which replaces any other: fetch the encoder ``file`` from
-    ``sources``, and have it ready for the model of which ``metadata`` is all but the weights, ``hole_bytes`` of zeros. It
-    runs on the ``gpu`` by llama.cpp's name for it (empty: on the processor), if ``memory_bytes`` are free. Pictures become
-    ``min_tokens`` to ``max_tokens`` rows (0: as the file says).
+    """Encode pictures for this head, as load ``number``: fetch the encoder ``file`` from ``sources``, and have it ready
+    for the model of which ``metadata`` is all but the weights, ``hole_bytes`` of zeros. It runs on the ``gpu`` by
+    llama.cpp's name for it (empty: on the processor), if ``memory_bytes`` are free. Pictures become ``min_tokens`` to
+    ``max_tokens`` rows (0: as the file says).
 
     The reply is an ``MmprojState``. An older worker does not know it, and encodes nothing.
     """

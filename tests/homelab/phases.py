@@ -49,7 +49,9 @@ def phase_of(rig: Rig, name: str) -> str:
 
 
 def transfer(rig: Rig, name: str) -> None:
-    """Some of its layers are there, others on their way: it counts as the fastest, and so gets most."""
+    """Some of its layers are there, others on their way: it counts as the fastest, and so gets most. It is frozen there:
+    on a busy machine all would be there before the fault is.
+    """
     rig.take_out(name)
     rig.cluster.seed(name, 2.0)
     layer_bytes = max(path.stat().st_size for path in rig.cache(name).glob("*.gguf"))
@@ -59,7 +61,14 @@ def transfer(rig: Rig, name: str) -> None:
     rig.mark()
     worker = rig.cluster.start_worker(name)
     rig.cluster.seed(name, 1.0)
-    rig.wait_until(lambda: len(rig.whole_layers(name)) >= 2, "layers arrive")
+
+    def is_caught() -> bool:
+        if len(rig.whole_layers(name)) < 2:
+            return False
+        rig.lab.device(name).freeze()
+        return True
+
+    rig.wait_until(is_caught, "layers arrive")
     assert "computing layers" not in worker.output
 
 

@@ -103,6 +103,8 @@ def go_through(cell: Cell, rig: Rig) -> float:
     before = rig.whole_layers(name)
     at = rig.cluster.now()
     spoilt = strike(cell, rig, name)
+    if cell.phase == "transfer" and cell.fault != "SIGSTOP":
+        rig.lab.device(name).thaw()
     stream = under_way if under_way is not None else rig.ask()
     prompt = {"prefill": LONG, "decode": STORY, "long answer": TALE}.get(cell.phase, SHORT)
     rig.check(stream, prompt, LONG_PATIENCE_S if cell.fault == "slow device" else PATIENCE_S)

@@ -478,9 +478,9 @@ async def test_what_a_reset_connection_took_with_it_is_said_again(lab, way):
         await relay.swallows(1000)
         assert not part.loaded.done()
         relay.reset()
-        port, key = await part.loaded
+        loaded = await part.loaded
         (process,) = lap.processes.all
-        assert (port, [key]) == (4000 + process.number, process.keys), "loaded once"
+        assert (loaded.port, [loaded.key]) == (4000 + process.number, process.keys), "loaded once"
 
         relay.swallow(way)
         await part.connect("tcp://127.0.0.1:5", TOWER.public, TOWER.public)

@@ -12,6 +12,7 @@ from primad.network.messages import (
     DraftInput,
     Echo,
     Echoed,
+    EncodedWanted,
     HeadMessage,
     Hello,
     Introduce,
@@ -21,7 +22,9 @@ from primad.network.messages import (
     Link,
     LinkGroup,
     LoadDraft,
+    LoadMmproj,
     MeasureLinks,
+    PictureChunk,
     Ping,
     Pong,
     Probe,
@@ -29,6 +32,7 @@ from primad.network.messages import (
     Refused,
     Release,
     ReleaseDraft,
+    ReleaseMmproj,
     Revoked,
 )
 from primad.ring.speculation.messages import DraftText
@@ -64,6 +68,10 @@ WORDS_OF_A_HEAD: Final[Sequence[HeadMessage]] = (
     ),
     DraftInput(epoch=1, task=DraftText(number=1, tokens=[1])),
     ReleaseDraft(epoch=1),
+    LoadMmproj(number=1, file=LAYER, metadata=b"", hole_bytes=0, gpu="", memory_bytes=0, sources=[]),
+    PictureChunk(number=1, picture=1, size=1, offset=0, data=b"."),
+    EncodedWanted(number=1, picture=1, offset=0),
+    ReleaseMmproj(number=1),
 )
 
 

@@ -11,10 +11,10 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
+from primad.engine.pictures.messages import MAX_BYTES
 from primad.engine.pictures.sounds import check_sound, is_sound
 from primad.errors import RequestError
 
-MAX_BYTES: Final = 20 << 20
 MAX_PIXELS: Final = 1 << 25
 """33 million: 100 MB once decoded."""
 _PNG: Final = b"\x89PNG\r\n\x1a\n"

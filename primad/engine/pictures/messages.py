@@ -8,6 +8,8 @@ import msgspec
 
 from primad.engine.pictures.grids import RowLayout
 
+MAX_BYTES: Final = 20 << 20
+"""Of the file of a picture or a sound."""
 MAX_CONTENT_BYTES: Final = 56 << 20
 """Of rows that go from process to process in one frame: of a picture, and of all pictures of a prompt."""
 

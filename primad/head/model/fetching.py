@@ -19,8 +19,7 @@ from typing import Final
 import httpx
 
 from primad import __version__
-from primad.engine.pictures.headers import MAX_BYTES
-from primad.engine.pictures.messages import EncodedPicture
+from primad.engine.pictures.messages import MAX_BYTES, EncodedPicture
 from primad.errors import RequestError, printable
 from primad.network.addresses import Interface, read_interfaces
 from primad.system.public import is_public
