@@ -46,11 +46,15 @@ def without_weights(header: Header) -> tuple[bytes, int]:
     return metadata, sum(each.padded_bytes for each in holes)
 
 
+def write_with_hole(path: Path, metadata: bytes, hole_bytes: int) -> None:
+    """Write what ``without_weights`` gave. Raises ``OSError``."""
+    write_whole(path, metadata)
+    os.truncate(path, len(metadata) + hole_bytes)
+
+
 def write_without_weights(header: Header, path: Path) -> None:
     """The same as the file ``path``, whose hole takes no room on most disks. Raises ``DiskError``."""
-    metadata, hole_bytes = without_weights(header)
     try:
-        write_whole(path, metadata)
-        os.truncate(path, len(metadata) + hole_bytes)
+        write_with_hole(path, *without_weights(header))
     except OSError as exc:
         raise DiskError(f"{path}: cannot be written: {exc.strerror}; make room or the folder writable") from exc

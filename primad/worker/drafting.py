@@ -11,33 +11,25 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import zmq.asyncio
 
 from halda import WindowAssignment
 from primad.daemon.draft_process import DraftingProcess
-from primad.daemon.layer_files import lease_layers, place_windows, release_files
+from primad.daemon.layer_files import place_windows, release_files
 from primad.daemon.node import Node
 from primad.daemon.reporter import ReportLine
-from primad.errors import ClusterError, PrimadError, RingError
+from primad.errors import PrimadError, RingError
 from primad.gguf.header import read_header
 from primad.gguf.windows import WindowPlan
-from primad.layers.fetch import fetch_layers, missing_layers
 from primad.network.messages import DraftModelState, DraftsMade, LoadDraft
 from primad.ring.speculation.messages import DraftModel, TextTask
-from primad.settings.quantities import show_bytes
-from primad.system.memory import memory
 from primad.system.niceness import apply_nice
 from primad.system.tasks import in_thread
+from primad.worker.spare import bring_layers, check_room, until_memory_is_short
 from primad.worker.stages import NotifyHead
 
 logger = logging.getLogger(__name__)
-
-LOOK_S: Final = 1.0
-"""How often memory is checked."""
-TIGHT_SHARE: Final = 0.03
-"""Share of all memory: with less of it free the owner needs the model's memory."""
 
 
 @dataclass(slots=True)
@@ -149,18 +141,10 @@ class DraftService:
     async def _fetch(self, load: LoadDraft, number: int, threads: int) -> DraftModel:
         """Have all of the model here, in the form for a process. Raises ``PrimadError`` on failure."""
         place, spec = self._node.workspace, load.window
-        size, found = sum(ref.size_bytes for ref in spec.layers), await asyncio.to_thread(memory)
+        size = sum(ref.size_bytes for ref in spec.layers)
         takes = max(size, load.memory_bytes)
-        if found.available_bytes < takes + TIGHT_SHARE * found.total_bytes:
-            raise ClusterError(
-                f"its {show_bytes(takes)} do not fit the {show_bytes(found.available_bytes)} that are free there"
-            )
-        lease_layers(place, number, spec.layers)
-        missing = await missing_layers(place.cache, {ref.digest: ref for ref in spec.layers}.values())
-        if missing:
-            transfers = self._node.transfers(self._context)
-            await fetch_layers(transfers, load.sources, missing, place.cache, lambda _: None)
-        place.cache.touch({ref.digest for ref in spec.layers})
+        await check_room(takes)
+        await bring_layers(self._node, self._context, number, spec.layers, load.sources)
         assignment = WindowAssignment(
             first=0,
             last=spec.last,
@@ -185,15 +169,6 @@ class DraftService:
             files=window.layers,
             vocabulary=load.vocabulary,
         )
-
-
-async def until_memory_is_short() -> None:
-    """Raises ``ClusterError`` then."""
-    while True:
-        await asyncio.sleep(LOOK_S)
-        found = await asyncio.to_thread(memory)
-        if found.available_bytes < TIGHT_SHARE * found.total_bytes:
-            raise ClusterError("memory is short on this device")
 
 
 def _is_same(one: LoadDraft, other: LoadDraft) -> bool:

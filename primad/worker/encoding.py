@@ -15,13 +15,12 @@ from pathlib import Path
 import zmq.asyncio
 
 from primad.daemon.encoder_child import EncoderChild
-from primad.daemon.layer_files import lease_layers, release_files
+from primad.daemon.layer_files import release_files
 from primad.daemon.node import Node
 from primad.daemon.reporter import ReportLine
 from primad.engine.pictures.messages import EncoderFailed, LoadEncoder, PictureReply
 from primad.errors import ClusterError, PrimadError
-from primad.gguf.whole_file import write_file
-from primad.layers.fetch import fetch_layers, missing_layers
+from primad.gguf.whole_file import write_file, write_with_hole
 from primad.network.messages import (
     PICTURE_CHUNK_BYTES,
     EncodedChunk,
@@ -30,12 +29,10 @@ from primad.network.messages import (
     MmprojState,
     PictureChunk,
 )
-from primad.settings.quantities import show_bytes
-from primad.system.memory import memory
 from primad.system.niceness import apply_nice
 from primad.system.tasks import Tasks, in_thread
 from primad.system.wire import encode
-from primad.worker.drafting import TIGHT_SHARE, until_memory_is_short
+from primad.worker.spare import bring_layers, check_room, until_memory_is_short
 from primad.worker.stages import NotifyHead
 
 logger = logging.getLogger(__name__)
@@ -178,14 +175,10 @@ class EncodingService:
 
     async def _fetch(self, load: LoadMmproj, number: int, threads: int) -> LoadEncoder:
         """Have the file here, and the model without weights. Raises ``PrimadError``."""
-        place, found = self._node.workspace, await asyncio.to_thread(memory)
-        if not load.gpu and found.available_bytes < load.memory_bytes + TIGHT_SHARE * found.total_bytes:
-            takes, free = show_bytes(load.memory_bytes), show_bytes(found.available_bytes)
-            raise ClusterError(f"its {takes} do not fit the {free} that are free there")
-        lease_layers(place, number, [load.file])
-        if missing := await missing_layers(place.cache, [load.file]):
-            await fetch_layers(self._node.transfers(self._context), load.sources, missing, place.cache, lambda _: None)
-        place.cache.touch({load.file.digest})
+        if not load.gpu:
+            await check_room(load.memory_bytes)
+        await bring_layers(self._node, self._context, number, [load.file], load.sources)
+        place = self._node.workspace
         model, encoder = (place.run / f"window-{number}-{each}.gguf" for each in ("seeing", "mmproj"))
         try:
             await in_thread(_write, load, place.cache.path(load.file.digest), model, encoder)
@@ -203,6 +196,4 @@ class EncodingService:
 
 def _write(load: LoadMmproj, layer: Path, model: Path, encoder: Path) -> None:
     write_file(load.file, layer, encoder)
-    with model.open("wb") as file:
-        file.write(load.metadata)
-        file.truncate(len(load.metadata) + load.hole_bytes)
+    write_with_hole(model, load.metadata, load.hole_bytes)

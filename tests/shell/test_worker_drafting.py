@@ -182,7 +182,7 @@ async def test_a_device_without_memory_for_a_model_fetches_none_of_it(tmp_path, 
     load = a_load(ModelCutter(open_model(path)), 1)
     weights = sum(each.size_bytes for each in load.window.layers)
     free = SimpleNamespace(available_bytes=weights, total_bytes=0)
-    monkeypatch.setattr("primad.worker.drafting.memory", lambda: free)
+    monkeypatch.setattr("primad.worker.spare.memory", lambda: free)
     worker = Worker(tmp_path / "home")
     await worker.guessing.load(replace(load, memory_bytes=weights + 1), 1)
     gone = await worker.hear(DraftModelState, lambda state: bool(state.error))
