@@ -16,6 +16,7 @@ from primad.gguf.ranged_cutter import RangedCutter
 from primad.gguf.windows import ModelCutter, WindowPlan, WindowSpec
 from primad.head.members.core import StageError
 from primad.head.members.stage import Stage
+from primad.head.model.service import ModelSource
 from primad.head.rings.ring_inputs import RingInputs
 from primad.head.rings.routes import RingAddresses
 from primad.layers.fetch import hash_layers
@@ -63,65 +64,49 @@ def group_ranks(plan: Plan, wire: Wire = "f32") -> dict[str, GroupRank]:
 
 
 async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
-    """The windows of every device; hashes the layers that no plan needed before (reads them from the model file).
+    """The windows of every device, shares of them in a group; hashes the layers that no plan needed before (reads them from
+    the model file).
 
     One window is the whole model, which is not cut; of a model on a hub nothing is hashed, as nothing is here. Stopping
     waits for at most one chunk.
     """
-    plan, ranged = inputs.forecast.plan, inputs.service.model.ranged
-    if plan.groups:
-        return await _share_specs(inputs)
-    if len(plan.route) == 1:
+    plan, model = inputs.forecast.plan, inputs.service.model
+    if len(plan.route) == 1 and not plan.groups:
         whole = WindowSpec(window=0, first=0, last=plan.layer_count, metadata=b"", layers=())
-        return {plan.head: [whole if ranged is None else await in_thread(ranged.whole)]}
-    cutter, adapters = inputs.service.model.cutter, inputs.service.model.adapters
-    if ranged is None:
-        needed = [layer for window in plan.route for layer in cutter.layers_of(window.first, window.last)]
-        await hash_layers(cutter, needed, lambda done: inputs.reporter.progress(plan.head, "hash", done, len(needed)))
+        return {plan.head: [whole if model.ranged is None else await in_thread(model.ranged.whole)]}
+    windows = {name: plan.windows_of(name) for name in plan.devices}
+    cutters = await in_thread(lambda: {name: _cutter(model, plan, name) for name in plan.devices})
+    if model.ranged is None:
+        needed = {
+            name: [layer for _, window in windows[name] for layer in cutter.layers_of(window.first, window.last)]
+            for name, (cutter, _) in cutters.items()
+        }
+        done, total = 0, sum(map(len, needed.values()))
+        for name, (cutter, _) in cutters.items():
+
+            def hashed(count: int, before: int = done) -> None:
+                inputs.reporter.progress(plan.head, "hash", before + count, total)
+
+            await hash_layers(cutter, needed[name], hashed)
+            done += len(needed[name])
 
     def specs() -> dict[str, list[WindowSpec]]:
         return {
-            name: [
-                adapted(cutter.spec(index, window.first, window.last), adapters)
-                for index, window in plan.windows_of(name)
-            ]
-            for name in plan.devices
+            name: [adapted(cutter.spec(index, window.first, window.last), adapters) for index, window in windows[name]]
+            for name, (cutter, adapters) in cutters.items()
         }
 
     return await in_thread(specs)
 
 
-async def _share_specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
-    """The windows of every device of a plan with groups, shares of them in a group; hashes those that nobody had before."""
-    plan, model, found = inputs.forecast.plan, inputs.service.model, dict[str, list[WindowSpec]]()
-    cutters, windows, done = dict[str, ModelCutter](), {name: plan.windows_of(name) for name in plan.devices}, 0
-    for name in plan.devices:
-        weights, number = _weights_of(plan, name)
-        cutters[name] = await in_thread(model.share_cutter, weights, number) if weights else model.cutter
-    needed = {
-        name: [layer for _, window in windows[name] for layer in cutters[name].layers_of(window.first, window.last)]
-        for name in plan.devices
-    }
-    total = sum(map(len, needed.values()))
-    for name, cutter in cutters.items():
-
-        def hashed(count: int, before: int = done) -> None:
-            inputs.reporter.progress(plan.head, "hash", before + count, total)
-
-        await hash_layers(cutter, needed[name], hashed)
-        done += len(needed[name])
-        weights, number = _weights_of(plan, name)
-        adapters = model.share_adapters(weights, number) if weights else model.adapters
-        own = [await in_thread(cutter.spec, index, window.first, window.last) for index, window in windows[name]]
-        found[name] = [await in_thread(adapted, spec, adapters) for spec in own]
-    return found
-
-
-def _weights_of(plan: Plan, name: str) -> tuple[tuple[int, ...], int]:
-    """The weights of the group of ``name`` and its number there; no weights without one."""
+def _cutter(model: ModelSource, plan: Plan, name: str) -> tuple[ModelCutter, Sequence[Adapter]]:
+    """What cuts the layers of ``name``, and the adapters for them: a share's in a group."""
     ranks = plan.group_of(name)
-    number = next((i for i, rank in enumerate(ranks) if rank.device == name), 0)
-    return tuple(rank.weight for rank in ranks), number
+    if not ranks:
+        return model.cutter, model.adapters
+    weights = tuple(rank.weight for rank in ranks)
+    number = next(i for i, rank in enumerate(ranks) if rank.device == name)
+    return model.share_cutter(weights, number), model.share_adapters(weights, number)
 
 
 def adapted(spec: WindowSpec, adapters: Sequence[Adapter]) -> WindowSpec:
