@@ -14,14 +14,11 @@ import pytest
 from msgspec.structs import replace
 
 from primad.daemon.draft_process import DraftingProcess
-from primad.daemon.layer_files import Workspace, copy_layers
-from primad.daemon.node import Node
+from primad.daemon.layer_files import copy_layers
 from primad.errors import ProtocolError
 from primad.gguf.model import open_model
 from primad.gguf.windows import ModelCutter, vocabulary_size
 from primad.head.rings.drafting import RemoteDrafter
-from primad.kv.store import KvStore
-from primad.layers.cache import LayerCache
 from primad.network.messages import (
     DraftInput,
     DraftModelState,
@@ -36,12 +33,9 @@ from primad.ring.messages import DraftPlaceChanged, DraftsHeard, RingCommand
 from primad.ring.speculation.drafter import DraftToken
 from primad.ring.speculation.messages import Drafted, DraftText
 from primad.ring.speculation.tree import TreeNode, first_path
-from primad.settings.config import load_config, open_home
 from primad.system.wire import encode
-from primad.trust.identity import new_identity
-from primad.trust.local_trust import LocalTrust
-from primad.trust.trust import TrustStore
 from primad.worker.drafting import DraftService
+from tests.fakes.node import worker_node
 from tools.synth import write_model
 
 TEXT = [5, 9, 40, 5, 9]
@@ -53,18 +47,8 @@ class Worker:
     """A worker's part that drafts, and what it told the head and the owner."""
 
     def __init__(self, home: Path) -> None:
-        config = load_config({"home": home, "name": "lap", "host": "127.0.0.1"}, {})
-        open_home(config)
-        self.place = Workspace(
-            cache=LayerCache(home / "layers"),
-            kv=KvStore(home / "cells"),
-            run=config.run,
-            usage=home / "usage",
-            build="b",
-        )
-        identity = new_identity()
-        trust = TrustStore(home, identity, LocalTrust(home / "local"))
-        node = Node(config=config, workspace=self.place, identity=identity, trust=trust)
+        node = worker_node(home)
+        self.place = node.workspace
         self.reported: asyncio.Queue[WorkerMessage] = asyncio.Queue()
         self.printed: list[str] = []
         self.guessing = DraftService(

@@ -13,8 +13,7 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
-from primad.daemon.layer_files import Workspace, copy_layers
-from primad.daemon.node import Node
+from primad.daemon.layer_files import copy_layers
 from primad.daemon.pictures import PictureService
 from primad.engine.pictures.checks import check_encoded
 from primad.engine.pictures.messages import EmbeddedRun, EncodedPicture, TokenRun
@@ -22,8 +21,6 @@ from primad.errors import ProtocolError, RequestError
 from primad.gguf.model import open_model
 from primad.gguf.whole_file import cut_file
 from primad.head.rings.remote_encoder import EncoderInputs, RemoteEncoder
-from primad.kv.store import KvStore
-from primad.layers.cache import LayerCache
 from primad.network import messages
 from primad.network.messages import (
     EncodedChunk,
@@ -36,12 +33,9 @@ from primad.network.messages import (
     decode_from_worker,
 )
 from primad.planning.encoder_place import EncoderPlace
-from primad.settings.config import load_config, open_home
 from primad.system.wire import encode
-from primad.trust.identity import new_identity
-from primad.trust.local_trust import LocalTrust
-from primad.trust.trust import TrustStore
 from primad.worker.encoding import EncodingService
+from tests.fakes.node import worker_node
 from tools.lab.mmproj import noise, write_encoder
 from tools.synth import write_model
 
@@ -54,20 +48,11 @@ class Worker:
     name = "lap"
 
     def __init__(self, home: Path) -> None:
-        config = load_config({"home": home, "name": "lap", "host": "127.0.0.1"}, {})
-        open_home(config)
-        self.place = Workspace(
-            cache=LayerCache(home / "layers"),
-            kv=KvStore(home / "cells"),
-            run=config.run,
-            usage=home / "usage",
-            build="b",
-        )
-        identity = new_identity()
-        trust = TrustStore(home, identity, LocalTrust(home / "local"))
+        node = worker_node(home)
+        self.place = node.workspace
         self.printed: list[str] = []
         self.service = EncodingService(
-            Node(config=config, workspace=self.place, identity=identity, trust=trust),
+            node,
             context=cast("Any", None),
             number=count(1).__next__,
             notify=self.notify,
