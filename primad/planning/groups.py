@@ -24,8 +24,8 @@ from primad.settings.quantities import show_bytes
 
 MAX_WEIGHT: Final = 16
 """That of the quickest device. Weights are coarse, so that shares stay what they are where figures hardly change."""
-MAX_ON_LAN: Final = 4
-"""Devices of a group that ``auto`` looks for: with more of them sums take more than they save."""
+MAX_COMBINED: Final = 4
+"""Of groups of so many devices all combinations are looked at, of larger ones the quickest devices."""
 MAX_RATIO: Final = 8.0
 """A device so many times as slow as another one has hardly a share."""
 MAX_SETS: Final = 60
@@ -46,6 +46,34 @@ class GroupWishes:
 
 def group_sets(question: Instance, wishes: GroupWishes) -> list[tuple[str, ...]]:
     """The devices that may be a group, by what they compute together; the quickest in front."""
+    able, pairs = _able_pairs(question, wishes)
+    found = [
+        each
+        for size in range(2, min(wishes.max_ranks, MAX_COMBINED) + 1)
+        for each in combinations(able, size)
+        if pairs.issuperset(combinations(each, 2))
+    ]
+    found.sort(key=lambda each: -sum(able[i] for i in each))
+    return [_names(question, each) for each in found[:MAX_SETS]]
+
+
+def _large_sets(question: Instance, wishes: GroupWishes) -> list[tuple[str, ...]]:
+    """The head and the quickest devices with it, in groups of more than ``MAX_COMBINED``."""
+    able, pairs = _able_pairs(question, wishes)
+    taken = [0] if 0 in able else []
+    for i in able:
+        if i and taken and all((a, i) in pairs or (i, a) in pairs for a in taken):
+            taken.append(i)
+    sizes = range(MAX_COMBINED + 1, min(wishes.max_ranks, len(taken)) + 1)
+    return [_names(question, sorted(taken[:size], key=lambda i: -able[i])) for size in sizes]
+
+
+def _names(question: Instance, devices: Sequence[int]) -> tuple[str, ...]:
+    return tuple(question.devices[i].device for i in devices)
+
+
+def _able_pairs(question: Instance, wishes: GroupWishes) -> tuple[dict[int, float], set[tuple[int, int]]]:
+    """Tokens/s of each device that may share layers, the quickest first, and those two of them that may do so together."""
     able = [i for i, device in enumerate(question.devices) if device.gpu is None]
     rates = {i: 1 / _alone_s(question, question.devices[i]) for i in able}
     sums = SUMS * len(question.model.layers)
@@ -57,15 +85,7 @@ def group_sets(question: Instance, wishes: GroupWishes) -> list[tuple[str, ...]]
         return is_wired and is_like and sums_s < wishes.below_s
 
     ordered = sorted(able, key=lambda i: -rates[i])
-    pairs = {(a, b) for a, b in combinations(ordered, 2) if is_quick(a, b)}
-    found = [
-        each
-        for size in range(2, min(wishes.max_ranks, MAX_ON_LAN) + 1)
-        for each in combinations(ordered, size)
-        if pairs.issuperset(combinations(each, 2))
-    ]
-    found.sort(key=lambda each: -sum(rates[i] for i in each))
-    return [tuple(question.devices[i].device for i in each) for each in found[:MAX_SETS]]
+    return {i: rates[i] for i in ordered}, {(a, b) for a, b in combinations(ordered, 2) if is_quick(a, b)}
 
 
 def whole_group(
@@ -186,7 +206,7 @@ def solution_of(plan: Plan, question: Instance, objective: Objective) -> Solutio
 def best_whole(question: Instance, wishes: GroupWishes) -> Solution | None:
     """The best group of the whole model with the head in it; None where there is none."""
     head, found = question.devices[0].device, list[Solution]()
-    for names in group_sets(question, wishes):
+    for names in [*group_sets(question, wishes), *_large_sets(question, wishes)]:
         if head in names:
             try:
                 plan = whole_group(question, names, wishes.units, _not_in(question, names))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import combinations, permutations, product
 
 import pytest
+from msgspec import structs
 
 from halda import Infeasible, Plan, Rank, Window, arrange, evaluate
 from primad.planning.plan import plan
@@ -98,3 +99,14 @@ def test_no_plan_of_groups_and_devices_is_much_better_than_that_of_auto(seed):
     fits = (each.objective_s(request.run.objective, asked.workload.answer_tokens) for each in judged if not each.short)
     best = min(fits, default=math.inf)  # where something has to stream
     assert value <= (1 + GIVEN_UP) * best, found.why_parallel
+
+
+def test_auto_looks_for_groups_of_many_devices_too():
+    names = [f"mini{i}" for i in range(8)]
+    devices = [device(name, rate=1e10, ram=8 * GB, disk=1e8) for name in names]
+    links = [link(*pair, bytes_per_s=1.2e8, round_trip_s=1e-5) for pair in permutations(names, 2)]
+    run = RunConfig(parallel="auto", objective="latency", context_tokens=1024, sequences=1)
+    request = PlanRequest(devices=devices, links=links, model=model(), run=run, max_ranks=8, time_limit_s=3.0)
+    auto, tensor = (plan(structs.replace(request, run=replace(run, parallel=how))) for how in ("auto", "tensor"))
+    assert len(tensor.plan.groups[0]) == 8
+    assert auto.prediction.tpot_s <= 1.05 * tensor.prediction.tpot_s

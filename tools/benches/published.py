@@ -9,6 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Final
 
+from primad.planning.run_config import PARALLEL_MODES
 from tools.lab.figures import ROOT
 from tools.lab.harness import Bench, Run, flag
 from tools.lab.pages import between
@@ -21,7 +22,7 @@ END: Final = "<!-- end of published -->"
 
 async def measure(run: Run, _: None) -> None:
     """The forecast of each figure, and medians by kind."""
-    found = await asyncio.to_thread(rows, read_figures(run.options.figures))
+    found = await asyncio.to_thread(rows, read_figures(run.options.figures), run.options.parallel)
     run.add(*found)
     table = markdown(found)
     run.say(f"{table}\n")
@@ -59,6 +60,7 @@ BENCH: Final = Bench(
     all_quick=None,
     flags=(
         flag("--figures", type=Path, default=FIGURES, help="published figures (default: profiles/published.json)"),
+        flag("--parallel", choices=PARALLEL_MODES, default="pipeline", help="of several devices"),
         flag("--write", action="store_true", help="also write the medians into docs/benchmarks/published.md"),
     ),
 )

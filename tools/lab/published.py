@@ -22,7 +22,7 @@ from primad.gguf.shapes import shape, shape_names
 from primad.planning.explain import best_plan
 from primad.planning.plan import Planned
 from primad.planning.question import LinkSpeed, Question
-from primad.planning.run_config import RunConfig
+from primad.planning.run_config import ParallelMode, RunConfig
 from tools.lab.data_sheets import SHEETS, Sheets, read_sheets, with_gpus_more
 from tools.lab.figures import Figure as Judged
 from tools.lab.figures import Row as BenchRow
@@ -134,16 +134,16 @@ def read_figures(path: Path) -> list[Figure]:
         raise ConfigError(f"{path}: has no figures as {FIGURES.name} has them: {exc}") from exc
 
 
-def rows(published: Iterable[Figure]) -> list[Row]:
-    """Each figure with the forecast of it."""
+def rows(published: Iterable[Figure], parallel: ParallelMode = "pipeline") -> list[Row]:
+    """Each figure with the forecast of it, for devices that are ``parallel``."""
     sheets = read_sheets()
-    return [row(figure, sheets) for figure in published]
+    return [row(figure, sheets, parallel) for figure in published]
 
 
-def row(figure: Figure, sheets: Sheets) -> Row:
+def row(figure: Figure, sheets: Sheets, parallel: ParallelMode = "pipeline") -> Row:
     """``figure`` with the forecast of it, or why there is none."""
     try:
-        found = best_plan(_question(figure, _devices(figure, sheets), _model(figure)))
+        found = best_plan(_question(figure, _devices(figure, sheets), _model(figure), parallel))
     except (ConfigError, Infeasible) as exc:
         return _row(figure, None, None, str(exc))
     return _row(figure, *_rates(figure, found), "")
@@ -199,7 +199,9 @@ def _joined(name: str) -> str:
     return re.sub(r"[^a-z0-9.]", "", name.lower())
 
 
-def _question(figure: Figure, devices: Sequence[DeviceProfile], model: ModelProfile) -> Question:
+def _question(
+    figure: Figure, devices: Sequence[DeviceProfile], model: ModelProfile, parallel: ParallelMode
+) -> Question:
     prompt = figure.prompt
     run = RunConfig(
         objective=_objective(figure),
@@ -207,6 +209,7 @@ def _question(figure: Figure, devices: Sequence[DeviceProfile], model: ModelProf
         sequences=1,
         prompt_tokens=prompt.depth + prompt.prefill_tokens,
         answer_tokens=prompt.generated,
+        parallel=parallel if len(devices) > _SINGLE else "pipeline",
     )
     return Question(
         devices=tuple(devices),
