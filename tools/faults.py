@@ -1,6 +1,6 @@
 """Everything that is judged by the clock, on a machine that has nothing else to do.
 
-    tools/faults [pytest arguments]          every cell of the fault matrix, and the table of ``docs/faults.md``
+    tools/faults [pytest arguments]          every cell of the fault matrices, and the tables of ``docs/faults.md``
     tools/faults times [pytest arguments]    what primad promises in seconds (``tools/lab/forecasts.py``)
     tools/faults crowd [pytest arguments]    1,000 requests of clients who leave, give up, read slowly: what is left of them
     tools/faults long [pytest arguments]     a device dies at 100 to 8,000 tokens of an answer: how long the pause is
@@ -21,11 +21,11 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tools.lab import missing  # noqa: E402
+from tools.lab import group_matrix, missing  # noqa: E402
 from tools.lab.forecasts import judged  # noqa: E402
 from tools.lab.matrix import CELLS, PAGE, Outcome, pages_seconds, with_table  # noqa: E402
 
-MATRIX = "tests/homelab/test_faults.py"
+MATRIX = ("tests/homelab/test_faults.py", "tests/homelab/test_group_faults.py")
 TESTS = {"crowd": ("tests/e2e/test_crowd.py", "-q", "-rP"), "long": ("tests/e2e/test_long_answers.py", "-v")}
 TIMED = (
     "tests/e2e/test_ctrl_c.py",
@@ -58,12 +58,13 @@ def matrix(arguments: list[str]) -> int:
     if (reason := missing()) is not None:
         print(f"faults: error: {reason}", file=sys.stderr)
         return 2
-    code, found = run([MATRIX, "-v", "-m", "slow", *arguments])
+    code, found = run([*MATRIX, "-v", "-m", "slow", *arguments])
     measured = {test.partition("[")[2].removesuffix("]"): value for test, name, value in found if name == "seconds"}
     page = PAGE.read_text(encoding="utf-8")
-    known = pages_seconds(page) | measured
-    PAGE.write_text(with_table(page, known), encoding="utf-8")
+    known = {**pages_seconds(page), **group_matrix.pages_seconds(page), **measured}
+    PAGE.write_text(group_matrix.with_table(with_table(page, known), known), encoding="utf-8")
     lacking = [cell.id for cell in CELLS if cell.outcome is not Outcome.NONE and cell.id not in known]
+    lacking += [cell.id for cell in group_matrix.CELLS if cell.id not in known]
     print(f"{PAGE.relative_to(ROOT)}: {len(measured)} cells measured" + (f", none yet: {lacking}" if lacking else ""))
     return code
 

@@ -29,6 +29,7 @@ EXAMPLES = """examples:
   tools/homelab up tools/homelab-fleets/three.toml
   tools/homelab exec desk primad join
   tools/homelab partition 'desk,mini | laptop'      tools/homelab heal
+  tools/homelab isolate mini laptop                 (they still reach all others; heal ends it)
   tools/homelab cut laptop                          tools/homelab plug laptop
   tools/homelab half-open laptop                    (plug or heal ends it)
   tools/homelab power-off mini                      (everything dies, no connection is closed)
@@ -80,7 +81,11 @@ def _options() -> argparse.Namespace:
     run.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND")
     parted = command("partition", _partition, "drop everything between groups of devices: 'a,b | c'")
     parted.add_argument("groups", nargs="+", metavar="GROUP")
-    command("heal", lambda given: _lab(given).heal(), "undo partitions and half-open links")
+    isolated = command(
+        "isolate", lambda given: _lab(given).isolate(*given.devices), "drop everything between these devices alone"
+    )
+    isolated.add_argument("devices", nargs="+", metavar="DEVICE")
+    command("heal", lambda given: _lab(given).heal(), "undo partitions, isolation and half-open links")
     on_device("cut", lambda lab, name: lab.cut(name), "pull the cable")
     on_device("plug", lambda lab, name: lab.plug(name), "put the cable back, or end half-open")
     on_device("half-open", lambda lab, name: lab.half_open(name), "lose every frame silently")

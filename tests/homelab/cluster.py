@@ -46,7 +46,7 @@ class Cluster:
     """The daemons of one lab. ``daemons`` has the running or ended one of each device by name.
 
     ``trusting`` devices know each other's keys from the start. Extra arguments are those of ``primad serve`` and
-    ``primad join``.
+    ``primad join``. Every worker is to have layers, unless ``--windows`` say how many have.
     """
 
     def __init__(
@@ -87,8 +87,13 @@ class Cluster:
         self.prepare()
         for daemon in [self._start(worker, "join", *self._join) for worker in self.workers]:
             daemon.wait_for("waiting for a head")
-        self.start_head("--wait", len(self.workers), "--use-all")
+        self.start_head(*self.gathered)
         self.wait_serving(timeout_s)
+
+    @property
+    def gathered(self) -> tuple[object, ...]:
+        """Arguments of a head that waits for every worker."""
+        return ("--wait", len(self.workers), *(() if "--windows" in self._serve else ("--use-all",)))
 
     def prepare(self) -> None:
         """Make homes: measured, and trusting if the cluster is."""
@@ -145,6 +150,11 @@ class Cluster:
         worker = self.bring(name, self.code(timeout_s)[0])
         worker.wait_for("paired with", timeout_s)
         return worker
+
+    def tell(self, name: str, *words: str) -> None:
+        """Run ``primad`` with ``words`` on a device, such as ``pause``."""
+        done = self.lab.device(name).run([PRIMAD, *words], env=self._env(), timeout_s=PATIENCE_S)
+        assert done.returncode == 0, f"{done.stdout}{done.stderr}"
 
     def stream(self, prompt: str, max_tokens: int, **body: Any) -> Stream:
         """Ask the head for a streamed chat completion, greedy unless ``body`` says otherwise; does not wait.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.homelab.cluster import Cluster, home
-from tools.lab.device import Device
+from tools.lab.device import Device, role
 
 SLOW_CPUS: Final = 0.05
 _MIN_BYTES: Final = 4096
@@ -45,6 +46,13 @@ def corrupt_layer(device: Device) -> Path:
     return largest
 
 
+def stop_ring(device: Device) -> None:
+    """Stop the ring processes of a device; its daemon lives on."""
+    for pid in device.pids():
+        if role(pid) == "ring":
+            os.kill(pid, signal.SIGSTOP)
+
+
 FAULTS: Final[dict[str, Fault]] = {
     "killed": Fault(do=lambda cluster, name: cluster.lab.device(name).kill()),
     "power lost": Fault(
@@ -55,11 +63,15 @@ FAULTS: Final[dict[str, Fault]] = {
         undo=lambda cluster, name: cluster.lab.device(name).thaw(),
     ),
     "ring aborted": Fault(do=lambda cluster, name: cluster.lab.device(name).kill("ring", signal.SIGABRT)),
+    "ring stopped": Fault(do=lambda cluster, name: stop_ring(cluster.lab.device(name))),
     "cable cut": Fault(
         do=lambda cluster, name: cluster.lab.cut(name), undo=lambda cluster, name: cluster.lab.power_on(name)
     ),
     "half-open": Fault(
         do=lambda cluster, name: cluster.lab.half_open(name), undo=lambda cluster, name: cluster.lab.power_on(name)
+    ),
+    "paused": Fault(
+        do=lambda cluster, name: cluster.tell(name, "pause"), undo=lambda cluster, name: cluster.tell(name, "resume")
     ),
     "disk full": Fault(
         do=lambda cluster, name: cluster.lab.device(name).fill_disk(),

@@ -101,7 +101,7 @@ class Rig:
         daemon = self.cluster.daemons[self.cluster.head.name]
         daemon.process.send_signal(signal.SIGINT)
         daemon.wait_end()
-        self.cluster.start_head("--wait", len(self.cluster.workers), "--use-all")
+        self.cluster.start_head(*self.cluster.gathered)
         self.cluster.wait_serving()
         self._at_fault.clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tools.lab import group_matrix
 from tools.lab.matrix import CELLS, FAULTS, PAGE, PHASES, Outcome, pages_seconds, table, with_table
 
 
@@ -23,3 +24,14 @@ def test_times_are_read_back_as_they_were_written() -> None:
     seconds = {cell.id: number / 10 for number, cell in enumerate(CELLS) if cell.outcome is not Outcome.NONE}
     assert pages_seconds(table(seconds)) == seconds
     assert pages_seconds(table({})) == {}
+
+
+def test_the_page_has_the_table_of_groups() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    seconds = group_matrix.pages_seconds(page)
+    assert group_matrix.with_table(page, seconds) == page, "the page is not what the matrix says; run tools/faults"
+    ids = [cell.id for cell in group_matrix.CELLS]
+    assert len({*ids}) == len(ids)
+    assert {*seconds} <= {*ids}
+    made = {cell: number / 10 for number, cell in enumerate(ids)}
+    assert group_matrix.pages_seconds(group_matrix.with_table(page, made)) == made

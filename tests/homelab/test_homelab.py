@@ -226,6 +226,20 @@ def test_a_partition_parts_groups_until_healed(make_lab: MakeLab) -> None:
             lab.partition(*wrong)
 
 
+def test_isolated_devices_reach_all_but_each_other(make_lab: MakeLab) -> None:
+    lab = make_lab(*(DeviceSpec(name=name, latency_ms=1 if name == "b" else 0) for name in "abc"))
+    a, b, c = lab.devices
+    with probe(a, "serve", "a"), probe(c, "serve", "c"):
+        lab.isolate("a", "b")
+        assert apart(b, a.ip)
+        assert reaches(b, c.ip)
+        assert reaches(c, a.ip)
+        lab.heal()
+        assert reaches(b, a.ip)
+    with pytest.raises(LabError, match="at least two"):
+        lab.isolate("a", "a")
+
+
 def test_a_frozen_device_answers_when_it_thaws(pair: Homelab) -> None:
     a, b = pair.device("a"), pair.device("b")
     with (

@@ -207,8 +207,14 @@ class Homelab:
             raise LabError("partition: name at least one group, none empty and no device twice, as in 'a,b | c'")
         self._network.partition(groups)
 
+    def isolate(self, *names: str) -> None:
+        """Drop every frame between these devices, which still reach all others."""
+        if len({self.device(name).name for name in names}) < 2:
+            raise LabError("isolate: name at least two devices, as in 'isolate a b'")
+        self._network.isolate(names)
+
     def heal(self) -> None:
-        """Undo partitions and half-open links."""
+        """Undo partitions, isolation and half-open links."""
         self._network.heal()
 
     def cut(self, name: str) -> None:

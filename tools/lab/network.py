@@ -112,9 +112,15 @@ class Network:
         lines += [f"link set {self._port(name)} master s0" for name in self._cables if name not in named]
         ip(self._switch, lines)
 
+    def isolate(self, names: Sequence[str]) -> None:
+        """Let these devices reach all others, but not each other."""
+        ip(self._switch, [f"link set {self._port(name)} type bridge_slave isolated on" for name in names])
+
     def heal(self) -> None:
-        """Undo partitions and half-open links."""
-        ip(self._switch, [f"link set {self._port(name)} master s0" for name in self._cables])
+        """Undo partitions, isolation and half-open links."""
+        ports = [self._port(name) for name in self._cables]
+        ip(self._switch, [f"link set {port} master s0" for port in ports])
+        ip(self._switch, [f"link set {port} type bridge_slave isolated off" for port in ports])
 
     def cut(self, name: str) -> None:
         """Pull the cable: the device sees that it is gone."""

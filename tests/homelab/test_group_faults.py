@@ -1,0 +1,167 @@
+"""Devices of tensor-parallel groups fail: the answers go on in a ring without them, and no token changes.
+
+All cells of a plan by hand are made on one cluster of a head and three workers, one of them more than the plan has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.homelab.cluster import Cluster
+from tests.homelab.faults import FAULTS, Fault
+from tests.homelab.phases import REACH
+from tests.homelab.rig import LONG, SHORT, STORY, STORY_TOKENS, Rig, fleet
+from tests.homelab.stream import Stream
+from tools.lab import Homelab, missing
+from tools.lab.group_matrix import CELLS, GOES_ON, WINDOWS, GroupCell, is_chosen
+from tools.synth import write_model
+
+NAMES = {
+    "kill -9": "killed",
+    "SIGSTOP": "stopped",
+    "ring process aborts": "ring aborted",
+    "ring process stops": "ring stopped",
+    "power lost": "power lost",
+    "link cut": "cable cut",
+    "half-open TCP": "half-open",
+    "paused by its owner": "paused",
+    "disk full": "disk full",
+}
+"""Of the faults of ``faults.py``."""
+SHARED = ("--parallel", "tensor", "--context", 4096, "--speculate", "lookup", "--batching", "fast", "--sequences", 2)
+DEVICES = 3
+"""Of a plan by hand."""
+READY = ("ready", "serving")
+DRAFTED = {"logit_bias": {"28": 50.0, "29": 50.0}, "speculate": True}
+"""Two likely tokens, whose text repeats itself, so that drafts hold."""
+DRAFTED_PROMPT = "Tell me a story of a ship."
+
+Note = Callable[[str, object], None]
+
+
+def parameters() -> list[object]:
+    marks = {cell: [pytest.mark.slow] + ([] if is_chosen(cell) else [pytest.mark.matrix]) for cell in CELLS}
+    return [pytest.param(cell, id=cell.id, marks=marks[cell]) for cell in CELLS]
+
+
+class GroupRig(Rig):
+    """A cluster of a plan by hand with a group."""
+
+    def whole(self) -> None:
+        """Wait until as many devices serve as the plan has, and the others could."""
+        self.serves_with(DEVICES)
+        self.wait_until(lambda: self.phases() <= {*READY}, "all are here")
+
+    def phases(self) -> set[str]:
+        return {str(each["phase"]) for each in self.cluster.status()["cluster"]}
+
+    def computing(self) -> list[str]:
+        """The devices that compute, in the order of the plan."""
+        return [str(each["name"]) for each in self.cluster.status()["devices"]]
+
+    def strike(self, cell: GroupCell, name: str) -> None:
+        """Do it."""
+        match cell.fault:
+            case "cut off from the head":
+                self.lab.isolate(self.cluster.head.name, name)
+            case "cut off from the other rank":
+                self.lab.isolate(*self.ranks(cell.place))
+            case _:
+                FAULTS[NAMES[cell.fault]].do(self.cluster, name)
+
+    def heal(self, cell: GroupCell, name: str) -> None:
+        """Do what the device's owner does about it."""
+        fault = FAULTS.get(NAMES.get(cell.fault, ""), Fault(do=lambda *_: None))
+        self.lab.heal()
+        if fault.undo is not None:
+            fault.undo(self.cluster, name)
+        if not self.lab.device(name).pids():
+            self.cluster.start_worker(name)
+
+    def drafted(self) -> Stream:
+        """Ask for an answer of which tokens are drafted; does not wait for it."""
+        return self.cluster.stream(DRAFTED_PROMPT, STORY_TOKENS, **DRAFTED)
+
+    def ranks(self, place: str) -> list[str]:
+        """Two devices of the group, of which the second one is the one that fails."""
+        _, one, other = self.computing()
+        return {"group of all": [one, other], "first of a group": [other, one], "other of a group": [one, other]}[place]
+
+
+class Bench:
+    """The rig of these tests, by plan: built when it is first asked for, and anew after a cell that failed."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._stack = ExitStack()
+        self._rig: GroupRig | None = None
+        self._windows = ""
+
+    def rig(self, windows: str) -> GroupRig:
+        if self._rig is None or self._windows != windows:
+            self.tear_down()
+            lab = self._stack.enter_context(Homelab(fleet()))
+            serve = (*SHARED, "--windows", windows)
+            self._rig = GroupRig(self._stack.enter_context(Cluster(lab, self._model, serve=serve)))
+            self._windows = windows
+            self._rig.cluster.start()
+        return self._rig
+
+    def tear_down(self) -> None:
+        self._rig = None
+        self._stack.close()
+
+
+@pytest.fixture(scope="module")
+def bench(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """Of a model that is slow enough for a fault to come in its midst; float32: of a share the bits are those of any."""
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    path = tmp_path_factory.mktemp("shared") / "shared.gguf"
+    shape = {"layers": 12, "width": 256, "heads": 8, "heads_kv": 4, "head_width": 32, "feed_forward": 768}
+    write_model(path, vocabulary=f"from:{smollm2}", quantisation="f32", **shape)
+    made = Bench(path)
+    yield made
+    made.tear_down()
+    path.unlink()
+
+
+@pytest.mark.parametrize("cell", parameters())
+def test_a_device_of_a_group_fails(cell: GroupCell, bench: Bench, record_property: Note) -> None:
+    try:
+        record_property("seconds", go_through(cell, bench.rig(WINDOWS[cell.place])))
+    except BaseException:
+        bench.tear_down()
+        raise
+
+
+def go_through(cell: GroupCell, rig: GroupRig) -> float:
+    """Make one cell; how long after the fault the next token came."""
+    rig.restart_head()  # it bears no grudges
+    rig.whole()
+    rig.undisturbed(SHORT)
+    undisturbed = rig.drafted()
+    undisturbed.wait_end()
+    name, before = rig.ranks(cell.place)[1], {*rig.computing()}
+    stream = REACH[cell.phase](rig, name)
+    also = rig.drafted()
+    at = rig.cluster.now()
+    rig.strike(cell, name)
+    assert stream is not None
+    rig.check(stream, {"prefill": LONG, "decode": STORY}[cell.phase])
+    seconds = stream.recovered_s(at) if cell.phase == "decode" else stream.times[0] - at
+    assert seconds is not None, "the answer was over before the fault"
+    also.wait_end()
+    assert (also.error, also.finish_reason, also.text) == (None, "length", undisturbed.text), rig.cluster.logs()
+    if cell.printed:
+        rig.wait_said("h", cell.printed.format(device=name))
+    assert (before == {*rig.computing()}) == (cell.fault in GOES_ON), rig.cluster.logs()
+    rig.heal(cell, name)
+    rig.whole()
+    rig.check(rig.ask())
+    rig.check_clean()
+    return seconds

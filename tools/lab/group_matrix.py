@@ -1,0 +1,106 @@
+"""The fault matrix of tensor-parallel groups as data: what becomes of an answer when a device of a group fails.
+
+The tests (``tests/homelab/test_group_faults.py``) do what stands here, and a table of ``docs/faults.md`` says it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from tools.lab.matrix import Seconds
+from tools.lab.pages import between
+
+WINDOWS: Final = {"group of all": "12x3", "first of a group": "4,8x2", "other of a group": "4,8x2"}
+"""The plan by hand in which the device that fails is a rank of a group of all layers, or the first or the other one of a
+group that is a place of a ring. There is one worker more, which takes over with the same share, so no token changes."""
+PHASES: Final = ("prefill", "decode")
+FAULTS: Final = (
+    "kill -9",
+    "SIGSTOP",
+    "ring process aborts",
+    "ring process stops",
+    "power lost",
+    "link cut",
+    "half-open TCP",
+    "cut off from the head",
+    "cut off from the other rank",
+    "paused by its owner",
+    "disk full",
+)
+GOES_ON: Final = frozenset({"disk full"})
+"""Faults by which nothing is interrupted; after the others a ring without the device takes over."""
+_NAMED: Final = "^{device} (is gone|leaves)|^{device}: |{device} of this group "
+_PRINTED: Final = {
+    "paused by its owner": "^{device} leaves .*paused",
+    "cut off from the other rank": " of this group ",
+    "disk full": "",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCell:
+    """One fault of a device in one ``place`` and phase; ``printed`` as in ``matrix.Cell``."""
+
+    place: str
+    phase: str
+    fault: str
+
+    @property
+    def id(self) -> str:
+        """The cell's name in tests."""
+        return f"{self.fault} in {self.phase} of {self.place}"
+
+    @property
+    def printed(self) -> str:
+        """What the head says of it: a regular expression in which ``{device}`` stands for the device's name."""
+        return _PRINTED.get(self.fault, _NAMED)
+
+
+CELLS: Final = tuple(GroupCell(place, phase, fault) for place in WINDOWS for phase in PHASES for fault in FAULTS)
+"""All of them, those of one plan behind each other."""
+_CHOSEN: Final = frozenset(
+    {
+        ("first of a group", "decode", "cut off from the other rank"),
+        ("other of a group", "decode", "SIGSTOP"),
+        ("group of all", "prefill", "link cut"),
+    }
+)
+
+
+def is_chosen(cell: GroupCell) -> bool:
+    """Whether every run of the tests makes the cell; the others are for ``tools/faults``."""
+    return (cell.place, cell.phase, cell.fault) in _CHOSEN
+
+
+BEGIN: Final = "<!-- groups: written by tools/faults -->"
+END: Final = "<!-- end of groups -->"
+_COLUMNS: Final = tuple((place, phase) for place in WINDOWS for phase in PHASES)
+
+
+def with_table(page: str, seconds: Seconds) -> str:
+    """``page`` with the table of groups in the place for it."""
+    return between(page, BEGIN, END, f"\n\n{table(seconds)}\n")
+
+
+def table(seconds: Seconds) -> str:
+    """Seconds to the next token in Markdown: a row a fault, a column a place and phase."""
+    lines = [f"| | {' | '.join(f'{place}, {phase}' for place, phase in _COLUMNS)} |", f"|---|{'---|' * len(_COLUMNS)}"]
+    for fault in FAULTS:
+        cells = (GroupCell(place, phase, fault) for place, phase in _COLUMNS)
+        row = (f"{seconds[cell.id]:.1f} s" if cell.id in seconds else "" for cell in cells)
+        lines.append(f"| **{fault}** | {' | '.join(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def pages_seconds(page: str) -> Mapping[str, float]:
+    """The times in the table of ``page``."""
+    found, own = {}, page.partition(BEGIN)[2].partition(END)[0]
+    for fault in FAULTS:
+        row = next((line for line in own.splitlines() if line.startswith(f"| **{fault}** |")), "")
+        for (place, phase), entry in zip(_COLUMNS, row.split("|")[2:-1], strict=False):
+            if (match := re.fullmatch(r" ([0-9.]+) s ", entry)) is not None:
+                found[GroupCell(place, phase, fault).id] = float(match[1])
+    return found
