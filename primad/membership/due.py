@@ -249,7 +249,9 @@ def _why_another(state: State, candidates: frozenset[str], now: float) -> Purpos
         return Purpose.SUSPICION if state.tried.get(Purpose.SUSPICION) != candidates else None
     if state.memory_low and now >= max(settled_s(state, serving), state.retry_at_s, state.recover_at_s):
         return Purpose.PRESSURE
-    if _measures(state, now) or now < max(settled_s(state, serving), state.retry_at_s):
+    if _measures(state, now) or _measure_again_is_due(state, now):
+        return None
+    if now < max(settled_s(state, serving), state.retry_at_s):
         return None
     is_new = candidates - serving.candidates and state.tried.get(Purpose.GAIN) != candidates
     changed = (state.memory_recovered | state.corrected) & (candidates | {state.settings.head})

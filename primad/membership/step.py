@@ -10,7 +10,7 @@ Each rule is in one place: here, in ``due.py`` (what is due) or in ``transitions
   one; they end with an error as soon as no plan exists, or after ``hold_s``, or when ring after ring breaks under them.
 * A better plan is taken only if it gains enough; candidates that gave none are not asked again until they change.
 * A link that does not work is measured again while a ring serves, after a pause that doubles each time; when it works, its
-  devices are planned for as if they had just come.
+  devices are planned for as if they had just come. One by which a group broke is measured as soon as another ring serves.
 * A device at fault for a break takes no part for a while, which doubles each time, unless there is no plan without it. Where
   several may be at fault, one of them is (``doubt.py``). It does not help to go away and come back. Who goes away while
   links are measured, or does not measure them, is at fault for that: all others wait for it.
@@ -397,6 +397,8 @@ def _broken(state: State, event: RingFailed, now: float, effects: list[Effect]) 
         return state
     state = doubt(state, event, now)
     event = replace(event, device=culprit(state, event, served=served))
+    if event.between:
+        state = replace(state, again_at_s=now)
     if attempt is not None and not served:
         return _attempt_broke(state, attempt, event, now, effects)
     return _ring_broke(state, event, now, effects)

@@ -349,7 +349,8 @@ class RingFailed:
 
     Else one of the ``parties`` may be, the accused before the accuser (``doubt.py``); parties that ``device`` is one of may
     have made it fail. ``lasting``: the device will not do better soon (as with a full disk). ``again``: form it once more,
-    as the parties have other room than they loaded for.
+    as the parties have other room than they loaded for. The link ``between`` two devices may have failed: it is measured
+    again.
     """
 
     epoch: int
@@ -358,6 +359,7 @@ class RingFailed:
     lasting: bool = False
     again: bool = False
     parties: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
 from halda import Infeasible, ModelProfile, Objective, Plan, Rank, Solution, Workload, arrange, evaluate, residency
 from halda.chunk_rows import in_best_chunks
@@ -39,6 +40,15 @@ def plan_by_hand(
         raise PlanError(f"{flag}: {exc}; choose other windows") from exc
     places = (names[first : first + count] for first, count in zip(firsts, ranks, strict=True) if count > 1)
     return replace(plan, groups=tuple(tuple(Rank(device=name, weight=1) for name in place) for place in places))
+
+
+def senders_by_hand(names: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, str]]:
+    """Who sends to whom where the first of ``names`` have so many ``ranks`` at each place: a place's first device to the
+    next place's, and those of a group each to each."""
+    places = [names[sum(ranks[:i]) : sum(ranks[: i + 1])] for i in range(len(ranks))]
+    firsts = [place[0] for place in places]
+    ring = zip(firsts, (*firsts[1:], firsts[0]), strict=True)
+    return [pair for pair in ring if len(firsts) > 1] + [pair for place in places for pair in combinations(place, 2)]
 
 
 def stream_by_hand(plan: Plan, question: Instance) -> Plan:

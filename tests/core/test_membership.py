@@ -1085,6 +1085,14 @@ def test_links_are_not_measured_again_while_no_ring_serves_or_another_is_formed(
     assert measures(live(shell, 2.0, "ada", "bo")) == [m.Measure(frozenset({"ada", "bo"}), again=True)]
 
 
+def test_the_link_by_which_a_group_broke_is_measured_as_soon_as_another_ring_serves():
+    shell = serving("ada", "bo")
+    shell.notify(m.RingFailed(1, "bo", "ada: bo of this group cannot be reached any more", between=("bo", "ada")))
+    solve(shell)
+    assert measures(form(shell)) == []
+    assert measures(live(shell, SETTLE_S + 1.0, "ada", "bo")) == [m.Measure(frozenset({"ada", "bo"}), again=True)]
+
+
 def test_who_is_reached_while_no_ring_serves_has_a_place_in_the_next_plan_anyhow():
     shell = serving("ada", "bo")
     shell.notify(m.RingFailed(1, None, "it broke"))

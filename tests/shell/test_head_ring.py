@@ -407,20 +407,22 @@ def accuses(device: str, other: str) -> RankLostError:
 
 
 @pytest.mark.parametrize(
-    ("said", "device", "reason"),
+    ("said", "device", "reason", "between"),
     [
-        ({}, "lap", f"lap {CLOSED}"),
-        ({"lap": StageError("lap: llama.cpp failed", "lap", "ring")}, "lap", "lap: llama.cpp failed"),
-        ({"lap": accuses("lap", "tab")}, "tab", f"lap: tab {CLOSED}"),
-        ({"lap": accuses("lap", "tab"), "tab": DeviceLostError("tab is gone", "tab")}, "tab", "tab is gone"),
-        ({"lap": accuses("lap", "desk")}, "lap", f"lap: desk {CLOSED}"),
-        ({"lap": accuses("lap", "tab"), "tab": accuses("tab", "lap")}, "tab", f"tab: lap {CLOSED}"),
+        ({}, "lap", f"lap {CLOSED}", ("lap", "desk")),
+        ({"lap": StageError("lap: llama.cpp failed", "lap", "ring")}, "lap", "lap: llama.cpp failed", ()),
+        ({"lap": accuses("lap", "tab")}, "tab", f"lap: tab {CLOSED}", ("tab", "lap")),
+        ({"lap": accuses("lap", "tab"), "tab": DeviceLostError("tab is gone", "tab")}, "tab", "tab is gone", ()),
+        ({"lap": accuses("lap", "desk")}, "lap", f"lap: desk {CLOSED}", ("lap", "desk")),
+        ({"lap": accuses("lap", "tab"), "tab": accuses("tab", "lap")}, "tab", f"tab: lap {CLOSED}", ("tab", "lap")),
     ],
 )
-async def test_of_a_group_the_device_that_failed_first_is_at_fault(monkeypatch, said, device, reason):
+async def test_of_a_group_the_device_that_failed_first_is_at_fault_or_its_link(
+    monkeypatch, said, device, reason, between
+):
     ring = in_group(monkeypatch, **said)
-    found = await ring._cause("lap", RankError(f"lap {CLOSED}", "lap"))
-    assert attributed(found, GROUP, EPOCH) == RingFailed(EPOCH, device, reason)
+    found = await ring._cause("lap", RankError(f"lap {CLOSED}", "lap"), "desk")
+    assert attributed(found, GROUP, EPOCH) == RingFailed(EPOCH, device, reason, between=between)
 
 
 async def test_a_device_that_is_in_no_group_does_not_listen_for_one_nor_the_other_way_round():

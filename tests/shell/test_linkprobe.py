@@ -201,6 +201,17 @@ def every(*names: str) -> set[tuple[str, str]]:
     return {(a, b) for a in names for b in names if a != b}
 
 
+async def test_a_link_in_doubt_is_measured_again_and_no_other():
+    async with devices("a", "b") as (context, (a, b)):
+        book, lines = book_of(context), Lines()
+        workers = await greeted(context, a, b)
+        await book.measure(workers, {}, lines)
+        book.doubt(("b", "a"))
+        assert pairs(book.all_between(["desk", "a", "b"])) == every("desk", "a", "b") - every("a", "b")
+        assert pairs(await book.measure(workers, {}, lines)) == every("desk", "a", "b")
+        assert (a.asked, b.asked, lines.measured) == ([["b"], ["b"]], [], 4)
+
+
 async def test_only_what_is_missing_is_measured():
     async with devices("a", "b", "c") as (context, (a, b, c)):
         book, lines = book_of(context), Lines()

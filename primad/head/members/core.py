@@ -55,19 +55,23 @@ class DeviceLostError(ClusterError):
 
 
 class StageError(ClusterError):
-    """The stage of ``device`` failed; ``fault`` is its activity at that time (``messages.Fault``, or one of these)."""
+    """The stage of ``device`` failed; ``fault`` is its activity at that time (``messages.Fault``, or one of these).
 
-    def __init__(self, message: str, device: str, fault: str) -> None:
+    It may be the link ``between`` two devices of a group that failed, not one of them.
+    """
+
+    def __init__(self, message: str, device: str, fault: str, between: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.device = device
         self.fault = fault
+        self.between = between
 
 
 class RankLostError(StageError):
     """As ``error``; but the fault is that of ``rank``, another device of its group, according to the device."""
 
     def __init__(self, error: StageError, rank: str) -> None:
-        super().__init__(str(error), error.device, error.fault)
+        super().__init__(str(error), error.device, error.fault, between=(error.device, rank))
         self.rank = rank
 
 
@@ -111,6 +115,8 @@ def attributed(error: PrimadError, plan: Plan, epoch: int) -> types.RingFailed:
             return nobody(reason, again=True)
         case StageError(device=device, fault=fault) if fault == AGAIN:
             return nobody(reason, parties=among(device), again=True)
+        case StageError(between=between, device=device) if between:
+            return failed(device, reason, between=between)
         case StageError(device=device, fault=fault) if device not in plan.places:  # of a group; no step comes to it
             return failed(device, reason, lasting=fault in ("disk", UNREACHED))
         case StageError(device=device, fault=fault):

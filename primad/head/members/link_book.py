@@ -121,6 +121,11 @@ class LinkBook:
         self._why = {pair: why for pair, why in self._why.items() if device not in pair}
         self._reported = {pair for pair in self._reported if device not in pair}
 
+    def doubt(self, devices: Iterable[str]) -> None:
+        """The links between ``devices`` may not work any more: they are measured again."""
+        names = set(devices)
+        self._links = {pair: link for pair, link in self._links.items() if not names.issuperset(pair)}
+
     async def _measure(
         self, source: str, targets: Sequence[Contact], workers: Mapping[str, WorkerLink], reporter: Reporter
     ) -> None:

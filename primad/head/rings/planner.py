@@ -21,6 +21,7 @@ from primad.head.model.learning import Learning
 from primad.head.model.limits import DeviceLimits
 from primad.head.model.service import Service
 from primad.head.rings.taken import Taken, peak
+from primad.planning.by_hand import senders_by_hand
 from primad.planning.extra_buffers import as_planned
 from primad.planning.forecast import Forecast
 from primad.planning.plan import complete, search
@@ -297,11 +298,13 @@ class Planner:
             raise PlanError(self._why_cut(device.device for device in asked.devices) or str(exc)) from exc
 
     def _check_reached(self, asked: PlanRequest) -> None:
-        """Raises ``PlanError`` if a device of the windows by hand does not reach the next one."""
-        windows = asked.run.windows
+        """Raises ``PlanError`` if a device of the windows by hand does not reach one that it sends to."""
+        windows, ranks = asked.run.windows, asked.run.ranks
         assert windows is not None
-        ring = [device.device for device in asked.devices[: asked.run.devices_by_hand]]
-        for pair in zip(ring, (*ring[1:], ring[0]), strict=True):
+        names = [device.device for device in asked.devices]
+        if len(names) < asked.run.devices_by_hand:
+            return  # the search says so
+        for pair in senders_by_hand(names, ranks or (1,) * len(windows)):
             if (why := self._why_cut(pair)) is not None:
                 raise PlanError(f"--windows {','.join(map(str, windows))}: {why}")
 

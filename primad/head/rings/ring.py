@@ -290,7 +290,7 @@ class HeadRing:
         if isinstance(error, RankLostError) and error.rank == self.plan.head:
             # The head's own process ends as well, and says more.
             await _first_of(self._broken, timeout_s=OWN_S)
-        raise await self._cause(error.rank, error) if isinstance(error, RankLostError) else error
+        raise await self._cause(error.rank, error, stage.name) if isinstance(error, RankLostError) else error
 
     def describe(self) -> list[str]:
         """Layers of each device, one line each."""
@@ -401,7 +401,7 @@ class HeadRing:
         except LateStepError as exc:
             raise StuckStepError(str(exc), self._parties) from exc
         except RankError as exc:
-            raise await self._cause(exc.device, exc) from exc
+            raise await self._cause(exc.device, exc, self.plan.head) from exc
 
     def _hear(self, event: RingEvent, windows: int) -> None:
         """A message of the head's ring process. Raises ``RingError`` for an invalid one."""
@@ -520,19 +520,20 @@ class HeadRing:
             return RankAddress(to_head, port_of(own.group))
         return RankAddress(self._ring_addresses.host_for(name, other), loaded[other].group_port)
 
-    async def _cause(self, device: str, error: PrimadError) -> PrimadError:
-        """``error`` of a group, the fault of ``device``, or what this one reports: it may be yet another's."""
+    async def _cause(self, device: str, error: PrimadError, accuser: str) -> PrimadError:
+        """``error`` of a group, the fault of ``device`` as ``accuser`` says, or what this one reports: it may be yet
+        another's."""
         asked = {self.plan.head}
         while device not in asked:
             asked.add(device)
             stage = self._workers[device]
             await _first_of(stage.broken, timeout_s=REASON_S)
             if not stage.broken.done():
-                return StageError(str(error), device, "ring")
+                return StageError(str(error), device, "ring", between=(device, accuser))
             error = stage.broken.result()
             if not isinstance(error, RankLostError):
                 return error
-            device = error.rank
+            accuser, device = device, error.rank
         return error
 
     def _on_progress(self, device: str, progress: Progress) -> None:

@@ -223,7 +223,7 @@ class Rings:
                 preparing.cancel()
         except PrimadError as exc:
             self._model.remember(exc)
-            self._core.post(attributed(exc, self._plans[epoch].plan, epoch))
+            self._failed(attributed(exc, self._plans[epoch].plan, epoch))
         except Exception as exc:  # as above
             logger.exception("ring %d cannot be formed", epoch)
             self._core.post(types.RingFailed(epoch, None, mistake(exc)))
@@ -332,6 +332,11 @@ class Rings:
         """A ring broke, while it was formed or later."""
         if failed.epoch in self._rings:
             self._model.remember(self._rings[failed.epoch].broken_by)
+        self._failed(failed)
+
+    def _failed(self, failed: types.RingFailed) -> None:
+        if failed.between:
+            self._devices.book.doubt(failed.between)
         self._core.post(failed)
 
     def memory_low(self, needed_bytes: int) -> None:
