@@ -138,7 +138,7 @@ def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) ->
         for place, (i, window) in enumerate(plan.windows_of(name))
     ]
     size = sum(model.layers[layer].size_bytes for _, window in plan.windows_of(name) for layer in window.layers)
-    weights = int(plan.share_of(name) * size)
+    weights = kept.layer_bytes if plan.group_of(name) else size
     return DeviceJson(
         name=name,
         share=plan.share_of(name),

@@ -3,18 +3,20 @@
 A group needs devices without GPUs and of like speed, with a cable between any two on which the sums of all layers take less
 than a token without groups.
 The group of a whole model costs what the evaluator says. In a ring a group is one device more to the solver, which divides
-the layers; what comes of that is judged by the evaluator like any other plan.
+the layers; what comes of that is judged by the evaluator like any other plan. Where memory is short each device streams of
+its share: all disks read at once, and weights are those with which the slowest takes least.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Final
 
-from halda import DeviceProfile, Infeasible, LeftOut, Objective, Plan, Rank, Solution, Window, evaluate
+from halda import DeviceProfile, Infeasible, LeftOut, Objective, Plan, Prediction, Rank, Solution, Window, evaluate
+from halda.evaluate import stream
 from halda.instance import Instance
 from halda.shared import SUMS, SharedPlace, message_s, places_of
 from primad.errors import PlanError
@@ -31,6 +33,10 @@ MAX_RATIO: Final = 8.0
 MAX_SETS: Final = 60
 MAX_RINGS: Final = 6
 """For which the solver is asked."""
+MAX_STREAMING: Final = 6
+"""Groups that stream which are judged, where none has memory enough."""
+STEPS: Final = (4, 2, 1)
+"""By which weights of groups that stream are changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +87,16 @@ def _able_pairs(question: Instance, wishes: GroupWishes) -> tuple[dict[int, floa
     def is_quick(a: int, b: int) -> bool:
         sums_s = sums * max(message_s(question, *pair, question.model.hop_values) for pair in ((a, b), (b, a)))
         is_like = max(rates[a], rates[b]) <= MAX_RATIO * min(rates[a], rates[b])
-        is_wired = question.link(a, b).works and not question.in_air(a, b)  # sums of all would share the air
+        is_wired = _reach(question, a, b) and not question.in_air(a, b)  # sums of all would share the air
         return is_wired and is_like and sums_s < wishes.below_s
 
     ordered = sorted(able, key=lambda i: -rates[i])
     return {i: rates[i] for i in ordered}, {(a, b) for a, b in combinations(ordered, 2) if is_quick(a, b)}
+
+
+def _reach(question: Instance, a: int, b: int) -> bool:
+    """Whether the devices ``a`` and ``b`` reach each other."""
+    return question.link(a, b).works and question.link(b, a).works
 
 
 def whole_group(
@@ -96,6 +107,49 @@ def whole_group(
 
     Raises ``PlanError`` for a device with a GPU, and ``Infeasible`` where memory is short, or the shares cannot be cut.
     """
+    plan = _of_whole(question, names, units, left_out)
+    return _quicker(_within_memory(plan, question, units), question, units)
+
+
+def streaming_group(
+    question: Instance, names: Sequence[str], units: ShareUnits | None, left_out: Sequence[LeftOut] = ()
+) -> Plan:
+    """As ``whole_group``, but what they have no memory for streams."""
+    plan = _of_whole(question, names, units, left_out)
+    plan, found = _judged(plan, question)
+    for step in STEPS:
+        while True:
+            weights = {rank.device: rank.weight for rank in plan.groups[0]}
+            others = [
+                _judged(_weighing(plan, {name: weight + change}, units), question)
+                for name, weight in weights.items()
+                for change in (-step, step)
+                if 1 <= weight + change <= MAX_WEIGHT
+            ]
+            other, judged = min(others, key=lambda each: _cost(each[1]), default=(plan, found))
+            if _cost(judged) >= _cost(found):
+                break
+            plan, found = other, judged
+    if found.short:
+        first = found.short[0]
+        raise Infeasible(
+            f"{first.where} is short of {show_bytes(first.short_bytes)} of {first.what}, streaming included",
+            short_bytes=first.short_bytes,
+        )
+    return plan
+
+
+def _judged(plan: Plan, question: Instance) -> tuple[Plan, Prediction]:
+    plan = stream(plan, question, {})
+    return plan, evaluate(plan, question)
+
+
+def _cost(found: Prediction) -> tuple[int, float]:
+    return sum(short.short_bytes for short in found.short), found.tpot_s
+
+
+def _of_whole(question: Instance, names: Sequence[str], units: ShareUnits | None, left_out: Sequence[LeftOut]) -> Plan:
+    """The group of ``names`` with shares by speed. Raises ``PlanError`` for a device with a GPU."""
     devices = {device.device: device for device in question.devices}
     for name in names:
         if devices[name].gpu is not None:
@@ -105,7 +159,7 @@ def whole_group(
             )
     head = question.devices[0].device
     layers = len(question.model.layers)
-    plan = Plan(
+    return Plan(
         rounds=1,
         route=(Window(device=head, first=0, last=layers, gpu_layers=0),),
         output_on_gpu=False,
@@ -113,7 +167,6 @@ def whole_group(
         left_out=tuple(left_out),
         groups=(_by_speed(question, (head, *(name for name in names if name != head)), units),),
     )
-    return _quicker(_within_memory(plan, question, units), question, units)
 
 
 def _by_speed(question: Instance, names: Sequence[str], units: ShareUnits | None) -> tuple[Rank, ...]:
@@ -181,17 +234,28 @@ def _quicker(plan: Plan, question: Instance, units: ShareUnits | None) -> Plan:
         plan, found = other, judged
 
 
-def all_in_one(question: Instance, max_ranks: int, units: ShareUnits | None) -> Plan:
-    """The group of the head and the quickest other devices, at most so many. Raises as ``whole_group``."""
-    rates = {device.device: 1 / _alone_s(question, device) for device in question.devices}
-    head, *others = (device.device for device in question.devices)
-    taken = {head, *sorted(others, key=lambda name: -rates[name])[: max_ranks - 1]}
-    left_out = [
-        LeftOut(device=name, reason=f"the heads of this model are for a group of {max_ranks} devices at most")
-        for name in others
-        if name not in taken
-    ]
-    return whole_group(question, [name for name in rates if name in taken], units, left_out)
+def all_in_one(question: Instance, max_ranks: int, units: ShareUnits | None, *, streams: bool = False) -> Plan:
+    """The group of the head and the quickest other devices, at most so many, that all reach each other; one that
+    ``streams`` where it has no memory otherwise.
+
+    Raises as ``whole_group``, and ``Infeasible`` where the head reaches no other one.
+    """
+    names = [device.device for device in question.devices]
+    rates = [1 / _alone_s(question, device) for device in question.devices]
+    taken, left_out = [0], list[LeftOut]()
+    for other in sorted(range(1, len(names)), key=lambda each: -rates[each]):
+        cut = next((each for each in taken if not _reach(question, other, each)), None)
+        if cut is None and len(taken) < max_ranks:
+            taken.append(other)
+            continue
+        reason = f"the heads of this model are for a group of {max_ranks} devices at most"
+        if cut is not None:
+            reason = f"it does not reach {names[cut]}, which is quicker, and those of a group send to each other"
+        left_out.append(LeftOut(device=names[other], reason=reason))
+    if len(taken) == 1:
+        raise Infeasible(f"no other device reaches {names[0]} for a group", short_bytes=0)
+    made = streaming_group if streams else whole_group
+    return made(question, [names[each] for each in sorted(taken)], units, left_out)
 
 
 def solution_of(plan: Plan, question: Instance, objective: Objective) -> Solution:
@@ -204,15 +268,23 @@ def solution_of(plan: Plan, question: Instance, objective: Objective) -> Solutio
 
 
 def best_whole(question: Instance, wishes: GroupWishes) -> Solution | None:
-    """The best group of the whole model with the head in it; None where there is none."""
-    head, found = question.devices[0].device, list[Solution]()
-    for names in [*group_sets(question, wishes), *_large_sets(question, wishes)]:
-        if head in names:
-            try:
-                plan = whole_group(question, names, wishes.units, _not_in(question, names))
-            except Infeasible:
-                continue
-            found.append(solution_of(plan, question, wishes.objective))
+    """The best group of the whole model with the head in it; None where there is none. None streams where one need not."""
+    found = [*group_sets(question, wishes), *_large_sets(question, wishes)]
+    sets = [names for names in found if question.devices[0].device in names]
+    by_disks = sorted(sets, key=lambda names: -len(names))[:MAX_STREAMING]
+    return _best_of(question, wishes, sets, whole_group) or _best_of(question, wishes, by_disks, streaming_group)
+
+
+def _best_of(
+    question: Instance, wishes: GroupWishes, sets: Iterable[Sequence[str]], made: Callable[..., Plan]
+) -> Solution | None:
+    found = list[Solution]()
+    for names in sets:
+        try:
+            plan = made(question, names, wishes.units, _not_in(question, names))
+        except Infeasible:
+            continue
+        found.append(solution_of(plan, question, wishes.objective))
     return min(found, key=lambda each: each.objective_s, default=None)
 
 
@@ -257,7 +329,7 @@ def _leader_first(question: Instance, names: Sequence[str]) -> list[str]:
 def ring_of(
     question: Instance, groups: tuple[tuple[Rank, ...], ...], objective: Objective, time_limit_s: float
 ) -> Solution | None:
-    """The ring in which each of ``groups`` is a place, as the solver divides the layers; None where it streams there."""
+    """The ring in which each of ``groups`` is a place, as the solver divides the layers; None where there is none."""
     from halda import solve  # only a process that solves loads the solver
 
     places, shared = places_of(question, groups)
@@ -278,12 +350,17 @@ def ring_of(
         simplifies=False,
     )
     plan, rows = solved.plan, solved.prediction
-    if plan.rounds > 1 or len(plan.places) == 1 or any(each.device in shared for each in plan.streaming):
+    if plan.rounds > 1 or len(plan.places) == 1:
         return None
     followers = [rank.device for ranks in groups for rank in ranks[1:]]
     left_out = tuple(each for each in plan.left_out if each.device not in followers)
+    asked, alone = question.with_rows(rows.chunk_rows, rows.step_rows), plan.streaming
     plan = replace(plan, groups=groups, left_out=left_out)
-    found = solution_of(plan, question.with_rows(rows.chunk_rows, rows.step_rows), objective)
+    if any(each.device in shared for each in alone):  # of its ranks each as its own memory says
+        singles = [each for each in alone if each.device not in shared]
+        read_ahead = {each.device: each.read_ahead_bytes for each in singles}
+        plan = stream(plan, asked, read_ahead, {each.device: each.streamed_bytes for each in singles})
+    found = solution_of(plan, asked, objective)
     return None if found.prediction.short else found
 
 

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Final
 
 from msgspec import structs
@@ -15,7 +16,16 @@ from halda import DeviceProfile, Infeasible, Plan, Solution, Workload
 from halda.instance import Instance
 from primad.errors import PlanError
 from primad.planning.default_context import obstacle, why_small, with_wanted_context
-from primad.planning.groups import GroupWishes, all_in_one, best_ring, best_whole, ring_of, solution_of, whole_group
+from primad.planning.groups import (
+    GroupWishes,
+    all_in_one,
+    best_ring,
+    best_whole,
+    ring_of,
+    solution_of,
+    streaming_group,
+    whole_group,
+)
 from primad.planning.request import FoundPlan, PlanRequest
 from primad.settings.quantities import show_ms
 
@@ -30,28 +40,37 @@ _Best = Callable[[Instance], Solution | None]
 
 
 def search_shared(request: PlanRequest) -> FoundPlan:
-    """The group of all devices, as ``--parallel tensor`` asks, or, where they have no memory for it or GPUs, the best ring
-    with groups. Raises ``Infeasible`` and ``PlanError`` as ``groups.py``."""
+    """The group of all devices, as ``--parallel tensor`` asks, or, where they have no memory for it or GPUs, the best of
+    that group with streaming and rings with groups. Raises ``Infeasible`` and ``PlanError`` as ``groups.py``."""
 
-    def together(question: Instance) -> Solution:
-        plan = all_in_one(question, request.max_ranks, request.units)
+    def together(question: Instance, *, streams: bool = False) -> Solution:
+        plan = all_in_one(question, request.max_ranks, request.units, streams=streams)
         return solution_of(plan, question, request.run.objective)
+
+    def otherwise(question: Instance) -> Solution | None:
+        found = [_best_ring(request, question)]
+        with suppress(Infeasible, PlanError):
+            found.append(together(question, streams=True))
+        return _least(found)
 
     try:
         return _search(request, together)
     except (Infeasible, PlanError) as exc:
         try:
-            return _search(request, lambda question: _best_ring(request, question))
+            return _search(request, otherwise)
         except Infeasible:
             raise exc from None
+
+
+def _least(found: Iterable[Solution | None]) -> Solution | None:
+    return min((each for each in found if each is not None), key=lambda each: each.objective_s, default=None)
 
 
 def search_best_shared(request: PlanRequest, below_s: float = math.inf) -> FoundPlan | None:
     """The best plan with groups; None where no devices can be one, or memory is short. Others take ``below_s`` a token."""
 
     def best(question: Instance) -> Solution | None:
-        found = [best_whole(question, _wishes(request, below_s)), _best_ring(request, question, below_s)]
-        return min((each for each in found if each is not None), key=lambda each: each.objective_s, default=None)
+        return _least([best_whole(question, _wishes(request, below_s)), _best_ring(request, question, below_s)])
 
     try:
         return _search(request, best)
@@ -109,7 +128,8 @@ def _again(request: PlanRequest, question: Instance, before: Plan) -> Solution:
     objective = request.run.objective
     if len(before.route) == 1:
         names = [rank.device for rank in before.groups[0]]
-        return solution_of(whole_group(question, names, request.units, before.left_out), question, objective)
+        made = streaming_group if before.streaming else whole_group
+        return solution_of(made(question, names, request.units, before.left_out), question, objective)
     found = ring_of(question, before.groups, objective, RING_SHARE * request.time_limit_s)
     if found is None:
         raise Infeasible("the groups of this plan have no memory for it", short_bytes=0)

@@ -70,7 +70,7 @@ def _streams(opening: Open, header: Header | None) -> Streams:
     predicts = opening.head is not None and opening.head.predicts
 
     def units(window: WindowSource) -> WindowUnits | None:
-        if window.extra_buffers or opening.group is not None:
+        if window.extra_buffers:
             return None
         if header is None:
             return units_of_window(window, predicts=predicts)
@@ -143,7 +143,8 @@ def _open_worker(
 def open_follower(opening: Open, loaded: OnLoaded, exchange: GroupExchange) -> tuple[dict[int, RouteWindow], Streams]:
     """The shares of a rank but the first one, by route index. Raises ``EngineError`` when llama.cpp cannot load one."""
     windows: dict[int, MiddleWindow | ShareWindow] = {}
-    with _released_on_error(windows.values()):
+    streams = _streams(opening, None)
+    with streams.loading(), _released_on_error(windows.values()):
         for window in opening.windows:
             if window.window == opening.route - 1:
                 tail = ShareWindow(window, opening.options, frozenset(), exchange=exchange)
@@ -152,7 +153,8 @@ def open_follower(opening: Open, loaded: OnLoaded, exchange: GroupExchange) -> t
                 windows[window.window] = MiddleWindow(window, opening.options, exchange)
             loaded(len(windows))
     share_scratch(windows.values())
-    return dict(windows), _streams(opening, None)
+    streams.begin(windows)
+    return dict(windows), streams
 
 
 def open_head(

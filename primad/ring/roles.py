@@ -379,6 +379,7 @@ class FollowerRole:
         """Steps are taken by ``turn``."""
 
     def turn(self) -> bool:
+        _notify_memory_low(self._streams, self._channel)
         if not self._place.is_joined:
             return False
         start = time.perf_counter()

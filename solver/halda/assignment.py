@@ -162,16 +162,16 @@ def assignments(plan: Plan, model: ModelProfile) -> dict[str, Assignment]:
 
 def _assignment(plan: Plan, model: ModelProfile, name: str) -> Assignment:
     windows = [window for _, window in plan.windows_of(name)]
-    share = plan.share_of(name)
+    share = _share_of(plan, model, name)
     sizes = [int(share * _ram_bytes(window, model)) for window in windows]
     output, streaming = plan.output_place(name), plan.streaming_of(name)
     layer_bytes, before, found = sum(sizes), 0, []
     for i, (window, size) in enumerate(zip(windows, sizes, strict=True)):
         is_last = i == len(windows) - 1
-        streamed = streaming.streamed_bytes
+        streamed = min(streaming.streamed_bytes, layer_bytes)
         part = streamed * (before + size) // max(layer_bytes, 1) - streamed * before // max(layer_bytes, 1)
         before += size
-        beside = int(share * model.output_bytes) if is_last and output == "cpu" else 0
+        beside = int(plan.share_of(name) * model.output_bytes) if is_last and output == "cpu" else 0
         found.append(
             WindowAssignment(
                 first=window.first,
@@ -189,6 +189,14 @@ def _assignment(plan: Plan, model: ModelProfile, name: str) -> Assignment:
     # A device of which nothing streams may have to, when memory gets short.
     read_ahead = streaming.read_ahead_bytes if streaming.streamed_bytes else smallest_read_ahead_bytes(model)
     return Assignment(windows=tuple(found), read_ahead_bytes=read_ahead)
+
+
+def _share_of(plan: Plan, model: ModelProfile, name: str) -> float:
+    """The share of the weights of each of its layers that the device has."""
+    ranks = plan.group_of(name)
+    total = sum(rank.weight for rank in ranks)
+    heads, values = next((rank.shares(total) for rank in ranks if rank.device == name), (1.0, 1.0))
+    return values + model.attention_part * (heads - values)
 
 
 def _ram_bytes(window: Window, model: ModelProfile) -> int:

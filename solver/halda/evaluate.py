@@ -16,7 +16,7 @@ and disk.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple
 
@@ -384,7 +384,7 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
 def _of_groups(plan: Plan, instance: Instance) -> Prediction:
     """The cost of a plan with groups: that of one with a device in the place of each, and what each rank holds."""
     places, shared = places_of(instance.offloading(plan), plan.groups)
-    found = evaluate(replace(plan, groups=()), places)
+    found = evaluate(_of_places(plan, places, shared), places)
     exchange_s = sum(place.exchange_s(plan) for place in shared.values())
     of_place = {each.device: each for each in found.devices}
     devices = list[DevicePrediction]()
@@ -403,18 +403,34 @@ def _of_groups(plan: Plan, instance: Instance) -> Prediction:
     )
 
 
+def _of_places(plan: Plan, places: Instance, shared: Mapping[str, SharedPlace]) -> Plan:
+    """``plan`` with a device in the place of each group, that streams as long as its ranks do."""
+    streaming = [each for each in plan.streaming if not plan.group_of(each.device)]
+    found = replace(plan, groups=(), streaming=tuple(streaming))
+    for share in _shares(found, places):
+        if (place := shared.get(share.member.name)) is not None:
+            own, maximum = place.streaming_of(plan), max(0, share.streamable_bytes - places.pool_bytes)
+            streaming.append(replace(own, streamed_bytes=min(own.streamed_bytes, maximum)))
+    return replace(found, streaming=tuple(each for each in streaming if each.streamed_bytes))
+
+
 def _ranks(plan: Plan, place: SharedPlace, found: DevicePrediction) -> list[DevicePrediction]:
     """The ranks of ``place``, which is taken for one device in ``found``: the first has its hops and exchanges."""
     exchange_s, made = place.exchange_s(plan), list[DevicePrediction]()
     for number, own in enumerate(place.own):
         share = _share(plan, own, own.members[0])
-        compute_s = share.compute_s(share.member.decode, plan) + share.output_s(plan)
+        output_s, read = share.output_s(plan), share.read_bytes(share.member.decode)
+        compute_s = share.compute_s(share.member.decode, plan) + output_s
         made.append(
             replace(
                 found,
                 device=share.member.name,
+                streamed_bytes=share.streamed_bytes,
+                read_ahead_bytes=share.read_ahead_bytes,
+                disk_bytes_per_token=round(read),
+                disk_s=read / share.member.disk_bytes_per_s,
                 compute_s=compute_s,
-                stall_s=0.0,
+                stall_s=max(0.0, share.token_s(plan, own, output_s) - compute_s),
                 hop_s=0.0 if number else found.hop_s + exchange_s,
                 prefill_s=share.compute_s(share.member.prefill, plan),
                 ram_bytes=_ram_bytes(plan, own, share),
@@ -601,21 +617,21 @@ def stream(
     where it is to be ``wide``. All streams where that is not enough.
     """
     plan, found = replace(plan, streaming=()), []
-    for share in _shares(plan, instance):
+    for own, share in _with_ranks(plan, instance):
         name = share.member.name
-        over = _ram_bytes(plan, instance, share) - share.member.ram_limit
+        over = _ram_bytes(plan, own, share) - share.member.ram_limit
         wanted = (minimum or {}).get(name, 0)
-        if share.member.offloads_prefill or plan.group_of(name) or (over <= 0 and not wanted):
+        if share.member.offloads_prefill or (over <= 0 and not wanted):
             continue
         steps, maximum = share.member.read_ahead_steps, share.streamable_bytes
         for step in steps:
             asked = step.wide_bytes if wide else read_ahead.get(name, 0)
-            held = 0 if instance.by_expert else held_read_ahead(steps, step, asked)
-            streamed = max(over + instance.reserve_bytes + held, wanted)
+            held = 0 if own.by_expert else held_read_ahead(steps, step, asked)
+            streamed = max(over + own.reserve_bytes + held, wanted)
             if step.holds(streamed, maximum):
                 break
-        streamed = min(streamed, maximum - instance.pool_bytes)
-        if streamed > held + instance.reserve_bytes:
+        streamed = min(streamed, maximum - own.pool_bytes)
+        if streamed > held + own.reserve_bytes:
             found.append(Streaming(device=name, streamed_bytes=streamed, read_ahead_bytes=held))
     return replace(plan, streaming=tuple(found))
 
@@ -662,6 +678,16 @@ def _shares(plan: Plan, instance: Instance) -> list[_Share]:
         instance, _ = places_of(instance, plan.groups)
     members = {member.name: member for member in instance.members}
     return [_share(plan, instance, members[name]) for name in plan.places]
+
+
+def _with_ranks(plan: Plan, instance: Instance) -> Iterator[tuple[Instance, _Share]]:
+    """What each device has, and the question that is of: that of a rank is of its share of the model."""
+    _, shared = places_of(instance.offloading(plan), plan.groups) if plan.groups else (instance, {})
+    for share in _shares(plan, instance):
+        if (place := shared.get(share.member.name)) is None:
+            yield instance, share
+        else:
+            yield from ((own, _share(plan, own, own.members[0])) for own in place.own)
 
 
 def _share(plan: Plan, instance: Instance, member: Member) -> _Share:

@@ -158,7 +158,7 @@ class Plan:
     window, and may put it there alone. ``streaming`` names the devices that stream; all layers of the others are resident,
     and the output matrix always is. Of the devices that are ``prefill_offload`` the GPU computes prompts through layers
     in RAM too; these do not stream. The devices of each of ``groups`` have shares of each layer of its windows, which are
-    those of the first of them in the route; a group neither streams nor uses GPUs.
+    those of the first of them in the route; each of them streams as it has memory, and a group uses no GPUs.
     """
 
     rounds: int
@@ -191,7 +191,7 @@ class Plan:
             assert not any(window.gpu_layers for window in self.route if window.device == ranks[0].device)
             assert ranks[0].device != self.head or not self.output_on_gpu
             names = {rank.device for rank in ranks}
-            assert names.isdisjoint((*self.prefill_offload, *(each.device for each in self.streaming)))
+            assert names.isdisjoint(self.prefill_offload)
         followers = [rank.device for ranks in self.groups for rank in ranks[1:]]
         assert len({*self.places, *followers}) == len(self.places) + len(followers)
 

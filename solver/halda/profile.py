@@ -24,6 +24,8 @@ RATE_WIDTH: Final = 2048
 """Values of a row of the matrices that ``TypeSpeed`` is measured with."""
 MIN_HEAD_WIDTH: Final = 64
 """Channels of a head of attention, as narrow as they are in most models."""
+ATTENTION_SHARE: Final = 1 / 3
+"""Of the weights of layers, in most models."""
 KV_BLOCK: Final = 32
 """Values of a block of a quantised KV cache: the heads of a model must be whole blocks wide."""
 
@@ -390,6 +392,11 @@ class ModelProfile:
     def hop_values(self) -> int:
         """Values of a row that goes from window to window."""
         return self.width + self.beside_values
+
+    @property
+    def attention_part(self) -> float:
+        """``attention_share``, or what it is of most models."""
+        return self.attention_share or ATTENTION_SHARE
 
     @property
     def attention_width(self) -> int:

@@ -2,7 +2,8 @@
 
 Each rank computes its share of a layer's attention and of its network, and waits twice for the sums of all. So a layer takes
 what the slowest rank takes for the one, what the slowest takes for the other, and two exchanges. What a group can hold is
-what its tightest rank can hold of its share. With one member for each group a plan costs what any ring costs.
+what its tightest rank can hold of its share; what streams is read on all of their disks at once, and the slowest is waited
+for. With one member for each group a plan costs what any ring costs.
 """
 
 from __future__ import annotations
@@ -13,16 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from halda import cost
-from halda.instance import Instance, Member, Phase, sharing_cores
-from halda.plan import Plan, Rank
+from halda.instance import Instance, Member, Phase, disk_of, grouped, sharing_cores
+from halda.plan import Plan, Rank, Streaming
 from halda.profile import DeviceProfile, ModelProfile
 
 SUMS: Final = 2
 """Of a layer: behind its attention and behind its network."""
-ATTENTION_SHARE: Final = 1 / 3
-"""Of the weights of layers, where that is not known."""
-STREAMS_BYTES_PER_S: Final = 1e6
-"""Shares do not stream: a search that takes a group for a device finds it too slow."""
 ECHO_SHARE: Final = 0.5
 """Of what a program does for a token (``token_s``): what programs at both ends take of an echo one way. A rank polls its
 connection itself, without a thread or an event loop in between, and takes ``SUM_SHARE``."""
@@ -48,6 +45,23 @@ class SharedPlace:
     chunk_sum_s: float
     spread_s: float
     gather_s: float
+
+    def streaming_of(self, plan: Plan) -> Streaming:
+        """What the place streams as one device: as much as takes it as long as the slowest disk of its ranks."""
+        found = [plan.streaming_of(rank.device) for rank in self.ranks]
+        disks = grouped(disk_of(own.members[0].profile) for own in self.own)
+
+        def on_slowest(sizes: Sequence[float]) -> int:
+            seconds = (sum(sizes[i] for i in disk) / self.own[disk[0]].members[0].disk_bytes_per_s for disk in disks)
+            return int(self.member.disk_bytes_per_s * max(seconds))
+
+        spared = [
+            own.members[0].decode.streamed_bytes(s.streamed_bytes) for own, s in zip(self.own, found, strict=True)
+        ]
+        spare_bytes = self.member.decode.spare_bytes if any(spared) else 0
+        streamed = spare_bytes + on_slowest(spared)
+        late = on_slowest([each.streamed_bytes - each.read_ahead_bytes for each in found])
+        return Streaming(device=self.ranks[0].device, streamed_bytes=streamed, read_ahead_bytes=max(0, streamed - late))
 
     def exchange_s(self, plan: Plan) -> float:
         """Seconds of a token's exchanges."""
@@ -97,9 +111,14 @@ def _place(question: Instance, ranks: tuple[Rank, ...]) -> SharedPlace:
         profile=replace(
             first.profile.with_gpus(()),
             cpu=replace(first.profile.cpu, step_s=step_s),
-            disk=replace(first.profile.disk, prefetch_bytes_per_s=STREAMS_BYTES_PER_S),
+            disk=replace(first.profile.disk, prefetch_bytes_per_s=group.disk_bytes_per_s),
         ),
-        decode=replace(first.decode, cpu=group.layers_s(lambda own: own.members[0].decode, sum_s), gpu=none),
+        decode=replace(
+            first.decode,
+            cpu=group.layers_s(lambda own: own.members[0].decode, sum_s),
+            gpu=none,
+            spare_bytes=group.spare_bytes,
+        ),
         prefill=replace(first.prefill, cpu=group.layers_s(lambda own: own.members[0].prefill, chunk_sum_s), gpu=none),
         ram_limit=group.ram_limit,
         vram_limits=(),
@@ -122,7 +141,7 @@ class _Group:
     def __init__(self, question: Instance, at: Sequence[int], shares: Sequence[tuple[float, float]]) -> None:
         self._question, self.at = question, at
         profiles = [question.devices[i] for i in at]
-        part = question.model.attention_share or ATTENTION_SHARE
+        part = question.model.attention_part
         self._shares = [part * heads + (1 - part) * values for heads, values in shares]
         self.own, heads, values = (
             [_own(question, device, share) for device, share in zip(profiles, of, strict=True)]
@@ -157,6 +176,20 @@ class _Group:
             for own, share in zip(self.own, self._shares, strict=True)
         )
         return int(besides + min(rooms))
+
+    @property
+    def disk_bytes_per_s(self) -> float:
+        """Bytes of whole layers of which each reads its share in a second; those on one disk take turns."""
+        disks = grouped(disk_of(own.members[0].profile) for own in self.own)
+        return min(
+            self.own[disk[0]].members[0].disk_bytes_per_s / sum(self._shares[rank] for rank in disk) for disk in disks
+        )
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of whole layers of which each has room for its share while tokens are drawn."""
+        rooms = (own.members[0].decode.spare_bytes / share for own, share in zip(self.own, self._shares, strict=True))
+        return int(min(rooms))
 
     @property
     def disk_limit(self) -> int:

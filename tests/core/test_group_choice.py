@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, permutations, product
 
 import pytest
 from msgspec import structs
 
-from halda import Infeasible, Plan, Rank, Window, arrange, evaluate
+from halda import Infeasible, Plan, Rank, Window, arrange, evaluate, residency
 from primad.planning.plan import plan
 from primad.planning.request import PlanRequest
 from primad.planning.run_config import RunConfig
@@ -18,16 +19,23 @@ from tests.fakes.planning import GB, device, link, model
 
 LAYERS = 6
 WEIGHTS = (2, 4, 8, 16)
+ENOUGH, SHORT = (0.8, 1, 1.4, 8), (0.6, 0.7, 0.8)
+"""GB of memory, of which a model has 1.5 and an output matrix."""
 GIVEN_UP = 0.1
 """A group is taken where it gains 5 %, and a pipeline settles for as much to fill the ring."""
 
 
-def fleet(seed: int) -> PlanRequest:
+def fleet(seed: int, rams: Sequence[float] = ENOUGH) -> PlanRequest:
     """Two or three devices, some slower or short of memory, on links from quick to useless."""
     rng = random.Random(seed)
     names = ["desk", "mini", "nas"][: rng.choice([2, 3, 3])]
     devices = [
-        device(name, rate=rng.choice([2e10, 4e10, 4e10]), ram=int(rng.choice([0.8, 1, 1.4, 8]) * GB), disk=1e8)
+        device(
+            name,
+            rate=rng.choice([2e10, 4e10, 4e10]),
+            ram=int(rng.choice(rams) * GB),
+            disk=rng.choice([1e8, 1e8, 4e8]) if rams is SHORT else 1e8,
+        )
         for name in names
     ]
     delay_s = {name: rng.choice([1e-4, 1e-4, 1e-3, 2e-2]) for name in names}
@@ -110,3 +118,16 @@ def test_auto_looks_for_groups_of_many_devices_too():
     auto, tensor = (plan(structs.replace(request, run=replace(run, parallel=how))) for how in ("auto", "tensor"))
     assert len(tensor.plan.groups[0]) == 8
     assert auto.prediction.tpot_s <= 1.05 * tensor.prediction.tpot_s
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_is_much_better_where_memory_is_short_and_shares_stream(seed):
+    request = fleet(seed, SHORT)
+    found = plan(request)
+    answer, objective = found.question.workload.answer_tokens, request.run.objective
+    asked = found.question.with_rows(found.prediction.chunk_rows)
+    streamed = (residency(each, asked, lambda judged: judged.objective_s(objective, answer)) for each in plans(request))
+    judged = [(each, evaluate(each, asked)) for each in streamed]
+    fits = [(one.objective_s(objective, answer), each) for each, one in judged if not one.short]
+    best, other = min(fits, key=lambda each: each[0])
+    assert found.prediction.objective_s(objective, answer) <= (1 + GIVEN_UP) * best, (found.why_parallel, other)

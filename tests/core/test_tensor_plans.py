@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 from msgspec.structs import replace as with_fields
 
-from halda import Infeasible, Plan, Rank, Window, assignments, evaluate, instance
+from halda import Infeasible, Plan, Rank, Window, assignments, evaluate, instance, residency
 from halda.assignment import in_memory
 from halda.shared import HALVING_S, places_of
 from primad.cli.run_options import DraftOptions, RunOptions, run_config
@@ -20,7 +21,8 @@ from primad.head.members.wanted import WantedState
 from primad.head.rings import kv_backup
 from primad.kv.cells import LAYER_NUMBERS, MAX_LAYERS
 from primad.network.messages import LinkGroup, decode_from_head
-from primad.planning.groups import all_in_one
+from primad.planning.by_hand import senders_by_hand
+from primad.planning.groups import GroupWishes, all_in_one, group_sets, streaming_group
 from primad.planning.plan import plan
 from primad.planning.question import Wishes, ask, default_workload
 from primad.planning.replicas import cell_bytes
@@ -67,10 +69,88 @@ def test_who_has_no_memory_for_any_share_is_named():
         all_in_one(question(device("desk", ram=8 * GB), device("mini", ram=GB // 4)), 2, None)
 
 
+def short_of_memory(disk=1e8):
+    """Two devices with memory for a third of the model each, on a quick link, the second one with another ``disk``."""
+    devices = [device("desk", ram=2 * GB, disk=1e8), device("mini", ram=2 * GB, disk=disk)]
+    return question(*devices, links=[link(*pair, round_trip_s=0.0002) for pair in permutations(("desk", "mini"))])
+
+
+def test_shares_without_memory_stream_from_all_disks_at_once():
+    asked = short_of_memory()
+    plan = streaming_group(asked, ["desk", "mini"], None)
+    found = evaluate(plan, asked)
+    assert {each.device for each in plan.streaming} == {"desk", "mini"}
+    assert not found.short
+    assert found.disk_s == pytest.approx(max(each.disk_s for each in found.devices), rel=1e-6)
+    assert max(found.compute_s, found.disk_s) <= found.tpot_s <= found.compute_s + found.disk_s + found.hop_s
+    for each in found.devices:
+        assert each.disk_s == pytest.approx(each.disk_bytes_per_token / 1e8, rel=1e-6)
+        assert 0 < each.disk_bytes_per_token <= plan.streaming_of(each.device).streamed_bytes
+        assert each.ram_bytes <= 2 * GB
+        assert each.stall_s > 0
+    for name, assignment in assignments(plan, model()).items():
+        assert assignment.streamed_bytes == plan.streaming_of(name).streamed_bytes
+        assert 0 < assignment.streamed_bytes < assignment.layer_bytes
+    whole = Plan(rounds=1, route=plan.route, output_on_gpu=False, streaming=(), left_out=())
+    alone = question(device("desk", ram=2 * GB, disk=1e8))
+    assert found.tpot_s < 0.5 * evaluate(residency(whole, alone), alone).tpot_s, "half is read, and more of that stays"
+
+
+def test_a_slower_disk_reads_less():
+    even, slow = (streaming_group(short_of_memory(disk), ["desk", "mini"], None) for disk in (1e8, 4e7))
+    assert weights(even)["desk"] == weights(even)["mini"]
+    assert weights(slow)["desk"] > weights(slow)["mini"]
+
+
+def test_ranks_on_one_disk_take_turns():
+    asked = short_of_memory()
+    plan = streaming_group(asked, ["desk", "mini"], None)
+    one = replace(asked, devices=tuple(replace(each, host="one", disk=asked.devices[0].disk) for each in asked.devices))
+    assert evaluate(plan, one).disk_s == pytest.approx(2 * evaluate(plan, asked).disk_s, rel=1e-6)
+
+
+def test_auto_has_a_group_stream_where_nothing_else_is_as_fast():
+    names = ("desk", "mini")
+    devices = [device(name, rate=2e10, ram=2 * GB, disk=1e8) for name in names]
+    links = [link(*pair, bytes_per_s=1.2e8, round_trip_s=0.0003) for pair in permutations(names)]
+    found = chosen(0.0003, whole=True, devices=devices, links=links)
+    assert [rank.device for rank in found.plan.groups[0]] == [*names]
+    assert {each.device for each in found.plan.streaming} == {*names}
+    tensor = RunConfig(parallel="tensor", context_tokens=4096)
+    assert chosen(0.0003, devices=devices, links=links, run=tensor).groups
+
+
 def test_devices_beyond_what_the_heads_allow_are_left_out_by_name():
     found = all_in_one(question(*(device(f"d{i}", ram=8 * GB) for i in range(3))), 2, None)
     assert [*weights(found)] == ["d0", "d1"]
     assert [left.device for left in found.left_out] == ["d2"]
+
+
+def test_devices_of_a_group_all_reach_each_other():
+    names = ("desk", "mini", "nas")
+    devices = [device("desk", ram=8 * GB), device("mini", ram=8 * GB), device("nas", ram=8 * GB, rate=1e10)]
+    for cut in (("mini", "nas"), ("nas", "mini")):
+        links = [replace(link(*pair), works=pair != cut) for pair in permutations(names, 2)]
+        asked = question(*devices, links=links)
+        found = all_in_one(asked, 3, None)
+        assert [*weights(found)] == ["desk", "mini"]
+        assert [each.device for each in found.left_out] == ["nas"]
+        assert "does not reach mini" in found.left_out[0].reason
+        wishes = GroupWishes(max_ranks=3)
+        assert not [each for each in group_sets(asked, wishes) if {*each} >= {*cut}]
+    cut_off = [replace(link(*pair), works="desk" not in pair) for pair in permutations(names, 2)]
+    with pytest.raises(Infeasible, match="no other device reaches desk"):
+        all_in_one(question(*devices, links=cut_off), 3, None)
+
+
+def test_by_hand_places_send_along_the_ring_and_ranks_to_each_other():
+    names = ("desk", "mini", "nas", "old", "spare")
+    assert senders_by_hand(names, (1, 3)) == [
+        *[("desk", "mini"), ("mini", "desk")],
+        *[("mini", "nas"), ("mini", "old"), ("nas", "old")],
+    ]
+    assert senders_by_hand(names, (2,)) == [("desk", "mini")]
+    assert senders_by_hand(names, (1, 1)) == [("desk", "mini"), ("mini", "desk")]
 
 
 def test_a_device_with_a_gpu_is_refused_by_name():
@@ -297,7 +377,7 @@ def test_a_context_that_nobody_set_and_costs_too_much_is_no_reason_against_a_gro
     assert (len(found.plan.groups), found.solved.workload.context_tokens) == (1, 4096)
     assert found.why_context == "16384 would have layers read from a disk for every token; --context sets it"
     set_to = RunConfig(parallel="auto", context_tokens=16384)
-    assert chosen(0.0003, devices=devices, model=wide, run=set_to).groups == ()
+    assert {each.device for each in chosen(0.0003, devices=devices, model=wide, run=set_to).streaming} >= {"desk"}
 
 
 def test_devices_with_a_gpu_are_places_of_a_ring_with_a_group():

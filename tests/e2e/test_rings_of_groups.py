@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
+from halda import Streaming, assignments
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.planning.by_hand import plan_by_hand
@@ -57,6 +60,19 @@ async def test_a_group_is_a_place_of_a_ring(model, whole, windows, ranks):
     tokens, logprobs = await computed(model, windows, plan)
     assert tokens == whole[0]
     assert logprobs == pytest.approx(whole[1], abs=5e-3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing that streams is ever given back")
+@pytest.mark.parametrize(("windows", "ranks"), [((6,), (3,)), ((1, 4), (1, 2))], ids=["alone", "behind a device"])
+async def test_shares_that_stream_give_the_same_tokens_as_in_memory(model, windows, ranks):
+    plan = plan_by_hand([f"d{i}" for i in range(sum(ranks))], windows, 1, model_profile(open_model(model)), ranks)
+    kept = assignments(plan, model_profile(open_model(model)))
+    streaming = tuple(
+        Streaming(device=rank.device, streamed_bytes=kept[rank.device].layer_bytes * 3 // 4, read_ahead_bytes=100_000)
+        for rank in plan.groups[0]
+    )
+    in_memory = await computed(model, windows, plan)
+    assert await computed(model, windows, replace(plan, streaming=streaming)) == in_memory
 
 
 def test_devices_join_a_ring_with_a_group(smollm2, tmp_path, module_home):

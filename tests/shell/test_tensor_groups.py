@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from contextlib import nullcontext
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -121,9 +122,10 @@ class Rank:
     def __init__(self, header, weights, cuts, folder, options, rank, exchange, adapters=()):
         own, embedding = share_header(header, weights, rank), TokenEmbedding.of(header)
         adapters = [share_adapter(each, header, weights, rank) for each in adapters]
-        self._embedding, self.hidden, self.windows = embedding, [], []
+        self._embedding, self.hidden, self.windows, self.sources = embedding, [], [], []
         for first, last in pairwise(cuts):
             source = opened(own, first, last, folder / f"{rank}-{first}", adapters)
+            self.sources.append(source)
             if last == layer_count(header):
                 size = vocabulary_size(header)
                 window = TailWindow(
@@ -155,15 +157,19 @@ def with_content(rows, content):
     return dataclasses.replace(rows, content=content)
 
 
-def group_logits(header, weights, cuts, folder, options=OPTIONS, adapters=(), made=steps):
-    """The logits of every step, each rank's hidden states between windows, and how many sums were exchanged."""
+def group_logits(
+    header, weights, cuts, folder, options=OPTIONS, adapters=(), made=steps, begins=lambda _: nullcontext()
+):
+    """The logits of every step, each rank's hidden states between windows, and how many sums were exchanged. ``begins`` is
+    given each rank, for the time that it computes."""
 
     def run(number, exchange):
         rank, found = Rank(header, weights, cuts, folder, options, number, exchange, adapters), []
-        for rows in made():
-            rank.forward(rows)
-            wanted = [row for row, wants in enumerate(rows.outputs) if wants and number == 0]
-            found += [rank.windows[-1].logits(row).copy() for row in wanted]
+        with begins(rank):
+            for rows in made():
+                rank.forward(rows)
+                wanted = [row for row, wants in enumerate(rows.outputs) if wants and number == 0]
+                found += [rank.windows[-1].logits(row).copy() for row in wanted]
         rank.release()
         return found, rank.hidden
 
