@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from primad.errors import RankError, RingError
 from primad.ring.group.connect import GroupListener, connect_group
 from primad.ring.group.exchange import SLICED_BYTES, RankExchange
-from primad.ring.group.frames import FRAME_BYTES, PART, Direction, RankHello
+from primad.ring.group.frames import FRAME_BYTES, FRAME_ROOM, PART, Direction, RankHello
 from primad.ring.group.patience import KNOWN_STEPS, MIN_S, PeerPatience
 from primad.ring.group.peer import RankPeer
 from primad.ring.group.place import GroupPlace
@@ -159,10 +159,15 @@ def test_a_rank_that_says_nothing_is_late_long_before_a_step_is():
     assert patience.until(100, 100) == 160
 
 
+def sealed(hellos, content):
+    """The first frame of rank 1 for rank 0."""
+    return bytearray(Direction(KEY, hellos[1], hellos[0]).seal(PART, content, memoryview(bytearray(FRAME_ROOM))))
+
+
 @pytest.mark.parametrize("at", [0, 5, 9, 40])
 def test_a_changed_byte_is_not_believed(at):
     ends, hellos = socket.socketpair(), [RankHello.of(rank, 2) for rank in range(2)]
-    frame = bytearray(Direction(KEY, hellos[1], hellos[0]).seal(PART, bytes(40)))
+    frame = sealed(hellos, bytes(40))
     frame[at] ^= 1
     ends[1].sendall(frame)
     peer = RankPeer(1, "mini", ends[0], Direction(KEY, *hellos), Direction(KEY, *hellos[::-1]))
@@ -174,7 +179,7 @@ def test_a_changed_byte_is_not_believed(at):
 
 def test_a_frame_that_comes_again_is_not_believed():
     ends, hellos = socket.socketpair(), [RankHello.of(rank, 2) for rank in range(2)]
-    frame = Direction(KEY, hellos[1], hellos[0]).seal(PART, struct.pack("<f", 1))
+    frame = sealed(hellos, struct.pack("<f", 1))
     ends[1].sendall(frame + frame)
     peer = RankPeer(1, "mini", ends[0], Direction(KEY, *hellos), Direction(KEY, *hellos[::-1]))
     exchange, values = RankExchange(0, [peer], timeout_s=5), np.ones(1, np.float32)

@@ -16,6 +16,7 @@ from typing import Final
 from primad.errors import RankError, RingError
 from primad.ring.group.exchange import RankExchange
 from primad.ring.group.frames import (
+    FRAME_ROOM,
     HEADER,
     HELLO_BYTES,
     PROOF,
@@ -151,10 +152,12 @@ def _paired(
     if hello is None or hello.rank not in awaited or hello.ranks != len(names):
         raise _StrangerError("it belongs to another group")
     sends, takes = Direction(key, own, hello), Direction(key, hello, own)
-    connection.sendall((own.packed() if replies else b"") + sends.seal(PROOF, b""))
+    own_proof = sends.seal(PROOF, b"", memoryview(bytearray(FRAME_ROOM)))
+    connection.sendall((own.packed() if replies else b"") + own_proof)
     proof = _received(connection, _PROOF_BYTES, until)
     header = HEADER.pack(PROOF, 0)
-    if proof[: HEADER.size] != header or takes.open(header, memoryview(proof)[HEADER.size :]) is None:
+    sealed, nothing = memoryview(proof)[HEADER.size :], memoryview(bytearray())
+    if proof[: HEADER.size] != header or not takes.open(header, sealed, nothing):
         raise _StrangerError("it has another key")
     return RankPeer(hello.rank, names[hello.rank], connection, sends, takes)
 

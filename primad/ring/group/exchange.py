@@ -4,8 +4,10 @@ A rank waits for parts in the middle of llama.cpp's graph, some 60 times a token
 millisecond: it polls for as long as ``spin_s``, and then sleeps until something comes. Parts are added in the order of
 ranks, on every rank or on the one that makes the total for all, so totals are equal to the bit, and the same each time.
 
-Small parts go from each to each. Of large ones, a prompt's, each of three and more ranks adds up a slice and gives its total
-to the others: then a rank sends twice a part's size, however many there are.
+Small parts go from each to each. Of large ones, a prompt's, each rank adds up a slice and gives its total to the others: then
+a rank sends less than twice a part's size, however many there are. Frames of parts and totals follow each other without a
+pause, and are sealed, opened and added up while others are on their way: a sum takes as long as the network or the processor
+needs for it, not both.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from __future__ import annotations
 import select
 import struct
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Final, TypeAlias
 
@@ -21,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primad.engine.protocol import Hidden
-from primad.ring.group.frames import LENGTH, LOGITS, PART, STEP, TOTAL, VALUES
+from primad.ring.group.frames import FRAME_BYTES, LENGTH, LOGITS, PART, STEP, TOTAL, VALUES
 from primad.ring.group.patience import PeerPatience
 from primad.ring.group.peer import RankPeer
 from primad.ring.messages import MAX_HEADER_BYTES
@@ -30,7 +33,7 @@ SPIN_S: Final = 0.0003
 """Who polls for longer takes time from those that it waits for, where they share cores: with 2 ms a sum of two ranks on two
 busy cores took 1.2 times as long, of four 1.5 times."""
 SLICED_BYTES: Final = 1 << 16
-"""Parts of this size and above are added up slice by slice, where ranks are three or more."""
+"""Parts of this size and above are added up slice by slice."""
 MAX_LOGITS_BYTES: Final = 1 << 28
 _LENGTH: Final = struct.Struct("<Q")
 OnWire: TypeAlias = "NDArray[np.float32] | NDArray[np.float16]"
@@ -95,50 +98,58 @@ class RankExchange:
     def sum(self, values: Hidden) -> None:
         """Put the total in the place of ``values`` (n,). Raises ``RankError``."""
         packed = _halved(values) if self._halves else values
-        if self._ranks > 2 and values.nbytes >= SLICED_BYTES:
+        if values.nbytes >= SLICED_BYTES:
             self._sum_slices(values, packed)
-        else:
-            self._swap_parts(dict.fromkeys(range(self._ranks), packed), len(values))
-            self._add(packed, values)
+            return
+        for peer in self._peers:
+            peer.send(PART, _bytes(packed))
+            peer.expect(PART, _bytes(self._part(peer, packed)))
+        self._run()
+        self._add(packed, values)
 
     def _sum_slices(self, values: Hidden, packed: OnWire) -> None:
+        """Each piece of this rank's slice is added up when it has come of all, and its total is sent at once."""
         spans = [*pairwise(len(values) * rank // self._ranks for rank in range(self._ranks + 1))]
         slices, (begin, end) = [packed[begin:end] for begin, end in spans], spans[self.rank]
-        self._swap_parts(dict(enumerate(slices)), end - begin)
-        self._add(slices[self.rank], values[begin:end])
-        if self._halves:
-            slices[self.rank][:] = _halved(values[begin:end])
+        own, total, behind = slices[self.rank], values[begin:end], dict[int, int]()
         for peer in self._peers:
-            peer.send(TOTAL, _bytes(slices[self.rank]))
+            peer.send(PART, _bytes(slices[peer.rank]))
+            peer.expect(PART, _bytes(self._part(peer, own)))
+            parts = peer.due
             peer.expect(TOTAL, _bytes(slices[peer.rank]))
-        self._run()
+            behind[peer.rank] = peer.due - parts
+        step = FRAME_BYTES // own.itemsize
+        pieces = deque(range(0, len(own), step))
+
+        def add() -> None:
+            while len(pieces) > max(0, *(peer.due - behind[peer.rank] for peer in self._peers)):
+                at = pieces.popleft()
+                piece, summed = own[at : at + step], total[at : at + step]
+                self._add(piece, summed, at)
+                if self._halves:
+                    piece[:] = _halved(summed)
+                for peer in self._peers:
+                    peer.send(TOTAL, _bytes(piece))
+
+        self._run(add)
         if self._halves:
             np.multiply(packed, _HALVED_BY, out=values)
 
-    def _swap_parts(self, parts: dict[int, OnWire], count: int) -> None:
-        """Send each rank its part, and take one of ``count`` values from each."""
-        for peer in self._peers:
-            if len(self._parts[peer.rank]) < count:
-                self._parts[peer.rank] = np.empty(count, parts[peer.rank].dtype)
-            peer.send(PART, _bytes(parts[peer.rank]))
-            peer.expect(PART, _bytes(self._parts[peer.rank][:count]))
-        self._run()
+    def _part(self, peer: RankPeer, own: OnWire) -> OnWire:
+        """Where a part of ``peer`` goes that is as large as ``own``: memory that is new each time costs more than adding."""
+        if len(self._parts[peer.rank]) < len(own):
+            self._parts[peer.rank] = np.empty_like(own)
+        return self._parts[peer.rank][: len(own)]
 
-    def _add(self, own: OnWire, values: Hidden) -> None:
-        """Put into ``values`` the sum of the parts in order, of which ``own`` is this rank's.
-
-        Memory of a prompt's sum that is new each time costs more than adding: two parts, whose order changes nothing, are
-        added in their place, and of more the first one takes the sum.
-        """
-        parts = [own if rank == self.rank else part[: len(values)] for rank, part in enumerate(self._parts)]
-        total = values if len(parts) == 2 or self.rank == 0 or self._halves else parts[0]
-        np.add(parts[0], parts[1], out=total, dtype=np.float32)
-        for part in parts[2:]:
-            total += part
+    def _add(self, own: OnWire, values: Hidden, at: int = 0) -> None:
+        """Put into ``values`` the sum of the parts in order from place ``at`` on, of which ``own`` is this rank's."""
+        parts = [own if rank == self.rank else part[at : at + len(own)] for rank, part in enumerate(self._parts)]
+        total: Hidden = parts[0]  # type: ignore[assignment]
+        for rank, part in enumerate(parts[1:], 1):
+            is_free = self._halves or rank >= self.rank  # else ``values`` are this rank's part, which is due later
+            total = np.add(total, part, out=values if is_free else parts[0], dtype=np.float32)
         if self._halves:
-            total *= _HALVED_BY
-        if total is not values:
-            values[:] = total
+            values *= _HALVED_BY
 
     def gather(self, values: Hidden) -> list[Hidden]:
         """The ``values`` (n,) of every rank on the first one, none on the others. Raises ``RankError``."""
@@ -161,18 +172,20 @@ class RankExchange:
         self._run()
         return found
 
-    def _run(self) -> None:
-        """Send and take all of it."""
+    def _run(self, add: Callable[[], None] | None = None) -> None:
+        """Send and take all of it. Whoever has to ``add`` meanwhile has much to take, and polls for nothing."""
         began = now = time.monotonic()
-        open_ = self._peers
-        while open_ := [peer for peer in open_ if not (peer.has_sent and peer.has_all)]:
+        spin_s = self._spin_s if add is None else 0.0
+        while open_ := [peer for peer in self._peers if not (peer.has_sent and peer.has_all)]:
             moved = False
             for peer in open_:
                 moved = peer.push() or moved
                 moved = peer.pull() or moved
+            if add is not None:
+                add()
             if moved:
                 now = time.monotonic()
-            elif time.monotonic() - now > self._spin_s:
+            elif time.monotonic() - now >= spin_s:
                 self._sleep(open_, began, self.patience.until(began, now))
         now = time.monotonic()
         self.patience.ended(began, now)

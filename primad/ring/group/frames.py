@@ -23,9 +23,10 @@ from primad.ring.messages import GROUP_KEY_BYTES
 
 KEY_BYTES: Final = GROUP_KEY_BYTES
 TAG_BYTES: Final = 16
-FRAME_BYTES: Final = 1 << 17
+FRAME_BYTES: Final = 1 << 18
 """More is sent in several frames, so that sealing, sending and opening overlap."""
 HEADER: Final = struct.Struct("<II")
+FRAME_ROOM: Final = HEADER.size + FRAME_BYTES + TAG_BYTES
 _HELLO: Final = struct.Struct("<8sBBBx16s")
 HELLO_BYTES: Final = _HELLO.size
 _MAGIC: Final = b"primadG1"
@@ -90,19 +91,22 @@ class Direction:
         self._number += 1
         return self._number.to_bytes(12, "little")
 
-    def seal(self, kind: int, content: memoryview | bytes) -> bytes:
-        """The next frame."""
-        header = HEADER.pack(kind, len(content))
-        return header + self._cipher.encrypt(self._nonce(), content, header)
+    def seal(self, kind: int, content: memoryview | bytes, room: memoryview) -> memoryview:
+        """The next frame, which is made in ``room`` (at least ``FRAME_ROOM``)."""
+        header, size = HEADER.pack(kind, len(content)), HEADER.size + len(content) + TAG_BYTES
+        room[: HEADER.size] = header
+        self._cipher.encrypt_into(self._nonce(), content, header, room[HEADER.size : size])
+        return room[:size]
 
-    def open(self, header: bytes, sealed: memoryview) -> bytes | None:
-        """The content of the next frame; None where it is not what the sender sealed."""
+    def open(self, header: bytes, sealed: memoryview, into: memoryview) -> bool:
+        """Put the content of the next frame ``into`` its place; False where it is not what the sender sealed."""
         try:
-            return self._cipher.decrypt(self._nonce(), sealed, header)
+            self._cipher.decrypt_into(self._nonce(), sealed, header, into)
         except InvalidTag:
-            return None
+            return False
+        return True
 
 
-def frame_sizes(size: int) -> list[int]:
-    """The content of each frame of a message of ``size`` bytes."""
-    return [min(FRAME_BYTES, size - at) for at in range(0, size, FRAME_BYTES)] or [0]
+def frames_of(content: memoryview) -> list[memoryview]:
+    """The content of each frame of a message."""
+    return [content[at : at + FRAME_BYTES] for at in range(0, len(content), FRAME_BYTES)] or [content]

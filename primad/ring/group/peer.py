@@ -7,40 +7,33 @@ from collections import deque
 from typing import Final
 
 from primad.errors import RankError
-from primad.ring.group.frames import HEADER, TAG_BYTES, Direction, frame_sizes
-
-_SPARE: Final = HEADER.size + TAG_BYTES
+from primad.ring.group.frames import FRAME_ROOM, HEADER, TAG_BYTES, Direction, frames_of
 
 
 class RankPeer:
-    """Rank ``rank``, called ``name``, at the other end of ``connection``."""
+    """Rank ``rank``, called ``name``, at the other end of ``connection``.
+
+    What is sent is sealed a frame at a time, and what comes is opened a frame at a time, straight into its place: both frames
+    stay in the processor's cache.
+    """
 
     def __init__(self, rank: int, name: str, connection: socket.socket, sends: Direction, takes: Direction) -> None:
         self.rank, self.name, self.connection = rank, name, connection
         self._sends, self._takes = sends, takes
         connection.setblocking(False)
         self._out: deque[tuple[int, memoryview]] = deque()
+        self._in: deque[tuple[int, memoryview]] = deque()
+        self._sealing, self._taking = memoryview(bytearray(FRAME_ROOM)), memoryview(bytearray(FRAME_ROOM))
         self._sealed = memoryview(b"")
-        self._buffer = bytearray()
-        self._into = memoryview(b"")
-        self._kind = 0
-        self._sizes: list[int] = []
-        self._frame = self._got = self._at = self._end = 0
+        self._got = 0
 
     def send(self, kind: int, content: memoryview) -> None:
         """Send ``content``, whose memory must not change until it ``has_sent``."""
-        at = 0
-        for size in frame_sizes(len(content)):
-            self._out.append((kind, content[at : at + size]))
-            at += size
+        self._out.extend((kind, frame) for frame in frames_of(content))
 
     def expect(self, kind: int, into: memoryview) -> None:
-        """What comes next is as large as ``into``, where it goes."""
-        self._kind, self._into, self._sizes = kind, into, frame_sizes(len(into))
-        self._frame = self._got = self._at = 0
-        self._end = len(into) + len(self._sizes) * _SPARE
-        if len(self._buffer) < self._end:
-            self._buffer = bytearray(self._end)
+        """What comes next, behind what is expected already, is as large as ``into``, where it goes."""
+        self._in.extend((kind, frame) for frame in frames_of(into))
 
     @property
     def has_sent(self) -> bool:
@@ -50,14 +43,19 @@ class RankPeer:
     @property
     def has_all(self) -> bool:
         """Whether what was expected has come."""
-        return self._frame == len(self._sizes)
+        return not self._in
+
+    @property
+    def due(self) -> int:
+        """How many frames are expected."""
+        return len(self._in)
 
     def push(self) -> bool:
         """Send what the connection takes; whether that was something. Raises ``RankError``."""
         if not self._sealed:
             if not self._out:
                 return False
-            self._sealed = memoryview(self._sends.seal(*self._out.popleft()))
+            self._sealed = self._sends.seal(*self._out.popleft(), self._sealing)
         try:
             count = self.connection.send(self._sealed)
         except BlockingIOError:
@@ -69,10 +67,12 @@ class RankPeer:
 
     def pull(self) -> bool:
         """Take what has come; whether that was something. Raises ``RankError``."""
-        if self.has_all:
+        if not self._in:
             return False
+        kind, into = self._in[0]
+        end = HEADER.size + len(into) + TAG_BYTES
         try:
-            count = self.connection.recv_into(memoryview(self._buffer)[self._got : self._end])
+            count = self.connection.recv_into(self._taking[self._got : end])
         except BlockingIOError:
             return False
         except OSError as exc:
@@ -80,27 +80,20 @@ class RankPeer:
         if not count:
             raise self.error("closed its connection")
         self._got += count
-        self._open()
+        if self._got >= HEADER.size:
+            self._open(kind, into, end)
         return True
 
-    def _open(self) -> None:
-        while not self.has_all:
-            size, begin = self._sizes[self._frame], self._at + self._frame * _SPARE
-            if self._got < begin + HEADER.size:
-                return
-            header = bytes(self._buffer[begin : begin + HEADER.size])
-            if HEADER.unpack(header) != (self._kind, size):
-                kind, other = HEADER.unpack(header)
-                raise self.error(f"sent {other} bytes of kind {kind} where {size} of kind {self._kind} were due")
-            end = begin + _SPARE + size
-            if self._got < end:
-                return
-            content = self._takes.open(header, memoryview(self._buffer)[begin + HEADER.size : end])
-            if content is None:
+    def _open(self, kind: int, into: memoryview, end: int) -> None:
+        header = bytes(self._taking[: HEADER.size])
+        if header != HEADER.pack(kind, len(into)):
+            other, size = HEADER.unpack(header)
+            raise self.error(f"sent {size} bytes of kind {other} where {len(into)} of kind {kind} were due")
+        if self._got == end:
+            if not self._takes.open(header, self._taking[HEADER.size : end], into):
                 raise self.error("sent what it did not seal")
-            self._into[self._at : self._at + size] = content
-            self._at += size
-            self._frame += 1
+            self._in.popleft()
+            self._got = 0
 
     def error(self, what: str) -> RankError:
         """That this device did ``what``."""
