@@ -205,7 +205,7 @@ def _own(question: Instance, device: DeviceProfile, share: float) -> Instance:
 
 def _sum_s(question: Instance, ranks: Sequence[int], values: float) -> float:
     """Seconds until each of ``ranks`` has the sum of so many values of each: large ones go slice by slice."""
-    sent = 1.0 if len(ranks) == 2 or values * VALUE_BYTES < SLICED_BYTES else 2 / len(ranks)
+    sent = 1.0 if values * VALUE_BYTES < SLICED_BYTES else 2 / len(ranks)
     halving_s = 0.0
     if question.workload.wire == "f16":
         sent, halving_s = sent / 2, HALVING_S * values

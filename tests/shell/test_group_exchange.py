@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from primad.errors import RankError, RingError
 from primad.ring.group.connect import GroupListener, connect_group
 from primad.ring.group.exchange import SLICED_BYTES, RankExchange
-from primad.ring.group.frames import FRAME_BYTES, FRAME_ROOM, PART, Direction, RankHello
+from primad.ring.group.frames import FRAME_BYTES, FRAME_ROOM, PART, TOTAL, Direction, RankHello
 from primad.ring.group.patience import KNOWN_STEPS, MIN_S, PeerPatience
 from primad.ring.group.peer import RankPeer
 from primad.ring.group.place import GroupPlace
@@ -79,6 +79,38 @@ def test_totals_are_those_in_the_order_of_ranks_on_every_rank(ranks, counts, is_
         for rank in range(ranks):
             assert np.array_equal(results[rank][number], total)
     for exchange in exchanges:
+        exchange.close()
+
+
+def bytes_of(values):
+    return values.data.cast("B")
+
+
+def test_a_total_goes_out_while_parts_are_still_on_their_way():
+    first, second = linked(2)
+    (peer,) = second._peers
+    ones = np.ones(FRAME_BYTES // 4, np.float32)
+    found, rest = np.empty_like(ones), np.empty_like(ones)
+    part = np.empty(2 * len(ones), np.float32)
+
+    def run(rank, exchange):
+        if rank == 0:
+            exchange.sum(values := np.ones(4 * len(ones), np.float32))
+            return values
+        peer.send(PART, bytes_of(ones))
+        peer.expect(PART, bytes_of(part))
+        peer.expect(TOTAL, bytes_of(found))
+        exchange._run()  # the other rank has half of a part
+        peer.send(PART, bytes_of(ones))
+        peer.send(TOTAL, bytes_of(np.full(2 * len(ones), 2, np.float32)))
+        peer.expect(TOTAL, bytes_of(rest))
+        exchange._run()
+        return np.concatenate([found, rest])
+
+    results = together([first, second], run)
+    assert [len(each) for each in results] == [4 * len(ones), 2 * len(ones)]
+    assert all((each == 2).all() for each in results)
+    for exchange in (first, second):
         exchange.close()
 
 

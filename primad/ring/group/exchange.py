@@ -4,14 +4,17 @@ A rank waits for parts in the middle of llama.cpp's graph, some 60 times a token
 millisecond: it polls for as long as ``spin_s``, and then sleeps until something comes. Parts are added in the order of
 ranks, on every rank or on the one that makes the total for all, so totals are equal to the bit, and the same each time.
 
-Small parts go from each to each. Of large ones, a prompt's, each rank adds up a slice and gives its total to the others: then
+Small parts go from each to each. Of large ones, a prompt's, each rank adds up a slice and gives its total to the others, so
 a rank sends less than twice a part's size, however many there are. Frames of parts and totals follow each other without a
 pause, and are sealed, opened and added up while others are on their way: a sum takes as long as the network or the processor
-needs for it, not both.
+needs for it, not both. Nothing of a chunk is computed meanwhile, which would hide a third of a prompt between four small
+devices with 1 Gbit/s: llama.cpp computes the nodes of a graph in order, and a second context would need keys and values of
+its own. ``--wire f16`` halves that time.
 """
 
 from __future__ import annotations
 
+import os
 import select
 import struct
 import time
@@ -36,6 +39,8 @@ SLICED_BYTES: Final = 1 << 16
 """Parts of this size and above are added up slice by slice."""
 MAX_LOGITS_BYTES: Final = 1 << 28
 _LENGTH: Final = struct.Struct("<Q")
+_yield: Final[Callable[[], None]] = getattr(os, "sched_yield", lambda: None)
+"""Whoever polls lets others have the core that it shares with them."""
 OnWire: TypeAlias = "NDArray[np.float32] | NDArray[np.float16]"
 _HALVED_BY: Final = np.float32(16)
 """Of values that are sent in 16 bits: a million fits in, and what is lost of small ones is below a millionth."""
@@ -187,6 +192,8 @@ class RankExchange:
                 now = time.monotonic()
             elif time.monotonic() - now >= spin_s:
                 self._sleep(open_, began, self.patience.until(began, now))
+            else:
+                _yield()
         now = time.monotonic()
         self.patience.ended(began, now)
         self.waited_s += now - began

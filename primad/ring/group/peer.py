@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from typing import Final
 
 from primad.errors import RankError
 from primad.ring.group.frames import FRAME_ROOM, HEADER, TAG_BYTES, Direction, frames_of
@@ -13,8 +12,7 @@ from primad.ring.group.frames import FRAME_ROOM, HEADER, TAG_BYTES, Direction, f
 class RankPeer:
     """Rank ``rank``, called ``name``, at the other end of ``connection``.
 
-    What is sent is sealed a frame at a time, and what comes is opened a frame at a time, straight into its place: both frames
-    stay in the processor's cache.
+    What is sent is sealed a frame at a time, and what comes is opened a frame at a time, straight into its place.
     """
 
     def __init__(self, rank: int, name: str, connection: socket.socket, sends: Direction, takes: Direction) -> None:
