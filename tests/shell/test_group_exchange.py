@@ -14,7 +14,7 @@ from primad.errors import RankError, RingError
 from primad.ring.group.connect import GroupListener, connect_group
 from primad.ring.group.exchange import SLICED_BYTES, RankExchange
 from primad.ring.group.frames import FRAME_BYTES, FRAME_ROOM, PART, TOTAL, Direction, RankHello
-from primad.ring.group.patience import KNOWN_STEPS, MIN_S, PeerPatience
+from primad.ring.group.patience import KNOWN_STEPS, MIN_S, SPIN_S, PeerPatience
 from primad.ring.group.peer import RankPeer
 from primad.ring.group.place import GroupPlace
 from primad.ring.messages import GroupRank, JoinGroup, RankAddress
@@ -189,6 +189,16 @@ def test_a_rank_that_says_nothing_is_late_long_before_a_step_is():
     patience.ended(12, 15)
     assert patience.until(15.1, 15.1) == pytest.approx(15.1 + 8 * 3.1), "others took as long of late"
     assert patience.until(100, 100) == 160
+
+
+def test_a_rank_that_polled_in_vain_sleeps_at_once_until_waits_are_short_again():
+    patience = PeerPatience(timeout_s=60)
+    patience.ended(0, SPIN_S)
+    assert patience.spin_s == SPIN_S
+    patience.ended(1, 1 + 3 * SPIN_S)
+    assert patience.spin_s == 0
+    patience.ended(2, 2 + SPIN_S)
+    assert patience.spin_s == SPIN_S
 
 
 def sealed(hellos, content):

@@ -1,7 +1,7 @@
 """Sums over a group's ranks, each connected to each, without an event loop or another thread in between.
 
 A rank waits for parts in the middle of llama.cpp's graph, some 60 times a token, mostly for less than a tenth of a
-millisecond: it polls for as long as ``spin_s``, and then sleeps until something comes. Parts are added in the order of
+millisecond: it polls for a while, and then sleeps until something comes. Parts are added in the order of
 ranks, on every rank or on the one that makes the total for all, so totals are equal to the bit, and the same each time.
 
 Small parts go from each to each. Of large ones, a prompt's, each rank adds up a slice and gives its total to the others, so
@@ -14,7 +14,6 @@ its own. ``--wire f16`` halves that time.
 
 from __future__ import annotations
 
-import os
 import select
 import struct
 import time
@@ -32,15 +31,10 @@ from primad.ring.group.patience import PeerPatience
 from primad.ring.group.peer import RankPeer
 from primad.ring.messages import MAX_HEADER_BYTES
 
-SPIN_S: Final = 0.0003
-"""Who polls for longer takes time from those that it waits for, where they share cores: with 2 ms a sum of two ranks on two
-busy cores took 1.2 times as long, of four 1.5 times."""
 SLICED_BYTES: Final = 1 << 16
 """Parts of this size and above are added up slice by slice."""
 MAX_LOGITS_BYTES: Final = 1 << 28
 _LENGTH: Final = struct.Struct("<Q")
-_yield: Final[Callable[[], None]] = getattr(os, "sched_yield", lambda: None)
-"""Whoever polls lets others have the core that it shares with them."""
 OnWire: TypeAlias = "NDArray[np.float32] | NDArray[np.float16]"
 _HALVED_BY: Final = np.float32(16)
 """Of values that are sent in 16 bits: a million fits in, and what is lost of small ones is below a millionth."""
@@ -50,18 +44,14 @@ class RankExchange:
     """The exchange of ``rank`` with its ``peers``, all other ranks. What comes later than ``timeout_s`` is late. Where it
     ``halves`` sums, their parts are sent in 16 bits."""
 
-    def __init__(
-        self, rank: int, peers: Sequence[RankPeer], *, timeout_s: float, halves: bool = False, spin_s: float = SPIN_S
-    ) -> None:
+    def __init__(self, rank: int, peers: Sequence[RankPeer], *, timeout_s: float, halves: bool = False) -> None:
         assert peers
         assert sorted([rank, *(peer.rank for peer in peers)]) == [*range(len(peers) + 1)]
         self.rank, self._peers = rank, sorted(peers, key=lambda peer: peer.rank)
         self._ranks = len(peers) + 1
-        self._spin_s, self._halves, self.patience = spin_s, halves, PeerPatience(timeout_s)
+        self._halves, self.patience = halves, PeerPatience(timeout_s)
         self._parts: list[OnWire] = [np.empty(0, np.float32)] * self._ranks
         self._length = bytearray(_LENGTH.size)
-        self.waited_s = 0.0
-        """Time in exchanges so far."""
 
     def lead(self, message: bytes) -> None:
         """Have the other ranks do what ``message`` says. Raises ``RankError``."""
@@ -180,7 +170,7 @@ class RankExchange:
     def _run(self, add: Callable[[], None] | None = None) -> None:
         """Send and take all of it. Whoever has to ``add`` meanwhile has much to take, and polls for nothing."""
         began = now = time.monotonic()
-        spin_s = self._spin_s if add is None else 0.0
+        spin_s = self.patience.spin_s if add is None else 0.0
         while open_ := [peer for peer in self._peers if not (peer.has_sent and peer.has_all)]:
             moved = False
             for peer in open_:
@@ -192,11 +182,7 @@ class RankExchange:
                 now = time.monotonic()
             elif time.monotonic() - now >= spin_s:
                 self._sleep(open_, began, self.patience.until(began, now))
-            else:
-                _yield()
-        now = time.monotonic()
-        self.patience.ended(began, now)
-        self.waited_s += now - began
+        self.patience.ended(began, time.monotonic())
 
     def _sleep(self, peers: Sequence[RankPeer], began: float, until: float) -> None:
         left_s = until - time.monotonic()
