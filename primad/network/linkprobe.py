@@ -8,6 +8,9 @@ Hidden states of one token are messages of some kB, and each token waits for the
 enough for a 95th percentile. A prompt chunk is a message of some MB after a silence: TCP starts it slowly, with some
 packets per round trip, and sends the rest at the link's rate. So the first large message of a connection is timed, and
 then several in a row.
+
+An echo passes a program at each end. How long the network alone takes there and back shows a TCP connection, which the
+other device's system accepts by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import socket as tcp
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -44,6 +48,7 @@ CONNECT_S: Final = 1.0
 MAX_ADDRESSES: Final = 3
 """The number of a device's addresses that are measured, the first to respond."""
 _EMPTY_MESSAGES: Final = 15
+_CONNECTIONS: Final = 5
 _ROW_BYTES: Final = 8 << 10
 """Hidden states of one token of a model of 2,048 channels."""
 _WIDE_ROW_BYTES: Final = 32 << 10
@@ -81,6 +86,7 @@ class _Measured:
     """A link in both directions, by one address."""
 
     round_trip_s: float
+    network_s: float | None
     there: _Way
     back: _Way
 
@@ -143,8 +149,8 @@ async def measure_links(
                     if best is None or found.both_s < best[0].both_s:
                         best = found, address
         if best is not None:
-            measured.links.append(_profile(source, target.device, best[1], best[0].round_trip_s, best[0].there))
-            measured.links.append(_profile(target.device, source, "", best[0].round_trip_s, best[0].back))
+            measured.links.append(_profile(source, target.device, best[1], best[0], best[0].there))
+            measured.links.append(_profile(target.device, source, "", best[0], best[0].back))
             continue
         measured.links.extend([cut_link(source, target.device), cut_link(target.device, source)])
         why = next((each for each in _WHYS if each in failed), SILENT)
@@ -180,15 +186,16 @@ async def _quickest(target: Contact) -> list[str]:
     return answered[:MAX_ADDRESSES] or target.addresses
 
 
-def _profile(source: str, target: str, address: str, round_trip_s: float, way: _Way) -> LinkProfile:
+def _profile(source: str, target: str, address: str, found: _Measured, way: _Way) -> LinkProfile:
     return LinkProfile(
         source=source,
         target=target,
         address=address,
-        round_trip_s=round_trip_s,
+        round_trip_s=found.round_trip_s,
         bytes_per_s=way.bytes_per_s,
         late_s=way.late_s,
         messages=way.messages,
+        network_s=found.network_s,
     )
 
 
@@ -209,10 +216,32 @@ async def _measure(
     try:
         await _meet(socket, host, target.port, exchange)
         round_trip_s = statistics.median([await exchange(1, 0, 0) for _ in range(_EMPTY_MESSAGES)])
+        network_s = await asyncio.to_thread(_network_s, host, target.port)
         there, back = [await _way(exchange, round_trip_s, there=there) for there in (True, False)]
-        return _Measured(round_trip_s=round_trip_s, there=there, back=back)
+        return _Measured(
+            round_trip_s=round_trip_s,
+            network_s=None if network_s is None else min(network_s, round_trip_s),
+            there=there,
+            back=back,
+        )
     finally:
         socket.close()
+
+
+def _network_s(host: str, port: int) -> float | None:
+    """Seconds until the other device's system accepts a connection, as a rule; None where it does not."""
+    found = list[float]()
+    try:
+        family, kind, _, _, address = tcp.getaddrinfo(host, port, type=tcp.SOCK_STREAM)[0]
+        for _ in range(_CONNECTIONS):
+            with tcp.socket(family, kind) as connection:
+                connection.settimeout(CONNECT_S)
+                start = time.perf_counter()
+                connection.connect(address)
+                found.append(time.perf_counter() - start)
+    except OSError:
+        return None
+    return statistics.median(found)
 
 
 async def _way(exchange: Exchange, round_trip_s: float, *, there: bool) -> _Way:

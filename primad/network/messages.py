@@ -731,6 +731,10 @@ def _check_links(links: list[LinkProfile]) -> None:
             raise ProtocolError(
                 f"link from {link.source} to {link.target} of {link.round_trip_s} s and {link.bytes_per_s} bytes/s"
             )
+        if not 0 <= (link.network_s or 0.0) <= link.round_trip_s:
+            raise ProtocolError(
+                f"link from {link.source} to {link.target} of which the network takes {link.network_s} s"
+            )
         if not 0 <= link.late_s < MAX_ROUND_TRIP_S or not _are_times(link.messages):
             raise ProtocolError(f"link from {link.source} to {link.target} with impossible times of messages")
         if link.address and not is_address(link.address):

@@ -98,6 +98,7 @@ class Corrections:
             bytes_per_s=link.bytes_per_s / factor,
             late_s=link.late_s * factor,
             messages=messages,
+            network_s=None if link.network_s is None else link.network_s * factor,
         )
 
     def changed(self, before: Corrections, plan: Plan, share: float) -> set[str]:

@@ -471,7 +471,9 @@ class Instance:
         )
         if not here.shares_cores(there):
             return found
-        return replace(found, round_trip_s=found.round_trip_s + 2 * there.cpu.wake_s)
+        woken_s = 2 * there.cpu.wake_s
+        network_s = None if found.network_s is None else found.network_s + woken_s
+        return replace(found, round_trip_s=found.round_trip_s + woken_s, network_s=network_s)
 
     @cached_property
     def hops_s(self) -> list[list[float]]:

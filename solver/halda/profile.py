@@ -282,7 +282,8 @@ class LinkProfile:
     messages that follow each other, and so what a byte occupies of the link. ``late_s``: one message of twenty comes so much
     later than the median or more (the 95th percentile). ``messages`` were measured, by size; without them a message takes
     its bytes at ``bytes_per_s`` beyond an empty one. Where it does not ``work`` the figures are not measured: they lead the
-    search away from it, and no plan that sends over it is an answer.
+    search away from it, and no plan that sends over it is an answer. ``network_s`` is what the network takes of
+    ``round_trip_s``, without the programs at both ends; None where that was not measured.
     """
 
     source: str
@@ -293,6 +294,7 @@ class LinkProfile:
     late_s: float = 0.0
     messages: tuple[MessageTime, ...] = ()
     works: bool = True
+    network_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -221,10 +221,14 @@ def _sum_s(question: Instance, ranks: Sequence[int], values: float) -> float:
 
 
 def message_s(question: Instance, source: int, target: int, values: float) -> float:
-    """Seconds of a message between ranks: what an echo of the same size takes, without the programs that were asked."""
+    """Seconds of a message between ranks: what an echo of the same size takes, without the programs that were asked. What
+    these take is estimated where the network was not measured alone."""
     link, tokens_s = question.link(source, target), [question.devices[i].cpu.token_s for i in (source, target)]
     echo_s = link.round_trip_s / 2
-    delay_s = max(MIN_DELAY_SHARE * echo_s, echo_s - ECHO_SHARE * sum(tokens_s) / 2)
+    if link.network_s is not None:
+        delay_s = min(echo_s, link.network_s / 2)
+    else:
+        delay_s = max(MIN_DELAY_SHARE * echo_s, echo_s - ECHO_SHARE * sum(tokens_s) / 2)
     return cost.hop_s(link, values, 1) - echo_s + delay_s + min(SUM_SHARE * max(tokens_s), echo_s)
 
 

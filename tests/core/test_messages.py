@@ -165,7 +165,7 @@ FROM_WORKER = [
     cluster.Pong(7, cluster.MAX_REVISION),
     cluster.WorkerStatus(epoch=1, status=STATUS, daemon_rss_bytes=1),
     cluster.LinksMeasured(links=[]),
-    cluster.LinksMeasured(links=[a_link(), a_link(address="")]),
+    cluster.LinksMeasured(links=[a_link(), a_link(address="", network_s=1e-4)]),
     cluster.Echoed(b"123"),
 ]
 TRANSFER = [
@@ -345,6 +345,7 @@ def test_an_echo_that_is_too_large_is_refused(echo):
         {"address": "192.168.1.20:80"},
         *({"round_trip_s": value} for value in (0.0, -1e-3, math.nan, math.inf, cluster.MAX_ROUND_TRIP_S)),
         *({"late_s": value} for value in (-1e-3, math.nan, math.inf)),
+        *({"network_s": value} for value in (-1e-3, math.nan, math.inf, cluster.MAX_ROUND_TRIP_S)),
         *({"messages": message_times(*times)} for times in IMPOSSIBLE_TIMES),
         *({"bytes_per_s": value} for value in (0.0, -1e8, math.nan, math.inf, cluster.MAX_LINK_BYTES_PER_S)),
     ],

@@ -174,6 +174,18 @@ def test_a_token_costs_the_slowest_share_two_sums_a_layer_its_row_and_logits():
     assert found.compute_s < uneven.compute_s < whole.compute_s
 
 
+def test_a_sum_costs_what_the_network_alone_was_measured_to_take_and_little_more():
+    desk, mini = device("desk", ram=8 * GB), device("mini", ram=8 * GB)
+    groups, pairs = group(("desk", 1), ("mini", 1)).groups, (("desk", "mini"), ("mini", "desk"))
+
+    def sum_s(network_s: float) -> float:
+        links = [replace(link(*pair, round_trip_s=0.002), network_s=network_s) for pair in pairs]
+        return places_of(question(desk, mini, links=links), groups)[1]["desk"].sum_s
+
+    assert sum_s(0.0008) - sum_s(0.0002) == pytest.approx(0.0003)
+    assert 0.0001 < sum_s(0.0002) < 0.0002 + desk.cpu.token_s
+
+
 def test_prompts_over_a_slow_link_come_sooner_where_sums_are_sent_in_16_bits():
     asked, groups = (
         question(device("desk", ram=8 * GB), device("mini", ram=8 * GB)),

@@ -117,6 +117,8 @@ def plausible(link: LinkProfile) -> bool:
     """Of figures that a message may hold, and of the sizes that a ring sends."""
     decode_from_worker(encode(LinksMeasured(links=[link])))
     sizes = [message.size_bytes for message in link.messages]
+    assert link.network_s is not None
+    assert 0 < link.network_s <= link.round_trip_s
     return sizes == [8 << 10, 32 << 10, 256 << 10] and MAX_ECHO_BYTES / PATIENCE_S < link.bytes_per_s < math.inf
 
 
