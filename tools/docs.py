@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 from primad.gguf.architecture import Recurrent, Sliding  # noqa: E402
 from primad.gguf.architectures.table import SUPPORTED  # noqa: E402
 from primad.gguf.published import published_models, published_profile  # noqa: E402
+from primad.gguf.whole_attention import WITHOUT_NETWORKS, why_not_by_heads  # noqa: E402
 from primad.network import layer_messages, messages, relay_messages  # noqa: E402
 from primad.planning import schema  # noqa: E402
 from primad.profiler.fleets import read_fleet  # noqa: E402
@@ -104,7 +105,7 @@ def _inner(kind: msgspec.inspect.Type) -> Iterator[type[msgspec.Struct]]:
 
 
 def _architectures() -> str:
-    """By where windows may begin."""
+    """By where windows may begin, and what devices share."""
     places: dict[str, list[str]] = {}
     for entry in SUPPORTED.values():
         place = (
@@ -123,8 +124,18 @@ def _architectures() -> str:
         elif entry.step:
             place += f" and of `{entry.step}`" if entry.cut_multiple > 1 else f" that is a multiple of `{entry.step}`"
         places.setdefault(place, []).append(entry.name)
-    rows = [f"| {place} | {', '.join(f'`{name}`' for name in sorted(names))} |" for place, names in places.items()]
-    return "\n".join(["| windows begin | architectures |", "|---|---|", *rows]) + "\n"
+    shares: dict[str, list[str]] = {"networks; each device has all of the attention": [], "nothing": []}
+    for entry in SUPPORTED.values():
+        if entry.name in WITHOUT_NETWORKS:
+            shares["nothing"].append(entry.name)
+        elif why_not_by_heads(entry.name, keeps_states=entry.recurrent is not Recurrent.NEVER):
+            shares["networks; each device has all of the attention"].append(entry.name)
+    return f"{_listed('windows begin', places)}\n{_listed('devices share (others: heads too)', shares)}"
+
+
+def _listed(title: str, found: Mapping[str, list[str]]) -> str:
+    rows = [f"| {place} | {', '.join(f'`{name}`' for name in sorted(names))} |" for place, names in found.items()]
+    return "\n".join([f"| {title} | architectures |", "|---|---|", *rows]) + "\n"
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------

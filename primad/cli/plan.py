@@ -150,7 +150,8 @@ def _ask(
     from primad.gguf.architectures.cuts import why_whole
     from primad.gguf.architectures.table import NotCutError
     from primad.gguf.model import open_model
-    from primad.gguf.shares import ShareRules, shared_ranks
+    from primad.gguf.share_rules import ShareRules
+    from primad.gguf.shares import shared_ranks
     from primad.planning.adapters import (
         open_adapters,
         parse_lora,
@@ -211,7 +212,7 @@ def _ask(
         encoder=encoder,
         may_be_several=may_be_several,
         max_ranks=max_ranks or asked.max_ranks,
-        units=units,
+        units=units if max_ranks else asked.units,
     )
     return more, checked
 

@@ -12,9 +12,10 @@ from dataclasses import replace
 from primad.gguf.adapter import OUTPUT, A, Adapter, B
 from primad.gguf.architectures.table import ADVICE, NotCutError
 from primad.gguf.architectures.tensors import layer_of
-from primad.gguf.constants import GGML_QUANT_SIZES
-from primad.gguf.header import Header, TensorInfo
-from primad.gguf.shares import LayerShare, ShareRules, parted, share_name, shared_ranks, vocabulary_share
+from primad.gguf.constants import GGML_QUANT_SIZES, GGUFValueType
+from primad.gguf.header import Header, TensorInfo, scalar_value
+from primad.gguf.share_rules import LayerShare, ShareRules
+from primad.gguf.shares import shared_ranks, vocabulary_share
 from primad.gguf.slices import sliced
 
 
@@ -38,18 +39,26 @@ def share_adapter(adapter: Adapter, model: Header, weights: Sequence[int], rank:
         stem, layer = name.removesuffix(A), layer_of(name)
         b = adapter.header.tensors[stem + B]
         if layer is not None and layer < layers:
-            for changed, own_a, own_b in _of_layer(rules, layer, shares[layer], stem, a, b):
+            for changed, own_a, own_b in _of_layer(rules, layer, shares[layer], stem, a, b, is_first=rank == 0):
                 found[changed + A], found[changed + B] = own_a, own_b
         elif stem == OUTPUT:
             own = sliced(b, 1, [vocabulary_share(b.shape[1], weights, rank)])
             found[stem + A], found[stem + B] = a, own
     named = {name: replace(tensor, name=name) for name, tensor in found.items()}
-    values = {**adapter.header.values, "general.architecture": share_name(model)}
+    graph = scalar_value(GGUFValueType.STRING, rules.graph)
+    values = {**adapter.header.values, "general.architecture": graph}
     return replace(adapter, header=replace(adapter.header, tensors=named, values=values))
 
 
 def _of_layer(
-    rules: ShareRules, layer: int, share: LayerShare, stem: str, a: TensorInfo, b: TensorInfo
+    rules: ShareRules,
+    layer: int,
+    share: LayerShare,
+    stem: str,
+    a: TensorInfo,
+    b: TensorInfo,
+    *,
+    is_first: bool,
 ) -> Iterator[tuple[str, TensorInfo, TensorInfo]]:
     """By the name of the matrix that they change, a rank's part of ``a`` and ``b``."""
     base = rules.header.tensors[stem]
@@ -60,7 +69,7 @@ def _of_layer(
                 "the model; convert it to float16",
                 ADVICE,
             )
-        yield stem, rules.part(layer, replace(a, name=stem), share, is_first=True), b
+        yield stem, rules.part(layer, replace(a, name=stem), share, is_first=is_first), b
         return
-    for own in parted(rules.header, replace(b, name=stem)):
+    for own in rules.parted(replace(b, name=stem)):
         yield own.name, a, rules.part(layer, own, share, is_first=True)

@@ -240,9 +240,9 @@ def _latent_values(header: Header, name: str, layer: int) -> int:
 
 
 def _attention_share(header: Header) -> float:
-    """What of the layers' weights is in their attention."""
+    """What of the layers' weights is in their attention, or in what keeps a state."""
     of_layers = {name: tensor.bytes for name, tensor in header.tensors.items() if name.startswith("blk.")}
-    attention = sum(size for name, size in of_layers.items() if ".attn_" in name)
+    attention = sum(size for name, size in of_layers.items() if ".ffn_" not in name)
     return attention / max(sum(of_layers.values()), 1)
 
 

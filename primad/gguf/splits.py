@@ -69,7 +69,8 @@ def _cut_heads(heads: int, keys: int, unit: int, weights: Sequence[int]) -> list
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareUnits:
     """What the layers of a model are cut by: most have so many ``heads``, with as many of ``keys``, cut at multiples of
-    ``head_unit``, and a network of so many ``values``, cut at multiples of ``value_unit``."""
+    ``head_unit``, and a network of so many ``values``, cut at multiples of ``value_unit``. Without ``heads`` each rank has
+    all of the attention."""
 
     heads: int
     keys: tuple[int, ...]
@@ -79,8 +80,9 @@ class ShareUnits:
 
     def shares(self, weights: Sequence[int]) -> list[tuple[float, float]] | None:
         """What each rank really has of attention and network; None where ranks are too many."""
-        heads = cut_heads(self.heads, self.keys, self.head_unit, weights)
         values = ranges_of(self.values, self.value_unit, weights)
+        heads = cut_heads(self.heads, self.keys, self.head_unit, weights) if self.heads else [range(0)] * len(weights)
         if heads is None or values is None:
             return None
-        return [(len(own) / self.heads, len(part) / self.values) for own, part in zip(heads, values, strict=True)]
+        of_attention = [len(own) / self.heads if self.heads else 1.0 for own in heads]
+        return [(share, len(part) / self.values) for share, part in zip(of_attention, values, strict=True)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from primad.gguf.constants import GGML_QUANT_SIZES
 from primad.gguf.header import Header, TensorInfo
@@ -38,6 +38,8 @@ STATE_COLUMNS: Final = "ssm_out"
 class StateHeads:
     """How many heads of keys a layer with a state has, how many of values for each, and how wide both are."""
 
+    tensors: ClassVar = frozenset((*_MIXED, *_VALUES, *_HEADS, *_GROUPED))
+    """What a rank has a part of."""
     keys: int
     each: int
     key_width: int
@@ -69,8 +71,8 @@ class StateHeads:
             unit = math.lcm(unit, block // math.gcd(block, together))
         return unit
 
-    def part(self, name: str, tensor: TensorInfo, own: range) -> TensorInfo | None:
-        """What of ``tensor``, called so, a rank with these heads of keys holds; None for one that is no state's."""
+    def part(self, name: str, tensor: TensorInfo, own: range) -> TensorInfo:
+        """What of ``tensor``, which is called so and one of ``tensors``, a rank with these heads of keys holds."""
         last = len(tensor.shape) - 1
         if name in _MIXED:
             keys = [range(at + own.start * self.key_width, at + own.stop * self.key_width) for at in self._before]
@@ -79,10 +81,8 @@ class StateHeads:
             return sliced(tensor, 0 if name == STATE_COLUMNS else last, self._values(own, self.value_width))
         if name in _HEADS:
             return sliced(tensor, last, self._values(own, 1))
-        if name in _GROUPED:
-            rows = tensor.shape[last] // self.keys
-            return sliced(tensor, last, [range(own.start * rows, own.stop * rows)])
-        return None
+        rows = tensor.shape[last] // self.keys
+        return sliced(tensor, last, [range(own.start * rows, own.stop * rows)])
 
     @property
     def _before(self) -> tuple[int, int]:
@@ -112,6 +112,8 @@ class ScanGroups:
     """The heads of a layer with a state in so many ``keys``, as ranks have them: groups of ``heads`` of ``width`` together,
     or, where what writes and reads is ``whole``, of all heads, single ones. It has so many values for each group."""
 
+    tensors: ClassVar = frozenset(("ssm_in", "ssm_conv1d", "ssm_dt", "ssm_a", "ssm_d", "ssm_norm", STATE_COLUMNS))
+    """What a rank has a part of."""
     keys: int
     heads: int
     width: int
@@ -138,7 +140,7 @@ class ScanGroups:
         blocks = [GGML_QUANT_SIZES[tensor.type][0] for tensor in outputs]
         return math.lcm(*(block // math.gcd(block, self.width) for block in blocks))
 
-    def part(self, name: str, tensor: TensorInfo, own: range) -> TensorInfo | None:
+    def part(self, name: str, tensor: TensorInfo, own: range) -> TensorInfo:
         """As ``StateHeads.part``."""
         last, inner = len(tensor.shape) - 1, self.keys * self.width
         groups = 1 if self.whole else self.keys
@@ -156,10 +158,8 @@ class ScanGroups:
                 ranges = [self._each(own, self.heads, 0)]
             case "ssm_norm":
                 ranges = [own]
-            case "ssm_out":
-                return sliced(tensor, 0, [self._each(own, self.width, 0)])
             case _:
-                return None
+                return sliced(tensor, 0, [self._each(own, self.width, 0)])
         return sliced(tensor, last, ranges)
 
     @staticmethod

@@ -36,6 +36,17 @@ def predicts(run: RunConfig, header: Header, why_not: str = "", *, free_bytes: i
     return not why_not and (is_small or run.speculate == "mtp")
 
 
+def drafts_line(run: RunConfig, header: Header, *, drafts: bool) -> str:
+    """What to say of a model that could draft with its own layer where devices may share layers; empty for nothing."""
+    if run.speculate != "auto" or not drafting_layers(header):
+        return ""
+    if run.parallel == "tensor":
+        return "the model's layer for multi-token prediction drafts with --parallel pipeline alone, not where devices share"
+    if run.parallel == "auto" and drafts:
+        return "devices share no layers, since the model drafts with one of its own; --speculate lookup lets them"
+    return ""
+
+
 def _weights(header: Header) -> Counter[str]:
     """Bytes of that layer, by type."""
     layers, found = layer_count(header), Counter[str]()

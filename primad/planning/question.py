@@ -13,8 +13,8 @@ from halda import KV_BLOCK, CacheType, DeviceProfile, Limits, LinkProfile, Model
 from halda.cost import WITHOUT_FLASH
 from halda.instance import DEFAULT_LINK_BYTES_PER_S, DEFAULT_ROUND_TRIP_S
 from primad.errors import ConfigError
-from primad.gguf.shares import ranks_of_shape
 from primad.gguf.splits import MAX_RANKS, ShareUnits
+from primad.gguf.whole_attention import of_shape
 from primad.planning.default_context import first_context
 from primad.planning.drafting import rollback_of
 from primad.planning.run_config import DEFAULT_RUN, RunConfig
@@ -133,6 +133,7 @@ def ask(
     names = unique_names(devices)
     default_link, known = _links(wishes.links, links, names)
     workload_of(wishes.run, model)
+    max_ranks, units = of_shape(model)
     return Question(
         devices=tuple(devices),
         links=known,
@@ -142,7 +143,8 @@ def ask(
         limits=_limits(wishes, names),
         head=None if wishes.head is None else check_name(wishes.head, names, "--head"),
         time_limit_s=wishes.time_limit_s,
-        max_ranks=ranks_of_shape(model.architecture, model.heads, keeps_states=model.is_recurrent),
+        max_ranks=max_ranks,
+        units=units,
     )
 
 

@@ -100,7 +100,7 @@ def cell_bytes(plan: Plan, layers: Sequence[LayerProfile], kv_type: CacheType) -
     """For each device of ``plan`` the bytes of cells of a token in its layers, or its share of them."""
     return {
         name: math.ceil(
-            plan.share_of(name)
+            plan.heads_of(name)
             * sum(
                 kv_bytes_per_token(layers[layer], kv_type)
                 for _, window in plan.windows_of(name)
@@ -115,7 +115,7 @@ def state_bytes(plan: Plan, layers: Sequence[LayerProfile]) -> dict[str, int]:
     """For each device of ``plan`` the bytes of one state of its layers, or its share of them."""
     return {
         name: math.ceil(
-            plan.share_of(name)
+            plan.heads_of(name)
             * sum(layers[layer].state_bytes for _, window in plan.windows_of(name) for layer in window.layers)
         )
         for name in plan.devices

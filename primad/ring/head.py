@@ -274,9 +274,10 @@ class Head:
         step = self._step(planned)
         self._deadlines[step.step] = now + self._step_timeout_s
         self._under_way[step.step] = step
-        if planned.content:  # a picture's rows may be wider than hidden states
+        if planned.content:  # a picture's rows may be wider than hidden states, or what goes beside those comes yet
             content = np.frombuffer(planned.content, "<f4").reshape(step.rows, -1)
-            return self._compute(msgspec.structs.replace(step, shape=content.shape), content)
+            shape = (step.rows, max(content.shape[1], self._limits.width))
+            return self._compute(msgspec.structs.replace(step, shape=shape), content)
         return self._compute(step, np.array(planned.tokens, np.int32))
 
     def _skip(self) -> Skip | None:

@@ -256,6 +256,12 @@ class Plan:
         found = ((i, window) for i, window in enumerate(self.route) if window.device == place)
         return tuple((i, window if place == device else replace(window, device=device)) for i, window in found)
 
+    def heads_of(self, device: str) -> float:
+        """The share of the attention of each of its layers that ``device`` has, and so of its cells: 1 without a group."""
+        ranks = self.group_of(device)
+        total = sum(rank.weight for rank in ranks)
+        return next((rank.shares(total)[0] for rank in ranks if rank.device == device), 1.0)
+
     def share_of(self, device: str) -> float:
         """The share of each of its layers that ``device`` has: 1 without a group."""
         ranks = self.group_of(device)

@@ -136,16 +136,18 @@ def _total(ranks: Sequence[Rank]) -> int:
 
 class _Group:
     """The members ``at`` these places of ``question``, with ``shares`` of attention and network, as questions of their own:
-    with all that each has, and as if it had its share of the attention of everything, or its share of the network."""
+    with all that each has, and as if it had its share of the attention of everything, or its share of the network. Cells and
+    states are those of its attention in each."""
 
     def __init__(self, question: Instance, at: Sequence[int], shares: Sequence[tuple[float, float]]) -> None:
         self._question, self.at = question, at
         profiles = [question.devices[i] for i in at]
         part = question.model.attention_part
         self._shares = [part * heads + (1 - part) * values for heads, values in shares]
+        of_heads, of_values = zip(*shares, strict=True)
         self.own, heads, values = (
-            [_own(question, device, share) for device, share in zip(profiles, of, strict=True)]
-            for of in (self._shares, *zip(*shares, strict=True))
+            [_own(question, *each) for each in zip(profiles, of, of_heads, strict=True)]
+            for of in (self._shares, of_heads, of_values)
         )
         self._parts = [(part, heads), (1 - part, values)]
         self._processors = sharing_cores(profiles)
@@ -171,9 +173,10 @@ class _Group:
     def ram_limit(self) -> int:
         """Bytes of whole layers of which each has memory for its share."""
         besides = self._question.runtime_bytes(1) + self._question.head_bytes(1)
+        whole = _layers_bytes(self._question)
         rooms = (
-            (own.members[0].ram_limit - own.runtime_bytes(1) - own.head_bytes(1)) / share
-            for own, share in zip(self.own, self._shares, strict=True)
+            (own.members[0].ram_limit - own.runtime_bytes(1) - own.head_bytes(1)) * whole / _layers_bytes(own)
+            for own in self.own
         )
         return int(besides + min(rooms))
 
@@ -197,10 +200,19 @@ class _Group:
         return int(min(own.members[0].disk_limit / share for own, share in zip(self.own, self._shares, strict=True)))
 
 
-def _own(question: Instance, device: DeviceProfile, share: float) -> Instance:
-    """The question of a rank: its share of the model, on ``device`` alone."""
-    model = share_of_model(question.model, share)
+def _own(question: Instance, device: DeviceProfile, share: float, heads: float) -> Instance:
+    """The question of a rank: its share of the model, on ``device`` alone, with its ``heads`` of what remembers."""
+    model = share_of_model(question.model, share, heads)
     return replace(question, devices=(device.with_gpus(()),), links={}, model=model, prefill_offload=frozenset())
+
+
+def _layers_bytes(question: Instance) -> int:
+    """What all layers take in memory: weights, cells and states."""
+    work = question.workload
+    return sum(
+        layer.size_bytes + cost.kv_bytes(layer, work) + cost.checkpoint_bytes(layer, work)
+        for layer in question.model.layers
+    )
 
 
 def _sum_s(question: Instance, ranks: Sequence[int], values: float) -> float:
@@ -232,8 +244,8 @@ def message_s(question: Instance, source: int, target: int, values: float) -> fl
     return cost.hop_s(link, values, 1) - echo_s + delay_s + min(SUM_SHARE * max(tokens_s), echo_s)
 
 
-def share_of_model(model: ModelProfile, share: float) -> ModelProfile:
-    """What of ``model`` a rank with that share of each layer has."""
+def share_of_model(model: ModelProfile, share: float, heads: float) -> ModelProfile:
+    """What of ``model`` a rank with that share of each layer's weights has, and of its attention that of ``heads``."""
 
     def of(sizes: Mapping[str, int]) -> dict[str, int]:
         return {kind: math.ceil(share * size) for kind, size in sizes.items()}
@@ -245,13 +257,13 @@ def share_of_model(model: ModelProfile, share: float) -> ModelProfile:
                 layer,
                 bytes_by_type=of(layer.bytes_by_type),
                 expert_bytes_by_type=of(layer.expert_bytes_by_type),
-                kv_bytes_per_token=math.ceil(share * layer.kv_bytes_per_token),
-                state_bytes=math.ceil(share * layer.state_bytes),
-                query_width=math.ceil(share * layer.query_width),
+                kv_bytes_per_token=math.ceil(heads * layer.kv_bytes_per_token),
+                state_bytes=math.ceil(heads * layer.state_bytes),
+                query_width=math.ceil(heads * layer.query_width),
             )
             for layer in model.layers
         ),
         output_bytes_by_type=of(model.output_bytes_by_type),
-        query_width=math.ceil(share * model.attention_width),
-        heads=math.ceil(share * model.attention_heads),
+        query_width=math.ceil(heads * model.attention_width),
+        heads=math.ceil(heads * model.attention_heads),
     )

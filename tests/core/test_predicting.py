@@ -10,7 +10,7 @@ from primad.gguf.layers import LayerCut
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import ModelCutter
 from primad.planning.check_run import check_speculate
-from primad.planning.predicting import predicts, with_predicting
+from primad.planning.predicting import drafts_line, predicts, with_predicting
 from primad.planning.run_config import RunConfig
 from tools import synth
 
@@ -43,6 +43,14 @@ def test_it_drafts_unless_something_else_was_asked_for(header, other):
         True,
     ]
     assert not predicts(RunConfig(), header, "--draft names another model")
+
+
+def test_where_devices_may_share_layers_it_says_who_gives_way(header, other):
+    assert "drafts with --parallel pipeline" in drafts_line(RunConfig(parallel="tensor"), header, drafts=False)
+    assert "devices share no layers" in drafts_line(RunConfig(parallel="auto"), header, drafts=True)
+    lookup = RunConfig(parallel="tensor", speculate="lookup")
+    for run, model in ((RunConfig(), header), (lookup, header), (RunConfig(parallel="tensor"), other)):
+        assert drafts_line(run, model, drafts=False) == ""
 
 
 def test_it_is_refused_by_name_where_there_is_none_or_it_cannot(header, other):

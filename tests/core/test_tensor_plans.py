@@ -14,7 +14,6 @@ from halda.assignment import in_memory
 from halda.shared import HALVING_S, places_of
 from primad.cli.run_options import DraftOptions, RunOptions, run_config
 from primad.errors import ConfigError, PlanError, ProtocolError, RankError
-from primad.gguf.shares import ranks_of_shape
 from primad.gguf.splits import MAX_RANKS, ShareUnits
 from primad.head.members.core import RankLostError, StageError, attributed
 from primad.head.members.wanted import WantedState
@@ -367,10 +366,24 @@ def test_shapes_share_layers_as_far_as_their_architecture_and_heads_are_known_to
     asked = ask(Wishes(head=None), [device("desk")], [], model())
     assert asked.max_ranks == MAX_RANKS
     few = ask(Wishes(head=None), [device("desk")], [], replace(model(), heads=3))
-    other = ask(Wishes(head=None), [device("desk")], [], replace(model(), architecture="gpt2"))
+    other = ask(Wishes(head=None), [device("desk")], [], replace(model(), architecture="mamba"))
     assert (few.max_ranks, other.max_ranks) == (3, 1)
-    states = [ranks_of_shape(architecture, 16, keeps_states=True) for architecture in ("qwen35", "lfm2")]
-    assert states == [16, 1]
+    whole = ask(Wishes(head=None), [device("desk")], [], replace(model(), heads=3, architecture="gpt2"))
+    assert (whole.max_ranks, whole.units.shares([3, 1])) == (MAX_RANKS, [(1.0, 0.75), (1.0, 0.25)])
+
+
+def test_attention_that_is_whole_takes_the_time_and_the_cells_of_all_of_it():
+    asked = question(device("desk", ram=8 * GB), device("mini", ram=8 * GB))
+    whole = ShareUnits(heads=0, keys=(), head_unit=1, values=1024, value_unit=1)
+    (by_head,), (of_all,) = group(("desk", 1), ("mini", 1)).groups, all_in_one(asked, 2, whole).groups
+    places = [places_of(asked, (ranks,))[1]["desk"] for ranks in (by_head, of_all)]
+    cells = [place.own[0].model.layers[0].kv_bytes_per_token for place in places]
+    assert cells == [model().layers[0].kv_bytes_per_token // 2, model().layers[0].kv_bytes_per_token]
+    halves, alone = (evaluate(plan, asked) for plan in (group(("desk", 1), ("mini", 1)), all_in_one(asked, 2, whole)))
+    assert halves.compute_s < alone.compute_s
+    assert cell_bytes(all_in_one(asked, 2, whole), model().layers, "f16")["mini"] == sum(
+        layer.kv_bytes_per_token for layer in model().layers
+    )
 
 
 def test_a_plan_says_why_layers_are_shared_or_not():

@@ -1,5 +1,7 @@
 """What each rank of a tensor-parallel group holds of a model's layers."""
 
+import re
+
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES
@@ -10,7 +12,8 @@ from primad.gguf.architectures.table import NotCutError
 from primad.gguf.digests import LayerDigests
 from primad.gguf.header import read_header
 from primad.gguf.layers import cut
-from primad.gguf.shares import Part, ShareRules, share_header
+from primad.gguf.share_rules import PARTS, Part, ShareRules
+from primad.gguf.shares import share_header
 from primad.gguf.splits import cut_heads, keys_of, split
 from primad.gguf.windows import ModelCutter
 from tools import synth
@@ -170,20 +173,53 @@ def test_a_model_of_few_heads_is_shared_by_as_many_devices_as_it_allows(models):
     ("architecture", "why"),
     [
         ("granitehybrid", "its layers keep states"),
-        ("olmo2", "attn_q_norm.weight' .* a norm over all heads"),
-        ("bitnet", "attn_sub_norm.weight' .* a norm over what is shared"),
-        ("gemma4-per-layer", "inputs beside the hidden state"),
+        ("olmo2", "as wide as the hidden state together"),
+        ("minimax-m2", "norms over all heads"),
         ("gptneox", "as wide as the hidden state together"),
         ("mpt", "goes by the number of a head"),
         ("phi3", "how large the context is"),
+        ("arctic", "as wide as the hidden state together"),
     ],
+)
+def test_attention_that_cannot_be_cut_is_whole_and_its_result_the_first_ranks(models, architecture, why):
+    header = models(architecture)
+    rules, ranks = ShareRules(header), [share_header(header, [1, 1], rank) for rank in range(2)]
+    assert re.search(why, rules.why_whole)
+    assert rules.units.shares([3, 1])[0][0] == 1.0
+    first, second = ({name: content(tensor) for name, tensor in rank.tensors.items()} for rank in ranks)
+    outputs = {"attn_output.weight", "attn_output.bias", "ssm_out.weight", "ffn_down.bias"}
+    outputs |= {"ffn_down.weight"} if architecture == "arctic" else set()
+    for name, tensor in header.tensors.items():
+        short = name.removeprefix("blk.2.")
+        if short in outputs:
+            assert first[name] == content(tensor)
+            assert second[name] == bytes(tensor.bytes)
+        elif name.startswith("blk.2.") and (
+            not short.startswith("ffn_") or short.endswith(("norm.weight", "inp.weight"))
+        ):
+            assert first[name] == second[name] == content(tensor)
+    downs = [
+        rank.tensors[name] for rank in ranks for name in rank.tensors if re.search(r"blk.2.ffn_down(_exps)?.w", name)
+    ]
+    assert any(2 * down.shape[0] == header.tensors[down.name].shape[0] for down in downs)
+    assert ranks[1].values["general.architecture"] == header.values["general.architecture"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "why"),
+    [("mamba", "no networks, and its layers keep states"), ("bitnet", "ffn_sub_norm.weight' .* a norm over what is")],
 )
 def test_a_model_that_cannot_be_shared_is_refused_by_name(models, architecture, why):
     with pytest.raises(NotCutError, match=why):
         share_header(models(architecture), [1, 1], 0)
 
 
-def test_every_part_is_of_some_tensor():
-    from primad.gguf.shares import PARTS
+def test_heads_that_are_too_few_for_two_are_whole(models):
+    header = models("llama", "q8_0", heads=2, heads_kv=1, head_width=16)
+    assert "more than its 2 heads allow" in ShareRules(header).why_whole
+    assert ShareRules(header).max_ranks(3) == 3
 
-    assert {*PARTS.values()} == {*Part}
+
+def test_every_part_is_of_some_tensor():
+    of_states = {Part.FIRST, Part.STATE, Part.STATE_COLUMNS}
+    assert {*PARTS.values()} == {*Part} - of_states

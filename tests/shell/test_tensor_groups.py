@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from halda.assignment import in_memory
 from primad.engine.llama.embedding import TokenEmbedding
-from primad.engine.llama.windows import FirstWindow, MiddleWindow, TailWindow, WholeModel
+from primad.engine.llama.windows import FirstWindow, MiddleWindow, ShareWindow, WholeModel
 from primad.engine.protocol import GREEDY, AdapterFile, EngineOptions, Rows, WindowSource
 from primad.errors import EngineError, RingError
 from primad.gguf.adapter import adapter_header, open_adapter
@@ -23,7 +23,7 @@ from primad.gguf.architectures.table import SUPPORTED, NotCutError
 from primad.gguf.header import read_header
 from primad.gguf.layers import layer_header
 from primad.gguf.shares import share_header
-from primad.gguf.windows import ModelCutter, vocabulary_size
+from primad.gguf.windows import ModelCutter, beside_values, token_embedding, vocabulary_size
 from tests.fakes.gguf import write_adapter
 from tests.fakes.group import FakeExchange, Meeting, in_group
 from tools import synth
@@ -35,25 +35,7 @@ COUNTS = [((0, 64),), ((1, 33),), ((0, 26),), *[((0, 1),)] * 4, *[((0, 1), (1, 1
 """Rows of sequences by step: a prompt longer than the chunk, another sequence, single tokens, and both at once."""
 MAX_DIFFERENCE = 1e-3
 ADAPTER_SCALE = 0.02
-REFUSED = {
-    *("arctic", "bailingmoe2", "bailingmoe3", "bitnet", "chatglm", "codeshell", "cohere2", "command-r", "dbrx", "deci"),
-    *("deepseek", "deepseek2-ocr", "exaone4", "falcon", "gemma4-per-layer", "gpt2", "gptneox", "grok"),
-    *(
-        "granitehybrid",
-        "jais",
-        "jamba",
-        "kimi-linear",
-        "lfm2",
-        "lfm2moe",
-        "mamba",
-        "mamba2",
-        "minimax-m2",
-        "minimax-m3",
-    ),
-    *("mpt", "nemotron", "olmo", "olmo2", "olmoe", "orion", "phi2", "phi3", "phimoe"),
-    *("plamo", "plamo2", "qwen2moe", "qwen2vl", "refact", "rwkv6"),
-    *("rwkv6qwen2", "stablelm", "starcoder", "starcoder2"),
-}
+REFUSED = {"bitnet", "mamba", "mamba2", "rwkv6"}
 PICKS = {"deepseek32", "glm-dsa", "glm-dsa-full"}
 """Whose indexer picks what attention sees: another last bit is another pick."""
 
@@ -120,18 +102,26 @@ class Rank:
     """The windows of a rank between ``cuts``."""
 
     def __init__(self, header, weights, cuts, folder, options, rank, exchange, adapters=()):
-        own, embedding = share_header(header, weights, rank), TokenEmbedding.of(header)
+        own = share_header(header, weights, rank)
+        embedding = TokenEmbedding.of(header) if rank == 0 else None
         adapters = [share_adapter(each, header, weights, rank) for each in adapters]
-        self._embedding, self.hidden, self.windows, self.sources = embedding, [], [], []
+        self.hidden, self.windows, self.sources, self._rank = [], [], [], rank
+        self._width = token_embedding(header).shape[0] + beside_values(header)
         for first, last in pairwise(cuts):
             source = opened(own, first, last, folder / f"{rank}-{first}", adapters)
             self.sources.append(source)
             if last == layer_count(header):
                 size = vocabulary_size(header)
-                window = TailWindow(
-                    source, options, frozenset(), vocabulary=size, embedding=embedding, exchange=exchange
+                window = ShareWindow(
+                    source,
+                    options,
+                    frozenset(),
+                    vocabulary=size,
+                    embedding=embedding,
+                    exchange=exchange,
+                    takes_tokens=first == 0 and rank == 0,
                 )
-            elif first == 0:
+            elif first == 0 and rank == 0:
                 window = FirstWindow(source, options, embedding, exchange)
             else:
                 window = MiddleWindow(source, options, exchange)
@@ -139,10 +129,9 @@ class Rank:
 
     def forward(self, rows):
         content = rows.content
-        if content.dtype == np.float32:
-            content = self._embedding.of_picture(content)
-        elif len(self.windows) == 1:
-            content = self._embedding.rows(content, rows.positions)
+        if self._rank:
+            width = content.shape[1] if content.ndim > 1 else self._width
+            content = np.empty((len(rows), width), np.float32)
         for window in self.windows[:-1]:
             content = window.forward(with_content(rows, content))
             self.hidden.append(content)
@@ -209,6 +198,10 @@ def check(header, weights, folder, kv_type="f16"):
         ("qwen35", "f32", [1, 1]),
         ("falcon-h1", "f32", [1, 1]),
         ("grovemoe", "f32", [2, 1]),
+        ("olmo2", "f32", [2, 1]),
+        ("lfm2moe", "f32", [1, 1]),
+        ("mpt", "f32", [1, 2]),
+        ("gemma4-per-layer", "f32", [1, 1]),
     ],
 )
 def test_a_group_gives_the_whole_models_logits(architecture, quantisation, weights, tmp_path):
@@ -218,7 +211,7 @@ def test_a_group_gives_the_whole_models_logits(architecture, quantisation, weigh
     check(read_header(path), weights, tmp_path)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "hunyuan-moe"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "hunyuan-moe", "olmo2"])
 def test_an_adapter_is_shared_as_what_it_changes_is(architecture, tmp_path):
     synth.write_model(tmp_path / "model.gguf", architecture=architecture, quantisation="f32", layers=2)
     header = read_header(tmp_path / "model.gguf")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from primad.engine.layer_inputs import LayerTable
 from primad.engine.llama.tap import ggml_base
-from primad.engine.protocol import Hidden
+from primad.engine.protocol import Hidden, Rows, Tokens
 from primad.engine.streaming.units import is_still_whole
 from primad.errors import EngineError, WeightsError
 from primad.gguf.architectures.layers import layer_inputs
@@ -119,6 +119,15 @@ class TokenEmbedding:
             layers,
             scales_tokens_alone=architecture is not None and architecture.scales_tokens_alone,
         )
+
+    def first(self, rows: Rows) -> Hidden:
+        """What the first window takes of tokens, or of a picture's rows: hidden states, and what goes beside them."""
+        if rows.content.dtype == np.float32:
+            hidden = self.of_picture(rows.content)  # type: ignore[arg-type]
+            return hidden if self.layers is None else self.layers.of_picture(hidden)
+        tokens: Tokens = rows.content  # type: ignore[assignment]
+        hidden = self.rows(tokens, rows.positions)
+        return hidden if self.layers is None else self.layers.joined(hidden, tokens)
 
     def of_picture(self, rows: Hidden) -> Hidden:
         """Hidden states of a picture's ``rows``, as llama.cpp makes them of embeddings."""

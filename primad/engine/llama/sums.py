@@ -23,8 +23,11 @@ from primad.engine.protocol import GroupExchange, Hidden
 from primad.engine.tensor import Tensor
 from primad.errors import EngineError, PrimadError
 
-_COLUMNS: Final = re.compile(rb"blk\.\d+\.(attn_output|ssm_out|ffn_down(_exps|_shexp|_chexps)?)\.weight\b")
-"""Matrices that are cut by columns (``gguf/shares.py``), also as a copy on another device calls them."""
+_COLUMNS: Final = re.compile(
+    rb"blk\.\d+\.(attn_output|ssm_out|shortconv\.out_proj|time_mix_output|ffn_down(_exps|_shexp|_chexps)?)\.weight\b"
+)
+"""Matrices that are cut by columns, or zeros on all ranks but the first (``gguf/share_rules.py``), also as a copy on another
+device calls them."""
 _SHARED_BIAS: Final = re.compile(rb"blk\.\d+\.(attn_output|ffn_down(_exps|_shexp|_chexps)?)\.bias\b")
 _MATRIX: Final = frozenset((b"MUL_MAT", b"MUL_MAT_ID"))
 _MOVES: Final = frozenset((b"VIEW", b"RESHAPE", b"PERMUTE", b"TRANSPOSE", b"CONT", b"GET_ROWS", b"SUM_ROWS"))

@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primad.engine.binding import llama
-from primad.engine.layer_inputs import parts_of, split, with_hidden
+from primad.engine.layer_inputs import LayerInputs, parts_of, split, with_hidden
 from primad.engine.llama.embedding import TokenEmbedding
 from primad.engine.llama.group_logits import GroupLogits
 from primad.engine.llama.model import LlamaModel
 from primad.engine.llama.predictor import LlamaPredictor
 from primad.engine.llama.tap import Tap
 from primad.engine.masks import Allowed, GrammarMask, Words
-from primad.engine.protocol import EngineOptions, GroupExchange, Hidden, Rows, Sampling, Tokens, WindowSource
+from primad.engine.protocol import EngineOptions, GroupExchange, Hidden, Rows, Sampling, WindowSource
 from primad.engine.sampling import ChainSampler, DrySamplers, GreedySampler
 from primad.engine.streaming.pages import FileRange, Pages
 from primad.engine.vocabulary import LlamaVocabulary
@@ -126,13 +126,7 @@ class FirstWindow(_HiddenWindow):
         self._embedding = embedding
 
     def forward(self, rows: Rows) -> Hidden:
-        if rows.content.dtype == np.float32:
-            hidden: Hidden = self._embedding.of_picture(rows.content)  # type: ignore[arg-type]
-            table = self._embedding.layers
-            return super().forward(replace(rows, content=hidden if table is None else table.of_picture(hidden)))
-        tokens: Tokens = rows.content  # type: ignore[assignment]
-        hidden, table = self._embedding.rows(tokens, rows.positions), self._embedding.layers
-        return super().forward(replace(rows, content=hidden if table is None else table.joined(hidden, tokens)))
+        return super().forward(replace(rows, content=self._embedding.first(rows)))
 
 
 class MiddleWindow(_HiddenWindow):
@@ -240,16 +234,28 @@ class TailWindow(_LogitsWindow):
     def forward(self, rows: Rows) -> None:
         content = self._shared(rows)
         if self._each:
-            assert self._embedding is not None
-            assert self._embedding.layers is not None
-            look_up = partial(self._embedding.rows, positions=rows.positions)
-            self._inputs = self._embedding.layers.beside(content, self._width, self.layers, look_up)
+            self._inputs = self._beside(content, rows.positions)
             rows = replace(rows, content=np.ascontiguousarray(content[:, : self._width]))
         elif content.ndim > 1 and content.shape[1] > self._width:  # a tail that has all layers takes tokens
             hidden, self._deeper = parts_of(content, self._width, self.layers)
             rows = replace(rows, content=hidden)
         super().forward(rows)
         self._deeper = {}
+
+    def _beside(self, content: Hidden, positions: Sequence[int]) -> LayerInputs:
+        """What its layers take, which of a group the first rank looks up for all."""
+        if self.exchange is None or self.exchange.rank == 0:
+            assert self._embedding is not None
+            assert self._embedding.layers is not None
+            look_up = partial(self._embedding.rows, positions=positions)
+            found = self._embedding.layers.beside(content, self._width, self.layers, look_up)
+        else:
+            sizes = (self._width, self._each * len(self.layers))
+            found = LayerInputs(*(np.empty((len(content), size), np.float32) for size in sizes))
+        if self.exchange is not None:
+            self.exchange.spread(found.embedding.reshape(-1))
+            self.exchange.spread(found.selected.reshape(-1))
+        return found
 
 
 class ShareWindow(TailWindow):
@@ -284,12 +290,7 @@ class ShareWindow(TailWindow):
     def forward(self, rows: Rows) -> None:
         if self._begins:
             assert self._embedding is not None
-            content: Hidden = (
-                self._embedding.of_picture(rows.content)  # type: ignore[arg-type]
-                if rows.content.dtype == np.float32
-                else self._embedding.rows(rows.content, rows.positions)  # type: ignore[arg-type]
-            )
-            rows = replace(rows, content=content)
+            rows = replace(rows, content=self._embedding.first(rows))
         super().forward(rows)
 
 

@@ -28,7 +28,7 @@ from primad.head.model.vocabulary import chat_template_of
 from primad.planning.adapters import check_adapters, open_adapters, with_adapters, with_rope
 from primad.planning.check_run import check_run
 from primad.planning.draft_model import AUTO, MAX_CONTEXT, choose_draft, draft_model, models_here, no_room_here
-from primad.planning.predicting import predicts, with_predicting
+from primad.planning.predicting import drafts_line, predicts, with_predicting
 from primad.ring.speculation.messages import DraftModel
 from primad.settings.config import Config, models_folder
 from primad.system.memory import memory
@@ -91,6 +91,8 @@ def check_model(config: Config, source: Path | RangedModel, options: ServeOption
     drafts_itself = predicts(options.run, header, _why_not_itself(options, ranged), free_bytes=memory().available_bytes)
     if drafts_itself:
         model = with_predicting(model, header)
+    if said := drafts_line(options.run, header, drafts=drafts_itself):
+        reporter.report_line(said)
     draft, has_room = draft_of(options, config, header, reporter, memory().available_bytes)
     encoder, line = encoder_file(options.mmproj, header.path, options.projector, options.image_tokens[1])
     if line:

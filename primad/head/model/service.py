@@ -26,7 +26,8 @@ from primad.gguf.model import check_unchanged, open_model, stamps_of
 from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
 from primad.gguf.ranged_cutter import RangedCutter
-from primad.gguf.shares import ShareRules, share_header
+from primad.gguf.share_rules import ShareRules
+from primad.gguf.shares import share_header
 from primad.gguf.splits import ShareUnits
 from primad.gguf.whole_file import write_without_weights
 from primad.gguf.windows import ModelCutter
