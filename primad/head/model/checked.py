@@ -91,8 +91,8 @@ def check_model(config: Config, source: Path | RangedModel, options: ServeOption
     drafts_itself = predicts(options.run, header, _why_not_itself(options, ranged), free_bytes=memory().available_bytes)
     if drafts_itself:
         model = with_predicting(model, header)
-    if said := drafts_line(options.run, header, drafts=drafts_itself):
-        reporter.report_line(said)
+    if line := drafts_line(options.run, header, drafts=drafts_itself):
+        reporter.report_line(line)
     draft, has_room = draft_of(options, config, header, reporter, memory().available_bytes)
     encoder, line = encoder_file(options.mmproj, header.path, options.projector, options.image_tokens[1])
     if line:
