@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from primad.gguf.constants import GGUFValueType
-from primad.gguf.header import scalar_value
+from primad.gguf.header import array_value, scalar_value
 from primad.planning.batching import BATCHING_MODES
 from tools.benches.cases import chat
 from tools.lab import LabError
@@ -72,7 +72,25 @@ async def measure(run: Run, _: None) -> None:
 
 
 def _shape(options: argparse.Namespace) -> dict[str, Any]:
-    return {"layers": options.layers + 1, "width": options.width, "quantisation": options.quantisation}
+    """Heads, states and feed-forward have the widths and proportions of Qwen 3.5 9B."""
+    width, name = options.width, options.architecture
+    keys = {
+        "nextn_predict_layers": 1,
+        "feed_forward_length": 3 * width,
+        "attention.head_count": width // 256,
+        "attention.head_count_kv": max(1, width // 1024),
+        "attention.key_length": 256,
+        "attention.value_length": 256,
+        "rope.dimension_count": 64,
+        "ssm.inner_size": width,
+        "ssm.state_size": 128,
+        "ssm.time_step_rank": width // 128,
+        "ssm.group_count": width // 256,
+    }
+    values = {f"{name}.{key}": scalar_value(GGUFValueType.UINT32, count) for key, count in keys.items()}
+    sections = array_value(GGUFValueType.INT32, [11, 11, 10, 0])
+    values[f"{name}.rope.dimension_sections"] = sections
+    return {"layers": options.layers + 1, "width": width, "quantisation": options.quantisation, "values": values}
 
 
 def _model(run: Run, *, is_right: bool = False) -> tuple[Path, float]:
@@ -81,8 +99,7 @@ def _model(run: Run, *, is_right: bool = False) -> tuple[Path, float]:
     path, shape = run.folder() / f"{name}.gguf", _shape(run.options)
     if is_right:
         return path, write_controlled(path, name, right=run.options.right, **shape)
-    values = {f"{name}.nextn_predict_layers": scalar_value(GGUFValueType.UINT32, 1)}
-    write_model(path, architecture=name, values=values, **shape)
+    write_model(path, architecture=name, **shape)
     return path, 1.0
 
 
@@ -217,7 +234,7 @@ BENCH: Final = Bench(
         flag("--case", choices=list(CASES), nargs="+", default=list(CASES)),
         flag("--architecture", choices=("qwen35", "qwen35moe"), default="qwen35"),
         flag("--layers", type=int, default=16, help="without the one for multi-token prediction"),
-        flag("--width", type=int, default=1024, help="a multiple of 64"),
+        flag("--width", type=int, default=1024, help="a multiple of 256"),
         flag("--quantisation", choices=("q8_0", "f16", "bf16"), default="q8_0"),
         flag("--devices", type=int, nargs="+", default=[1, 2], help="of all cases but pause, which has 3"),
         flag("--lengths", type=int, nargs=2, default=[100, 4000], help="tokens of a response before a worker dies"),

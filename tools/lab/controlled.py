@@ -7,7 +7,7 @@ are to. Drafts are drawn with the seeds of their tokens: without noise all hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from primad.gguf.architectures.layers import layer_count
 from primad.gguf.constants import GGUFValueType
-from primad.gguf.header import Header, TensorInfo, read_header, scalar_value
+from primad.gguf.header import Header, TensorInfo, Value, read_header, scalar_value
 from tools import synth
 
 ADDS: tuple[str, ...] = (
@@ -34,12 +34,19 @@ LIKELIEST = 0.7
 """In this share of cases the likeliest token is drawn."""
 
 
-def write_controlled(path: Path, architecture: str = "glm4moe", *, right: float = 1.0, **shape: Any) -> float:
-    """Write one of ``shape``, as ``synth.write_model`` takes it; the temperature at which the share ``right`` of its drafts
-    holds.
+def write_controlled(
+    path: Path,
+    architecture: str = "glm4moe",
+    *,
+    right: float = 1.0,
+    values: Mapping[str, Value] | None = None,
+    **shape: Any,
+) -> float:
+    """Write one of ``shape`` and ``values``, as ``synth.write_model`` takes them; the temperature at which the share ``right``
+    of its drafts holds.
     """
-    values = {f"{architecture}.nextn_predict_layers": scalar_value(GGUFValueType.UINT32, 1)}
-    synth.write_model(path, architecture=architecture, values=values, **shape)
+    every = {f"{architecture}.nextn_predict_layers": scalar_value(GGUFValueType.UINT32, 1), **(values or {})}
+    synth.write_model(path, architecture=architecture, values=every, **shape)
     header = read_header(path)
     hidden, matrix = _normed(_content(header, "token_embd.weight")), _matrix(header)
     temperature = _bisected(lambda each: float(_likely(hidden, matrix, each).max(axis=1).mean()), LIKELIEST)
