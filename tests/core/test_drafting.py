@@ -153,6 +153,18 @@ def test_drafts_that_lose_time_cost_little_though_tokens_are_late_by_chance(time
     assert unevenly_paced(times, 1000)[1] <= 1.03
 
 
+def test_drafts_that_never_hold_cost_a_short_answer_little_though_tokens_are_late_by_chance():
+    shares = []
+    for seed in range(12):
+        late, pace, now, usual_s = random.Random(seed), Pace(), 0.0, 0.0
+        for _ in range(192):
+            wanted, chance = pace.wants(0.75), 1 + abs(late.gauss(0, 0.1))
+            now, usual_s = now + (1.25 if wanted else 1.0) * chance, usual_s + chance
+            pace.took(now, drafted=wanted, missed=wanted)
+        shares.append(usual_s / now)
+    assert sum(shares) / len(shares) >= 0.978
+
+
 def test_drafts_that_won_before_they_lost_are_tried_again_as_soon_as_the_first_time():
     pace, now, wanted = Pace(), 0.0, []
     for token in range(3000):
