@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Final, Literal, get_args
 
 from halda import ModelProfile, Plan, evaluate
+from halda.ahead import tokens_ahead
 from halda.instance import Instance
 from halda.load import under_load
 from primad.gguf.architectures.table import SUPPORTED
@@ -21,9 +22,8 @@ SpeculateMode = Literal["auto", "off", "lookup", "draft", "mtp"]
 SPECULATE_MODES: Final[tuple[SpeculateMode, ...]] = get_args(SpeculateMode)
 BRANCHES: Final = 4
 """Of a tree beside its main path: each draft of one is a row less of that."""
-WAITING: Final = 1
-"""Rows that wait before the busiest device, which so goes on at once: simulated, 4 to 5 % more tokens in rings of two and
-three devices that do not take equally long, and no fewer elsewhere."""
+TYPICAL: Final = 0.7
+"""The share of drafts that hold for which room in the ring is chosen."""
 MAX_ROWS: Final = 8
 """Of one step: of drafts that hold four times in five seven are right in a row once in five times."""
 ROLLBACK: Final = 3
@@ -69,7 +69,7 @@ def drafting_of(
     if mode == "off" or work.small_windows:
         return None
     ring_passes = _ring_passes(plan, question)
-    room = 1 if round(ring_passes) <= 1 else min(round(ring_passes) + WAITING, MAX_ROOM)
+    room = _room(plan, question, round(ring_passes))
     if mode != "auto":
         room = max(room, min(_places(plan), MAX_ROOM))
     maximum = MAX_ROWS if batching == "fast" else batches.batching.replays
@@ -81,6 +81,17 @@ def drafting_of(
     has_trees = batching == "fast" and bool(plan.streaming) and len(plan.devices) == 1 and not has_state
     branches = BRANCHES if has_trees else 0
     return Drafting(room=room, rows=len(costs), costs=costs, branches=branches, ring_passes=ring_passes)
+
+
+def _room(plan: Plan, question: Instance, rows: int) -> int:
+    """For ``rows`` that fill the ring, and one more that waits where that wins: the busiest device goes on at once then, but
+    a head that begins it is late for the token that decides. Played for rings of whole devices.
+    """
+    rows = max(1, min(rows, MAX_ROOM))
+    if rows == 1 or plan.groups:
+        return rows
+    rooms, asked = range(rows, min(rows + 1, MAX_ROOM) + 1), _single_device(question)
+    return max(rooms, key=lambda room: tokens_ahead(plan, asked, room, TYPICAL))
 
 
 def _places(plan: Plan) -> int:

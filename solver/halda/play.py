@@ -26,7 +26,7 @@ def simulated_period_s(plan: Plan, instance: Instance, steps: int) -> float:
     """Seconds between the ends of two of so many ``steps``, once they follow each other as they do from then on."""
     assert not plan.streaming
     stops = _stops(plan, instance)
-    hops = _hops(plan, instance)
+    hops = hops_of(plan, instance)
     free_s = defaultdict[object, float](float)
     ends_s: list[list[float]] = [[] for _ in range(steps)]
     # When, whose, at which stop, and whether it is on its way to it or there.
@@ -63,7 +63,7 @@ def _stops(plan: Plan, instance: Instance) -> list[tuple[str, tuple[int, ...], f
     return stops
 
 
-def _hops(plan: Plan, instance: Instance) -> dict[str, tuple[object, float, float]]:
+def hops_of(plan: Plan, instance: Instance) -> dict[str, tuple[object, float, float]]:
     """By the device that sends: what a hop passes, for how many seconds, and how long it is on its way behind that."""
     index = {device.device: i for i, device in enumerate(instance.devices)}
     rows, width = instance.decode_rows, instance.model.hop_values

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from halda import DeviceProfile, LayerProfile, Rank, evaluate, instance, residency
+from halda.ahead import tokens_ahead
 from halda.instance import Instance
 from primad.planning.batching import BatchingMode, batches_of
 from primad.planning.drafting import MAX_ROWS, SpeculateMode, drafting_of
@@ -34,10 +35,26 @@ def drafting(
     return drafting_of(mode, batching, plan, question, batches_of(batching, plan, question, 1))
 
 
-def test_a_ring_has_room_for_a_row_on_each_of_its_machines_and_one_that_waits():
+def test_a_ring_has_room_for_a_row_on_each_of_its_machines():
     found = drafting(FOUR, asked(*map(device, "abcd")))
     assert found is not None
     assert found.room in (4, 5)
+
+
+@pytest.mark.parametrize(("first", "room"), [(9, 2), (5, 3)])
+def test_a_row_waits_only_where_the_head_is_done_with_it_before_the_token_that_decides(first, room):
+    found = drafting(ring(("a", first), ("b", 10), ("a", 10 - first)), asked(device("a"), device("b")))
+    assert found is not None
+    assert found.room == room
+
+
+def test_rows_ahead_give_what_they_do_where_windows_take_equally_long():
+    plan, question = ring(("a", 5), ("b", 10), ("a", 5)), asked(device("a"), device("b"), round_trip_s=1e-6)
+    token_s = evaluate(plan, question).tpot_s
+    assert tokens_ahead(plan, question, 1, 0.7) * token_s == pytest.approx(1.0)
+    assert tokens_ahead(plan, question, 2, 0.0) * token_s == pytest.approx(1.0)
+    assert tokens_ahead(plan, question, 2, 1.0) * token_s == pytest.approx(2.0, rel=0.05)
+    assert tokens_ahead(plan, question, 2, 0.7) * token_s == pytest.approx(2 / 1.3, rel=0.05)
 
 
 def test_the_further_devices_are_apart_the_more_rows_are_on_their_way():
@@ -113,11 +130,11 @@ def test_a_state_has_drafts_with_the_next_token_where_memory_is_planned_for_them
     assert evaluate(FOUR, recurrent).tpot_s > 0
     ahead = drafting(FOUR, recurrent, "lookup", "fast")
     assert ahead is not None
-    assert (ahead.room, ahead.rows, ahead.states) == (5, 1, 5)
+    assert (ahead.room, ahead.rows, ahead.states) == (4, 1, 4)
     planned = replace(recurrent, workload=replace(recurrent.workload, rollback=3))
     both = drafting(FOUR, planned, "lookup", "fast")
     assert both is not None
-    assert (both.room, both.rows, both.branches) == (5, 4, 0)
+    assert (both.room, both.rows, both.branches) == (4, 4, 0)
     large = replace(layer, state_bytes=3 * GB)
     full = replace(planned, model=replace(question.model, layers=(large,) * 20))
     together = drafting(FOUR, full, "lookup", "fast")

@@ -42,8 +42,8 @@ def write_controlled(
     values: Mapping[str, Value] | None = None,
     **shape: Any,
 ) -> float:
-    """Write one of ``shape`` and ``values``, as ``synth.write_model`` takes them; the temperature at which the share ``right``
-    of its drafts holds.
+    """Write one of ``shape`` and ``values``, as ``synth.write_model`` takes them; the temperature at which the share
+    ``right`` of its drafts holds.
     """
     every = {f"{architecture}.nextn_predict_layers": scalar_value(GGUFValueType.UINT32, 1), **(values or {})}
     synth.write_model(path, architecture=architecture, values=every, **shape)

@@ -1,0 +1,94 @@
+"""What rows ahead of the next token give: drafts in steps of their own, several of them in the ring at once.
+
+Each draft holds behind those that did in a ``share`` of cases. Behind one that did not the ring begins anew: devices end
+what they compute and drop what waits. The head ends a window before it takes a step that came back, so a draft that it
+begins too soon delays the token that decides. How much that is depends on where the windows are, so it is played.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from heapq import heappop, heappush
+from itertools import count
+from typing import Final
+
+from halda.evaluate import route_s
+from halda.instance import Instance
+from halda.plan import Plan
+from halda.play import hops_of
+
+TOKENS: Final = 400
+
+
+def tokens_ahead(plan: Plan, instance: Instance, room: int, share: float) -> float:
+    """Tokens a second where so many steps of one row of one answer are in the ring at most."""
+    return _Played(plan, instance, room, share).tokens_per_s()
+
+
+class _Played:
+    """The steps on their way, the next token's first: those that are dropped are in none of the lists."""
+
+    def __init__(self, plan: Plan, instance: Instance, room: int, share: float) -> None:
+        hosts = {instance.devices[m].device: here for here in instance.processors for m in here}
+        self._hosts = [hosts[window.device] for window in plan.route]
+        hops = hops_of(plan, instance)
+        self._hops_s = [sum(hops[window.device][1:]) for window in plan.route]
+        self._seconds = route_s(plan, instance)
+        self._room, self._share, self._random = room, share, random.Random(1)
+        self._numbers, self._events = count(), list[tuple[float, int, int, bool]]()
+        self._flight: list[int] = []
+        self._waits: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+        self._busy: set[tuple[int, ...]] = set()
+
+    def tokens_per_s(self) -> float:
+        now, tokens = 0.0, 0
+        self._begin(now)
+        while tokens < TOKENS:
+            now, step, stop, leaves = heappop(self._events)
+            host = self._hosts[stop]
+            if leaves:
+                self._busy.discard(host)
+                tokens += self._leave(now, step, stop)
+            else:
+                self._waits[host].append((stop, -step))
+            self._serve(host, now)
+        return tokens / now
+
+    def _begin(self, now: float) -> None:
+        """A step for a token that is known."""
+        self._flight = [next(self._numbers)]
+        heappush(self._events, (now, self._flight[0], 0, False))
+
+    def _leave(self, now: float, step: int, stop: int) -> bool:
+        """Whether that gives a token."""
+        if step not in self._flight:
+            return False
+        if stop + 1 < len(self._hosts):
+            stays = self._hosts[stop] == self._hosts[stop + 1]
+            heappush(self._events, (now + (0.0 if stays else self._hops_s[stop]), step, stop + 1, False))
+            return False
+        self._flight.remove(step)
+        if not self._flight or self._random.random() >= self._share:
+            self._begin(now)
+        return True
+
+    def _serve(self, host: tuple[int, ...], now: float) -> None:
+        """What came furthest first; the head begins a draft where it has nothing else to do."""
+        self._waits[host] = waits = [each for each in self._waits[host] if -each[1] in self._flight]
+        if host in self._busy:
+            return
+        if waits:
+            waits.remove(found := max(waits))
+            stop, step = found[0], -found[1]
+        elif host == self._hosts[0] and len(self._flight) < self._room and self._has_left(now):
+            stop, step = 0, next(self._numbers)
+            self._flight.append(step)
+        else:
+            return
+        self._busy.add(host)
+        heappush(self._events, (now + self._seconds[stop], step, stop, True))
+
+    def _has_left(self, now: float) -> bool:
+        """Whether no step is about to come to the head in this moment."""
+        return all(at > now or self._hosts[stop] != self._hosts[0] or leaves for at, _, stop, leaves in self._events)
