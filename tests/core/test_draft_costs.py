@@ -100,6 +100,11 @@ def test_a_row_that_waits_keeps_the_busiest_device_at_work(shares):
     assert times[1] <= times[0] < seconds(devices, shares=shares, hop_s=0.0005)
 
 
+def test_a_row_that_a_head_begins_before_a_short_last_window_delays_the_token_that_decides():
+    two, three = (seconds(2, oracle(0.7), drafting=Drafting(room=room), shares=(0.45, 0.5, 0.05)) for room in (2, 3))
+    assert two <= 0.9 * three
+
+
 @pytest.mark.parametrize(
     ("devices", "drafting"), [(1, Drafting(rows=8, costs=(1.0,) * 8)), (4, Drafting(room=8))], ids=["rows", "ahead"]
 )
