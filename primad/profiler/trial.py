@@ -3,11 +3,15 @@
 It answers each line with one line. It may crash or hang in one (llama.cpp's extra buffers do on some builds): that is for
 its parent (``trials.py``) to judge. Small windows are timed with swept caches, since they would stay where a model's layers
 never do, and with the pause that the sweep makes, after which compute threads sleep as they do in a ring.
+
+What a step waits for a processor that other programs have is no time of its own, as far as the system says how long. A
+quota is the device's own: what is waited for it counts.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import sys
 import time
@@ -35,6 +39,7 @@ from primad.profiler.trial_messages import (
     TimeWindow,
     TrialTimes,
 )
+from primad.system.processors import OwnTime, usable_cpus
 from primad.system.terminal import escape_uncaught
 
 CONTEXT: Final = PREFILL_ROWS + 256
@@ -56,6 +61,10 @@ REPLAYED: Final = 24
 """Rows that are compared with single ones as an answer is computed anew."""
 FEWEST_ROWS: Final = OFFLOAD_FEW_ROWS
 """Of a chunk of a prompt, on a device that takes long."""
+_WAKING: Final = 0.02
+"""Of its time a step may wait for processors and was not disturbed: threads that wake wait as well."""
+_MIN_OWN: Final = 0.25
+"""Of its time is its own at least: what it waited is looked up a moment before and after it."""
 
 
 def main() -> None:
@@ -237,6 +246,7 @@ def _time(task: TimeWindow) -> TrialTimes:
     window = MiddleWindow(task.window, options)
     sweep = np.ones(task.sweep_bytes // 8, np.uint64)
     hidden = np.random.default_rng(0).standard_normal((PREFILL_ROWS, task.width), np.float32)
+    has_quota = usable_cpus() < max(task.threads, task.batch_threads)
 
     def step(count: int, position: int) -> float:
         rows = Rows(
@@ -245,9 +255,10 @@ def _time(task: TimeWindow) -> TrialTimes:
             sequences=[[0]] * count,
             outputs=[False] * (count - 1) + [True],
         )
-        start = time.perf_counter()
+        own = OwnTime(os.getpid(), clock=time.perf_counter)
         window.forward(rows)
-        return time.perf_counter() - start
+        took_s, waited_s = own.took_s()
+        return took_s if has_quota else own_s(took_s, waited_s)
 
     def run(count: int) -> float:
         window.kv_remove(0, task.cached, -1)
@@ -286,6 +297,11 @@ def _time(task: TimeWindow) -> TrialTimes:
             timings = msgspec.structs.replace(timings, taken_bytes=max(0, free_bytes - devices.free_bytes(task.gpu)))
     window.release()
     return timings
+
+
+def own_s(took_s: float, waited_s: float) -> float:
+    """What a step takes by itself that ``took_s``, of which it ``waited_s`` for processors that others had."""
+    return max(_MIN_OWN * took_s, took_s - waited_s) if waited_s > _WAKING * took_s else took_s
 
 
 def _second(run: Callable[[int], float], count: int) -> float:

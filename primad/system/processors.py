@@ -98,7 +98,12 @@ class OwnTime:
         self._starved_s = 0.0
 
     def left_s(self, max_s: float) -> float:
-        """What is left of ``max_s``. To be asked again and again, as often as it is to be exact.
+        """What is left of ``max_s``. To be asked again and again, as often as it is to be exact."""
+        took_s, starved_s = self.took_s()
+        return min(max_s - (took_s - starved_s), _MAX_TIMES * max_s - took_s)
+
+    def took_s(self) -> tuple[float, float]:
+        """How long ago it began, and how much of that it waited.
 
         Its threads work for each other, so what the one takes that waited longest counts between two looks.
         """
@@ -106,8 +111,7 @@ class OwnTime:
         longest_ns = max((each - self._waited_ns.get(thread, 0) for thread, each in waits.items()), default=0)
         self._starved_s += min(max(0, longest_ns) / 1e9, now - self._looked)
         self._waited_ns, self._looked = waits, now
-        took_s = now - self._start
-        return min(max_s - (took_s - self._starved_s), _MAX_TIMES * max_s - took_s)
+        return now - self._start, self._starved_s
 
     def _waits(self) -> dict[str, int]:
         found = {}

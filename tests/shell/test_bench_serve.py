@@ -31,16 +31,46 @@ def test_two_devices_are_compared_with_twice_one_and_four_answers_with_one():
     }
 
 
-def test_processes_of_one_machine_are_compared_with_the_best_other_server_of_the_round():
+def other(*rates: float, streams: int = 1, **changes: object) -> Served:
+    return served(1, streams, *rates, **{"system": "llama-server", "first_s": [1, 1], "whole_s": [9, 9], **changes})
+
+
+def test_processes_of_one_machine_are_compared_with_the_other_server_that_has_the_same_extra_buffers():
     rows = [
-        served(2, 1, 10, 20, first_s=[2, 3]),
-        served(1, 1, 8, 10, first_s=[1, 1], system="llama-server"),
-        served(1, 1, 10, 20, first_s=[4, 4], system="llama-server --no-repack"),
-        served(1, 4, 90, 90, first_s=[1, 1], system="llama-server"),
+        served(2, 1, 10, 20, first_s=[2, 3], extra_buffers="on"),
+        served(2, 4, 30, 30, first_s=[3, 3], extra_buffers="off"),
+        other(8, 10, extra_buffers="off"),
+        other(10, 40, extra_buffers="on"),
+        other(40, 40, extra_buffers="off", streams=4),
     ]
+    on, off = (
+        f"m: ring of 2, {one}, of the other server"
+        for one in ("1 streams, extra buffers on", "4 streams, extra buffers off")
+    )
     assert judged(rows) == {
-        "m: ring of 2, 1 streams, of the best other server: tokens/s": (1.0, 0.95),
-        "m: ring of 2, 1 streams, of the best other server: time to the first token": (2.5, None),
+        f"{on}: tokens/s": (0.75, 0.95),
+        f"{on}: time to the first token": (2.5, None),
+        f"{off}: tokens/s": (0.75, 0.95),
+        f"{off}: time to the first token": (3.0, None),
+    }
+    assert [each.at_most for each in Served.figures(rows)] == [None, None, None, 1.2]
+
+
+def test_who_chooses_its_extra_buffers_is_judged_by_the_time_of_requests():
+    rows = [
+        served(1, 1, 10, 10, whole_s=[6, 8], extra_buffers="auto"),
+        served(1, 1, 10, 10, first_s=[1, 1], whole_s=[5, 5], extra_buffers="on"),
+        served(1, 1, 10, 10, first_s=[1, 1], whole_s=[4, 4], extra_buffers="off"),
+        other(99, 99, extra_buffers="off"),
+        other(10, 10, extra_buffers="on", whole_s=[7, 7]),
+    ]
+    whole = {each.what: (each.value, each.at_most) for each in Served.figures(rows) if "request" in each.what}
+    assert whole == {
+        "m: ring of 1, 1 streams, extra buffers auto, of the best other server: a request's time": (
+            1.0,
+            pytest.approx(1 / 0.97),
+        ),
+        "m: ring of 1, 1 streams, extra buffers auto, of extra buffers off: a request's time": (1.75, 1.05),
     }
 
 

@@ -48,7 +48,7 @@ from primad.profiler.state_windows import WIDTH as STATE_WIDTH
 from primad.profiler.state_windows import write_state_window
 from primad.profiler.store import load_profiles
 from primad.profiler.synthetic import BIG, MIDDLE, NARROW, SMALL, WIDE, LayerShape, write_window
-from primad.profiler.trial import affordable_rows
+from primad.profiler.trial import affordable_rows, own_s
 from primad.profiler.trial_messages import CompareRows, ExactRows, SteppedOn, TimeWindow, TrialTimes
 from primad.profiler.trials import child_trials
 from primad.settings import profiles
@@ -310,6 +310,14 @@ def test_a_slow_device_measures_fewer_types_and_not_longer(tmp_path, trial_s):
 )
 def test_a_slow_device_computes_fewer_rows_of_a_prompt(row_s, seconds, rows):
     assert affordable_rows(row_s, seconds) == rows
+
+
+def test_what_a_step_waits_for_others_is_not_its_own_and_what_waking_takes_is():
+    assert own_s(0.010, 0.004) == pytest.approx(0.006)
+    assert own_s(0.010, 0.0001) == 0.010
+    assert own_s(0.0001, 0.0002) == 0.000025, (
+        "what is waited between two looks at it may be more than a short step takes"
+    )
 
 
 def test_fewer_rows_of_a_prompt_give_the_rate_of_a_chunk_whose_weights_are_read_once(tmp_path):

@@ -1,14 +1,16 @@
 """``http``: what a client gets of llama-server, and of primad with one, two, three ... processes of one machine.
 
 Every server is the real one, as a user starts it, and asked over HTTP: primad's head and workers with the plan that they
-make (all take part), llama-server of the same sources (``--server``, which ``tools/setup-llama server`` builds) with and
-without repacked weights. All are loaded before the first run and take turns; one that nobody asks computes nothing. Each is
-asked the same questions, of which no two begin alike, so that no kept prompt helps. Ratios are those to the best
-llama-server of the same round.
+make (all take part), llama-server of the same sources (``--server``, which ``tools/setup-llama server`` builds). Both have
+extra buffers (repacked weights) and do without, and primad chooses besides. All are loaded before the first run and take
+turns; one that nobody asks computes nothing. Each is asked the same questions, of which no two begin alike, so that no kept
+prompt helps. Ratios are those to llama-server with the same buffers in the same round; what chose its own is judged by the
+time of whole requests.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import subprocess
 import time
@@ -23,7 +25,7 @@ from tools.lab.harness import SMALL, Bench, Run, flag, in_thread
 from tools.lab.http_servers import HttpServer
 from tools.lab.names import LabError
 from tools.lab.plain_llama import prompt_of
-from tools.lab.served import PRIMAD, Served
+from tools.lab.served import AUTO, PRIMAD, Served
 
 SERVER: Final = "llama-server"
 PROMPT_TOKENS: Final = 128
@@ -34,12 +36,15 @@ CONTEXT: Final = 1024
 async def measure(run: Run, model: Path) -> None:
     """Every server and number of streams in turn."""
     options, folder, maximum = run.options, run.folder(), max(run.options.streams)
-    servers: dict[tuple[str, int], HttpServer] = {}
-    for name, more in ((SERVER, ()), (f"{SERVER} --no-repack", ("--no-repack",))):
-        servers[name, 1] = run.stack.enter_context(_llama_server(options.server, model, folder, maximum, *more))
-    head = ["--context", str(CONTEXT), "--objective", options.objective, "--extra-buffers", options.extra_buffers]
-    for count in options.devices:
-        servers[PRIMAD, count] = run.head(model, count, *head)
+    servers: dict[tuple[str, str, int], HttpServer] = {}
+    for buffers, more in (("on", ()), ("off", ("--no-repack",))):
+        servers[SERVER, buffers, 1] = run.stack.enter_context(
+            _llama_server(options.server, model, folder, maximum, *more)
+        )
+    head = ["--context", str(CONTEXT), "--objective", options.objective]
+    head += ["--prompt", str(PROMPT_TOKENS), "--answer", str(TOKENS), "--extra-buffers"]
+    for buffers, count in itertools.product(options.extra_buffers, options.devices):
+        servers[PRIMAD, buffers, count] = run.head(model, count, *head, buffers)
     turns = await run.alternate(
         {
             (*system, streams): in_thread(partial(_ask, server, streams))
@@ -47,10 +52,10 @@ async def measure(run: Run, model: Path) -> None:
             for system, server in servers.items()
         }
     )
-    for (system, count, streams), its in turns.items():
-        rates, first_s = map(list, zip(*its, strict=True))
+    for (system, buffers, count, streams), its in turns.items():
+        rates, first_s, whole_s = map(list, zip(*its, strict=True))
         what: dict[str, Any] = {"model": model.stem, "system": system, "devices": count, "streams": streams}
-        run.add(Served(**what, where="all cores", tokens_per_s=rates, first_s=first_s))
+        run.add(Served(**what, extra_buffers=buffers, tokens_per_s=rates, first_s=first_s, whole_s=whole_s))
 
 
 @contextmanager
@@ -74,15 +79,17 @@ def _llama_server(program: Path, model: Path, folder: Path, streams: int, *optio
         process.wait(60)
 
 
-def _ask(server: HttpServer, streams: int, number: int) -> tuple[float, float]:
-    """Tokens a second of all answers together once the last of them began, and the mean of seconds to a first token."""
+def _ask(server: HttpServer, streams: int, number: int) -> tuple[float, float, float]:
+    """Tokens a second of all answers together once the last of them began, and the means of seconds to a first token and to
+    the last one."""
     prompts = [[100 + 16 * number + place, *prompt_of(PROMPT_TOKENS - 1)] for place in range(streams)]
     begin_s = time.perf_counter()
     times = server.together(prompts, TOKENS, ignore_eos=True)
     since_s = max(each[0] for each in times)
     until_s = min(each[-1] for each in times)
     tokens = sum(sum(since_s < at_s <= until_s for at_s in each) for each in times)
-    return tokens / (until_s - since_s), statistics.mean(each[0] - begin_s for each in times)
+    first_s, whole_s = (statistics.mean(each[place] - begin_s for each in times) for place in (0, -1))
+    return tokens / (until_s - since_s), first_s, whole_s
 
 
 BENCH: Final = Bench(
@@ -97,6 +104,12 @@ BENCH: Final = Bench(
         flag("--devices", type=int, nargs="+", default=[1, 2, 3], help="processes of a ring"),
         flag("--streams", type=int, nargs="+", default=[1, 4], help="answers at once"),
         flag("--objective", default="balanced", help="what primad's plans minimise"),
-        flag("--extra-buffers", default="auto", help="whether primad has repacked weights: auto, on or off"),
+        flag(
+            "--extra-buffers",
+            choices=(AUTO, "on", "off"),
+            nargs="+",
+            default=[AUTO, "on", "off"],
+            help="those of primad",
+        ),
     ),
 )

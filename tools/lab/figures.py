@@ -186,7 +186,9 @@ def show(rows: Sequence[Row]) -> None:
         table = Table(
             title=heading or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
         )
-        columns = list(dict.fromkeys(column for _, cells in lines for column in cells))
+        columns = list(
+            dict.fromkeys(column for _, cells in lines for column, cell in cells.items() if cell not in ("", "-"))
+        )
         for place, column in enumerate(columns):
             table.add_column(column, justify="right" if place else "left", no_wrap=True)
         for _, cells in lines:

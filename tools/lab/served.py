@@ -15,16 +15,25 @@ from tools.lab.figures import Figure, Row, by_round, late
 PRIMAD: Final = "primad"
 TOGETHER: Final = 1.7
 """Four answers of a ring of two machines, of one of it."""
-OF_LLAMA: Final = {1: 0.97, 2: 0.95, 3: 0.9}
-"""Of llama-server's tokens a second of one answer, by processes."""
+OF_LLAMA: Final = {1: {1: 0.97, 2: 0.95, 3: 0.9}, 4: {1: 0.95, 2: 0.95, 3: 0.9}}
+"""Of llama-server's tokens a second, by answers at once and processes."""
+FIRST_OF_LLAMA: Final = 1.2
+"""Of the time to its first token, with several answers."""
+AUTO: Final = "auto"
+RIGHT: Final = 1.05
+"""A choice is right whose requests take no longer than so much of the other's."""
 
 
 @dataclass(kw_only=True)
 class Served(Row):
-    """A system of so many devices, and so many streams: what each run gave; waits of all runs, seconds. Devices are machines
-    where they share nothing; for a table ``where`` says so, and ``plan`` their layers."""
+    """A system of so many devices, and so many streams: what each run gave; waits of all runs, and whole requests, seconds.
+    Devices are machines where they share nothing; for a table ``where`` says so, and ``plan`` their layers. It has
+    ``extra_buffers`` (on, off or auto), if that is compared."""
 
-    columns: ClassVar[str] = "system, devices=n, where, plan, streams, tokens_per_s=all tok/s:.1f, first_s=first ms:ms"
+    columns: ClassVar[str] = (
+        "system, extra_buffers=extra buffers, devices=n, where, plan, streams, tokens_per_s=all tok/s:.1f, "
+        "first_s=first ms:ms, whole_s=request ms:ms"
+    )
 
     model: str
     system: str = PRIMAD
@@ -32,8 +41,10 @@ class Served(Row):
     streams: int
     where: str = ""
     plan: str = ""
+    extra_buffers: str = ""
     tokens_per_s: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
+    whole_s: list[float] = field(default_factory=list)
     next_s: list[float] = field(default_factory=list)
 
     def heading(self) -> str:
@@ -51,33 +62,66 @@ class Served(Row):
 
     def is_like(self, row: Served, **differs: object) -> bool:
         """Whether this is ``row`` but for what differs."""
-        keys = ("model", "system", "devices", "streams")
+        keys = ("model", "system", "devices", "streams", "extra_buffers")
         return all(getattr(self, key) == differs.get(key, getattr(row, key)) for key in keys)
+
+    @property
+    def what(self) -> str:
+        """It in words."""
+        buffers = f", extra buffers {self.extra_buffers}" if self.extra_buffers else ""
+        return f"{self.model}: ring of {self.devices}, {self.streams} streams{buffers}, of"
 
     @classmethod
     def figures(cls, rows: Sequence[Served]) -> Iterator[Figure]:
-        """Of primad's: the best of the other systems in the same round, one answer, one device."""
+        """Of primad's: the other systems in the same round, one answer, one device."""
         for row in (row for row in rows if row.system == PRIMAD):
-            what = f"{row.model}: ring of {row.devices}, {row.streams} streams, of"
             others = [
                 each
                 for each in rows
                 if each.system != PRIMAD and (each.model, each.streams) == (row.model, row.streams)
             ]
             if others:
-                best = max(others, key=lambda each: statistics.median(each.tokens_per_s))
-                first = min(others, key=lambda each: statistics.median(each.first_s))
-                minimum = OF_LLAMA.get(row.devices) if row.streams == 1 else None
-                yield Figure(what=f"{what} the best other server: tokens/s", values=row.of(best), at_least=minimum)
-                waits = tuple(by_round(row.first_s, first.first_s))
-                yield Figure(what=f"{what} the best other server: time to the first token", values=waits)
+                yield from _of_others(row, others)
+            if row.extra_buffers == AUTO:
+                yield from _of_choices(
+                    row, [each for each in rows if each.is_like(row, extra_buffers=each.extra_buffers)]
+                )
             one = next((each for each in rows if each.is_like(row, streams=1)), None)
             if one is not None and row.streams > 1:
                 is_judged = (row.devices, row.streams) == (2, 4) and not others  # those share cores
                 yield Figure(
-                    what=f"{what} one stream of it", values=row.of(one), at_least=TOGETHER if is_judged else None
+                    what=f"{row.what} one stream of it", values=row.of(one), at_least=TOGETHER if is_judged else None
                 )
             alone = next((each for each in rows if each.is_like(row, devices=1, streams=1)), None)
             if alone is not None and row.devices == 2 and row.streams > 1 and not others:
                 values = tuple(each / row.devices for each in row.of(alone))
-                yield Figure(what=f"{what} {row.devices} x one device with one", values=values, at_least=0.9)
+                yield Figure(what=f"{row.what} {row.devices} x one device with one", values=values, at_least=0.9)
+
+
+def _of_others(row: Served, others: Sequence[Served]) -> Iterator[Figure]:
+    """``row`` of the other server with the same extra buffers; what chose its own, of the one that answers soonest."""
+    minimum = OF_LLAMA.get(row.streams, {}).get(row.devices)
+    like = [each for each in others if each.extra_buffers == row.extra_buffers]
+    if not like:
+        best = min(others, key=lambda each: statistics.median(each.whole_s))
+        maximum = None if minimum is None else 1 / minimum
+        values = tuple(by_round(row.whole_s, best.whole_s))
+        yield Figure(what=f"{row.what} the best other server: a request's time", values=values, at_most=maximum)
+        return
+    yield Figure(what=f"{row.what} the other server: tokens/s", values=row.of(like[0]), at_least=minimum)
+    yield Figure(
+        what=f"{row.what} the other server: time to the first token",
+        values=tuple(by_round(row.first_s, like[0].first_s)),
+        at_most=FIRST_OF_LLAMA if row.streams > 1 else None,
+    )
+
+
+def _of_choices(row: Served, choices: Sequence[Served]) -> Iterator[Figure]:
+    """What chose its own extra buffers, of the better of both settings."""
+    given = [each for each in choices if each.extra_buffers != AUTO]
+    if len(given) > 1:
+        best = min(given, key=lambda each: statistics.median(each.whole_s))
+        values = tuple(by_round(row.whole_s, best.whole_s))
+        yield Figure(
+            what=f"{row.what} extra buffers {best.extra_buffers}: a request's time", values=values, at_most=RIGHT
+        )
