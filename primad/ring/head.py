@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -389,7 +389,7 @@ class Head:
                 break
             node, last = found, following
             more.append(last)
-        return replace(first, more=tuple(more)) if more else first
+        return msgspec.structs.replace(first, more=tuple(more)) if more else first
 
     def _sample_held_back(self, now: float) -> list[HeadEvent]:
         """The tokens of those that were held back and have their masks now."""
@@ -405,8 +405,10 @@ class Head:
 
     def _sampled_at(self, generate: Generate, row: int, step: Step) -> SampledToken | None:
         """The token that follows ``row`` of ``step``; None: its mask is late."""
-        # The best logit is NaN where any is; some models rule tokens out with minus infinity. 15 us for 128,000 tokens.
-        if not math.isfinite(self._tail.logits(row).max()):
+        # The best logit is NaN where any is, and found in half the time in which numpy has the maximum; some models rule
+        # tokens out with minus infinity.
+        logits = self._tail.logits(row)
+        if not math.isfinite(logits[logits.argmax()]):
             self._failure = self._spoilt(not_finite(self._tail), self._last)
             return SampledToken(token=0, ends=True, error=str(self._failure), reason="error")
         sampler = self._sampler_for(generate)

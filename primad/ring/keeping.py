@@ -211,6 +211,8 @@ class Keeping:
         """What was not told yet of ``chains``, and of those that had blocks before."""
         reported: list[KvKept | KvForgotten] = []
         for chain in chains:
+            if chain.reported == len(chain.blocks):
+                continue
             blocks = list(takewhile(lambda each: each.key in self._held, chain.blocks[chain.reported :]))
             if blocks:
                 chain.reported += len(blocks)

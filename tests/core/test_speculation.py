@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -295,7 +294,8 @@ def next_step(made: Scheduler) -> PlannedStep:
 def bring_back(made: Scheduler, step: PlannedStep, *tokens: int) -> list[int]:
     """``step`` comes back, and ``tokens`` are drawn from its rows as far as somebody wants them; what is told."""
     samples = [SampledToken(token=token, ends=False) for token in tokens]
-    drawn = {each.request: replace(samples[0], more=tuple(samples[1:])) for _, each in made.wants_samples(step.step)}
+    sample = msgspec.structs.replace(samples[0], more=tuple(samples[1:]))
+    drawn = {each.request: sample for _, each in made.wants_samples(step.step)}
     return [event.token for event in made.commit(step.step, drawn, 0) if isinstance(event, Sampled)]
 
 

@@ -26,14 +26,10 @@ def decode_step(state: SchedulerState, ready: Sequence[Running], first: Running)
     by_number = {each.sequence.number: each for each in ready}
     # Behind a step of several sequences no state of another one is taken back.
     others = [] if state.may_take_back else [other for other in ready if other is not first]
-    candidates = [
-        Candidate(sequence=each.sequence.number, owner=each.generate.owner, cells=each.sequence.cells)
-        for each in (first, *others)
-    ]
     step = PlannedStep(step=state.steps, requests=[], tokens=[], positions=[], sequences=[], samples={}, ops=[])
     chosen: list[Running] = []
     pictures: list[list[PictureRows]] = []
-    numbers = state.batching.together(candidates, state.decoding)
+    numbers = _together(state, first, others) if others else [first.sequence.number]
     for number in numbers:
         running, sequence = by_number.get(number), state.slots.sequences[number]
         if running is None:
@@ -56,6 +52,15 @@ def decode_step(state: SchedulerState, ready: Sequence[Running], first: Running)
             step.rope.extend(turn or (at, at, at, 0))
     tree = drafts_with(state, step, first) if len(numbers) == 1 else NO_TREE
     return state.hand_out(step, chosen, decodes=True, tree=tree)
+
+
+def _together(state: SchedulerState, first: Running, others: Sequence[Running]) -> range:
+    """The sequences of a step with ``first``, those of ``others`` that come with it among them."""
+    candidates = [
+        Candidate(sequence=each.sequence.number, owner=each.generate.owner, cells=each.sequence.cells)
+        for each in (first, *others)
+    ]
+    return state.batching.together(candidates, state.decoding)
 
 
 def add_padding(state: SchedulerState, step: PlannedStep, sequence: KvSequence) -> None:

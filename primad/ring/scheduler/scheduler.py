@@ -162,10 +162,9 @@ class Scheduler:
         self._state.slots.keep_certain(self._state.running.values())
         leaving = share(self._state, now) if self._state.waiting else None
         self._state.slots.go_on(self._state.running, self._state.steps)
-        ready = sorted(
-            (running for running in self._state.running.values() if running.has_step and running is not leaving),
-            key=lambda each: (self._state.owners.get(each.generate.owner, 0), each.waits_since),
-        )
+        ready = [running for running in self._state.running.values() if running.has_step and running is not leaving]
+        if len(ready) > 1:
+            ready.sort(key=lambda each: (self._state.owners.get(each.generate.owner, 0), each.waits_since))
         for running in ready:
             if not running.is_decoding:
                 if only_tokens:
