@@ -75,6 +75,18 @@ async def test_shares_that_stream_give_the_same_tokens_as_in_memory(model, windo
     assert await computed(model, windows, replace(plan, streaming=streaming)) == in_memory
 
 
+@pytest.mark.parametrize("architecture", ["gemma4-per-layer", pytest.param("granitehybrid", marks=pytest.mark.matrix)])
+async def test_every_rank_is_given_what_its_layers_take_beside_hidden_states(architecture, tmp_path):
+    path = tmp_path / "model.gguf"
+    write_model(path, architecture=architecture, quantisation="f32")
+    profile = model_profile(open_model(path))
+    windows = (len(profile.layers),)
+    tokens, logprobs = await computed(path, windows, plan_by_hand(["d0", "d1"], windows, 1, profile, (2,)))
+    expected = await computed(path, None)
+    assert tokens == expected[0]
+    assert logprobs == pytest.approx(expected[1], abs=5e-3)
+
+
 def test_devices_join_a_ring_with_a_group(smollm2, tmp_path, module_home):
     path, cluster = tmp_path / "shared.gguf", f"ring-{secrets.token_hex(6)}"
     write_model(path, layers=6, heads=4, heads_kv=4, vocabulary=f"from:{smollm2}", quantisation="f32")
