@@ -60,7 +60,19 @@ def group_sets(question: Instance, wishes: GroupWishes) -> list[tuple[str, ...]]
         if pairs.issuperset(combinations(each, 2))
     ]
     found.sort(key=lambda each: -sum(able[i] for i in each))
-    return [_names(question, each) for each in found[:MAX_SETS]]
+    return [_names(question, each) for each in found]
+
+
+def _unlike(question: Instance, places: Iterable[list[tuple[str, ...]]]) -> list[list[tuple[str, ...]]]:
+    """Those of ``places``, the groups of a ring, that are not like others before them: with like devices."""
+    head, *others = (device.device for device in question.devices)
+    unlike = question.unlike(others)
+    kinds = {name: next(at for at, each in enumerate(unlike) if question.are_alike(name, each)) for name in others}
+    kinds[head] = -1
+    found: dict[object, list[tuple[str, ...]]] = {}
+    for sets in places:
+        found.setdefault(tuple(sorted(tuple(sorted(kinds[name] for name in names)) for names in sets)), sets)
+    return [*found.values()][:MAX_SETS]
 
 
 def _large_sets(question: Instance, wishes: GroupWishes) -> list[tuple[str, ...]]:
@@ -270,7 +282,8 @@ def solution_of(plan: Plan, question: Instance, objective: Objective) -> Solutio
 def best_whole(question: Instance, wishes: GroupWishes) -> Solution | None:
     """The best group of the whole model with the head in it; None where there is none. None streams where one need not."""
     found = [*group_sets(question, wishes), *_large_sets(question, wishes)]
-    sets = [names for names in found if question.devices[0].device in names]
+    head = question.devices[0].device
+    sets = [names for [names] in _unlike(question, [[names] for names in found if head in names])]
     by_disks = sorted(sets, key=lambda names: -len(names))[:MAX_STREAMING]
     return _best_of(question, wishes, sets, whole_group) or _best_of(question, wishes, by_disks, streaming_group)
 
@@ -294,13 +307,13 @@ def _not_in(question: Instance, names: Iterable[str]) -> list[LeftOut]:
 
 
 def best_ring(question: Instance, wishes: GroupWishes, time_limit_s: float) -> Solution | None:
-    """The best ring of groups and single devices that the solver finds for the likeliest groups, each within
+    """The best ring of groups and single devices that the solver finds for the likeliest groups, all within
     ``time_limit_s``; None for none."""
-    found = list[Solution]()
-    for sets in _ring_sets(question, wishes):
+    found, tried = list[Solution](), [*_ring_sets(question, wishes)]
+    for sets in tried:
         try:
             groups = tuple(_by_speed(question, _leader_first(question, names), wishes.units) for names in sets)
-            ring = ring_of(question, groups, wishes.objective, time_limit_s)
+            ring = ring_of(question, groups, wishes.objective, time_limit_s / len(tried))
         except Infeasible:
             continue
         if ring is not None:
@@ -312,8 +325,8 @@ def _ring_sets(question: Instance, wishes: GroupWishes) -> Iterator[list[tuple[s
     """Sets of groups: one each, and two that have no device in common."""
     sets = group_sets(question, wishes)
     count = len(question.devices)
-    ones = [[names] for names in sets if len(names) < count]
-    twos = [[a, b] for a, b in combinations(sets, 2) if set(a).isdisjoint(b)]
+    ones = _unlike(question, ([names] for names in sets if len(names) < count))
+    twos = _unlike(question, ([a, b] for a, b in combinations(sets[:MAX_SETS], 2) if set(a).isdisjoint(b)))
     twos.sort(key=lambda pair: -sum(map(len, pair)))
     half = MAX_RINGS // 2
     yield from ones[: MAX_RINGS - min(half, len(twos))]

@@ -33,8 +33,8 @@ MIN_GAIN: Final = 0.05
 """A group depends on each link in each layer: it is taken where it gains so much."""
 MAX_HEADS: Final = 3
 """Where any device may be head, so many unlike ones are tried."""
-RING_SHARE: Final = 0.1
-"""Of the time for a plan, for each ring with groups."""
+RINGS_SHARE: Final = 0.2
+"""Of the time for a plan, for all rings with groups, or one of them that is planned again."""
 
 _Best = Callable[[Instance], Solution | None]
 
@@ -79,7 +79,7 @@ def search_best_shared(request: PlanRequest, below_s: float = math.inf) -> Found
 
 
 def _best_ring(request: PlanRequest, question: Instance, below_s: float = math.inf) -> Solution | None:
-    return best_ring(question, _wishes(request, below_s), RING_SHARE * request.time_limit_s)
+    return best_ring(question, _wishes(request, below_s), RINGS_SHARE * request.time_limit_s)
 
 
 def _wishes(request: PlanRequest, below_s: float) -> GroupWishes:
@@ -130,7 +130,7 @@ def _again(request: PlanRequest, question: Instance, before: Plan) -> Solution:
         names = [rank.device for rank in before.groups[0]]
         made = streaming_group if before.streaming else whole_group
         return solution_of(made(question, names, request.units, before.left_out), question, objective)
-    found = ring_of(question, before.groups, objective, RING_SHARE * request.time_limit_s)
+    found = ring_of(question, before.groups, objective, RINGS_SHARE * request.time_limit_s)
     if found is None:
         raise Infeasible("the groups of this plan have no memory for it", short_bytes=0)
     return found
