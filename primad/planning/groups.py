@@ -33,7 +33,7 @@ MAX_RATIO: Final = 8.0
 MAX_SETS: Final = 60
 MAX_RINGS: Final = 6
 """For which the solver is asked."""
-MAX_STREAMING: Final = 6
+MAX_STREAMING: Final = 4
 """Groups that stream which are judged, where none has memory enough."""
 STEPS: Final = (4, 2, 1)
 """By which weights of groups that stream are changed."""
@@ -131,13 +131,7 @@ def streaming_group(
     plan, found = _judged(plan, question)
     for step in STEPS:
         while True:
-            weights = {rank.device: rank.weight for rank in plan.groups[0]}
-            others = [
-                _judged(_weighing(plan, {name: weight + change}, units), question)
-                for name, weight in weights.items()
-                for change in (-step, step)
-                if 1 <= weight + change <= MAX_WEIGHT
-            ]
+            others = [_judged(each, question) for each in _evener(plan, found, step, units)]
             other, judged = min(others, key=lambda each: _cost(each[1]), default=(plan, found))
             if _cost(judged) >= _cost(found):
                 break
@@ -149,6 +143,17 @@ def streaming_group(
             short_bytes=first.short_bytes,
         )
     return plan
+
+
+def _evener(plan: Plan, found: Prediction, step: int, units: ShareUnits | None) -> Iterator[Plan]:
+    """``plan`` with less for the slowest of its devices, or for one that is short, more for the quickest, and both."""
+    by_time = [each.device for each in sorted(found.devices, key=lambda each: each.window_s)]
+    weights = {rank.device: rank.weight for rank in plan.groups[0]}
+    most = next((short.where for short in found.short if short.where in weights), by_time[-1])
+    more, less = {by_time[0]: weights[by_time[0]] + step}, {most: weights[most] - step}
+    for changes in (less, more, less | more):
+        if all(1 <= weight <= MAX_WEIGHT for weight in changes.values()):
+            yield _weighing(plan, changes, units)
 
 
 def _judged(plan: Plan, question: Instance) -> tuple[Plan, Prediction]:

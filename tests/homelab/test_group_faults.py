@@ -48,6 +48,13 @@ def parameters() -> list[object]:
     return [pytest.param(cell, id=cell.id, marks=marks[cell]) for cell in CELLS]
 
 
+def write_shared_model(path: Path, vocabulary: Path) -> Path:
+    """A model that three devices can share, slow enough for a fault to come in its midst."""
+    shape = {"layers": 12, "width": 256, "heads": 8, "heads_kv": 4, "head_width": 32, "feed_forward": 768}
+    write_model(path, vocabulary=f"from:{vocabulary}", quantisation="f32", **shape)
+    return path
+
+
 class GroupRig(Rig):
     """A cluster of a plan by hand with a group."""
 
@@ -118,12 +125,9 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """Of a model that is slow enough for a fault to come in its midst; float32: of a share the bits are those of any."""
     if (reason := missing()) is not None:
         pytest.skip(reason)
-    path = tmp_path_factory.mktemp("shared") / "shared.gguf"
-    shape = {"layers": 12, "width": 256, "heads": 8, "heads_kv": 4, "head_width": 32, "feed_forward": 768}
-    write_model(path, vocabulary=f"from:{smollm2}", quantisation="f32", **shape)
+    path = write_shared_model(tmp_path_factory.mktemp("shared") / "shared.gguf", smollm2)
     made = Bench(path)
     yield made
     made.tear_down()

@@ -179,3 +179,36 @@ def test_others_compute_what_a_worker_has_no_memory_for_and_give_it_back(make_la
         assert short.oom_kills() == 0
         assert "Traceback" not in cluster.logs()
         assert head.output.count("better; changing to it") == 1, head.output
+
+
+def test_a_device_of_a_group_gives_memory_back_and_no_token_changes(make_lab: MakeLab, tmp_path: Path) -> None:
+    model = tmp_path / "deep.gguf"
+    write_model(model, preset="deep-q4k", layers=LAYERS)
+    lab = make_lab(DeviceSpec(name="a"), DeviceSpec(name="b", memory_bytes=WORKER_BYTES))
+    short = lab.device("b")
+    with Cluster(lab, model, serve=("--parallel", "tensor", "--context", 4096)) as cluster:
+        cluster.prepare()
+        with executing():
+            cluster.start_worker("b")
+        cluster.start_head("--wait", 1)
+        cluster.wait_serving()
+        assert computing(cluster) == {"a", "b"}, cluster.logs()
+        held = resident_bytes(cluster, "b")
+        with neighbour(short) as other:
+            stream = ask(cluster, 4000)
+            stream.wait_tokens(5)
+            deadline = time.monotonic() + SHORT_S
+            while resident_bytes(cluster, "b") > held // 2:
+                assert time.monotonic() < deadline, f"with {other.taken_bytes / MB:.0f} MB taken:\n{cluster.logs()}"
+                if free_bytes(short) - STEP_BYTES >= LEFT_BYTES:
+                    other.take(STEP_BYTES)
+                time.sleep(0.1)
+            stream.wait_tokens(len(stream.times) + MORE_TOKENS, SHORT_S)
+            stream.leave()
+            other.end()
+        again = ask(cluster, len(stream.times) + 10)
+        assert again.wait_end(SHORT_S) == "done"
+        assert again.text.startswith(stream.text)
+        assert stream.error is None
+        assert short.oom_kills() == 0
+        assert "Traceback" not in cluster.logs()

@@ -5,8 +5,6 @@ The tests (``tests/homelab/test_group_faults.py``) do what stands here, and a ta
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -77,7 +75,6 @@ def is_chosen(cell: GroupCell) -> bool:
 
 BEGIN: Final = "<!-- groups: written by tools/faults -->"
 END: Final = "<!-- end of groups -->"
-_COLUMNS: Final = tuple((place, phase) for place in WINDOWS for phase in PHASES)
 
 
 def with_table(page: str, seconds: Seconds) -> str:
@@ -86,21 +83,28 @@ def with_table(page: str, seconds: Seconds) -> str:
 
 
 def table(seconds: Seconds) -> str:
-    """Seconds to the next token in Markdown: a row a fault, a column a place and phase."""
-    lines = [f"| | {' | '.join(f'{place}, {phase}' for place, phase in _COLUMNS)} |", f"|---|{'---|' * len(_COLUMNS)}"]
+    """Seconds to the next token in Markdown: a row a fault, a column a phase, in it the places one after the other."""
+    lines = [f"| | {' | '.join(PHASES)} |", f"|---|{'---|' * len(PHASES)}"]
     for fault in FAULTS:
-        cells = (GroupCell(place, phase, fault) for place, phase in _COLUMNS)
-        row = (f"{seconds[cell.id]:.1f} s" if cell.id in seconds else "" for cell in cells)
-        lines.append(f"| **{fault}** | {' | '.join(row)} |")
+        entries = (", ".join(_entry(cell, seconds) for cell in _cells(fault, phase)) for phase in PHASES)
+        lines.append(f"| **{fault}** | {' | '.join(entries)} |")
     return "\n".join(lines) + "\n"
 
 
-def pages_seconds(page: str) -> Mapping[str, float]:
+def _cells(fault: str, phase: str) -> list[GroupCell]:
+    return [GroupCell(place, phase, fault) for place in WINDOWS]
+
+
+def _entry(cell: GroupCell, seconds: Seconds) -> str:
+    return f"{seconds[cell.id]:.1f}" if cell.id in seconds else "-"
+
+
+def pages_seconds(page: str) -> dict[str, float]:
     """The times in the table of ``page``."""
-    found, own = {}, page.partition(BEGIN)[2].partition(END)[0]
+    found, own = dict[str, float](), page.partition(BEGIN)[2].partition(END)[0]
     for fault in FAULTS:
         row = next((line for line in own.splitlines() if line.startswith(f"| **{fault}** |")), "")
-        for (place, phase), entry in zip(_COLUMNS, row.split("|")[2:-1], strict=False):
-            if (match := re.fullmatch(r" ([0-9.]+) s ", entry)) is not None:
-                found[GroupCell(place, phase, fault).id] = float(match[1])
+        for phase, entries in zip(PHASES, row.split("|")[2:-1], strict=False):
+            pairs = zip(_cells(fault, phase), entries.split(","), strict=False)
+            found |= {cell.id: float(entry) for cell, entry in pairs if entry.strip() != "-"}
     return found

@@ -1,0 +1,58 @@
+"""A device joins a tensor-parallel group while its share is on its way, and something happens to it: the others go on."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.homelab.cluster import Cluster, home
+from tests.homelab.faults import FAULTS
+from tests.homelab.rig import DISK_BYTES, Rig
+from tests.homelab.running import MakeLab
+from tests.homelab.test_group_faults import SHARED, write_shared_model
+from tools.lab import DeviceSpec
+
+SLOW = 'transfer_limit = "4MB/s"\n'
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("fault", "printed"),
+    [
+        ("disk full", "^b: .*(cannot be written|do not fit).*make room"),
+        pytest.param("killed", "^b is gone: ", marks=pytest.mark.matrix),
+        pytest.param("stopped", "^b is gone: ", marks=pytest.mark.matrix),
+        pytest.param("cable cut", "^b is gone: ", marks=pytest.mark.matrix),
+    ],
+)
+def test_the_others_serve_while_a_device_fails_to_take_its_share(
+    fault: str, printed: str, make_lab: MakeLab, smollm2: Path, tmp_path: Path
+) -> None:
+    model = write_shared_model(tmp_path / "shared.gguf", smollm2)
+    lab = make_lab(DeviceSpec(name="h"), DeviceSpec(name="a"), DeviceSpec(name="b", disk_bytes=DISK_BYTES))
+    with Cluster(lab, model, serve=SHARED) as cluster:
+        cluster.start()
+        rig = Rig(cluster)
+        rig.take_out("b")
+        rig.undisturbed("Tell me a story.")
+        shutil.rmtree(rig.cache("b"))
+        (home(lab.device("b")) / "config.toml").write_text(SLOW, encoding="ascii")
+        rig.mark()
+        cluster.start_worker("b")
+        rig.wait_until(lambda: len(rig.whole_layers("b")) >= 2, "its share arrives")
+        FAULTS[fault].do(cluster, "b")
+        rig.check(rig.ask("Tell me a story."), "Tell me a story.")
+        rig.wait_said("h", printed)
+        assert "b" not in {each["name"] for each in cluster.status()["devices"]}
+        if (undo := FAULTS[fault].undo) is not None:
+            undo(cluster, "b")
+        (home(lab.device("b")) / "config.toml").unlink()
+        if not lab.device("b").pids():
+            cluster.start_worker("b")
+        if fault == "disk full":
+            rig.restart_head()
+        rig.whole()
+        rig.check_clean()
