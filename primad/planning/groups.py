@@ -149,8 +149,8 @@ def _evener(plan: Plan, found: Prediction, step: int, units: ShareUnits | None) 
     """``plan`` with less for the slowest of its devices, or for one that is short, more for the quickest, and both."""
     by_time = [each.device for each in sorted(found.devices, key=lambda each: each.window_s)]
     weights = {rank.device: rank.weight for rank in plan.groups[0]}
-    most = next((short.where for short in found.short if short.where in weights), by_time[-1])
-    more, less = {by_time[0]: weights[by_time[0]] + step}, {most: weights[most] - step}
+    slowest = next((short.where for short in found.short if short.where in weights), by_time[-1])
+    more, less = {by_time[0]: weights[by_time[0]] + step}, {slowest: weights[slowest] - step}
     for changes in (less, more, less | more):
         if all(1 <= weight <= MAX_WEIGHT for weight in changes.values()):
             yield _weighing(plan, changes, units)

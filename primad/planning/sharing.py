@@ -51,7 +51,7 @@ def search_shared(request: PlanRequest) -> FoundPlan:
         found = [_best_ring(request, question)]
         with suppress(Infeasible, PlanError):
             found.append(together(question, streams=True))
-        return _smallest(found)
+        return _quickest(found)
 
     try:
         return _search(request, together)
@@ -62,7 +62,7 @@ def search_shared(request: PlanRequest) -> FoundPlan:
             raise exc from None
 
 
-def _smallest(found: Iterable[Solution | None]) -> Solution | None:
+def _quickest(found: Iterable[Solution | None]) -> Solution | None:
     return min((each for each in found if each is not None), key=lambda each: each.objective_s, default=None)
 
 
@@ -70,7 +70,7 @@ def search_best_shared(request: PlanRequest, below_s: float = math.inf) -> Found
     """The best plan with groups; None where no devices can be one, or memory is short. Others take ``below_s`` a token."""
 
     def best(question: Instance) -> Solution | None:
-        return _smallest([best_whole(question, _wishes(request, below_s)), _best_ring(request, question, below_s)])
+        return _quickest([best_whole(question, _wishes(request, below_s)), _best_ring(request, question, below_s)])
 
     try:
         return _search(request, best)
