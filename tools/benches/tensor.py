@@ -2,8 +2,8 @@
 alone and beside both with layers of their own. Each counts as a machine, with a host name and a core of its own.
 
 All are what ``primad serve`` makes of the devices, asked over HTTP in turn; drafts are off, and no prompt is found in the
-cache. ``answer``: tokens a second. ``prompt``: seconds to the first token of a prompt of 512. Each plan's forecast stands
-beside what was measured.
+cache. ``prompt``: seconds to the first token of a prompt of 512. ``answer``: tokens a second of the answer to it, since a
+token attends to all before it. Each plan's forecast, for such a request, stands beside what was measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from tools.lab.plain_llama import prompt_of
 
 DEVICES: Final = 2
 PROMPT_TOKENS: Final = 512
-SHORT_TOKENS: Final = 16
 ANSWER_TOKENS: Final = 64
 OPTIONS: Final = (
     *("--context", "1024", "--sequences", "1", "--extra-buffers", "off"),
@@ -43,12 +42,14 @@ TARGETS: Final = {"two": (1.6, 1.8), "four": (2.6, 3.0), "delay": (1.4, 1.7)}
 
 
 def _ask(server: HttpServer, number: int) -> tuple[float, float]:
-    """Tokens a second of an answer, and seconds to the first token of a prompt."""
+    """Tokens a second of an answer, and seconds to its first token."""
     how: dict[str, Any] = {"ignore_eos": True, "cache_prompt": False, "speculate": False}
-    times = server.stream(prompt_of(SHORT_TOKENS + number)[number:], ANSWER_TOKENS, **how)
     begin_s = time.perf_counter()
-    [first_s] = server.stream(prompt_of(PROMPT_TOKENS + number)[number:], 1, **how)
-    return (len(times) - 1) / (times[-1] - times[0]), first_s - begin_s
+    return _found(begin_s, server.stream(prompt_of(PROMPT_TOKENS + number)[number:], ANSWER_TOKENS, **how))
+
+
+def _found(begin_s: float, times: list[float]) -> tuple[float, float]:
+    return (len(times) - 1) / (times[-1] - times[0]), times[0] - begin_s
 
 
 def _predicted(model: Path, name: str, found: dict[str, Any], its: list[tuple[float, float]]) -> Predicted:
@@ -114,16 +115,11 @@ def _put(cores: Cores, number: int, device: str, pid: int) -> None:
 
 async def _generate(ring: LocalRing, number: int) -> tuple[float, float]:
     """As ``_ask``, without HTTP."""
-    times = list[float]()
+    times, begin_s = list[float](), time.perf_counter()
     await ring.generate(
-        prompt_of(SHORT_TOKENS + number)[number:], ANSWER_TOKENS, heard=lambda _: times.append(time.perf_counter())
+        prompt_of(PROMPT_TOKENS + number)[number:], ANSWER_TOKENS, heard=lambda _: times.append(time.perf_counter())
     )
-    rate, begin_s = (len(times) - 1) / (times[-1] - times[0]), time.perf_counter()
-    times.clear()
-    await ring.generate(
-        prompt_of(PROMPT_TOKENS + number)[number:], 1, heard=lambda _: times.append(time.perf_counter())
-    )
-    return rate, times[0] - begin_s
+    return _found(begin_s, times)
 
 
 async def measure(run: Run, model: Path) -> None:
