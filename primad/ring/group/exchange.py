@@ -139,7 +139,7 @@ class RankExchange:
     def _add(self, own: OnWire, values: Hidden, at: int = 0) -> None:
         """Put into ``values`` the sum of the parts in order from place ``at`` on, of which ``own`` is this rank's."""
         parts = [own if rank == self.rank else part[at : at + len(own)] for rank, part in enumerate(self._parts)]
-        total: Hidden = parts[0]  # type: ignore[assignment]
+        total: OnWire = parts[0]
         for rank, part in enumerate(parts[1:], 1):
             is_free = self._halves or rank >= self.rank  # else ``values`` are this rank's part, which is due later
             total = np.add(total, part, out=values if is_free else parts[0], dtype=np.float32)
