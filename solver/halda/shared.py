@@ -22,8 +22,9 @@ SUMS: Final = 2
 """Of a layer: behind its attention and behind its network."""
 ECHO_SHARE: Final = 0.5
 """Of what a program does for a token (``token_s``): what programs at both ends take of an echo one way. A rank polls its
-connection itself, without a thread or an event loop in between, and takes ``SUM_SHARE``."""
-SUM_SHARE: Final = 0.2
+connection itself, without a thread or an event loop in between, and takes ``SUM_SHARE``. (Measured on x86-64: 0.04 ms for
+2 to 8 kB, where ``token_s`` is 0.36 ms; a program that has just computed is slower.)"""
+SUM_SHARE: Final = 0.15
 MIN_DELAY_SHARE: Final = 0.2
 """Of an echo, at least, is the network."""
 VALUE_BYTES: Final = 4
