@@ -24,6 +24,8 @@ BRANCHES: Final = 4
 """Of a tree beside its main path: each draft of one is a row less of that."""
 TYPICAL: Final = 0.7
 """The share of drafts that hold for which room in the ring is chosen."""
+WAITING: Final = 1.02
+"""So many times the tokens a row that waits must give: who drafts on the head delays it besides."""
 MAX_ROWS: Final = 8
 """Of one step: of drafts that hold four times in five seven are right in a row once in five times."""
 ROLLBACK: Final = 3
@@ -90,8 +92,9 @@ def _room(plan: Plan, question: Instance, rows: int) -> int:
     rows = max(1, min(rows, MAX_ROOM))
     if rows == 1 or plan.groups:
         return rows
-    rooms, asked = range(rows, min(rows + 1, MAX_ROOM) + 1), _single_device(question)
-    return max(rooms, key=lambda room: tokens_ahead(plan, asked, room, TYPICAL))
+    asked, more = _single_device(question), min(rows + 1, MAX_ROOM)
+    without, waiting = (tokens_ahead(plan, asked, room, TYPICAL) for room in (rows, more))
+    return more if waiting >= WAITING * without else rows
 
 
 def _places(plan: Plan) -> int:

@@ -41,9 +41,10 @@ def test_a_ring_has_room_for_a_row_on_each_of_its_machines():
     assert found.room in (4, 5)
 
 
-@pytest.mark.parametrize(("first", "room"), [(9, 2), (5, 3)])
-def test_a_row_waits_only_where_the_head_is_done_with_it_before_the_token_that_decides(first, room):
-    found = drafting(ring(("a", first), ("b", 10), ("a", 10 - first)), asked(device("a"), device("b")))
+@pytest.mark.parametrize(("round_trip_s", "room"), [(0.0002, 3), (0.02, 4)])
+def test_a_row_waits_only_where_the_head_is_done_with_it_before_the_token_that_decides(round_trip_s, room):
+    three = ring(("a", 5), ("b", 7), ("c", 7), ("a", 1))
+    found = drafting(three, asked(*map(device, "abc"), round_trip_s=round_trip_s))
     assert found is not None
     assert found.room == room
 
