@@ -11,6 +11,9 @@ the next device does not take yet is kept, one at a time, and nothing here ever 
 together with all else that may happen. A hidden state is a frame of its own: it is computed into one buffer and handed to
 ZeroMQ from there, and on the other side given to llama.cpp from the frame it arrived in. ZeroMQ sets TCP_NODELAY on every
 connection.
+
+ZeroMQ's own thread may run on every core that the daemon may. The process's first thread is bound to one, where another ring
+process of this machine may compute just when a step arrives.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from primad.errors import NextDeviceError, ProtocolError, RingError, SenderError
 from primad.ring.messages import MAX_HEADER_BYTES, MAX_PARTS, SENDER, Overdue, Skip, Step, StepLimits, decode_route
 from primad.settings.timings import RingTimings
 from primad.system.complaints import Complaints
+from primad.system.processors import cores_of_parent
 from primad.system.wire import encode
 
 logger = logging.getLogger(__name__)
@@ -60,6 +64,8 @@ class Links:
         self.key = public.decode()
         self._sender: str | None = None
         self._context = zmq.Context()
+        for core in cores_of_parent():
+            self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, core)
         self._push: zmq.Socket[bytes] | None = None
         self._waiting: tuple[Step, Hidden, float] | None = None
         self._due_s = math.inf

@@ -44,13 +44,23 @@ def bound_cores() -> tuple[int, ...]:
     return () if len(allowed) >= (os.cpu_count() or 1) else allowed
 
 
+def cores_of_parent() -> tuple[int, ...]:
+    """The logical processors that the process which started this one may run on; none where the system does not say.
+
+    OpenMP binds the first thread of a process to one of them, and threads that it starts are bound like it.
+    """
+    with contextlib.suppress(psutil.Error):
+        return _affinity(os.getppid())
+    return ()
+
+
 def _allowed() -> float:
     """Logical processors that this process may run on; all of them where the system does not say."""
     return float(len(_affinity()) or os.cpu_count() or 1)
 
 
-def _affinity() -> tuple[int, ...]:
-    process = psutil.Process()
+def _affinity(pid: int | None = None) -> tuple[int, ...]:
+    process = psutil.Process(pid)
     if hasattr(process, "cpu_affinity"):  # Linux, Windows, FreeBSD
         with contextlib.suppress(psutil.Error, OSError):
             return tuple(sorted(process.cpu_affinity() or ()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import select
 import signal
 import socket
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -20,9 +22,11 @@ import pytest
 import zmq
 
 from primad.errors import RingError, SenderError
+from primad.ring import links as ring_links
 from primad.ring.links import Links
 from primad.ring.messages import MAX_HEADER_BYTES, PROTOCOL, Skip, Step, StepLimits
 from primad.settings.timings import RingTimings
+from primad.system.processors import cores_of_parent
 from primad.system.wire import encode
 
 LIMITS = StepLimits(ring=9, epoch=2, windows=frozenset({1}), width=4, rows=8, context=64, sequences=2)
@@ -509,3 +513,31 @@ def test_ipv6_is_listened_on_where_the_machine_has_it():
             assert wait_step(receiver)[0] == a_step()
     finally:
         receiver.close()
+
+
+def threads() -> set[int]:
+    return {int(each.name) for each in Path("/proc/self/task").iterdir()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are bound to cores on Linux")
+def test_the_thread_that_sends_and_receives_is_not_bound_to_the_core_of_the_first_one(monkeypatch):
+    allowed = os.sched_getaffinity(0)
+    monkeypatch.setattr(ring_links, "cores_of_parent", lambda: tuple(allowed))
+    before = threads()
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        made = Links("127.0.0.1", LIMITS)
+        started = threads() - before
+        assert started
+        until = time.monotonic() + PATIENCE_MS / 1000
+        while any(os.sched_getaffinity(thread) != allowed for thread in started):  # each moves when it begins
+            assert time.monotonic() < until
+            os.sched_yield()
+        made.close()
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="as above")
+def test_the_cores_of_the_process_that_started_this_one_are_known():
+    assert set(cores_of_parent()) == os.sched_getaffinity(os.getppid())
