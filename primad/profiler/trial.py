@@ -4,8 +4,8 @@ It answers each line with one line. It may crash or hang in one (llama.cpp's ext
 its parent (``trials.py``) to judge. Small windows are timed with swept caches, since they would stay where a model's layers
 never do, and with the pause that the sweep makes, after which compute threads sleep as they do in a ring.
 
-What a step waits for a processor that other programs have is no time of its own, as far as the system says how long. A
-quota is the device's own: what is waited for it counts.
+A step that waits for processors which other programs have takes no longer than its first thread computes, as far as the
+system says that it waited. A quota is the device's own: what is waited for it counts.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ REPLAYED: Final = 24
 """Rows that are compared with single ones as an answer is computed anew."""
 FEWEST_ROWS: Final = OFFLOAD_FEW_ROWS
 """Of a chunk of a prompt, on a device that takes long."""
+_CPUS: Final = usable_cpus()
+"""Asked before OpenMP binds this thread to one of them."""
 _WAKING: Final = 0.02
 """Of its time a step may wait for processors and was not disturbed: threads that wake wait as well."""
-_MIN_OWN: Final = 0.25
-"""Of its time is its own at least: what it waited is looked up a moment before and after it."""
 
 
 def main() -> None:
@@ -246,7 +246,7 @@ def _time(task: TimeWindow) -> TrialTimes:
     window = MiddleWindow(task.window, options)
     sweep = np.ones(task.sweep_bytes // 8, np.uint64)
     hidden = np.random.default_rng(0).standard_normal((PREFILL_ROWS, task.width), np.float32)
-    has_quota = usable_cpus() < max(task.threads, task.batch_threads)
+    has_quota = max(task.threads, task.batch_threads) > _CPUS
 
     def step(count: int, position: int) -> float:
         rows = Rows(
@@ -255,10 +255,11 @@ def _time(task: TimeWindow) -> TrialTimes:
             sequences=[[0]] * count,
             outputs=[False] * (count - 1) + [True],
         )
-        own = OwnTime(os.getpid(), clock=time.perf_counter)
+        own, start_s = OwnTime(os.getpid(), clock=time.perf_counter), time.thread_time()
         window.forward(rows)
+        computed_s = time.thread_time() - start_s
         took_s, waited_s = own.took_s()
-        return took_s if has_quota else own_s(took_s, waited_s)
+        return took_s if has_quota or task.gpu else own_s(took_s, waited_s, computed_s)
 
     def run(count: int) -> float:
         window.kv_remove(0, task.cached, -1)
@@ -299,9 +300,11 @@ def _time(task: TimeWindow) -> TrialTimes:
     return timings
 
 
-def own_s(took_s: float, waited_s: float) -> float:
-    """What a step takes by itself that ``took_s``, of which it ``waited_s`` for processors that others had."""
-    return max(_MIN_OWN * took_s, took_s - waited_s) if waited_s > _WAKING * took_s else took_s
+def own_s(took_s: float, waited_s: float, computed_s: float) -> float:
+    """What a step takes by itself that ``took_s``: its first thread ``computed_s`` meanwhile, and one of them ``waited_s``
+    for a processor. Threads that wait for each other do so in turn, so that the step waited longer than any of them.
+    """
+    return min(took_s, computed_s) if waited_s > _WAKING * took_s else took_s
 
 
 def _second(run: Callable[[int], float], count: int) -> float:
