@@ -133,8 +133,8 @@ def measuring(config: Config, reporter: Reporter, effort: Effort) -> Iterator[Ca
         reporter.resolve()
     if is_disturbed(config.home, config.threads):
         reporter.report_line(
-            f"{config.name}: other programs ran while this device was measured, so its figures may be too low; it is measured "
-            "again once it is idle and 'primad join' or 'primad serve' runs, or by 'primad profile --remeasure'"
+            f"{config.name}: other programs ran while this device was measured, so its figures may be too low; it is "
+            "measured again once it is idle and 'primad join' or 'primad serve' runs, or by 'primad profile --remeasure'"
         )
     for gpu in unused_gpus(config.home, config.threads):
         reporter.report_line(str(gpu))
