@@ -22,8 +22,8 @@ HEAD = """\
 # What installs primad takes its packages from here (tools/locked), so that nothing else comes in, whatever an index serves.
 """
 EXTRAS = {"base": [], "hub": ["hub"], "plot": ["plot"], "dev": ["dev"]}
-CORE = ("hatchling", "hypothesis", "matplotlib", "pytest", "scipy")
-"""What tests of the core need of dev."""
+CORE = ("hatchling", "hypothesis", "matplotlib", "pytest", "scipy", "uv")
+"""What tests of the core need of dev, and what installs it."""
 
 
 def main(options: Sequence[str]) -> None:
