@@ -38,9 +38,9 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         }
         command(**given, **made)
 
-    flat.__name__, flat.__doc__, flat.__module__ = command.__name__, command.__doc__, command.__module__
+    flat.__name__, flat.__doc__, flat.__module__ = command.__name__, command.__doc__, command.__module__  # ty: ignore
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # ty: ignore
     return flat
 
 

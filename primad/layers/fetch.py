@@ -72,7 +72,9 @@ async def begun(
 ) -> AsyncIterator[dict[str, PartialLayer]]:
     """By name what is here of each of ``refs``, to add chunks to; there is room for the rest. As ``LayerCache.part``."""
     with ExitStack() as stack:
-        parts = {ref.digest: await in_thread(stack.enter_context, cache.part(ref, hashed=hashed)) for ref in refs}
+        parts: dict[str, PartialLayer] = {
+            ref.digest: await in_thread(stack.enter_context, cache.part(ref, hashed=hashed)) for ref in refs
+        }
         await in_thread(cache.make_room, sum(part.ref.file_bytes - part.present_bytes for part in parts.values()))
         yield parts
 

@@ -157,7 +157,7 @@ class TextService:
                 code="queue_full",
             )
         task = Prepare(
-            what=f"{preparation.__module__}:{preparation.__name__}",
+            what=f"{preparation.__module__}:{preparation.__name__}",  # ty: ignore
             body=body,
             settings=settings,
             seed=secrets.randbelow(SEEDS),
