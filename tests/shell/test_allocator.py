@@ -42,6 +42,13 @@ def test_a_worker_that_waits_loads_no_arrays_no_web_server_and_no_solver():
     assert {"primad.worker.daemon", "primad.gguf.windows", "primad.profiler.device"} <= set(loaded)
 
 
+def test_a_command_loads_no_arrays_no_network_and_no_model():
+    heavy = {"numpy", "llama_cpp", "zmq", "httpx", "cryptography", "pydantic", "zeroconf", "pulp"}
+    loaded = python("import sys, primad.cli.main; print(' '.join(sys.modules))").split()
+    assert heavy.isdisjoint(loaded)
+    assert "primad.cli.chat" in loaded
+
+
 def test_the_whole_packages_are_there_for_who_imports_them_later():
     program = """
 import primad.engine.llama.model as ours
