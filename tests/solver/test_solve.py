@@ -49,8 +49,8 @@ def check_against_brute_force(question: Instance, objective: Objective) -> Solut
 
 
 def test_no_plan_is_better_on_small_fleets():
-    answers = [check_against_brute_force(*small_instance(random.Random(seed))) for seed in range(40)]
-    assert sum(answer is not None for answer in answers) > 25
+    answers = [check_against_brute_force(*small_instance(random.Random(seed))) for seed in range(14)]
+    assert sum(answer is not None for answer in answers) > 8
 
 
 def cut_at_places(seed: int, *, is_offset: bool = False) -> tuple[Instance, Objective]:
