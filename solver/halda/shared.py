@@ -143,14 +143,16 @@ class _Group:
     def __init__(self, question: Instance, at: Sequence[int], shares: Sequence[tuple[float, float]]) -> None:
         self._question, self.at = question, at
         profiles = [question.devices[i] for i in at]
-        part = question.model.attention_part
+        part, of_dense, of_read = (question.model.attention_part, *_attention_parts(question.model))
         self._shares = [part * heads + (1 - part) * values for heads, values in shares]
-        of_heads, of_values = zip(*shares, strict=True)
-        self.own, heads, values = (
-            [_own(question, *each) for each in zip(profiles, of, of_heads, strict=True)]
-            for of in (self._shares, of_heads, of_values)
-        )
-        self._parts = [(part, heads), (1 - part, values)]
+
+        def of_shares(parts: Callable[[float, float], tuple[float, float]]) -> list[Instance]:
+            ranks = zip(profiles, shares, strict=True)
+            return [_own(question, device, *parts(heads, values), heads) for device, (heads, values) in ranks]
+
+        self.own = of_shares(lambda heads, values: (of_dense * heads + (1 - of_dense) * values, values))
+        of_heads, of_values = of_shares(lambda heads, _: (heads, heads)), of_shares(lambda _, values: (values, values))
+        self._parts = [(of_read, of_heads), (1 - of_read, of_values)]
         self._processors = sharing_cores(profiles)
 
     def slowest(self, questions: Sequence[Instance], seconds: Callable[[Instance], float]) -> float:
@@ -201,9 +203,18 @@ class _Group:
         return int(min(own.members[0].disk_limit / share for own, share in zip(self.own, self._shares, strict=True)))
 
 
-def _own(question: Instance, device: DeviceProfile, share: float, heads: float) -> Instance:
-    """The question of a rank: its share of the model, on ``device`` alone, with its ``heads`` of what remembers."""
-    model = share_of_model(question.model, share, heads)
+def _attention_parts(model: ModelProfile) -> tuple[float, float]:
+    """What attention has of the weights of layers that every row uses, and of all that a row uses, some experts among it."""
+    experts = sum(layer.expert_bytes for layer in model.layers)
+    dense = sum(layer.size_bytes for layer in model.layers) - experts
+    attention = min(dense, model.attention_part * (dense + experts))
+    used = experts * model.experts_used / model.experts if model.experts else 0.0
+    return attention / max(dense, 1), attention / max(dense + used, 1)
+
+
+def _own(question: Instance, device: DeviceProfile, dense: float, values: float, heads: float) -> Instance:
+    """The question of a rank: its share of the model, on ``device`` alone, as ``share_of_model`` has it."""
+    model = share_of_model(question.model, dense, values, heads)
     return replace(question, devices=(device.with_gpus(()),), links={}, model=model, prefill_offload=frozenset())
 
 
@@ -245,10 +256,11 @@ def message_s(question: Instance, source: int, target: int, values: float) -> fl
     return cost.hop_s(link, values, 1) - echo_s + delay_s + min(SUM_SHARE * max(tokens_s), echo_s)
 
 
-def share_of_model(model: ModelProfile, share: float, heads: float) -> ModelProfile:
-    """What of ``model`` a rank with that share of each layer's weights has, and of its attention that of ``heads``."""
+def share_of_model(model: ModelProfile, dense: float, values: float, heads: float) -> ModelProfile:
+    """What of ``model`` a rank has: such shares of weights that every row uses, of experts and the output matrix, and of
+    what its attention remembers."""
 
-    def of(sizes: Mapping[str, int]) -> dict[str, int]:
+    def of(sizes: Mapping[str, int], share: float) -> dict[str, int]:
         return {kind: math.ceil(share * size) for kind, size in sizes.items()}
 
     return replace(
@@ -256,15 +268,15 @@ def share_of_model(model: ModelProfile, share: float, heads: float) -> ModelProf
         layers=tuple(
             replace(
                 layer,
-                bytes_by_type=of(layer.bytes_by_type),
-                expert_bytes_by_type=of(layer.expert_bytes_by_type),
+                bytes_by_type=of(layer.bytes_by_type, dense),
+                expert_bytes_by_type=of(layer.expert_bytes_by_type, values),
                 kv_bytes_per_token=math.ceil(heads * layer.kv_bytes_per_token),
                 state_bytes=math.ceil(heads * layer.state_bytes),
                 query_width=math.ceil(heads * layer.query_width),
             )
             for layer in model.layers
         ),
-        output_bytes_by_type=of(model.output_bytes_by_type),
+        output_bytes_by_type=of(model.output_bytes_by_type, values),
         query_width=math.ceil(heads * model.attention_width),
         heads=math.ceil(heads * model.attention_heads),
     )

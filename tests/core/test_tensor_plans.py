@@ -372,6 +372,20 @@ def test_shapes_share_layers_as_far_as_their_architecture_and_heads_are_known_to
     assert (whole.max_ranks, whole.units.shares([3, 1])) == (MAX_RANKS, [(1.0, 0.75), (1.0, 0.25)])
 
 
+def test_attention_that_is_whole_counts_as_what_a_token_reads_of_it_beside_few_experts():
+    layer = replace(model().layers[0], bytes_by_type={"Q4_K": 10_000_000}, expert_bytes_by_type={"Q4_K": 80_000_000})
+    mixture = replace(model(), layers=(layer,) * 20, experts=8, experts_used=2, attention_share=1 / 9)
+    asked = instance([device("desk", ram=8 * GB), device("mini", ram=8 * GB)], (), mixture, WORK, {})
+    ranks = tuple(Rank(device=name, weight=1, heads=1.0, values=0.5) for name in ("desk", "mini"))
+    places, shared = places_of(asked, (ranks,))
+    own = shared["desk"].own[0].model.layers[0]
+    assert (own.bytes_by_type, own.expert_bytes) == (layer.bytes_by_type, 40_000_000)
+    halves = places_of(asked, (tuple(replace(rank, heads=0.5) for rank in ranks),))[0]
+    whole_s, half_s = (each.members[0].decode.cpu[0] for each in (places, halves))
+    alone_s = asked.members[0].decode.cpu[0]
+    assert whole_s - half_s > 0.1 * alone_s, "10 MB of the 30 MB that a token reads"
+
+
 def test_attention_that_is_whole_takes_the_time_and_the_cells_of_all_of_it():
     asked = question(device("desk", ram=8 * GB), device("mini", ram=8 * GB))
     whole = ShareUnits(heads=0, keys=(), head_unit=1, values=1024, value_unit=1)
