@@ -283,7 +283,7 @@ class LinkProfile:
     later than the median or more (the 95th percentile). ``messages`` were measured, by size; without them a message takes
     its bytes at ``bytes_per_s`` beyond an empty one. Where it does not ``work`` the figures are not measured: they lead the
     search away from it, and no plan that sends over it is an answer. ``network_s`` is what the network takes of
-    ``round_trip_s``, without the programs at both ends; None where that was not measured.
+    ``round_trip_s`` on average, without the programs at both ends; None where that was not measured.
     """
 
     source: str

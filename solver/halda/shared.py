@@ -249,11 +249,11 @@ def message_s(question: Instance, source: int, target: int, values: float) -> fl
     these take is estimated where the network was not measured alone."""
     link, tokens_s = question.link(source, target), [question.devices[i].cpu.token_s for i in (source, target)]
     echo_s = link.round_trip_s / 2
-    if link.network_s is not None:
-        delay_s = min(echo_s, link.network_s / 2)
-    else:
-        delay_s = max(MIN_DELAY_SHARE * echo_s, echo_s - ECHO_SHARE * sum(tokens_s) / 2)
-    return cost.hop_s(link, values, 1) - echo_s + delay_s + min(SUM_SHARE * max(tokens_s), echo_s)
+    programs_s = min(SUM_SHARE * max(tokens_s), echo_s)
+    if link.network_s is not None:  # programs that are asked are late as well, on a busy machine above all
+        return cost.message_s(link, values * VALUE_BYTES) - echo_s + link.network_s / 2 + programs_s
+    delay_s = max(MIN_DELAY_SHARE * echo_s, echo_s - ECHO_SHARE * sum(tokens_s) / 2)
+    return cost.hop_s(link, values, 1) - echo_s + delay_s + programs_s
 
 
 def share_of_model(model: ModelProfile, dense: float, values: float, heads: float) -> ModelProfile:

@@ -178,7 +178,7 @@ def test_a_sum_costs_what_the_network_alone_was_measured_to_take_and_little_more
     groups, pairs = group(("desk", 1), ("mini", 1)).groups, (("desk", "mini"), ("mini", "desk"))
 
     def sum_s(network_s: float) -> float:
-        links = [replace(link(*pair, round_trip_s=0.002), network_s=network_s) for pair in pairs]
+        links = [replace(link(*pair, round_trip_s=0.002), late_s=0.01, network_s=network_s) for pair in pairs]
         return places_of(question(desk, mini, links=links), groups)[1]["desk"].sum_s
 
     assert sum_s(0.0008) - sum_s(0.0002) == pytest.approx(0.0003)
