@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from contextlib import suppress
 from itertools import groupby, pairwise
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -111,6 +112,8 @@ def _run(
             protocol(item=items[-1], nextitem=None if at is None else files[at][0])
         status = 0
     finally:
+        with suppress(BaseException):
+            session._setupstate.teardown_exact(None)  # of a process that is interrupted all that is open
         os._exit(status)
 
 

@@ -6,7 +6,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -180,7 +180,7 @@ def test_what_the_library_says_of_itself_is_not_written_where_answers_are():
     assert found.stdout == "3.0\n"
 
 
-def each(question: Callable[[int], T], seeds: range) -> list[T]:
+def each(question: Callable[[int], T], seeds: Iterable[int]) -> list[T]:
     """What ``question`` gives for each seed, in as many processes as there are cores for, beside the other tests."""
     count = (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if count < 2:
@@ -196,9 +196,13 @@ def small_answer(seed: int) -> Solution | None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "seeds", [range(1000, 1060), pytest.param(range(1060, 2000), marks=pytest.mark.matrix)], ids=str
+    "seeds",
+    [
+        pytest.param([*range(1000, 1038), *range(1039, 1060)], id="some"),
+        pytest.param([1038, *range(1060, 2000)], id="all", marks=pytest.mark.matrix),  # 1038: all its plans take 8 s
+    ],
 )
-def test_no_plan_is_better_on_a_thousand_small_fleets(seeds: range):
+def test_no_plan_is_better_on_a_thousand_small_fleets(seeds: list[int]):
     answers = each(small_answer, seeds)
     found = [answer for answer in answers if answer is not None]
     assert len(found) > 0.7 * len(seeds)
