@@ -149,8 +149,10 @@ async def measure_links(
                     if best is None or found.both_s < best[0].both_s:
                         best = found, address
         if best is not None:
-            measured.links.append(_profile(source, target.device, best[1], best[0], best[0].there))
-            measured.links.append(_profile(target.device, source, "", best[0], best[0].back))
+            found, address = best
+            there, back = (source, target.device, address), (target.device, source, "")
+            measured.links.append(_profile(*there, found.round_trip_s, found.there, found.network_s))
+            measured.links.append(_profile(*back, found.round_trip_s, found.back, found.network_s))
             continue
         measured.links.extend([cut_link(source, target.device), cut_link(target.device, source)])
         why = next((each for each in _WHYS if each in failed), SILENT)
@@ -186,16 +188,18 @@ async def _quickest(target: Contact) -> list[str]:
     return answered[:MAX_ADDRESSES] or target.addresses
 
 
-def _profile(source: str, target: str, address: str, found: _Measured, way: _Way) -> LinkProfile:
+def _profile(
+    source: str, target: str, address: str, round_trip_s: float, way: _Way, network_s: float | None = None
+) -> LinkProfile:
     return LinkProfile(
         source=source,
         target=target,
         address=address,
-        round_trip_s=found.round_trip_s,
+        round_trip_s=round_trip_s,
         bytes_per_s=way.bytes_per_s,
         late_s=way.late_s,
         messages=way.messages,
-        network_s=found.network_s,
+        network_s=network_s,
     )
 
 
