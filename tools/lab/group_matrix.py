@@ -83,12 +83,18 @@ def with_table(page: str, seconds: Seconds) -> str:
 
 
 def table(seconds: Seconds) -> str:
-    """Seconds to the next token in Markdown: a row a fault, a column a phase, in it the places one after the other."""
-    lines = [f"| | {' | '.join(PHASES)} |", f"|---|{'---|' * len(PHASES)}"]
+    """Seconds to the next token in Markdown: a row a fault, a column a phase, in it the places one after the other. Nothing
+    of faults that were not measured."""
+    lines = list[str]()
     for fault in FAULTS:
-        entries = (", ".join(_entry(cell, seconds) for cell in _cells(fault, phase)) for phase in PHASES)
-        lines.append(f"| **{fault}** | {' | '.join(entries)} |")
-    return "\n".join(lines) + "\n"
+        cells = [_cells(fault, phase) for phase in PHASES]
+        if any(cell.id in seconds for each in cells for cell in each):
+            entries = (", ".join(_entry(cell, seconds) for cell in each) for each in cells)
+            lines.append(f"| **{fault}** | {' | '.join(entries)} |")
+    if lines:
+        title = "Seconds to the next token, place by place:"
+        lines[:0] = [title, "", f"| | {' | '.join(PHASES)} |", f"|---|{'---|' * len(PHASES)}"]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _cells(fault: str, phase: str) -> list[GroupCell]:
