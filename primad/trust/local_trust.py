@@ -1,6 +1,7 @@
 """Daemons of one user on one machine know each other by files in a folder that only this user can write to.
 
-Each leaves its public key there for as long as it lives. Any program that can write such a file can also read our
+Each leaves its public key there for as long as it lives, and so does a command that asks other daemons, such as ``primad
+plan``, which may have the key of a daemon: each process has its own file. Any program that can write such a file can also read our
 secret key, so trusting it adds no risk. The folder is ``primad/local-devices`` in the user's state folder, or the one
 of the environment variable ``PRIMAD_LOCAL_TRUST`` (for tests, and for several machines that share one home folder).
 """
@@ -66,7 +67,7 @@ class LocalTrust:
         if now - self._believed.get(key, -BELIEVED_S) < BELIEVED_S:
             return True
         self._believed.pop(key, None)
-        if not is_ours(self.folder) or self._read(self._file(key)) is None:
+        if not is_ours(self.folder) or all(self._read(path) is None for path in self.folder.glob(f"{key_hex(key)}*.json")):
             return False
         self._believed[key] = now
         return True
@@ -76,13 +77,14 @@ class LocalTrust:
         if not is_ours(self.folder):
             return []
         notes = (self._read(path) for path in sorted(self.folder.glob("*.json"))[:_MAX_FILES])
-        return sorted((note.device, note.key) for note in notes if note is not None)
+        return sorted({(note.device, note.key) for note in notes if note is not None})
 
     @contextlib.contextmanager
     def announce(self, device: str, key: str) -> Iterator[None]:
         """Keep ``key`` in the folder inside this context. A failure is only logged."""
-        path, (created, since_boot) = self._file(key), start_of(os.getpid())
-        note = _Note(device=device, key=key, pid=os.getpid(), created=created, since_boot=since_boot)
+        pid = os.getpid()
+        path, (created, since_boot) = self.folder / f"{key_hex(key)}-{pid}.json", start_of(pid)
+        note = _Note(device=device, key=key, pid=pid, created=created, since_boot=since_boot)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not is_ours(self.folder):
@@ -99,9 +101,6 @@ class LocalTrust:
             with contextlib.suppress(OSError):
                 path.unlink()
 
-    def _file(self, key: str) -> Path:
-        return self.folder / f"{key_hex(key)}.json"
-
     def _read(self, path: Path) -> _Note | None:
         """The note of a living daemon at ``path``; one of a dead daemon is removed."""
         try:
@@ -110,7 +109,7 @@ class LocalTrust:
             note = msgspec.json.decode(read_private(path) or b"", type=_Note)
         except (OSError, ConfigError, msgspec.MsgspecError):
             return None
-        if not is_key(note.key) or path != self._file(note.key) or not NAME.fullmatch(note.device):
+        if not is_key(note.key) or not path.name.startswith(key_hex(note.key)) or not NAME.fullmatch(note.device):
             return None
         if still_runs(note.pid, note.created, note.since_boot):
             return note

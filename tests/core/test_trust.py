@@ -352,6 +352,30 @@ def test_a_daemon_of_this_user_is_trusted_while_it_lives(store: TrustStore, loca
     assert not LocalTrust(local.folder).knows(other.public)
 
 
+ANNOUNCING = """
+import sys
+from pathlib import Path
+from primad.trust.local_trust import LocalTrust
+with LocalTrust(Path(sys.argv[1])).announce("laptop", sys.argv[2]):
+    print(flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_command_with_the_key_of_a_daemon_takes_nothing_from_it_when_it_ends(local: LocalTrust):
+    with local.announce("laptop", PI):
+        command = subprocess.Popen(
+            [sys.executable, "-c", ANNOUNCING, local.folder, PI], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert command.stdout is not None
+        assert command.stdout.readline()
+        assert local.devices() == [("laptop", PI)]
+        command.communicate(timeout=30)
+        assert command.returncode == 0
+        assert LocalTrust(local.folder).knows(PI)
+    assert not LocalTrust(local.folder).knows(PI)
+
+
 def test_revocation_wins_over_being_local(store: TrustStore, local: LocalTrust):
     with LocalTrust(local.folder).announce("laptop", PI):
         assert store.trusts(PI)
