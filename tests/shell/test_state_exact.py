@@ -71,8 +71,9 @@ def test_a_sequence_goes_back_to_where_its_state_was_kept(architecture, tmp_path
 TAKES_BACK = sorted(name for name in HYBRIDS if name in SUPPORTED and SUPPORTED[name].takes_back)
 LATENT = {"bailingmoe3"}
 """Whose attention sums several rows in another order without flash attention."""
-WRONG = [7, 9, 11]
-"""Drafts that do not hold."""
+WRONG, OTHERS = [7, 9, 11], [13, 40, 8]
+"""Drafts that do not hold. A router in float32 gives a row other last bits beside others than alone on some processors, and
+with them maybe other experts; so models with experts are compared with other drafts in the same steps."""
 
 
 def step(route, tokens, position, sequence):
@@ -81,35 +82,45 @@ def step(route, tokens, position, sequence):
     return [route.windows[-1].logits(row).copy() for row in range(len(tokens))]
 
 
+def answered(route, own, text, wrong):
+    """Logits behind the prompt and the tokens of ``text``, one or two of which at a time are computed with drafts that are
+    taken back, beside other sequences."""
+    found, others = [printed(route, own, CHUNKS, 0)[len(CHUNKS) - 1]], -1
+    each(route, lambda window: window.kv_remove(own, 0, -1))
+    for tokens, position in zip(CHUNKS, (0, 40, 64), strict=True):
+        route.logits(tokens, position, own)
+    while len(found) <= ANSWER:
+        at = len(found) - 1
+        held = text[at : at + 1 + at % 2]
+        found += step(route, [*held, *wrong[: 4 - len(held)]], len(PROMPT) + at, own)[: len(held)]
+        end = len(PROMPT) + len(found) - 1
+        if own:
+            route.logits([at], others := others + 1, 0)
+        each(route, lambda window, end=end: window.kv_remove(own, end, -1))
+    return found
+
+
+def are_equal(some, others):
+    return all((one == other).all() for one, other in zip(some, others, strict=False))
+
+
 @pytest.mark.parametrize("architecture", some_quick(TAKES_BACK))
 def test_drafts_that_did_not_hold_are_taken_back_and_the_answer_is_the_same(architecture, tmp_path):
     header = written(tmp_path, architecture)
     for number, (cut, sequences) in enumerate([(None, 1), (cuts_of(header)[0], 3)]):
-        own, found = sequences - 1, []
-        for rollback in (0, len(WRONG)):
+        own, routes = sequences - 1, []
+        for rollback in (0, len(WRONG), len(WRONG)):
             options = msgspec.structs.replace(OPTIONS, sequences=sequences, rollback=rollback)
-            (folder := tmp_path / f"{number}-{rollback}").mkdir()
-            route = Whole(header, options) if cut is None else Route(header, cut, folder, options)
-            if not rollback:
-                expected = printed(route, own, CHUNKS, 0)[len(CHUNKS) - 1 :]
-                text = [int(logits.argmax()) for logits in expected]
-                route.release()
-                continue
-            found.append(printed(route, own, CHUNKS, 0)[len(CHUNKS) - 1])
-            each(route, lambda window, own=own: window.kv_remove(own, 0, -1))
-            for tokens, position in zip(CHUNKS, (0, 40, 64), strict=True):
-                route.logits(tokens, position, own)
-            others = -1
-            while len(found) <= ANSWER:
-                at = len(found) - 1
-                held = text[at : at + 1 + at % 2]
-                found += step(route, [*held, *WRONG[: 4 - len(held)]], len(PROMPT) + at, own)[: len(held)]
-                end = len(PROMPT) + len(found) - 1
-                if own:
-                    route.logits([at], others := others + 1, 0)
-                each(route, lambda window, own=own, end=end: window.kv_remove(own, end, -1))
+            (folder := tmp_path / f"{number}-{len(routes)}").mkdir()
+            routes.append(Whole(header, options) if cut is None else Route(header, cut, folder, options))
+        expected = printed(routes[0], own, CHUNKS, 0)[len(CHUNKS) - 1 :]
+        text = [int(logits.argmax()) for logits in expected]
+        found, again = (answered(*how) for how in ((routes[1], own, text, WRONG), (routes[2], own, text, OTHERS)))
+        assert are_equal(found, again), cut
+        if not any("ffn_gate_inp" in name for name in header.tensors):
+            assert are_equal(found, expected), cut
+        for route in routes:
             route.release()
-        assert all((one == other).all() for one, other in zip(found, expected, strict=False)), cut
 
 
 def test_only_rows_of_the_last_step_are_taken_back_and_one_of_them_stays(tmp_path):
