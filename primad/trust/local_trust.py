@@ -1,9 +1,9 @@
 """Daemons of one user on one machine know each other by files in a folder that only this user can write to.
 
 Each leaves its public key there for as long as it lives, and so does a command that asks other daemons, such as ``primad
-plan``, which may have the key of a daemon: each process has its own file. Any program that can write such a file can also read our
-secret key, so trusting it adds no risk. The folder is ``primad/local-devices`` in the user's state folder, or the one
-of the environment variable ``PRIMAD_LOCAL_TRUST`` (for tests, and for several machines that share one home folder).
+plan``, which may have the key of a daemon: each process has its own file. Any program that can write such a file can also
+read our secret key, so trusting it adds no risk. The folder is ``primad/local-devices`` in the user's state folder, or the
+one of the environment variable ``PRIMAD_LOCAL_TRUST`` (for tests, and for several machines that share one home folder).
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class LocalTrust:
         if now - self._believed.get(key, -BELIEVED_S) < BELIEVED_S:
             return True
         self._believed.pop(key, None)
-        if not is_ours(self.folder) or all(self._read(path) is None for path in self.folder.glob(f"{key_hex(key)}*.json")):
+        if not is_ours(self.folder) or all(
+            self._read(path) is None for path in self.folder.glob(f"{key_hex(key)}*.json")
+        ):
             return False
         self._believed[key] = now
         return True
