@@ -260,7 +260,7 @@ class HeadDaemon:
             suspect_after_s=config.suspect_after_s,
             gone_after_s=config.gone_after_s,
             gain=config.replan_gain,
-            use_all=options.run.use_all,
+            use_all=options.run.wants_all,
             wanted=wanted,
             look_s=wait_s,
             hold_s=HOLD_S,

@@ -57,6 +57,11 @@ class RunConfig:
     wire: Wire = "f32"
 
     @property
+    def wants_all(self) -> bool:
+        """Whether every device that can take part is to have layers, or a share of them, whether that gains or not."""
+        return self.use_all or self.parallel == "tensor"
+
+    @property
     def may_share(self) -> bool:
         """Whether devices may have shares of layers: with what is asked for, a group has to compute everything else too."""
         by_hand = self.windows is not None and not self.shares_by_hand

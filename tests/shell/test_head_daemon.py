@@ -44,7 +44,7 @@ from primad.network.messages import Dismiss, Introduce, Leaving, MemoryLow, Memo
 from primad.planning.corrections import MIN_TOKENS
 from primad.planning.forecast import Forecast
 from primad.planning.request import PlanRequest
-from primad.planning.run_config import RunConfig
+from primad.planning.run_config import ParallelMode, RunConfig
 from primad.ring.messages import DecodeStatus, Finished, Generate, Sampled, Status
 from primad.settings.config import load_config, open_home
 from primad.settings.timings import HeadTimings, MembershipTimings, NetworkTimings, Timings
@@ -161,6 +161,7 @@ class Lab:
         self.solver, self.rings, self.discovery = FakeSolver(), FakeRings(), FakeDiscovery()
         self.backend = RingBackend(texts=NoTexts())
         self.more_options: dict[str, object] = {}
+        self.parallel: ParallelMode = "pipeline"
         self.free_bytes = profile_of("desk").ram_available_bytes
         self.profile = KnownProfile(lambda _: replace(profile_of("desk"), ram_available_bytes=self.free_bytes))
         self.printed: list[str] = []
@@ -211,6 +212,7 @@ class Lab:
                 context_tokens=64,
                 chunk_rows=16,
                 use_all=use_all,
+                parallel=self.parallel,
                 sequences=1,
                 speculate="off",
             ),
@@ -776,6 +778,17 @@ async def test_a_device_that_joins_takes_part_when_that_gains_enough(lab, value,
             await here.rings.find(lambda each: each is first and each.closed)
             second.finish(request)
         assert (await stream.ends()).reason == "stop"
+
+
+async def test_with_parallel_tensor_a_device_that_comes_has_a_share_even_if_that_gains_nothing(lab):
+    async with lab() as here:
+        here.solver.value = lambda count: float(10 + count)
+        here.parallel = "tensor"
+        here.device("nas")
+        here.start()
+        first = await here.serves("nas")
+        here.device("lap")
+        await here.serves("nas", "lap", after=first.epoch)
 
 
 @pytest.mark.parametrize("may_keep", [True, False])
