@@ -48,7 +48,7 @@ def test_a_socket_without_a_file_is_reached() -> None:
     [
         ({}, None),
         ({"WATCHDOG_USEC": "90000000"}, 90.0),
-        ({"WATCHDOG_USEC": "90000000", "WATCHDOG_PID": str(os.getpid())}, 90.0),
+        ({"WATCHDOG_USEC": "90000000", "WATCHDOG_PID": "{pid}"}, 90.0),
         ({"WATCHDOG_USEC": "90000000", "WATCHDOG_PID": "1"}, None),  # of another process, whose environment we have
         ({"WATCHDOG_USEC": "soon"}, None),
         ({"WATCHDOG_USEC": "0"}, None),
@@ -56,7 +56,7 @@ def test_a_socket_without_a_file_is_reached() -> None:
     ids=["none", "all", "ours", "another", "no number", "zero"],
 )
 def test_the_watchdog_is_the_one_of_this_process(environ: dict[str, str], seconds: float | None) -> None:
-    assert watchdog_s(environ) == seconds
+    assert watchdog_s({name: value.format(pid=os.getpid()) for name, value in environ.items()}) == seconds
 
 
 async def test_a_daemon_says_that_it_is_ready_lives_and_ends(ear: socket.socket) -> None:
