@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Final
+from typing import Final, TypeAlias
 
 from halda import DeviceProfile, Infeasible, LeftOut, Objective, Plan, Prediction, Rank, Solution, Window, evaluate
 from halda.evaluate import stream
@@ -37,6 +37,8 @@ MAX_STREAMING: Final = 4
 """Groups that stream which are judged, where none has memory enough."""
 STEPS: Final = (4, 2, 1)
 """By which weights of groups that stream are changed."""
+_Able: TypeAlias = dict[int, float]
+_Pairs: TypeAlias = set[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,10 @@ class GroupWishes:
 
 def group_sets(question: Instance, wishes: GroupWishes) -> list[tuple[str, ...]]:
     """The devices that may be a group, by what they compute together; the quickest in front."""
-    able, pairs = _able_pairs(question, wishes)
+    return _combined(question, wishes, *_able_pairs(question, wishes))
+
+
+def _combined(question: Instance, wishes: GroupWishes, able: _Able, pairs: _Pairs) -> list[tuple[str, ...]]:
     found = [
         each
         for size in range(2, min(wishes.max_ranks, MAX_COMBINED) + 1)
@@ -75,9 +80,8 @@ def _unlike(question: Instance, places: Iterable[list[tuple[str, ...]]]) -> list
     return [*found.values()][:MAX_SETS]
 
 
-def _large_sets(question: Instance, wishes: GroupWishes) -> list[tuple[str, ...]]:
+def _large_sets(question: Instance, wishes: GroupWishes, able: _Able, pairs: _Pairs) -> list[tuple[str, ...]]:
     """The head and the quickest devices with it, in groups of more than ``MAX_COMBINED``."""
-    able, pairs = _able_pairs(question, wishes)
     taken = [0] if 0 in able else []
     for i in able:
         if i and taken and all((a, i) in pairs or (i, a) in pairs for a in taken):
@@ -90,7 +94,7 @@ def _names(question: Instance, devices: Sequence[int]) -> tuple[str, ...]:
     return tuple(question.devices[i].device for i in devices)
 
 
-def _able_pairs(question: Instance, wishes: GroupWishes) -> tuple[dict[int, float], set[tuple[int, int]]]:
+def _able_pairs(question: Instance, wishes: GroupWishes) -> tuple[_Able, _Pairs]:
     """Tokens/s of each device that may share layers, the quickest first, and those two of them that may do so together."""
     able = [i for i, device in enumerate(question.devices) if device.gpu is None]
     rates = {i: 1 / _alone_s(question, question.devices[i]) for i in able}
@@ -286,7 +290,8 @@ def solution_of(plan: Plan, question: Instance, objective: Objective) -> Solutio
 
 def best_whole(question: Instance, wishes: GroupWishes) -> Solution | None:
     """The best group of the whole model with the head in it; None where there is none. None streams where one need not."""
-    found = [*group_sets(question, wishes), *_large_sets(question, wishes)]
+    able, pairs = _able_pairs(question, wishes)
+    found = [*_combined(question, wishes, able, pairs), *_large_sets(question, wishes, able, pairs)]
     head = question.devices[0].device
     sets = [names for [names] in _unlike(question, [[names] for names in found if head in names])]
     by_disks = sorted(sets, key=lambda names: -len(names))[:MAX_STREAMING]
