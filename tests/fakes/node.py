@@ -1,4 +1,4 @@
-"""A worker's node with a home of its own, for tests of what a worker does with it."""
+"""Nodes with a home of their own, for tests of what a daemon does with them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from primad.daemon.node import Node
 from primad.kv.store import KvStore
 from primad.layers.cache import LayerCache
 from primad.settings.config import load_config, open_home
-from primad.trust.identity import new_identity
+from primad.trust.identity import Identity, new_identity
 from primad.trust.local_trust import LocalTrust
 from primad.trust.trust import TrustStore
 
 
-def worker_node(home: Path) -> Node:
-    """The node of the device ``lap`` in ``home``."""
-    config = load_config({"home": home, "name": "lap", "host": "127.0.0.1"}, {})
+def node_of(home: Path, name: str, identity: Identity) -> Node:
+    """The node of the device ``name`` in ``home``."""
+    config = load_config({"home": home, "name": name, "host": "127.0.0.1"}, {})
     open_home(config)
     workspace = Workspace(
         cache=LayerCache(home / "layers"),
@@ -25,6 +25,10 @@ def worker_node(home: Path) -> Node:
         usage=home / "usage",
         build="b",
     )
-    identity = new_identity()
     trust = TrustStore(home, identity, LocalTrust(home / "local"))
     return Node(config=config, workspace=workspace, identity=identity, trust=trust)
+
+
+def worker_node(home: Path) -> Node:
+    """The node of the device ``lap`` in ``home``."""
+    return node_of(home, "lap", new_identity())

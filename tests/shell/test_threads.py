@@ -13,8 +13,6 @@ from halda import Plan, Window
 from primad.api.answering.pieces import CONTROL, END, ModelPieces, PieceTable
 from primad.cli.progress import RichReporter
 from primad.daemon import loading
-from primad.daemon.layer_files import Workspace
-from primad.daemon.node import Node
 from primad.engine.rope import AS_IN_THE_MODEL
 from primad.errors import RingError
 from primad.gguf.model import open_model
@@ -24,18 +22,14 @@ from primad.head.members.worker_link import Caller
 from primad.head.model.service import ModelSource, Service
 from primad.head.rings.ring import HeadRing
 from primad.head.rings.ring_inputs import RingDevices, RingInputs
-from primad.kv.store import KvStore
-from primad.layers.cache import LayerCache
 from primad.membership.types import RingFailed
 from primad.planning.forecast import Forecast
 from primad.planning.question import default_workload
 from primad.planning.run_config import RunConfig
 from primad.ring.messages import Open
-from primad.settings.config import load_config, open_home
 from primad.settings.timings import NetworkTimings
-from primad.trust.local_trust import LocalTrust
-from primad.trust.trust import TrustStore
 from tests.fakes.control import HEAD
+from tests.fakes.node import node_of
 from tests.fakes.profile import PROFILE
 
 DEVICE = dataclasses.replace(PROFILE, cpu=dataclasses.replace(PROFILE.cpu, cores=8, threads=3, batch_threads=7))
@@ -79,20 +73,7 @@ async def test_the_head_passes_on_threads_ends_and_what_is_on_its_gpu_and_tells_
     monkeypatch.setattr(loading, "RingProcess", process)
     window = Window(device="desk", first=0, last=30, gpu_layers=30)
     header = open_model(smollm2)
-    config = load_config({"home": tmp_path, "name": "desk", "host": "127.0.0.1"}, {})
-    open_home(config)
-    node = Node(
-        config=config,
-        workspace=Workspace(
-            cache=LayerCache(tmp_path / "layers"),
-            kv=KvStore(tmp_path / "cells"),
-            run=config.run,
-            usage=tmp_path / "v",
-            build="b",
-        ),
-        identity=HEAD,
-        trust=TrustStore(tmp_path, HEAD, LocalTrust(tmp_path / "local")),
-    )
+    node = node_of(tmp_path, "desk", HEAD)
     plan = Plan(rounds=1, route=(window,), output_on_gpu=True, streaming=(), left_out=())
     inputs = RingInputs(
         epoch=3,
@@ -110,7 +91,7 @@ async def test_the_head_passes_on_threads_ends_and_what_is_on_its_gpu_and_tells_
         ),
         pieces=one_token,
         devices=RingDevices(
-            workers={}, holders={}, links=LinkBook(Caller.of(config, None, HEAD, "b", NetworkTimings()))
+            workers={}, holders={}, links=LinkBook(Caller.of(node.config, None, HEAD, "b", NetworkTimings()))
         ),
         node=node,
         profile=DEVICE,
