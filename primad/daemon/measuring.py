@@ -124,7 +124,7 @@ def measuring(config: Config, reporter: Reporter, effort: Effort) -> Iterator[Ca
     steps = itertools.count()
 
     def advance(_: str) -> None:
-        reporter.progress(config.name, "profile", next(steps), effort.steps)
+        reporter.progress(config.name, "profile", min(next(steps), effort.steps), effort.steps)
 
     try:
         yield advance

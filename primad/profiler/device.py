@@ -12,7 +12,7 @@ import platform
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from halda import DeviceProfile, GpuProfile
 from primad.errors import ConfigError
@@ -31,6 +31,9 @@ from primad.system.wireless import is_wireless
 
 if TYPE_CHECKING:
     from primad.profiler.processors import Advance
+
+_TRIES: Final = 3
+"""So often a device is measured whose figures contradict each other."""
 
 
 def profile_device(
@@ -58,10 +61,19 @@ def profile_device(
     with measuring(), trial_folder(home) as folder:
         # Another home of this machine may have measured it meanwhile.
         machine, disk = (None, None) if again else _known(home, threads, effort)
-        machine = machine or measure_machine(folder, threads, advance, effort)
-        disk = disk or measure_home(folder, advance, effort)
-    profile = _compose(name, home, machine, disk, limits.gpu)
-    _check(profile)
+        for tries_left in reversed(range(_TRIES)):
+            machine = machine or measure_machine(folder, threads, advance, effort)
+            disk = disk or measure_home(folder, advance, effort)
+            profile = _compose(name, home, machine, disk, limits.gpu)
+            try:
+                check_profile(profile)
+                break
+            except Implausible as exc:  # a program that came or went in between: its figures do not fit each other
+                machine = disk = None
+                if not tries_left:
+                    raise _contradictory(exc) from exc
+    assert machine is not None
+    assert disk is not None
     write(machine, disk, home)
     return within(limits, profile, cached_bytes(home))
 
@@ -164,10 +176,8 @@ def cached_bytes(home: Path) -> int:
     return size
 
 
-def _check(profile: DeviceProfile) -> None:
-    try:
-        check_profile(profile)
-    except Implausible as exc:
-        raise ConfigError(
-            f"this device was measured, but {exc}; let the machine come to rest and run 'primad profile --remeasure'"
-        ) from exc
+def _contradictory(exc: Implausible) -> ConfigError:
+    return ConfigError(
+        f"this device was measured {_TRIES} times, but {exc}; let the machine come to rest and run 'primad profile "
+        "--remeasure'"
+    )

@@ -1003,6 +1003,23 @@ def test_figures_that_make_no_sense_are_not_kept(tmp_path, measured, monkeypatch
     with pytest.raises(ConfigError, match="primad profile --remeasure"):
         profile_device("desk", home, None, lambda _: None)
     assert not is_profiled(home, None, QUICK)
+    assert measured == ["cpu None", "disk"] * 3
+
+
+def test_figures_that_a_busy_moment_made_contradictory_are_measured_anew(tmp_path, measured, monkeypatch):
+    home = a_home(tmp_path)
+    rates = iter([3e13, 3e10])
+    monkeypatch.setattr(measure, "ram_read_bytes_per_s", lambda threads: next(rates))
+    assert profile_device("desk", home, None, lambda _: None).ram_read_bytes_per_s == 3e10
+    assert measured == ["cpu None", "disk"] * 2
+    assert is_profiled(home, None, QUICK)
+
+
+def test_memory_is_read_as_fast_as_weights_were_whatever_ran_beside_its_trial(tmp_path, measured, monkeypatch):
+    monkeypatch.setattr(measure, "ram_read_bytes_per_s", lambda threads: 1.0)
+    profile = profile_device("desk", a_home(tmp_path), None, lambda _: None)
+    assert profile.ram_read_bytes_per_s == max(speed.decode_bytes_per_s for speed in CPU.speeds)
+    assert measured == ["cpu None", "disk"]
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
