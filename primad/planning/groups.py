@@ -15,7 +15,19 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Final, TypeAlias
 
-from halda import DeviceProfile, Infeasible, LeftOut, Objective, Plan, Prediction, Rank, Solution, Window, evaluate
+from halda import (
+    DeviceProfile,
+    Infeasible,
+    LeftOut,
+    NotBelow,
+    Objective,
+    Plan,
+    Prediction,
+    Rank,
+    Solution,
+    Window,
+    evaluate,
+)
 from halda.evaluate import stream
 from halda.instance import Instance
 from halda.shared import SUMS, SharedPlace, message_s, places_of
@@ -35,6 +47,8 @@ MAX_RINGS: Final = 6
 """For which the solver is asked."""
 MAX_STREAMING: Final = 4
 """Groups that stream which are judged, where none has memory enough."""
+STAND_IN_ERROR: Final = 0.1
+"""The solver's figures of a ring may be so much above those of the evaluator: to it a group is one device more."""
 STEPS: Final = (4, 2, 1)
 """By which weights of groups that stream are changed."""
 _Able: TypeAlias = dict[int, float]
@@ -316,19 +330,22 @@ def _not_in(question: Instance, names: Iterable[str]) -> list[LeftOut]:
     return [LeftOut(device=name, reason="a share of each layer there would make nothing faster") for name in others]
 
 
-def best_ring(question: Instance, wishes: GroupWishes, time_limit_s: float) -> Solution | None:
+def best_ring(
+    question: Instance, wishes: GroupWishes, time_limit_s: float, other: Solution | None = None
+) -> Solution | None:
     """The best ring of groups and single devices that the solver finds for the likeliest groups, all within
-    ``time_limit_s``; None for none."""
-    found, tried = list[Solution](), [*_ring_sets(question, wishes)]
+    ``time_limit_s``; ``other`` where none is better."""
+    best, tried = other, [*_ring_sets(question, wishes)]
     for sets in tried:
+        below_s = math.inf if best is None else best.objective_s / (1 - STAND_IN_ERROR)
         try:
             groups = tuple(_by_speed(question, _leader_first(question, names), wishes.units) for names in sets)
-            ring = ring_of(question, groups, wishes.objective, time_limit_s / len(tried))
-        except Infeasible:
+            ring = ring_of(question, groups, wishes.objective, time_limit_s / len(tried), below_s)
+        except (Infeasible, NotBelow):
             continue
-        if ring is not None:
-            found.append(ring)
-    return min(found, key=lambda each: each.objective_s, default=None)
+        if ring is not None and (best is None or ring.objective_s < best.objective_s):
+            best = ring
+    return best
 
 
 def _ring_sets(question: Instance, wishes: GroupWishes) -> Iterator[list[tuple[str, ...]]]:
@@ -350,9 +367,16 @@ def _leader_first(question: Instance, names: Sequence[str]) -> list[str]:
 
 
 def ring_of(
-    question: Instance, groups: tuple[tuple[Rank, ...], ...], objective: Objective, time_limit_s: float
+    question: Instance,
+    groups: tuple[tuple[Rank, ...], ...],
+    objective: Objective,
+    time_limit_s: float,
+    below_s: float = math.inf,
 ) -> Solution | None:
-    """The ring in which each of ``groups`` is a place, as the solver divides the layers; None where there is none."""
+    """The ring in which each of ``groups`` is a place, as the solver divides the layers; None where there is none.
+
+    Raises ``Infeasible``, and ``NotBelow`` where by the solver's figures it takes ``below_s`` or more.
+    """
     from halda import solve  # only a process that solves loads the solver
 
     places, shared = places_of(question, groups)
@@ -371,6 +395,7 @@ def ring_of(
         experts=question.experts,
         settles=True,
         simplifies=False,
+        below_s=below_s,
     )
     plan, rows = solved.plan, solved.prediction
     if plan.rounds > 1 or len(plan.places) == 1:

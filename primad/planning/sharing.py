@@ -70,7 +70,8 @@ def search_best_shared(request: PlanRequest, below_s: float = math.inf) -> Found
     """The best plan with groups; None where no devices can be one, or memory is short. Others take ``below_s`` a token."""
 
     def best(question: Instance) -> Solution | None:
-        return _quickest([best_whole(question, _wishes(request, below_s)), _best_ring(request, question, below_s)])
+        whole = best_whole(question, _wishes(request, below_s))
+        return _best_ring(request, question, below_s, whole)
 
     try:
         return _search(request, best)
@@ -78,8 +79,10 @@ def search_best_shared(request: PlanRequest, below_s: float = math.inf) -> Found
         return None
 
 
-def _best_ring(request: PlanRequest, question: Instance, below_s: float = math.inf) -> Solution | None:
-    return best_ring(question, _wishes(request, below_s), RINGS_SHARE * request.time_limit_s)
+def _best_ring(
+    request: PlanRequest, question: Instance, below_s: float = math.inf, other: Solution | None = None
+) -> Solution | None:
+    return best_ring(question, _wishes(request, below_s), RINGS_SHARE * request.time_limit_s, other)
 
 
 def _wishes(request: PlanRequest, below_s: float) -> GroupWishes:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Final
 
 from halda import cost
 from halda.instance import Instance, Member, Phase, disk_of, grouped, sharing_cores
 from halda.plan import Plan, Rank, Streaming
-from halda.profile import DeviceProfile, ModelProfile
+from halda.profile import ModelProfile
 
 SUMS: Final = 2
 """Of a layer: behind its attention and behind its network."""
@@ -146,9 +147,14 @@ class _Group:
         part, of_dense, of_read = (question.model.attention_part, *_attention_parts(question.model))
         self._shares = [part * heads + (1 - part) * values for heads, values in shares]
 
+        own = cache(partial(_own, question))  # like devices have like shares
+
         def of_shares(parts: Callable[[float, float], tuple[float, float]]) -> list[Instance]:
             ranks = zip(profiles, shares, strict=True)
-            return [_own(question, device, *parts(heads, values), heads) for device, (heads, values) in ranks]
+            return [
+                own(*parts(heads, values), heads).changed(devices=(device.with_gpus(()),))
+                for device, (heads, values) in ranks
+            ]
 
         self.own = of_shares(lambda heads, values: (of_dense * heads + (1 - of_dense) * values, values))
         of_heads, of_values = of_shares(lambda heads, _: (heads, heads)), of_shares(lambda _, values: (values, values))
@@ -212,10 +218,10 @@ def _attention_parts(model: ModelProfile) -> tuple[float, float]:
     return attention / max(dense, 1), attention / max(dense + used, 1)
 
 
-def _own(question: Instance, device: DeviceProfile, dense: float, values: float, heads: float) -> Instance:
-    """The question of a rank: its share of the model, on ``device`` alone, as ``share_of_model`` has it."""
-    model = share_of_model(question.model, dense, values, heads)
-    return replace(question, devices=(device.with_gpus(()),), links={}, model=model, prefill_offload=frozenset())
+def _own(question: Instance, dense: float, values: float, heads: float) -> Instance:
+    """The question of a rank with its share of the model, as ``share_of_model`` has it; on whichever device."""
+    model = share_of_model(question, dense, values, heads)
+    return replace(question, devices=question.devices[:1], links={}, model=model, prefill_offload=frozenset())
 
 
 def _layers_bytes(question: Instance) -> int:
@@ -256,26 +262,28 @@ def message_s(question: Instance, source: int, target: int, values: float) -> fl
     return cost.hop_s(link, values, 1) - echo_s + delay_s + programs_s
 
 
-def share_of_model(model: ModelProfile, dense: float, values: float, heads: float) -> ModelProfile:
-    """What of ``model`` a rank has: such shares of weights that every row uses, of experts and the output matrix, and of
+def share_of_model(question: Instance, dense: float, values: float, heads: float) -> ModelProfile:
+    """What of the model a rank has: such shares of weights that every row uses, of experts and the output matrix, and of
     what its attention remembers."""
 
     def of(sizes: Mapping[str, int], share: float) -> dict[str, int]:
         return {kind: math.ceil(share * size) for kind, size in sizes.items()}
 
+    model = question.model
+    kinds = [
+        replace(
+            layer,
+            bytes_by_type=of(layer.bytes_by_type, dense),
+            expert_bytes_by_type=of(layer.expert_bytes_by_type, values),
+            kv_bytes_per_token=math.ceil(heads * layer.kv_bytes_per_token),
+            state_bytes=math.ceil(heads * layer.state_bytes),
+            query_width=math.ceil(heads * layer.query_width),
+        )
+        for layer in question.kinds
+    ]
     return replace(
         model,
-        layers=tuple(
-            replace(
-                layer,
-                bytes_by_type=of(layer.bytes_by_type, dense),
-                expert_bytes_by_type=of(layer.expert_bytes_by_type, values),
-                kv_bytes_per_token=math.ceil(heads * layer.kv_bytes_per_token),
-                state_bytes=math.ceil(heads * layer.state_bytes),
-                query_width=math.ceil(heads * layer.query_width),
-            )
-            for layer in model.layers
-        ),
+        layers=tuple(kinds[kind] for kind in question.kind_of),
         output_bytes_by_type=of(model.output_bytes_by_type, values),
         query_width=math.ceil(heads * model.attention_width),
         heads=math.ceil(heads * model.attention_heads),
