@@ -182,6 +182,18 @@ async def test_that_a_device_does_not_let_us_in_is_said_at_once_with_what_to_do(
         assert device.knocks == 0
 
 
+async def test_what_a_device_says_at_two_addresses_is_said_once():
+    async with gated(lambda key: key != HEAD.public) as context:
+        keys = new_identity()
+        ports = sorted(str(FakeDevice(context, "nas", identity=keys).port) for _ in range(2))
+        places = [(HOST, int(port)) for port in ports]
+        with pytest.raises(ClusterError) as refused:
+            await probe(caller(context, probe_timeout_s=PATIENCE_S), places, [keys.public])
+        said = f"the device at {HOST}:{ports[0]} (and {HOST}:{ports[1]}) does not let this one in: it was revoked there"
+        assert str(refused.value).startswith(said)
+        assert str(refused.value).count("pair the two again") == 1
+
+
 async def test_a_device_that_talks_of_other_things_is_given_up():
     async def chatter(end: WorkerEnd) -> None:
         peer, _, _ = await end.receive()

@@ -147,7 +147,7 @@ async def probe(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Coll
     All are tried at once, so it is the fastest. Raises ``ClusterError`` if none responds, or without a common protocol.
     """
     ends: list[HeadEnd] = []
-    refusals: list[str] = []
+    refusals: list[tuple[str, str]] = []
     for host, port in addresses:
         for key in keys:
             try:
@@ -162,15 +162,14 @@ async def probe(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Coll
                     )
                 )
             except ClusterError as exc:
-                refusals.append(str(exc))
+                refusals.append((f"{host}:{port}", str(exc)))
     tasks = {asyncio.create_task(_probe(caller, end)): end for end in ends}
     winner: HeadEnd | None = None
     try:
         for done in asyncio.as_completed(tasks):
             try:
                 winner, probed = await done
-            except ClusterError as exc:
-                refusals.append(str(exc))
+            except ClusterError:
                 continue
             _check_version(caller, probed)
             return winner, probed
@@ -186,7 +185,19 @@ async def probe(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Coll
                 end.close()
     if not keys:
         raise ClusterError("no device is trusted yet; pair it with 'primad join --code' and the code of 'primad pair'")
-    raise ClusterError("; ".join(sorted(set(refusals))) or "it has no address")
+    refusals += [(end.address, str(task.exception())) for task, end in tasks.items()]
+    raise ClusterError(_each_once(refusals) or "it has no address")
+
+
+def _each_once(refusals: Iterable[tuple[str, str]]) -> str:
+    """What was said at which address, in one line: of what differs by the address alone the others are only named."""
+    found: dict[str, list[str]] = {}
+    for address, why in sorted(set(refusals)):
+        found.setdefault(why.replace(address, "\0"), []).append(address)
+    return "; ".join(
+        why.replace("\0", first + (f" (and {', '.join(others)})" if others else ""))
+        for why, (first, *others) in found.items()
+    )
 
 
 async def notify_revoked(caller: Caller, places: Iterable[tuple[str, int]], key: str) -> None:
