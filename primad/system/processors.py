@@ -40,7 +40,7 @@ def usable_cores() -> int:
 
 def bound_cores() -> tuple[int, ...]:
     """The logical processors that this process is bound to; none where it may use all, or the system does not say."""
-    allowed = _affinity()
+    allowed = _own_cpus()
     return () if len(allowed) >= (os.cpu_count() or 1) else allowed
 
 
@@ -56,7 +56,7 @@ def cores_of_parent() -> tuple[int, ...]:
 
 def _allowed() -> float:
     """Logical processors that this process may run on; all of them where the system does not say."""
-    return float(len(_affinity()) or os.cpu_count() or 1)
+    return float(len(_own_cpus()) or os.cpu_count() or 1)
 
 
 def _affinity(pid: int | None = None) -> tuple[int, ...]:
@@ -65,6 +65,19 @@ def _affinity(pid: int | None = None) -> tuple[int, ...]:
         with contextlib.suppress(psutil.Error, OSError):
             return tuple(sorted(process.cpu_affinity() or ()))
     return ()
+
+
+_AT_FIRST: Final = _affinity()
+
+
+def _own_cpus() -> tuple[int, ...]:
+    """The logical processors that this process may run on; none where the system does not say.
+
+    A process is known by its first thread, which OpenMP binds to one of them when it is loaded: of one that is left of those
+    it had when this module was loaded, those count.
+    """
+    now = _affinity()
+    return _AT_FIRST if len(now) == 1 and now[0] in _AT_FIRST else now
 
 
 def _quota(folder: Path, version: int) -> float | None:

@@ -74,6 +74,14 @@ def test_threads_are_for_whole_cores_at_least_one(many, monkeypatch, cpus, cores
 
 @pytest.mark.parametrize(("allowed", "bound"), [([0, 1, 2, 3], ()), ([2], (2,)), ([3, 1], (1, 3)), ([], ())])
 def test_a_process_is_bound_to_cores_unless_it_may_use_all(monkeypatch, allowed, bound):
+    monkeypatch.setattr(processors, "_AT_FIRST", tuple(allowed))
     monkeypatch.setattr(processors.psutil.Process, "cpu_affinity", lambda _: allowed, raising=False)
     monkeypatch.setattr(processors.os, "cpu_count", lambda: 4)
     assert bound_cores() == bound
+
+
+@pytest.mark.parametrize(("now", "cpus"), [([2], 3), ([0, 2], 2), ([5], 1)])
+def test_a_first_thread_that_openmp_bound_does_not_count_for_the_process(monkeypatch, now, cpus, tmp_path):
+    monkeypatch.setattr(processors, "_AT_FIRST", (0, 1, 2))
+    monkeypatch.setattr(processors.psutil.Process, "cpu_affinity", lambda _: now, raising=False)
+    assert usable_cpus(tmp_path / "none", tmp_path) == cpus
