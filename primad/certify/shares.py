@@ -18,6 +18,7 @@ from primad.engine.protocol import Hidden, KvType
 from primad.errors import EngineError
 from primad.gguf.architectures.layers import layer_count
 from primad.gguf.header import Header
+from primad.gguf.share_rules import ShareRules
 from primad.gguf.shares import share_header
 from primad.gguf.windows import ModelCutter
 
@@ -79,7 +80,8 @@ def shares_difference(header: Header, folder: Path, kv_type: KvType) -> str:
 
     Raises ``NotCutError`` for a model that cannot be shared, ``EngineError``.
     """
-    cutters = [ModelCutter(share_header(header, WEIGHTS, rank), stand_in=float("nan")) for rank in range(len(WEIGHTS))]
+    rules = ShareRules(header)
+    cutters = [ModelCutter(share_header(rules, WEIGHTS, rank), stand_in=float("nan")) for rank in range(len(WEIGHTS))]
     expected, meeting = whole_logits(header, kv_type), _Meeting()
 
     def computed(rank: int) -> Logits:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
@@ -28,6 +27,7 @@ from primad.errors import ConfigError
 from primad.settings.config import Config, load_config, models_folder
 
 if TYPE_CHECKING:
+    from halda import ShareBytes
     from primad.engine.rope import Rope
     from primad.gguf.header import Header
     from primad.planning.question import PlannedDraft, Question, Wishes
@@ -151,7 +151,7 @@ def _ask(
     from primad.gguf.architectures.table import NotCutError
     from primad.gguf.model import open_model
     from primad.gguf.share_rules import ShareRules
-    from primad.gguf.shares import shared_ranks
+    from primad.gguf.shares import share_bytes, shared_ranks
     from primad.planning.adapters import (
         open_adapters,
         parse_lora,
@@ -181,6 +181,7 @@ def _ask(
     checked: Checked = _unknown
     drafts: PlannedDraft | None = None
     may_be_several, max_ranks, units, encoder = True, None, None, None
+    of_ranks: ShareBytes | None = None
     if path is not None:
         header, home = open_model(path, header_only=True), found.home or load_config({"home": live.home}).home
         adapters = open_adapters(parse_lora(lora), header)
@@ -198,11 +199,15 @@ def _ask(
             profile = with_predicting(profile, header)
         drafts, may_be_several = _draft(draft, header, home, folders), not why_whole(header)
         encoder = encoder_of(model.mmproj, model.model or path, path, lambda: _config(live.home, folders))
-        max_ranks = shared_ranks(header, max(len(found.devices), 2)) if wishes.run.parallel == "tensor" else 1
-        if wishes.run.parallel == "auto" and wishes.run.may_share:
-            with contextlib.suppress(NotCutError):
-                max_ranks = shared_ranks(header, max(len(found.devices), 2))
-        units = ShareRules(header).units if max_ranks > 1 else None
+        max_ranks, is_asked = 1, wishes.run.parallel == "tensor"
+        if is_asked or wishes.run.may_share:
+            try:
+                rules = ShareRules(header)
+                max_ranks = shared_ranks(rules, max(len(found.devices), 2))
+                units, of_ranks = rules.units, cache(partial(share_bytes, rules))
+            except NotCutError:
+                if is_asked:
+                    raise
     elif model.model_shape is not None and model.mmproj != Path("none") and wishes.run.parallel != "tensor":
         encoder = encoder_of_model_shape(model.model_shape)
     asked = ask(dataclasses.replace(wishes, head=wishes.head or found.own), found.devices, found.links, profile)
@@ -213,6 +218,7 @@ def _ask(
         may_be_several=may_be_several,
         max_ranks=max_ranks or asked.max_ranks,
         units=units if max_ranks else asked.units,
+        share_bytes=of_ranks,
     )
     return more, checked
 

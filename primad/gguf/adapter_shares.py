@@ -13,25 +13,25 @@ from primad.gguf.adapter import OUTPUT, A, Adapter, B
 from primad.gguf.architectures.table import ADVICE, NotCutError
 from primad.gguf.architectures.tensors import layer_of
 from primad.gguf.constants import GGML_QUANT_SIZES, GGUFValueType
-from primad.gguf.header import Header, TensorInfo, scalar_value
+from primad.gguf.header import TensorInfo, scalar_value
 from primad.gguf.share_rules import LayerShare, ShareRules
 from primad.gguf.shares import shared_ranks, vocabulary_share
 from primad.gguf.slices import sliced
 
 
-def adapted_ranks(model: Header, limit: int, adapters: Sequence[Adapter]) -> int:
+def adapted_ranks(rules: ShareRules, limit: int, adapters: Sequence[Adapter]) -> int:
     """How many of ``limit`` devices can share each layer with ``adapters``. Raises ``NotCutError`` for fewer than two."""
     for each in adapters:
-        share_adapter(each, model, [1, 1], 0)
-    return shared_ranks(model, limit)
+        share_adapter(each, rules, [1, 1], 0)
+    return shared_ranks(rules, limit)
 
 
-def share_adapter(adapter: Adapter, model: Header, weights: Sequence[int], rank: int) -> Adapter:
-    """``adapter`` of ``model`` for ``rank`` of a group whose ranks have shares in proportion to ``weights``.
+def share_adapter(adapter: Adapter, rules: ShareRules, weights: Sequence[int], rank: int) -> Adapter:
+    """``adapter`` of the model of ``rules`` for ``rank`` of a group whose ranks have shares in proportion to ``weights``.
 
     Raises ``NotCutError`` where it cannot be shared so.
     """
-    rules, layers, found = ShareRules(model), adapter.layer_count, dict[str, TensorInfo]()
+    layers, found = adapter.layer_count, dict[str, TensorInfo]()
     shares = [rules.shares(layer, weights)[rank] for layer in range(layers)]
     for name, a in adapter.header.tensors.items():
         if not name.endswith(A):

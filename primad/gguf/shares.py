@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from halda import RankBytes
 from primad.gguf.architectures.layers import count_at, layer_count
 from primad.gguf.architectures.table import ADVICE, NotCutError
 from primad.gguf.architectures.tensors import TensorRole, layer_of, tensor_role
@@ -20,27 +21,41 @@ from primad.gguf.network_shares import LENGTHS
 from primad.gguf.share_rules import LayerShare, ShareRules
 from primad.gguf.slices import sliced
 from primad.gguf.splits import MAX_RANKS, ranges_of
+from primad.gguf.windows import token_embedding
 
 
-def shared_ranks(header: Header, limit: int) -> int:
+def shared_ranks(rules: ShareRules, limit: int) -> int:
     """How many of ``limit`` devices can share each layer. Raises ``NotCutError`` where fewer than two can."""
-    rules = ShareRules(header)
     found = rules.max_ranks(limit)
     if found < 2:
         rules.shares(0, [1, 1])
-        raise NotCutError(f"{header.path}: has too few heads or values to be shared between devices", ADVICE)
+        raise NotCutError(f"{rules.header.path}: has too few heads or values to be shared between devices", ADVICE)
     return found
 
 
-def share_header(header: Header, weights: Sequence[int], rank: int) -> Header:
+def share_bytes(rules: ShareRules, weights: Sequence[int]) -> list[RankBytes]:
+    """What each rank of a group has of the weights, as ``share_header`` cuts them. Raises ``NotCutError`` as that does."""
+    return [_bytes_of(share_header(rules, weights, rank)) for rank in range(len(weights))]
+
+
+def _bytes_of(own: Header) -> RankBytes:
+    layers, output = [0] * layer_count(own), own.tensors.get("output.weight") or token_embedding(own)
+    for name, tensor in own.tensors.items():
+        layer = layer_of(name)
+        if layer is not None and layer < len(layers):
+            layers[layer] += tensor.bytes
+    return RankBytes(layers=tuple(layers), output=output.bytes)
+
+
+def share_header(rules: ShareRules, weights: Sequence[int], rank: int) -> Header:
     """The model as ``rank`` of a group holds it, whose ranks have shares in proportion to ``weights``: a header of slices of
-    ``header``'s tensors, from which windows are cut as from any other (``ModelCutter``). The token embedding has the rows of
-    the rank's part of the output matrix.
+    its tensors, from which windows are cut as from any other (``ModelCutter``). The token embedding has the rows of the
+    rank's part of the output matrix.
 
     Raises ``NotCutError`` where the model cannot be shared so.
     """
     assert 0 <= rank < len(weights) <= MAX_RANKS
-    rules, layers = ShareRules(header), layer_count(header)
+    header, layers = rules.header, layer_count(rules.header)
     shares = [rules.shares(layer, weights)[rank] for layer in range(layers)]
     tensors = {}
     for name, tensor in header.tensors.items():

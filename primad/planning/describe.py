@@ -11,7 +11,7 @@ from typing import Final, Self
 
 import msgspec
 
-from halda import Assignment, Plan, assignments
+from halda import Assignment, Plan, ShareBytes, assignments
 from halda.evaluate import DevicePrediction, Prediction
 from halda.instance import Instance
 from halda.shared import SUMS
@@ -43,23 +43,29 @@ _SAME: Final = 1e-6
 @dataclass(frozen=True, slots=True)
 class DescribedPlan:
     """One plan, what it answers and what is forecast of it. ``extra_buffers``: why a device has extra buffers or none, where
-    its profile has both."""
+    its profile has both. ``share_bytes``: what ranks of its groups have, where the model's file is known."""
 
     plan: Plan
     prediction: Prediction
     instance: Instance
     extra_buffers: Mapping[str, str] = field(default_factory=dict)
+    share_bytes: ShareBytes | None = None
 
     @classmethod
-    def of(cls, planned: Planned, extra_buffers: Mapping[str, str] | None = None) -> Self:
+    def of(
+        cls,
+        planned: Planned,
+        extra_buffers: Mapping[str, str] | None = None,
+        share_bytes: ShareBytes | None = None,
+    ) -> Self:
         """``planned`` as it is run."""
-        return cls(planned.plan, planned.prediction, planned.question, extra_buffers or {})
+        return cls(planned.plan, planned.prediction, planned.question, extra_buffers or {}, share_bytes)
 
 
 def ring_part(answer: DescribedPlan) -> RingJson:
     """The plan with what it costs."""
     plan, prediction = answer.plan, answer.prediction
-    kept = assignments(plan, answer.instance.model)
+    kept = assignments(plan, answer.instance.model, answer.share_bytes)
     return RingJson(
         head=plan.head,
         rounds=plan.rounds,
@@ -138,11 +144,12 @@ def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) ->
         for place, (i, window) in enumerate(plan.windows_of(name))
     ]
     size = sum(model.layers[layer].size_bytes for _, window in plan.windows_of(name) for layer in window.layers)
-    weights = kept.layer_bytes if plan.group_of(name) else size
+    is_rank = bool(plan.group_of(name))
+    weights = kept.layer_bytes if is_rank else size
     return DeviceJson(
         name=name,
-        share=plan.share_of(name),
-        leader=plan.place_of(name) if plan.group_of(name) else "",
+        share=kept.share,
+        leader=plan.place_of(name) if is_rank else "",
         head=name == plan.head,
         windows=windows,
         layers=found.layers,
@@ -159,7 +166,7 @@ def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) ->
         vram_limit_bytes=member.vram_limit,
         resident_bytes=weights - kept.streamed_bytes,
         streamed_bytes=kept.streamed_bytes,
-        shard_bytes=found.shard_bytes,
+        shard_bytes=kept.layer_bytes + kept.output_bytes if is_rank else found.shard_bytes,
         disk_bytes_per_token=found.disk_bytes_per_token,
         compute_ms=found.compute_s * 1e3,
         hop_ms=found.hop_s * 1e3,

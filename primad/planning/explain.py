@@ -104,7 +104,7 @@ def _described(question: Question, planned: Planned) -> DescribedPlan:
     extra = {
         device.device: why_extra(measured[device.device], device, question.model) for device in planned.solved.devices
     }
-    return DescribedPlan.of(planned, extra)
+    return DescribedPlan.of(planned, extra, question.share_bytes)
 
 
 def best_plan(question: Question) -> Planned:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
-from halda import Assignment, Instance, ModelProfile, Plan, Prediction, assignments
+from halda import Assignment, Instance, ModelProfile, Plan, Prediction, ShareBytes, assignments
 from halda.instance import sharing_cores
 from primad.planning.batching import Batches
 from primad.planning.corrections import NOTHING_LEARNT, Corrections
@@ -102,8 +102,8 @@ class Forecast:
         return replace(self.drafting, branches=0)
 
     @classmethod
-    def of_planned(cls, planned: Planned, corrections: Corrections) -> Self:
-        """What ``planned`` promises."""
+    def of_planned(cls, planned: Planned, corrections: Corrections, share_bytes: ShareBytes | None = None) -> Self:
+        """What ``planned`` promises; ranks of its groups have ``share_bytes``."""
         work = planned.question.workload
         found = cls.of(
             planned.plan,
@@ -121,6 +121,7 @@ class Forecast:
             drafting=planned.drafting,
             draft_device=planned.draft_device,
             encoder_place=planned.encoder_place,
+            share_bytes=share_bytes,
         )
         return replace(found, why_parallel=planned.why_parallel)
 
@@ -143,12 +144,13 @@ class Forecast:
         drafting: Drafting | None = None,
         draft_device: str | None = None,
         encoder_place: EncoderPlace | None = None,
+        share_bytes: ShareBytes | None = None,
     ) -> Self:
         """The forecast of ``plan`` for ``model``."""
         return cls(
             plan=plan,
             prediction=prediction,
-            assignments=assignments(plan, model),
+            assignments=assignments(plan, model, share_bytes),
             context_tokens=context_tokens,
             sequences=sequences,
             corrections=corrections,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from halda import KV_BLOCK, CacheType, DeviceProfile, Limits, LinkProfile, ModelProfile, Workload
+from halda import KV_BLOCK, CacheType, DeviceProfile, Limits, LinkProfile, ModelProfile, ShareBytes, Workload
 from halda.cost import WITHOUT_FLASH
 from halda.instance import DEFAULT_LINK_BYTES_PER_S, DEFAULT_ROUND_TRIP_S
 from primad.errors import ConfigError
@@ -93,7 +93,8 @@ class Question:
 
     ``links`` are known ones; what they do not cover goes by ``default_link``. ``draft`` is the draft model, if there
     is one, ``encoder`` that of pictures. Models that are not known to be exact for several requests have one at a time
-    (``may_be_several``). At most ``max_ranks`` devices share each layer, cut by ``units``, where these are known.
+    (``may_be_several``). At most ``max_ranks`` devices share each layer, cut by ``units``, where these are known, and then
+    have ``share_bytes`` of the file.
     """
 
     devices: tuple[DeviceProfile, ...]
@@ -109,6 +110,7 @@ class Question:
     may_be_several: bool = True
     max_ranks: int = MAX_RANKS
     units: ShareUnits | None = None
+    share_bytes: ShareBytes | None = None
 
     @property
     def workload(self) -> Workload:

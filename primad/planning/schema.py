@@ -55,8 +55,8 @@ class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
     ``disk_bytes_per_token`` counts all that streams, less what the room of compute buffers holds then, but of layers
     with experts at most those that a row uses. ``extra_buffers`` says in words why it has llama.cpp's repacked copies
     of weights, or none; empty where they are not known to make anything faster. ``gpus`` has each GPU, the fastest first;
-    figures of VRAM are those of all. In a tensor-parallel group it has a ``share`` of each layer, below 1, and the windows
-    of the group's first device, ``leader``.
+    figures of VRAM are those of all. In a tensor-parallel group it has a ``share`` of the weights of its layers, and the
+    windows of the group's first device, ``leader``.
     """
 
     name: str

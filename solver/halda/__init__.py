@@ -7,7 +7,7 @@ second to load, is imported when something is solved.
 from typing import TYPE_CHECKING, Any
 
 from halda.arrange import arrange
-from halda.assignment import Assignment, WindowAssignment, assignments
+from halda.assignment import Assignment, RankBytes, ShareBytes, WindowAssignment, assignments
 from halda.chunk_rows import CHUNKS
 from halda.evaluate import (
     OBJECTIVES,
@@ -98,8 +98,10 @@ __all__ = [
     "Plan",
     "Prediction",
     "Rank",
+    "RankBytes",
     "RoutingCost",
     "RowSpeed",
+    "ShareBytes",
     "Short",
     "Solution",
     "StateKind",

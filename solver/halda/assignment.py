@@ -7,9 +7,10 @@ most stay.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta
 
@@ -97,8 +98,20 @@ def in_memory(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankBytes:
+    """What a rank of a group has of a model's weights: of each layer, and of the output matrix."""
+
+    layers: tuple[int, ...]
+    output: int
+
+
+ShareBytes: TypeAlias = Callable[[tuple[int, ...]], Sequence[RankBytes]]
+"""What each rank of a group has, by the weights of all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """The ``windows`` of one device in the order of the route.
+    """The ``windows`` of one device in the order of the route, and its ``share`` of their weights.
 
     ``read_ahead_bytes`` are read ahead of what streams; 0 where experts stream one by one, as they are known only when their
     layer's turn has come. The output matrix streams only where memory pressure asks for it.
@@ -106,6 +119,7 @@ class Assignment:
 
     windows: tuple[WindowAssignment, ...]
     read_ahead_bytes: int
+    share: float = 1.0
 
     @property
     def layers(self) -> int:
@@ -126,6 +140,11 @@ class Assignment:
     def layer_bytes(self) -> int:
         """Weights that the CPU computes."""
         return sum(window.layer_bytes for window in self.windows)
+
+    @property
+    def output_bytes(self) -> int:
+        """Those of an output matrix that the CPU has."""
+        return sum(window.output_bytes for window in self.windows)
 
     @property
     def resident_bytes(self) -> int:
@@ -155,15 +174,18 @@ def layers_worth(streamed_bytes: int, layer_bytes: int, layers: int) -> int:
     return max(1, round(layers * min(1.0, streamed_bytes / layer_bytes)))
 
 
-def assignments(plan: Plan, model: ModelProfile) -> dict[str, Assignment]:
-    """What each device of ``plan`` keeps."""
-    return {name: _assignment(plan, model, name) for name in plan.devices}
+def assignments(plan: Plan, model: ModelProfile, share_bytes: ShareBytes | None = None) -> dict[str, Assignment]:
+    """What each device of ``plan`` keeps. Ranks have what ``share_bytes`` says; where no file is known, as much as their
+    shares of attention and network."""
+    return {name: _assignment(plan, model, name, share_bytes) for name in plan.devices}
 
 
-def _assignment(plan: Plan, model: ModelProfile, name: str) -> Assignment:
-    windows = [window for _, window in plan.windows_of(name)]
-    share = _share_of(plan, model, name)
-    sizes = [int(share * _ram_bytes(window, model)) for window in windows]
+def _assignment(plan: Plan, model: ModelProfile, name: str, share_bytes: ShareBytes | None) -> Assignment:
+    windows, is_rank = [window for _, window in plan.windows_of(name)], bool(plan.group_of(name))
+    held = _rank_bytes(plan, model, name, share_bytes) if is_rank else None
+    sizes = [_ram_bytes(window, model) if held is None else _of_window(window, held) for window in windows]
+    output_bytes = model.output_bytes if held is None else held.output
+    whole = sum(model.layers[layer].size_bytes for window in windows for layer in window.layers)
     output, streaming = plan.output_place(name), plan.streaming_of(name)
     layer_bytes, before, found = sum(sizes), 0, []
     for i, (window, size) in enumerate(zip(windows, sizes, strict=True)):
@@ -171,7 +193,7 @@ def _assignment(plan: Plan, model: ModelProfile, name: str) -> Assignment:
         streamed = min(streaming.streamed_bytes, layer_bytes)
         part = streamed * (before + size) // max(layer_bytes, 1) - streamed * before // max(layer_bytes, 1)
         before += size
-        beside = int(plan.share_of(name) * model.output_bytes) if is_last and output == "cpu" else 0
+        beside = output_bytes if is_last and output == "cpu" else 0
         found.append(
             WindowAssignment(
                 first=window.first,
@@ -188,15 +210,25 @@ def _assignment(plan: Plan, model: ModelProfile, name: str) -> Assignment:
         )
     # A device of which nothing streams may have to, when memory gets short.
     read_ahead = streaming.read_ahead_bytes if streaming.streamed_bytes else smallest_read_ahead_bytes(model)
-    return Assignment(windows=tuple(found), read_ahead_bytes=read_ahead)
+    share = layer_bytes / max(whole, 1) if is_rank else 1.0
+    return Assignment(windows=tuple(found), read_ahead_bytes=read_ahead, share=share)
 
 
-def _share_of(plan: Plan, model: ModelProfile, name: str) -> float:
-    """The share of the weights of each of its layers that the device has."""
+def _rank_bytes(plan: Plan, model: ModelProfile, name: str, share_bytes: ShareBytes | None) -> RankBytes:
+    """What the rank ``name`` has of the weights."""
     ranks = plan.group_of(name)
-    total = sum(rank.weight for rank in ranks)
-    heads, values = next((rank.shares(total) for rank in ranks if rank.device == name), (1.0, 1.0))
-    return values + model.attention_part * (heads - values)
+    number = [rank.device for rank in ranks].index(name)
+    if share_bytes is not None:
+        return share_bytes(tuple(rank.weight for rank in ranks))[number]
+    heads, values = ranks[number].shares(sum(rank.weight for rank in ranks))
+    share = values + model.attention_part * (heads - values)
+    return RankBytes(
+        layers=tuple(int(share * layer.size_bytes) for layer in model.layers), output=int(values * model.output_bytes)
+    )
+
+
+def _of_window(window: Window, held: RankBytes) -> int:
+    return sum(held.layers[layer] for layer in window.layers)
 
 
 def _ram_bytes(window: Window, model: ModelProfile) -> int:

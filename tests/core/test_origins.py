@@ -13,6 +13,7 @@ from primad.gguf.header import read_header
 from primad.gguf.layers import CHUNK_BYTES, LayerRef, LayerTensor, chunk_size, layer_digest, tree_of
 from primad.gguf.origins import LayerOrigin, RemoteFile, check_origins, origin_name, runs_of_chunk
 from primad.gguf.ranged_cutter import RangedCutter, read_chunk
+from primad.gguf.share_rules import ShareRules
 from primad.gguf.shares import share_header
 from primad.gguf.slices import TensorCut
 from primad.layers.cache import LayerCache
@@ -106,7 +107,7 @@ def test_a_share_is_read_by_ranges_that_come_together_and_is_no_other_origin_by_
     header, file = read_header(path), RemoteFile("https://hub.test/a", path.stat().st_size, "ab" * 32)
     names = set()
     for weights, rank in (([1, 1], 0), ([1, 1], 1), ([3, 1], 1)):
-        cutter = RangedCutter(share_header(header, weights, rank), files=(file,), parts=(path,))
+        cutter = RangedCutter(share_header(ShareRules(header), weights, rank), files=(file,), parts=(path,))
         refs = [cutter.ref(layer) for layer in range(3)]
         origins = cutter.origins_of([refs])
         check_origins([file], origins, refs)

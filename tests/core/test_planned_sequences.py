@@ -36,7 +36,7 @@ async def solve_here(asked: PlanRequest, *, background: bool = False) -> FoundPl
 class Served:
     """The model, of whose experts nothing is known."""
 
-    header = None
+    header = share_bytes = None
 
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile

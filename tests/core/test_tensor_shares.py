@@ -83,7 +83,7 @@ def test_layers_with_as_many_heads_are_cut_alike_whatever_keys_they_have():
 @given(WEIGHTS, st.sampled_from(["q4_0", "q8_0", "f32"]))
 def test_what_the_ranks_hold_is_the_layer(models, weights, quantisation):
     header = models("llama", quantisation, heads=8, heads_kv=4, head_width=32, feed_forward=256)
-    ranks = [share_header(header, weights, rank) for rank in range(len(weights))]
+    ranks = [share_header(ShareRules(header), weights, rank) for rank in range(len(weights))]
     for name, axis in (("attn_q", 0), ("attn_k", 0), ("attn_output", 1), ("ffn_up", 0), ("ffn_down", 1)):
         parts = [blocks(each, f"blk.2.{name}.weight") for each in ranks]
         assert np.array_equal(np.concatenate(parts, axis), blocks(header, f"blk.2.{name}.weight")), name
@@ -93,7 +93,7 @@ def test_what_the_ranks_hold_is_the_layer(models, weights, quantisation):
 
 def test_experts_are_shared_by_columns(models):
     header = models("hunyuan-moe", "q8_0")
-    ranks = [share_header(header, [1, 1], rank) for rank in range(2)]
+    ranks = [share_header(ShareRules(header), [1, 1], rank) for rank in range(2)]
     for name, axis in (("up", 1), ("down", 2)):
         parts = [blocks(each, f"blk.1.ffn_{name}_exps.weight") for each in ranks]
         assert np.array_equal(np.concatenate(parts, axis), blocks(header, f"blk.1.ffn_{name}_exps.weight"))
@@ -101,7 +101,7 @@ def test_experts_are_shared_by_columns(models):
 
 def test_what_lies_in_one_tensor_is_shared_part_by_part(models):
     header = models("qwen")
-    rank = share_header(header, [1, 1], 1)
+    rank = share_header(ShareRules(header), [1, 1], 1)
     whole, own = blocks(header, "blk.0.attn_qkv.weight"), blocks(rank, "blk.0.attn_qkv.weight")
     each = len(whole) // 3
     assert np.array_equal(own, np.concatenate([whole[n * each + each // 2 : (n + 1) * each] for n in range(3)]))
@@ -110,7 +110,10 @@ def test_what_lies_in_one_tensor_is_shared_part_by_part(models):
 @pytest.mark.parametrize(("architecture", "heads"), [("qwen35", [1, 3]), ("qwen3next", [2, 3])])
 def test_states_are_shared_with_the_heads_of_keys_that_write_to_them(models, architecture, heads):
     header = models(architecture)
-    rank, values = share_header(header, [1, 1], 1), [row for head in heads for row in range(16 * head, 16 * head + 16)]
+    rank, values = (
+        share_header(ShareRules(header), [1, 1], 1),
+        [row for head in heads for row in range(16 * head, 16 * head + 16)],
+    )
     mixed = [*range(16, 32), *range(48, 64), *(64 + row for row in values)]
     for name, rows in (
         ("ssm_a", heads),
@@ -126,7 +129,7 @@ def test_states_are_shared_with_the_heads_of_keys_that_write_to_them(models, arc
 
 def test_a_bias_behind_a_sum_is_added_once(models):
     header = models("gpt-oss")
-    ranks = [share_header(header, [2, 1], rank) for rank in range(2)]
+    ranks = [share_header(ShareRules(header), [2, 1], rank) for rank in range(2)]
     for name in ("attn_output", "ffn_down_exps"):
         biases = [content(each.tensors[f"blk.0.{name}.bias"]) for each in ranks]
         assert biases[0] == content(header.tensors[f"blk.0.{name}.bias"])
@@ -135,7 +138,7 @@ def test_a_bias_behind_a_sum_is_added_once(models):
 
 def test_the_metadata_counts_what_the_rank_has(models):
     header = models("llama", heads=8, heads_kv=4)
-    rank = share_header(header, [3, 1], 0)
+    rank = share_header(ShareRules(header), [3, 1], 0)
     assert rank.values["llama.attention.head_count"].scalar() == 6
     assert rank.values["llama.attention.head_count_kv"].scalar() == 3
     assert rank.values["llama.feed_forward_length"].scalar() == 96
@@ -144,14 +147,17 @@ def test_the_metadata_counts_what_the_rank_has(models):
 
 def test_a_share_of_a_layer_is_known_by_its_content_in_any_window(models):
     header = models("llama")
-    cutters = [ModelCutter(share_header(header, [1, 1], rank)) for rank in (0, 1, 0)]
+    cutters = [ModelCutter(share_header(ShareRules(header), [1, 1], rank)) for rank in (0, 1, 0)]
     assert cutters[0].spec(0, 0, 6).layers[4] == cutters[2].spec(1, 3, 6).layers[1]
     assert cutters[0].ref(4).digest != cutters[1].ref(4).digest
 
 
 def test_what_was_hashed_of_a_share_is_not_taken_for_the_model_or_another_share(models, tmp_path):
     header = models("llama")
-    headers = [header, *(share_header(header, weights, rank) for weights in ([1, 1], [3, 1]) for rank in range(2))]
+    headers = [
+        header,
+        *(share_header(ShareRules(header), weights, rank) for weights in ([1, 1], [3, 1]) for rank in range(2)),
+    ]
     refs = []
     for each in headers:
         digests = LayerDigests(each, tmp_path / "digests.json")
@@ -166,7 +172,7 @@ def test_a_model_of_few_heads_is_shared_by_as_many_devices_as_it_allows(models):
     assert ShareRules(models("llama", heads=8, heads_kv=2)).max_ranks() == 8
     assert ShareRules(models("llama", "q8_0", heads=8, heads_kv=2, head_width=16)).max_ranks() == 4
     with pytest.raises(NotCutError, match="5 devices are more than its"):
-        share_header(models("llama", "q8_0", heads=8, heads_kv=2, head_width=16), [1] * 5, 0)
+        share_header(ShareRules(models("llama", "q8_0", heads=8, heads_kv=2, head_width=16)), [1] * 5, 0)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +189,7 @@ def test_a_model_of_few_heads_is_shared_by_as_many_devices_as_it_allows(models):
 )
 def test_attention_that_cannot_be_cut_is_whole_and_its_result_the_first_ranks(models, architecture, why):
     header = models(architecture)
-    rules, ranks = ShareRules(header), [share_header(header, [1, 1], rank) for rank in range(2)]
+    rules, ranks = ShareRules(header), [share_header(ShareRules(header), [1, 1], rank) for rank in range(2)]
     assert re.search(why, rules.why_whole)
     assert rules.units.shares([3, 1])[0][0] == 1.0
     first, second = ({name: content(tensor) for name, tensor in rank.tensors.items()} for rank in ranks)
@@ -211,7 +217,7 @@ def test_attention_that_cannot_be_cut_is_whole_and_its_result_the_first_ranks(mo
 )
 def test_a_model_that_cannot_be_shared_is_refused_by_name(models, architecture, why):
     with pytest.raises(NotCutError, match=why):
-        share_header(models(architecture), [1, 1], 0)
+        share_header(ShareRules(models(architecture)), [1, 1], 0)
 
 
 def test_heads_that_are_too_few_for_two_are_whole(models):

@@ -107,7 +107,7 @@ def test_shares_of_layers_are_tried_on_a_tiny_model_of_them_and_wrong_ones_are_s
     tiny = str(tmp_path / "tiny.gguf")
     child.ask(MakeTiny(model=str(gemma3), tiny=tiny, way="narrow"), Tried)
     assert child.ask(TryShares(tiny=tiny), Tried) == Tried("equal")
-    monkeypatch.setattr(shares, "share_header", lambda header, weights, rank: share_header(header, weights, 0))
+    monkeypatch.setattr(shares, "share_header", lambda rules, weights, rank: share_header(rules, weights, 0))
     assert "of two shares differ by" in shares.shares_difference(read_header(Path(tiny)), tmp_path, "f16")
 
 

@@ -11,6 +11,7 @@ from primad.engine.llama.windows import FirstWindow, MiddleWindow, TailWindow
 from primad.engine.protocol import EngineOptions
 from primad.errors import ProtocolError, RankError, RingError
 from primad.gguf.header import read_header
+from primad.gguf.share_rules import ShareRules
 from primad.gguf.shares import share_header
 from primad.gguf.windows import vocabulary_size
 from primad.kv.keys import block
@@ -78,7 +79,7 @@ LOG = [
 
 
 def windows_of(header, rank, folder, exchange, embedding):
-    own = share_header(header, [1, 1], rank) if exchange is not None else header
+    own = share_header(ShareRules(header), [1, 1], rank) if exchange is not None else header
     first = opened(own, 0, 2, folder / "first")
     begins = FirstWindow(first, OPTIONS, embedding, exchange) if rank == 0 else MiddleWindow(first, OPTIONS, exchange)
     tail = TailWindow(

@@ -22,6 +22,7 @@ from primad.gguf.architectures.layers import block_count, layer_count
 from primad.gguf.architectures.table import SUPPORTED, NotCutError
 from primad.gguf.header import read_header
 from primad.gguf.layers import layer_header
+from primad.gguf.share_rules import ShareRules
 from primad.gguf.shares import share_header
 from primad.gguf.windows import ModelCutter, beside_values, token_embedding, vocabulary_size
 from tests.fakes.gguf import write_adapter
@@ -102,9 +103,9 @@ class Rank:
     """The windows of a rank between ``cuts``."""
 
     def __init__(self, header, weights, cuts, folder, options, rank, exchange, adapters=()):
-        own = share_header(header, weights, rank)
+        own = share_header(ShareRules(header), weights, rank)
         embedding = TokenEmbedding.of(header) if rank == 0 else None
-        adapters = [share_adapter(each, header, weights, rank) for each in adapters]
+        adapters = [share_adapter(each, ShareRules(header), weights, rank) for each in adapters]
         self.hidden, self.windows, self.sources, self._rank = [], [], [], rank
         self._width = token_embedding(header).shape[0] + beside_values(header)
         for first, last in pairwise(cuts):
@@ -274,7 +275,7 @@ def test_every_architecture_that_can_be_shared(architecture, quantisation, tmp_p
 
 def why_not(header, weights):
     try:
-        share_header(header, weights, 0)
+        share_header(ShareRules(header), weights, 0)
     except NotCutError as exc:
         return exc.reason
     return ""

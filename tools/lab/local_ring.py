@@ -27,6 +27,7 @@ from primad.engine.vocabulary import LlamaVocabulary
 from primad.gguf.architectures.layers import layer_count
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
+from primad.gguf.share_rules import ShareRules
 from primad.gguf.shares import share_header
 from primad.gguf.windows import ModelCutter, WindowPlan
 from primad.head.rings.loads import group_ranks
@@ -345,7 +346,7 @@ class LocalRing:
         if not ranks:
             return None
         number = [rank.device for rank in ranks].index(name)
-        return ModelCutter(share_header(self._header, [rank.weight for rank in ranks], number))
+        return ModelCutter(share_header(ShareRules(self._header), [rank.weight for rank in ranks], number))
 
     async def _address(self, following: Opened) -> str:
         if not self.latency_s:

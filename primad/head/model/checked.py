@@ -21,6 +21,7 @@ from primad.gguf.header import Header
 from primad.gguf.model import open_model
 from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
+from primad.gguf.share_rules import ShareRules
 from primad.head.model.encoder import EncoderFile, encoder_file
 from primad.head.model.options import ServeOptions, is_for_several
 from primad.head.model.service import Service, service_of
@@ -134,7 +135,7 @@ def check_shared(options: ServeOptions, header: Header, adapters: Sequence[Adapt
     ``ConfigError`` for what it does not, and ``NotCutError`` for a model that cannot be shared."""
     if why_not:
         raise NotCutError(f"{header.path}: {why_not}", ADVICE)
-    adapted_ranks(header, 2, adapters)
+    adapted_ranks(ShareRules(header), 2, adapters)
     if options.single_device:
         raise ConfigError("--parallel tensor: cannot be combined with --alone; leave one of them out")
 

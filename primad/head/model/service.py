@@ -6,10 +6,11 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from halda import ModelProfile, Workload
+from halda import ModelProfile, RankBytes, Workload
 from primad.certify.verdict import why_not_shared, windows_line
 from primad.daemon.node import Node
 from primad.errors import ModelError, PrimadError, WeightsError
@@ -27,7 +28,7 @@ from primad.gguf.profile import model_profile
 from primad.gguf.ranged import RangedModel
 from primad.gguf.ranged_cutter import RangedCutter
 from primad.gguf.share_rules import ShareRules
-from primad.gguf.shares import share_header
+from primad.gguf.shares import share_bytes, share_header
 from primad.gguf.splits import ShareUnits
 from primad.gguf.whole_file import write_without_weights
 from primad.gguf.windows import ModelCutter
@@ -79,6 +80,7 @@ class ModelSource:
         self._shares: dict[tuple[tuple[int, ...], int], ModelCutter] = {}
         """By weights and rank: what cuts layers out of a rank's share. What was hashed once is known then."""
         self._shared_adapters: dict[tuple[tuple[int, ...], int], tuple[Adapter, ...]] = {}
+        self._share_bytes: dict[tuple[int, ...], list[RankBytes]] = {}
         self._max_ranks: dict[int, int] = {}
 
     @property
@@ -118,22 +120,33 @@ class ModelSource:
     def share_cutter(self, weights: tuple[int, ...], rank: int) -> ModelCutter:
         """Cuts layers out of the share of ``rank`` of a group with these ``weights``. Raises ``NotCutError``."""
         if (weights, rank) not in self._shares:
-            own = share_header(self.header, weights, rank)
+            own = share_header(self.share_rules, weights, rank)
             self._shares[weights, rank] = ModelCutter(
                 own, LayerDigests(own, digests_file(self._home)), keeps_name=self._keeps_name
             )
         return self._shares[weights, rank]
 
-    @property
+    @cached_property
+    def share_rules(self) -> ShareRules:
+        """How its layers are cut between ranks of a group. Raises ``NotCutError`` where they cannot."""
+        return ShareRules(self.header)
+
+    @cached_property
     def share_units(self) -> ShareUnits | None:
         """What shares of its layers are cut by."""
-        return ShareRules(self.header).units
+        return self.share_rules.units
+
+    def share_bytes(self, weights: tuple[int, ...]) -> Sequence[RankBytes]:
+        """What each rank of a group with these ``weights`` has of its weights. Raises ``NotCutError``."""
+        if weights not in self._share_bytes:
+            self._share_bytes[weights] = share_bytes(self.share_rules, weights)
+        return self._share_bytes[weights]
 
     def share_adapters(self, weights: tuple[int, ...], rank: int) -> tuple[Adapter, ...]:
         """Its adapters, cut as that share is. Raises ``NotCutError``."""
         if (weights, rank) not in self._shared_adapters:
             self._shared_adapters[weights, rank] = tuple(
-                share_adapter(each, self.header, weights, rank) for each in self.adapters
+                share_adapter(each, self.share_rules, weights, rank) for each in self.adapters
             )
         return self._shared_adapters[weights, rank]
 
@@ -149,7 +162,7 @@ class ModelSource:
     def _ranks(self, limit: int) -> int:
         if why_not_shared(self._home, self.header):
             return 1
-        return adapted_ranks(self.header, limit, self.adapters)
+        return adapted_ranks(self.share_rules, limit, self.adapters)
 
     @property
     def ranged(self) -> RangedCutter | None:

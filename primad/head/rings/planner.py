@@ -245,7 +245,8 @@ class Planner:
             planned = complete(asked, search(asked))
         else:
             planned = complete(asked, await self._search(asked, background=background))
-        forecast = Forecast.of_planned(planned, self._pool.learning.corrections)
+        model, corrections = self._service.model, self._pool.learning.corrections
+        forecast = Forecast.of_planned(planned, corrections, model.share_bytes)
         return forecast, 0.0 if by_hand else planned.objective_s
 
     async def _request(
@@ -270,7 +271,7 @@ class Planner:
         if parallel != "pipeline" and len(devices) > 1 and service.may_share:
             max_ranks = await service.model.max_ranks(len(devices))
         if parallel == "tensor" and len(devices) > 1:
-            shared_ranks(service.model.header, 2)
+            shared_ranks(service.model.share_rules, 2)
         elif service.options.run.windows is None and len(devices) > 1:
             cuttable(service.model.header)
         return PlanRequest(
