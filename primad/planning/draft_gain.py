@@ -143,6 +143,12 @@ def with_room_for_draft(question: Question, head: str) -> Question:
     return replace(question, head=head, devices=tuple(without_ram(question.devices, head, draft.memory_bytes)))
 
 
+def where_drafted(device: str, group: Sequence[str]) -> str:
+    """The ``device`` of a draft model, and the other devices of its ``group``, if it shares layers with any."""
+    others = [name for name in group if name != device]
+    return f"{device}, which shares layers with {' and '.join(others)}" if others else device
+
+
 def no_room(memory_bytes: int) -> str:
     """Why a model drafts nowhere that takes so much."""
     return f"no device has {show_bytes(memory_bytes)} of memory for it beside its layers; choose a smaller model"

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from primad.errors import ConfigError
+from primad.planning.draft_gain import where_drafted
 from primad.planning.question import senses
 from primad.planning.schema import (
     DeviceJson,
@@ -102,7 +103,7 @@ def _how(answer: RingJson) -> str:
 
 
 def _has_groups(answer: RingJson) -> bool:
-    return any(device.share < 1 for device in answer.devices)
+    return any(device.leader for device in answer.devices)
 
 
 def _devices(answer: RingJson, columns: Sequence[str]) -> Table:
@@ -121,7 +122,7 @@ def _devices(answer: RingJson, columns: Sequence[str]) -> Table:
 def _cells(device: DeviceJson) -> dict[str, str]:
     return {
         "windows": f"{device.share:.0%} of {device.layers}"
-        if device.share < 1
+        if device.leader
         else _runs(window.layers for window in device.windows),
         "GPU": _runs(window.gpu_layers for window in device.windows) if device.gpu_layers else "-",
         "resident": str(device.resident_layers),
@@ -192,7 +193,7 @@ def _facts(answer: Explanation) -> Table:
             f"with its encoder, which takes {takes} of {answer.head}{_encoding(answer.model)}",
         )
     if answer.draft is not None:
-        table.add_row("draft", _draft(answer.draft))
+        table.add_row("draft", _draft(answer.draft, answer.devices))
     if answer.parallel:
         table.add_row("parallel", answer.parallel)
     table.add_row("bottleneck", found.bottleneck)
@@ -246,13 +247,13 @@ def _kept(kept: KeptJson) -> str:
     return f"{kept.device}'s KV cache by {kept.replica}, {size} per token, {show_rate(kept.bytes_per_s)}"
 
 
-def _draft(draft: DraftJson) -> str:
-    """What the draft model takes, how its drafts are computed, and what they win."""
+def _draft(draft: DraftJson, devices: Sequence[DeviceJson]) -> str:
+    """What the draft model takes of one of ``devices``, how its drafts are computed, and what they win."""
     if not draft.device:
         return f"{draft.name} drafts nothing: {draft.why}"
-    takes = (
-        f"{draft.name} takes {show_bytes(draft.memory_bytes)} of {draft.device} and {show_ms(draft.token_ms)} per draft"
-    )
+    leader = next((each.leader for each in devices if each.name == draft.device), "")
+    where = where_drafted(draft.device, [each.name for each in devices if leader and each.leader == leader])
+    takes = f"{draft.name} takes {show_bytes(draft.memory_bytes)} of {where} and {show_ms(draft.token_ms)} per draft"
     if draft.kind == "none":
         return f"{takes}; no drafts: {draft.why}"
     how = (

@@ -9,9 +9,13 @@ import pytest
 from rich.console import Console
 
 from halda import Plan, residency
-from primad.planning.draft_gain import SHARES, best_gain, draft_gain
-from primad.planning.explain import explain
+from primad.head.rings.status import draft_place_line
+from primad.planning.corrections import NOTHING_LEARNT
+from primad.planning.draft_gain import SHARES, best_gain, draft_gain, no_room
+from primad.planning.explain import best_plan, explain
+from primad.planning.forecast import Forecast
 from primad.planning.question import PlannedDraft, Wishes, ask
+from primad.planning.run_config import RunConfig
 from primad.planning.table import show
 from primad.ring.speculation.drafter import Drafting
 from tests.core.test_planned_drafts import ALONE, FOUR, TWO, asked
@@ -120,6 +124,25 @@ def test_the_plan_says_where_the_model_guesses():
     shown = io.StringIO()
     show(answer, Console(width=200, file=shown))
     assert f"of {answer.draft.device} and" in shown.getvalue()
+
+
+def test_of_a_group_it_is_said_which_device_has_the_model_and_with_whom_it_shares_layers():
+    devices, run = (
+        [device("desk"), device("laptop")],
+        RunConfig(parallel="tensor", batching="fast", context_tokens=4096),
+    )
+    question = ask(Wishes(run=run, links=("1Gbit/s,0.1ms",), head="desk"), devices, (), model())
+    draft = PlannedDraft(path="small.gguf", model=SMALL, memory_bytes=GB)
+    answer = explain(replace(question, draft=draft, max_ranks=2))
+    shown = io.StringIO()
+    show(answer, Console(width=300, file=shown))
+    assert "toy takes 1.00 GB of desk, which shares layers with laptop and" in " ".join(shown.getvalue().split())
+    planned = best_plan(replace(question, draft=draft, max_ranks=2))
+    for drafted, line in (
+        (planned, "drafts on desk, which shares layers with laptop"),
+        (replace(planned, draft_device=None), f"drafts nothing: {no_room(GB)}"),
+    ):
+        assert draft_place_line(Forecast.of_planned(drafted, NOTHING_LEARNT), GB) == line
 
 
 def test_the_plan_leaves_the_head_room_for_the_model_that_guesses():

@@ -33,6 +33,7 @@ from primad.head.rings.status import (
     at_once_line,
     attention_line,
     chains_line,
+    draft_place_line,
     left_out_line,
     no_drafts_line,
     page_line,
@@ -43,7 +44,6 @@ from primad.membership import types
 from primad.network.contacts import Contact
 from primad.planning.corrections import MIN_TOKENS
 from primad.planning.default_context import too_small_for
-from primad.planning.draft_gain import no_room
 from primad.planning.encoder_place import EncoderPlace
 from primad.planning.forecast import Forecast
 from primad.planning.load_times import LoadTimes, load_times
@@ -494,8 +494,8 @@ class Rings:
         if lacking := no_drafts_line(forecast, self._model.profile, options.run.speculate):
             self._reporter.report_line(lacking)
         draft = self._service.draft
-        if draft is not None and forecast.drafting is not None and forecast.draft_device is None:
-            self._reporter.report_line(f"--draft {draft.path}: drafts nothing: {no_room(draft.memory_bytes)}")
+        if draft is not None and forecast.drafting is not None:
+            self._reporter.report_line(f"--draft {draft.path}: {draft_place_line(forecast, draft.memory_bytes)}")
         if ring.prediction is not None:
             load = None if forecast.batches is None else forecast.batches.load
             prompt_tokens, shared = self._service.workload.prompt_tokens, self._planner.shares(forecast)

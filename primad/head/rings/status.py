@@ -22,7 +22,7 @@ from primad.api.http.status import (
     RingFigures,
     RingForecast,
 )
-from primad.planning.draft_gain import why_none
+from primad.planning.draft_gain import no_room, where_drafted, why_none
 from primad.planning.drafting import SpeculateMode, not_taken_back, takes_back
 from primad.planning.forecast import Forecast
 from primad.ring.messages import Status
@@ -104,7 +104,7 @@ def plan_lines(plan: Plan, assignments: Mapping[str, Assignment], prediction: Pr
         experts_on_cpu = sum(window.cpu_experts for window in kept.windows)
         on_gpu += f" (the experts of {experts_on_cpu} in RAM)" if experts_on_cpu else ""
         prefill_offload = ", prefill offload to the GPU" if name in plan.prefill_offload else ""
-        share = f"{plan.share_of(name):.0%} of each of " if plan.group_of(name) else ""
+        share = f"{kept.share:.0%} of each of " if plan.group_of(name) else ""
         lines.append(f"{name}: {share}{show_count(kept.layers, 'layer')} ({windows}){on_gpu}{streams}{prefill_offload}")
     return lines
 
@@ -200,6 +200,14 @@ def no_drafts_line(forecast: Forecast, model: ModelProfile, mode: SpeculateMode)
     if mode == "auto" or forecast.question is None:
         return ""
     return f"no drafts: {why_none(forecast.plan, forecast.question)}"
+
+
+def draft_place_line(forecast: Forecast, memory_bytes: int) -> str:
+    """Where the draft model, which takes so much, drafts."""
+    if forecast.draft_device is None:
+        return f"drafts nothing: {no_room(memory_bytes)}"
+    group = [rank.device for rank in forecast.plan.group_of(forecast.draft_device)]
+    return f"drafts on {where_drafted(forecast.draft_device, group)}"
 
 
 def page_line(url: str) -> str:
