@@ -29,7 +29,7 @@ from primad.settings.profiles import Implausible, check_cpu, check_disk, check_g
 from primad.system.files import write_whole
 from primad.system.processors import usable_cpus
 
-VERSION: Final = 15
+VERSION: Final = 16
 """Grows when the way of measuring changes."""
 Record = TypeVar("Record")
 _DISTURBED: Final = 0.15

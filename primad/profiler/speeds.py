@@ -53,6 +53,11 @@ _OF_ROW: Final = 0.06
 _OF_ROWS: Final = 0.2
 """Shares of a type's time in which one of its three trials with one row is run, and one of two with many; their windows are
 written and loaded besides."""
+_OF_CHUNK: Final = 0.02
+"""Share of all time that a chunk of a prompt may take in a trial of the main type: 64 rows take up to a tenth more for each
+than many do, and what they take says that of other types."""
+_RUN_S: Final = 0.1
+"""With several rows a processor's run of one count ends behind this time."""
 _OF_OFFLOAD: Final = 0.5
 """Share of a type's time in which a GPU that helps is timed; its windows are written and loaded besides."""
 _OF_STEP: Final = 0.03
@@ -140,12 +145,24 @@ class Bench:
         return self._time(SMALL, MAIN, layers, (False,), seconds, sweep_bytes=self.sweep_bytes, many_rows=False)[0]
 
     def time_rows(
-        self, kind: str, extra: Sequence[bool], seconds: float, shape: LayerShape = BIG
+        self, kind: str, extra: Sequence[bool], seconds: float, shape: LayerShape = BIG, chunk_s: float = 0.0
     ) -> list[TrialTimes | str]:
-        """Time many rows through layers of ``kind`` with as many weights as a trial has, for each setting of ``extra``."""
+        """Time many rows through layers of ``kind`` with as many weights as a trial has, for each setting of ``extra``; a
+        chunk of them may take ``chunk_s`` in any case."""
         return self._time(
-            shape, kind, self.layers_of(shape), extra, seconds, sweep_bytes=self.sweep_bytes, many_rows=True
+            shape,
+            kind,
+            self.layers_of(shape),
+            extra,
+            seconds,
+            sweep_bytes=self.sweep_bytes,
+            many_rows=True,
+            chunk_s=chunk_s,
         )
+
+    def chunk_s(self, kind: str) -> float:
+        """What a chunk may take in a trial of a type."""
+        return 0.0 if self.on_gpu or kind != MAIN else _OF_CHUNK * self.effort.seconds
 
     def time_cached(
         self, shape: LayerShape, kind: str, layers: int, cached: int, seconds: float, *, flash: bool, rows: int
@@ -197,6 +214,7 @@ class Bench:
         cached: int = 0,
         flash: bool = True,
         rows: int = 1,
+        chunk_s: float = 0.0,
     ) -> list[TrialTimes | str]:
         with TemporaryDirectory(prefix="window-", dir=self.folder) as name:
             window = write_window(Path(name), shape, kind, layers, gpu_layers=layers if self.on_gpu else 0)
@@ -218,7 +236,8 @@ class Bench:
                         flash=flash,
                         rows=rows,
                         gpu=self.gpu or "",
-                        run_s=None if self.gpu is None else seconds,
+                        run_s=seconds if self.gpu is not None else _RUN_S if many_rows else None,
+                        chunk_s=chunk_s,
                     )
                 )
                 for setting in extra
@@ -313,9 +332,13 @@ def measure_types(bench: Bench, step_s: float, advance: Callable[[str], None]) -
         fit_layer(bench, trial.kind, step_s, trial.middle, trial.big) for trial in trials if trial.middle is not None
     ]
     layer_s = max(_MIN_S, statistics.median(lines)) if lines else _MIN_S
-    speeds = [speed(bench, trial.kind, trial.big, step_s, layer_s, extra_buffers=trial.extra) for trial in trials]
+    main = trials[0].big if trials[0].plain is None else trials[0].plain
+    speeds = [
+        speed(bench, trial.kind, _like(bench, main, trial.big), step_s, layer_s, extra_buffers=trial.extra)
+        for trial in trials
+    ]
     plain = {
-        trial.kind: speed(bench, trial.kind, trial.plain, step_s, layer_s, extra_buffers=False)
+        trial.kind: speed(bench, trial.kind, _like(bench, main, trial.plain), step_s, layer_s, extra_buffers=False)
         for trial in trials
         if trial.plain is not None
     }
@@ -336,7 +359,7 @@ def _first_trials(bench: Bench, advance: Callable[[str], None]) -> list[_Trial]:
         share_s = max(0.0, left_s - later_s) / (len(types) - number)
         decode = bench.time_decode(BIG, kind, settings, _OF_ROW * share_s)
         has_one = any(isinstance(each, TrialTimes) for each in decode)
-        rows = bench.time_rows(kind, settings, _OF_ROWS * share_s) if has_one else decode
+        rows = bench.time_rows(kind, settings, _OF_ROWS * share_s, chunk_s=bench.chunk_s(kind)) if has_one else decode
         plain, *more = [together(one, many) for one, many in zip(decode, rows, strict=True)]
         chosen, extra = choose(plain, more[0] if more else "not tried")
         if isinstance(chosen, str):
@@ -379,7 +402,10 @@ def _again(bench: Bench, trials: list[_Trial]) -> list[_Trial]:
             settings = (trial.extra,) if trial.plain is None else (trial.extra, False)
             for several, timings in (
                 ((big, plain), bench.time_decode(BIG, trial.kind, settings, seconds)),
-                ((rows, plain_rows), bench.time_rows(trial.kind, settings, seconds)),
+                (
+                    (rows, plain_rows),
+                    bench.time_rows(trial.kind, settings, seconds, chunk_s=bench.chunk_s(trial.kind)),
+                ),
                 ((middle,), bench.time_decode(MIDDLE, trial.kind, (trial.extra,), seconds)),
             ):
                 for times, timing in zip(several, timings, strict=False):
@@ -415,6 +441,17 @@ def _with_rows(first: TrialTimes, times: Sequence[TrialTimes | None]) -> TrialTi
         prefill_s=tuple(statistics.median(each.prefill_s) for each in alike),
         few_s=statistics.median(each.few_s for each in every),
         counts_s=tuple(map(statistics.median, zip(*(each.counts_s for each in every), strict=False))),
+    )
+
+
+def _like(bench: Bench, main: TrialTimes, other: TrialTimes) -> TrialTimes:
+    """``other`` with as large a chunk as ``main`` where a processor had no time for more than ``FEWEST_ROWS`` of it: each
+    row then takes as much less as it does of ``main``."""
+    if bench.on_gpu or other.prefill_rows != FEWEST_ROWS or main.prefill_rows == FEWEST_ROWS:
+        return other
+    times = statistics.median(main.prefill_s) / main.few_s
+    return msgspec.structs.replace(
+        other, prefill_s=tuple(times * each for each in other.prefill_s), prefill_rows=main.prefill_rows
     )
 
 

@@ -286,8 +286,12 @@ def _time(task: TimeWindow) -> TrialTimes:
         left_s = task.seconds - (time.perf_counter() - start)
         prefill(FEWEST_ROWS)  # what is done once is done
         few_s = prefill(FEWEST_ROWS)
-        rows = affordable_rows(few_s / FEWEST_ROWS, left_s)
-        more_s = [_second(prefill, count) if count < rows else 0.0 for count in task.counts if count > FEWEST_ROWS]
+        rows = affordable_rows(few_s / FEWEST_ROWS, max(left_s, task.chunk_s))
+        more_s = [
+            _second(prefill, count) if count < rows and 2 * count * few_s < left_s * FEWEST_ROWS else 0.0
+            for count in task.counts
+            if count > FEWEST_ROWS
+        ]
         counts_s, left_s = (*few_counts_s, *more_s), left_s - 2 * sum(more_s)
         first_s = few_s if rows == FEWEST_ROWS else prefill(rows)
         prefill_s = (first_s, *_more(lambda: prefill(rows), first_s, left_s - first_s))

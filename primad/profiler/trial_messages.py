@@ -32,7 +32,8 @@ class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
     One row, or where ``many_rows`` several and a chunk of a prompt: runs for ``seconds``, one in any case. ``counts`` are
     more counts of rows, of which one run is made each. One row, or ``rows`` of the same sequence, come behind ``cached``
     tokens in the KV cache, with ``flash`` attention or without. What of the window is on a GPU is on ``gpu``, as in
-    ``EngineOptions``. A run that takes longer than ``run_s`` ends with the steps that it has.
+    ``EngineOptions``. A run that takes longer than ``run_s`` ends with the steps that it has. A chunk may take ``chunk_s``
+    whatever else took of the time.
     """
 
     window: WindowSource
@@ -48,6 +49,7 @@ class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
     rows: int = 1
     gpu: str = ""
     run_s: float | None = None
+    chunk_s: float = 0.0
 
 
 class CompareRows(msgspec.Struct, frozen=True, kw_only=True, tag="compare"):
