@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 
+from tests.forks import executing
 from tests.homelab.running import MakeLab
 from tools.lab import DeviceSpec, Fleet, Homelab, missing
 
@@ -14,6 +15,14 @@ from tools.lab import DeviceSpec, Fleet, Homelab, missing
 @pytest.fixture(scope="session", autouse=True)
 def _forked(forks: None) -> None:
     """Commands fork on their devices, and what they start."""
+
+
+@pytest.fixture(scope="module")
+def is_matrix(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether a whole matrix is made, whose times are those of processes that start as users start them."""
+    found = any(item.get_closest_marker("matrix") for item in request.session.items)
+    with executing() if found else nullcontext():
+        yield found
 
 
 @pytest.fixture

@@ -6,12 +6,11 @@ All cells but those of pairing are made one after the other on one cluster of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.forks import executing
 from tests.homelab.cluster import Cluster
 from tests.homelab.faults import FAULTS
 from tests.homelab.phases import REACH, HalfPaired, trusted_by
@@ -38,6 +37,8 @@ LOADED = ("prefill", "decode", "long answer", "idle")
 """Phases in which the device has its layers in memory."""
 
 FULL_SPEED_CPUS = 2.0
+
+pytestmark = pytest.mark.usefixtures("is_matrix")
 
 Note = Callable[[str, object], None]
 
@@ -67,14 +68,6 @@ class Bench:
     def tear_down(self) -> None:
         self._rig = None
         self._stack.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def is_matrix(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Whether the whole matrix is made, whose times are those of processes that start as users start them."""
-    found = any(item.get_closest_marker("matrix") for item in request.session.items)
-    with executing() if found else nullcontext():
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,8 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(smollm2: Path, is_matrix: bool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    del is_matrix  # it says how processes start
     if (reason := missing()) is not None:
         pytest.skip(reason)
     path = write_shared_model(tmp_path_factory.mktemp("shared") / "shared.gguf", smollm2)
