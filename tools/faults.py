@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tools.lab import group_matrix, missing  # noqa: E402
+from tools.lab.figures import run_facts  # noqa: E402
 from tools.lab.forecasts import judged  # noqa: E402
 from tools.lab.matrix import CELLS, PAGE, Outcome, pages_seconds, with_table  # noqa: E402
 
@@ -62,7 +63,9 @@ def matrix(arguments: list[str]) -> int:
     measured = {test.partition("[")[2].removesuffix("]"): value for test, name, value in found if name == "seconds"}
     page = PAGE.read_text(encoding="utf-8")
     known = {**pages_seconds(page), **group_matrix.pages_seconds(page), **measured}
-    PAGE.write_text(group_matrix.with_table(with_table(page, known), known), encoding="utf-8")
+    facts = run_facts([]) if {*measured} & {cell.id for cell in group_matrix.CELLS} else None
+    of = None if facts is None else f"{facts['day']}, commit {facts['commit']}, {facts['cores']} cores"
+    PAGE.write_text(group_matrix.with_table(with_table(page, known), known, of), encoding="utf-8")
     lacking = [cell.id for cell in CELLS if cell.outcome is not Outcome.NONE and cell.id not in known]
     lacking += [cell.id for cell in group_matrix.CELLS if cell.id not in known]
     print(f"{PAGE.relative_to(ROOT)}: {len(measured)} cells measured" + (f", none yet: {lacking}" if lacking else ""))

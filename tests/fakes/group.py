@@ -2,6 +2,12 @@
 
 import threading
 
+from primad.errors import RingError
+
+
+class LeftError(RingError):
+    """Another rank failed."""
+
 
 class Meeting:
     """Where the ranks of a group meet: each brings an array, and sees what the others brought."""
@@ -13,9 +19,12 @@ class Meeting:
 
     def meet(self, rank, values):
         self._brought[rank] = values.copy()
-        self._barrier.wait()
-        found = list(self._brought)
-        self._barrier.wait()
+        try:
+            self._barrier.wait()
+            found = list(self._brought)
+            self._barrier.wait()
+        except threading.BrokenBarrierError as exc:
+            raise LeftError("another rank of this group left") from exc
         return found
 
     def leave(self):
@@ -64,6 +73,6 @@ def in_group(ranks, run):
         thread.start()
     for thread in threads:
         thread.join()
-    for exc in sorted(errors.values(), key=lambda each: isinstance(each, threading.BrokenBarrierError)):
+    for exc in sorted(errors.values(), key=lambda each: isinstance(each, LeftError)):
         raise exc
     return results, meeting.sums

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +12,31 @@ import pytest
 from primad.engine.streaming.pressure import Hold, PressureWatch
 from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.engine.streaming.units import units_of_window
+from primad.errors import WeightsError
 from primad.gguf.header import read_header
 from tests.shell.test_streams_exact import EVERYTHING, SIZES, kept
-from tests.shell.test_tensor_groups import group_logits
+from tests.homelab.rot import overwrite
+from tests.shell.test_tensor_groups import group_logits, steps
 from tools import synth
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing that streams is ever given back")
+
+
+@contextmanager
+def streams_of(rank, cuts, streamed):
+    units = [units_of_window(source) for source in rank.sources]
+    streams = Streams(
+        [
+            StreamedWindow(index=number, assignment=kept(cuts[number], each, streamed), units=each)
+            for number, each in enumerate(units)
+        ],
+        read_ahead_bytes=0,
+        lock=False,
+        usage=None,
+    )
+    streams.begin(dict(enumerate(rank.windows)))
+    yield streams
+    streams.end()
 
 
 @pytest.mark.parametrize(
@@ -36,20 +56,9 @@ def test_shares_that_stream_have_the_bits_of_shares_in_memory(architecture, stre
 
     @contextmanager
     def streaming(rank):
-        units = [units_of_window(source) for source in rank.sources]
-        streams = Streams(
-            [
-                StreamedWindow(index=number, assignment=kept(cuts[number], each, streamed), units=each)
-                for number, each in enumerate(units)
-            ],
-            read_ahead_bytes=0,
-            lock=False,
-            usage=None,
-        )
-        streams.begin(dict(enumerate(rank.windows)))
-        yield
-        read.append(streams.streamer.read_bytes)
-        streams.end()
+        with streams_of(rank, cuts, streamed) as streams:
+            yield
+            read.append(streams.streamer.read_bytes)
 
     expected, *_ = group_logits(header, [2, 1], cuts, tmp_path / "memory")
     found, *_ = group_logits(header, [2, 1], cuts, tmp_path / "streamed", begins=streaming)
@@ -57,3 +66,25 @@ def test_shares_that_stream_have_the_bits_of_shares_in_memory(architecture, stre
         assert np.array_equal(one, other)
     assert len(read) == 2
     assert min(read) > 0, "each rank reads its own share"
+
+
+@pytest.mark.parametrize("number", [1, 5], ids=["of a new graph", "of a known graph"])
+def test_a_rank_whose_weights_changed_keeps_the_first_one_from_a_result(number, tmp_path):
+    synth.write_model(tmp_path / "model.gguf", **SIZES)
+    ranks, cuts = {}, [0, 3, 6]
+
+    @contextmanager
+    def resident(rank):
+        with streams_of(rank, cuts, 0):
+            ranks[rank.number] = rank
+            yield
+
+    def made():
+        for step, rows in enumerate(steps()):
+            if step == number:
+                overwrite(Path(ranks[1].sources[0].layers[1]))
+            yield rows
+
+    with pytest.raises(WeightsError, match="somebody wrote to this file"):
+        group_logits(read_header(tmp_path / "model.gguf"), [1, 1], cuts, tmp_path, made=made, begins=resident)
+    assert len(ranks[0].hidden) == number

@@ -106,7 +106,7 @@ class Rank:
         own = share_header(ShareRules(header), weights, rank)
         embedding = TokenEmbedding.of(header) if rank == 0 else None
         adapters = [share_adapter(each, ShareRules(header), weights, rank) for each in adapters]
-        self.hidden, self.windows, self.sources, self._rank = [], [], [], rank
+        self.hidden, self.windows, self.sources, self.number = [], [], [], rank
         self._width = token_embedding(header).shape[0] + beside_values(header)
         for first, last in pairwise(cuts):
             source = opened(own, first, last, folder / f"{rank}-{first}", adapters)
@@ -130,7 +130,7 @@ class Rank:
 
     def forward(self, rows):
         content = rows.content
-        if self._rank:
+        if self.number:
             width = content.shape[1] if content.ndim > 1 else self._width
             content = np.empty((len(rows), width), np.float32)
         for window in self.windows[:-1]:

@@ -5,6 +5,7 @@ The tests (``tests/homelab/test_group_faults.py``) do what stands here, and a ta
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -77,12 +78,18 @@ BEGIN: Final = "<!-- groups: written by tools/faults -->"
 END: Final = "<!-- end of groups -->"
 
 
-def with_table(page: str, seconds: Seconds) -> str:
-    """``page`` with the table of groups in the place for it."""
-    return between(page, BEGIN, END, f"\n\n{table(seconds)}\n")
+def with_table(page: str, seconds: Seconds, measured: str | None = None) -> str:
+    """``page`` with the table of groups in the place for it, as last ``measured`` (on which day, of what), or as before."""
+    return between(page, BEGIN, END, f"\n\n{table(seconds, measured or pages_measured(page))}\n")
 
 
-def table(seconds: Seconds) -> str:
+def pages_measured(page: str) -> str:
+    """When the times in the table of ``page`` were measured."""
+    found = re.search(r"place by place \((.*)\):", page)
+    return "" if found is None else found[1]
+
+
+def table(seconds: Seconds, measured: str) -> str:
     """Seconds to the next token in Markdown: a row a fault, a column a phase, in it the places one after the other. Nothing
     of faults that were not measured."""
     lines = list[str]()
@@ -92,7 +99,7 @@ def table(seconds: Seconds) -> str:
             entries = (", ".join(_entry(cell, seconds) for cell in each) for each in cells)
             lines.append(f"| **{fault}** | {' | '.join(entries)} |")
     if lines:
-        title = "Seconds to the next token, place by place:"
+        title = f"Seconds to the next token, place by place ({measured}):"
         lines[:0] = [title, "", f"| | {' | '.join(PHASES)} |", f"|---|{'---|' * len(PHASES)}"]
     return "".join(f"{line}\n" for line in lines)
 

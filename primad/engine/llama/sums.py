@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Final
 
 import numpy as np
@@ -24,7 +24,7 @@ from primad.engine.tensor import Tensor
 from primad.errors import EngineError, PrimadError
 
 _COLUMNS: Final = re.compile(
-    rb"blk\.\d+\.(attn_output|ssm_out|shortconv\.out_proj|time_mix_output|ffn_down(_exps|_shexp|_chexps)?)\.weight\b"
+    rb"blk\.(\d+)\.(attn_output|ssm_out|shortconv\.out_proj|time_mix_output|ffn_down(_exps|_shexp|_chexps)?)\.weight\b"
 )
 """Matrices that are cut by columns, or zeros on all ranks but the first (``gguf/share_rules.py``), also as a copy on another
 device calls them."""
@@ -35,10 +35,21 @@ _ADDS: Final = frozenset((b"ADD", b"ADD_ID"))
 
 
 class Sums:
-    """Exchanges the parts of sums of one window with the other ranks. ``ggml`` is libggml-base."""
+    """Exchanges the parts of sums of one window with the other ranks. ``ggml`` is libggml-base.
 
-    def __init__(self, ggml: ctypes.CDLL, exchange: GroupExchange) -> None:
+    With the other ranks' parts of layer ``last`` the first one has the window's result. So they leave once ``prove`` has
+    found the weights to be the model's; else it raises ``EngineError``. None: the result is gathered after the step.
+    """
+
+    def __init__(
+        self, ggml: ctypes.CDLL, exchange: GroupExchange, *, last: int | None, prove: Callable[[], None]
+    ) -> None:
         self._ggml, self._exchange = ggml, exchange
+        self._last, self._prove = last if exchange.rank else None, prove
+        self._layer: int | None = None
+        """Of the matrix that made the latest part."""
+        self._proven: set[int] = set()
+        """Parts of the last layer."""
         self._shape: Hashable = None
         self._seen: dict[int, bool] = {}
         """Of each node of the graph that is asked about whether it is a part of a sum."""
@@ -69,6 +80,7 @@ class Sums:
             self._graphs, self._order = 0, []
             self._unread.clear()
             self._sizes.clear()
+            self._proven.clear()
 
     def check(self) -> None:
         """Raises what an exchange raised."""
@@ -134,11 +146,13 @@ class Sums:
             if not is_part:
                 for part in dict.fromkeys(parts):
                     if self._seen[part]:
+                        if self._layer is not None and self._layer == self._last:
+                            self._proven.add(part)
                         self._exchange_node(part)
                         self._order.append(part)
                         self._settle(Tensor.from_address(part).data)
-        elif op in _MATRIX:
-            is_part = _COLUMNS.search(self._name(tensor.sources[0])) is not None
+        elif op in _MATRIX and (columns := _COLUMNS.search(self._name(tensor.sources[0]))) is not None:
+            is_part, self._layer = True, int(columns[1])
         self._seen[node] = is_part
         if is_part:
             self._unread.add(node)
@@ -188,6 +202,8 @@ class Sums:
             values = self._values[:count]
             self._ggml.ggml_backend_tensor_get(node, values.ctypes.data, 0, size)
         try:
+            if node in self._proven:
+                self._prove()
             self._exchange.sum(values)
         except PrimadError as exc:
             self.error = exc  # through C it would be lost

@@ -186,7 +186,11 @@ class Tap(dict[int, bool]):
 
     def share(self, exchange: GroupExchange | None) -> None:
         """The window is a share of layers; ``exchange`` makes sums of its parts and the other ranks'. None: it is whole."""
-        self.sums = None if exchange is None else Sums(ggml_base, exchange)
+        self.sums = None if exchange is None else Sums(ggml_base, exchange, last=self._last, prove=self._prove)
+
+    def _prove(self) -> None:
+        if self.stream is not None:
+            self.stream.prove()
 
     def begin_sums(self, shape: Hashable) -> None:
         """A step of this ``shape`` is about to be computed; where it is not that of the one before its graph is another."""

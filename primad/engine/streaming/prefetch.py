@@ -210,6 +210,10 @@ class Streamer:
             self._departed_s = time.monotonic()
             if self._residency.streams or self._departed_s - self._looked_s > self._timings.look_every_s:
                 self._condition.notify_all()
+        self.prove(first, last)
+
+    def prove(self, first: int, last: int) -> None:
+        """Raises ``WeightsError`` where a weight file of units ``first <= unit < last`` is not what it was."""
         for pages in self._files_of(first, last):
             for path in pages.changed():
                 if not self._verify(path):
@@ -592,3 +596,8 @@ class WindowStream:
         if self._first < self._last:
             self.streamer.depart(self._first, self._last)
         return reported
+
+    def prove(self) -> None:
+        """As ``Streamer.prove``."""
+        if self._first < self._last:
+            self.streamer.prove(self._first, self._last)
