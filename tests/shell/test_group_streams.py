@@ -14,8 +14,8 @@ from primad.engine.streaming.streams import StreamedWindow, Streams
 from primad.engine.streaming.units import units_of_window
 from primad.errors import WeightsError
 from primad.gguf.header import read_header
-from tests.shell.test_streams_exact import EVERYTHING, SIZES, kept
 from tests.homelab.rot import overwrite
+from tests.shell.test_streams_exact import EVERYTHING, SIZES, kept
 from tests.shell.test_tensor_groups import group_logits, steps
 from tools import synth
 
