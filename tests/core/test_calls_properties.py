@@ -17,7 +17,7 @@ from primad.api.answering.reading import CompletionReading
 from tests.fakes.reported import CUT, calls_in
 
 THINK = Thinking(begin="<think>", end="</think>")
-MANY = 30
+MANY = 12
 """Examples of each form, of which there are as many."""
 Arguments = dict[str, Any]
 Found = tuple[str, str, list[tuple[str, Any]]]

@@ -37,7 +37,7 @@ from tests.fakes.ring import GREEDY, FakeRing, generate
 from tests.fakes.timed_ring import TimedRing
 
 COSTS = tuple(1 + 0.02 * rows for rows in range(10))
-rings = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+rings = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def node(token: int, parent: int) -> TreeNode:

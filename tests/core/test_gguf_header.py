@@ -324,7 +324,7 @@ def survives(path, content):
     assert peak < 50 << 20
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     changes=st.lists(st.tuples(st.integers(0, HEAD - 1), st.integers(0, 255)), min_size=1, max_size=8),
     end=st.integers(0, len(GOOD)) | st.none(),
@@ -336,7 +336,7 @@ def test_changed_bytes_are_read_or_refused(scratch, changes, end):
     survives(scratch, bytes(content[:end]))
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(4, HEAD - 8), number=st.integers(0, (1 << 64) - 1) | st.sampled_from([1 << 31, 1 << 32, 1 << 63]))
 def test_changed_numbers_are_read_or_refused(scratch, at, number):
     survives(scratch, GOOD[:at] + struct.pack("<Q", number) + GOOD[at + 8 :])

@@ -247,7 +247,7 @@ class Cluster(RuleBasedStateMachine):
 
 
 Cluster.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=50,
     stateful_step_count=40,
     deadline=None,
     phases=quick,
@@ -278,7 +278,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     config=starts, now=st.floats(0.0, 1e5), workers=subsets, story=st.lists(st.tuples(events, pauses_s), max_size=60)
 )

@@ -185,7 +185,7 @@ stories = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(stories)
 def test_whatever_programs_do_plans_have_more_only_after_patience_and_only_what_was_there(story):
     device = Device()
@@ -208,7 +208,7 @@ def test_whatever_programs_do_plans_have_more_only_after_patience_and_only_what_
             assert given_bytes <= min(within + first[-1:]), "it was not there throughout"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     busy_s=st.floats(1.0, 600.0),
     calm_s=st.floats(1.0, 2000.0),
@@ -236,7 +236,7 @@ def test_programs_that_come_and_go_do_not_make_plans_swing(busy_s, calm_s, taken
         assert device.plans == [], "it never had a whole wait of room"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(stories)
 def test_once_programs_are_gone_for_good_plans_have_all_back(story):
     device = Device()

@@ -227,7 +227,7 @@ def mutate(data: st.DataObject, content: Any) -> Any:
     return data.draw(anything)
 
 
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_changed_message_is_refused_or_can_be_used(data):
     decode, message = data.draw(st.sampled_from(EVERY))
@@ -451,7 +451,7 @@ tensors = st.builds(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(tensors, min_size=1, max_size=4), st.booleans(), numbers)
 def test_any_layer_is_refused_or_has_a_header(sampled, placed, size):
     if placed:

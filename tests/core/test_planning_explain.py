@@ -174,7 +174,7 @@ def test_a_change_that_makes_a_plan_possible():
 @pytest.mark.parametrize("what", ["ram:laptop", "ram:pi", "vram:desk"])
 def test_more_memory_is_never_slower(what):
     times = []
-    for size in ("1GB", "2GB", "3GB", "5GB", "9GB"):
+    for size in ("1GB", "3GB", "9GB"):
         solution = best_plan(
             change(question(objective="latency", context_tokens=4096), [f"{what}={size}"], no_file)
         ).solved.solution
@@ -258,7 +258,7 @@ def test_with_the_least_memory_all_layers_are_read():
     assert smaller.workload.kv_type == "q8_0"
 
 
-def test_an_encoder_takes_its_memory_of_the_head_and_the_answer_says_what_the_model_can():
+def test_an_encoder_takes_its_memory_of_the_head_and_the_answer_says_what_the_model_can(answer):
     encoder = PlannedEncoder(sees=True, hears=False, memory_bytes=GB)
     asked = replace(question(), encoder=encoder)
     left = question(
@@ -270,4 +270,4 @@ def test_an_encoder_takes_its_memory_of_the_head_and_the_answer_says_what_the_mo
     console = Console(file=io.StringIO(), width=200)
     show(found, console)
     assert re.search(r"sees +with its encoder, which takes .* of desk", console.file.getvalue())
-    assert explain(asked).head == explain(question()).head
+    assert explain(asked).head == answer.head

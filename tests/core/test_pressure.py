@@ -408,7 +408,7 @@ def swings(world: World) -> int:
     return sum(before is Grow and after is Shrink for before, after in pairwise(kinds))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(st.lists(moods, min_size=1, max_size=12), st.integers(0, 38))
 def test_it_swings_a_bounded_number_of_times(changes, streamed):
     world = World(streamed=streamed)
@@ -419,7 +419,7 @@ def test_it_swings_a_bounded_number_of_times(changes, streamed):
     assert swings(world) <= 7 + (world.now - start) / RELAPSE_S
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=4)
 @given(st.integers(0, 2**32))
 def test_it_does_not_follow_a_program_that_takes_and_frees_at_random(seed):
     """500 MiB for 0.2 to 6 s, then none for 0.2 to 6 s, for half an hour."""
@@ -438,7 +438,7 @@ def test_it_does_not_follow_a_program_that_takes_and_frees_at_random(seed):
     assert not any(isinstance(action, Replan) for _, action in world.reported)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(st.lists(moods, max_size=6), st.integers(0, 38), st.floats(0, 300))
 def test_it_never_shrinks_when_it_is_calm(changes, streamed, room):
     world = World(streamed=streamed)
@@ -452,7 +452,7 @@ def test_it_never_shrinks_when_it_is_calm(changes, streamed, room):
     assert not any(isinstance(action, Shrink | Replan) for action in world.run(300))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     st.lists(moods, max_size=6),
     st.integers(0, 38),
@@ -487,7 +487,7 @@ def test_under_constant_pressure_it_shrinks_to_the_end_and_says_so(changes, stre
     assert all(action.needed_bytes > 0 for action in asked)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(st.lists(moods, max_size=10), st.integers(0, 38))
 def test_when_it_is_calm_everything_comes_back(changes, streamed):
     world = World(streamed=streamed)

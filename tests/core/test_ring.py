@@ -49,7 +49,7 @@ SAMPLED = msgspec.structs.replace(GREEDY, temperature=1.0)
 SMALL = ([[2, 1, 3]], 2)
 """Three devices, one round."""
 
-rings = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+rings = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @dataclass(frozen=True)
@@ -842,7 +842,7 @@ class Service:
         assert not any(kv_writer.cells for kv_writer in self.ring.shelves), "something is kept that nobody needs"
 
 
-@settings(rings, max_examples=200)
+@settings(rings, max_examples=60)
 @given(st.data(), shapes(), st.sampled_from([GREEDY, SAMPLED]))
 def test_generations_at_once_say_what_each_says_alone_whoever_comes_goes_and_dies(data, shape, sampling):
     """They come and are cancelled at any time, begin like others or are the same, and rings break under them.

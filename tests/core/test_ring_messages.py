@@ -277,7 +277,7 @@ def test_random_bytes_are_refused(data, payload_bytes):
     refused_or_within_limits(data, payload_bytes)
 
 
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_damaged_header_is_refused_or_still_within_the_limits(data):
     header = bytearray(encode(a_step()))
@@ -297,7 +297,7 @@ def test_a_damaged_header_is_refused_or_still_within_the_limits(data):
     refused_or_within_limits(bytes(header), data.draw(st.sampled_from([72, 0, 24, 1 << 62])))
 
 
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_header_with_fields_of_any_value_is_refused_or_within_the_limits(data):
     fields = ["step", *msgspec.structs.astuple(a_step())]
@@ -307,7 +307,7 @@ def test_a_header_with_fields_of_any_value_is_refused_or_within_the_limits(data)
     refused_or_within_limits(msgspec.msgpack.encode(fields), 72)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     rows=st.integers(-1, 9),
     width=st.sampled_from([6, 6, 6, 0, 7, 1 << 62]),

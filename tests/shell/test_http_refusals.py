@@ -292,7 +292,7 @@ BODIES = st.builds(lambda likely, fields: likely | fields, LIKELY, FIELDS).map(j
 
 
 @both
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(body=BODIES | VALUES.map(json.dumps) | st.binary(max_size=60))
 def test_no_body_is_answered_with_500(path, body):
     backend = FakeBackend(replies("an answer of some ", 257, "tokens"), context_tokens=64)

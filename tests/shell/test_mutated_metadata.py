@@ -126,7 +126,7 @@ def use(header):
     window_metadata(header, 0, layer_count(header))
 
 
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_a_header_of_any_metadata_is_used_or_refused_in_one_line(headers, data):
     refused = ""
@@ -164,7 +164,7 @@ def test_a_check_of_any_metadata_ends_with_a_verdict_or_a_refusal(headers, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.matrix
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_so_does_one_of_many_more(headers, tmp_path_factory, data):
     try_cuts(headers, tmp_path_factory.mktemp("mutated") / "model.gguf", data)
