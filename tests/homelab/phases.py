@@ -49,8 +49,8 @@ def phase_of(rig: Rig, name: str) -> str:
 
 
 def transfer(rig: Rig, name: str) -> None:
-    """Some of its layers are there, others on their way: it counts as the fastest, and so gets most. It is frozen there:
-    on a busy machine all would be there before the fault is.
+    """Some of its layers are there, others on their way: it counts as the fastest, and so gets most, until whoever asked
+    seeds it anew. It is frozen there: on a busy machine all would be there before the fault is.
     """
     rig.take_out(name)
     rig.cluster.seed(name, 2.0)
@@ -60,7 +60,6 @@ def transfer(rig: Rig, name: str) -> None:
     (home(rig.lab.device(name)) / "config.toml").write_text(limit, encoding="ascii")
     rig.mark()
     worker = rig.cluster.start_worker(name)
-    rig.cluster.seed(name, 1.0)
 
     def is_caught() -> bool:
         if len(rig.whole_layers(name)) < 2:

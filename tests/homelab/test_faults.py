@@ -148,6 +148,8 @@ def heal(cell: Cell, rig: Rig, name: str, spoilt: list[Path]) -> None:
         fault.undo(rig.cluster, name)
     device.slow(FULL_SPEED_CPUS)
     (device.outside / "primad" / "config.toml").unlink(missing_ok=True)
+    if cell.phase == "transfer":
+        rig.cluster.seed(name, 1.0)
     if spoilt and cell.phase in LOADED:
         device.kill()
         for file in spoilt:
