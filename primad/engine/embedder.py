@@ -67,7 +67,7 @@ class Embedder:
             raise EngineError(f"llama.cpp cannot load {path} for embeddings")
         self.max_text_tokens = min(MAX_TOKENS, int(llama.llama_model_n_ctx_train(self._model)))
         self.width = int(llama.llama_model_n_embd(self._model))
-        self._vocabulary = LlamaVocabulary(Path(path))
+        self._vocabulary = LlamaVocabulary(Path(path), self._model)
         longest = self._vocabulary.longest_chars
         self._max_chars = None if longest is None else self.max_text_tokens * longest
         """More characters are more tokens than may be, however they are cut into tokens."""

@@ -21,16 +21,15 @@ PIECE_BYTES: Final = 64
 
 
 class LlamaVocabulary:
-    """The tokenizer of a model file, loaded without its weights."""
+    """The tokenizer of a model file, loaded without its weights, or of a ``model`` of llama.cpp that is loaded already."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, model: Any = None) -> None:
         params = llama.llama_model_default_params()
         params.vocab_only = True
-        self._model = llama.llama_model_load_from_file(str(path).encode(), params)
+        self._model = model or llama.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
             raise EngineError(f"llama.cpp cannot read the vocabulary of {path}: {why('it does not say why')}")
         self._vocab = llama.llama_model_get_vocab(self._model)
-        self._longest_name: int | None = None
         self._piece = lru_cache(KEPT_PIECES)(self._read_piece)
         self.size = int(llama.llama_vocab_n_tokens(self._vocab))
         self.bos = self._special(llama.llama_vocab_bos(self._vocab))
@@ -56,9 +55,8 @@ class LlamaVocabulary:
             return None
         if not self._tokenize("  ", False, False):  # blanks are dropped
             return None
-        return (
-            self._longest_name if self._longest_name is not None else max(len(name) for name, _, _ in self.all_tokens())
-        )
+        texts = (llama.llama_vocab_get_text(self._vocab, token) for token in range(self.size))
+        return max(len(text.decode("utf-8", errors="replace")) for text in texts)
 
     @property
     def fill_in_ids(self) -> tuple[int, int, int, int]:
@@ -127,13 +125,10 @@ class LlamaVocabulary:
 
     def all_tokens(self) -> Iterator[tuple[bytes, bool, bool]]:
         """Each token in order: the bytes of its name, whether it is a control token, and whether it ends a generation."""
-        buffer, longest = ctypes.create_string_buffer(PIECE_BYTES), 0
+        buffer, ends = ctypes.create_string_buffer(PIECE_BYTES), self.ends
         for token in range(self.size):
             piece = self._read_piece(token, False, buffer)
-            name = piece or self._read_piece(token, True, buffer)
-            longest = max(longest, len(name))
-            yield name, not piece, token in self.ends
-        self._longest_name = longest
+            yield piece or self._read_piece(token, True, buffer), not piece, token in ends
 
     def _read_piece(self, token: int, special: bool, buffer: ctypes.Array[ctypes.c_char] | None = None) -> bytes:
         room = PIECE_BYTES

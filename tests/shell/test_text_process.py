@@ -329,14 +329,25 @@ async def test_pieces_are_those_of_the_vocabulary(smollm2):
         assert pieces.name(token) == vocabulary.name(token)
 
 
-def test_cut_at_markers_a_text_has_the_same_tokens(smollm2, gemma3, monkeypatch):
+@pytest.fixture(scope="module")
+def vocabularies(smollm2, gemma3) -> list[ModelVocabulary]:
+    """One of each kind: BPE and SPM."""
+    return [ModelVocabulary(str(file), None) for file in (smollm2, gemma3)]
+
+
+def test_cut_at_markers_a_text_has_the_same_tokens(vocabularies, monkeypatch):
     text = "".join(f"<|im_start|>user\n {n}<|im_end|>\n<start_of_turn>x\n\n\n<end_of_turn>  \n" for n in range(40))
-    for file in (smollm2, gemma3):
-        vocabulary = ModelVocabulary(str(file), None)
+    for vocabulary in vocabularies:
         whole = vocabulary.tokenize(text, add_special=True, parse_special=True)
         monkeypatch.setattr("primad.engine.vocabulary.PIECE_CHARS", 64)
         assert vocabulary.tokenize(text, add_special=True, parse_special=True) == whole
         monkeypatch.undo()
+
+
+def test_no_token_stands_for_more_characters_than_is_said(vocabularies):
+    for vocabulary in vocabularies:
+        names = [vocabulary.name(token) for token in range(0, vocabulary.size, 8)]
+        assert 8 < max(map(len, names)) <= vocabulary.longest_chars < 100
 
 
 def test_long_runs_of_a_character_end_no_pre_tokenizer(tmp_path):
