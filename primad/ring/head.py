@@ -139,7 +139,11 @@ class Head:
         if not self._scheduler.drafts_anything:
             return None
         return DraftStatus(
-            drafted=tally.drafted, accepted=tally.accepted, skipped=tally.skipped, tokens_per_pass=tally.tokens_per_pass
+            drafted=tally.drafted,
+            accepted=tally.accepted,
+            missed=tally.missed,
+            skipped=tally.skipped,
+            tokens_per_pass=tally.tokens_per_pass,
         )
 
     @property

@@ -236,7 +236,7 @@ def _open_head(
     )
     kv_writer = open_kv_writer(opening, (*windows.values(), tail))
     if tail.predictor is not None:
-        drafter = PredictedDrafters(tail.predictor)
+        drafter = PredictedDrafters(tail.predictor, time.monotonic)
     head = Head(
         windows=windows,
         tail=tail,

@@ -113,6 +113,30 @@ def test_where_guesses_are_sure_or_rows_dear_it_is_a_chain_or_nothing():
     assert OPENS_AT > 0.02
 
 
+@pytest.mark.parametrize(
+    ("costs", "draft", "rows", "looked_for"),
+    [
+        ((1.0, 1.2, 1.4, 1.6), 0.0, 3, 3),
+        ((1.0, 1.2, 1.4, 1.6), 0.1, 3, 3),
+        ((1.0, 1.2, 1.8, 2.6), 0.1, 1, 1),
+        ((1.0, 1.2, 1.4, 1.6), 0.6, 0, 1),
+    ],
+)
+def test_no_draft_is_looked_for_that_no_row_of_the_step_computes(costs, draft, rows, looked_for):
+    """The layers of a model take a while for each; the last one pays if the one before it did."""
+
+    class Asked(Reported):
+        count = 0
+
+        def propose(self, drafts: Sequence[int]) -> DraftToken | None:
+            self.count += 1
+            return super().propose(drafts)
+
+    drafter = Asked({(1,) * deep: [(1, 0.8)] for deep in range(9)})
+    assert len(best_tree(drafter, costs, 0, 1.1, draft=draft)) == rows
+    assert drafter.count == looked_for
+
+
 @given(trees(), st.data())
 def test_a_tree_makes_no_fewer_tokens_than_the_best_chain(nodes, data):
     table: dict[tuple[int, ...], list[tuple[int, float]]] = {}

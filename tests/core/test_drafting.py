@@ -232,6 +232,12 @@ def test_after_misses_guesses_must_be_surer_and_where_the_ring_was_idle_less_so(
     assert pace.wants(0.5)
 
 
+def test_rows_that_follow_each_other_give_less_where_the_head_drafts_between_them():
+    drafting = Drafting(room=2, ring_passes=2.0)
+    assert drafting.rate_ahead(0.7) == pytest.approx(2 / 1.3)
+    assert drafting.rate_ahead(0.7, 0.1) == pytest.approx(1 / (0.6 + 0.3 * 0.4))
+
+
 class Sure(Nothing):
     """Drafts 7 for ever, with the same confidence."""
 

@@ -48,6 +48,24 @@ def test_drafts_hold_as_often_as_the_layers_are_right_so_each_token_had_its_own_
     assert end.accepted >= 0.95 * end.drafted > 0.5 * TOKENS
 
 
+def test_layers_draft_no_token_that_no_step_computes():
+    predictor = FakePredictor(1.0)
+    (end,) = finished(ring_with(predictor, ALONE, AT_ONCE), [9, 8, 7])
+    assert end.drafted <= predictor.calls <= end.drafted + 3
+
+
+@pytest.mark.parametrize("room", [2, 3, 4])
+def test_drafts_behind_one_that_was_wrong_are_counted_neither_right_nor_wrong(room):
+    """Each that is judged holds as often as the layers are right, however many are behind it."""
+    ring = ring_with(FakePredictor(0.7), RING, replace(AHEAD, room=room))
+    (end,) = finished(ring, [9, 8, 7])
+    tally = ring.scheduler.tally
+    judged = tally.accepted + tally.missed
+    assert (end.accepted, end.drafted) == (tally.accepted, tally.drafted)
+    assert abs(tally.accepted / judged - 0.7) < 0.12
+    assert tally.drafted == judged if room == 2 else tally.drafted > judged
+
+
 @pytest.mark.parametrize("seed", range(1, 3))
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize(("rounds", "drafting"), WAYS, ids=["alone", "ring", "ahead"])

@@ -25,7 +25,7 @@ from tests.e2e.reference import Plain
 from tests.e2e.streams import STORY, ask
 from tests.e2e.test_several_at_once import ask_all
 from tools import synth
-from tools.lab.controlled import write_controlled
+from tools.lab.controlled import DRAWN, write_controlled
 from tools.lab.local_ring import GREEDY, LocalRing
 
 pytestmark = pytest.mark.slow
@@ -135,6 +135,22 @@ async def test_the_own_layer_of_a_model_with_states_drafts_and_changes_nothing(t
         found, accepted = await reported(model, prompts, kinds, shape, rows=64, **options)
         assert found == expected
         assert accepted > 0.5 * TOKENS
+
+
+async def test_a_model_made_for_a_share_of_right_drafts_has_that_share(tmp_path: Path):
+    """What is drawn in another order of tokens holds less often, and benchmarks of drafts would measure another share."""
+    model = tmp_path / "model.gguf"
+    temperature = write_controlled(model, "qwen35", right=0.7, layers=13)
+    sampling = msgspec.structs.replace(SAMPLED, temperature=temperature, **DRAWN)
+    drafting = Drafting(rows=2, costs=(1.0, 1.0), adapts=False)
+    async with LocalRing(
+        model, None, context=512, threads=1, drafting=drafting, predicts=True, batching=Batching(replays=2)
+    ) as ring:
+        await ring.ask([1, 20, 30], 480, (), sampling)
+        while not isinstance(event := await ring.next_event(), Finished):
+            pass
+    assert event.drafted > 200
+    assert event.accepted / event.drafted == pytest.approx(0.7, abs=0.06)
 
 
 def guessing(model: Path) -> DraftModel:

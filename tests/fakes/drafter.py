@@ -12,6 +12,7 @@ class Nothing:
 
     works = False
     draft_s: float | None = None
+    own_s = 0.0
 
     def __init__(self, prompt: Sequence[int] = ()) -> None:
         """Looks at nothing."""

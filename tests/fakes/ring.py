@@ -144,7 +144,7 @@ class FakeRing:
         tail_window: LogitsWindow = end
         if predictor is not None:
             predictor.follow(self.model, end)
-            drafter = PredictedDrafters(predictor)
+            drafter = PredictedDrafters(predictor, lambda: self.now_s)
         self.limits = [
             StepLimits(
                 ring=7,

@@ -34,7 +34,7 @@ from primad.gguf.header import array_value, scalar_value
 from primad.planning.batching import BATCHING_MODES
 from tools.benches.cases import chat
 from tools.lab import LabError
-from tools.lab.controlled import write_controlled
+from tools.lab.controlled import DRAWN, write_controlled
 from tools.lab.figures import Compared
 from tools.lab.harness import CORES, Bench, Run, flag, in_thread
 from tools.lab.http_servers import HttpServer
@@ -181,7 +181,7 @@ async def _drafted(run: Run, devices: int, is_right: bool) -> None:
     heads = {kind: _head(run, model, devices, *every, kind) for kind in SPECULATE}
 
     def ask(head: HttpServer, number: int) -> list[tuple[float, int]]:
-        how = {"temperature": temperature, "seed": 1 + number, "ignore_eos": True}
+        how = {"temperature": temperature, "seed": 1 + number, "ignore_eos": True, **DRAWN}
         return head.sampled(_prompt(40, number), options.tokens, **how)
 
     turns = await run.alternate({kind: in_thread(partial(ask, head)) for kind, head in heads.items()})
@@ -189,7 +189,10 @@ async def _drafted(run: Run, devices: int, is_right: bool) -> None:
         (list(map(_rate, its)), [[token for _, token in found] for found in its]) for its in turns.values()
     )
     drafts, plans = heads["mtp"].status()["drafts"], " and ".join(head.plan() for head in heads.values())
-    held = "no drafts" if drafts is None else f"{drafts['accepted']} of {drafts['drafted']} drafts held"
+    held = "no drafts"
+    if drafts is not None:
+        judged = drafts["accepted"] + drafts["missed"]
+        held = f"{drafts['accepted']} of {judged} drafts held, {drafts['drafted'] - judged} more behind wrong ones"
     note = f"layers {plans}, {held}"
     faster = FASTER.get(devices) if options.right == RIGHT else None
     what, at_least = (f"{10 * options.right:g} of 10 right", faster) if is_right else ("random", SAME)

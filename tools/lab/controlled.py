@@ -32,6 +32,9 @@ ADDS: tuple[str, ...] = (
 
 LIKELIEST = 0.7
 """In this share of cases the likeliest token is drawn."""
+DRAWN: Mapping[str, float] = {"top_k": 0, "top_p": 1, "min_p": 0}
+"""What a request asks for besides the temperature, so that drafts hold as often as they are to: tokens are drawn in their
+own order. Where the likeliest are sorted before, two drafts of another order hold less often: 61 % of those meant for 70."""
 
 
 def write_controlled(

@@ -167,8 +167,8 @@ class KvStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of draft tokens since the ring was formed: of ``drafted`` tokens ``accepted`` were the next token, and
-    ``skipped`` were not computed to the end. A request had ``tokens_per_pass`` tokens in the time of a ring pass. The
+    """Outcome of draft tokens since the ring was formed: of ``drafted`` tokens ``accepted`` were the next token, ``missed``
+    were wrong behind right ones, and ``skipped`` were not computed to the end. A request had ``tokens_per_pass`` tokens in the time of a ring pass. The
     draft model runs on device ``model_on``, if there is one.
     """
 
@@ -176,6 +176,7 @@ class DraftFigures(msgspec.Struct, frozen=True, kw_only=True):
     accepted: int
     skipped: int
     tokens_per_pass: float
+    missed: int = 0
     model_on: str | None = None
 
 

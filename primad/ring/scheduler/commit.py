@@ -68,6 +68,7 @@ def one_drawn(state: SchedulerState, running: Running, sample: SampledToken, now
     if running.speculation is not None:
         accepted = running.speculation.accepted
         if not running.speculation.took(sample.token, now):
+            state.tally.missed += 1
             state.take_back(running, running.known - 1)
         state.slots.settle(running.sequence, running.known)
         state.tally.accepted += running.speculation.accepted - accepted

@@ -145,6 +145,10 @@ class ModelDrafter:
         )  # another one may have been looked up in place of the first
         return [DraftToken(token=each.token, sure=self._share(each).sure) for each in draft_tokens]
 
+    @property
+    def own_s(self) -> float:
+        return 0.0
+
     def awaits(self, maximum: int, alpha: float) -> bool:
         path = first_path(self._nodes)
         if not (self.is_followed and self._has_read) or len(path) >= maximum:

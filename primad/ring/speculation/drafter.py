@@ -45,11 +45,11 @@ class Drafting:
         """How many states are kept in front of drafts in steps of their own, where layers have one."""
         return self.room if self.room > 1 else 0
 
-    def rate_ahead(self, share: float) -> float:
+    def rate_ahead(self, share: float, draft: float = 0.0) -> float:
         """Tokens in the time of a ring pass if the ``share`` of drafts holds and rows follow each other: behind one
-        that did not the ring fills anew.
+        that did not the ring fills anew. The head computes each ``draft`` in so much of a ring pass.
         """
-        rows = self.rows_per_pass
+        rows = 1 / (1 / self.rows_per_pass + draft)
         right = 1 / (1 - min(share, MAX_SURE))
         return right * rows / (rows + right - 1)
 
@@ -108,6 +108,10 @@ class Drafter(Protocol):
     @property
     def draft_s(self) -> float | None:
         """How long it takes for a draft that is worth waiting for, in seconds; None where none is, or nobody knows."""
+
+    @property
+    def own_s(self) -> float:
+        """How long ``propose`` takes for a draft that it computes itself, in seconds; 0: it looks for it elsewhere."""
 
     def awaits(self, maximum: int, alpha: float) -> bool:
         """Whether more drafts come soon behind the text: fewer than ``maximum`` are there, which hold in a larger share than

@@ -69,6 +69,10 @@ class PromptLookup:
     def draft_s(self) -> float | None:
         return None
 
+    @property
+    def own_s(self) -> float:
+        return 0.0
+
     def awaits(self, maximum: int, alpha: float) -> bool:
         return False
 

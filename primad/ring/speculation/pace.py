@@ -237,7 +237,8 @@ class Pace:
 
 @dataclass(slots=True)
 class Tally:
-    """Of ``drafted`` rows ``accepted`` were the next token, and ``skipped`` were not computed to the end.
+    """Of ``drafted`` rows ``accepted`` were the next token, ``missed`` were another one behind those that held, what is
+    behind them was for nothing, and ``skipped`` were not computed to the end.
 
     ``ring_pass_s`` is how long the rows of all tokens were on their way together, ``decode_s`` how long answers waited
     for them.
@@ -245,6 +246,7 @@ class Tally:
 
     drafted: int = 0
     accepted: int = 0
+    missed: int = 0
     skipped: int = 0
     ring_pass_s: float = 0.0
     decode_s: float = 0.0

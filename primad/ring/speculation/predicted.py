@@ -43,6 +43,8 @@ _LEVELS: Final = 10
 _DEPTHS: Final = 3
 _WEIGHT: Final = 3.0
 _UNLIKELY: Final = 0.05
+_TIMED: Final = 0.2
+"""The share of the latest draft in what one takes of late."""
 _SURER: Final = 0.1
 """So much surer is what was looked up where it takes the place of another draft."""
 _SURE_ALONE: Final = 0.9
@@ -70,11 +72,23 @@ class _Shares:
     drawn: list[list[HeldShare]]
 
 
-class PredictedDrafters:
-    """Makes the drafters of answers, which draft with a ``predictor``."""
+class _OwnTime:
+    """What a draft takes of late by the ``clock``, in seconds."""
 
-    def __init__(self, predictor: Predictor) -> None:
-        self._predictor = predictor
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.mean_s = 0.0
+
+    def add(self, took_s: float) -> None:
+        """One took so long."""
+        self.mean_s += (took_s - self.mean_s) * (_TIMED if self.mean_s else 1.0)
+
+
+class PredictedDrafters:
+    """Makes the drafters of answers, which draft with a ``predictor``. The ``clock`` gives seconds on any scale."""
+
+    def __init__(self, predictor: Predictor, clock: Callable[[], float]) -> None:
+        self._predictor, self._time = predictor, _OwnTime(clock)
         self._latest: PredictedDrafter | None = None
         first = [(level + 0.5) / _LEVELS for level in range(_LEVELS)]
         self._shares = _Shares(
@@ -85,18 +99,18 @@ class PredictedDrafters:
     def __call__(self, prompt: Sequence[int]) -> PredictedDrafter:
         if self._latest is not None:
             self._latest.is_followed = False
-        self._latest = PredictedDrafter(prompt, self._predictor, self._shares)
+        self._latest = PredictedDrafter(prompt, self._predictor, self._shares, self._time)
         return self._latest
 
 
 class PredictedDrafter:
-    """Drafts for an answer to ``prompt``. ``shares`` count how often they held."""
+    """Drafts for an answer to ``prompt``. ``shares`` count how often they held, ``time`` is what they take."""
 
-    def __init__(self, prompt: Sequence[int], predictor: Predictor, shares: _Shares) -> None:
+    def __init__(self, prompt: Sequence[int], predictor: Predictor, shares: _Shares, time: _OwnTime) -> None:
         self._lookup = PromptLookup(prompt)
         self._text, self._prompt = list(prompt), len(prompt)
         self._peek: Peeks = lambda logits, index: None
-        self._predictor, self._shares = predictor, shares
+        self._predictor, self._shares, self._time = predictor, shares, time
         self._states: dict[int, Hidden] = {}
         """By position, of tokens of the text behind which nothing was computed."""
         self._read = self._end = 0
@@ -161,6 +175,10 @@ class PredictedDrafter:
     @property
     def draft_s(self) -> float | None:
         return None
+
+    @property
+    def own_s(self) -> float:
+        return self._time.mean_s if self.is_followed else 0.0
 
     def awaits(self, maximum: int, alpha: float) -> bool:
         return False
@@ -235,10 +253,11 @@ class PredictedDrafter:
         self, tokens: Sequence[int], states: Sequence[Hidden], first: int, depth: int, drafts: int
     ) -> _Predicted:
         """What follows ``tokens``, so many of which are ``drafts`` behind the text."""
-        self._has_worked = True
+        self._has_worked, began_s = True, self._time.clock()
         logits, state = self._predictor.predict(tokens, states, first)
         found = likely(logits)
         drawn = self._peek(logits, len(self._text) - self._prompt + drafts)
+        self._time.add(self._time.clock() - began_s)
         if drawn is None:
             return _Predicted(tuple(found), state, depth, is_drawn=False)
         others = (each for each in found if each.token != drawn)

@@ -127,9 +127,11 @@ class Speculation:
         maximum = min(maximum, len(costs) - 1)
         if maximum <= 0 or self.has_drafts_in_flight or self._pace.is_off:
             return []
-        first = self._drafter.propose([])
-        ahead = 1.0 if first is None else self._drafting.rate_ahead(first.sure)
-        return best_tree(self._drafter, costs[: maximum + 1], self._drafting.branches, max(WORTH_IT, ahead))
+        first, usual_s = self._drafter.propose([]), self._pace.usual_s
+        draft = self._drafter.own_s / usual_s if usual_s else 0.0
+        ahead = 1.0 if first is None else self._drafting.rate_ahead(first.sure, draft)
+        minimum = max(WORTH_IT, ahead)
+        return best_tree(self._drafter, costs[: maximum + 1], self._drafting.branches, minimum, draft=draft)
 
     @property
     def _sure(self) -> float:

@@ -40,24 +40,30 @@ class ProposesTokens(Protocol):
         """What else may follow them."""
 
 
-def best_tree(draft_tokens: ProposesTokens, costs: Sequence[float], branches: int, minimum: float) -> list[TreeNode]:
+def best_tree(
+    draft_tokens: ProposesTokens, costs: Sequence[float], branches: int, minimum: float, *, draft: float = 0.0
+) -> list[TreeNode]:
     """The tree that makes most tokens in the time that a step of its rows takes, with at most so many ``branches``.
 
-    A step of n rows takes ``costs[n - 1]``. It makes more than ``minimum`` times the tokens of single rows, or is empty. One
-    without branches is a chain, and so it is where a tree is hardly better.
+    A step of n rows takes ``costs[n - 1]``, and each ``draft`` so much of one of a single row before it. It makes more than
+    ``minimum`` times the tokens of single rows, or is empty. One without branches is a chain, and so it is where a tree is
+    hardly better.
     """
-    chain, chain_rate = _best(_grown(draft_tokens, len(costs) - 1, 0), costs)
-    tree, tree_rate = _best(_grown(draft_tokens, len(costs) - 1, branches), costs) if branches else (chain, chain_rate)
+    took = [cost / costs[0] + rows * draft for rows, cost in enumerate(costs)]
+    chain, chain_rate = _best(_grown(draft_tokens, took, 0), took)
+    tree, tree_rate = _best(_grown(draft_tokens, took, branches), took) if branches else (chain, chain_rate)
     best, rate = (tree, tree_rate) if tree_rate > PAYS * chain_rate else (chain, chain_rate)
     return best if rate > minimum else []
 
 
-def _grown(draft_tokens: ProposesTokens, maximum: int, branches: int) -> list[tuple[TreeNode, float]]:
-    """Nodes in the order in which they hold most likely, each with how likely that is."""
+def _grown(draft_tokens: ProposesTokens, took: Sequence[float], branches: int) -> list[tuple[TreeNode, float]]:
+    """Nodes in the order in which they hold most likely, each with how likely that is: as far as one more may pay if it is
+    as sure as its parent, since a draft takes time to find.
+    """
     grown: list[tuple[TreeNode, float]] = []
     frontier: list[tuple[float, int, DraftToken, int, bool, tuple[int, ...]]] = []
     parents: set[int] = set()
-    left, number = branches, 0
+    left, number, expected = branches, 0, 1.0
 
     def open_behind(parent: int, share: float, drafts: tuple[int, ...]) -> None:
         nonlocal number
@@ -71,7 +77,7 @@ def _grown(draft_tokens: ProposesTokens, maximum: int, branches: int) -> list[tu
                 heapq.heappush(frontier, (-share * draft_token.sure, number, draft_token, parent, is_other, drafts))
 
     open_behind(-1, 1.0, ())
-    while frontier and len(grown) < maximum:
+    while frontier and len(grown) < len(took) - 1:
         minus_share, _, draft_token, parent, _, drafts = heapq.heappop(frontier)
         if parent in parents:
             if not left:
@@ -79,16 +85,30 @@ def _grown(draft_tokens: ProposesTokens, maximum: int, branches: int) -> list[tu
             left -= 1
         parents.add(parent)
         grown.append((TreeNode(draft_token, parent), -minus_share))
-        open_behind(len(grown) - 1, -minus_share, (*drafts, draft_token.token))
+        expected -= minus_share
+        if _pays_more(took[len(grown) :], expected, -minus_share, draft_token.sure):
+            open_behind(len(grown) - 1, -minus_share, (*drafts, draft_token.token))
     return grown
 
 
-def _best(grown: Sequence[tuple[TreeNode, float]], costs: Sequence[float]) -> tuple[list[TreeNode], float]:
+def _pays_more(took: Sequence[float], expected: float, share: float, sure: float) -> bool:
+    """Whether a step gives more with further rows behind one that holds in the ``share`` of cases, each ``sure`` behind the
+    one before it, than the ``expected`` tokens in the first of the times that it ``took``."""
+    now = expected / took[0]
+    for more in took[1:]:
+        share *= sure
+        expected += share
+        if expected / more > now:
+            return True
+    return False
+
+
+def _best(grown: Sequence[tuple[TreeNode, float]], took: Sequence[float]) -> tuple[list[TreeNode], float]:
     best, rate, expected = 0, 1.0, 1.0
     for count, (_, share) in enumerate(grown, 1):
         expected += share
-        if expected * costs[0] / costs[count] > rate:
-            best, rate = count, expected * costs[0] / costs[count]
+        if expected / took[count] > rate:
+            best, rate = count, expected / took[count]
     return [node for node, _ in grown[:best]], rate
 
 
