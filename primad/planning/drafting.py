@@ -7,6 +7,7 @@ weights stream a step of several rows reads them once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, Literal, get_args
 
@@ -17,6 +18,7 @@ from halda.load import under_load
 from primad.gguf.architectures.table import SUPPORTED
 from primad.planning.batching import Batches, BatchingMode
 from primad.ring.speculation.drafter import MAX_ROOM, Drafting
+from primad.ring.speculation.pace import tokens_of
 
 SpeculateMode = Literal["auto", "off", "lookup", "draft", "mtp"]
 SPECULATE_MODES: Final[tuple[SpeculateMode, ...]] = get_args(SpeculateMode)
@@ -28,6 +30,9 @@ WAITING: Final = 1.02
 """So many times the tokens a row that waits must give: who drafts on the head delays it besides."""
 MAX_ROWS: Final = 8
 """Of one step: of drafts that hold four times in five seven are right in a row once in five times."""
+DRAFT: Final = 0.06
+"""Of a token's time: what a draft takes where rows of a block are chosen. A model's own layer takes so much, prompt lookup
+nothing."""
 ROLLBACK: Final = 3
 """Drafts of one step where layers have a state: each takes as much memory as the states of all sequences."""
 
@@ -71,25 +76,44 @@ def drafting_of(
     if mode == "off" or work.small_windows:
         return None
     ring_passes = _ring_passes(plan, question)
-    room = _room(plan, question, round(ring_passes))
+    rows = max(1, min(round(ring_passes), MAX_ROOM))
+    room = _room(plan, question, rows)
     if mode != "auto":
         room = max(room, min(_places(plan), MAX_ROOM))
     maximum = MAX_ROWS if batching == "fast" else batches.batching.replays
+    states = room + 1
     if has_state:
-        room, maximum = _room_for_states(plan, question, room), min(maximum, 1 + work.rollback)
+        states, maximum = _room_for_states(plan, question, states), min(maximum, 1 + work.rollback)
+        room = min(room, states)
     costs = _costs(plan, question, min(maximum, MAX_ROWS, work.chunk_rows))
     if room == 1 and len(costs) == 1:
         return None
     has_trees = batching == "fast" and bool(plan.streaming) and len(plan.devices) == 1 and not has_state
     branches = BRANCHES if has_trees else 0
-    return Drafting(room=room, rows=len(costs), costs=costs, branches=branches, ring_passes=ring_passes)
+    block = 1 if plan.groups or states <= rows else _block(plan, question, room, rows, costs)
+    room = rows if block > 1 else room
+    return Drafting(room=room, block=block, rows=len(costs), costs=costs, branches=branches, ring_passes=ring_passes)
+
+
+def _block(plan: Plan, question: Instance, room: int, rows: int, costs: Sequence[float]) -> int:
+    """Of how many rows steps ahead of a token win most, ``rows`` such steps in the ring at most: 1, ``room`` of which are
+    there, unless more win more than those, and than drafts in the next token's step alone."""
+    if rows == 1:
+        return 1
+    asked = _single_device(question)
+    token_s = evaluate(plan, asked).tpot_s
+    drafted = {"draft_s": DRAFT * token_s}
+    rates = {more: tokens_ahead(plan, asked, rows, TYPICAL, block=more, **drafted) for more in range(2, len(costs) + 1)}
+    best = max(rates, key=rates.__getitem__, default=1)
+    single = tokens_ahead(plan, asked, room, TYPICAL, **drafted)
+    together = max(tokens_of(more, TYPICAL) / (cost + more * DRAFT) for more, cost in enumerate(costs)) / token_s
+    return best if best > 1 and rates[best] >= WAITING * max(single, together) else 1
 
 
 def _room(plan: Plan, question: Instance, rows: int) -> int:
     """For ``rows`` that fill the ring, and one more that waits where that wins: the busiest device goes on at once then, but
     a head that begins it is late for the token that decides. Played for rings of whole devices.
     """
-    rows = max(1, min(rows, MAX_ROOM))
     if rows == 1 or plan.groups:
         return rows
     asked, more = _single_device(question), min(rows + 1, MAX_ROOM)
@@ -111,7 +135,7 @@ def _ring_passes(plan: Plan, question: Instance) -> float:
 
 
 def _room_for_states(plan: Plan, question: Instance, room: int) -> int:
-    """As many of ``room`` rows as every device has memory for states in front of them, besides what it computes with."""
+    """As many of ``room`` states as every device has memory for, besides what it computes with."""
     limits = {member.profile.device: member.ram_limit for member in question.members}
     for each in evaluate(plan, question).devices:
         layers = [layer for _, window in plan.windows_of(each.device) for layer in window.layers]

@@ -115,7 +115,7 @@ class Running:
     @property
     def has_step(self) -> bool:
         """Whether there is something to compute without another token."""
-        return self.behind is None and self.sequence.cells < self.known
+        return self.behind is None and self.held_back_s is None and self.sequence.cells < self.known
 
     @property
     def is_decoding(self) -> bool:
@@ -190,30 +190,38 @@ class Slots:
         """Whether layers have one, which cannot be cut anywhere."""
         return self._checkpoints.are_needed
 
-    def take_back(self, sequence: KvSequence, cells: int) -> None:
-        """What ``sequence`` has behind so many ``cells`` is forgotten: of a state now, while that can be."""
-        number = sequence.ahead.get(cells)
-        if number is not None:
-            self._back.append(StateRestore(sequence.number, number, cells))
+    def take_back(self, sequence: KvSequence, cells: int) -> int:
+        """What ``sequence`` has behind so many ``cells`` is forgotten: of a state now, while that can be. How many it has
+        then: the last rows of a step are taken back, those of an earlier one with all rows of that.
+        """
+        before = max((end for end in sequence.ahead if end <= cells), default=None)
+        is_last = before is None or (before < cells and before == max(sequence.ahead))
+        if before is not None and not is_last:
+            self._back.append(StateRestore(sequence.number, sequence.ahead[before], before))
+            cells = before
         else:
             ops = self._back if self.have_states else sequence.ops
             ops.append(KvRemove(sequence.number, cells, -1))
         self.settle(sequence)
+        return cells
 
     @property
     def may_be_ahead(self) -> bool:
         """Whether a draft in a step of its own can be taken back."""
         return bool(self._ahead) or not self.have_states
 
-    def keep_ahead(self, sequence: KvSequence) -> list[KvOp]:
-        """What a step does before the row of a draft alone that it has behind the cells of ``sequence``."""
+    def keep_ahead(self, sequence: KvSequence, cells: int) -> list[KvOp]:
+        """What a step does before rows of drafts that it has behind so many ``cells`` of ``sequence``."""
         if not self.have_states:
             return []
-        sequence.ahead[sequence.cells] = number = self._ahead.pop()
-        return [StateKeep(sequence.number, number, sequence.cells)]
+        sequence.ahead[cells] = number = self._ahead.pop()
+        return [StateKeep(sequence.number, number, cells)]
 
-    def settle(self, sequence: KvSequence, known: int | None = None) -> None:
-        """No draft of ``sequence`` before its ``known`` cells is taken back any more (None: none is)."""
+    def settle(self, sequence: KvSequence, known: int | None = None, *, inside: bool = False) -> None:
+        """No draft of ``sequence`` before its ``known`` cells is taken back any more (None: none is); but ``inside`` a step
+        whose first rows are known others may be."""
+        if inside and known is not None:
+            known = max((end for end in sequence.ahead if end < known), default=known)
         for end in [end for end in sequence.ahead if known is None or end < known]:
             self._ahead.append(sequence.ahead.pop(end))
 
@@ -273,7 +281,8 @@ class Slots:
         sequence, chain = running.sequence, running.sequence.chain
         if self._keep_rows is None or running.behind is not None or not chain.root:
             return
-        while (ends := self._ends(running)) and ends[-1] <= running.certain:
+        certain = min([running.certain, *sequence.ahead])  # it may go back there
+        while (ends := self._ends(running)) and ends[-1] <= certain:
             self._keeping.add(chain, sequence.number, running.tokens(chain.end, ends[-1]), ends)
         if self._state_rows is not None and chain.end >= self._state_end(running) + self._state_rows:
             self._add_state(running)

@@ -1,5 +1,8 @@
 """What rows ahead of the next token give: drafts in steps of their own, several of them in the ring at once.
 
+Steps may be blocks of several rows, the next token's as well: they cost less than so many steps, and the head drafts longer
+before each. Where layers have a state, what was right of a block is computed again if another step was behind it.
+
 Each draft holds behind those that did in a ``share`` of cases. Behind one that did not the ring begins anew: devices end
 what they compute and drop what waits. The head ends a window before it takes a step that came back, so a draft that it
 begins too soon delays the token that decides. How much that is depends on where the windows are, so it is played.
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
 from typing import Final
@@ -21,20 +25,26 @@ from halda.play import hops_of
 TOKENS: Final = 400
 
 
-def tokens_ahead(plan: Plan, instance: Instance, room: int, share: float) -> float:
-    """Tokens a second where so many steps of one row of one answer are in the ring at most."""
-    return _Played(plan, instance, room, share).tokens_per_s()
+def tokens_ahead(
+    plan: Plan, instance: Instance, room: int, share: float, *, block: int = 1, draft_s: float = 0.0
+) -> float:
+    """Tokens a second where so many steps of ``block`` rows of one answer are in the ring at most. The head computes each
+    draft in ``draft_s``."""
+    return _Played(plan, instance, room, share, block, draft_s).tokens_per_s()
 
 
 class _Played:
     """The steps on their way, the next token's first: those that are dropped are in none of the lists."""
 
-    def __init__(self, plan: Plan, instance: Instance, room: int, share: float) -> None:
+    def __init__(self, plan: Plan, instance: Instance, room: int, share: float, block: int, draft_s: float) -> None:
         hosts = {instance.devices[m].device: here for here in instance.processors for m in here}
         self._hosts = [hosts[window.device] for window in plan.route]
         hops = hops_of(plan, instance)
         self._hops_s = [sum(hops[window.device][1:]) for window in plan.route]
-        self._seconds = route_s(plan, instance)
+        self._seconds = route_s(plan, replace(instance, decode_rows=block))
+        self._block, self._draft_s, self._has_state = block, draft_s, instance.model.is_recurrent
+        self._known: dict[int, int] = {}
+        """By step: its rows before the first draft."""
         self._room, self._share, self._random = room, share, random.Random(1)
         self._numbers, self._events = count(), list[tuple[float, int, int, bool]]()
         self._flight: list[int] = []
@@ -55,23 +65,33 @@ class _Played:
             self._serve(host, now)
         return tokens / now
 
-    def _begin(self, now: float) -> None:
-        """A step for a token that is known."""
+    def _begin(self, now: float, known: int = 1) -> None:
+        """A step for a token that is known, the last of so many."""
         self._flight = [next(self._numbers)]
+        self._known[self._flight[0]] = known
         heappush(self._events, (now, self._flight[0], 0, False))
 
-    def _leave(self, now: float, step: int, stop: int) -> bool:
-        """Whether that gives a token."""
+    def _leave(self, now: float, step: int, stop: int) -> int:
+        """How many tokens that gives."""
         if step not in self._flight:
-            return False
+            return 0
         if stop + 1 < len(self._hosts):
             stays = self._hosts[stop] == self._hosts[stop + 1]
             heappush(self._events, (now + (0.0 if stays else self._hops_s[stop]), step, stop + 1, False))
-            return False
+            return 0
         self._flight.remove(step)
-        if not self._flight or self._random.random() >= self._share:
+        known = self._known.pop(step)
+        held, drafts = 0, self._block - known
+        while held < drafts and self._holds():
+            held += 1
+        if held < drafts:
+            self._begin(now, known + held + 1 if self._has_state and self._flight else 1)
+        elif not self._flight or not self._holds():
             self._begin(now)
-        return True
+        return held + 1
+
+    def _holds(self) -> bool:
+        return self._random.random() < self._share
 
     def _serve(self, host: tuple[int, ...], now: float) -> None:
         """What came furthest first; the head begins a draft where it has nothing else to do."""
@@ -83,11 +103,15 @@ class _Played:
             stop, step = found[0], -found[1]
         elif host == self._hosts[0] and len(self._flight) < self._room and self._has_left(now):
             stop, step = 0, next(self._numbers)
+            self._known[step] = 1
             self._flight.append(step)
         else:
             return
         self._busy.add(host)
-        heappush(self._events, (now + self._seconds[stop], step, stop, True))
+        took_s = self._seconds[stop]
+        if stop == 0:
+            took_s += self._draft_s * (self._block - self._known[step] + (step != self._flight[0]))
+        heappush(self._events, (now + took_s, step, stop, True))
 
     def _has_left(self, now: float) -> bool:
         """Whether no step is about to come to the head in this moment."""

@@ -274,7 +274,7 @@ def test_the_confidence_that_is_needed_is_that_of_all_that_is_on_its_way():
     for now in range(BEGINS_AFTER):
         speculation.took(1, now)
     count = 0
-    while (draft_token := speculation.next()) is not None:
-        speculation.handed_out([draft_token], count)
+    while draft_tokens := speculation.next(1):
+        speculation.handed_out(draft_tokens, count)
         count += 1
     assert count == 1, "two hold in 0.36 of the cases"

@@ -67,6 +67,35 @@ def test_the_further_devices_are_apart_the_more_rows_are_on_their_way():
     assert near.room < far.room <= MAX_ROOM
 
 
+def slower_rows(name: str, times: float) -> DeviceProfile:
+    """A device on which a byte takes so many ``times`` as long with the rows of a batch as with one."""
+    found = device(name)
+    speeds = (replace(each, batch_bytes_per_s=each.decode_bytes_per_s / times, rows=()) for each in found.cpu.speeds)
+    return replace(found, cpu=replace(found.cpu, speeds=tuple(speeds)))
+
+
+@pytest.mark.parametrize(("times", "blocks"), [(1.5, (3, 4)), (3, (2, 2)), (8, (1, 1))])
+def test_steps_of_several_rows_follow_each_other_where_rows_cost_little(times, blocks):
+    """The less a head drafts ahead of a token that decides, the more."""
+    question = asked(slower_rows("a", times), slower_rows("b", times), round_trip_s=1e-4)
+    for block, plan in zip(blocks, (TWO, ring(("a", 5), ("b", 10), ("a", 5))), strict=True):
+        found = drafting(plan, question, "auto", "fast")
+        assert found is not None
+        assert (found.room, found.block) == (2, block)
+
+
+def test_blocks_give_more_than_rows_by_themselves_as_far_as_those_are_cheap():
+    plan = ring(("a", 5), ("b", 10), ("a", 5))
+    cheap, dear = (asked(slower_rows("a", each), slower_rows("b", each), round_trip_s=1e-6) for each in (1.0, 8.0))
+    one, two = (tokens_ahead(plan, cheap, 2, 0.7, block=block) for block in (1, 2))
+    until_wrong = [1 + (1 / (1 - 0.7**block) - 1) / 2 for block in (1, 2)]  # each further step comes half a pass later
+    assert two / one == pytest.approx(until_wrong[0] / until_wrong[1], rel=0.05)
+    one, two = (tokens_ahead(plan, dear, 2, 0.7, block=block) for block in (1, 2))
+    assert two < one
+    drafted = tokens_ahead(plan, cheap, 2, 0.7, block=2, draft_s=0.1 * evaluate(plan, cheap).tpot_s)
+    assert drafted < tokens_ahead(plan, cheap, 2, 0.7, block=2)
+
+
 @pytest.mark.parametrize("mode", ["auto", "off"])
 def test_where_a_lap_has_no_room_nothing_is_drafted(mode):
     assert drafting(ALONE, asked(device("a")), mode) is None

@@ -704,6 +704,7 @@ def rings_for_several(draw, shape: Shape, sampling: Sampling, shelves: Sequence[
     states = 0 if batching.pads else draw(st.sampled_from([1, 2, 5] if shape.needs_state else [0, 0, 2, 5]))
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=4))) if layers > 1 else []
     sizes = [last - first for first, last in pairwise([0, *cuts, layers])]
+    room, block = draw(st.sampled_from([(1, 1), (4, 1), (4, 2), (4, 3)]))
     is_cut_anew, keep_rows = draw(st.booleans()), draw(st.sampled_from([None, 1, 3, 16]))
     return FakeRing(
         shape.rounds if not is_cut_anew else [sizes[:-1]] if cuts else [],
@@ -718,7 +719,7 @@ def rings_for_several(draw, shape: Shape, sampling: Sampling, shelves: Sequence[
         keep_rows=keep_rows,
         states=states,
         state_rows=state_rows,
-        drafting=Drafting(room=draw(st.sampled_from([1, 4])), rows=3, costs=(1.0, 1.1, 1.2))
+        drafting=Drafting(room=room, block=block, rows=3, costs=(1.0, 1.1, 1.2))
         if states and keep_rows is None and rows >= 3
         else None,
         drafter=knowing(sampling, 0.7),

@@ -127,6 +127,7 @@ def drafting_rings(draw, sampling: Sampling = GREEDY, **options):
         late=draw(st.sampled_from([0.0, 0.5, 1.0])),
     )
     states = draw(st.sampled_from([0, 0, 3]))
+    room, rows = draw(st.integers(1, 6)), draw(st.sampled_from([1, 4]))
     settled = {
         "rows": draw(st.sampled_from([4, 64])),
         "minimum": draw(st.sampled_from([None, 2])),
@@ -141,8 +142,9 @@ def drafting_rings(draw, sampling: Sampling = GREEDY, **options):
             replays=3,
         ),
         "drafting": Drafting(
-            room=draw(st.integers(1, 6)),
-            rows=draw(st.sampled_from([1, 4])),
+            room=room,
+            block=draw(st.integers(1, 4)) if min(room, rows) > 1 else 1,
+            rows=rows,
             costs=COSTS,
             skips=draw(st.booleans()),
         ),

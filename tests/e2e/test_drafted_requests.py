@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,8 @@ async def test_states_go_back_behind_drafts_and_several_are_computed_in_one_step
         together, _ = await reported(model, prompts, kinds, shape, batching=Batching(rows=3))
         assert together == [each[kind] for kind in range(len(kinds)) for each in alone]
         ahead, with_next = Drafting(room=3, adapts=False), Drafting(rows=rows, costs=(1.0,) * rows, adapts=False)
-        for drafting in [ahead] * (shape is not None) + [with_next] * (rows > 1):
+        blocks = [replace(with_next, room=3, block=min(3, rows))] * (rows > 1)
+        for drafting in ([ahead, *blocks] if shape is not None else []) + [with_next] * (rows > 1):
             options = {"drafting": drafting, "batching": Batching(replays=4)}
             found, accepted = await reported(model, prompts[:1], kinds, shape, **options)
             assert found == alone[0]
@@ -130,7 +132,8 @@ async def test_the_own_layer_of_a_model_with_states_drafts_and_changes_nothing(t
     prompts, kinds = [[1 + 7 * i % 90 for i in range(90)]], [GREEDY, sampled]
     expected, _ = await reported(model, prompts, kinds, None, rows=64)
     ahead, with_next = Drafting(room=3, adapts=False), Drafting(rows=4, costs=(1.0,) * 4, adapts=False)
-    for shape, drafting in (((4, 4), ahead), (None, with_next)):
+    blocks = replace(with_next, room=3, block=3)
+    for shape, drafting in (((4, 4), ahead), ((4, 4), blocks), (None, with_next)):
         options = {"drafting": drafting, "predicts": True, "batching": Batching(replays=4)}
         found, accepted = await reported(model, prompts, kinds, shape, rows=64, **options)
         assert found == expected

@@ -70,7 +70,8 @@ def one_drawn(state: SchedulerState, running: Running, sample: SampledToken, now
         if not running.speculation.took(sample.token, now):
             state.tally.missed += 1
             state.take_back(running, running.known - 1)
-        state.slots.settle(running.sequence, running.known)
+        inside = state.has_blocks and bool(running.speculation.tokens)
+        state.slots.settle(running.sequence, running.known, inside=inside)
         state.tally.accepted += running.speculation.accepted - accepted
     sampled = Sampled(
         request=request, token=sample.token, logprob=sample.logprob, top=sample.top, mirostat_mu=sample.mirostat_mu

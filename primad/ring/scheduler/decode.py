@@ -9,7 +9,7 @@ from primad.ring.messages import (
     KvRemove,
 )
 from primad.ring.pictures import PictureRows, rope_of
-from primad.ring.scheduler.drafts import drafts_with
+from primad.ring.scheduler.drafts import block_rows, drafts_with
 from primad.ring.scheduler.state import PlannedStep, SchedulerState
 from primad.ring.slots import KvSequence, Running
 from primad.ring.speculation.tree import NO_TREE
@@ -38,14 +38,16 @@ def decode_step(state: SchedulerState, ready: Sequence[Running], first: Running)
             continue
         step.ops.extend(sequence.take_ops())
         step.requests.append(running.generate.request)
-        step.tokens.extend(running.tokens(sequence.cells, sequence.cells + 1))
-        step.positions.append(sequence.cells)
-        step.sequences.append(number)
-        sequence.cells += 1
+        begin = sequence.cells
+        end = min(begin + block_rows(state, begin), running.known) if len(numbers) == 1 else begin + 1
+        step.tokens.extend(running.tokens(begin, end))
+        step.positions.extend(range(begin, end))
+        step.sequences.extend([number] * (end - begin))
+        sequence.cells = end
         if not running.has_step:
             step.samples[len(step.tokens) - 1] = [running.generate]
         chosen.append(running)
-        pictures.append(running.generate.pictures)
+        pictures.extend([running.generate.pictures] * (end - begin))
     if any(pictures):
         turns = [rope_of(each, [at]) for each, at in zip(pictures, step.positions, strict=True)]
         for turn, at in zip(turns, step.positions, strict=True) if any(turns) else ():

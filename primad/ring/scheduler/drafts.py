@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from primad.ring.messages import (
@@ -11,7 +12,7 @@ from primad.ring.messages import (
 from primad.ring.scheduler.state import PlannedStep, SampledToken, SchedulerState
 from primad.ring.slots import Running
 from primad.ring.speculation.drafter import DraftToken
-from primad.ring.speculation.tree import NO_TREE, TreeRows, child, depth, placed
+from primad.ring.speculation.tree import NO_TREE, TreeRows, chain_of, child, depth, placed
 
 MAX_DRAFTS: Final = 64
 """Steps of drafts on their way, those that were discarded among them."""
@@ -25,22 +26,29 @@ def draft_step(state: SchedulerState) -> PlannedStep | None:
     drafts = sum(step.is_draft for step in steps)
     if sum(bool(step.samples) for step in steps) >= state.drafting.room or drafts >= MAX_DRAFTS:
         return None
-    best: tuple[float, Running, DraftToken] | None = None
+    best: tuple[float, Running, Sequence[DraftToken]] | None = None
     for running in state.running.values():
-        draft_token = next_draft(state, running)
-        if draft_token is not None and (best is None or draft_token.sure > best[0]):
-            best = draft_token.sure, running, draft_token
+        found = next_drafts(state, running)
+        if found and (best is None or found[0].sure > best[0]):
+            best = found[0].sure, running, found
     return step_ahead(state, best[1], best[2]) if best is not None else None
 
 
-def next_draft(state: SchedulerState, running: Running) -> DraftToken | None:
+def next_drafts(state: SchedulerState, running: Running) -> Sequence[DraftToken]:
     """What may follow all that is on its way for it, if the token behind that is wanted."""
     speculation = running.speculation
     if speculation is None or not running.sampled or not running.is_decoding or running.has_step:
-        return None
+        return ()
     if running.held_back_s is not None or not state.slots.may_be_ahead:
-        return None
-    return speculation.next() if drafts_wanted(state, running) else None
+        return ()
+    return speculation.next(min(block_rows(state, running.sequence.cells), drafts_wanted(state, running)))
+
+
+def block_rows(state: SchedulerState, cells: int) -> int:
+    """How many rows a step behind so many ``cells`` may have, of those that follow each other ahead of a token."""
+    if state.drafting is None or state.drafting.block == 1 or state.waiting or len(state.running) > 1:
+        return 1
+    return max(1, state.batching.in_one_step(cells, state.drafting.block))
 
 
 def drafts_wanted(state: SchedulerState, running: Running) -> int:
@@ -50,23 +58,47 @@ def drafts_wanted(state: SchedulerState, running: Running) -> int:
     return max(0, room - ahead - 1)
 
 
-def step_ahead(state: SchedulerState, running: Running, draft_token: DraftToken) -> PlannedStep:
-    """A step with the row of ``draft_token`` alone."""
-    sequence, generate = running.sequence, running.generate
+def step_ahead(state: SchedulerState, running: Running, draft_tokens: Sequence[DraftToken]) -> PlannedStep:
+    """A step with the rows of ``draft_tokens`` alone."""
+    sequence = running.sequence
     step = PlannedStep(
         step=state.steps,
-        requests=[generate.request],
-        tokens=[draft_token.token],
-        positions=[sequence.cells],
-        sequences=[sequence.number],
-        samples={0: [generate]},
-        ops=[*sequence.take_ops(), *state.slots.keep_ahead(sequence)],
+        requests=[running.generate.request],
+        tokens=[],
+        positions=[],
+        sequences=[],
+        samples={},
+        ops=[*sequence.take_ops(), *state.slots.keep_ahead(sequence, sequence.cells)],
     )
-    sequence.cells += 1
+    _add_ahead(state, step, running, draft_tokens)
+    return state.hand_out(step, [running], decodes=True, is_draft=True, tree=chain_of(draft_tokens[1:]))
+
+
+def _add_ahead(state: SchedulerState, step: PlannedStep, running: Running, draft_tokens: Sequence[DraftToken]) -> None:
+    """``step`` has rows of ``draft_tokens`` as well, of which each next token is drawn if it held."""
+    sequence = running.sequence
+    for draft_token in draft_tokens:
+        step.samples[len(step.tokens)] = [running.generate]
+        step.tokens.append(draft_token.token)
+        step.positions.append(sequence.cells)
+        step.sequences.append(sequence.number)
+        sequence.cells += 1
     assert running.speculation is not None
-    running.speculation.handed_out([draft_token], step.step)
-    state.tally.drafted += 1
-    return state.hand_out(step, [running], decodes=True, is_draft=True)
+    running.speculation.handed_out(draft_tokens, step.step)
+    state.tally.drafted += len(draft_tokens)
+
+
+def _block_with(state: SchedulerState, step: PlannedStep, running: Running) -> TreeRows:
+    """Drafts behind the next token, where such steps follow each other: as many as a block has room for."""
+    first = running.sequence.cells - len(step.tokens)
+    maximum = min(block_rows(state, first) - len(step.tokens), drafts_wanted(state, running))
+    if running.speculation is None or not state.slots.may_be_ahead or maximum <= 0:
+        return NO_TREE
+    draft_tokens = running.speculation.next(maximum)
+    if draft_tokens:
+        step.ops.extend(state.slots.keep_ahead(running.sequence, first))
+        _add_ahead(state, step, running, draft_tokens)
+    return chain_of(draft_tokens)
 
 
 def drafts_with(state: SchedulerState, step: PlannedStep, running: Running) -> TreeRows:
@@ -74,6 +106,8 @@ def drafts_with(state: SchedulerState, step: PlannedStep, running: Running) -> T
     speculation, sequence = running.speculation, running.sequence
     if speculation is None or not step.samples:
         return NO_TREE
+    if state.has_blocks:
+        return _block_with(state, step, running)
     nodes, text = speculation.together(max_drafts(state, running, sequence.cells - 1)), sequence.cells
     tree = placed(nodes, state.pool)
     step.ops.extend(KvCopy(sequence.number, number, text - 1) for number, _ in tree.ends)
@@ -100,6 +134,12 @@ def resolve(state: SchedulerState, running: Running | None, tree: TreeRows, samp
     Behind the token that was drawn last nothing is: had its own row been drawn from, there would be another one.
     """
     if not tree.nodes:
+        return
+    if state.has_blocks:
+        drawn = 0 if sample is None else 1 + len(sample.more)
+        is_running = running is not None and running.generate.request in state.running
+        if running is not None and is_running and 0 < drawn <= len(tree.nodes) and not running.has_step:
+            state.take_back(running, running.known - 1)  # the mask of a draft's row was late
         return
     removes = [KvRemove(number, 0, -1) for number, _ in tree.ends]
     if running is None:

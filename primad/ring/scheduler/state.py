@@ -214,10 +214,15 @@ class SchedulerState:
         """Whether ``sampled`` tokens are all that ``generate`` may have."""
         return sampled >= generate.max_tokens or len(generate.prompt) + sampled >= self.context
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether steps ahead of a token may have several rows."""
+        return self.drafting is not None and self.drafting.block > 1
+
     def take_back(self, running: Running, cells: int) -> None:
         """Nothing that is ahead of it counts: what is behind so many ``cells`` is forgotten with its next row."""
         speculation, sequence = running.speculation, running.sequence
-        if speculation is None or not speculation.tokens:
+        if speculation is None or not (speculation.tokens or (self.has_blocks and sequence.cells > cells)):
             return
         for number in sorted(speculation.steps):
             step = self.in_flight.get(number)
@@ -225,8 +230,7 @@ class SchedulerState:
                 self.in_flight[number] = msgspec.structs.replace(step, samples={}, is_discarded=True)
                 self.discarded.append(number)
         speculation.take_back()
-        sequence.cells = cells
-        self.slots.take_back(sequence, cells)
+        sequence.cells = self.slots.take_back(sequence, cells)
 
     def release(self, request: int) -> None:
         self.take_back(self.running[request], self.running[request].certain)

@@ -17,8 +17,8 @@ _FADES: Final = 0.97
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """How drafts are computed: one row a step as long as fewer than ``room`` such steps are in the ring, and up to ``rows``
-    rows in one step where that pays better: a ring pass has time for ``ring_passes`` steps of one row at most, one
+    """How drafts are computed: ``block`` rows a step as long as fewer than ``room`` such steps are in the ring, and up to
+    ``rows`` rows in one step where that pays better than one row each: a ring pass has time for ``ring_passes`` steps of one row at most, one
     behind the other (None: for ``room``). A step of n rows takes ``costs[n - 1]`` times as long as one of a single row;
     of more rows nothing is known. What turns out wrong is skipped on its way if the ring ``skips``. Unless it
     ``adapts`` the confidence that is needed stays as it is, and drafts go on where they win nothing. The rows of one step
@@ -27,6 +27,7 @@ class Drafting:
     """
 
     room: int = 1
+    block: int = 1
     rows: int = 1
     costs: tuple[float, ...] = (1.0,)
     skips: bool = True
@@ -42,8 +43,9 @@ class Drafting:
 
     @property
     def states(self) -> int:
-        """How many states are kept in front of drafts in steps of their own, where layers have one."""
-        return self.room if self.room > 1 else 0
+        """How many states are kept in front of drafts in steps of their own, where layers have one; of blocks in front of
+        the next token as well."""
+        return self.room + (self.block > 1) if self.room > 1 else 0
 
     def rate_ahead(self, share: float, draft: float = 0.0) -> float:
         """Tokens in the time of a ring pass if the ``share`` of drafts holds and rows follow each other: behind one
@@ -55,7 +57,8 @@ class Drafting:
 
     def __post_init__(self) -> None:
         assert 1 <= self.room <= MAX_ROOM
-        assert self.rows >= 1
+        assert 1 <= self.block <= self.rows
+        assert self.block == 1 or (self.room > 1 and not self.branches)
         assert self.branches >= 0
         assert all(cost > 0 for cost in self.costs)
 

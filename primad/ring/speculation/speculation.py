@@ -90,13 +90,18 @@ class Speculation:
         """The steps that have rows of it."""
         return {each.step for each in self._ahead}
 
-    def next(self) -> DraftToken | None:
-        """A draft behind all that is on its way that is worth an idle place of the ring."""
-        if self._tree or not self._pace.may_begin:
-            return None
-        drafter = self._drafter
-        draft_token = (drafter.looked_up if self._pace.is_off else drafter.propose)(self.tokens)
-        return draft_token if draft_token is not None and self._pace.wants(self._sure * draft_token.sure) else None
+    def next(self, maximum: int) -> list[DraftToken]:
+        """Drafts behind all that is on its way that are worth an idle place of the ring, ``maximum`` at most."""
+        found: list[DraftToken] = []
+        tokens, sure = self.tokens, self._sure
+        while len(found) < maximum and not self._tree and self._pace.may_begin:
+            propose = self._drafter.looked_up if self._pace.is_off else self._drafter.propose
+            draft_token = propose(tokens)
+            if draft_token is None or not self._pace.wants(sure := sure * draft_token.sure):
+                break
+            found.append(draft_token)
+            tokens.append(draft_token.token)
+        return found
 
     def waits(self, maximum: int, now: float) -> float | None:
         """Until when the next step waits for drafts that it could compute, ``maximum`` at most; None: no longer."""

@@ -190,6 +190,12 @@ class TreeRows:
 NO_TREE: Final = TreeRows((), (), ())
 
 
+def chain_of(draft_tokens: Sequence[DraftToken]) -> TreeRows:
+    """``draft_tokens`` one behind the other."""
+    nodes = tuple(TreeNode(draft_token, place - 1) for place, draft_token in enumerate(draft_tokens))
+    return TreeRows(nodes, tuple(range(len(nodes))), ())
+
+
 def placed(nodes: Sequence[TreeNode], pool: Sequence[int]) -> TreeRows:
     """``nodes`` in sequences, those of the ``pool`` for all paths but the main one. It has enough of them."""
     main = first_path(nodes)
