@@ -763,9 +763,9 @@ class DraftsHeard(msgspec.Struct, frozen=True, tag="drafts_heard"):
 
 
 class DraftStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of drafts: of so many ``drafted`` rows ``accepted`` were the next token, ``missed`` were wrong behind right
-    ones, and ``skipped`` were not computed to the end. An answer had ``tokens_per_pass`` tokens in the time in which a row
-    goes round once: one without drafts.
+    """What became of drafts: of so many ``drafted`` rows ``accepted`` were the next token, ``missed`` were wrong behind
+    right ones, and ``skipped`` were not computed to the end. An answer had ``tokens_per_pass`` tokens in the time in which a
+    row goes round once: one without drafts.
     """
 
     drafted: int

@@ -238,7 +238,7 @@ BENCH: Final = Bench(
         flag("--architecture", choices=("qwen35", "qwen35moe"), default="qwen35"),
         flag("--layers", type=int, default=16, help="without the one for multi-token prediction"),
         flag("--width", type=int, default=1024, help="a multiple of 256"),
-        flag("--quantisation", choices=("q8_0", "f16", "bf16"), default="q8_0"),
+        flag("--quantisation", choices=("q8_0", "f16", "bf16", "f32"), default="q8_0"),
         flag("--devices", type=int, nargs="+", default=[1, 2], help="of all cases but pause, which has 3"),
         flag("--lengths", type=int, nargs=2, default=[100, 4000], help="tokens of a response before a worker dies"),
         flag("--tokens", type=int, default=192, help="of a response with drafts, or beside others"),

@@ -168,8 +168,8 @@ class KvStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 class DraftFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of draft tokens since the ring was formed: of ``drafted`` tokens ``accepted`` were the next token, ``missed``
-    were wrong behind right ones, and ``skipped`` were not computed to the end. A request had ``tokens_per_pass`` tokens in the time of a ring pass. The
-    draft model runs on device ``model_on``, if there is one.
+    were wrong behind right ones, and ``skipped`` were not computed to the end. A request had ``tokens_per_pass`` tokens in
+    the time of a ring pass. The draft model runs on device ``model_on``, if there is one.
     """
 
     drafted: int

@@ -18,9 +18,9 @@ _FADES: Final = 0.97
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
     """How drafts are computed: ``block`` rows a step as long as fewer than ``room`` such steps are in the ring, and up to
-    ``rows`` rows in one step where that pays better than one row each: a ring pass has time for ``ring_passes`` steps of one row at most, one
-    behind the other (None: for ``room``). A step of n rows takes ``costs[n - 1]`` times as long as one of a single row;
-    of more rows nothing is known. What turns out wrong is skipped on its way if the ring ``skips``. Unless it
+    ``rows`` rows in one step where that pays better than one row each: a ring pass has time for ``ring_passes`` steps of one
+    row at most, one behind the other (None: for ``room``). A step of n rows takes ``costs[n - 1]`` times as long as one of a
+    single row; of more rows nothing is known. What turns out wrong is skipped on its way if the ring ``skips``. Unless it
     ``adapts`` the confidence that is needed stays as it is, and drafts go on where they win nothing. The rows of one step
     may be a tree with so many ``branches`` beside its main path, each in a sequence of its own. A model drafts while the
     ring computes if that ``overlaps``, or else only while a step waits for it.
