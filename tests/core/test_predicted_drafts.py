@@ -11,7 +11,7 @@ import pytest
 
 from primad.engine.protocol import Sampling
 from primad.ring.grouping import Batching
-from primad.ring.messages import Finished
+from primad.ring.messages import Finished, KvKept
 from primad.ring.speculation.branches import likely
 from primad.ring.speculation.drafter import Drafting
 from tests.core.test_draft_costs import seconds
@@ -75,6 +75,17 @@ def test_the_text_stays_what_it_is_however_often_they_hold_also_where_masks_are_
     rounds, drafting, states, share, seed
 ):
     finished(ring_with(FakePredictor(share), rounds, drafting, seed=seed, states=states), [9, 8, 7])
+
+
+@pytest.mark.parametrize("keep_rows", [1, 3])
+@pytest.mark.parametrize("states", [{}, {"states": 2, "state_rows": 4}], ids=["cells", "states"])
+def test_cells_are_kept_beside_blocks_of_drafts_that_may_go_back_before_them(states, keep_rows):
+    ring = ring_with(FakePredictor(0.7), RING, BLOCKS, keep_rows=keep_rows, **states)
+    ring.head.submit(generate(0, [9, 8, 7], tokens=TOKENS, root="owner"))
+    ring.run()
+    assert ring.answer(0)[0] == ring.model.answer([9, 8, 7], TOKENS, GREEDY)
+    kept = max(block.end for event in ring.events if isinstance(event, KvKept) for block in event.blocks)
+    assert kept >= TOKENS - 2 * keep_rows
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
