@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, Literal, get_args
 
 from halda import ModelProfile, Plan, evaluate
@@ -102,12 +103,11 @@ def _block(plan: Plan, question: Instance, room: int, rows: int, costs: Sequence
         return 1
     asked = _single_device(question)
     token_s = evaluate(plan, asked).tpot_s
-    drafted = {"draft_s": DRAFT * token_s}
-    rates = {more: tokens_ahead(plan, asked, rows, TYPICAL, block=more, **drafted) for more in range(2, len(costs) + 1)}
+    played = partial(tokens_ahead, plan, asked, share=TYPICAL, draft_s=DRAFT * token_s)
+    rates = {more: played(rows, block=more) for more in range(2, min(len(costs), MAX_ROOM // rows) + 1)}
     best = max(rates, key=rates.__getitem__, default=1)
-    single = tokens_ahead(plan, asked, room, TYPICAL, **drafted)
     together = max(tokens_of(more, TYPICAL) / (cost + more * DRAFT) for more, cost in enumerate(costs)) / token_s
-    return best if best > 1 and rates[best] >= WAITING * max(single, together) else 1
+    return best if best > 1 and rates[best] >= WAITING * max(played(room), together) else 1
 
 
 def _room(plan: Plan, question: Instance, rows: int) -> int:
