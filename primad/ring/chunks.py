@@ -133,7 +133,7 @@ class Chunking:
     def common(self, prompt: Sequence[int], other: Sequence[int]) -> int:
         """How many tokens of ``prompt`` are in chunks that ``other``, in chunks of that size, has as well; never all."""
         found = 0
-        while (end := self.end(prompt, found)) < len(prompt):
+        while found < len(other) and (end := self.end(prompt, found)) < len(prompt):
             if self.end(other, found) != end or prompt[found:end] != other[found:end]:
                 break
             found = end

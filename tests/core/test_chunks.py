@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from primad.ring.chunks import Chunking, ChunkSize, Computed, Pieces
 
 FEW = st.lists(st.integers(0, 9), min_size=1, max_size=60)
+REST = st.lists(st.integers(0, 9), max_size=60)
+"""What follows: of one prompt that the other one begins with, nothing."""
 
 
 def chunking(rows: int = 8, minimum: int = 3) -> Chunking:
@@ -39,7 +41,7 @@ def test_a_chunk_ends_after_its_rows_or_before_a_message(prompt, expected):
     assert ends(chunking(), prompt) == expected
 
 
-@given(FEW, FEW, FEW, st.integers(1, 12), st.integers(1, 12))
+@given(FEW, REST, REST, st.integers(1, 12), st.integers(1, 12))
 def test_prompts_that_begin_alike_have_the_same_chunks_as_far(common, one, other, rows, minimum):
     of = chunking(rows, min(rows, minimum))
     first, second = common + one, common + other
@@ -48,7 +50,17 @@ def test_prompts_that_begin_alike_have_the_same_chunks_as_far(common, one, other
     ]
 
 
-@given(FEW, FEW, FEW, st.integers(1, 12), st.integers(1, 12), st.integers(0, 20))
+@given(FEW, REST, REST, st.integers(1, 12), st.integers(1, 12))
+@example([1] * 8, [], [1], 8, 3)
+def test_what_two_prompts_have_in_common_are_whole_chunks_of_both(common, one, other, rows, minimum):
+    of = chunking(rows, min(rows, minimum))
+    first, second = common + one, common + other
+    found = of.common(first, second)
+    in_both = [end for end in ends(of, first)[:-1] if end in ends(of, second) and first[:end] == second[:end]]
+    assert found == max(in_both, default=0)
+
+
+@given(FEW, REST, REST, st.integers(1, 12), st.integers(1, 12), st.integers(0, 20))
 def test_what_is_reused_was_computed_in_the_same_chunks(common, one, other, rows, minimum, done):
     of = chunking(rows, min(rows, minimum))
     before, prompt = common + one, common + other
@@ -62,7 +74,7 @@ def test_what_is_reused_was_computed_in_the_same_chunks(common, one, other, rows
     assert not more or more[0] not in computed or prompt[: more[0]] != before[: more[0]]
 
 
-@given(FEW, FEW, FEW, st.integers(1, 12), st.integers(1, 12), st.integers(0, 20), st.integers(1, 4))
+@given(FEW, REST, REST, st.integers(1, 12), st.integers(1, 12), st.integers(0, 20), st.integers(1, 4))
 def test_of_a_chunk_the_first_pieces_are_reused_where_enough_rows_are_behind_them(
     common, one, other, rows, minimum, done, multiple
 ):
