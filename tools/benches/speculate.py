@@ -6,8 +6,9 @@ without drafts and with them. So each figure is a ratio of neighbours. ``as serv
 
 ``two``: what ``primad serve`` makes of two devices that count as machines, with a core each, asked over HTTP; ``streams``:
 of one device that may have half of the model in memory, in Q8_0, of which several rows of a step are exact. ``far``: a ring
-without daemons, which drafts as a plan for such devices says: four whose hops take 10 ms longer. Questions: code to edit, a
-story to go on with, a chat over a text, and random tokens, of which nothing can be drafted. ``--way`` has some of the ways.
+without daemons, which drafts as a plan for such devices says: four whose hops take 10 ms longer. Questions: code to edit,
+stories to go on with, one a round, a chat over a text, and random tokens, all equally likely, of which nothing can be
+drafted. ``--way`` has some of the ways.
 """
 
 from __future__ import annotations
@@ -38,7 +39,17 @@ from primad.planning.question import default_workload
 from primad.ring.speculation.drafter import MAX_ROOM, Drafting
 from primad.ring.speculation.messages import DraftModel
 from tools.lab import LabError
-from tools.lab.drafted import AS_SERVED, DEVICES, QUESTIONS, DraftedCompletion, compared
+from tools.lab.drafted import (
+    AS_SERVED,
+    COPIES,
+    DEVICES,
+    QUESTIONS,
+    RANDOM,
+    USUAL,
+    DraftedCompletion,
+    compared,
+    samplers,
+)
 from tools.lab.figures import late
 from tools.lab.harness import Bench, Run, flag
 from tools.lab.here import HOP, links_between, machines_here, measured_cpu
@@ -62,7 +73,6 @@ BESIDE_BYTES: Final = 130 << 20
 DRAFTING_BYTES: Final = 40 << 20
 """What one that drafts takes beside its model."""
 WAYS: Final = (AS_SERVED, "model", "wrong model")
-DRAWN: Final = msgspec.structs.replace(GREEDY, temperature=1.0, seed=7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +99,24 @@ _Systems = tuple[dict[str, _System], str]
 """By way, and the name of the case with what it was measured on."""
 
 
-def questions(model: Path) -> dict[str, _Question]:
-    """All questions as tokens of ``model``."""
+def questions(model: Path) -> dict[str, list[_Question]]:
+    """All questions as tokens of ``model``, round by round."""
     vocabulary = LlamaVocabulary(model)
     try:
         found = {
-            name: _Question(vocabulary.tokenize(text, add_special=True, parse_special=True), GREEDY)
-            for name, text in QUESTIONS.items()
+            name: [
+                _Question(
+                    vocabulary.tokenize(text, add_special=True, parse_special=True),
+                    GREEDY if name in COPIES else msgspec.structs.replace(USUAL, seed=number),
+                )
+                for number, text in enumerate(texts)
+            ]
+            for name, texts in QUESTIONS.items()
         }
     finally:
         vocabulary.release()
     drawn = random.Random(19).choices(range(1000, 20_000), k=40)
-    return found | {"random": _Question(drawn, DRAWN)}
+    return found | {"random": [_Question(drawn, RANDOM)]}
 
 
 async def measure(run: Run, model: Path) -> None:
@@ -123,8 +139,9 @@ async def _measure_case(run: Run, case: str, path: Path) -> None:
     }
 
     async def turn(question: str, way: str, number: int) -> None:
+        here = asked[question][number % len(asked[question])]
         for speculates in (False, True) if number % 2 else (True, False):
-            answer = await systems[way].ask(asked[question], options.tokens, speculates)
+            answer = await systems[way].ask(here, options.tokens, speculates)
             if number:
                 found[question, way][speculates].append(answer)
 
@@ -272,10 +289,10 @@ def _ask_head(
     tokens: int,
     speculates: bool,
 ) -> DraftedCompletion:
-    drawn = {"temperature": question.sampling.temperature, "seed": question.sampling.seed or 0}
     drafted, accepted, _ = drafts()
     begin_s = time.perf_counter()
-    reported = server.sampled(question.prompt, tokens, speculate=speculates, cache_prompt=False, **drawn)
+    how = {"speculate": speculates, "cache_prompt": False, **samplers(question.sampling)}
+    reported = server.sampled(question.prompt, tokens, **how)
     after = drafts()
     times, ids = [at_s for at_s, _ in reported], [token for _, token in reported]
     return _completion(ids, times, begin_s, after[0] - drafted, after[1] - accepted)

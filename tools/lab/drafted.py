@@ -7,6 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
+from primad.api.answering.backend import SamplingDefaults
+from primad.api.dialects.openai.free_samplers import MAX_TEMPERATURE
+from primad.engine.protocol import GREEDY, Sampling
 from tools.lab.figures import Compared
 
 AS_SERVED: Final = "as served"
@@ -17,44 +22,58 @@ AT_LEAST: Final = {"two": 1.4, "streams": 2.5, "far": 2.0}
 """Times the tokens a second, where an answer repeats its prompt."""
 
 
-CODE: Final = """def settle(orders, prices):
+CODE: Final = """def settle(orders, prices, stock):
     total = 0
     for order in orders:
         price = prices.get(order.name)
         if price is None:
             raise KeyError(f"no price for {order.name}")
+        if order.count > stock.get(order.name, 0):
+            raise ValueError(f"not enough of {order.name} in stock")
+        stock[order.name] -= order.count
         total += price * order.count
-    return total
-
-
-def refund(orders, prices):
-    total = 0
-    for order in orders:
-        price = prices.get(order.name)
-        if price is None:
-            raise KeyError(f"no price for {order.name}")
-        total -= price * order.count
+        if order.count >= 10:
+            total -= price
+    for name, count in stock.items():
+        if count == 0:
+            print(f"{name} is sold out")
     return total
 """
+"""More tokens than are asked for: what a small model says behind it repeats nothing."""
 REPORT: Final = (
     "The ferry from Harlow leaves the northern pier at half past six on weekdays and at eight on Sundays. Tickets are sold "
     "in the wooden house beside the pier, which opens twenty minutes earlier. Bicycles travel free of charge, but dogs need "
     "a ticket of their own. When the wind is stronger than seven, the ferry stays in the harbour and a bus takes its place."
 )
-STORY: Final = (
-    "Once upon a time an old clockmaker found a small brass key in the snow. Tell what happened then, at length."
+STORIES: Final = (
+    "Once upon a time an old clockmaker found a small brass key in the snow. Tell what happened then, at length.",
+    "A lighthouse keeper hears a piano at night, though nobody else lives on the island. Tell what she finds.",
+    "Write about a market where people sell the hours that they do not need, and about a boy who buys one.",
+    "Two sisters cross a desert with a mule that knows the way. Tell their third day, from dawn to dusk.",
 )
+"""Each round has another one: how often a story repeats itself is chance."""
 
 
 def _chat(question: str, begun: str = "") -> str:
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{begun}"
 
 
-QUESTIONS: Final[Mapping[str, str]] = {
-    "code": _chat(f"Write this code again without any change:\n```\n{CODE}```", "```\ndef settle(orders"),
-    "chat": _chat(f"{REPORT}\n\nWrite this text again, word for word.", "The ferry from"),
-    "story": _chat(STORY),
+QUESTIONS: Final[Mapping[str, Sequence[str]]] = {
+    "code": [_chat(f"Write this code again without any change:\n```\n{CODE}```", "```\ndef settle(orders")],
+    "chat": [_chat(f"{REPORT}\n\nWrite this text again, word for word.", "The ferry from")],
+    "story": [_chat(story) for story in STORIES],
 }
+"""Round by round, over and over."""
+SHAPING: Final = ("temperature", "top_k", "top_p", "min_p")
+USUAL: Final = msgspec.structs.replace(GREEDY, **{name: getattr(SamplingDefaults(), name) for name in SHAPING})
+"""Of clients that ask for nothing else: the likeliest tokens of a small model soon repeat a story's last sentence."""
+RANDOM: Final = msgspec.structs.replace(GREEDY, temperature=MAX_TEMPERATURE)
+"""Of a model's own distribution a text may come that repeats itself, and then its drafts hold."""
+
+
+def samplers(sampling: Sampling) -> dict[str, Any]:
+    """What a server is told of ``sampling``: by default it cuts unlikely tokens off."""
+    return {name: getattr(sampling, name) for name in (*SHAPING, "seed")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +100,9 @@ def compared(
     """One way of drafting and one question, run by run: without drafts and with; the share that this way ``skipped`` of all
     its drafts, for all questions."""
     tokens = sum(each.drafted for each in drafted)
-    held = f"{sum(each.accepted for each in drafted) / tokens:.0%} right, " if tokens else ""
+    held = (
+        f"{tokens} drafts, {sum(each.accepted for each in drafted) / tokens:.0%} right, " if tokens else "no drafts, "
+    )
     late_ms = [f"{1e3 * statistics.median(each.late_s for each in of):.0f}" for of in (without, drafted)]
     name = case.partition(",")[0]
     what: dict[str, Any] = {"model": model, "case": case, "devices": DEVICES[name]}
