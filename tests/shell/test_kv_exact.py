@@ -18,7 +18,9 @@ from primad.engine.binding import llama
 from primad.engine.llama.windows import WholeModel
 from primad.engine.protocol import Rows
 from primad.errors import EngineError
+from primad.gguf.architecture import Sliding
 from primad.gguf.architectures.layers import layer_count
+from primad.gguf.architectures.table import SUPPORTED
 from primad.gguf.header import read_header
 from primad.gguf.profile import model_profile
 from primad.gguf.windows import vocabulary_size
@@ -38,6 +40,7 @@ from tests.shell.test_cut_exact import (
     rows,
     synth,
 )
+from tests.shell.test_model_profile import DIFFERING, LATENT
 from tests.shell.test_streams_exact import EVERYTHING, streaming
 
 KINDS = {"flash": ("f16", True), "scores": ("f16", False), "q8_0": ("q8_0", True)}
@@ -153,10 +156,18 @@ def joined(blocks):
 
 PAIRS = [("flash", 1), ("scores", 3), ("q8_0", 1), ("flash", 3), ("scores", 1), ("q8_0", 3)]
 KEPT = sorted(set(EVERY_KIND) - set(HYBRIDS) - NOT_KEPT)
+PLAIN = [
+    each.name for each in SUPPORTED.values() if each.sliding is Sliding.NEVER and each.name not in {*LATENT, *DIFFERING}
+]
+"""Whose layers have the same cells, of all positions."""
+EVERY_RUN = {*KEPT} - {*sorted({*KEPT} & {*PLAIN})[2 * len(PAIRS) :]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", KEPT)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=() if name in EVERY_RUN else pytest.mark.matrix) for name in KEPT],
+)
 def test_cells_go_to_windows_of_another_cut(architecture, tmp_path):
     """Each kind of cells, and one sequence and several, is tried with some architectures; the matrix has them all."""
     into_other_cuts(architecture, [PAIRS[KEPT.index(architecture) % len(PAIRS)]], tmp_path)

@@ -21,9 +21,17 @@ CHUNKS = (PROMPT[:40], PROMPT[40:64], PROMPT[64:])
 ANSWER = 4
 
 
+ALIKE = {"lfm2moe", "nemotron_h_moe", "qwen35-array", "qwen35moe", "rwkv6qwen2"}
+"""Their states are those of another one, with other networks beside."""
+
+
 def some_quick(names):
-    """``names``, of which all but some are slow."""
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(names)]
+    """``names``, of which all but some are slow; one of each kind of state and of each way to slide is in
+    every run, those that share cells and see parts among them."""
+    firsts = {SUPPORTED[name].sliding: name for name in sorted(names, reverse=True) if name in SLIDES}
+    every_run = {*QUICK, *firsts.values(), "gemma4", "llama4", *(set(HYBRIDS) - ALIKE)}
+    marks = {name: [pytest.mark.slow] + [pytest.mark.matrix] * (name not in every_run) for name in names}
+    return [pytest.param(name, marks=() if name in QUICK else marks[name]) for name in sorted(names)]
 
 
 def printed(route, sequence, chunks, position):
