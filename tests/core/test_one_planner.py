@@ -54,7 +54,9 @@ def some_run(chance: random.Random, devices: int, *, drafts: bool) -> RunConfig:
     )
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize(
+    "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(12, 24))]
+)
 async def test_the_plan_that_plan_prints_is_the_plan_that_serve_forms(seed, monkeypatch, tmp_path):
     chance = random.Random(seed)
     names = NAMES[: chance.choice([1, 2, 2, 3])]

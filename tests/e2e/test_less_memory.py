@@ -39,8 +39,8 @@ CONTEXT = 1280
 LONG = [(i * 37) % 300 + 10 for i in range(140)]
 """Two whole chunks and a part."""
 SHORT = LONG[:20]
-LONG_TOKENS, SHORT_TOKENS = 4, 24
-FEW_TOKENS = 16
+LONG_TOKENS, SHORT_TOKENS = 2, 16
+FEW_TOKENS = 8
 """What is read a token is steady where nobody takes memory beside."""
 NEIGHBOUR_SHARE = 0.2
 """What the other program takes of the limit at most."""

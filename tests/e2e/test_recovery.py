@@ -175,7 +175,7 @@ def test_an_answer_that_must_fit_a_schema_still_does(lab):
         assert (reported.text, reported.finish, reported.error) == (undisturbed.text, undisturbed.finish, None)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.matrix), 2])
 def test_what_mirostat_learnt_is_not_lost(lab, version):
     """Its memory follows from the probabilities of tokens that are not drawn again: it goes with them to the next ring."""
     _, lost = lab.two()

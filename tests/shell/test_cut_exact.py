@@ -1,5 +1,6 @@
 """Every architecture of the table: windows of a synthetic model give the whole model's logits, bit for bit."""
 
+import ctypes
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -15,6 +16,7 @@ from primad.engine.embedding_adapter import EmbeddingAdapter
 from primad.engine.llama.embedding import TokenEmbedding
 from primad.engine.llama.windows import FirstWindow, MiddleWindow, TailWindow, WholeModel
 from primad.engine.protocol import AdapterFile, EngineOptions, Rows, WindowSource
+from primad.engine.streaming import scratch
 from primad.engine.streaming.pages import FileRange, Pages
 from primad.errors import EngineError
 from primad.gguf.adapter import adapter_header
@@ -221,8 +223,15 @@ def cuts_of(header):
     return [0, *places, layers], [0, places[len(places) // 2], layers]
 
 
+def spoil(start, size):
+    """In place of giving memory back, a pattern of which every float is not a number."""
+    ctypes.memset(start, 0xFF, size)
+
+
 @pytest.mark.parametrize("architecture", EVERY_KIND)
-def test_windows_give_the_whole_models_logits(architecture, tmp_path):
+def test_windows_give_the_whole_models_logits(architecture, tmp_path, monkeypatch):
+    """Whatever stands in scratch memory between two steps."""
+    monkeypatch.setattr(scratch, "discard", spoil)
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=architecture)
     check(path, cuts_of(read_header(path)), tmp_path)

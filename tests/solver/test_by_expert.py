@@ -180,15 +180,18 @@ def small_sparse(seed: int) -> Instance | None:
     return asked if any(kind.expert_bytes for kind in asked.kinds) else None
 
 
+@pytest.mark.parametrize(
+    "seeds", [range(5000, 5030), pytest.param(range(5030, 5100), marks=pytest.mark.matrix)], ids=str
+)
 @pytest.mark.parametrize("objective", ["latency", "ttft", "throughput", "balanced"])
-def test_no_plan_is_better_on_small_fleets_with_experts(objective):
+def test_no_plan_is_better_on_small_fleets_with_experts(objective, seeds):
     answers = []
-    for seed in range(5000, 5040):
+    for seed in seeds:
         asked = small_sparse(seed)
         if asked is not None:
             answers.append(check_against_brute_force(asked, objective))
     plans = [answer.plan for answer in answers if answer is not None]
-    assert len(plans) >= 6
+    assert len(plans) >= 4
     assert any(plan.streaming for plan in plans)
 
 
@@ -202,7 +205,15 @@ def of_chunks(seed: int) -> Solution | None:
     return check_against_brute_force(replace(asked, workload=work), rng.choice(["ttft", "balanced"]))
 
 
-@pytest.mark.parametrize("seeds", [range(240, 280), pytest.param(range(400, 1200), marks=pytest.mark.matrix)], ids=str)
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(240, 260),
+        pytest.param(range(260, 280), marks=pytest.mark.matrix),
+        pytest.param(range(400, 1200), marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
 def test_no_plan_is_better_where_chunks_follow_each_other(seeds):
     answers = [of_chunks(seed) for seed in seeds]
     plans = [answer.plan for answer in answers if answer is not None]

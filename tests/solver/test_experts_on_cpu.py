@@ -164,9 +164,10 @@ def mixture(seed: int) -> Instance:
     )
 
 
-def test_no_plan_is_better_on_small_fleets_with_mixtures():
+@pytest.mark.parametrize("seeds", [range(600, 680), pytest.param(range(680, 760), marks=pytest.mark.matrix)], ids=str)
+def test_no_plan_is_better_on_small_fleets_with_mixtures(seeds):
     found = experts_on_cpu = some = streams = 0
-    for seed in range(600, 760):
+    for seed in seeds:
         question = mixture(seed)
         if len(question.model.layers) * len(question.devices) > 20 or not question.by_expert:
             continue
@@ -178,10 +179,10 @@ def test_no_plan_is_better_on_small_fleets_with_mixtures():
         experts_on_cpu += bool(answer.plan.cpu_experts)
         some += 0 < answer.plan.cpu_experts < answer.plan.gpu_layers
         streams += bool(answer.plan.cpu_experts and answer.plan.streaming)
-    assert found > 30
-    assert experts_on_cpu > 20
-    assert some > 5
-    assert streams > 3
+    assert found > 12
+    assert experts_on_cpu > 8
+    assert some > 2
+    assert streams
 
 
 def test_no_plan_is_lost_by_aggregating():

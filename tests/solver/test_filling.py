@@ -44,9 +44,10 @@ def every_split(question: Instance) -> list[Plan]:
     return found
 
 
-def test_no_split_of_the_ring_fills_it_better_for_what_it_costs():
+@pytest.mark.parametrize("seeds", [range(32), pytest.param(range(32, 64), marks=pytest.mark.matrix)], ids=str)
+def test_no_split_of_the_ring_fills_it_better_for_what_it_costs(seeds):
     compared = changed = 0
-    for seed in range(64):
+    for seed in seeds:
         objective = OBJECTIVES[seed // 2 % len(OBJECTIVES)]
         question, _ = small_instance(random.Random(seed))
         first = question.devices[0]
@@ -64,8 +65,8 @@ def test_no_split_of_the_ring_fills_it_better_for_what_it_costs():
         assert taken is not None
         assert taken[1] == pytest.approx(min(cost for _, cost, _ in costs), rel=1e-6), seed
         compared, changed = compared + 1, changed + (filled(quickest, question, objective) != quickest)
-    assert compared > 20
-    assert changed > 5
+    assert compared > 8
+    assert changed > 2
 
 
 @pytest.mark.parametrize("objective", ["latency", "throughput", "balanced"])

@@ -76,7 +76,7 @@ def test_no_plan_is_better_where_windows_begin_at_some_layers_only(seeds):
     assert any(plan.streaming for plan in plans)
 
 
-@pytest.mark.parametrize("seeds", [range(140, 154), pytest.param(range(600), marks=pytest.mark.matrix)], ids=str)
+@pytest.mark.parametrize("seeds", [range(140, 150), pytest.param(range(600), marks=pytest.mark.matrix)], ids=str)
 def test_no_plan_is_better_where_those_layers_have_an_offset(seeds):
     asked = [cut_at_places(seed, is_offset=True) for seed in seeds]
     plans = [
@@ -102,7 +102,7 @@ def with_a_long_tail(seed: int) -> tuple[Instance, Objective]:
     return replace(question, model=model), objective
 
 
-@pytest.mark.parametrize("seeds", [range(200, 230), pytest.param(range(300, 600), marks=pytest.mark.matrix)], ids=str)
+@pytest.mark.parametrize("seeds", [range(200, 215), pytest.param(range(300, 600), marks=pytest.mark.matrix)], ids=str)
 def test_no_plan_is_better_where_the_last_window_has_some_layers_at_least(seeds):
     plans = []
     for seed in seeds:
@@ -193,16 +193,10 @@ def small_answer(seed: int) -> Solution | None:
     return check_against_brute_force(*small_instance(random.Random(seed)))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "seeds",
-    [
-        pytest.param([*range(1000, 1038), *range(1039, 1060)], id="some"),
-        pytest.param([1038, *range(1060, 2000)], id="all", marks=pytest.mark.matrix),  # 1038: all its plans take 8 s
-    ],
-)
-def test_no_plan_is_better_on_a_thousand_small_fleets(seeds: list[int]):
+def test_no_plan_is_better_on_a_thousand_small_fleets():
+    seeds = range(1000, 2000)
     answers = each(small_answer, seeds)
     found = [answer for answer in answers if answer is not None]
     assert len(found) > 0.7 * len(seeds)
@@ -216,7 +210,7 @@ def test_no_plan_is_better_on_a_thousand_small_fleets(seeds: list[int]):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seeds", [SEEDS[:16], pytest.param(SEEDS[16:], marks=pytest.mark.matrix)], ids=str)
+@pytest.mark.parametrize("seeds", [SEEDS[:8], pytest.param(SEEDS[8:], marks=pytest.mark.matrix)], ids=str)
 def test_the_paper_is_never_better(seeds: range):
     answers = each(beside_published, seeds)
     ratios = [ratio for ratio in answers if ratio is not None]
@@ -225,7 +219,7 @@ def test_the_paper_is_never_better(seeds: range):
     assert sum(ratio > 1.01 for ratio in ratios) > 0.2 * len(seeds)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 1 << 48))
 def test_hypothesis_finds_no_better_plan(seed):
     check_against_brute_force(*small_instance(random.Random(seed)))
@@ -298,7 +292,7 @@ def test_a_required_device_takes_part_and_costs_what_it_costs(seed):
         assert forced.objective_s >= best.objective_s * (1 - CLOSE)
 
 
-@pytest.mark.parametrize("seed", range(7))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(3, 7))])
 def test_what_is_best_for_another_objective_is_no_better_for_this_one(seed):
     """The time that is made small is the one that is forecast, so no plan that is found has less of it."""
     question, first = feasible(seed, devices=3, layers=16, memory="short")
