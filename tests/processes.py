@@ -1,4 +1,4 @@
-"""``-p tests.processes --processes 6``: whole files of tests in processes that fork when all tests are collected.
+"""``-p tests.processes --processes 7``: whole files of tests in processes that fork when all tests are collected.
 
 pytest-xdist has each process collect all of them anew, which takes eight seconds. A process asks for a file when it begins
 the last test of the one before, so what lives longer than a file is kept from one to the next. Linux only.

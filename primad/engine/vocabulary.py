@@ -30,6 +30,7 @@ class LlamaVocabulary:
         if not self._model:
             raise EngineError(f"llama.cpp cannot read the vocabulary of {path}: {why('it does not say why')}")
         self._vocab = llama.llama_model_get_vocab(self._model)
+        self._longest_name: int | None = None
         self._piece = lru_cache(KEPT_PIECES)(self._read_piece)
         self.size = int(llama.llama_vocab_n_tokens(self._vocab))
         self.bos = self._special(llama.llama_vocab_bos(self._vocab))
@@ -55,6 +56,8 @@ class LlamaVocabulary:
             return None
         if not self._tokenize("  ", False, False):  # blanks are dropped
             return None
+        if self._longest_name is not None:
+            return self._longest_name
         texts = (llama.llama_vocab_get_text(self._vocab, token) for token in range(self.size))
         return max(len(text.decode("utf-8", errors="replace")) for text in texts)
 
@@ -125,10 +128,13 @@ class LlamaVocabulary:
 
     def all_tokens(self) -> Iterator[tuple[bytes, bool, bool]]:
         """Each token in order: the bytes of its name, whether it is a control token, and whether it ends a generation."""
-        buffer, ends = ctypes.create_string_buffer(PIECE_BYTES), self.ends
+        buffer, ends, longest = ctypes.create_string_buffer(PIECE_BYTES), self.ends, 0
         for token in range(self.size):
             piece = self._read_piece(token, False, buffer)
-            yield piece or self._read_piece(token, True, buffer), not piece, token in ends
+            name = piece or self._read_piece(token, True, buffer)
+            longest = max(longest, len(name))
+            yield name, not piece, token in ends
+        self._longest_name = longest
 
     def _read_piece(self, token: int, special: bool, buffer: ctypes.Array[ctypes.c_char] | None = None) -> bytes:
         room = PIECE_BYTES

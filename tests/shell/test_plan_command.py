@@ -82,7 +82,7 @@ def test_every_field_is_documented():
 
 def test_profile_files_and_folders(plan, profiles):
     for given in (("--devices", profiles), ("--devices", profiles / "desk.json", profiles / "laptop.json")):
-        code, out, _ = plan("--model-shape", "llama3-14b", *given, "--json")
+        code, out, _ = plan("--model-shape", "llama3-8b", *given, "--json")
         answer = msgspec.json.decode(out, type=Explanation)
         assert code == 0
         assert {part.name for part in answer.single_device} == {"desk", "laptop"}
@@ -102,11 +102,11 @@ def test_a_what_if_shows_before_and_after(plan, profiles):
     extra = profiles.parent / "pi.json"
     save_profile(extra, device("pi", ram=4 * GB), "made up")
     changes = ("--what-if", f"add={extra}", "--what-if", "drop=laptop", "--what-if", "ram:desk=8GB")
-    code, out, _ = plan("--model-shape", "llama3-14b", "--devices", profiles, *changes)
+    code, out, _ = plan("--model-shape", "llama3-8b", "--devices", profiles, *changes)
     assert code == 0
     assert re.search(r"What if add=.*pi\.json, drop=laptop, ram:desk=8GB", out)
     assert "before" in out
-    code, out, _ = plan("--model-shape", "llama3-14b", "--devices", profiles, *changes, "--json")
+    code, out, _ = plan("--model-shape", "llama3-8b", "--devices", profiles, *changes, "--json")
     answer = msgspec.json.decode(out, type=Explanation)
     assert answer.what_if is not None
     assert answer.what_if.before is not None
