@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import schemathesis
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from schemathesis.python.asgi import get_client
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -35,8 +35,22 @@ def second_names() -> list[str]:
     return found
 
 
-SCHEMA = schemathesis.openapi.from_dict(APP.openapi()).exclude(path=second_names())
-SCHEMA.app = APP
+def same_bodies() -> list[str]:
+    """Paths that take what another one behind them takes."""
+    known, found = set[str](), []
+    for path, operations in reversed(APP.openapi()["paths"].items()):
+        body = operations.get("post", {}).get("requestBody")
+        if body is not None and path not in second_names():
+            found += [path] * (str(body) in known)
+            known.add(str(body))
+    assert found
+    return found
+
+
+ALL = schemathesis.openapi.from_dict(APP.openapi()).exclude(path=second_names())
+SCHEMA, SAME = ALL.exclude(path=same_bodies()), ALL.include(path=same_bodies())
+for schema in (SCHEMA, SAME):
+    schema.app = APP
 CLIENT = get_client(APP)
 CLIENT.trust_env = False  # it would look for proxies with each request
 CHECKS = [
@@ -50,4 +64,12 @@ CHECKS = [
 @SCHEMA.parametrize()
 @settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_every_answer_is_as_the_document_says(case: schemathesis.Case) -> None:
+    case.call_and_validate(checks=CHECKS, session=CLIENT, headers={"host": "127.0.0.1"})
+
+
+@SAME.parametrize()
+@settings(
+    max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+)
+def test_answers_to_bodies_that_were_all_tried_elsewhere_are_too(case: schemathesis.Case) -> None:
     case.call_and_validate(checks=CHECKS, session=CLIENT, headers={"host": "127.0.0.1"})
