@@ -8,9 +8,10 @@ cores; more count as machines with a core each while there are as many, else the
   Each time the ring is a new one.
 - ``mtp``: tokens/s with drafts of the model's own layer, of those of a head with ``--speculate off``: of a model made so
   that the share ``--right`` of drafts holds (``lab/controlled.py``), and of one of random weights.
-  With ``--quantisation bf16 --width 2048 --layers 8`` a step is bound by memory more than by computing. No profile compares
-  rows of BF16, so alone it has drafts with ``--batching fast`` only, and the text may differ. Where rows of other types
-  take as much longer as there are of them the plan has no drafts alone (``serve`` says so), and nothing is won or lost.
+  With ``--quantisation f32 --batching fast`` a step takes as long as its weights are read, whether it has one row or three,
+  as with quantised weights on processors with more cores. Rows of F32 are not exact, so the text may differ. Where rows of
+  other types take as much longer as there are of them the plan has no drafts alone (``serve`` says so), and nothing is won
+  or lost.
 - ``four``: four requests at once, in total tokens/s, of one.
 """
 
