@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 MAX_RANKS: Final = 16
@@ -13,13 +14,16 @@ MAX_RANKS: Final = 16
 
 def split(count: int, weights: Sequence[int]) -> list[int] | None:
     """So many units for each rank, at least one, the largest share by weight as small as can be; None for too few units."""
-    if count < len(weights):
-        return None
-    shares = [1] * len(weights)
+    return None if count < len(weights) else [*_split(count, tuple(weights))]
+
+
+@lru_cache
+def _split(count: int, weights: tuple[int, ...]) -> tuple[int, ...]:
+    shares = [1] * len(weights)  # layers and ranks ask for the same
     for _ in range(count - len(weights)):
         rank = min(range(len(weights)), key=lambda each: ((shares[each] + 1) / weights[each], each))
         shares[rank] += 1
-    return shares
+    return tuple(shares)
 
 
 def ranges_of(extent: int, unit: int, weights: Sequence[int], offset: int = 0) -> list[range] | None:

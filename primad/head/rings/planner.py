@@ -246,7 +246,7 @@ class Planner:
         else:
             planned = complete(asked, await self._search(asked, background=background))
         model, corrections = self._service.model, self._pool.learning.corrections
-        forecast = Forecast.of_planned(planned, corrections, model.share_bytes)
+        forecast = await asyncio.to_thread(Forecast.of_planned, planned, corrections, model.share_bytes)
         return forecast, 0.0 if by_hand else planned.objective_s
 
     async def _request(
