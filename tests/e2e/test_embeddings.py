@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 from tests.e2e.cluster import PATIENCE_S, Head, command_of, serving, wait_until
 from tests.lazily import Lazily
 from tests.shell.test_embedding_process import PLAIN
+from tools.synth import write_model
 
 ollama = Lazily("ollama")
 openai = Lazily("openai")
@@ -28,9 +30,17 @@ HELLO = [{"role": "user", "content": "Name three colours."}]
 
 
 @pytest.fixture(scope="module")
-def head(smollm2, gemma3, module_home) -> Iterator[Head]:
+def embedder(smollm2, tmp_path_factory) -> Path:
+    """Gemma 3's layers, few and with random weights; ``test_embedding_process.py`` has other kinds."""
+    path = tmp_path_factory.mktemp("embedder") / "embedder.gguf"
+    write_model(path, architecture="gemma3", context=2048, width=640, vocabulary=f"from:{smollm2}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def head(smollm2, embedder, module_home) -> Iterator[Head]:
     cluster = f"embeddings-{time.time_ns():x}"
-    arguments = ("--alone", "--context", 1024, "--embedding", gemma3)
+    arguments = ("--alone", "--context", 1024, "--embedding", embedder)
     with serving(smollm2, module_home("head"), cluster, *arguments) as head:
         yield head
 
@@ -42,8 +52,8 @@ def client(head) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def plain(gemma3) -> np.ndarray:
-    printed = subprocess.run([sys.executable, "-c", PLAIN, str(gemma3), *TEXTS], capture_output=True, check=True)
+def plain(embedder) -> np.ndarray:
+    printed = subprocess.run([sys.executable, "-c", PLAIN, str(embedder), *TEXTS], capture_output=True, check=True)
     return np.array(json.loads(printed.stdout.splitlines()[-1]), np.float32)
 
 
@@ -57,51 +67,51 @@ def embedding_process(head: Head) -> int:
     return process.pid
 
 
-def test_the_start_says_which_model_embeds(head, gemma3):
-    head.run.wait_for(rf"^{gemma3.stem} serves embeddings of 640 numbers for texts of at most 2048 tokens")
-    head.run.wait_for(rf"^{gemma3.stem} serves embeddings there, on this device alone$")
+def test_the_start_says_which_model_embeds(head, embedder):
+    head.run.wait_for(rf"^{embedder.stem} serves embeddings of 640 numbers for texts of at most 2048 tokens")
+    head.run.wait_for(rf"^{embedder.stem} serves embeddings there, on this device alone$")
 
 
-def test_openais_client_while_a_chat_streams(client, gemma3, plain):
+def test_openais_client_while_a_chat_streams(client, embedder, plain):
     with client.chat.completions.create(
         model="smollm2-135m-q4_1", messages=HELLO, temperature=0, max_tokens=40, stream=True
     ) as stream:
         parts = iter(stream)
         next(parts)
-        floats = client.embeddings.create(model=gemma3.stem, input=TEXTS, encoding_format="float")
+        floats = client.embeddings.create(model=embedder.stem, input=TEXTS, encoding_format="float")
         printed = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
     assert printed
     near([each.embedding for each in floats.data], plain)
-    near([each.embedding for each in client.embeddings.create(model=gemma3.stem, input=TEXTS).data], plain)
-    cut = client.embeddings.create(model=gemma3.stem, input=TEXTS[0], dimensions=64).data[0].embedding
+    near([each.embedding for each in client.embeddings.create(model=embedder.stem, input=TEXTS).data], plain)
+    cut = client.embeddings.create(model=embedder.stem, input=TEXTS[0], dimensions=64).data[0].embedding
     near(cut, plain[0, :64] / np.linalg.norm(plain[0, :64]))
     alone = client.chat.completions.create(model="smollm2-135m-q4_1", messages=HELLO, temperature=0, max_tokens=40)
     assert alone.choices[0].message.content.endswith(printed)
     with pytest.raises(openai.BadRequestError, match=r"input\[1\]: has \d+ tokens"):
-        client.embeddings.create(model=gemma3.stem, input=["Ships", "sea " * 4000])
+        client.embeddings.create(model=embedder.stem, input=["Ships", "sea " * 4000])
 
 
-def test_ollamas_client(head, gemma3, plain):
+def test_ollamas_client(head, embedder, plain):
     client = ollama.Client(host=head.url, timeout=PATIENCE_S)
-    near(client.embed(model=gemma3.stem, input=TEXTS).embeddings, plain)
-    near(client.embeddings(model=gemma3.stem, prompt=TEXTS[0]).embedding, plain[0])
-    assert f"{gemma3.stem}:latest" in [model.model for model in client.list().models]
+    near(client.embed(model=embedder.stem, input=TEXTS).embeddings, plain)
+    near(client.embeddings(model=embedder.stem, prompt=TEXTS[0]).embedding, plain[0])
+    assert f"{embedder.stem}:latest" in [model.model for model in client.list().models]
     client._client.close()
 
 
-def test_it_starts_again_when_it_was_killed(head, client, gemma3, plain):
+def test_it_starts_again_when_it_was_killed(head, client, embedder, plain):
     before = embedding_process(head)
     os.kill(before, signal.SIGKILL)
 
     def embeds() -> bool:
-        body = {"model": gemma3.stem, "input": TEXTS}
+        body = {"model": embedder.stem, "input": TEXTS}
         answer = httpx.post(f"{head.url}/v1/embeddings", json=body, timeout=PATIENCE_S)
         assert answer.status_code == 200 or "the next request starts it again" in answer.text, answer.text
         return answer.status_code == 200
 
     wait_until(embeds, "embeddings again")
     assert embedding_process(head) != before
-    near([each.embedding for each in client.embeddings.create(model=gemma3.stem, input=TEXTS).data], plain)
+    near([each.embedding for each in client.embeddings.create(model=embedder.stem, input=TEXTS).data], plain)
     ranked = httpx.post(
         f"{head.url}/v1/rerank", json={"query": TEXTS[1], "documents": TEXTS}, timeout=PATIENCE_S
     ).json()

@@ -38,7 +38,7 @@ PROMPTS = {
 }
 """Tokens: one, a part of a chunk, and more than a chunk; with sliding windows also more than those.
 
-``quick`` and ``sliding`` have the layers and the vocabulary of SmolLM2 and Gemma 3, and a small part of their work.
+``quick`` and ``sliding`` have the layers of SmolLM2 and Gemma 3, the vocabulary of SmolLM2, and a small part of their work.
 """
 
 RINGS = {
@@ -89,10 +89,10 @@ class Truth:
 
 
 @pytest.fixture(scope="module")
-def sliding(gemma3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Gemma 3's layers and vocabulary, narrow, with random weights and sliding windows of 64."""
+def sliding(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Gemma 3's layers, narrow, with random weights and sliding windows of 64, and a fifth of its vocabulary."""
     path = tmp_path_factory.mktemp("sliding") / "sliding.gguf"
-    write_model(path, architecture="gemma3", layers=18, sliding_window=64, vocabulary=f"from:{gemma3}")
+    write_model(path, architecture="gemma3", layers=18, sliding_window=64, vocabulary=f"from:{smollm2}")
     yield path
     path.unlink()
 
