@@ -63,7 +63,6 @@ CELLS: Final = tuple(GroupCell(place, phase, fault) for place in WINDOWS for pha
 _CHOSEN: Final = frozenset(
     {
         ("first of a group", "decode", "cut off from the other rank"),
-        ("other of a group", "decode", "SIGSTOP"),
         ("group of all", "prefill", "link cut"),
     }
 )
