@@ -54,8 +54,8 @@ _OF_ROWS: Final = 0.2
 """Shares of a type's time in which one of its three trials with one row is run, and one of two with many; their windows are
 written and loaded besides."""
 _OF_CHUNK: Final = 0.02
-"""Share of all time that a chunk of a prompt may take in a trial of the main type: 64 rows take up to a tenth more for each
-than many do, and what they take says that of other types."""
+"""Share of all time that a chunk of a prompt may take in a trial of the main type, in which most weights are: the few rows
+that a slow device has time for otherwise take up to a tenth more for each."""
 _RUN_S: Final = 0.1
 """With several rows a processor's run of one count ends behind this time."""
 _OF_OFFLOAD: Final = 0.5
@@ -332,13 +332,9 @@ def measure_types(bench: Bench, step_s: float, advance: Callable[[str], None]) -
         fit_layer(bench, trial.kind, step_s, trial.middle, trial.big) for trial in trials if trial.middle is not None
     ]
     layer_s = max(_MIN_S, statistics.median(lines)) if lines else _MIN_S
-    main = trials[0].big if trials[0].plain is None else trials[0].plain
-    speeds = [
-        speed(bench, trial.kind, _like(bench, main, trial.big), step_s, layer_s, extra_buffers=trial.extra)
-        for trial in trials
-    ]
+    speeds = [speed(bench, trial.kind, trial.big, step_s, layer_s, extra_buffers=trial.extra) for trial in trials]
     plain = {
-        trial.kind: speed(bench, trial.kind, _like(bench, main, trial.plain), step_s, layer_s, extra_buffers=False)
+        trial.kind: speed(bench, trial.kind, trial.plain, step_s, layer_s, extra_buffers=False)
         for trial in trials
         if trial.plain is not None
     }
@@ -441,17 +437,6 @@ def _with_rows(first: TrialTimes, times: Sequence[TrialTimes | None]) -> TrialTi
         prefill_s=tuple(statistics.median(each.prefill_s) for each in alike),
         few_s=statistics.median(each.few_s for each in every),
         counts_s=tuple(map(statistics.median, zip(*(each.counts_s for each in every), strict=False))),
-    )
-
-
-def _like(bench: Bench, main: TrialTimes, other: TrialTimes) -> TrialTimes:
-    """``other`` with as large a chunk as ``main`` where a processor had no time for more than ``FEWEST_ROWS`` of it: each
-    row then takes as much less as it does of ``main``."""
-    if bench.on_gpu or other.prefill_rows != FEWEST_ROWS or main.prefill_rows == FEWEST_ROWS:
-        return other
-    times = statistics.median(main.prefill_s) / main.few_s
-    return msgspec.structs.replace(
-        other, prefill_s=tuple(times * each for each in other.prefill_s), prefill_rows=main.prefill_rows
     )
 
 

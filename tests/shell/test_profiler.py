@@ -237,29 +237,24 @@ def test_what_disturbs_a_type_for_a_while_does_not_count_as_its_speed(tmp_path):
     assert [figures.decode_bytes_per_s for figures in found] == pytest.approx([machine.rate] * 2, rel=0.01)
 
 
-@pytest.mark.parametrize("extra_factor", [None, 0.5])
-def test_types_without_time_for_a_chunk_take_of_it_what_the_main_one_takes(tmp_path, extra_factor):
+def test_the_main_type_has_time_for_more_rows_of_a_chunk_on_a_slow_device(tmp_path):
     class Slow(Machine):
-        """A slow device has time for 64 rows; of a chunk each takes a tenth less."""
+        """It has time for 64 rows, of a chunk that may take as long for 256, of which each takes a tenth less."""
 
         def time(self, task: TimeWindow) -> TrialTimes | str:
             found = super().time(task)
-            if isinstance(found, str) or not task.many_rows:
-                return found
             few_s = 50 * found.decode_s[0]
-            chunk = (512, 8 * 0.9 * few_s) if task.chunk_s else (64, few_s)
-            return msgspec.structs.replace(found, few_s=few_s, prefill_rows=chunk[0], prefill_s=(chunk[1],))
+            chunk = (256, 4 * 0.9 * few_s) if task.chunk_s else (64, few_s)
+            rows = {"few_s": few_s, "prefill_rows": chunk[0], "prefill_s": (chunk[1],)}
+            return msgspec.structs.replace(found, **rows) if task.many_rows else found
 
     machine = Slow(step_s=1e-9, layer_s=1e-9)
-    machine.extra_factor = extra_factor
-    place = bench(tmp_path, machine)
-    _, found = measure_types(place, machine.step_s, lambda _: None)
-    assert len(found) == len(TYPES)
-    for figures in [each for at in found for each in (at, at.plain) if each is not None]:
-        size, factor = BIG.weight_bytes(figures.type), 0.5 if figures.extra_buffers else 1.0
-        chunk_s = 8 * 0.9 * 50 * factor * size / machine.rate
-        flop = 512 * (2 * BIG.weights + 4 * 512 * BIG.width)
-        assert figures.prefill_flop_per_s == pytest.approx(flop / chunk_s, rel=0.01)
+    _, (main, other, *_) = measure_types(bench(tmp_path, machine), machine.step_s, lambda _: None)
+    assert {task.chunk_s for task in machine.asked if task.many_rows} == {0.0, 0.02 * Effort().seconds}
+    for figures, rows, row_s in ((main, 256, 0.9), (other, 64, 1.0)):
+        one_s = BIG.weight_bytes(figures.type) / machine.rate
+        chunk_s = one_s + (50 / 64 * row_s * rows - 1) * one_s * 512 / rows
+        assert 2 * 512 * BIG.weights / figures.prefill_flop_per_s == pytest.approx(chunk_s, rel=0.05)
 
 
 def test_other_shapes_cost_what_the_times_were_made_of(tmp_path):
