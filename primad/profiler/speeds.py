@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from halda import BATCH_ROWS, PREFILL_ROWS, OffloadSpeed, RowSpeed, StateKind, TypeRows, TypeSpeed
+from halda import PREFILL_ROWS, OffloadSpeed, RowSpeed, StateKind, TypeRows, TypeSpeed
 from primad.errors import EngineError
 from primad.profiler.effort import TYPES, Budget, Effort
 from primad.profiler.state_windows import WIDTH as STATE_WIDTH
@@ -338,7 +338,7 @@ def measure_types(bench: Bench, step_s: float, advance: Callable[[str], None]) -
         for trial in trials
         if trial.plain is not None
     }
-    return layer_s, tuple(replace(with_rows_of(speeds[0], each), plain=plain.get(each.type)) for each in speeds)
+    return layer_s, tuple(replace(each, plain=plain.get(each.type)) for each in speeds)
 
 
 def _first_trials(bench: Bench, advance: Callable[[str], None]) -> list[_Trial]:
@@ -549,22 +549,6 @@ def _offload_speed(bench: Bench, kind: str, timings: TrialTimes) -> OffloadSpeed
 def _prefill_flop(bench: Bench, rows: int) -> int:
     """FLOP of so many rows. Attention is computed for the whole square of rows and columns, masked or not."""
     return bench.layers_to_compute * rows * (2 * BIG.weights + 4 * rows * BIG.width)
-
-
-def with_rows_of(main: TypeSpeed, other: TypeSpeed) -> TypeSpeed:
-    """``other`` with the counts of rows that only ``main`` was measured with: each as far between what one row and
-    ``BATCH_ROWS`` take, or beyond that, as with ``main``."""
-    own = {at.rows for at in other.rows}
-    one, batch = 1 / other.decode_bytes_per_s, 1 / other.batch_bytes_per_s
-    main_one, main_batch = 1 / main.decode_bytes_per_s, 1 / main.batch_bytes_per_s
-
-    def seconds(at: RowSpeed) -> float:
-        if at.rows > BATCH_ROWS or main_batch <= main_one:
-            return batch / at.bytes_per_s / main_batch
-        return one + (batch - one) * min(1.0, max(0.0, (1 / at.bytes_per_s - main_one) / (main_batch - main_one)))
-
-    more = (RowSpeed(rows=at.rows, bytes_per_s=1 / seconds(at)) for at in main.rows if at.rows not in own)
-    return replace(other, rows=tuple(sorted((*other.rows, *more), key=lambda at: at.rows)))
 
 
 def spread(times: Sequence[float]) -> float:

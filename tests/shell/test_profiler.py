@@ -252,6 +252,7 @@ def test_the_main_type_has_time_for_more_rows_of_a_chunk_on_a_slow_device(tmp_pa
     _, (main, other, *_) = measure_types(bench(tmp_path, machine), machine.step_s, lambda _: None)
     assert {task.chunk_s for task in machine.asked if task.many_rows} == {0.0, 0.02 * Effort().seconds}
     for figures, rows, row_s in ((main, 256, 0.9), (other, 64, 1.0)):
+        assert max(at.rows for at in figures.rows) == rows, "what the main type takes of more says nothing of others"
         one_s = BIG.weight_bytes(figures.type) / machine.rate
         chunk_s = one_s + (50 / 64 * row_s * rows - 1) * one_s * 512 / rows
         assert 2 * 512 * BIG.weights / figures.prefill_flop_per_s == pytest.approx(chunk_s, rel=0.05)

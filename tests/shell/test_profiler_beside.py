@@ -1,23 +1,15 @@
-"""What a token costs besides computing it, and rows and widths: with fakes, and once in real children."""
+"""What a token costs besides computing it: with fakes, and once in real children."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import pairwise
-
 import pytest
 
-from halda import RowSpeed
 from primad.errors import EngineError
 from primad.profiler.beside import FEWEST_TURNS, VOCABULARIES, head_costs, measure_wake
 from primad.profiler.effort import Budget
-from primad.profiler.speeds import with_rows_of
 from primad.profiler.synthetic import LayerShape, write_window
 from primad.profiler.trial_messages import HeadTimes, HoldWindow, Stepped, TimeHead
 from primad.profiler.trials import child_trials
-from tests.fakes.profile import speeds
-
-MAIN, OTHER, *_ = speeds(1e10, 1e11)
 
 
 class Cores:
@@ -68,18 +60,6 @@ def test_a_token_costs_the_same_and_more_for_each_of_the_vocabulary():
     few, many = VOCABULARIES
     assert head_costs((3e-4 + few * 1e-9, 3e-4 + many * 1e-9)) == pytest.approx((3e-4, 1e-9))
     assert min(head_costs((5e-4, 1e-4))) > 0
-
-
-def test_another_type_has_the_rows_of_the_main_one_in_its_own_measure():
-    main = replace(MAIN, decode_bytes_per_s=8e9, batch_bytes_per_s=2e9)
-    between = 1 / (0.5 / 8e9 + 0.5 / 2e9)
-    main = replace(main, rows=(RowSpeed(rows=4, bytes_per_s=between), RowSpeed(rows=16, bytes_per_s=1e9)))
-    other = with_rows_of(main, replace(OTHER, decode_bytes_per_s=4e9, batch_bytes_per_s=1e9))
-    assert [(at.rows, 1 / at.bytes_per_s) for at in other.rows] == [
-        (4, pytest.approx(0.5 / 4e9 + 0.5 / 1e9)),
-        (16, pytest.approx(2 / 1e9)),
-    ]
-    assert all(a.bytes_per_s > b.bytes_per_s for a, b in pairwise(other.rows))
 
 
 def test_children_hold_windows_and_time_a_head(tmp_path):
