@@ -377,7 +377,9 @@ def test_a_part_that_nothing_is_seen_to_read_is_an_error(tmp_path, monkeypatch):
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture="llama", quantisation="f32", layers=2)
     rank = Rank(read_header(path), [1], [0, 2], tmp_path, OPTIONS, 0, FakeExchange(Meeting(1), 0))
-    monkeypatch.setattr("primad.engine.llama.sums._COLUMNS", re.compile(rb"attn_output|ffn_down|token_embd"))
+    monkeypatch.setattr(
+        "primad.engine.llama.sums._COLUMNS", re.compile(rb"(?:blk\.(\d+)\.)?(attn_output|ffn_down|token_embd)")
+    )
     with pytest.raises(EngineError, match="without the sums of its group"):
         rank.forward(next(steps()))
     rank.release()

@@ -45,8 +45,9 @@ class Sums:
         self, ggml: ctypes.CDLL, exchange: GroupExchange, *, last: int | None, prove: Callable[[], None]
     ) -> None:
         self._ggml, self._exchange = ggml, exchange
-        self._last, self._prove = last if exchange.rank else None, prove
-        self._layer: int | None = None
+        self._last = None if last is None or exchange.rank == 0 else b"%d" % last
+        self._prove = prove
+        self._layer = b""
         """Of the matrix that made the latest part."""
         self._proven: set[int] = set()
         """Parts of the last layer."""
@@ -146,13 +147,13 @@ class Sums:
             if not is_part:
                 for part in dict.fromkeys(parts):
                     if self._seen[part]:
-                        if self._layer is not None and self._layer == self._last:
+                        if self._layer == self._last:
                             self._proven.add(part)
                         self._exchange_node(part)
                         self._order.append(part)
                         self._settle(Tensor.from_address(part).data)
         elif op in _MATRIX and (columns := _COLUMNS.search(self._name(tensor.sources[0]))) is not None:
-            is_part, self._layer = True, int(columns[1])
+            is_part, self._layer = True, columns[1]
         self._seen[node] = is_part
         if is_part:
             self._unread.add(node)
