@@ -14,7 +14,8 @@ Each rule is in one place: here, in ``due.py`` (what is due) or in ``transitions
 * A device at fault for a break takes no part for a while, which doubles each time, unless there is no plan without it. Where
   several may be at fault, one of them is (``doubt.py``). It does not help to go away and come back. Who goes away while
   links are measured, or does not measure them, is at fault for that: all others wait for it.
-* A device that loads no further, or hardly, is at fault like one that fails to load.
+* A device that loads no further, or hardly, is at fault like one that fails to load. Where it is the head's own disk that
+  refuses, and no ring serves, open answers end with that; a ring is tried again after a pause.
 * While no ring serves nobody waits a second time for a device by which a ring on its way failed, unless there is no plan
   without it. It takes part again beside a ring that serves, and as any other once one has served with it.
 * A device that leaves hands its layers over first; if nobody can take them it may go nonetheless.
@@ -414,7 +415,11 @@ def _attempt_broke(state: State, attempt: Attempt, event: RingFailed, now: float
     is_fatal = not at_fault and not event.again
     if not state.has_served and (is_fatal or _is_hopeless(state, attempt, event.device, failures)):
         return give_up(state, event.reason, effects)
-    effects.append(OwnerLine(f"{event.reason}; forming the ring again"))
+    if event.lasting and not at_fault and state.serving is None:  # the head's disk: no answer waits for its owner
+        effects.append(Fail(event.reason))
+        state = replace(state, holding_s=None)
+    else:
+        effects.append(OwnerLine(f"{event.reason}; forming the ring again"))
     # Without the device at fault it is another ring, which need not wait.
     pause_s = 0.0 if at_fault and not state.last_resort else min(2.0 ** min(failures, 10), _MAX_PAUSE_S)
     state = bar(

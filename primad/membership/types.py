@@ -348,9 +348,9 @@ class RingFailed:
     """Ring ``epoch`` broke, or could not be formed. ``device`` is at fault if that is known.
 
     Else one of the ``parties`` may be, the accused before the accuser (``doubt.py``); parties that ``device`` is one of may
-    have made it fail. ``lasting``: the device will not do better soon (as with a full disk). ``again``: form it once more,
-    as the parties have other room than they loaded for. The link ``between`` two devices may have failed: it is measured
-    again.
+    have made it fail. ``lasting``: the device, or without one the head, will not do better soon (as with a full disk).
+    ``again``: form it once more, as the parties have other room than they loaded for. The link ``between`` two devices may
+    have failed: it is measured again.
     """
 
     epoch: int

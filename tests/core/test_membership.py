@@ -627,6 +627,17 @@ def test_without_a_plan_the_answers_end_at_once_and_the_same_devices_are_asked_a
     assert solves(live(shell, 0.2, "ada")) == [{"ada"}]
 
 
+def test_where_the_heads_own_disk_is_full_the_answers_end_with_that_and_a_ring_is_tried_again():
+    shell = serving("ada", "bo")
+    shell.notify(m.Lost("bo", "unplugged"))
+    solve(shell)
+    assert shell.notify(m.RingFailed(2, None, "disk full", lasting=True)) == [m.Abandon(2), m.Fail("disk full")]
+    assert shell.state.holding_s is None
+    assert solves(live(shell, 1.9, "ada")) == []
+    assert solves(live(shell, 0.2, "ada")) == [{"ada"}]
+    assert solve(shell) + form(shell) == [m.Form(3), m.Serve(3, None)]
+
+
 def test_a_device_that_returns_while_there_is_no_ring_is_taken_at_once_though_it_is_barred():
     shell = serving("ada", "bo")
     shell.notify(m.Lost("bo", "unplugged"))
@@ -736,11 +747,12 @@ def test_a_device_that_comes_and_goes_is_taken_ever_more_rarely():
     assert waits_s == pytest.approx([5.0, 10.0, 20.0, 40.0], abs=0.7)
 
 
-def test_a_better_plan_that_cannot_be_formed_leaves_the_ring_as_it_is():
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_better_plan_that_cannot_be_formed_leaves_the_ring_as_it_is(lasting):
     shell = serving("ada")
     welcome(shell, "bo")
     solve(shell, value=0.5)
-    assert broken(shell) == [m.Abandon(2)]
+    assert acts(shell.notify(m.RingFailed(2, None, "disk full", lasting=lasting))) == [m.Abandon(2)]
     assert live(shell, 1000.0, "ada", "bo") == []
     assert shell.serving == 1
 

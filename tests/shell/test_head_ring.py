@@ -15,6 +15,7 @@ from halda import Plan, Rank, Window
 from primad.errors import (
     AlteredStepError,
     ClusterError,
+    DiskError,
     LateStepError,
     LoadAgainError,
     NextDeviceError,
@@ -316,6 +317,7 @@ def test_what_the_heads_process_says_of_the_ring_is_believed():
         EPOCH, None, "layers 0 to 2 gave NaN"
     )
     assert attributed(RingError("ended"), ALONE, EPOCH) == RingFailed(EPOCH, None, "ended")
+    assert attributed(DiskError("full"), PAIR, EPOCH) == RingFailed(EPOCH, None, "full", lasting=True)
 
 
 def test_nobody_is_to_blame_for_layers_that_are_loaded_again_but_who_says_so_is_remembered():

@@ -12,7 +12,15 @@ import zmq.asyncio
 from halda import Plan
 from primad.daemon.node import Node
 from primad.daemon.reporter import Reporter
-from primad.errors import AlteredStepError, ClusterError, LoadAgainError, PrimadError, RingError, SenderError
+from primad.errors import (
+    AlteredStepError,
+    ClusterError,
+    DiskError,
+    LoadAgainError,
+    PrimadError,
+    RingError,
+    SenderError,
+)
 from primad.head.model.options import ServeOptions
 from primad.membership import types
 from primad.ring.messages import SENDER
@@ -113,6 +121,8 @@ def attributed(error: PrimadError, plan: Plan, epoch: int) -> types.RingFailed:
             return nobody(reason.replace(SENDER, workers[-1]), parties=(workers[-1],))
         case LoadAgainError():
             return nobody(reason, again=True)
+        case DiskError():  # the head's
+            return nobody(reason, lasting=True)
         case StageError(device=device, fault=fault) if fault == AGAIN:
             return nobody(reason, parties=among(device), again=True)
         case StageError(between=between, device=device) if between:
