@@ -15,8 +15,10 @@ from primad.ring.messages import Finished, KvKept
 from primad.ring.speculation.branches import likely
 from primad.ring.speculation.drafter import Drafting
 from tests.core.test_draft_costs import seconds
+from tests.core.test_speculation import knowing
 from tests.fakes.predictor import FakePredictor
 from tests.fakes.ring import GREEDY, FakeRing, generate
+from tests.fakes.timed_ring import TimedRing
 
 TOKENS = 120
 AT_ONCE = Drafting(rows=4, costs=(1.0, 1.05, 1.1, 1.15), adapts=False)
@@ -75,6 +77,16 @@ def test_the_text_stays_what_it_is_however_often_they_hold_also_where_masks_are_
     rounds, drafting, states, share, seed
 ):
     finished(ring_with(FakePredictor(share), rounds, drafting, seed=seed, states=states), [9, 8, 7])
+
+
+@pytest.mark.parametrize(("share", "rows"), [(0.0, 1), (1.0, 3)])
+def test_until_a_draft_held_no_step_has_several_rows(share, rows):
+    """What is always wrong costs a short answer little."""
+    ring = TimedRing(2, context=256, depth=2, drafting=replace(BLOCKS, adapts=True), drafter=knowing(GREEDY, share))
+    ring.head.submit(generate(0, [9, 8, 7], tokens=TOKENS // 2))
+    ring.finish()
+    assert ring.scheduler.tally.drafted > 5
+    assert max(map(len, ring.windows[-1].steps[1:])) == rows
 
 
 @pytest.mark.parametrize("keep_rows", [1, 3])
@@ -146,7 +158,9 @@ def test_an_answer_behind_tokens_of_an_earlier_ring_is_drafted_from_the_first_st
 
 @pytest.mark.parametrize("share", [0.0, 0.1])
 @pytest.mark.parametrize("predicts_s", [0.0005, 0.003, 0.01])
-@pytest.mark.parametrize(("devices", "drafting"), [(1, AT_ONCE), (2, AHEAD)], ids=["alone", "ring"])
+@pytest.mark.parametrize(
+    ("devices", "drafting"), [(1, AT_ONCE), (2, AHEAD), (2, BLOCKS)], ids=["alone", "ring", "blocks"]
+)
 def test_layers_that_are_mostly_wrong_cost_little_however_long_they_take(devices, drafting, predicts_s, share):
     options = {"costs": drafting.costs, "batching": Batching(replays=8)}
     drafting = replace(drafting, adapts=True)

@@ -41,7 +41,8 @@ def next_drafts(state: SchedulerState, running: Running) -> Sequence[DraftToken]
         return ()
     if running.held_back_s is not None or not state.slots.may_be_ahead:
         return ()
-    return speculation.next(min(block_rows(state, running.sequence.cells), drafts_wanted(state, running)))
+    rows = block_rows(state, running.sequence.cells) if speculation.holds else 1
+    return speculation.next(min(rows, drafts_wanted(state, running)))
 
 
 def block_rows(state: SchedulerState, cells: int) -> int:
@@ -92,9 +93,10 @@ def _block_with(state: SchedulerState, step: PlannedStep, running: Running) -> T
     """Drafts behind the next token, where such steps follow each other: as many as a block has room for."""
     first = running.sequence.cells - len(step.tokens)
     maximum = min(block_rows(state, first) - len(step.tokens), drafts_wanted(state, running))
-    if running.speculation is None or not state.slots.may_be_ahead or maximum <= 0:
+    speculation = running.speculation
+    if speculation is None or not speculation.holds or not state.slots.may_be_ahead or maximum <= 0:
         return NO_TREE
-    draft_tokens = running.speculation.next(maximum)
+    draft_tokens = speculation.next(maximum)
     if draft_tokens:
         step.ops.extend(state.slots.keep_ahead(running.sequence, first))
         _add_ahead(state, step, running, draft_tokens)

@@ -67,6 +67,8 @@ class Speculation:
         self._share = HeldShare(*_FIRST_SHARE)
         """Of drafts that were computed with the next token, up to the first that failed."""
         self.drafted = self.accepted = 0
+        self.holds = not drafting.adapts
+        """Whether a draft held since they began last: before that steps ahead of a token have one row."""
         for token in known:
             self._drafter.took(token)
 
@@ -169,6 +171,7 @@ class Speculation:
         self.accepted += is_accepted
         self._waits_until_s = None
         self._pace.took(now, drafted=self._is_touched, missed=not held, worked=self._drafter.works)
+        self.holds = not self._drafting.adapts or (not self._pace.is_off and (is_accepted or self.holds))
         self._drafter.took(token)
         self._is_touched = (
             is_accepted or self.has_drafts_in_flight
