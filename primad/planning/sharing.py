@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -48,10 +48,10 @@ def search_shared(request: PlanRequest) -> FoundPlan:
         return solution_of(plan, question, request.run.objective)
 
     def otherwise(question: Instance) -> Solution | None:
-        found = [_best_ring(request, question)]
+        whole: Solution | None = None
         with suppress(Infeasible, PlanError):
-            found.append(together(question, streams=True))
-        return _quickest(found)
+            whole = together(question, streams=True)
+        return _best_ring(request, question, other=whole)
 
     try:
         return _search(request, together)
@@ -62,16 +62,12 @@ def search_shared(request: PlanRequest) -> FoundPlan:
             raise exc from None
 
 
-def _quickest(found: Iterable[Solution | None]) -> Solution | None:
-    return min((each for each in found if each is not None), key=lambda each: each.objective_s, default=None)
-
-
 def search_best_shared(request: PlanRequest, below_s: float = math.inf) -> FoundPlan | None:
     """The best plan with groups; None where no devices can be one, or memory is short. Others take ``below_s`` a token."""
 
     def best(question: Instance) -> Solution | None:
         whole = best_whole(question, _wishes(request, below_s))
-        return _best_ring(request, question, below_s, whole)
+        return _best_ring(request, question, below_s, other=whole)
 
     try:
         return _search(request, best)
@@ -80,7 +76,7 @@ def search_best_shared(request: PlanRequest, below_s: float = math.inf) -> Found
 
 
 def _best_ring(
-    request: PlanRequest, question: Instance, below_s: float = math.inf, other: Solution | None = None
+    request: PlanRequest, question: Instance, below_s: float = math.inf, *, other: Solution | None
 ) -> Solution | None:
     return best_ring(question, _wishes(request, below_s), RINGS_SHARE * request.time_limit_s, other)
 

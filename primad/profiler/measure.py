@@ -57,9 +57,8 @@ def measure_machine(folder: Path, threads: int | None, advance: Advance, effort:
         build=build_id(),
         is_quick=effort.is_quick,
         pinned_threads=threads,
-        ram_read_bytes_per_s=max(
-            ram, *(speed.decode_bytes_per_s for speed in cpu.speeds)
-        ),  # weights are read from there
+        # Weights are read from there, maybe while less else ran.
+        ram_read_bytes_per_s=max(ram, *(speed.decode_bytes_per_s for speed in cpu.speeds)),
         cpu=cpu,
         gpus=found,
         unused_gpus=unused,

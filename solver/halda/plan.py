@@ -262,12 +262,6 @@ class Plan:
         total = sum(rank.weight for rank in ranks)
         return next((rank.shares(total)[0] for rank in ranks if rank.device == device), 1.0)
 
-    def share_of(self, device: str) -> float:
-        """The share of each of its layers that ``device`` has: 1 without a group."""
-        ranks = self.group_of(device)
-        total = sum(rank.weight for rank in ranks)
-        return next((rank.weight / total for rank in ranks if rank.device == device), 1.0)
-
     def layers_of(self, device: str) -> int:
         """How many layers ``device`` computes."""
         return sum(len(window.layers) for _, window in self.windows_of(device))

@@ -192,8 +192,7 @@ NO_TREE: Final = TreeRows((), (), ())
 
 def chain_of(draft_tokens: Sequence[DraftToken]) -> TreeRows:
     """``draft_tokens`` one behind the other."""
-    nodes = tuple(TreeNode(draft_token, place - 1) for place, draft_token in enumerate(draft_tokens))
-    return TreeRows(nodes, tuple(range(len(nodes))), ())
+    return placed([TreeNode(draft_token, place - 1) for place, draft_token in enumerate(draft_tokens)], ())
 
 
 def placed(nodes: Sequence[TreeNode], pool: Sequence[int]) -> TreeRows:
