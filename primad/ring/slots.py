@@ -75,6 +75,8 @@ class Running:
     """What had to be computed for it then, in tokens of an answer."""
     waits_since: int = 0
     """How many steps there were when it had one last, and some that its turn counts for."""
+    rows_before: int = 0
+    """Rows of other prompts that were computed while its own waited."""
     first_token_s: float | None = None
     last_token_s: float | None = None
     behind: Running | None = None

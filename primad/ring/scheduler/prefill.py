@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from primad.ring.pictures import content_of, looks_ahead, rope_of
 from primad.ring.scheduler.state import PlannedStep, SchedulerState
 from primad.ring.slots import Running
+
+
+def step_of_prompt(state: SchedulerState, running: Running, ready: Sequence[Running]) -> PlannedStep:
+    """In the turn of ``running``, of those that are ``ready`` and its owner's: the prompt of which least is left. If all took
+    turns, all would end last. Rows that were computed while one waited count as its own, so a long prompt waits for short
+    ones at most as long as it takes itself."""
+    prompts = [each for each in ready if not each.is_decoding and each.generate.owner == running.generate.owner]
+    first = min(prompts, key=_rows_left)
+    waits_since = first.waits_since
+    step = chunk_step(state, first)
+    for other in prompts:
+        if other is not first:
+            other.rows_before += len(step.tokens)
+    if first is not running:
+        running.waits_since, first.waits_since = first.waits_since, waits_since
+    return step
+
+
+def _rows_left(running: Running) -> tuple[int, int]:
+    return len(running.generate.prompt) - running.sequence.cells - running.rows_before, running.generate.request
 
 
 def chunk_step(state: SchedulerState, running: Running) -> PlannedStep:

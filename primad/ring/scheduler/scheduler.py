@@ -21,7 +21,7 @@ from primad.ring.scheduler.admission import share, wait, waits_no_longer
 from primad.ring.scheduler.commit import all_drawn, finish, finished_event, reused_events
 from primad.ring.scheduler.decode import decode_step, may_decode, step_without_rows
 from primad.ring.scheduler.drafts import block_rows, draft_step, resolve, waits_for_drafts
-from primad.ring.scheduler.prefill import chunk_step, replay_step
+from primad.ring.scheduler.prefill import replay_step, step_of_prompt
 from primad.ring.scheduler.state import PlannedStep, SampledToken, SchedulerState
 from primad.ring.speculation.drafter import Drafter
 from primad.ring.speculation.pace import Tally
@@ -171,7 +171,7 @@ class Scheduler:
                     return None
                 if not self._state.may_have_chunk:
                     continue
-                return chunk_step(self._state, running)
+                return step_of_prompt(self._state, running, ready)
             of_earlier_epoch = running.sequence.cells < running.known - block_rows(self._state, running.sequence.cells)
             if of_earlier_epoch and only_tokens:
                 return None
