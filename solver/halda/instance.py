@@ -405,10 +405,11 @@ class Instance:
     @cached_property
     def gpu_buffer_bytes(self) -> int:
         """The same on a GPU, which may have no flash attention for the model's heads."""
-        backends = {gpu.backend for device in self.devices for gpu in device.gpus}
-        lacks = any(cost.lacks_flash(backend, self.model) for backend in backends)
-        work = replace(self.workload, flash=self.workload.flash and not lacks)
-        return cost.compute_buffer_bytes(self.sample, work)
+        has_flash = all(self._has_flash(gpu) for device in self.devices for gpu in device.gpus)
+        return cost.compute_buffer_bytes(self.sample, replace(self.workload, flash=has_flash))
+
+    def _has_flash(self, gpu: GpuProfile) -> bool:
+        return self.workload.flash and not cost.lacks_flash(gpu.backend, self.model)
 
     @cached_property
     def window_bytes(self) -> int:
@@ -557,6 +558,7 @@ class Instance:
                         rows,
                         cost.kv_cells(kind, work, kv),
                         work.kv_type,
+                        flash=self._has_flash(gpu),
                         chunk=is_chunk,
                     )
                     if gpu is not None

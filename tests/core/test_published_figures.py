@@ -57,6 +57,11 @@ def test_links_are_the_middle_of_what_is_named() -> None:
     assert link_speed("2.5 to 5 Gbit/s Ethernet").bytes_per_s == pytest.approx(3.75e9 / 8)
 
 
+def test_forecasts_attend_as_llama_bench_did() -> None:
+    found = {figure.id: figure.flash for figure in read_figures(FIGURES)}
+    assert [found[each] for each in ("m2ultra-8b-long", "strix-gptoss120-d32k", "m4-3b-ollama")] == [False, True, True]
+
+
 def test_every_figure_names_devices_and_a_model_that_are_known(sheets: Sheets) -> None:
     for figure in read_figures(FIGURES):
         assert figure.source

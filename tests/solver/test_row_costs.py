@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from halda import RATE_WIDTH, CacheCost, CpuProfile, LayerProfile, RowSpeed, TypeSpeed, WidthCost
 from halda.cost import (
+    PLAIN_READ,
     TILE_ROWS,
     attention_s,
     cached,
@@ -21,6 +22,7 @@ from halda.cost import (
     width_ratio,
 )
 from tests.fakes.planning import model
+from tests.fakes.profile import GPU
 
 RATES = st.floats(1e8, 1e11)
 SPEED = TypeSpeed(
@@ -86,6 +88,14 @@ def test_rows_of_a_chunk_attend_as_a_matrix_and_those_of_several_sequences_one_b
     assert of_cached(16, flash=False, chunk=False) == pytest.approx(16 * 4e-10)
     assert of_cached(16, flash=True, chunk=True) == pytest.approx(16 * 9e-10)
     assert of_cached(TILE_ROWS, flash=True, chunk=True) == pytest.approx(TILE_ROWS * 1e-10)
+
+
+def test_without_flash_attention_a_gpu_reads_its_cache_slower_for_a_token():
+    def of(rows, *, flash):
+        return attention_s(GPU, 1e10, LAYER, model(), rows, 1000, "f16", flash=flash)
+
+    assert of(1, flash=False) == pytest.approx(of(1, flash=True) / PLAIN_READ)
+    assert of(512, flash=False) == of(512, flash=True)
 
 
 def test_short_rows_of_the_output_matrix_cost_more_than_their_bytes():

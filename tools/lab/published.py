@@ -77,6 +77,11 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     shape: str
 
+    @property
+    def flash(self) -> bool:
+        """Whether it was measured with flash attention: llama-bench does without unless ``-fa`` asks for it."""
+        return "llama-bench" not in self.source or "-fa" in self.source
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row(BenchRow):
@@ -245,9 +250,9 @@ def link_speed(text: str | None) -> LinkSpeed:
 
 
 def _rates(figure: Figure, found: Planned) -> tuple[float, float]:
-    """Tokens a second with flash attention: generated behind ``depth`` tokens, and of a prompt behind as many."""
+    """Tokens a second, attending as was measured: generated behind ``depth`` tokens, and of a prompt behind as many."""
     prompt, asked = figure.prompt, found.question
-    asked = replace(asked, workload=replace(asked.workload, flash=True))
+    asked = replace(asked, workload=replace(asked.workload, flash=figure.flash))
 
     def ttft_s(tokens: int) -> float:
         work = replace(asked.workload, prompt_tokens=tokens)

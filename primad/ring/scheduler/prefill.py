@@ -10,9 +10,11 @@ from primad.ring.slots import Running
 
 
 def step_of_prompt(state: SchedulerState, running: Running, ready: Sequence[Running]) -> PlannedStep:
-    """In the turn of ``running``, of those that are ``ready`` and its owner's: the prompt of which least is left. If all took
-    turns, all would end last. Rows that were computed while one waited count as its own, so a long prompt waits for short
-    ones at most as long as it takes itself."""
+    """In the turn of ``running``: of the prompts that are ``ready`` and its owner's, the one of which least is left.
+
+    If all took turns all would end last. Rows that were computed while one waited count as its own, so a long prompt waits
+    for short ones at most as long as it takes itself.
+    """
     prompts = [each for each in ready if not each.is_decoding and each.generate.owner == running.generate.owner]
     first = min(prompts, key=_rows_left)
     waits_since = first.waits_since
