@@ -126,7 +126,8 @@ def held(run: Primad) -> tuple[int, int]:
     return daemon.num_fds(), daemon.num_threads()
 
 
-def test_thirty_requests_of_every_dialect_get_the_model_and_the_text_that_they_ask_for(offered):
+@pytest.mark.parametrize("count", [30, pytest.param(60, marks=pytest.mark.matrix)])
+def test_requests_of_every_dialect_get_the_model_and_the_text_that_they_ask_for(offered, count):
     draw = random.Random(48)
     expected = {}
     for name in NAMES:
@@ -146,7 +147,7 @@ def test_thirty_requests_of_every_dialect_get_the_model_and_the_text_that_they_a
             assert got == expected[name, path], (name, path)
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(one, range(30)))
+        list(pool.map(one, range(count)))
     offered.unload_all()
     for (fds, threads), run in zip(before, (offered.head.run, *offered.workers), strict=True):
         wait_until(lambda: held(run)[0] <= fds + 3, "nothing is left open")  # noqa: B023
