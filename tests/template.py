@@ -25,6 +25,7 @@ from tests.forks import COMMAND, NETWORK, SIZE, Start, Template, ask, exactly
 from tools.lab.inside import enter
 
 IMPORTED: Final = (
+    "halda.search",
     "primad.api.dialects.openai.prepared",
     "primad.certify.route",
     "primad.certify.made",

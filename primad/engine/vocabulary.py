@@ -143,7 +143,7 @@ class LlamaVocabulary:
                 buffer = ctypes.create_string_buffer(room)
             count = llama.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
             if count >= 0:
-                return ctypes.string_at(buffer, count)
+                return buffer[:count]
             room, buffer = -count, None
 
     def release(self) -> None:
