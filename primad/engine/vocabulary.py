@@ -143,7 +143,7 @@ class LlamaVocabulary:
                 buffer = ctypes.create_string_buffer(room)
             count = llama.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
             if count >= 0:
-                return buffer[:count]
+                return buffer.raw[:count]
             room, buffer = -count, None
 
     def release(self) -> None:
