@@ -12,6 +12,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ _SHORT_IDS: Final = re.compile(r"length\s*!=\s*9\b")
 """Mistral's templates refuse call ids other than nine letters and digits."""
 
 
+@lru_cache(maxsize=32)
 def mentions(template: str, name: str) -> bool:
     """Whether ``template`` uses the variable or field ``name``."""
     return re.search(rf"\b{name}\b", template) is not None
