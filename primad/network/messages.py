@@ -801,8 +801,8 @@ def _check_load(load: Load) -> None:
 
 
 def _check_assignment(spec: WindowSpec, assignment: WindowAssignment, *, has_output: bool) -> None:
-    output = "cpu" if has_output else "none"
-    if (assignment.first, assignment.last) != (spec.first, spec.last) or assignment.output != output:
+    outputs = ("cpu", "gpu") if has_output else ("none",)
+    if (assignment.first, assignment.last) != (spec.first, spec.last) or assignment.output not in outputs:
         raise ProtocolError(f"window {spec.window} with the assignment of another one")
     if not 0 <= assignment.gpu_layers <= assignment.layers:
         raise ProtocolError("plan with more layers on the GPU than a window has")

@@ -145,7 +145,7 @@ def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) ->
     ]
     size = sum(model.layers[layer].size_bytes for _, window in plan.windows_of(name) for layer in window.layers)
     is_rank = bool(plan.group_of(name))
-    weights = kept.layer_bytes if is_rank else size
+    weights = round(kept.share * size)
     return DeviceJson(
         name=name,
         share=kept.share,
@@ -166,7 +166,7 @@ def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) ->
         vram_limit_bytes=member.vram_limit,
         resident_bytes=weights - kept.streamed_bytes,
         streamed_bytes=kept.streamed_bytes,
-        shard_bytes=kept.layer_bytes + kept.output_bytes if is_rank else found.shard_bytes,
+        shard_bytes=kept.layer_bytes + kept.output_bytes if is_rank and not found.gpu_layers else found.shard_bytes,
         disk_bytes_per_token=found.disk_bytes_per_token,
         compute_ms=found.compute_s * 1e3,
         hop_ms=found.hop_s * 1e3,

@@ -1,7 +1,7 @@
 """Candidates for plans with tensor-parallel groups: which devices share layers, with which shares, in which ring. Pure.
 
-A group needs devices without GPUs and of like speed, with a cable between any two on which the sums of all layers take less
-than a token without groups.
+A group needs devices of like speed, with a cable between any two on which the sums of all layers take less than a token
+without groups. A device with a GPU that is quicker than its processor has its share there, all of it.
 The group of a whole model costs what the evaluator says. In a ring a group is one device more to the solver, which divides
 the layers; what comes of that is judged by the evaluator like any other plan. Where memory is short each device streams of
 its share: all disks read at once, and weights are those with which the slowest takes least.
@@ -31,7 +31,6 @@ from halda import (
 from halda.evaluate import stream
 from halda.instance import Instance
 from halda.shared import SUMS, SharedPlace, message_s, places_of
-from primad.errors import PlanError
 from primad.gguf.splits import ShareUnits
 from primad.planning.corrections import DeviceFactors, slower_cpu
 from primad.settings.quantities import show_bytes
@@ -110,8 +109,7 @@ def _names(question: Instance, devices: Sequence[int]) -> tuple[str, ...]:
 
 def _able_pairs(question: Instance, wishes: GroupWishes) -> tuple[_Able, _Pairs]:
     """Tokens/s of each device that may share layers, the quickest first, and those two of them that may do so together."""
-    able = [i for i, device in enumerate(question.devices) if device.gpu is None]
-    rates = {i: 1 / _alone_s(question, question.devices[i]) for i in able}
+    rates = {i: 1 / _alone_s(question, device) for i, device in enumerate(question.devices)}
     sums = SUMS * len(question.model.layers)
 
     def is_quick(a: int, b: int) -> bool:
@@ -120,7 +118,7 @@ def _able_pairs(question: Instance, wishes: GroupWishes) -> tuple[_Able, _Pairs]
         is_wired = _reach(question, a, b) and not question.in_air(a, b)  # sums of all would share the air
         return is_wired and is_like and sums_s < wishes.below_s
 
-    ordered = sorted(able, key=lambda i: -rates[i])
+    ordered = sorted(rates, key=lambda i: -rates[i])
     return {i: rates[i] for i in ordered}, {(a, b) for a, b in combinations(ordered, 2) if is_quick(a, b)}
 
 
@@ -135,7 +133,7 @@ def whole_group(
     """The whole model on a group of the devices ``names``, the head among them, with the shares that are quickest of those
     that they have memory for.
 
-    Raises ``PlanError`` for a device with a GPU, and ``Infeasible`` where memory is short, or the shares cannot be cut.
+    Raises ``Infeasible`` where memory is short, or the shares cannot be cut.
     """
     plan = _of_whole(question, names, units, left_out)
     return _quicker(_within_memory(plan, question, units), question, units)
@@ -184,14 +182,7 @@ def _cost(found: Prediction) -> tuple[int, float]:
 
 
 def _of_whole(question: Instance, names: Sequence[str], units: ShareUnits | None, left_out: Sequence[LeftOut]) -> Plan:
-    """The group of ``names`` with shares by speed. Raises ``PlanError`` for a device with a GPU."""
-    devices = {device.device: device for device in question.devices}
-    for name in names:
-        if devices[name].gpu is not None:
-            raise PlanError(
-                f"--parallel tensor: groups compute on processors alone, and {name} has a GPU; start it with "
-                "--gpu off, or serve with --parallel pipeline"
-            )
+    """The group of ``names`` with shares by speed. Raises ``Infeasible`` where they cannot be cut."""
     head = question.devices[0].device
     layers = len(question.model.layers)
     return Plan(
@@ -208,39 +199,58 @@ def _by_speed(question: Instance, names: Sequence[str], units: ShareUnits | None
     """The ranks ``names`` with shares by their speed. Raises ``Infeasible`` where they cannot be cut."""
     devices = {device.device: device for device in question.devices}
     rates = [1 / _alone_s(question, devices[name]) for name in names]
-    return _ranks(names, [max(1, round(MAX_WEIGHT * rate / max(rates))) for rate in rates], units)
+    ranks = [Rank(device=name, weight=1, on_gpu=_is_on_gpu(question, devices[name])) for name in names]
+    return _weighed(ranks, [max(1, round(MAX_WEIGHT * rate / max(rates))) for rate in rates], units)
 
 
-def _ranks(names: Sequence[str], weights: Sequence[int], units: ShareUnits | None) -> tuple[Rank, ...]:
-    shares = [(0.0, 0.0)] * len(names) if units is None else units.shares(weights)
+def _weighed(ranks: Sequence[Rank], weights: Sequence[int], units: ShareUnits | None) -> tuple[Rank, ...]:
+    """``ranks`` with other ``weights``. Raises ``Infeasible`` where they cannot be cut."""
+    shares = [(0.0, 0.0)] * len(ranks) if units is None else units.shares(weights)
     if shares is None:
-        raise Infeasible(f"the heads of this model are for fewer than {len(names)} devices", short_bytes=0)
+        raise Infeasible(f"the heads of this model are for fewer than {len(ranks)} devices", short_bytes=0)
     return tuple(
-        Rank(device=name, weight=weight, heads=heads, values=values)
-        for name, weight, (heads, values) in zip(names, weights, shares, strict=True)
+        replace(rank, weight=weight, heads=heads, values=values)
+        for rank, weight, (heads, values) in zip(ranks, weights, shares, strict=True)
     )
 
 
 def _alone_s(question: Instance, device: DeviceProfile) -> float:
-    """What a token would take ``device`` if it had memory for the whole model."""
-    own = replace(question, devices=(device.with_gpus(()),), links={}, prefill_offload=frozenset())
-    window = Window(device=device.device, first=0, last=len(question.model.layers), gpu_layers=0)
-    plan = Plan(rounds=1, route=(window,), output_on_gpu=False, streaming=(), left_out=())
-    return evaluate(plan, own).tpot_s
+    """What a token would take ``device`` if it had memory for the whole model, on its GPU or its processor."""
+    return min(_token_s(question, device, on_gpu=on_gpu) for on_gpu in (False, True)[: 1 + bool(device.gpus)])
+
+
+def _is_on_gpu(question: Instance, device: DeviceProfile) -> bool:
+    """Whether its GPU is the quicker of the two."""
+    on_cpu = _token_s(question, device, on_gpu=False)
+    return device.gpu is not None and _token_s(question, device, on_gpu=True) < on_cpu
+
+
+def _token_s(question: Instance, device: DeviceProfile, *, on_gpu: bool) -> float:
+    own = replace(question, devices=(device.with_gpus(device.gpus[:on_gpu]),), links={}, prefill_offload=frozenset())
+    layers = len(question.model.layers)
+    window = Window(device=device.device, first=0, last=layers, gpu_layers=on_gpu * layers)
+    return evaluate(Plan(rounds=1, route=(window,), output_on_gpu=on_gpu, streaming=(), left_out=()), own).tpot_s
 
 
 def _weighing(plan: Plan, changes: dict[str, int], units: ShareUnits | None) -> Plan:
     """``plan``, of one group, with other weights."""
     (ranks,) = plan.groups
     weights = [changes.get(rank.device, rank.weight) for rank in ranks]
-    return replace(plan, groups=(_ranks([rank.device for rank in ranks], weights, units),))
+    return replace(plan, groups=(_weighed(ranks, weights, units),))
 
 
 def _within_memory(plan: Plan, question: Instance, units: ShareUnits | None) -> Plan:
-    """``plan``, in which devices that are short of memory have less. Raises ``Infeasible``."""
+    """``plan``, in which devices that are short of memory have less, and with too little VRAM for the least that on the
+    processor. Raises ``Infeasible``."""
     while short := evaluate(plan, question).short:
         first = short[0]
         weight = next((rank.weight for rank in plan.groups[0] if rank.device == first.where), 1)
+        if weight == 1 and first.what == "VRAM":
+            (ranks,) = plan.groups
+            on_gpus = (rank.on_gpu and rank.device != first.where for rank in ranks)
+            ranks = tuple(replace(rank, on_gpu=on_gpu) for rank, on_gpu in zip(ranks, on_gpus, strict=True))
+            plan = replace(plan, groups=(ranks,))
+            continue
         if weight == 1:
             raise Infeasible(
                 f"{first.where} is short of {show_bytes(first.short_bytes)} of {first.what} for a share of each layer; "

@@ -14,7 +14,6 @@ from msgspec import structs
 
 from halda import DeviceProfile, Infeasible, Plan, Solution, Workload
 from halda.instance import Instance
-from primad.errors import PlanError
 from primad.planning.default_context import obstacle, why_small, with_wanted_context
 from primad.planning.groups import (
     GroupWishes,
@@ -40,8 +39,8 @@ _Best = Callable[[Instance], Solution | None]
 
 
 def search_shared(request: PlanRequest) -> FoundPlan:
-    """The group of all devices, as ``--parallel tensor`` asks, or, where they have no memory for it or GPUs, the best of
-    that group with streaming and rings with groups. Raises ``Infeasible`` and ``PlanError`` as ``groups.py``."""
+    """The group of all devices, as ``--parallel tensor`` asks, or, where they have no memory for it, the best of that group
+    with streaming and rings with groups. Raises ``Infeasible``."""
 
     def together(question: Instance, *, streams: bool = False) -> Solution:
         plan = all_in_one(question, request.max_ranks, request.units, streams=streams)
@@ -49,13 +48,13 @@ def search_shared(request: PlanRequest) -> FoundPlan:
 
     def otherwise(question: Instance) -> Solution | None:
         whole: Solution | None = None
-        with suppress(Infeasible, PlanError):
+        with suppress(Infeasible):
             whole = together(question, streams=True)
         return _best_ring(request, question, other=whole)
 
     try:
         return _search(request, together)
-    except (Infeasible, PlanError) as exc:
+    except Infeasible as exc:
         try:
             return _search(request, otherwise)
         except Infeasible:
@@ -71,7 +70,7 @@ def search_best_shared(request: PlanRequest, below_s: float = math.inf) -> Found
 
     try:
         return _search(request, best)
-    except (Infeasible, PlanError):
+    except Infeasible:
         return None
 
 

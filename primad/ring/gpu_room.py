@@ -97,7 +97,8 @@ def _uses_gpu(opening: Open) -> bool:
 
 def fewer_on_gpu(opening: Open) -> Open:
     """``opening`` with three quarters of each window's GPU layers, one less at least; an output matrix leaves last."""
-    whole = open_model(Path(opening.head.model)) if opening.head is not None and opening.route == 1 else None
+    has_file = opening.head is not None and not any(window.layers for window in opening.windows)
+    whole = open_model(Path(opening.head.model)) if opening.head is not None and has_file else None
     windows = [
         msgspec.structs.replace(window, assignment=_fewer(window, whole)) if window.assignment.uses_gpu else window
         for window in opening.windows

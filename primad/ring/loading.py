@@ -140,8 +140,14 @@ def _open_worker(
     return dict(windows), streams
 
 
-def open_follower(opening: Open, loaded: OnLoaded, exchange: GroupExchange) -> tuple[dict[int, RouteWindow], Streams]:
+def open_follower(
+    opening: Open, loaded: OnLoaded, on_gpu: OnGpuLoaded, exchange: GroupExchange
+) -> tuple[dict[int, RouteWindow], Streams]:
     """The shares of a rank but the first one, by route index. Raises ``EngineError`` when llama.cpp cannot load one."""
+    return load_what_fits(opening, lambda each: _open_follower(each, loaded, exchange), on_gpu, free_bytes)
+
+
+def _open_follower(opening: Open, loaded: OnLoaded, exchange: GroupExchange) -> tuple[dict[int, RouteWindow], Streams]:
     windows: dict[int, MiddleWindow | ShareWindow] = {}
     streams = _streams(opening, None)
     with streams.loading(), _released_on_error(windows.values()):

@@ -359,7 +359,9 @@ class FollowerRole:
         place = _group_place(opening)
         assert place is not None
         self._place = place
-        windows, self._streams = open_follower(opening, lambda done: channel.notify(Loading(done)), place)
+        windows, self._streams = open_follower(
+            opening, lambda done: channel.notify(Loading(done)), channel.notify, place
+        )
         self._kv_writer = open_kv_writer(opening, windows.values())
         self._follower = GroupFollower(windows, place, limits_of_open(opening), self._kv_writer)
 

@@ -183,7 +183,7 @@ def assignments(plan: Plan, model: ModelProfile, share_bytes: ShareBytes | None 
 def _assignment(plan: Plan, model: ModelProfile, name: str, share_bytes: ShareBytes | None) -> Assignment:
     windows, is_rank = [window for _, window in plan.windows_of(name)], bool(plan.group_of(name))
     held = _rank_bytes(plan, model, name, share_bytes) if is_rank else None
-    sizes = [_ram_bytes(window, model) if held is None else _of_window(window, held) for window in windows]
+    sizes = [_ram_bytes(window, model) if held is None else _of_layers(window.on_cpu, held) for window in windows]
     output_bytes = model.output_bytes if held is None else held.output
     whole = sum(model.layers[layer].size_bytes for window in windows for layer in window.layers)
     output, streaming = plan.output_place(name), plan.streaming_of(name)
@@ -210,7 +210,7 @@ def _assignment(plan: Plan, model: ModelProfile, name: str, share_bytes: ShareBy
         )
     # A device of which nothing streams may have to, when memory gets short.
     read_ahead = streaming.read_ahead_bytes if streaming.streamed_bytes else smallest_read_ahead_bytes(model)
-    share = layer_bytes / max(whole, 1) if is_rank else 1.0
+    share = 1.0 if held is None else sum(_of_layers(window.layers, held) for window in windows) / max(whole, 1)
     return Assignment(windows=tuple(found), read_ahead_bytes=read_ahead, share=share)
 
 
@@ -227,8 +227,8 @@ def _rank_bytes(plan: Plan, model: ModelProfile, name: str, share_bytes: ShareBy
     )
 
 
-def _of_window(window: Window, held: RankBytes) -> int:
-    return sum(held.layers[layer] for layer in window.layers)
+def _of_layers(layers: range, held: RankBytes) -> int:
+    return sum(held.layers[layer] for layer in layers)
 
 
 def _ram_bytes(window: Window, model: ModelProfile) -> int:

@@ -418,23 +418,31 @@ def _ranks(plan: Plan, place: SharedPlace, found: DevicePrediction) -> list[Devi
     """The ranks of ``place``, which is taken for one device in ``found``: the first has its hops and exchanges."""
     exchange_s, made = place.exchange_s(plan), list[DevicePrediction]()
     for number, own in enumerate(place.own):
-        share = _share(plan, own, own.members[0])
-        output_s, read = share.output_s(plan), share.read_bytes(share.member.decode)
-        compute_s = share.compute_s(share.member.decode, plan) + output_s
+        alone = plan.of_rank(place.ranks[number].device)
+        share = _share(alone, own, own.members[0])
+        output_s, read, vram = (
+            share.output_s(alone),
+            share.read_bytes(share.member.decode),
+            _vram_bytes(alone, own, share),
+        )
+        compute_s = share.compute_s(share.member.decode, alone) + output_s
         made.append(
             replace(
                 found,
                 device=share.member.name,
+                gpu_layers=sum(share.gpu),
                 streamed_bytes=share.streamed_bytes,
                 read_ahead_bytes=share.read_ahead_bytes,
                 disk_bytes_per_token=round(read),
                 disk_s=read / share.member.disk_bytes_per_s,
                 compute_s=compute_s,
-                stall_s=max(0.0, share.token_s(plan, own, output_s) - compute_s),
+                stall_s=max(0.0, share.token_s(alone, own, output_s) - compute_s),
                 hop_s=0.0 if number else found.hop_s + exchange_s,
-                prefill_s=share.compute_s(share.member.prefill, plan),
-                ram_bytes=_ram_bytes(plan, own, share),
-                shard_bytes=_weights(share.cpu, own) + share.is_head * own.model.output_bytes,
+                prefill_s=share.compute_s(share.member.prefill, alone),
+                ram_bytes=_ram_bytes(alone, own, share),
+                vram_bytes=sum(vram),
+                shard_bytes=_layer_files(own, share) + share.is_head * own.model.output_bytes,
+                each_gpu=_each_gpu(share, vram),
             )
         )
     return made
@@ -446,11 +454,15 @@ def _short_ranks(plan: Plan, instance: Instance, devices: Sequence[DevicePredict
     limits = {member.name: member for member in instance.members}
     for ranks in plan.groups:
         for name in (rank.device for rank in ranks):
-            needs = (("RAM", uses[name].ram_bytes, limits[name].ram_limit),)
-            on_disk = (("disk", uses[name].shard_bytes, limits[name].disk_limit),)
-            for what, needed, limit in (*needs, *on_disk):
+            vram_limit = next(iter(limits[name].vram_limits), 0)
+            needs: tuple[tuple[Literal["RAM", "VRAM", "disk"], int, int], ...] = (
+                ("RAM", uses[name].ram_bytes, limits[name].ram_limit),
+                ("VRAM", uses[name].vram_bytes, vram_limit),
+                ("disk", uses[name].shard_bytes, limits[name].disk_limit),
+            )
+            for what, needed, limit in needs:
                 if needed > limit:
-                    found.append(Short(what=what, where=name, needed_bytes=needed, limit_bytes=limit))  # type: ignore[arg-type]
+                    found.append(Short(what=what, where=name, needed_bytes=needed, limit_bytes=limit))
     for host in instance.hosts:
         here = [instance.devices[i] for i in host if instance.devices[i].device in uses]
         needed = sum(uses[each.device].ram_bytes for each in here)
@@ -617,9 +629,9 @@ def stream(
     where it is to be ``wide``. All streams where that is not enough.
     """
     plan, found = replace(plan, streaming=()), []
-    for own, share in _with_ranks(plan, instance):
+    for alone, own, share in _with_ranks(plan, instance):
         name = share.member.name
-        over = _ram_bytes(plan, own, share) - share.member.ram_limit
+        over = _ram_bytes(alone, own, share) - share.member.ram_limit
         wanted = (minimum or {}).get(name, 0)
         if share.member.offloads_prefill or (over <= 0 and not wanted):
             continue
@@ -675,19 +687,21 @@ def route_s(plan: Plan, instance: Instance) -> list[float]:
 def _shares(plan: Plan, instance: Instance) -> list[_Share]:
     instance = instance.offloading(plan)
     if plan.groups:
-        instance, _ = places_of(instance, plan.groups)
+        (instance, _), plan = places_of(instance, plan.groups), replace(plan, groups=())
     members = {member.name: member for member in instance.members}
     return [_share(plan, instance, members[name]) for name in plan.places]
 
 
-def _with_ranks(plan: Plan, instance: Instance) -> Iterator[tuple[Instance, _Share]]:
-    """What each device has, and the question that is of: that of a rank is of its share of the model."""
+def _with_ranks(plan: Plan, instance: Instance) -> Iterator[tuple[Plan, Instance, _Share]]:
+    """What each device has, in which plan, and the question that is of: that of a rank is of its share of the model."""
     _, shared = places_of(instance.offloading(plan), plan.groups) if plan.groups else (instance, {})
     for share in _shares(plan, instance):
         if (place := shared.get(share.member.name)) is None:
-            yield instance, share
-        else:
-            yield from ((own, _share(plan, own, own.members[0])) for own in place.own)
+            yield plan, instance, share
+            continue
+        for rank, own in zip(place.ranks, place.own, strict=True):
+            alone = plan.of_rank(rank.device)
+            yield alone, own, _share(alone, own, own.members[0])
 
 
 def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
@@ -842,8 +856,10 @@ def _bytes_of_gpu(plan: Plan, instance: Instance, share: _Share, gpu: int) -> in
 
 def _shard_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
     """Bytes of layer files; the head needs none when it computes the model file alone."""
-    if len(plan.route) == 1:
-        return 0
+    return 0 if len(plan.route) == 1 else _layer_files(instance, share)
+
+
+def _layer_files(instance: Instance, share: _Share) -> int:
     on_gpus = sum(_weights(share.of_gpu(share.gpu, gpu), instance) for gpu in range(share.member.gpu_count))
     return _weights(share.cpu, instance) + on_gpus
 

@@ -134,13 +134,14 @@ class Rank:
     """A device of a tensor-parallel group: of each layer it has a share in proportion to ``weight``.
 
     Heads and blocks of the quantisation are cut whole, so it really has ``heads`` of the attention and ``values`` of the
-    network; 0 where that is not known.
+    network; 0 where that is not known. All of its share is ``on_gpu``, the first of the device, or on the processor.
     """
 
     device: str
     weight: int
     heads: float = 0.0
     values: float = 0.0
+    on_gpu: bool = False
 
     def shares(self, total: int) -> tuple[float, float]:
         """Its shares of attention and network, where the weights of all are ``total``."""
@@ -158,7 +159,8 @@ class Plan:
     window, and may put it there alone. ``streaming`` names the devices that stream; all layers of the others are resident,
     and the output matrix always is. Of the devices that are ``prefill_offload`` the GPU computes prompts through layers
     in RAM too; these do not stream. The devices of each of ``groups`` have shares of each layer of its windows, which are
-    those of the first of them in the route; each of them streams as it has memory, and a group uses no GPUs.
+    those of the first of them in the route, where they are without GPUs; each rank that is not on a GPU streams as it has
+    memory.
     """
 
     rounds: int
@@ -192,6 +194,8 @@ class Plan:
             assert ranks[0].device != self.head or not self.output_on_gpu
             names = {rank.device for rank in ranks}
             assert names.isdisjoint(self.prefill_offload)
+            on_gpus = {rank.device for rank in ranks if rank.on_gpu}
+            assert on_gpus.isdisjoint(streaming.device for streaming in self.streaming)
         followers = [rank.device for ranks in self.groups for rank in ranks[1:]]
         assert len({*self.places, *followers}) == len(self.places) + len(followers)
 
@@ -218,13 +222,14 @@ class Plan:
     @property
     def uses_gpu(self) -> bool:
         """Whether GPUs compute anything."""
-        return self.output_on_gpu or self.gpu_layers > 0 or bool(self.prefill_offload)
+        in_groups = any(rank.on_gpu for ranks in self.groups for rank in ranks)
+        return self.output_on_gpu or self.gpu_layers > 0 or bool(self.prefill_offload) or in_groups
 
     def output_place(self, device: str) -> OutputPlace:
         """Where ``device`` has the output matrix: the head's tail window ends in it."""
         if self.place_of(device) != self.head:
             return "none"
-        return "gpu" if self.output_on_gpu else "cpu"
+        return "gpu" if self.output_on_gpu or self._is_on_gpu(device) else "cpu"
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -254,7 +259,20 @@ class Plan:
         """The windows of ``device`` with their route indices."""
         place = self.place_of(device)
         found = ((i, window) for i, window in enumerate(self.route) if window.device == place)
-        return tuple((i, window if place == device else replace(window, device=device)) for i, window in found)
+        if not self.groups or not self.group_of(device):
+            return tuple(found)
+        on_gpu = self._is_on_gpu(device)
+        return tuple((i, replace(each, device=device, gpu_layers=on_gpu * len(each.layers))) for i, each in found)
+
+    def _is_on_gpu(self, device: str) -> bool:
+        """Whether ``device`` is a rank of a group and has its share on its GPU."""
+        return any(rank.on_gpu for rank in self.group_of(device) if rank.device == device)
+
+    def of_rank(self, device: str) -> Plan:
+        """The plan as it is for ``device``, a rank of a group, which has its windows for itself."""
+        own, output = dict(self.windows_of(device)), self.output_place(device)
+        route = tuple(own.get(i, window) for i, window in enumerate(self.route))
+        return replace(self, route=route, output_on_gpu=output == "gpu", prefill_offload=(), groups=())
 
     def heads_of(self, device: str) -> float:
         """The share of the attention of each of its layers that ``device`` has, and so of its cells: 1 without a group."""

@@ -3,7 +3,8 @@
 Each rank computes its share of a layer's attention and of its network, and waits twice for the sums of all. So a layer takes
 what the slowest rank takes for the one, what the slowest takes for the other, and two exchanges. What a group can hold is
 what its tightest rank can hold of its share; what streams is read on all of their disks at once, and the slowest is waited
-for. With one member for each group a plan costs what any ring costs.
+for. A rank on a GPU has its share in that memory. For each sum the GPU stops, and copies to and fro: that is counted as what
+a window costs there besides its layers. With one member for each group a plan costs what any ring costs.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Final
+from typing import Any, Final
 
 from halda import cost
-from halda.instance import Instance, Member, Phase, disk_of, grouped, sharing_cores
+from halda.instance import Instance, Member, Phase, disk_of, gpu_of, grouped, sharing_cores
 from halda.plan import Plan, Rank, Streaming
-from halda.profile import ModelProfile
+from halda.profile import DeviceProfile, ModelProfile
 
 SUMS: Final = 2
 """Of a layer: behind its attention and behind its network."""
@@ -97,17 +98,20 @@ def _places(question: Instance, groups: Sequence[tuple[Rank, ...]]) -> tuple[Ins
 
 def _place(question: Instance, ranks: tuple[Rank, ...]) -> SharedPlace:
     index = {device.device: i for i, device in enumerate(question.devices)}
-    group = _Group(question, [index[rank.device] for rank in ranks], [each.shares(_total(ranks)) for each in ranks])
+    group = _Group(question, [index[rank.device] for rank in ranks], ranks)
     first, at, width = question.members[group.at[0]], group.at, question.model.hop_values
     decode_rows, chunk_rows = question.decode_rows, first.prefill.rows
-    sum_s, chunk_sum_s = (_sum_s(question, at, rows * width) for rows in (decode_rows, chunk_rows))
+    sum_s, chunk_sum_s = (
+        _sum_s(question, at, rows * width) + group.copy_s(rows * width) for rows in (decode_rows, chunk_rows)
+    )
     spread_s = max(message_s(question, at[0], other, decode_rows * width) for other in at[1:])
     gather_s = max(
         message_s(question, other, at[0], decode_rows * question.model.vocabulary * rank.weight / _total(ranks))
         for other, rank in zip(at[1:], ranks[1:], strict=True)
     )
-    step_s = group.slowest(group.own, lambda own: own.members[0].step_s) + spread_s
+    step_s = group.slowest(group.own, _step_s) + spread_s
     none = (0.0,) * len(question.kinds)
+    no_gpus: dict[str, Any] = {"gpu": none, "experts_on_cpu": none, "gpu_steps_s": ()}
     member = replace(
         first,
         profile=replace(
@@ -117,15 +121,15 @@ def _place(question: Instance, ranks: tuple[Rank, ...]) -> SharedPlace:
         ),
         decode=replace(
             first.decode,
-            cpu=group.layers_s(lambda own: own.members[0].decode, sum_s),
-            gpu=none,
+            cpu=group.layers_s(lambda member: member.decode, sum_s),
             spare_bytes=group.spare_bytes,
+            **no_gpus,
         ),
-        prefill=replace(first.prefill, cpu=group.layers_s(lambda own: own.members[0].prefill, chunk_sum_s), gpu=none),
+        prefill=replace(first.prefill, cpu=group.layers_s(lambda member: member.prefill, chunk_sum_s), **no_gpus),
         ram_limit=group.ram_limit,
         vram_limits=(),
         disk_limit=group.disk_limit,
-        cpu_output_s=group.slowest(group.own, lambda own: own.members[0].cpu_output_s) + gather_s,
+        cpu_output_s=group.slowest(group.own, _output_s) + gather_s,
         gpu_output_s=0.0,
         offloads_prefill=False,
     )
@@ -136,44 +140,65 @@ def _total(ranks: Sequence[Rank]) -> int:
     return sum(rank.weight for rank in ranks)
 
 
-class _Group:
-    """The members ``at`` these places of ``question``, with ``shares`` of attention and network, as questions of their own:
-    with all that each has, and as if it had its share of the attention of everything, or its share of the network. Cells and
-    states are those of its attention in each."""
+def _step_s(own: Instance) -> float:
+    """What a window costs a rank besides its layers; it has a GPU where its share is there."""
+    member = own.members[0]
+    return member.gpu_step_s if member.has_gpu else member.step_s
 
-    def __init__(self, question: Instance, at: Sequence[int], shares: Sequence[tuple[float, float]]) -> None:
+
+def _output_s(own: Instance) -> float:
+    member = own.members[0]
+    return member.gpu_output_s if member.has_gpu else member.cpu_output_s
+
+
+class _Group:
+    """The members ``at`` these places of ``question``, which are ``ranks``, as questions of their own: with all that each
+    has, and as if it had its share of the attention of everything, or its share of the network. Cells and states are those
+    of its attention in each. One whose share is on its GPU has that, and others none."""
+
+    def __init__(self, question: Instance, at: Sequence[int], ranks: Sequence[Rank]) -> None:
         self._question, self.at = question, at
+        shares = [each.shares(_total(ranks)) for each in ranks]
         profiles = [question.devices[i] for i in at]
+        profiles = [each.with_gpus(each.gpus[: rank.on_gpu]) for each, rank in zip(profiles, ranks, strict=True)]
         part, of_dense, of_read = (question.model.attention_part, *_attention_parts(question.model))
         self._shares = [part * heads + (1 - part) * values for heads, values in shares]
 
         own = cache(partial(_own, question))  # like devices have like shares
 
         def of_shares(parts: Callable[[float, float], tuple[float, float]]) -> list[Instance]:
-            ranks = zip(profiles, shares, strict=True)
             return [
-                own(*parts(heads, values), heads).changed(devices=(device.with_gpus(()),))
-                for device, (heads, values) in ranks
+                own(*parts(heads, values), heads).changed(devices=(device,))
+                for device, (heads, values) in zip(profiles, shares, strict=True)
             ]
 
         self.own = of_shares(lambda heads, values: (of_dense * heads + (1 - of_dense) * values, values))
         of_heads, of_values = of_shares(lambda heads, _: (heads, heads)), of_shares(lambda _, values: (values, values))
         self._parts = [(of_read, of_heads), (1 - of_read, of_values)]
-        self._processors = sharing_cores(profiles)
+        self._processors = _taking_turns(profiles)
+
+    def copy_s(self, values: float) -> float:
+        """Seconds that a sum of so many values takes the ranks that have it on a GPU, of a step and of copies."""
+        on_gpus = [own.members[0] for own in self.own if own.members[0].has_gpu]
+        return max(
+            (each.gpu_step_s + cost.between_gpus_s(each.profile.gpus[0], 1, round(values)) for each in on_gpus),
+            default=0.0,
+        )
 
     def slowest(self, questions: Sequence[Instance], seconds: Callable[[Instance], float]) -> float:
-        """What the slowest of them takes; those on one processor take turns."""
+        """What the slowest of them takes; those on one processor, or GPU, take turns."""
         each = [seconds(own) for own in questions]
         return max(sum(each[rank] for rank in here) for here in self._processors)
 
-    def layers_s(self, phase: Callable[[Instance], Phase], sum_s: float) -> tuple[float, ...]:
+    def layers_s(self, phase: Callable[[Member], Phase], sum_s: float) -> tuple[float, ...]:
         """Seconds of a layer of each kind, with its sums."""
 
+        def seconds(own: Instance, layer: int) -> float:
+            found = phase(own.members[0])
+            return (found.gpu if own.members[0].has_gpu else found.cpu)[own.kind_of[layer]]
+
         def layer_s(layer: int) -> float:
-            return sum(
-                part * self.slowest(questions, lambda own: phase(own).cpu[own.kind_of[layer]])
-                for part, questions in self._parts
-            )
+            return sum(part * self.slowest(questions, partial(seconds, layer=layer)) for part, questions in self._parts)
 
         kinds = range(len(self._question.kinds))
         return tuple(layer_s(self._question.kind_of.index(kind)) + SUMS * sum_s for kind in kinds)
@@ -183,11 +208,7 @@ class _Group:
         """Bytes of whole layers of which each has memory for its share."""
         besides = self._question.runtime_bytes(1) + self._question.head_bytes(1)
         whole = _layers_bytes(self._question)
-        rooms = (
-            (own.members[0].ram_limit - own.runtime_bytes(1) - own.head_bytes(1)) * whole / _layers_bytes(own)
-            for own in self.own
-        )
-        return int(besides + min(rooms))
+        return int(besides + min(_room_bytes(own) * whole / _layers_bytes(own) for own in self.own))
 
     @property
     def disk_bytes_per_s(self) -> float:
@@ -207,6 +228,23 @@ class _Group:
     def disk_limit(self) -> int:
         """The same of their disks."""
         return int(min(own.members[0].disk_limit / share for own, share in zip(self.own, self._shares, strict=True)))
+
+
+def _taking_turns(profiles: Sequence[DeviceProfile]) -> tuple[tuple[int, ...], ...]:
+    """The places of ranks that compute on the same cores, or on the same GPU."""
+    on_cpu = [rank for rank, device in enumerate(profiles) if device.gpu is None]
+    cores = [tuple(on_cpu[place] for place in here) for here in sharing_cores([profiles[rank] for rank in on_cpu])]
+    on_gpu = [rank for rank, device in enumerate(profiles) if device.gpu is not None]
+    same = grouped((profiles[rank].host, gpu_of(profiles[rank].gpus[0])) for rank in on_gpu)
+    return (*cores, *(tuple(on_gpu[place] for place in here) for here in same))
+
+
+def _room_bytes(own: Instance) -> int:
+    """What a rank has for its share of layers: of its GPU's memory, or the RAM."""
+    member = own.members[0]
+    if member.has_gpu:
+        return member.vram_limits[0] - own.gpu_besides(member, 0, 1) - own.model.output_bytes
+    return member.ram_limit - own.runtime_bytes(1) - own.head_bytes(1)
 
 
 def _attention_parts(model: ModelProfile) -> tuple[float, float]:

@@ -25,14 +25,16 @@ GIVEN_UP = 0.1
 """A group is taken where it gains 5 %, and a pipeline settles for as much to fill the ring."""
 
 
-def fleet(seed: int, rams: Sequence[float] = ENOUGH) -> PlanRequest:
-    """Two or three devices, some slower or short of memory, on links from quick to useless."""
+def fleet(seed: int, rams: Sequence[float] = ENOUGH, *, gpus: bool = False) -> PlanRequest:
+    """Two or three devices, some slower or short of memory, on links from quick to useless; with slow ``gpus``, which hold
+    all."""
     rng = random.Random(seed)
     names = ["desk", "mini", "nas"][: rng.choice([2, 3, 3])]
     devices = [
         device(
             name,
-            rate=rng.choice([2e10, 4e10, 4e10]),
+            rate=rng.choice([2e10, 4e10, 4e10]) / (1 + 9 * gpus),
+            vram=gpus * 8 * GB,
             ram=int(rng.choice(rams) * GB),
             disk=rng.choice([1e8, 1e8, 4e8]) if rams is SHORT else 1e8,
         )
@@ -74,7 +76,10 @@ def plans(request: PlanRequest):
         for weights in product(WEIGHTS, repeat=len(group)):
             if weights and max(weights) != max(WEIGHTS):
                 continue
-            ranks = tuple(Rank(device=name, weight=weight) for name, weight in zip(group, weights, strict=True))
+            ranks = tuple(
+                Rank(device=name, weight=weight, on_gpu=bool(request.devices[0].gpu))
+                for name, weight in zip(group, weights, strict=True)
+            )
             singles = [name for name in names if name not in group]
             places = [name for name in names if name in singles or name == group[0]]
             for count in range(1, len(places) + 1):
@@ -89,17 +94,29 @@ def rings(request, ring, groups):
     for windows in product(range(1, LAYERS), repeat=len(ring)):
         if len(ring) == 1:
             window = Window(device=ring[0], first=0, last=LAYERS, gpu_layers=0)
-            yield Plan(rounds=1, route=(window,), output_on_gpu=False, streaming=(), left_out=(), groups=groups)
+            whole = Plan(rounds=1, route=(window,), output_on_gpu=False, streaming=(), left_out=())
+            yield replace(on_gpus(whole, request, groups), groups=groups)
             return
         try:
-            yield replace(arrange(ring, windows, rounds=1, model=request.model), groups=groups)
+            yield replace(
+                on_gpus(arrange(ring, windows, rounds=1, model=request.model), request, groups), groups=groups
+            )
         except Infeasible:
             continue
 
 
-@pytest.mark.parametrize("seed", [0, 2, 4, 30, 37])
-def test_no_plan_of_groups_and_devices_is_much_better_than_that_of_auto(seed):
-    request = fleet(seed)
+def on_gpus(plan: Plan, request: PlanRequest, groups) -> Plan:
+    """``plan`` with all layers on GPUs, where there are any; in the route those of ``groups`` are not."""
+    if request.devices[0].gpu is None:
+        return plan
+    firsts = {ranks[0].device for ranks in groups}
+    route = (replace(each, gpu_layers=(each.device not in firsts) * len(each.layers)) for each in plan.route)
+    return replace(plan, route=tuple(route), output_on_gpu=plan.head not in firsts)
+
+
+@pytest.mark.parametrize(("seed", "gpus"), [*((seed, False) for seed in (0, 2, 4, 30, 37)), (0, True), (2, True)])
+def test_no_plan_of_groups_and_devices_is_much_better_than_that_of_auto(seed, gpus):
+    request = fleet(seed, gpus=gpus)
     found = plan(request)
     value = found.prediction.objective_s(request.run.objective, found.question.workload.answer_tokens)
     asked = found.question.with_rows(512)

@@ -152,9 +152,77 @@ def test_by_hand_places_send_along_the_ring_and_ranks_to_each_other():
     assert senders_by_hand(names, (1, 1)) == [("desk", "mini"), ("mini", "desk")]
 
 
-def test_a_device_with_a_gpu_is_refused_by_name():
-    with pytest.raises(PlanError, match="mini has a GPU"):
-        all_in_one(question(device("desk", ram=8 * GB), device("mini", ram=8 * GB, vram=GB)), 2, None)
+def with_gpus(*vram: int, step_s: float = 0.0002):
+    """Devices with GPUs of so much memory; 0: without."""
+    found = [device(name, ram=8 * GB, vram=size, rate=2e10) for name, size in zip(("desk", "mini"), vram, strict=True)]
+    return [each.with_gpus([replace(gpu, step_s=step_s) for gpu in each.gpus]) for each in found]
+
+
+def test_a_device_has_its_share_on_a_gpu_that_is_quicker():
+    asked = question(*with_gpus(0, 8 * GB))
+    plan = all_in_one(asked, 2, None)
+    assert [(rank.device, rank.on_gpu) for rank in plan.groups[0]] == [("desk", False), ("mini", True)]
+    share = weights(plan)["mini"] / sum(weights(plan).values())
+    assert share == pytest.approx(10 / 11, abs=0.03)
+    desk, mini = evaluate(plan, asked).devices
+    assert (desk.gpu_layers, mini.gpu_layers, desk.vram_bytes) == (0, 20, 0)
+    assert mini.ram_bytes < GB // 2
+    assert share * 5 * GB < mini.vram_bytes == sum(gpu.vram_bytes for gpu in mini.each_gpu) < 8 * GB
+    kept = assignments(plan, model())
+    (on_cpu,), (on_gpu,) = kept["desk"].windows, kept["mini"].windows
+    assert (on_gpu.gpu_layers, on_gpu.output, on_gpu.layer_bytes, on_gpu.output_bytes) == (20, "gpu", 0, 0)
+    assert (on_cpu.gpu_layers, on_cpu.output) == (0, "cpu")
+    assert kept["mini"].share == pytest.approx(share, rel=1e-6)
+    slow = [replace(each, gpu=each.gpu and replace(each.gpu, layer_s=0.1)) for each in asked.devices]
+    assert not any(rank.on_gpu for rank in all_in_one(question(*slow), 2, None).groups[0])
+
+
+def test_a_gpu_with_less_memory_has_a_smaller_share_and_with_too_little_none():
+    small, least = (all_in_one(question(*with_gpus(8 * GB, size)), 2, None) for size in (2 * GB, GB // 2))
+    assert 1 <= weights(small)["mini"] < weights(small)["desk"]
+    assert [rank.on_gpu for rank in small.groups[0]] == [True, True]
+    assert [(rank.weight, rank.on_gpu) for rank in least.groups[0]] == [(10, True), (1, False)]
+    too_large = replace(small, groups=(tuple(replace(rank, weight=1) for rank in small.groups[0]),))
+    assert [(each.what, each.where) for each in evaluate(too_large, question(*with_gpus(8 * GB, 2 * GB))).short] == [
+        ("VRAM", "mini")
+    ]
+
+
+def test_shares_on_gpus_cost_what_those_take_and_a_stop_with_copies_for_each_sum():
+    quick, slow = (question(*with_gpus(8 * GB, 8 * GB, step_s=step_s)) for step_s in (0.0002, 0.0012))
+    plan = all_in_one(quick, 2, None)
+    found, with_stops = evaluate(plan, quick), evaluate(plan, slow)
+    place, slow_place = (places_of(asked, plan.groups)[1]["desk"] for asked in (quick, slow))
+    assert slow_place.sum_s - place.sum_s == pytest.approx(0.001)
+    assert with_stops.tpot_s - found.tpot_s == pytest.approx((2 * 20 + 1) * 0.001), "a window is a stop as well"
+    on_cpu = replace(plan, groups=(tuple(replace(rank, on_gpu=False) for rank in plan.groups[0]),))
+    assert found.compute_s < 0.2 * evaluate(on_cpu, quick).compute_s
+    assert places_of(quick, on_cpu.groups)[1]["desk"].sum_s < place.sum_s - 0.0002
+
+
+def test_ranks_on_gpus_of_one_machine_compute_at_once_unless_it_is_the_same_gpu():
+    devices = with_gpus(8 * GB, 8 * GB)
+    plan, apart = (
+        all_in_one(question(*devices), 2, None),
+        evaluate(all_in_one(question(*devices), 2, None), question(*devices)),
+    )
+
+    def on_one_machine(*ids: str) -> float:
+        here = [replace(each, host="desk", gpu=replace(each.gpu, id=id)) for each, id in zip(devices, ids, strict=True)]
+        return evaluate(plan, question(*here)).compute_s
+
+    assert on_one_machine("CUDA0", "CUDA1") == pytest.approx(apart.compute_s)
+    assert on_one_machine("CUDA0", "CUDA0") > 1.8 * apart.compute_s
+
+
+def test_auto_shares_layers_on_gpus_where_these_take_longer_than_sums():
+    names = ("desk", "mini")
+    for rate, shares in ((4e9, True), (1e11, False)):
+        devices = [device(name, rate=rate, ram=8 * GB, vram=8 * GB) for name in names]
+        links = [link(*pair, bytes_per_s=1.2e9, round_trip_s=0.0002) for pair in permutations(names)]
+        found = chosen(0.0002, devices=devices, links=links)
+        assert bool(found.groups) == shares
+        assert found.uses_gpu
 
 
 def test_a_token_costs_the_slowest_share_two_sums_a_layer_its_row_and_logits():
@@ -315,6 +383,13 @@ def test_the_first_rank_of_a_group_has_windows_of_a_ring_and_others_may_have_sha
 def test_an_impossible_group_is_no_load(changes):
     with pytest.raises(ProtocolError):
         decode_from_head(encode(a_group_load(**changes)))
+
+
+def test_a_share_of_all_layers_may_be_on_a_gpu_of_a_group_alone():
+    on_gpu = in_memory(0, 2, gpu_layers=2, output="gpu")
+    assert decode_from_head(encode(a_group_load(assignment=on_gpu))).windows[0].assignment == on_gpu
+    with pytest.raises(ProtocolError, match="the assignment of another one"):
+        decode_from_head(encode(a_group_load(window=1, route=3, assignment=on_gpu)))
 
 
 def test_a_link_of_a_group_is_wanted_like_that_of_a_route():

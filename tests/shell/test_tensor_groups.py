@@ -65,8 +65,10 @@ def source_of(metadata, layers, assignment, adapters=()):
     )
 
 
-def whole_logits(header, options, adapters=(), made=steps):
-    source = source_of(header.path, (), in_memory(0, layer_count(header), output="cpu"), adapters)
+def whole_logits(header, options, adapters=(), made=steps, *, on_gpu=False):
+    layers, output = layer_count(header), "gpu" if on_gpu else "cpu"
+    place = in_memory(0, layers, gpu_layers=on_gpu * layers, output=output)
+    source = source_of(header.path, (), place, adapters)
     predicting = block_count(header) - layer_count(header)
     model = WholeModel(source, options, frozenset(), vocabulary=vocabulary_size(header), predicting=predicting)
     found = []
@@ -77,7 +79,7 @@ def whole_logits(header, options, adapters=(), made=steps):
     return found
 
 
-def opened(header, first, last, folder, adapters=()):
+def opened(header, first, last, folder, adapters=(), *, on_gpu=False):
     """What a window of ``header``, which is a rank's, is opened from, with the rank's ``adapters``."""
     folder.mkdir(parents=True)
     cutter, paths = ModelCutter(header, keeps_name=bool(adapters)), []
@@ -87,9 +89,10 @@ def opened(header, first, last, folder, adapters=()):
         weights = b"".join(cutter.source(ref.digest).chunks())
         paths.append(str(folder / f"{split}.gguf"))
         (folder / f"{split}.gguf").write_bytes(layer_header(ref.tensors, number=split - 1, split=split) + weights)
-    output = "cpu" if last == layer_count(header) else "none"
+    output = ("gpu" if on_gpu else "cpu") if last == layer_count(header) else "none"
+    place = in_memory(first, last, output=output, gpu_layers=on_gpu * (last - first))
     files = tuple(adapter_file(each, first, last, folder / "lora.gguf") for each in adapters)
-    return source_of(folder / "metadata.gguf", paths, in_memory(first, last, output=output), files)
+    return source_of(folder / "metadata.gguf", paths, place, files)
 
 
 def adapter_file(adapter, first, last, path):
@@ -100,16 +103,16 @@ def adapter_file(adapter, first, last, path):
 
 
 class Rank:
-    """The windows of a rank between ``cuts``."""
+    """The windows of a rank between ``cuts``, on the GPU of ``options`` or the processor."""
 
-    def __init__(self, header, weights, cuts, folder, options, rank, exchange, adapters=()):
+    def __init__(self, header, weights, cuts, folder, options, rank, exchange, adapters=(), *, on_gpu=False):
         own = share_header(ShareRules(header), weights, rank)
         embedding = TokenEmbedding.of(header) if rank == 0 else None
         adapters = [share_adapter(each, ShareRules(header), weights, rank) for each in adapters]
         self.hidden, self.windows, self.sources, self.number = [], [], [], rank
         self._width = token_embedding(header).shape[0] + beside_values(header)
         for first, last in pairwise(cuts):
-            source = opened(own, first, last, folder / f"{rank}-{first}", adapters)
+            source = opened(own, first, last, folder / f"{rank}-{first}", adapters, on_gpu=on_gpu)
             self.sources.append(source)
             if last == layer_count(header):
                 size = vocabulary_size(header)
@@ -148,13 +151,14 @@ def with_content(rows, content):
 
 
 def group_logits(
-    header, weights, cuts, folder, options=OPTIONS, adapters=(), made=steps, begins=lambda _: nullcontext()
+    header, weights, cuts, folder, options=OPTIONS, adapters=(), made=steps, begins=lambda _: nullcontext(), on_gpu=()
 ):
     """The logits of every step, each rank's hidden states between windows, and how many sums were exchanged. ``begins`` is
-    given each rank, for the time that it computes."""
+    given each rank, for the time that it computes. Ranks that are ``on_gpu`` have their share there."""
 
     def run(number, exchange):
-        rank, found = Rank(header, weights, cuts, folder, options, number, exchange, adapters), []
+        place, found = {"on_gpu": number in on_gpu}, []
+        rank = Rank(header, weights, cuts, folder, options, number, exchange, adapters, **place)
         with begins(rank):
             for rows in made():
                 rank.forward(rows)

@@ -1,0 +1,43 @@
+"""Ranks of tensor-parallel groups that have their shares on a GPU: beside one on the processor, and two processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace as changed
+
+import pytest
+from msgspec.structs import replace
+
+from primad.gguf.architectures.layers import layer_count
+from primad.gguf.header import read_header
+from tests.shell.test_tensor_groups import MAX_DIFFERENCE, OPTIONS, difference_of, group_logits, whole_logits
+from tools import synth
+from tools.lab.local_ring import LocalRing, even_group
+
+PROMPT = [*range(100, 160)]
+TOKENS = 6
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt-oss", "qwen35", "deepseek2"])
+def test_a_share_on_a_gpu_beside_one_on_the_processor_gives_the_whole_models_logits(architecture, rank, gpu, tmp_path):
+    """Within twice what the whole model differs by between the two."""
+    synth.write_model(tmp_path / "model.gguf", architecture=architecture, quantisation="f32")
+    header, options = read_header(tmp_path / "model.gguf"), replace(OPTIONS, gpu=gpu.id)
+    expected, there = (whole_logits(header, options, on_gpu=on_gpu) for on_gpu in (False, True))
+    allowed = 2 * difference_of(there, expected)
+    found, _, sums = group_logits(header, [1, 1], [0, layer_count(header)], tmp_path, options, on_gpu=(rank,))
+    assert sums
+    assert difference_of(found, expected) <= max(allowed, MAX_DIFFERENCE)
+
+
+async def test_two_ranks_on_gpus_write_the_same_each_time_as_one_gpu_does(gpu, smollm2, tmp_path):
+    plan = even_group(smollm2, 2)
+    (ranks,) = plan.groups
+    both = changed(plan, groups=(tuple(changed(rank, on_gpu=True) for rank in ranks),))
+    texts = []
+    for windows in ({"plan": both}, {"plan": both}, {}):
+        async with LocalRing(smollm2, None, context=256, gpu=gpu.id, folder=tmp_path, **windows) as ring:
+            sampled, _ = await ring.generate(PROMPT, TOKENS)
+            texts.append([each.token for each in sampled])
+    assert texts[0] == texts[1]
+    assert texts[0][0] == texts[2][0]
