@@ -1,4 +1,5 @@
-"""Ranks of tensor-parallel groups that have their shares on a GPU: beside one on the processor, and two processes."""
+"""Ranks of tensor-parallel groups that have their shares on a GPU: beside one on the processor, and two processes, and as
+planned and served."""
 
 from __future__ import annotations
 
@@ -9,12 +10,15 @@ from msgspec.structs import replace
 
 from primad.gguf.architectures.layers import layer_count
 from primad.gguf.header import read_header
+from tests.e2e.streams import ask
+from tests.gpu.rings import measured, ring_of_two
 from tests.shell.test_tensor_groups import MAX_DIFFERENCE, OPTIONS, difference_of, group_logits, whole_logits
 from tools import synth
 from tools.lab.local_ring import LocalRing, even_group
 
 PROMPT = [*range(100, 160)]
 TOKENS = 6
+WORKER_THREADS = 5
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -41,3 +45,16 @@ async def test_two_ranks_on_gpus_write_the_same_each_time_as_one_gpu_does(gpu, s
             texts.append([each.token for each in sampled])
     assert texts[0] == texts[1]
     assert texts[0][0] == texts[2][0]
+
+
+def test_a_head_serves_with_a_worker_whose_share_is_on_its_gpu(smollm2, new_home, cluster, gpu, tmp_path):
+    homes = new_home("head"), new_home("lap")
+    with (
+        measured(gpu, homes[1], WORKER_THREADS),
+        ring_of_two(smollm2, homes, cluster, WORKER_THREADS, "--parallel", "tensor") as (head, worker),
+    ):
+        placed = {each["name"]: (each.get("gpu_layers", 0), each["layers"]) for each in head.status()["devices"]}
+        assert sorted(placed.values()) == [(0, 30), (30, 30)], placed
+        reported = ask(head, tokens=8)
+        assert (reported.finish, reported.error) == ("length", None), head.run.output + worker.output
+        assert "Traceback" not in head.run.output + worker.output
