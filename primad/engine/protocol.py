@@ -226,8 +226,7 @@ class WindowSource(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[AdapterFile, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class Rows(msgspec.Struct, frozen=True, kw_only=True):
     """The rows of one step as one window sees them.
 
     ``content`` is (rows,) int32 token ids for the route's first window, (rows, width) float32 hidden states for all

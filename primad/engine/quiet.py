@@ -12,6 +12,8 @@ graph, by the flag with which ggml itself leaves nodes out: then nothing overwri
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import cache
 from typing import Any, Final
 
 from primad.engine.tensor import Tensor
@@ -87,9 +89,13 @@ def bind(ggml: ctypes.CDLL) -> None:
 
 def scheduler_of(context: Any) -> int | None:
     """The scheduler of ``context``; None where this build does not give it."""
-    get = getattr(llama._lib, _GET_SCHEDULER, None)
-    if get is None:
-        return None
-    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    scheduler: int | None = get(context)
-    return scheduler
+    get = _exported(_GET_SCHEDULER)
+    return None if get is None else get(context)
+
+
+@cache
+def _exported(name: str) -> Callable[[Any], int | None] | None:
+    get = getattr(llama._lib, name, None)
+    if get is not None:
+        get.restype, get.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    return get

@@ -147,6 +147,11 @@ class Head:
         )
 
     @property
+    def drafted(self) -> int:
+        """The drafts that were handed out until now."""
+        return self._scheduler.tally.drafted
+
+    @property
     def has_drafts_in_flight(self) -> bool:
         """Whether drafts are on their way."""
         return self._scheduler.has_drafts_in_flight
@@ -372,7 +377,7 @@ class Head:
         return reported
 
     def _notify_drained(self) -> None:
-        if self._scheduler.is_drained and not self._is_drained:
+        if self._is_draining and not self._is_drained and self._scheduler.is_drained:
             self._is_drained = True
             self._news.append(Drained())
 
@@ -388,7 +393,7 @@ class Head:
             return None
         more: list[SampledToken] = []
         drafts, node, last = self._scheduler.drafts(step.step), -1, first
-        while not last.ends and (found := child(drafts, node, last.token)) is not None:
+        while drafts and not last.ends and (found := child(drafts, node, last.token)) is not None:
             if (following := self._sampled_at(generate, row + found + 1, step)) is None:
                 break
             node, last = found, following

@@ -72,7 +72,7 @@ class Lateness:
 
     def overdue(self, now: float) -> Overdue | None:
         """The step that is late, at first and at each doubling of the wait; None otherwise."""
-        if now < self.due_s():
+        if not self._out or now < self.due_s():
             return None
         while self.due_s() <= now:
             self._notices += 1

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import psutil
 
 from halda.assignment import layers_worth
@@ -20,8 +20,7 @@ LARGE_ROWS: Final = 64
 """Chunks of so many rows take about as long a row as any larger ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Visit:
+class _Visit(msgspec.Struct, frozen=True):
     """One row in one window: seconds of computing and of waiting for the disk, and what was read since the visit before."""
 
     compute_s: float

@@ -299,8 +299,7 @@ class HeadRole:
 
     def _count(self, events: Sequence[HeadEvent], now: float) -> None:
         """The tokens among ``events``. Where drafts were computed since the last one they are no measure of a ring pass."""
-        drafts = self._head.drafts
-        drafted = drafts.drafted if drafts is not None else 0
+        drafted = self._head.drafted
         for event in events:
             if isinstance(event, Sampled):
                 alone = self._head.runs_one and not self._head.has_drafts_in_flight and drafted == self._drafted

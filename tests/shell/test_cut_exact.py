@@ -105,7 +105,7 @@ class Route:
 
     def forward(self, step):
         for window in self.windows[:-1]:
-            step = replace(step, content=window.forward(step))
+            step = replace_fields(step, content=window.forward(step))
         self.windows[-1].forward(step)
 
     def release(self):
@@ -283,7 +283,7 @@ def test_a_layer_for_multi_token_prediction_drafts_behind_a_tail_as_behind_the_w
     read = rows(np.array(chunks[0], np.int32), 0)
     for window, forward in ((whole, whole.forward), (route.windows[-1], route.forward)):
         window.predictor.keep_all(keeps=True)
-        forward(replace(read, outputs=[False] * len(read)))
+        forward(replace_fields(read, outputs=[False] * len(read)))
         drafted.append([window.predictor.states(len(read))])
         window.predictor.read(chunks[0][1:], drafted[-1][0][:-1], 0)
         window.predictor.keep_all(keeps=False)

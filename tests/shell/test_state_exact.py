@@ -1,7 +1,6 @@
 """States that cannot be cut back are put back: what is computed from there on is the same, bit for bit."""
 
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import pairwise
 
 import msgspec
@@ -86,7 +85,9 @@ with them maybe other experts; so models with experts are compared with other dr
 
 def step(route, tokens, position, sequence):
     """The logits behind each of ``tokens``, which are computed in one step."""
-    route.forward(replace(rows(np.array(tokens, np.int32), position, sequence), outputs=[True] * len(tokens)))
+    route.forward(
+        msgspec.structs.replace(rows(np.array(tokens, np.int32), position, sequence), outputs=[True] * len(tokens))
+    )
     return [route.windows[-1].logits(row).copy() for row in range(len(tokens))]
 
 

@@ -1,6 +1,5 @@
 """Groups whose ranks have shares of each layer give the whole model's logits, and the same bits on every rank."""
 
-import dataclasses
 import re
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
@@ -147,7 +146,7 @@ class Rank:
 
 
 def with_content(rows, content):
-    return dataclasses.replace(rows, content=content)
+    return replace(rows, content=content)
 
 
 def group_logits(

@@ -45,8 +45,11 @@ class LlamaBatch:
         ``fed``: it is not in the batch, which has a token for each row instead.
         """
         count = len(rows)
-        self._positions[:count] = rows.positions
-        self._logits[:count] = True if every_row_out else rows.outputs
+        if count == 1:  # numpy takes a list in several times as long
+            self._positions[0], self._logits[0] = rows.positions[0], every_row_out or rows.outputs[0]
+        else:
+            self._positions[:count] = rows.positions
+            self._logits[:count] = True if every_row_out else rows.outputs
         for i, sequences in enumerate(rows.sequences):
             self._counts[i] = len(sequences)
             self._sequences[i, : len(sequences)] = sequences
@@ -58,8 +61,13 @@ class LlamaBatch:
         else:
             assert rows.content.dtype == np.float32
             assert rows.content.flags.c_contiguous
-            self._positions[: POSITION_PARTS * count].reshape(POSITION_PARTS, count)[:] = rows.positions
-            batch.token, batch.embd = None, self._row_of(rows.content) if count == 1 else self._floats(rows.content)
+            batch.token = None
+            if count == 1:
+                self._positions[1:POSITION_PARTS] = rows.positions[0]
+                batch.embd = self._row_of(rows.content)
+            else:
+                self._positions[: POSITION_PARTS * count].reshape(POSITION_PARTS, count)[:] = rows.positions
+                batch.embd = self._floats(rows.content)
         return batch
 
     def _floats(self, content: NDArray[Any]) -> Any:

@@ -454,11 +454,10 @@ class LlamaModel:
 
     def _look_ahead(self, *, looks_ahead: bool) -> None:
         """Whether rows see those behind them in their step. With the change llama.cpp builds its graph anew."""
-        if looks_ahead != self._looks_ahead:
-            self._looks_ahead = looks_ahead
-            llama.llama_set_causal_attn(self._context, not looks_ahead)
-            self._tap.clear()
-            self._quiet.end()
+        self._looks_ahead = looks_ahead
+        llama.llama_set_causal_attn(self._context, not looks_ahead)
+        self._tap.clear()
+        self._quiet.end()
 
     def _decode(self, rows: Rows, *, every_row_out: bool) -> None:
         is_hidden = rows.content.dtype == np.float32 and not self._takes_tokens  # a picture's rows are yet to be scaled
@@ -470,7 +469,8 @@ class LlamaModel:
         if self._tap.must_see or (self._quiet.is_on and len(rows) > 1):
             self._quiet.end()
         batch = self._batch.fill(rows, fed=feed is not None, every_row_out=every_row_out)
-        self._look_ahead(looks_ahead=rows.look_ahead)
+        if rows.look_ahead != self._looks_ahead:
+            self._look_ahead(looks_ahead=rows.look_ahead)
         code = llama.llama_decode(self._context, batch)
         self._is_copying = False
         self._tap.check()

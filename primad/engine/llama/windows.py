@@ -6,12 +6,12 @@ import ctypes
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Final
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from primad.engine.binding import llama
@@ -165,6 +165,8 @@ class _LogitsWindow(LlamaModel):
         self._ends = ends
         own = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self._model))
         self._logits_type = ctypes.c_float * (vocabulary if exchange is None else own)
+        self._logits_at: int | None = None
+        self._last_logits: NDArray[np.float32]
         self._vocabulary = vocabulary
         self._embedding = embedding
         self._words = Words(lambda: LlamaVocabulary(file or Path(source.metadata)))
@@ -193,9 +195,11 @@ class _LogitsWindow(LlamaModel):
         pointer = llama.llama_get_logits_ith(self._context, row)
         if not pointer:
             raise EngineError(f"row {row} of the last step has no logits")
-        row_of = self._logits_type.from_address(ctypes.addressof(pointer.contents))
-        logits: NDArray[np.float32] = np.frombuffer(row_of, np.float32)  # type: ignore[call-overload]
-        return logits
+        address = ctypes.c_void_p.from_buffer(pointer).value
+        if address != self._logits_at:  # mostly they lie where those of the last token did
+            self._logits_at = address
+            self._last_logits = np.frombuffer(self._logits_type.from_address(address), np.float32)  # type: ignore
+        return self._last_logits
 
     def sampler(
         self, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]

@@ -259,7 +259,7 @@ class Pages(ByteRange):
     def changed(self) -> list[str]:
         """The files that somebody wrote to since they were opened or were ``trusted``."""
         files = self._files.items()  # asked after each visit of a step, so all in one line
-        return [path for path, file in files if stamp_of(os.fstat(file.handle.fileno())) != file.stamp]
+        return [path for path, file in files if stamp_of(os.fstat(file.descriptor)) != file.stamp]
 
     def trust(self, path: str) -> None:
         """Take the file as it is now: its weights were looked at and are the same."""
@@ -351,6 +351,7 @@ class _File:
             self.handle = Path(path).open("rb", buffering=0)  # noqa: SIM115
         except OSError as exc:
             raise EngineError(f"{path}: cannot be opened: {exc.strerror or exc}") from exc
+        self.descriptor = self.handle.fileno()
         self._map: mmap.mmap | None = None
         self.stamp: Stamp
         self.trust()

@@ -77,7 +77,8 @@ class Streamer:
         self._replan: int | None = None
         self._lock_resident = self._may_lock = lock
         self._verify = verify
-        self._condition = threading.Condition()
+        self._mutex = threading.RLock()  # taken with each token, which by way of the condition is four more calls
+        self._condition = threading.Condition(self._mutex)
         self._position = 0
         self._held: dict[int, int] = {}
         # Of a surplus unit more may be in memory than stays and is held; of a lacking one not all that stays of a place.
@@ -185,7 +186,7 @@ class Streamer:
 
         Raises ``EngineError`` when it cannot be read.
         """
-        with self._condition:
+        with self._mutex:
             self._position = unit
             is_there = self._is_there(unit)
             if self._residency.streams or not is_there:
@@ -205,7 +206,7 @@ class Streamer:
 
     def depart(self, first: int, last: int) -> None:
         """A window was computed, and its results may leave if no weight file changed. Raises ``EngineError`` if one did."""
-        with self._condition:
+        with self._mutex:
             self._position = last % len(self._units)
             self._departed_s = time.monotonic()
             if self._residency.streams or self._departed_s - self._looked_s > self._timings.look_every_s:

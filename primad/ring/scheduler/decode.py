@@ -17,6 +17,8 @@ from primad.ring.speculation.tree import NO_TREE
 
 def may_decode(state: SchedulerState) -> bool:
     """Whether a step of next tokens may be handed out, or is worth waiting for others to come with it."""
+    if not state.in_flight:
+        return True
     under_way = sum(step.decodes and bool(step.samples) and not step.is_draft for step in state.in_flight.values())
     return under_way < state.batching.max_steps(state.decoding)
 

@@ -157,7 +157,7 @@ class Scheduler:
         self._state.now_s, self._state.waits_until_s = now, None
         if self._state.drains:
             return step_without_rows(self._state)
-        if sum(not step.is_draft for step in self._state.in_flight.values()) >= self._state.max_steps:
+        if self._state.is_full_of_steps:
             return None
         self._state.slots.keep_certain(self._state.running.values())
         leaving = share(self._state, now) if self._state.waiting else None

@@ -187,11 +187,13 @@ class SchedulerState:
         return sum(running.is_decoding for running in self.running.values())
 
     @property
-    def max_steps(self) -> int:
-        """How many steps may be under way, drafts aside. While nobody writes one more chunk waits, since the head
+    def is_full_of_steps(self) -> bool:
+        """Whether as many are under way as may be, drafts aside. While nobody writes one more chunk waits, since the head
         has both the beginning of a chunk and the end of an earlier one: none idles until it comes to either.
         """
-        return self.depth + self._chunks_that_wait
+        if len(self.in_flight) < self.depth:
+            return False
+        return sum(not step.is_draft for step in self.in_flight.values()) >= self.depth + self._chunks_that_wait
 
     @property
     def may_have_chunk(self) -> bool:
