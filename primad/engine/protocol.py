@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import starmap
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
