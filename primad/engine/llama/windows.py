@@ -192,13 +192,12 @@ class _LogitsWindow(LlamaModel):
 
     def _own_logits(self, row: int) -> NDArray[np.float32]:
         """Logits of ``row`` as they are here, of a share's own tokens."""
-        pointer = llama.llama_get_logits_ith(self._context, row)
-        if not pointer:
+        address = ctypes.c_void_p.from_buffer(llama.llama_get_logits_ith(self._context, row)).value
+        if address is None:
             raise EngineError(f"row {row} of the last step has no logits")
-        address = ctypes.c_void_p.from_buffer(pointer).value
         if address != self._logits_at:  # mostly they lie where those of the last token did
             self._logits_at = address
-            self._last_logits = np.frombuffer(self._logits_type.from_address(address), np.float32)  # type: ignore
+            self._last_logits = np.frombuffer(self._logits_type.from_address(address), np.float32)  # type: ignore[call-overload]
         return self._last_logits
 
     def sampler(
