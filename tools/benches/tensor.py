@@ -2,25 +2,33 @@
 alone and beside both with layers of their own. Each counts as a machine, with a host name and a core of its own.
 
 All are what ``primad serve`` makes of the devices, asked over HTTP in turn; drafts are off, and no prompt is found in the
-cache. ``prompt``: seconds to the first token of a prompt of 512. ``answer``: tokens a second of the answer to it, since a
+cache. More devices, less of a core and a longer way are rings of processes alone, with forecasts of even shares on such
+devices. ``prompt``: seconds to the first token of a prompt of 512. ``answer``: tokens a second of the answer to it, since a
 token attends to all before it. Each plan's forecast, for such a request, stands beside what was measured.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
-from primad.gguf.architectures.layers import layer_count
+from halda import CpuProfile, ModelProfile, Plan, Prediction, arrange, evaluate, instance
 from primad.gguf.model import open_model
+from primad.gguf.profile import model_profile
+from primad.planning.question import default_workload
 from tools.benches.predict import Predicted
 from tools.lab.cores import Cores, shared_cores
 from tools.lab.figures import Compared
 from tools.lab.harness import SMALL, Bench, Run, flag, in_thread
+from tools.lab.here import HOP, links_between, machines_here, measured_cpu
 from tools.lab.http_servers import HttpServer
 from tools.lab.local_ring import LocalRing, even_group, even_windows
 from tools.lab.plain_llama import prompt_of
@@ -28,8 +36,9 @@ from tools.lab.plain_llama import prompt_of
 DEVICES: Final = 2
 PROMPT_TOKENS: Final = 512
 ANSWER_TOKENS: Final = 64
+CONTEXT: Final = 1024
 OPTIONS: Final = (
-    *("--context", "1024", "--sequences", "1", "--extra-buffers", "off"),
+    *("--context", str(CONTEXT), "--sequences", "1", "--extra-buffers", "off"),
     *("--prompt", str(PROMPT_TOKENS), "--answer", str(ANSWER_TOKENS)),
 )
 HEADS: Final[dict[str, tuple[int, tuple[str, ...]]]] = {
@@ -52,17 +61,19 @@ def _found(begin_s: float, times: list[float]) -> tuple[float, float]:
     return (len(times) - 1) / (times[-1] - times[0]), times[0] - begin_s
 
 
-def _predicted(model: Path, name: str, found: dict[str, Any], its: list[tuple[float, float]]) -> Predicted:
-    """The plan's forecast beside what was measured."""
+def _predicted(
+    model: Path, name: str, devices: int, forecast_ms: tuple[float, float], its: list[tuple[float, float]]
+) -> Predicted:
+    """The plan's forecast, of a token and of the first one, beside what was measured."""
     rounds_ms = [1e3 / rate for rate, _ in its]
     return Predicted(
         model=model.stem,
-        processes=HEADS[name][0],
+        processes=devices,
         plan=name,
         measured_ms=statistics.median(rounds_ms),
-        predicted_ms=found["tpot_ms"],
+        predicted_ms=forecast_ms[0],
         measured_first_ms=statistics.median(first_s for _, first_s in its) * 1e3,
-        predicted_first_ms=found["ttft_ms"],
+        predicted_first_ms=forecast_ms[1],
         measured_rounds_ms=rounds_ms,
     )
 
@@ -79,34 +90,52 @@ async def _served(run: Run, model: Path) -> _Turns:
     forecasts = {name: head.status()["predicted"] for name, head in heads.items()}
     turns = await run.alternate({name: in_thread(partial(_ask, head)) for name, head in heads.items()})
     for name, found in forecasts.items():
-        run.add(_predicted(model, name, found, turns[name]))
+        run.add(_predicted(model, name, HEADS[name][0], (found["tpot_ms"], found["ttft_ms"]), turns[name]))
     return turns
 
 
 async def _rings(run: Run, model: Path, devices: int) -> _Turns:
-    """What ring processes alone do, each with its share of a core, that much further apart."""
+    """What ring processes alone do, each with its share of a core, that much further apart, and what is foretold of it."""
     folder, delay_s = run.folder(), run.options.delay_ms / 1e3
-    plans: dict[str, dict[str, Any]] = {
-        "one device": {"windows": None},
-        "tensor": {"windows": None, "plan": even_group(model, devices)},
-        "pipeline": {"windows": even_windows(layer_count(open_model(model)), devices)},
+    profile, names = model_profile(open_model(model)), [f"d{at}" for at in range(devices)]
+    plans = {
+        "one device": arrange(names[:1], [len(profile.layers)], rounds=1, model=profile),
+        "tensor": even_group(model, devices),
+        "pipeline": arrange(names, even_windows(len(profile.layers), devices) or [], rounds=1, model=profile),
     }
+    cpu = await asyncio.to_thread(_measured, folder, run.options.cores, profile)
     rings = {}
-    for number, (name, how) in enumerate(plans.items()):
-        names = [f"d{number}{at}" for at in range(devices)]
-        cores = run.stack.enter_context(shared_cores(names, run.options.cores))
+    for number, (name, plan) in enumerate(plans.items()):
+        cores = run.stack.enter_context(shared_cores([f"d{number}{at}" for at in range(devices)], run.options.cores))
         ring = LocalRing(
             model,
-            how.pop("windows"),
-            **how,
+            None,
+            plan=plan,
             folder=folder / str(number),
             threads=1,
-            context=1024,
+            context=CONTEXT,
             latency_s=delay_s,
             started=partial(_put, cores, number),
         )
         rings[name] = await run.stack.enter_async_context(ring)
-    return await run.alternate({name: partial(_generate, ring) for name, ring in rings.items()})
+    turns = await run.alternate({name: partial(_generate, ring) for name, ring in rings.items()})
+    for name, plan in plans.items():
+        found = _foretold(plan, names, cpu, profile, delay_s)
+        run.add(_predicted(model, name, len(plan.devices), (1e3 * found.tpot_s, 1e3 * found.ttft_s), turns[name]))
+    return turns
+
+
+def _measured(folder: Path, share: float, model: ModelProfile) -> CpuProfile:
+    """What a thread computes that has such a ``share`` of a core."""
+    with shared_cores(["m"], share) as cores, ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        cores.add("m", process.submit(os.getpid).result())
+        return process.submit(measured_cpu, folder, 1, model).result()
+
+
+def _foretold(plan: Plan, names: list[str], cpu: CpuProfile, model: ModelProfile, delay_s: float) -> Prediction:
+    work = default_workload(CONTEXT, PROMPT_TOKENS, "f16", prompt_tokens=PROMPT_TOKENS, answer_tokens=ANSWER_TOKENS)
+    links = links_between(names, replace(HOP, round_trip_s=HOP.round_trip_s + 2 * delay_s))
+    return evaluate(plan, instance(machines_here(names, cpu), links, model, work, {}, names[0]))
 
 
 def _put(cores: Cores, number: int, device: str, pid: int) -> None:
