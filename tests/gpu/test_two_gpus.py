@@ -138,3 +138,19 @@ def test_a_gpu_that_is_lost_in_a_response_leaves_the_other(ring, twice, other, t
         worker.wait_for(r"of the GPUs Vulkan\d alone is used")
         wait_until(lambda: gpu_layers(head) > 0, "the other one has layers again")
         assert not layers_by_gpu(head), "one is left"
+
+
+def test_two_daemons_with_a_gpu_each_share_every_layer(smollm2, new_home, cluster, gpu, twice, other):
+    homes = new_home("head"), new_home("lap")
+    own = "--gpu", gpu.id, "--threads", WORKER_THREADS, "--parallel", "tensor"
+    with (
+        measured(gpu, homes[0], WORKER_THREADS, others=[other]),
+        measured(gpu, homes[1], WORKER_THREADS, others=[other]),
+        ring_of_two(smollm2, homes, cluster, WORKER_THREADS, *own, of_worker=("--gpu", other), **twice) as (
+            head,
+            worker,
+        ),
+    ):
+        assert [each["gpu_layers"] for each in head.status()["devices"]] == [30, 30], head.run.output
+        answer = ask(head, tokens=8)
+        assert (answer.finish, answer.error) == ("length", None), head.run.output + worker.output
