@@ -464,6 +464,17 @@ def test_resident_units_that_the_system_took_back_are_read_before_a_step_after_a
     assert made.streamer.evicted_bytes == SIZE
 
 
+def test_the_loader_is_woken_to_look_where_a_step_begins_and_not_before_its_results_leave(rig, monkeypatch):
+    made = rig(2, frozenset(), 1, look_every_s=0.0)
+    made.streamer.start()
+    woken = []
+    monkeypatch.setattr(made.streamer._condition, "notify_all", lambda: woken.append("step"))
+    made.streamer.arrive(0, 2)
+    assert woken == ["step"]
+    made.streamer.depart(0, 2)
+    assert woken == ["step"]
+
+
 def test_one_resident_unit_after_the_other_is_looked_at_while_steps_pass(rig):
     made = rig(4, {3}, 1)
     made.units[3].present = SIZE

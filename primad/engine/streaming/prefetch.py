@@ -88,7 +88,7 @@ class Streamer:
         self._closing = False
         self._next_look = 0
         self._looked_s = 0.0
-        self._departed_s = time.monotonic()
+        self._departed_s = self._arrived_s = time.monotonic()
         self._thread: threading.Thread | None = None
         self._files: dict[tuple[int, int], list[Pages]] = {}
         self._asked_bytes = 0
@@ -173,8 +173,12 @@ class Streamer:
 
     def arrive(self, first: int, last: int) -> None:
         """A window of units ``first <= unit < last`` is about to be computed. Raises ``EngineError``."""
-        idle = time.monotonic() - self._departed_s > IDLE_S
+        now = self._arrived_s = time.monotonic()
+        idle = now - self._departed_s > IDLE_S
         self.reach(first)
+        if now - self._looked_s > self._timings.look_every_s:
+            with self._condition:  # while rows are computed, and not before what they gave is on its way
+                self._condition.notify_all()
         if idle:
             start = time.perf_counter()
             for unit in range(first, last):
@@ -209,7 +213,7 @@ class Streamer:
         with self._mutex:
             self._position = last % len(self._units)
             self._departed_s = time.monotonic()
-            if self._residency.streams or self._departed_s - self._looked_s > self._timings.look_every_s:
+            if self._residency.streams:
                 self._condition.notify_all()
         self.prove(first, last)
 
@@ -356,7 +360,7 @@ class Streamer:
         if stale:
             return
         now = time.monotonic()
-        if now - self._looked_s > self._timings.look_every_s > now - self._departed_s:
+        if now - self._looked_s > self._timings.look_every_s > now - max(self._arrived_s, self._departed_s):
             self._looked_s = now
             self._look_at_one()
         with self._condition:
