@@ -253,6 +253,7 @@ class Head:
         if self._arrived:
             has_tokens = any(any(step.outputs) for step, _ in self._arrived)
             may_begin = not self._awaited or (not has_tokens and len(self._windows) == 1)
+            may_begin = may_begin and self._scheduler.may_have_step
             if may_begin and (planned := self._next_step(now, only_tokens=has_tokens)):
                 return self._begin(planned, now)
         if self._arrived:

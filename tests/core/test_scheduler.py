@@ -68,6 +68,24 @@ def test_a_short_prompt_is_one_step_that_wants_an_output():
     )
 
 
+def test_while_a_step_is_out_there_is_one_only_where_it_is_said_that_there_may_be():
+    made = with_prompt(range(10), tokens=4, sequences=2)
+    out, found = [], []
+    for turn in range(20):
+        if turn == 3:
+            made.submit(generate(2, range(5), tokens=2))
+        may, is_out = made.may_have_step, bool(out)
+        planned = made.next_step(0)
+        assert may or not is_out or planned is None
+        found.append(may)
+        out += [] if planned is None else [planned.step]
+        if planned is None and out:
+            commit(made, out.pop(0), sampled_of(5), 0)
+    assert made.is_idle
+    assert True in found
+    assert False in found
+
+
 def test_a_long_prompt_goes_in_chunks_and_only_the_last_wants_an_output():
     made = with_prompt(range(10))
     chunks = [next_step(made) for _ in range(3)]

@@ -150,6 +150,14 @@ class Scheduler:
             self._state.set_back.pop(cancel.request, None)
             self._state.slots.end_lease(waiting)
 
+    @property
+    def may_have_step(self) -> bool:
+        """Whether there may be a next step before one that is under way is back: in a ring this is asked with each token."""
+        state = self._state
+        if state.waiting or state.drains or state.drafting is not None or state.slots.have_states:
+            return True
+        return any(each.has_step or each.behind is not None for each in state.running.values())
+
     def next_step(self, now: float, *, only_tokens: bool = False) -> PlannedStep | None:
         """The next step of the log, or None when the ring must answer first or there is nothing to do. Where
         ``only_tokens`` are of use it is none of a prompt, nor of what an earlier epoch sampled.
