@@ -192,7 +192,7 @@ class Links:
         try:
             self._push.send(encode(message), zmq.SNDMORE | zmq.NOBLOCK)
             # If the connection ends between the two frames, ZeroMQ takes the first one back.
-            self._push.send(hidden.data, zmq.NOBLOCK, copy=False)
+            self._push.send(hidden.data, zmq.NOBLOCK, copy=hidden.nbytes < zmq.COPY_THRESHOLD)
         except zmq.Again:
             return False
         return True
@@ -222,7 +222,9 @@ class Links:
         """
         while int(self.pull.get(zmq.EVENTS)) & zmq.POLLIN:  # quicker than an error where there is nothing
             try:
-                frames = self.pull.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = [self.pull.recv(zmq.NOBLOCK, copy=False)]
+                while frames[-1].more:  # a message of several frames is there as a whole
+                    frames.append(self.pull.recv(zmq.NOBLOCK, copy=False))
             except zmq.Again:
                 return None
             if frames[0].get("User-Id") != self._sender:

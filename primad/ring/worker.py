@@ -6,6 +6,7 @@ functions for its own windows, so every window of a route obeys the step log in 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
@@ -108,7 +109,15 @@ def rows_of(step: Step, content: Tokens | Hidden) -> Rows:
     )
 
 
+FEW_NUMBERS: Final = 8192
+"""A row of most models; BLAS adds up many more in several threads."""
 NOT_NUMBERS: Final = "values that are not numbers (NaN or infinity)"
+
+
+def is_finite(hidden: Hidden) -> bool:
+    """Whether all are numbers. So they are where the sum of their squares is one, which of few takes half as long."""
+    is_sure = hidden.size <= FEW_NUMBERS and math.isfinite(np.vdot(hidden, hidden))
+    return is_sure or bool(np.isfinite(hidden).all())
 
 
 def check_sent(step: Step, hidden: Hidden) -> None:
@@ -117,7 +126,7 @@ def check_sent(step: Step, hidden: Hidden) -> None:
     Costs 5 us for a row and 0.3 to 2 ms for 512 (width 4096 and 8192), less than 1 % of what computing them takes. Raises
     ``SenderError``.
     """
-    if not np.isfinite(hidden).all():
+    if not is_finite(hidden):
         raise SenderError(f"{SENDER} sent {NOT_NUMBERS} in step {step.step}")
 
 
@@ -132,7 +141,7 @@ def visit(
     if not step.rows:
         return msgspec.structs.replace(step, window=step.window + 1), np.empty(step.payload_shape, np.float32)
     hidden = window.forward(rows_of(step, content))
-    if not np.isfinite(hidden).all():
+    if not is_finite(hidden):
         raise not_finite(window)
     return msgspec.structs.replace(step, window=step.window + 1, shape=hidden.shape), hidden
 

@@ -37,7 +37,7 @@ from primad.ring.messages import (
 )
 from primad.ring.scheduler import admission
 from primad.ring.speculation.drafter import Drafting
-from primad.ring.worker import Worker
+from primad.ring.worker import FEW_NUMBERS, Worker, is_finite
 from tests.core.test_speculation import knowing
 from tests.fakes.engine import VOCABULARY, WIDTH, FakeModel
 from tests.fakes.kv_writer import FakeKvWriter
@@ -487,6 +487,18 @@ def test_a_failing_whole_model_is_heard_of():
 
 
 # ---- what is not finite ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (3, 6), (3, FEW_NUMBERS)])
+def test_whether_all_are_numbers_is_known_of_few_and_of_many(shape):
+    hidden = np.full(shape, np.finfo(np.float32).max, np.float32)
+    assert is_finite(hidden), "though their squares are not"
+    for value in (math.nan, math.inf, -math.inf):
+        spoilt = hidden.copy()
+        spoilt[-1, 2] = value
+        assert not is_finite(spoilt)
+        spoilt[0, 1] = -value
+        assert not is_finite(spoilt)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -52,7 +52,8 @@ class LlamaBatch:
             self._logits[:count] = True if every_row_out else rows.outputs
         for i, sequences in enumerate(rows.sequences):
             self._counts[i] = len(sequences)
-            self._sequences[i, : len(sequences)] = sequences
+            for place, sequence in enumerate(sequences):
+                self._sequences[i, place] = sequence
         batch = self._batch
         batch.n_tokens = count
         if fed or rows.content.dtype == np.int32:

@@ -139,6 +139,8 @@ class Tap(dict[int, bool]):
     def find(self, architecture: Architecture, layers: int, width: int, *, is_whole: bool = False) -> None:
         """The graph is this one's, of so many ``layers`` of this ``width``, or the ``whole`` model's."""
         self._architecture, self._layers, self._width = architecture, layers, width
+        self._row = np.empty((1, width), np.float32)
+        self._row_at = self._row.ctypes.data
         self._positions = _POSITIONS if architecture.adds_positions and not is_whole else None
         last = self._last
         self._wanted = None if last is None else architecture.exit_of(last, is_last=True).encode()
@@ -392,5 +394,9 @@ class Tap(dict[int, bool]):
 
     def _copy(self, node: int) -> None:
         size = ggml_base.ggml_nbytes(node)
+        if size == self._row.nbytes:  # to ask where an array lies takes longer than to copy a row
+            ggml_base.ggml_backend_tensor_get(node, self._row_at, 0, size)
+            self._hidden = self._row.copy()
+            return
         self._hidden = np.empty((size // (4 * self._width), self._width), np.float32)
         ggml_base.ggml_backend_tensor_get(node, self._hidden.ctypes.data, 0, size)
