@@ -29,6 +29,9 @@ TYPICAL: Final = 0.7
 """The share of drafts that hold for which room in the ring is chosen."""
 WAITING: Final = 1.02
 """So many times the tokens a row that waits must give: who drafts on the head delays it besides."""
+BLOCKS: Final = 1.15
+"""So many times the tokens blocks must give: all devices are busy at once with them, half of the steps are for nothing, and
+what states, messages and memory that devices share take of that is not played."""
 MAX_ROWS: Final = 8
 """Of one step: of drafts that hold four times in five seven are right in a row once in five times."""
 DRAFT: Final = 0.06
@@ -107,7 +110,7 @@ def _block(plan: Plan, question: Instance, room: int, rows: int, costs: Sequence
     rates = {more: played(rows, block=more) for more in range(2, min(len(costs), MAX_ROOM // rows) + 1)}
     best = max(rates, key=rates.__getitem__, default=1)
     together = max(tokens_of(more, TYPICAL) / (cost + more * DRAFT) for more, cost in enumerate(costs)) / token_s
-    return best if best > 1 and rates[best] >= WAITING * max(played(room), together) else 1
+    return best if best > 1 and rates[best] >= BLOCKS * max(played(room), together) else 1
 
 
 def _room(plan: Plan, question: Instance, rows: int) -> int:

@@ -74,14 +74,19 @@ def slower_rows(name: str, times: float) -> DeviceProfile:
     return replace(found, cpu=replace(found.cpu, speeds=tuple(speeds)))
 
 
-@pytest.mark.parametrize(("times", "blocks"), [(1.5, (3, 4)), (3, (2, 2)), (8, (1, 1))])
-def test_steps_of_several_rows_follow_each_other_where_rows_cost_little(times, blocks):
-    """The less a head drafts ahead of a token that decides, the more."""
-    question = asked(slower_rows("a", times), slower_rows("b", times), round_trip_s=1e-4)
-    for block, plan in zip(blocks, (TWO, ring(("a", 5), ("b", 10), ("a", 5))), strict=True):
-        found = drafting(plan, question, "auto", "fast")
-        assert found is not None
-        assert (found.room, found.block) == (2, block)
+EVEN = ring(("a", 5), ("b", 10), ("a", 5))
+EVEN_FOUR = ring(("a", 2), ("b", 5), ("c", 5), ("d", 5), ("a", 3))
+
+
+@pytest.mark.parametrize(
+    ("plan", "times", "block"), [(TWO, 1.5, 1), (EVEN, 1.5, 1), (EVEN, 2, 1), (EVEN_FOUR, 1.5, 2), (EVEN_FOUR, 8, 1)]
+)
+def test_steps_of_several_rows_follow_each_other_where_many_devices_compute_cheap_rows(plan, times, block):
+    """On two a step that has the rows of its drafts gives nearly as much, and keeps one of them busy at a time."""
+    question = asked(*(slower_rows(name, times) for name in plan.devices), round_trip_s=1e-4)
+    found = drafting(plan, question, "auto", "fast")
+    assert found is not None
+    assert found.block == block
 
 
 def test_blocks_give_more_than_rows_by_themselves_as_far_as_those_are_cheap():
