@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from primad.ring.speculation.drafter import Drafting, DraftToken
 from primad.ring.speculation.lookup import PromptLookup
-from primad.ring.speculation.pace import BEGINS_AFTER, HOPELESS_AFTER, JUDGED_AFTER, MAX_LOST, PAUSES, Losses, Pace
+from primad.ring.speculation.pace import (
+    BEGINS_AFTER,
+    HOPELESS_AFTER,
+    IDLE_COUNTS,
+    JUDGED_AFTER,
+    MAX_LOST,
+    PAUSES,
+    Losses,
+    Pace,
+)
+from primad.ring.speculation.row_costs import RowCosts
 from primad.ring.speculation.speculation import Speculation
 from tests.fakes.drafter import Nothing
 
@@ -190,7 +200,7 @@ def test_a_drafter_that_works_for_nothing_ends_though_tokens_came_sooner_by_chan
     for _ in range(BEGINS_AFTER + 1):
         pace.took(now, drafted=False, missed=False)
         now += 1.0
-    for number in range(JUDGED_AFTER // 2):
+    for number in range(JUDGED_AFTER // IDLE_COUNTS):
         assert not pace.is_off, number
         assert not pace.wants(0.05)
         pace.took(now, drafted=False, missed=False, worked=True)
@@ -267,6 +277,31 @@ def test_as_many_rows_are_computed_together_as_win_most_time(sure, costs, rows):
         speculation.took(1, now)
     assert len(speculation.together(4)) == rows
     assert len(speculation.together(1)) == min(rows, 1)
+
+
+@pytest.mark.parametrize(("longest_s", "rows"), [(1.4, 4), (3.0, 3)])
+def test_steps_that_take_longer_than_planned_have_fewer_rows_in_later_answers_too(longest_s, rows):
+    drafting = Drafting(rows=5, costs=(1.0, 1.1, 1.2, 1.3, 1.4))
+    costs = RowCosts(drafting.costs)
+    for _ in range(2):
+        speculation = Speculation(Sure(0.9), drafting, costs=costs)
+        for now in range(BEGINS_AFTER):
+            speculation.took(1, now)
+        for _ in range(20):
+            nodes = speculation.together(4)
+            speculation.handed_out_tree(nodes)
+            speculation.measured(longest_s if len(nodes) == 4 else 1.3)
+            speculation.take_back()
+    assert len(nodes) == rows
+
+
+def test_a_step_that_was_held_up_says_little_of_what_its_rows_take():
+    costs = RowCosts((1.0, 1.2, 1.4))
+    costs.add(2, 50.0)
+    assert costs[:] == [1.0, pytest.approx(1.26), 1.4]
+    for _ in range(100):
+        costs.add(2, 1.1)
+    assert costs[:] == [1.0, pytest.approx(1.1, abs=0.01), 1.4]
 
 
 def test_the_confidence_that_is_needed_is_that_of_all_that_is_on_its_way():

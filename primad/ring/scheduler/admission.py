@@ -97,7 +97,7 @@ def begin(state: SchedulerState, generate: Generate, now: float) -> None:
     running.costs = max(0, again) // PROMPT_SHARE + len(generate.sampled) + min(0, again)
     if state.drafting is not None and generate.speculates and not generate.pictures:
         running.speculation = Speculation(
-            state.drafter(generate.prompt), state.drafting, generate.sampled, state.losses
+            state.drafter(generate.prompt), state.drafting, generate.sampled, state.losses, state.costs
         )
     if (before := state.set_back.pop(generate.request, None)) is not None:
         running.goes_on(before)

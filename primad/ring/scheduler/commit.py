@@ -47,6 +47,8 @@ def all_drawn(
     state: SchedulerState, running: Running, sample: SampledToken, now: float, ring_pass_s: float
 ) -> list[GenerationEvent]:
     reported: list[GenerationEvent] = []
+    if running.speculation is not None and not state.has_blocks:
+        running.speculation.measured(ring_pass_s)
     for each in (sample, *sample.more):
         if running.last_token_s is not None:
             state.tally.count(ring_pass_s, now - running.last_token_s)

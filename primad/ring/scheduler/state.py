@@ -23,6 +23,7 @@ from primad.ring.slots import Running, Slots
 from primad.ring.speculation.drafter import Drafting
 from primad.ring.speculation.lookup import PromptLookup
 from primad.ring.speculation.pace import Losses, Tally
+from primad.ring.speculation.row_costs import RowCosts
 from primad.ring.speculation.speculation import BeginsDrafter
 from primad.ring.speculation.tree import NO_TREE, TreeRows
 
@@ -117,6 +118,7 @@ class SchedulerState:
         self.pool = range(sequences, sequences + branches)
         self.drafting, self.drafter = drafting, drafter
         self.losses = Losses()
+        self.costs = RowCosts(drafting.costs if drafting is not None else ())
         self.discarded: list[int] = []
         self.tally = Tally()
         self.batching = batching or Batching()

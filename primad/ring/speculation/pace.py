@@ -39,6 +39,8 @@ HOPELESS_AFTER: Final = 8
 MAX_LOST: Final = 0.025
 """Of the time of all answers, by drafts that did not pay: less than the 3 % that they may take in all, since tokens that are
 late by chance let a trial lose more than the one before it."""
+IDLE_COUNTS: Final = 4
+"""So many tokens counts one for which a drafter worked and had nothing that was sure enough."""
 ENDS_AT: Final = 5.0
 """Tokens' worth of time: drafts that lost so much of late, and win nothing on average, end at once."""
 _CAPPED: Final = 4.0
@@ -188,7 +190,7 @@ class Pace:
         if not (drafted or worked):
             self._without.add(gap_s, 1)
             return
-        self._with.add(gap_s, 1 if drafted else 2)
+        self._with.add(gap_s, 1 if drafted else IDLE_COUNTS)
         if not self._without.count:
             return
         usual_s, trial = self._without.mean_s, self._trial

@@ -20,6 +20,7 @@ from typing import Final, Protocol
 
 from primad.ring.speculation.drafter import Drafter, Drafting, DraftToken, HeldShare
 from primad.ring.speculation.pace import Losses, Pace, best_wait, rate_without_waiting
+from primad.ring.speculation.row_costs import RowCosts
 from primad.ring.speculation.tree import TreeNode, best_tree, child, depth
 
 WORTH_IT: Final = 1.1
@@ -48,12 +49,19 @@ class BeginsDrafter(Protocol):
 
 
 class Speculation:
-    """The drafts of one answer in a ring with such ``losses``. ``drafted`` of them were handed out, ``accepted`` held."""
+    """The drafts of one answer in a ring with such ``losses``, where steps take ``costs``. ``drafted`` of them were handed
+    out, ``accepted`` held."""
 
     def __init__(
-        self, drafter: Drafter, drafting: Drafting, known: Sequence[int] = (), losses: Losses | None = None
+        self,
+        drafter: Drafter,
+        drafting: Drafting,
+        known: Sequence[int] = (),
+        losses: Losses | None = None,
+        costs: RowCosts | None = None,
     ) -> None:
         self._drafter, self._drafting = drafter, drafting
+        self._costs = RowCosts(drafting.costs) if costs is None else costs
         self._pace = Pace(adapts=drafting.adapts, losses=losses)
         self._fallback = Fallback(adapts=drafting.adapts)
         self._ahead: deque[_Ahead] = deque()
@@ -130,7 +138,7 @@ class Speculation:
         n of them behind each other make 1 + p1 + p1 p2 + ... tokens of a step, which takes as long as its n + 1 rows do.
         Where rows ahead of the next token win more there are none.
         """
-        costs = self._drafting.costs
+        costs = self._costs
         maximum = min(maximum, len(costs) - 1)
         if maximum <= 0 or self.has_drafts_in_flight or self._pace.is_off:
             return []
@@ -153,6 +161,12 @@ class Speculation:
         self._longest, self._right = max((depth(nodes, node) for node in range(len(nodes))), default=0), 0
         self.drafted += len(nodes)
         self._is_touched = self._is_touched or bool(nodes)
+
+    def measured(self, step_s: float) -> None:
+        """The step with the next token took so long, its drafts among that."""
+        drafts, usual_s = len(self._tree), self._pace.usual_s
+        if drafts and usual_s:
+            self._costs.add(1 + drafts, (step_s - drafts * self._drafter.own_s) / usual_s)
 
     def handed_out(self, draft_tokens: Sequence[DraftToken], step: int) -> None:
         """``step`` has a row for each of ``draft_tokens``, behind what is on its way."""
