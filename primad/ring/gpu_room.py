@@ -96,11 +96,17 @@ def _uses_gpu(opening: Open) -> bool:
 
 
 def fewer_on_gpu(opening: Open) -> Open:
-    """``opening`` with three quarters of each window's GPU layers, one less at least; an output matrix leaves last."""
-    has_file = opening.head is not None and not any(window.layers for window in opening.windows)
+    """``opening`` with three quarters of each window's GPU layers, one less at least; an output matrix leaves last.
+
+    Of shares of layers with none: a part of a sum that went to another memory as a copy would stay a part.
+    """
+    has_file = opening.head is not None and opening.route == 1 and opening.group is None
     whole = open_model(Path(opening.head.model)) if opening.head is not None and has_file else None
+    kept = 0.0 if opening.group is not None else 0.75
     windows = [
-        msgspec.structs.replace(window, assignment=_fewer(window, whole)) if window.assignment.uses_gpu else window
+        msgspec.structs.replace(window, assignment=_fewer(window, whole, kept))
+        if window.assignment.uses_gpu
+        else window
         for window in opening.windows
     ]
     return msgspec.structs.replace(opening, windows=windows)
@@ -115,13 +121,13 @@ def _count(assignment: WindowAssignment) -> int:
     return assignment.gpu_layers + (assignment.output == "gpu")
 
 
-def _fewer(source: WindowSource, whole: Header | None) -> WindowAssignment:
+def _fewer(source: WindowSource, whole: Header | None, kept: float) -> WindowAssignment:
     def units(assignment: WindowAssignment) -> WindowUnits:
         asked = msgspec.structs.replace(source, assignment=assignment)
         return units_of_window(asked) if whole is None else units_of_model(whole, asked)
 
     before = source.assignment
-    left = _count(before) * 3 // 4
+    left = int(_count(before) * kept)
     output = "cpu" if before.output == "gpu" and not left else before.output
     layers = max(0, left - (output == "gpu"))
     others = tuple(count * layers // max(1, before.gpu_layers) for count in before.other_gpus)

@@ -23,7 +23,7 @@ from primad.gguf.layers import HEADER_BYTES, layer_header
 from primad.gguf.windows import ModelCutter
 from primad.profiler.synthetic import SMALL, write_window
 from primad.ring.gpu_room import GpuWatch, fewer_on_gpu, load_what_fits
-from primad.ring.messages import GpuLoaded, GpuLow, HeadPart, Open
+from primad.ring.messages import GpuLoaded, GpuLow, GroupRank, HeadPart, Open
 from primad.settings.limits import NO_LIMITS, OwnerLimits
 from tests.fakes.profile import GPU, PROFILE
 from tools import synth
@@ -93,14 +93,16 @@ def test_the_output_leaves_the_gpu_last(tmp_path):
     assert found == [(1, "gpu"), (0, "gpu"), (0, "cpu")]
 
 
-def test_a_share_of_the_whole_model_leaves_the_gpu_as_its_own_layers_are_and_not_the_models(tmp_path):
-    source = window(tmp_path / "a", 3, 3)
+def test_a_share_of_layers_leaves_the_gpu_at_once(tmp_path):
+    source = window(tmp_path / "a", 3, 0)
+    source = msgspec.structs.replace(source, assignment=replace(source.assignment, gpu_layers=3, output="gpu"))
     sizes = {"vocabulary": 8, "depth": 1, "at_once": 1, "chunk_rows": 16, "min_rows": 16}
     part = HeadPart(model=str(tmp_path / "none.gguf"), ends=(), **sizes)
-    share = msgspec.structs.replace(opening(source), route=1, head=part)
+    group = GroupRank(rank=0, devices=["desk", "mini"], key=bytes(32))
+    share = msgspec.structs.replace(opening(source), route=1, head=part, group=group)
     (left,) = fewer_on_gpu(share).windows
-    assert left.assignment.gpu_layers == 2
-    assert left.assignment.layer_bytes == Path(source.layers[0]).stat().st_size - HEADER_BYTES
+    assert (left.assignment.gpu_layers, left.assignment.output) == (0, "cpu")
+    assert left.assignment.layer_bytes == 3 * (Path(source.layers[0]).stat().st_size - HEADER_BYTES)
 
 
 def test_experts_that_were_in_ram_stay_there_and_the_others_follow_their_layers(tmp_path):
