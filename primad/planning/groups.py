@@ -408,7 +408,7 @@ def ring_of(
         below_s=below_s,
     )
     plan, rows = solved.plan, solved.prediction
-    if plan.rounds > 1 or len(plan.places) == 1:
+    if plan.rounds > 1 or len(plan.places) == 1 or not _may_be_on_gpus(plan, groups, question):
         return None
     followers = [rank.device for ranks in groups for rank in ranks[1:]]
     left_out = tuple(each for each in plan.left_out if each.device not in followers)
@@ -420,6 +420,13 @@ def ring_of(
         plan = stream(plan, asked, read_ahead, {each.device: each.streamed_bytes for each in singles})
     found = solution_of(plan, asked, objective)
     return None if found.prediction.short else found
+
+
+def _may_be_on_gpus(plan: Plan, groups: Sequence[Sequence[Rank]], question: Instance) -> bool:
+    """Whether ranks that have their shares on GPUs can have all layers of their windows there."""
+    firsts = {ranks[0].device for ranks in groups if any(rank.on_gpu for rank in ranks)}
+    shares = (window.layers for window in plan.route if window.device in firsts)
+    return all(question.model.openable(layers, len(layers)) == len(layers) for layers in shares)
 
 
 def _stand_in(place: SharedPlace, question: Instance, profile: DeviceProfile) -> DeviceProfile:

@@ -21,7 +21,7 @@ from primad.head.rings import kv_backup
 from primad.kv.cells import LAYER_NUMBERS, MAX_LAYERS
 from primad.network.messages import LinkGroup, decode_from_head
 from primad.planning.by_hand import senders_by_hand
-from primad.planning.groups import GroupWishes, all_in_one, group_sets, streaming_group
+from primad.planning.groups import GroupWishes, all_in_one, group_sets, ring_of, streaming_group
 from primad.planning.plan import plan
 from primad.planning.question import Wishes, ask, default_workload
 from primad.planning.replicas import cell_bytes
@@ -181,7 +181,8 @@ def test_a_gpu_with_less_memory_has_a_smaller_share_and_with_too_little_none():
     small, least = (all_in_one(question(*with_gpus(8 * GB, size)), 2, None) for size in (2 * GB, GB // 2))
     assert 1 <= weights(small)["mini"] < weights(small)["desk"]
     assert [rank.on_gpu for rank in small.groups[0]] == [True, True]
-    assert [(rank.weight, rank.on_gpu) for rank in least.groups[0]] == [(10, True), (1, False)]
+    assert [rank.on_gpu for rank in least.groups[0]] == [True, False]
+    assert weights(least)["mini"] == 1
     too_large = replace(small, groups=(tuple(replace(rank, weight=1) for rank in small.groups[0]),))
     assert [(each.what, each.where) for each in evaluate(too_large, question(*with_gpus(8 * GB, 2 * GB))).short] == [
         ("VRAM", "mini")
@@ -501,6 +502,18 @@ def test_devices_with_a_gpu_are_places_of_a_ring_with_a_group():
     assert [rank.device for rank in found.groups[0]] == ["mini", "nas"]
     assert [window.device for window in found.route] == ["desk", "mini", "desk"]
     assert found.route[0].gpu_layers > 0
+
+
+def test_a_ring_with_a_group_on_gpus_is_one_that_their_windows_can_be_on():
+    names = ("desk", "mini", "nas")
+    asked = question(device("desk", rate=4e9), *(device(name, rate=4e9, vram=4 * GB) for name in names[1:]))
+    beside = asked.changed(model=replace(asked.model, beside_values=256))  # the processor takes them in
+    groups = (tuple(Rank(device=name, weight=1, on_gpu=True) for name in names[1:]),)
+    found, none = (ring_of(each, groups, "latency", 3.0) for each in (asked, beside))
+    assert [each.gpu_layers for each in found.prediction.devices if each.device != "desk"] == [
+        found.plan.route[1].last - 1
+    ] * 2
+    assert none is None
 
 
 def test_auto_takes_a_group_where_it_is_faster_and_possible():
