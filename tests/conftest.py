@@ -161,14 +161,14 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def quick_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2's layers and vocabulary with a tenth of its work and random weights, for tests of who computes what.
+    """SmolLM2's layers with its first tokens, a tenth of its work and random weights, for tests of who computes what.
 
     Its greedy text wanders: a cell or a token that is lost changes all that follows.
     """
-    from tools.synth import write_model  # not for tests of the core
+    from tools.synth import FEW_TOKENS, write_model  # not for tests of the core
 
     path = tmp_path_factory.mktemp("quick") / "quick-30-layers.gguf"
-    write_model(path, layers=30, vocabulary=f"from:{smollm2}", quantisation="q8_0", tied=True)
+    write_model(path, layers=30, vocabulary=f"from:{smollm2}", tokens=FEW_TOKENS, quantisation="q8_0", tied=True)
     return path
 
 

@@ -35,6 +35,8 @@ _ADDED_OR_MULTIPLIED: Final = frozenset(("ffn_gate_inp", "ssm_d", "time_mix_firs
 CHUNK_BYTES: Final = 8 << 20
 BYTE_TOKENS: Final = 259
 """Smallest vocabulary: <unk>, <s>, </s> and one token a byte."""
+FEW_TOKENS: Final = 4096
+"""So many first tokens of a vocabulary are all bytes and common words: to look through all takes a head half a second."""
 TEMPLATE: Final = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -209,6 +211,7 @@ def write_model(
     quantisation: str | None = None,
     seed: int = 0,
     vocabulary: str = "bytes",
+    tokens: int | None = None,
     values: Mapping[str, Value] | None = None,
     is_empty: bool = False,
     words: Sequence[str] = (),
@@ -218,16 +221,17 @@ def write_model(
 
     ``preset`` is ``tiny`` (of ``architecture``) or a name of ``PRESETS``; ``overrides`` replace fields of its ``Shape``.
     ``quantisation`` is ``q4_k_m`` or a ggml type's name; the default is ``q8_0`` for tiny models, ``q4_k_m`` otherwise.
-    ``vocabulary`` is ``bytes`` or ``from:FILE``, which takes the tokenizer, template and size of another GGUF. ``values``
-    adds or replaces metadata. A vocabulary of bytes has the ``words``. The weights of an ``is_empty`` model are 0, and take
-    no room on most file systems. The same arguments give the same bytes.
+    ``vocabulary`` is ``bytes`` or ``from:FILE``, which takes the tokenizer, template and size of another GGUF, or its first
+    ``tokens`` alone, which is a whole one where each merge stands where its token does. ``values`` adds or replaces
+    metadata. A vocabulary of bytes has the ``words``. The weights of an ``is_empty`` model are 0, and take no room on most
+    file systems. The same arguments give the same bytes.
     """
     shape = replace(tiny(architecture) if preset == "tiny" else PRESETS[preset], **overrides)
     kinds = _Quantisation(quantisation or ("q8_0" if preset == "tiny" else "q4_k_m"))
     if vocabulary.startswith("from:"):
         source = read_header(Path(vocabulary.removeprefix("from:"))).values
-        tokenizer = {key: value for key, value in source.items() if key.startswith("tokenizer.")}
-        shape = replace(shape, vocabulary=len(source["tokenizer.ggml.tokens"]))
+        tokenizer = _first_tokens({key: each for key, each in source.items() if key.startswith("tokenizer.")}, tokens)
+        shape = replace(shape, vocabulary=len(tokenizer["tokenizer.ggml.tokens"]))
     else:
         tokenizer = _byte_tokenizer(shape.vocabulary, words)
     given = dict(values or {})
@@ -248,6 +252,22 @@ def write_model(
         for number, tensor in enumerate(tensors):
             _write_weights(file, tensor, np.random.Generator(np.random.SFC64([seed, number])))
     return shape
+
+
+def _first_tokens(tokenizer: dict[str, Value], count: int | None) -> dict[str, Value]:
+    """``tokenizer`` without the tokens behind the first ``count``, and the merges that give them."""
+    if count is None:
+        return tokenizer
+    fewer = len(tokenizer["tokenizer.ggml.tokens"]) - count
+    return {key: _shortened(value, fewer) if value.is_array else value for key, value in tokenizer.items()}
+
+
+def _shortened(value: Value, fewer: int) -> Value:
+    """An array without its last items."""
+    items = value.items()[: len(value) - fewer]
+    if value.item_type == GGUFValueType.STRING:
+        return _texts([str(item) for item in items])
+    return array_value(value.item_type, items)
 
 
 def layers_for(size_bytes: int, preset: str) -> int:
@@ -434,10 +454,9 @@ def _byte_tokenizer(size: int, given: Sequence[str] = ()) -> dict[str, Value]:
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     kinds = np.full(size, 1, np.int32)
     kinds[:3], kinds[3:BYTE_TOKENS] = (2, 3, 3), 6
-    text = b"".join(map(_text, tokens))
     return {
         "tokenizer.ggml.model": _value("llama"),
-        "tokenizer.ggml.tokens": Value(GGUFValueType.ARRAY, struct.pack("<IQ", GGUFValueType.STRING, size) + text),
+        "tokenizer.ggml.tokens": _texts(tokens),
         "tokenizer.ggml.scores": _array(GGUFValueType.FLOAT32, -np.arange(size, dtype=np.float32)),
         "tokenizer.ggml.token_type": _array(GGUFValueType.INT32, kinds),
         "tokenizer.ggml.bos_token_id": _value(1),
@@ -464,6 +483,11 @@ def _array(kind: GGUFValueType, contents: np.ndarray[Any, Any]) -> Value:
     return Value(
         GGUFValueType.ARRAY, array_value(kind, []).raw[:4] + struct.pack("<Q", len(contents)) + contents.tobytes()
     )
+
+
+def _texts(texts: Sequence[str]) -> Value:
+    packed = b"".join(map(_text, texts))
+    return Value(GGUFValueType.ARRAY, struct.pack("<IQ", GGUFValueType.STRING, len(texts)) + packed)
 
 
 def _text(text: str) -> bytes:

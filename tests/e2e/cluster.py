@@ -31,20 +31,21 @@ PATIENCE_S = 180.0
 """For what takes seconds: it may take much longer where other programs have most of the machine."""
 PATIENT = "suspect_after = 120\ngone_after = 240\n"
 """The configuration of a head: on a machine that stands still for a while nobody is taken for gone."""
-SHORT_S, LONG_S = 0.04, 0.1
+SHORT_S, LONG_S, RARELY_S = 0.04, 0.1, 0.4
 """Between two looks at what is waited for: each costs time of a core that is waited for too, so they get rarer."""
 HTTP = httpx.Client(timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0))
 """Made once: making a client takes 50 ms of a core, which counts where somebody asks until an answer changes."""
 _MARK = "PRIMAD_E2E_MARK"
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
-    """Look at ``condition`` until it holds."""
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S, *, stays: bool = False) -> None:
+    """Look at ``condition`` until it holds; less often where it ``stays`` so."""
+    longest_s = RARELY_S if stays else LONG_S
     began = time.monotonic()
     while not condition():
         waited_s = time.monotonic() - began
         assert waited_s < timeout_s, f"not within {timeout_s:g} s: {what}"
-        time.sleep(min(max(SHORT_S, waited_s / 20), LONG_S))
+        time.sleep(min(max(SHORT_S, waited_s / (8 if stays else 20)), longest_s))
 
 
 def free_port() -> int:
@@ -297,7 +298,7 @@ class Head:
             return status == 200
 
         try:
-            wait_until(serves, "it serves", timeout_s)
+            wait_until(serves, "it serves", timeout_s, stays=True)
         except AssertionError as exc:
             exc.add_note(self.run.output)
             raise

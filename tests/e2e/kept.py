@@ -70,7 +70,7 @@ class Lab:
         for name in [name for name, run in self.workers.items() if run.process.poll() is not None]:
             del self.workers[name]
         self.add(2 - len(self.workers))
-        wait_until(lambda: self.computing() == set(self.workers), f"{list(self.workers)} compute")
+        wait_until(lambda: self.computing() == set(self.workers), f"{list(self.workers)} compute", stays=True)
         first, second = self.workers
         return first, second
 

@@ -102,7 +102,7 @@ class Lab:
     def wait_computing(self, *names: str) -> None:
         """Wait until just these workers compute."""
         try:
-            wait_until(lambda: set(self.status()) == {"head", *names}, f"{names} compute")
+            wait_until(lambda: set(self.status()) == {"head", *names}, f"{names} compute", stays=True)
         except AssertionError as exc:
             exc.add_note(self.head.run.output)
             raise

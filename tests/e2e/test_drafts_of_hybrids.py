@@ -50,7 +50,9 @@ def answer(head: Head, act: Callable[[], object] = lambda: None, **fields: objec
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_drafts_a_death_and_a_join_change_no_token_of_a_hybrid(smollm2, new_home, cluster, tmp_path, architecture):
     model = tmp_path / "model.gguf"
-    synth.write_model(model, architecture=architecture, layers=12, vocabulary=f"from:{smollm2}")
+    synth.write_model(
+        model, architecture=architecture, layers=12, vocabulary=f"from:{smollm2}", tokens=synth.FEW_TOKENS
+    )
     homes = [new_home(name) for name in ("head", "first", "second", "third")]
     arguments = ("--wait", 2, "--use-all", "--context", 2048, "--sequences", 2, "--speculate", "lookup")
     with (

@@ -18,7 +18,7 @@ import pytest
 from tests.e2e.cluster import PATIENCE_S, Head, command_of, serving, wait_until
 from tests.lazily import Lazily
 from tests.shell.test_embedding_process import PLAIN
-from tools.synth import write_model
+from tools.synth import FEW_TOKENS, write_model
 
 ollama = Lazily("ollama")
 openai = Lazily("openai")
@@ -33,7 +33,7 @@ HELLO = [{"role": "user", "content": "Name three colours."}]
 def embedder(smollm2, tmp_path_factory) -> Path:
     """Gemma 3's layers, few and with random weights; ``test_embedding_process.py`` has other kinds."""
     path = tmp_path_factory.mktemp("embedder") / "embedder.gguf"
-    write_model(path, architecture="gemma3", context=2048, width=640, vocabulary=f"from:{smollm2}")
+    write_model(path, architecture="gemma3", context=2048, width=640, vocabulary=f"from:{smollm2}", tokens=FEW_TOKENS)
     return path
 
 

@@ -22,7 +22,7 @@ from primad.ring.messages import Sampled
 from tests.e2e.reference import CONTEXT, THREADS, TOP, Continuation, Plain
 from tests.shell.test_cut_exact import Route
 from tools.lab.local_ring import LocalRing
-from tools.synth import write_model
+from tools.synth import FEW_TOKENS, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +92,9 @@ class Truth:
 def sliding(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Gemma 3's layers, narrow, with random weights and sliding windows of 64, and a fifth of its vocabulary."""
     path = tmp_path_factory.mktemp("sliding") / "sliding.gguf"
-    write_model(path, architecture="gemma3", layers=18, sliding_window=64, vocabulary=f"from:{smollm2}")
+    write_model(
+        path, architecture="gemma3", layers=18, sliding_window=64, vocabulary=f"from:{smollm2}", tokens=FEW_TOKENS
+    )
     yield path
     path.unlink()
 

@@ -98,7 +98,13 @@ class Offered:
 def offered(smollm2: Path, module_home, tmp_path_factory) -> Iterator[Offered]:
     folder = tmp_path_factory.mktemp("models")
     for name, architecture in MODELS.items():
-        synth.write_model(folder / f"{name}.gguf", architecture=architecture, layers=12, vocabulary=f"from:{smollm2}")
+        synth.write_model(
+            folder / f"{name}.gguf",
+            architecture=architecture,
+            layers=12,
+            vocabulary=f"from:{smollm2}",
+            tokens=synth.FEW_TOKENS,
+        )
     cluster = f"many-{time.time_ns():x}"
     homes = [module_home(name) for name in ("first", "second")]
     options = ("--use-all", "--context", 512, "--batching", "exact")

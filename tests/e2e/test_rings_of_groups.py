@@ -16,7 +16,7 @@ from primad.planning.by_hand import plan_by_hand
 from tests.e2e.cluster import all_joined, heading
 from tests.e2e.streams import ask
 from tools.lab.local_ring import LocalRing
-from tools.synth import write_model
+from tools.synth import FEW_TOKENS, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +89,9 @@ async def test_every_rank_is_given_what_its_layers_take_beside_hidden_states(arc
 
 def test_devices_join_a_ring_with_a_group(smollm2, tmp_path, module_home):
     path, cluster = tmp_path / "shared.gguf", f"ring-{secrets.token_hex(6)}"
-    write_model(path, layers=6, heads=4, heads_kv=4, vocabulary=f"from:{smollm2}", quantisation="f32")
+    write_model(
+        path, layers=6, heads=4, heads_kv=4, vocabulary=f"from:{smollm2}", tokens=FEW_TOKENS, quantisation="f32"
+    )
     arguments = ("--wait", 2, "--parallel", "tensor", "--windows", "1,4x2", "--context", 512)
     with ExitStack() as stack:
         stack.enter_context(all_joined([module_home(name) for name in ("g1", "g2")], cluster))

@@ -17,7 +17,7 @@ from tests.e2e.streams import STORY, Reported, ask, show
 pytestmark = pytest.mark.slow
 
 PROMPTS = (STORY, "The capital of France is", f"{STORY} there lived a baker. " * 12, "One, two,")
-TOKENS = 120
+TOKENS = 72
 
 
 def ask_all(head: Head, streams: int, act: Callable[[], object] | None = None, **fields: object) -> list[Reported]:

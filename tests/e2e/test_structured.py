@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from primad.api.answering.grammar import of_schema, of_text
 from primad.engine.vocabulary import LlamaVocabulary
 from tools.lab.local_ring import GREEDY, LocalRing
-from tools.synth import write_model
+from tools.synth import FEW_TOKENS, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ class Rings:
 def rings(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rings]:
     """Of random weights: what a grammar lets through is the vocabulary's business."""
     model = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    write_model(model, layers=6, vocabulary=f"from:{smollm2}")
+    write_model(model, layers=6, vocabulary=f"from:{smollm2}", tokens=FEW_TOKENS)
     words = LlamaVocabulary(model)
     with asyncio.Runner() as runner:
         made = [LocalRing(model, windows, context=1024, threads=1) for windows in (None, (2, 2, 1))]

@@ -16,7 +16,7 @@ from tests.e2e.cluster import HTTP, Head, Primad, all_joined, heading, ring_proc
 from tests.e2e.reference import Plain
 from tests.e2e.streams import STORY, Reported, ask
 from tests.shell.test_tensor_groups import MAX_DIFFERENCE
-from tools.synth import write_model
+from tools.synth import FEW_TOKENS, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,9 @@ class Group:
 def model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A model that three devices can share."""
     path = tmp_path_factory.mktemp("shared") / "shared.gguf"
-    write_model(path, layers=6, heads=4, heads_kv=4, vocabulary=f"from:{smollm2}", quantisation="f32")
+    write_model(
+        path, layers=6, heads=4, heads_kv=4, vocabulary=f"from:{smollm2}", tokens=FEW_TOKENS, quantisation="f32"
+    )
     yield path
     path.unlink()
 

@@ -62,10 +62,10 @@ async def embedding(path, *, starts=True, **options):
 
 
 @pytest.mark.slow
-async def test_vectors_are_those_of_plain_llama_cpp(smollm2):
-    async with embedding(smollm2) as service:
+async def test_vectors_are_those_of_plain_llama_cpp(quick_model):
+    async with embedding(quick_model) as service:
         vectors, tokens = await service.embed(TEXTS, INPUT)
-    command = [sys.executable, "-c", PLAIN, str(smollm2), *TEXTS]
+    command = [sys.executable, "-c", PLAIN, str(quick_model), *TEXTS]
     printed = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=True)
     plain = np.array(json.loads(printed.stdout.splitlines()[-1]), np.float32)
     np.testing.assert_allclose(numbers(vectors), plain, atol=1e-5)
