@@ -275,4 +275,4 @@ def test_an_encoder_takes_its_memory_of_the_head_and_the_answer_says_what_the_mo
     console = Console(file=io.StringIO(), width=200)
     show(found, console)
     assert re.search(r"sees +with its encoder, which takes .* of desk", console.file.getvalue())
-    assert explain(asked).head == answer.head
+    assert best_plan(asked).solved.solution.plan.head == answer.head
