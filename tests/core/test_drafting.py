@@ -16,6 +16,7 @@ from primad.ring.speculation.pace import (
     IDLE_COUNTS,
     JUDGED_AFTER,
     MAX_LOST,
+    PAUSE_KEPT,
     PAUSES,
     Losses,
     Pace,
@@ -226,6 +227,26 @@ def test_what_one_answer_lost_is_counted_for_the_next_ones():
     for now in range(round(2 * losses.trial_s / MAX_LOST)):
         pace.took(BEGINS_AFTER + now, drafted=False, missed=False)
     assert not begun().is_off
+
+
+def test_an_answer_pauses_longer_at_once_where_drafts_did_not_help_those_before_it():
+    losses = Losses(decode_s=1e6)
+
+    def first_pause() -> int:
+        pace, paused = Pace(losses=losses), 0
+        for now in range(BEGINS_AFTER + HOPELESS_AFTER):
+            pace.took(now, drafted=now >= BEGINS_AFTER, missed=True)
+        while pace.is_off:
+            paused += 1
+            pace.took(BEGINS_AFTER + HOPELESS_AFTER + paused, drafted=False, missed=False)
+        return paused
+
+    assert [first_pause() for _ in range(4)] == [PAUSES[0], 2 * PAUSES[0], PAUSE_KEPT, PAUSE_KEPT]
+    pace, now = Pace(losses=losses), 0.0
+    for number in range(BEGINS_AFTER + 2 * JUDGED_AFTER):
+        now += 1.0 if number < BEGINS_AFTER else 0.5
+        pace.took(now, drafted=number >= BEGINS_AFTER, missed=False)
+    assert first_pause() == PAUSES[0], "behind one that they helped"
 
 
 def test_after_misses_guesses_must_be_surer_and_where_the_ring_was_idle_less_so():

@@ -48,6 +48,8 @@ _CAPPED: Final = 4.0
 happens again."""
 PAUSES: Final = (16, 1024)
 """Tokens without drafts after they did not pay, for the first time and at most, unless what was lost takes more."""
+PAUSE_KEPT: Final = 64
+"""As many at most for the first time of an answer, behind others of which none paid: the next may be one that copies."""
 _FADES: Final = 0.95
 _CUTOFF: Final = (0.1, 0.4, 0.95)
 """At least, at first, at most."""
@@ -58,11 +60,15 @@ _ADAPTS: Final = 0.98
 
 @dataclass(slots=True)
 class Losses:
-    """What drafts that did not pay cost all answers of a ring: ``lost_s`` of ``decode_s``, the latest trial ``trial_s``."""
+    """What drafts that did not pay cost all answers of a ring: ``lost_s`` of ``decode_s``, the latest trial ``trial_s``.
+
+    An answer's first ``pause`` is longer where those before it had one after another.
+    """
 
     decode_s: float = 0.0
     lost_s: float = 0.0
     trial_s: float = 0.0
+    pause: int = PAUSES[0]
 
     def add(self, loss_s: float) -> None:
         """A token with drafts took so much longer than one without; what they win makes up for what they lost."""
@@ -133,7 +139,7 @@ class Pace:
         self._with, self._without = _Gaps(), _Gaps()
         self._trial = _Trial()
         self._last_s: float | None = None
-        self._off, self._pause = BEGINS_AFTER, PAUSES[0]
+        self._off, self._pause = BEGINS_AFTER, self._losses.pause
         self._was_refused = False
         self._is_new = True
 
@@ -216,7 +222,7 @@ class Pace:
             self._recovery = max(_RECOVERY[0], self._recovery * _ADAPTS)
             self._decay = max(_DECAY[0], self._decay * _ADAPTS)
             if self._trial.lost_s < -ENDS_AT * self._without.mean_s:
-                self._pause = PAUSES[0]
+                self._pause = self._losses.pause = PAUSES[0]
         elif self._trial.held and self._may_win and self._without.count < SURE_AFTER:
             self._off = BEGINS_AFTER
         else:
@@ -233,7 +239,7 @@ class Pace:
         self._recovery = min(_RECOVERY[2], self._recovery / _ADAPTS)
         self._decay = min(_DECAY[2], self._decay / _ADAPTS)
         self._off, self._pause = self._pause, min(2 * self._pause, PAUSES[1])
-        self._losses.trial_s = max(0.0, self._trial.lost_s)
+        self._losses.trial_s, self._losses.pause = max(0.0, self._trial.lost_s), min(self._pause, PAUSE_KEPT)
         self._with, self._trial, self._is_new = _Gaps(), _Trial(), False
 
 
