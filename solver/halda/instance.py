@@ -352,6 +352,8 @@ class Instance:
 
     def are_alike(self, one: str, other: str) -> bool:
         """Whether nothing changes if the two change places."""
+        if one == other:
+            return True
         here, there = ({device.device: device for device in self.devices}[name] for name in (one, other))
         changed = {one: other, other: one}
         if any(sum(device.host == each.host for device in self.devices) > 1 for each in (here, there)):

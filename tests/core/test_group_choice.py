@@ -137,6 +137,13 @@ def test_auto_looks_for_groups_of_many_devices_too():
     assert auto.prediction.tpot_s <= 1.05 * tensor.prediction.tpot_s
 
 
+@pytest.mark.parametrize("gpus", [False, True])
+def test_two_daemons_of_one_machine_may_be_where_auto_looks_for_groups(gpus):
+    request = fleet(0, gpus=gpus)
+    devices = [replace(each, host="pc" if each.device != "nas" else each.host) for each in request.devices]
+    assert plan(structs.replace(request, devices=devices)).plan.route
+
+
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(3, 6))])
 def test_no_plan_is_much_better_where_memory_is_short_and_shares_stream(seed):
     request = fleet(seed, SHORT)

@@ -115,7 +115,10 @@ def test_of_devices_that_are_alike_one_is_tried_as_head():
     slow = [replace(each, round_trip_s=1.0) if "pi2" in (each.source, each.target) else each for each in links]
     assert instance(devices, slow, model(), WORK, {}).unlike(names) == ["pi0", "pi2"]
     together = [replace(each, host="one") if each.device in ("pi0", "pi1") else each for each in devices]
-    assert "pi1" in instance(together, links, model(), WORK, {}).unlike(names)
+    asked = instance(together, links, model(), WORK, {})
+    assert "pi1" in asked.unlike(names)
+    assert asked.are_alike("pi1", "pi1")
+    assert not asked.are_alike("pi0", "pi1")
 
 
 def test_a_head_of_each_kind_is_tried_and_the_best_taken():
