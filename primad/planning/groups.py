@@ -413,9 +413,9 @@ def ring_of(
     followers = [rank.device for ranks in groups for rank in ranks[1:]]
     left_out = tuple(each for each in plan.left_out if each.device not in followers)
     asked, alone = question.with_rows(rows.chunk_rows, rows.step_rows), plan.streaming
-    plan = replace(plan, groups=groups, left_out=left_out)
-    if any(each.device in shared for each in alone):  # of its ranks each as its own memory says
-        singles = [each for each in alone if each.device not in shared]
+    singles = tuple(each for each in alone if each.device not in shared)
+    plan = replace(plan, groups=groups, left_out=left_out, streaming=singles)
+    if len(singles) < len(alone):  # of its ranks each as its own memory says
         read_ahead = {each.device: each.read_ahead_bytes for each in singles}
         plan = stream(plan, asked, read_ahead, {each.device: each.streamed_bytes for each in singles})
     found = solution_of(plan, asked, objective)

@@ -14,6 +14,7 @@ from halda import DeviceProfile, Infeasible, TypeRows
 from primad.cli import main as cli
 from primad.cli.run_options import DraftOptions, RunOptions, run_config
 from primad.errors import ConfigError, PrimadError
+from primad.gguf.shapes import shape
 from primad.planning.explain import explain
 from primad.planning.question import PlannedDraft, Wishes, ask
 from primad.planning.run_config import DEFAULT_RUN, MAX_SEQUENCES, RunConfig
@@ -108,6 +109,22 @@ async def test_the_plan_that_plan_prints_is_the_plan_that_serve_forms(seed, monk
         assert printed.chunk_rows == served.prediction.chunk_rows
         assert printed.predicted.tpot_ms == served.prediction.tpot_s * 1e3
         assert printed.predicted.ttft_ms == served.prediction.ttft_s * 1e3
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 9, 105, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(200, 230))]
+)
+def test_a_plan_in_which_devices_may_share_layers_is_found_or_refused_in_words(seed):
+    chance = random.Random(seed)
+    names, shared = NAMES[: chance.choice([2, 3, 3])], shape("llama3-8b-q4k")
+    devices = [
+        replace(some_device(chance, name), ram_available_bytes=int(chance.choice([3, 6, 16]) * GB)) for name in names
+    ]
+    run = replace(some_run(chance, len(names), drafts=False), parallel=chance.choice(["auto", "auto", "tensor"]))
+    run = replace(run, windows=None, context_tokens=chance.choice([None, 1024]))
+    with suppress(PrimadError, Infeasible):
+        printed = explain(ask(Wishes(run=run, head="desk", time_limit_s=60), devices, (), shared))
+        assert sum(window.layers for part in printed.devices for window in part.windows) >= len(shared.layers)
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
