@@ -109,7 +109,7 @@ def _names(question: Instance, devices: Sequence[int]) -> tuple[str, ...]:
 
 def _able_pairs(question: Instance, wishes: GroupWishes) -> tuple[_Able, _Pairs]:
     """Tokens/s of each device that may share layers, the quickest first, and those two of them that may do so together."""
-    rates = {i: 1 / _alone_s(question, device) for i, device in enumerate(question.devices)}
+    rates = {i: 1 / _alone(question, device)[0] for i, device in enumerate(question.devices)}
     sums = SUMS * len(question.model.layers)
 
     def is_quick(a: int, b: int) -> bool:
@@ -198,8 +198,9 @@ def _of_whole(question: Instance, names: Sequence[str], units: ShareUnits | None
 def _by_speed(question: Instance, names: Sequence[str], units: ShareUnits | None) -> tuple[Rank, ...]:
     """The ranks ``names`` with shares by their speed. Raises ``Infeasible`` where they cannot be cut."""
     devices = {device.device: device for device in question.devices}
-    rates = [1 / _alone_s(question, devices[name]) for name in names]
-    ranks = [Rank(device=name, weight=1, on_gpu=_is_on_gpu(question, devices[name])) for name in names]
+    alone = [_alone(question, devices[name]) for name in names]
+    ranks = [Rank(device=name, weight=1, on_gpu=on_gpu) for name, (_, on_gpu) in zip(names, alone, strict=True)]
+    rates = [1 / seconds for seconds, _ in alone]
     return _weighed(ranks, [max(1, round(MAX_WEIGHT * rate / max(rates))) for rate in rates], units)
 
 
@@ -214,15 +215,10 @@ def _weighed(ranks: Sequence[Rank], weights: Sequence[int], units: ShareUnits | 
     )
 
 
-def _alone_s(question: Instance, device: DeviceProfile) -> float:
-    """What a token would take ``device`` if it had memory for the whole model, on its GPU or its processor."""
-    return min(_token_s(question, device, on_gpu=on_gpu) for on_gpu in (False, True)[: 1 + bool(device.gpus)])
-
-
-def _is_on_gpu(question: Instance, device: DeviceProfile) -> bool:
-    """Whether its GPU is the quicker of the two."""
-    on_cpu = _token_s(question, device, on_gpu=False)
-    return device.gpu is not None and _token_s(question, device, on_gpu=True) < on_cpu
+def _alone(question: Instance, device: DeviceProfile) -> tuple[float, bool]:
+    """What a token would take ``device`` if it had memory for the whole model, and whether on its GPU, which is quicker."""
+    places = (False, True)[: 1 + bool(device.gpus)]
+    return min((_token_s(question, device, on_gpu=on_gpu), on_gpu) for on_gpu in places)
 
 
 def _token_s(question: Instance, device: DeviceProfile, *, on_gpu: bool) -> float:
@@ -286,7 +282,7 @@ def all_in_one(question: Instance, max_ranks: int, units: ShareUnits | None, *, 
     Raises as ``whole_group``, and ``Infeasible`` where the head reaches no other one.
     """
     names = [device.device for device in question.devices]
-    rates = [1 / _alone_s(question, device) for device in question.devices]
+    rates = [1 / _alone(question, device)[0] for device in question.devices]
     taken, left_out = [0], list[LeftOut]()
     for other in sorted(range(1, len(names)), key=lambda each: -rates[each]):
         cut = next((each for each in taken if not _reach(question, other, each)), None)

@@ -417,9 +417,7 @@ def _of_places(plan: Plan, places: Instance, shared: Mapping[str, SharedPlace]) 
 def _ranks(plan: Plan, place: SharedPlace, found: DevicePrediction) -> list[DevicePrediction]:
     """The ranks of ``place``, which is taken for one device in ``found``: the first has its hops and exchanges."""
     exchange_s, made = place.exchange_s(plan), list[DevicePrediction]()
-    for number, own in enumerate(place.own):
-        alone = plan.of_rank(place.ranks[number].device)
-        share = _share(alone, own, own.members[0])
+    for number, (alone, own, share) in enumerate(_of_ranks(plan, place)):
         output_s, read, vram = (
             share.output_s(alone),
             share.read_bytes(share.member.decode),
@@ -698,10 +696,15 @@ def _with_ranks(plan: Plan, instance: Instance) -> Iterator[tuple[Plan, Instance
     for share in _shares(plan, instance):
         if (place := shared.get(share.member.name)) is None:
             yield plan, instance, share
-            continue
-        for rank, own in zip(place.ranks, place.own, strict=True):
-            alone = plan.of_rank(rank.device)
-            yield alone, own, _share(alone, own, own.members[0])
+        else:
+            yield from _of_ranks(plan, place)
+
+
+def _of_ranks(plan: Plan, place: SharedPlace) -> Iterator[tuple[Plan, Instance, _Share]]:
+    """What each rank of ``place`` has, as ``_with_ranks``."""
+    for rank, own in zip(place.ranks, place.own, strict=True):
+        alone = plan.of_rank(rank.device)
+        yield alone, own, _share(alone, own, own.members[0])
 
 
 def _share(plan: Plan, instance: Instance, member: Member) -> _Share:
