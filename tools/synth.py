@@ -259,15 +259,10 @@ def _first_tokens(tokenizer: dict[str, Value], count: int | None) -> dict[str, V
     if count is None:
         return tokenizer
     fewer = len(tokenizer["tokenizer.ggml.tokens"]) - count
-    return {key: _shortened(value, fewer) if value.is_array else value for key, value in tokenizer.items()}
-
-
-def _shortened(value: Value, fewer: int) -> Value:
-    """An array without its last items."""
-    items = value.items()[: len(value) - fewer]
-    if value.item_type == GGUFValueType.STRING:
-        return _texts([str(item) for item in items])
-    return array_value(value.item_type, items)
+    return {
+        key: array_value(value.item_type, value.items()[: len(value) - fewer]) if value.is_array else value
+        for key, value in tokenizer.items()
+    }
 
 
 def layers_for(size_bytes: int, preset: str) -> int:
@@ -456,7 +451,7 @@ def _byte_tokenizer(size: int, given: Sequence[str] = ()) -> dict[str, Value]:
     kinds[:3], kinds[3:BYTE_TOKENS] = (2, 3, 3), 6
     return {
         "tokenizer.ggml.model": _value("llama"),
-        "tokenizer.ggml.tokens": _texts(tokens),
+        "tokenizer.ggml.tokens": array_value(GGUFValueType.STRING, tokens),
         "tokenizer.ggml.scores": _array(GGUFValueType.FLOAT32, -np.arange(size, dtype=np.float32)),
         "tokenizer.ggml.token_type": _array(GGUFValueType.INT32, kinds),
         "tokenizer.ggml.bos_token_id": _value(1),
@@ -483,11 +478,6 @@ def _array(kind: GGUFValueType, contents: np.ndarray[Any, Any]) -> Value:
     return Value(
         GGUFValueType.ARRAY, array_value(kind, []).raw[:4] + struct.pack("<Q", len(contents)) + contents.tobytes()
     )
-
-
-def _texts(texts: Sequence[str]) -> Value:
-    packed = b"".join(map(_text, texts))
-    return Value(GGUFValueType.ARRAY, struct.pack("<IQ", GGUFValueType.STRING, len(texts)) + packed)
 
 
 def _text(text: str) -> bytes:

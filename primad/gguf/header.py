@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import stat
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,16 +112,20 @@ def single(number: float) -> float:
 
 def scalar_value(kind: GGUFValueType, content: Scalar) -> Value:
     """A scalar ``Value`` of ``kind``."""
+    return Value(GGUFValueType.STRING if isinstance(content, str) else kind, _packed(kind, content))
+
+
+def array_value(kind: GGUFValueType, contents: Sequence[Scalar]) -> Value:
+    """An array ``Value`` of texts, numbers or booleans, all of ``kind``."""
+    body = b"".join(_packed(kind, item) for item in contents)
+    return Value(GGUFValueType.ARRAY, struct.pack("<IQ", kind, len(contents)) + body)
+
+
+def _packed(kind: GGUFValueType, content: Scalar) -> bytes:
     if isinstance(content, str):
         text = content.encode()
-        return Value(GGUFValueType.STRING, struct.pack("<Q", len(text)) + text)
-    return Value(kind, struct.pack(_SCALARS[kind], content))
-
-
-def array_value(kind: GGUFValueType, contents: list[Scalar]) -> Value:
-    """An array ``Value`` of numbers or booleans of ``kind``."""
-    body = b"".join(struct.pack(_SCALARS[kind], item) for item in contents)
-    return Value(GGUFValueType.ARRAY, struct.pack("<IQ", kind, len(contents)) + body)
+        return struct.pack("<Q", len(text)) + text
+    return struct.pack(_SCALARS[kind], content)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
