@@ -52,7 +52,7 @@ from tools.lab.drafted import (
 )
 from tools.lab.figures import late
 from tools.lab.harness import Bench, Run, flag
-from tools.lab.here import HOP, links_between, machines_here, measured_cpu
+from tools.lab.here import links_between, machines_here, measured_cpu
 from tools.lab.http_servers import HttpServer
 from tools.lab.local_ring import LocalRing, even_bytes
 from tools.lab.memory_runs import file_bytes
@@ -217,8 +217,7 @@ async def _far(run: Run, path: Path, folder: Path, drafts: _Drafts) -> _Systems:
     found = machines_here(names, await asyncio.to_thread(measured_cpu, folder, 1, model))
     work = replace(default_workload(CONTEXT, ROWS, "f16"), flash=True)
     plan = arrange(names, windows, rounds=1, model=model)
-    hop = replace(HOP, round_trip_s=HOP.round_trip_s + 2 * FAR_S)
-    question = instance(found, links_between(names, hop), model, work, {}, plan.head)
+    question = instance(found, links_between(names, FAR_S), model, work, {}, plan.head)
     served = drafting_of("lookup", "exact", plan, question, batches_of("exact", plan, question, 1))
     drafting = served or Drafting(room=min(count, MAX_ROOM))
     systems = {}

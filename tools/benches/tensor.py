@@ -14,7 +14,6 @@ import os
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,7 +27,7 @@ from tools.benches.predict import Predicted
 from tools.lab.cores import Cores, shared_cores
 from tools.lab.figures import Compared
 from tools.lab.harness import SMALL, Bench, Run, flag, in_thread
-from tools.lab.here import HOP, links_between, machines_here, measured_cpu
+from tools.lab.here import links_between, machines_here, measured_cpu
 from tools.lab.http_servers import HttpServer
 from tools.lab.local_ring import LocalRing, even_group, even_windows
 from tools.lab.plain_llama import prompt_of
@@ -134,7 +133,7 @@ def _measured(folder: Path, share: float, model: ModelProfile) -> CpuProfile:
 
 def _foretold(plan: Plan, names: list[str], cpu: CpuProfile, model: ModelProfile, delay_s: float) -> Prediction:
     work = default_workload(CONTEXT, PROMPT_TOKENS, "f16", prompt_tokens=PROMPT_TOKENS, answer_tokens=ANSWER_TOKENS)
-    links = links_between(names, replace(HOP, round_trip_s=HOP.round_trip_s + 2 * delay_s))
+    links = links_between(names, delay_s)
     return evaluate(plan, instance(machines_here(names, cpu), links, model, work, {}, names[0]))
 
 

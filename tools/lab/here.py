@@ -18,7 +18,7 @@ NO_DISK: Final = DiskProfile(
     prefetch_bytes_per_s=1e9, fault_bytes_per_s=1e9, random_bytes_per_s=1e8, free_bytes=64 * GIB
 )
 """Of devices that read nothing."""
-HOP: Final = LinkProfile(source="", target="", address="", round_trip_s=0.0004, bytes_per_s=2e9)
+_HOP: Final = LinkProfile(source="", target="", address="", round_trip_s=0.0004, bytes_per_s=2e9)
 """Between two processes of this machine."""
 
 
@@ -56,6 +56,7 @@ def machines_here(names: Sequence[str], cpu: CpuProfile) -> list[DeviceProfile]:
     ]
 
 
-def links_between(names: Sequence[str], link: LinkProfile) -> list[LinkProfile]:
-    """Such a ``link`` between any two devices."""
-    return [replace(link, source=a, target=b, address="") for a in names for b in names if a != b]
+def links_between(names: Sequence[str], later_s: float) -> list[LinkProfile]:
+    """Those between any two devices, which are that much further apart each way than processes of this machine."""
+    round_trip_s = _HOP.round_trip_s + 2 * later_s
+    return [replace(_HOP, source=a, target=b, round_trip_s=round_trip_s) for a in names for b in names if a != b]
