@@ -24,6 +24,7 @@ from primad.system.children.child import begin_piped
 from primad.system.children.spawn import how_it_ended
 from primad.system.children.stop_flag import StopFlag
 from primad.system.memory import memory
+from primad.system.tasks import to_its_end
 
 LOOK_S: Final = 10.0
 QUIET_LOOKS: Final = 6
@@ -110,12 +111,7 @@ class OwnProfile:
             if child.returncode:
                 raise NotNowError(f"measuring this device {how_it_ended(child.returncode)}; run 'primad doctor'")
 
-        work = asyncio.create_task(asyncio.to_thread(ask))
-        try:
-            await asyncio.shield(work)
-        finally:
-            stop.set()
-            await asyncio.gather(work, return_exceptions=True)
+        await to_its_end(asyncio.to_thread(ask), stop.set)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from primad.system.children.reply_stream import answer_stream
 from primad.system.children.spawn import how_it_ended
 from primad.system.children.stop_flag import StopFlag
 from primad.system.niceness import apply_nice
+from primad.system.tasks import to_its_end
 
 MIN_NICE: Final = 19
 GRACE_S: Final = 60.0
@@ -41,15 +42,12 @@ class _Unsolvable(msgspec.Struct, frozen=True, tag="infeasible"):
 
 
 async def solve_in_process(request: PlanRequest, *, background: bool = False, grace_s: float = GRACE_S) -> FoundPlan:
-    """The answer of ``search``; in the ``background`` all other work goes first.
+    """The answer of ``search``; in the ``background`` all other work goes first. The process has ended with this task.
 
     Raises ``Infeasible`` and ``CutOff`` as that does, ``PlanError`` when the child fails.
     """
     stop = StopFlag(subprocess.Popen.kill)
-    try:
-        return await asyncio.to_thread(_ask, request, stop, background, grace_s)
-    finally:
-        stop.set()
+    return await to_its_end(asyncio.to_thread(_ask, request, stop, background, grace_s), stop.set)
 
 
 def _ask(request: PlanRequest, stop: StopFlag, background: bool, grace_s: float) -> FoundPlan:

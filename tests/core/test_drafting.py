@@ -270,10 +270,14 @@ def test_rows_that_follow_each_other_give_less_where_the_head_drafts_between_the
 
 
 class Sure(Nothing):
-    """Drafts 7 for ever, with the same confidence."""
+    """Drafts 7 for ever, with the same confidence, each in ``own_s``."""
 
-    def __init__(self, sure: float) -> None:
-        self._sure = sure
+    def __init__(self, sure: float, own_s: float = 0.0) -> None:
+        self._sure, self._own_s = sure, own_s
+
+    @property
+    def own_s(self) -> float:
+        return self._own_s
 
     def propose(self, drafts: object) -> DraftToken:
         return DraftToken(token=7, sure=self._sure)
@@ -314,6 +318,18 @@ def test_steps_that_take_longer_than_planned_have_fewer_rows_in_later_answers_to
             speculation.measured(longest_s if len(nodes) == 4 else 1.3)
             speculation.take_back()
     assert len(nodes) == rows
+
+
+def test_no_measured_time_counts_where_nothing_adapts():
+    drafting = Drafting(rows=5, costs=(1.0, 1.1, 1.2, 1.3, 1.4), adapts=False)
+    speculation = Speculation(Sure(0.9, own_s=100.0), drafting)
+    for now in range(40):
+        speculation.took(1, now)
+        nodes = speculation.together(4)
+        assert len(nodes) == 4 or now < BEGINS_AFTER
+        speculation.handed_out_tree(nodes)
+        speculation.measured(50.0)
+        speculation.take_back()
 
 
 def test_a_step_that_was_held_up_says_little_of_what_its_rows_take():

@@ -21,9 +21,9 @@ class Drafting:
     ``rows`` rows in one step where that pays better than one row each: a ring pass has time for ``ring_passes`` steps of one
     row at most, one behind the other (None: for ``room``). A step of n rows takes ``costs[n - 1]`` times as long as one of a
     single row; of more rows nothing is known. What turns out wrong is skipped on its way if the ring ``skips``. Unless it
-    ``adapts`` the confidence that is needed stays as it is, and drafts go on where they win nothing. The rows of one step
-    may be a tree with so many ``branches`` beside its main path, each in a sequence of its own. A model drafts while the
-    ring computes if that ``overlaps``, or else only while a step waits for it.
+    ``adapts`` no measured time counts: the confidence that is needed and the costs stay as they are, and drafts go on where
+    they win nothing. The rows of one step may be a tree with so many ``branches`` beside its main path, each in a sequence
+    of its own. A model drafts while the ring computes if that ``overlaps``, or else only while a step waits for it.
     """
 
     room: int = 1
