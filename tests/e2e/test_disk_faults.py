@@ -32,6 +32,8 @@ MAX_RAM = "65MiB"
 """The runtime and little more than two layers, so that nearly all layers stream."""
 TOKENS, MIDDLE = 32, 8
 """Most tokens are sampled after what happens, so that it is noticed however late it comes."""
+ENDLESS = 2000
+"""Of an answer that ends with an error few are sampled: however late a client acts, there are more."""
 needs_bad_disk = pytest.mark.skipif(
     not bad_disk.is_possible(), reason="a disk that fails needs Linux, root and /dev/fuse"
 )
@@ -253,10 +255,10 @@ def test_the_model_file_of_a_head_alone_cannot_be_read(smollm2, new_home, cluste
 
     with (
         bad_disk.mounted(folder, disk),
-        heading(model, new_home("head"), cluster, "--alone", "--context", 256) as head,
+        heading(model, new_home("head"), cluster, "--alone", "--context", ENDLESS + 100) as head,
     ):
         head.wait_serving()
-        reported = ask(head, fail, tokens=TOKENS, middle=MIDDLE)
+        reported = ask(head, fail, tokens=ENDLESS, middle=MIDDLE)
         assert reported.error is not None
         assert str(model) in reported.error["message"]
         wait_until(lambda: head.health()[0] == 503, "the health check says so")
@@ -273,9 +275,9 @@ def test_the_model_file_of_a_head_alone(smollm2, new_home, cluster, tmp_path, ac
     """There is nothing to fetch it from: whoever asks is told, and what the owner can do."""
     model = tmp_path / "model.gguf"
     shutil.copyfile(smollm2, model)
-    with heading(model, new_home("head"), cluster, "--alone", "--context", 256) as head:
+    with heading(model, new_home("head"), cluster, "--alone", "--context", ENDLESS + 100) as head:
         head.wait_serving()
-        reported = ask(head, lambda: act(model), tokens=TOKENS, middle=MIDDLE)
+        reported = ask(head, lambda: act(model), tokens=ENDLESS, middle=MIDDLE)
         assert reported.error is not None
         assert str(model) in reported.error["message"]
         wait_until(lambda: head.health()[0] == 503, "the health check says so")
