@@ -196,17 +196,24 @@ def test_drafts_of_which_none_holds_end_sooner():
     assert pace.is_off
 
 
-def test_a_drafter_that_works_for_nothing_ends_though_tokens_came_sooner_by_chance():
-    pace, now = Pace(), 0.0
-    for _ in range(BEGINS_AFTER + 1):
-        pace.took(now, drafted=False, missed=False)
-        now += 1.0
-    for number in range(JUDGED_AFTER // IDLE_COUNTS):
-        assert not pace.is_off, number
-        assert not pace.wants(0.05)
-        pace.took(now, drafted=False, missed=False, worked=True)
-        now += 0.95
-    assert pace.is_off
+def test_a_drafter_that_works_for_nothing_ends_though_tokens_came_sooner_by_chance_and_then_in_half_the_time():
+    losses = Losses(decode_s=1e6)
+
+    def trial() -> int:
+        pace, now, tokens = Pace(losses=losses), 0.0, 0
+        for _ in range(BEGINS_AFTER + 1):
+            pace.took(now, drafted=False, missed=False)
+            now += 1.0
+        while not pace.is_off:
+            tokens += 1
+            assert not pace.wants(0.05)
+            pace.took(now, drafted=False, missed=False, worked=True)
+            now += 0.95
+        return tokens
+
+    first, later = (JUDGED_AFTER // counts for counts in IDLE_COUNTS)
+    assert [trial() for _ in range(3)] == [first, later, later]
+    assert later == first / 2
 
 
 def test_what_one_answer_lost_is_counted_for_the_next_ones():

@@ -39,8 +39,9 @@ HOPELESS_AFTER: Final = 8
 MAX_LOST: Final = 0.025
 """Of the time of all answers, by drafts that did not pay: less than the 3 % that they may take in all, since tokens that are
 late by chance let a trial lose more than the one before it."""
-IDLE_COUNTS: Final = 4
-"""So many tokens counts one for which a drafter worked and had nothing that was sure enough."""
+IDLE_COUNTS: Final = (4, 8)
+"""So many tokens counts one for which a drafter worked and had nothing that was sure enough, and behind a trial that failed:
+what it learned then says so already."""
 ENDS_AT: Final = 5.0
 """Tokens' worth of time: drafts that lost so much of late, and win nothing on average, end at once."""
 _CAPPED: Final = 4.0
@@ -73,6 +74,11 @@ class Losses:
     def add(self, loss_s: float) -> None:
         """A token with drafts took so much longer than one without; what they win makes up for what they lost."""
         self.lost_s = max(0.0, self.lost_s + loss_s)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a trial did not pay and none has since."""
+        return self.pause > PAUSES[0]
 
     @property
     def allow_another(self) -> bool:
@@ -196,7 +202,7 @@ class Pace:
         if not (drafted or worked):
             self._without.add(gap_s, 1)
             return
-        self._with.add(gap_s, 1 if drafted else IDLE_COUNTS)
+        self._with.add(gap_s, 1 if drafted else IDLE_COUNTS[self._losses.has_failed])
         if not self._without.count:
             return
         usual_s, trial = self._without.mean_s, self._trial
