@@ -24,7 +24,7 @@ LONG: Final = "Repeat after me: " + " ".join(f"apple {i} pear {i + 1}" for i in 
 TOKENS: Final = 60
 STORY: Final = "Tell me a story of a castle in the mountains."
 TALE: Final = "Tell me the tale of seven islands and their kings."
-STORY_TOKENS: Final = 200
+STORY_TOKENS: Final = 150
 """So many that what happens in the middle comes well before the last, also where the machine is busy."""
 PATIENCE_S: Final = 180.0
 LONG_PATIENCE_S: Final = 200.0

@@ -14,11 +14,11 @@ import pytest
 from tests.homelab.cluster import Cluster
 from tests.homelab.faults import FAULTS, Fault
 from tests.homelab.phases import REACH
-from tests.homelab.rig import LONG, SHORT, STORY, STORY_TOKENS, Rig, fleet
+from tests.homelab.rig import LONG, SHORT, STORY, Rig, fleet
 from tests.homelab.stream import Stream
 from tools.lab import Homelab, missing
 from tools.lab.group_matrix import CELLS, GOES_ON, WINDOWS, GroupCell, is_chosen
-from tools.synth import write_model
+from tools.synth import FEW_TOKENS, write_model
 
 NAMES = {
     "kill -9": "killed",
@@ -38,6 +38,7 @@ DEVICES = 3
 READY = ("ready", "serving")
 DRAFTED = {"logit_bias": {"28": 50.0, "29": 50.0}, "speculate": True}
 """Two likely tokens, whose text repeats itself, so that drafts hold."""
+DRAFTED_TOKENS = 100
 DRAFTED_PROMPT = "Tell me a story of a ship."
 
 Note = Callable[[str, object], None]
@@ -51,7 +52,7 @@ def parameters() -> list[object]:
 def write_shared_model(path: Path, vocabulary: Path) -> Path:
     """A model that three devices can share, slow enough for a fault to come in its midst."""
     shape = {"layers": 12, "width": 256, "heads": 8, "heads_kv": 4, "head_width": 32, "feed_forward": 768}
-    write_model(path, vocabulary=f"from:{vocabulary}", quantisation="f32", **shape)
+    write_model(path, vocabulary=f"from:{vocabulary}", tokens=FEW_TOKENS, quantisation="f32", **shape)
     return path
 
 
@@ -91,7 +92,7 @@ class GroupRig(Rig):
 
     def drafted(self) -> Stream:
         """Ask for an answer of which tokens are drafted; does not wait for it."""
-        return self.cluster.stream(DRAFTED_PROMPT, STORY_TOKENS, **DRAFTED)
+        return self.cluster.stream(DRAFTED_PROMPT, DRAFTED_TOKENS, **DRAFTED)
 
     def ranks(self, place: str) -> list[str]:
         """Two devices of the group, of which the second one is the one that fails."""
@@ -116,6 +117,8 @@ class Bench:
             self._rig = GroupRig(self._stack.enter_context(Cluster(lab, self._model, serve=serve)))
             self._windows = windows
             self._rig.cluster.start()
+        else:
+            self._rig.restart_head()  # it bears no grudges
         return self._rig
 
     def tear_down(self) -> None:
@@ -146,7 +149,6 @@ def test_a_device_of_a_group_fails(cell: GroupCell, bench: Bench, record_propert
 
 def go_through(cell: GroupCell, rig: GroupRig) -> float:
     """Make one cell; how long after the fault the next token came."""
-    rig.restart_head()  # it bears no grudges
     rig.whole()
     rig.undisturbed(SHORT)
     undisturbed = rig.drafted()

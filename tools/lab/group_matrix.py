@@ -63,7 +63,7 @@ CELLS: Final = tuple(GroupCell(place, phase, fault) for place in WINDOWS for pha
 _CHOSEN: Final = frozenset(
     {
         ("first of a group", "decode", "cut off from the other rank"),
-        ("group of all", "prefill", "link cut"),
+        ("first of a group", "prefill", "link cut"),
     }
 )
 
