@@ -32,7 +32,7 @@ from tests.e2e.cluster import (
     wait_until,
 )
 from tests.figures import note
-from tools.synth import write_model
+from tools.synth import FEW_TOKENS, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -61,10 +61,10 @@ def temporary(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A model of about 700 MB: long enough in hashing, shipping and loading to be interrupted there."""
+def large(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A model of about 550 MB: long enough in hashing, shipping and loading to be interrupted there."""
     path = tmp_path_factory.mktemp("large") / "large.gguf"
-    write_model(path, preset="1b-q4k")
+    write_model(path, preset="1b-q4k", vocabulary=f"from:{smollm2}", tokens=FEW_TOKENS)
     yield path
     path.unlink()
 
@@ -137,7 +137,6 @@ def test_worker_idle(new_home, cluster, temporary, number):
         assert_ends(worker, number, temporary, home)
 
 
-@started_by_a_shell
 @both_signals
 def test_head_that_serves_alone(quick_model, new_home, cluster, temporary, number):
     home = new_home("head")
