@@ -6,6 +6,7 @@ the last test of the one before, so what lives longer than a file is kept from o
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import deque
 from contextlib import suppress
@@ -16,6 +17,8 @@ from operator import attrgetter
 from typing import Any, NoReturn
 
 import pytest
+
+from tests.lazily import import_all
 
 
 class Process:
@@ -49,6 +52,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if count < 2 or config.option.collectonly or session.testsfailed or not session.items:
         return None
     config._tmp_path_factory.getbasetemp()
+    import_all()
+    gc.freeze()
     files = [list(items) for _, items in groupby(session.items, attrgetter("path"))]
     left, running = deque(range(len(files))), dict[Connection, Process]()
     for number in range(min(count, len(files))):
