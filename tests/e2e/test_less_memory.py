@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.usefixtures("started_by_a_shell"),  # a fork has memory in common with others, which no group counts
 ]
 
-LAYERS = 40
+LAYERS, MORE_LAYERS = 40, 64
 ROWS = 32
 CONTEXT = 1280
 LONG = [(i * 37) % 300 + 10 for i in range(70)]
@@ -74,13 +74,13 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     """Many small layers, so that what is read ahead, the output matrix and a process fit where the model does not."""
     if (reason := unable()) is not None:
         pytest.skip(f"memory limits: {reason}")
     folder = tmp_path_factory.mktemp("model")
     path = folder / "deep.gguf"
-    write_model(path, preset="deep-q4k", layers=LAYERS)
+    write_model(path, preset="deep-q4k", layers=request.param)
     profile = model_profile(open_model(path))
     long, short = asyncio.run(unlimited(path))
     yield Model(path, profile, path.stat().st_size, long, short)
@@ -161,7 +161,11 @@ def check(model: Model, ran: Ran) -> None:
     assert ran.read_bytes_per_token <= MAX_READ * model.size_bytes
 
 
-@pytest.mark.parametrize("share", [*(pytest.param(share, marks=pytest.mark.matrix) for share in (0.9, 0.75)), 0.5])
+@pytest.mark.parametrize(
+    ("model", "share"),
+    [*(pytest.param(MORE_LAYERS, share, marks=pytest.mark.matrix) for share in (0.75, 0.5, 0.3)), (LAYERS, 0.5)],
+    indirect=["model"],
+)
 async def test_the_same_text_and_nothing_read_twice(model: Model, share: float) -> None:
     limit = int(share * model.size_bytes)
     with LimitedGroup(limit) as group:
@@ -174,7 +178,7 @@ async def test_the_same_text_and_nothing_read_twice(model: Model, share: float) 
     assert 0 < memory.read_ahead_bytes <= streaming.read_ahead_bytes
 
 
-@pytest.mark.parametrize("share", [0.7])
+@pytest.mark.parametrize(("model", "share"), [(LAYERS, 0.7)], indirect=["model"])
 async def test_the_same_text_beside_a_program_that_takes_and_frees_memory(model: Model, share: float) -> None:
     limit = int(share * model.size_bytes)
     maximum = int(NEIGHBOUR_SHARE * limit)
