@@ -90,7 +90,7 @@ class Here:
             found = act()
             return await found if isawaitable(found) else found
 
-        return self.runner.run(acted())
+        return self.runner.get_loop().run_until_complete(acted())
 
 
 asgi._get_portal = Here
