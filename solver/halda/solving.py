@@ -32,6 +32,7 @@ _SOLVED: Final = (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kM
 _INFEASIBLE: Final = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
 _SUBSTITUTIONS: Final = 1 << 8 | 1 << 12
 """The presolve rules that substitute free columns, and variables by equations."""
+_IN_VAIN: Final = ("rins", "rens", "feasibility_jump")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +147,8 @@ def _solve(highs: highspy.Highs, budget: TimeLimit) -> None:
 
 def _highs(maximum: float, *, presolve: str) -> highspy.Highs:
     # HiGHS cuts off more with the bound than with the constraint alone. Where the two say that nothing is left to find but
-    # what is better than a plan near the best, it looks for that in vain in smaller programs.
-    searches = {} if maximum == math.inf else {"mip_heuristic_run_rins": False, "mip_heuristic_run_rens": False}
+    # what is better than a plan near the best, it looks for that in vain in smaller programs, and by jumps.
+    searches = {} if maximum == math.inf else {f"mip_heuristic_run_{name}": False for name in _IN_VAIN}
     highs = highspy.Highs()  # type: ignore[no-untyped-call]
     options: dict[str, Any] = {
         "output_flag": False,
