@@ -47,6 +47,7 @@ def prepare(descriptor: int) -> None:
     """Entry point of the first template."""
     for module in (COMMAND, *IMPORTED):
         import_module(module)
+    assert import_module(COMMAND).app.built, "what each fork would build anew"
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork has the thread alone that forks"
     _wait(socket.socket(fileno=descriptor))
 

@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
 from primad.cli.main import app
 from tools import synth
@@ -31,7 +30,7 @@ def test_what_to_try_next_is_there_and_can_be_typed() -> None:
     assert len(commands) >= 4
     for program, *words in commands:
         if Path(program).name == "primad":
-            command = get_command(app).commands[words[0]]  # type: ignore[attr-defined]
+            command = app.built.commands[words[0]]
             command.make_context("primad", words[1:])
         else:
             assert (ROOT / program).is_file(), program

@@ -8,7 +8,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
 from halda import DeviceProfile, Infeasible, TypeRows
 from primad.cli import main as cli
@@ -131,7 +130,7 @@ def test_a_plan_in_which_devices_may_share_layers_is_found_or_refused_in_words(s
 
 
 def options_of(name: str) -> dict[str, Any]:
-    (command,) = [each for each in get_command(cli.app).commands.values() if each.name == name]
+    (command,) = [each for each in cli.app.built.commands.values() if each.name == name]
     return {param.name: param for param in command.params}
 
 

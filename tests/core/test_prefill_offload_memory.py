@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 from rich.emoji import Emoji
-from typer.main import get_command
 
 from primad.cli import main as cli
 from primad.cli.progress import RichReporter
@@ -19,7 +18,7 @@ from primad.trust.trust import TrustStore, trusted_now
 
 
 def all_commands(command: Any = None) -> Iterator[Any]:
-    command = get_command(cli.app) if command is None else command
+    command = cli.app.built if command is None else command
     yield command
     for inner in getattr(command, "commands", {}).values():
         yield from all_commands(inner)
@@ -36,7 +35,7 @@ def test_help_shows_what_its_text_says_and_no_type_behind_a_flag():
 
 def help_of(name: str, option: str, capsys: Any) -> str:
     with pytest.raises(SystemExit):
-        get_command(cli.app)([name, option], prog_name="primad")
+        cli.app.built([name, option], prog_name="primad")
     return capsys.readouterr().out
 
 
@@ -56,7 +55,7 @@ def test_help_shows_the_options_that_a_home_needs_and_help_all_every_one(name, m
 
 
 def test_tab_offers_what_help_does_not_show():
-    command = get_command(cli.app).commands["serve"]
+    command = cli.app.built.commands["serve"]
     context = command.make_context("primad", [], resilient_parsing=True)
     assert "--tool-parser" in {item.value for item in command.shell_complete(context, "--tool")}
 
@@ -70,7 +69,7 @@ def test_an_option_of_prune_says_what_prune_does_with_it():
 def offered(*words: str) -> list[str]:
     """What Tab offers for the last of ``words``."""
     *before, option, incomplete = words
-    command = get_command(cli.app)
+    command = cli.app.built
     while before and before[0] in getattr(command, "commands", {}):
         command = command.commands[before.pop(0)]
     context = command.make_context("primad", before, resilient_parsing=True)

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.main import get_command
 
 from primad.cli.main import app
 from primad.cli.service import launchd, systemd, task_scheduler
@@ -65,7 +64,7 @@ def judged(command: tuple[str, ...] | list[str], program: tuple[str, ...]) -> di
     """The options as primad's own command line reads the command."""
     assert tuple(command[: len(program)]) == program
     role, *arguments = command[len(program) :]
-    group: Any = get_command(app)
+    group: Any = app.built
     return dict(group.commands[role].make_context(role, list(arguments)).params)
 
 

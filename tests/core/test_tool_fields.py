@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from typer.main import get_command
 
 from primad.api.answering.backend import TextModel
 from primad.api.answering.job import Job
@@ -196,7 +195,7 @@ def test_the_form_is_the_servers_where_the_template_has_none():
 
 
 def test_the_help_names_every_form():
-    (option,) = [param for param in get_command(app).commands["serve"].params if param.name == "tool_parser"]
+    (option,) = [param for param in app.built.commands["serve"].params if param.name == "tool_parser"]
     assert f"{', '.join(PARSERS[1:-1])} or {PARSERS[-1]}." in option.help
 
 

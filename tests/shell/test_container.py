@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.main import get_command
 
 from primad.cli.main import app
 
@@ -48,7 +47,7 @@ def instructions() -> list[list[tuple[str, str]]]:
 
 def taken(words: list[str]) -> None:
     """``primad`` takes these words."""
-    command = get_command(app).commands[words[0]]  # type: ignore[attr-defined]
+    command = app.built.commands[words[0]]
     command.make_context(words[0], words[1:])
 
 

@@ -10,12 +10,10 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 
 from primad.cli import main as cli
 from tests.fakes.backend import FakeBackend, replies
@@ -42,7 +40,6 @@ OTHERS = {
     "llm",
 }
 """Programs that documents show and that are not ours."""
-get_command = cache(typer.main.get_command)
 PATIENCE_S = 540
 """Of a client that starts on a busy machine."""
 
@@ -51,7 +48,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 
 def command_of(words: tuple[str, ...]) -> tuple[Any, list[str]]:
     """The command that ``primad`` with these words runs, and its own words."""
-    command, rest = get_command(cli.app), list(words)
+    command, rest = cli.app.built, list(words)
     while rest and rest[0] in getattr(command, "commands", {}):
         command = command.commands[rest.pop(0)]
     return command, rest
@@ -114,7 +111,7 @@ def test_options_in_the_text_exist(page):
 
 def all_commands() -> list[Any]:
     """``primad``, its commands and theirs."""
-    root = get_command(cli.app)
+    root = cli.app.built
     first = list(root.commands.values())
     return [root, *first, *(inner for command in first for inner in getattr(command, "commands", {}).values())]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
 from primad.api.answering.backend import SamplingDefaults
 from primad.cli import main as cli
@@ -79,7 +78,7 @@ def settings(user, content):
 
 
 def params(user, *words: str, command: str = "serve") -> dict[str, Any]:
-    found = get_command(cli.app).commands[command]
+    found = cli.app.built.commands[command]
     return found.make_context("primad", ["--home", str(user / "primad"), *words]).params
 
 
@@ -250,7 +249,7 @@ def test_a_broken_library_harms_no_file(command, user, served, weights):
 
 
 def test_settings_of_a_model_are_options_of_serve():
-    command = get_command(cli.app).commands["serve"]
+    command = cli.app.built.commands["serve"]
     assert command.table >= MODEL_OPTIONS
     assert {field.name for field in fields(SamplingOptions)} <= {field.name for field in fields(SamplingDefaults)}
 

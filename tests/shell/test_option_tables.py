@@ -6,7 +6,6 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
 from primad.cli import main as cli
 from primad.cli.options import DeviceOptions, OwnerOptions
@@ -16,7 +15,7 @@ from primad.settings.config import KEYS, load_config
 
 def params(home, content: str, *words: str, command: str = "serve") -> dict[str, Any]:
     (home / "config.toml").write_text(content)
-    found = get_command(cli.app).commands[command]
+    found = cli.app.built.commands[command]
     return found.make_context("primad", ["--home", str(home), *words]).params
 
 
@@ -60,7 +59,7 @@ def test_every_option_can_stand_in_the_file():
     once = {"serve": {"home", "help_all"}, "join": {"home", "help_all", "code", "device"}}
     once["plan"] = once["serve"] | {"files"}
     for name in ("serve", "join", "plan"):
-        command = get_command(cli.app).commands[name]
+        command = cli.app.built.commands[name]
         for param in command.params:
             if param.name in once[name] or param.name in command.table:
                 continue

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
 from primad.cli.main import app
 
@@ -50,7 +49,7 @@ def test_the_same_commands_give_the_same_files(prefix: Path, tmp_path: Path) -> 
 
 def test_the_manual_page_has_every_command_and_option(page: Path) -> None:
     text = page.read_text().replace("\\-", "-")
-    commands = list(get_command(app).commands.items())  # type: ignore[attr-defined]
+    commands = list(app.built.commands.items())
     for name, command in commands:
         if command.hidden:
             continue
