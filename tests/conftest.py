@@ -26,9 +26,11 @@ collect_ignore = [  # tools/test-gpu and tools/test-page run them
 ]
 
 # The time of an example is that of the clock: a process that waits for a core or a disk would take too long. Each run
-# has the same examples, so that what fails fails again; ``--hypothesis-profile explore`` looks for others.
+# has the same examples, so that what fails fails again; ``--hypothesis-profile explore`` looks for others, and ``full``,
+# which ``tools/test --full`` chooses, at more of them.
 settings.register_profile("explore", deadline=None)
-settings.register_profile("primad", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("full", deadline=None, derandomize=True, max_examples=100)
+settings.register_profile("primad", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("primad")
 
 LONGEST = (

@@ -25,7 +25,7 @@ WILD = msgspec.structs.replace(
 )
 SMALL = ([[2, 1, 3]], 2)
 
-rings = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+rings = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -49,7 +49,7 @@ SAMPLED = msgspec.structs.replace(GREEDY, temperature=1.0)
 SMALL = ([[2, 1, 3]], 2)
 """Three devices, one round."""
 
-rings = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+rings = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 @dataclass(frozen=True)

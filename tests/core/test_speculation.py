@@ -37,7 +37,7 @@ WILD = msgspec.structs.replace(
     logit_bias=packed_biases(((3, 1.5), (9, -50.0))),
 )
 COSTS = tuple(1 + 0.05 * rows for rows in range(8))
-rings = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+rings = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 class Oracle(Nothing):
