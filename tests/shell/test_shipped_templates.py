@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from datetime import datetime
+from functools import cache
 from itertools import product
 from typing import Any
 
+import pytest
+
+from primad.api.answering import chat
 from primad.api.answering.backend import TextModel
 from primad.api.dialects.openai.job import chat_text
 from primad.api.dialects.openai.schema import ChatRequest, parse
@@ -60,12 +65,19 @@ def prompt(template: str, messages: list[Message], **fields: Any) -> str:
     return chat_text(request, served, now=datetime(2025, 2, 3))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once() -> Iterator[None]:
+    """To compile a template takes as long as all its conversations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat, "_compile", cache(chat._compile.__wrapped__))
+        yield
+
+
 def test_there_are_many(templates):
     assert len(templates) >= 70
 
 
 def test_every_template_shows_all_that_was_said_in_every_shape_with_tools_and_without(templates):
-    """One template after the other, since to compile one takes as long as all its conversations."""
     wrong = []
     for (name, template), tools, (shape, messages) in product(templates.items(), ([], TOOLS), SHAPES.items()):
         got = prompt(template, messages, **{"tools": tools} if tools else {})
