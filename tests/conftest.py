@@ -69,8 +69,6 @@ LONGEST = (
     "shell/test_shipped_templates.py",
     "e2e/test_restart.py",
     "e2e/test_bad_input.py",
-    "e2e/test_tool_clients.py",
-    "e2e/test_other_clients.py",
     "e2e/test_pairing_daemons.py",
     "core/test_ring.py",
     "e2e/test_new_models.py",
@@ -168,14 +166,20 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def quick_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2's layers with its first tokens, a tenth of its work and random weights, for tests of who computes what.
+    """Half of SmolLM2's layers with its first tokens, a twentieth of its work and random weights, for tests of who
+    computes what.
 
     Its greedy text wanders: a cell or a token that is lost changes all that follows.
     """
+    from gguf import GGUFValueType, LlamaFileType
+
+    from primad.gguf.header import scalar_value
     from tools.synth import FEW_TOKENS, write_model  # not for tests of the core
 
-    path = tmp_path_factory.mktemp("quick") / "quick-30-layers.gguf"
-    write_model(path, layers=30, vocabulary=f"from:{smollm2}", tokens=FEW_TOKENS, quantisation="q8_0", tied=True)
+    path = tmp_path_factory.mktemp("quick") / "quick-15-layers.gguf"
+    named = {"general.file_type": scalar_value(GGUFValueType.UINT32, LlamaFileType.MOSTLY_Q8_0)}
+    shape = {"layers": 15, "quantisation": "q8_0", "tied": True}
+    write_model(path, vocabulary=f"from:{smollm2}", tokens=FEW_TOKENS, values=named, **shape)
     return path
 
 

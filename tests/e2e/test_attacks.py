@@ -73,7 +73,7 @@ def houses(tmp_path_factory) -> Iterator[ExitStack]:
 @pytest.fixture(scope="module")
 def house(quick_model: Path, module_home, tmp_path_factory) -> Iterator[House]:
     with houses(tmp_path_factory) as stack:
-        yield House(stack, quick_model, module_home, "--windows", "2,28", "--rounds", 1)
+        yield House(stack, quick_model, module_home, "--windows", "2,13", "--rounds", 1)
 
 
 @pytest.fixture

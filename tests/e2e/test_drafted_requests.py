@@ -43,7 +43,7 @@ FEW_LIKELY = packed_biases([(token, 50.0) for token in FEW_TOKENS])
 TEXT = "A red fish, a blue fish, a red fish and a blue fish swam in the sea. " * 6
 TOKENS = 32
 FEW = 40
-SHAPE = (10, 12, 7)
+SHAPE = (5, 6, 3)
 
 
 async def reported(
@@ -255,7 +255,7 @@ def test_a_model_guesses_on_a_device_without_layers_and_at_the_head_when_that_is
         _, draft_device = stack.enter_context(
             all_joined([module_home(name) for name in ("computes", "guesses")], cluster)
         )
-        arguments = ("--windows", "16,14", "--context", 512, "--speculate", "draft", "--draft", quick_model)
+        arguments = ("--windows", "8,7", "--context", 512, "--speculate", "draft", "--draft", quick_model)
         head = stack.enter_context(
             heading(quick_model, module_home("has-text"), cluster, "--wait", 2, *arguments, "--draft-on", "guesses")
         )

@@ -21,14 +21,14 @@ def states(home: Path, cluster: str) -> dict[str, str]:
         return {device["device"]: device["state"] for device in json.loads(run.output)}
 
 
-def test_a_first_start(smollm2, tmp_path, cluster, monkeypatch):
+def test_a_first_start(quick_model, tmp_path, cluster, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # this machine was never measured
     homes = {name: tmp_path / name for name in ("head", "worker")}
     for home in homes.values():
         home.mkdir()
     with (
         joining(homes["worker"], cluster) as worker,
-        heading(smollm2, homes["head"], cluster, "--wait", 1, "--use-all") as head,
+        heading(quick_model, homes["head"], cluster, "--wait", 1, "--use-all") as head,
     ):
         with measuring():  # whoever else wants to must wait
             worker.wait_for("waiting for a head")

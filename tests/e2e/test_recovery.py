@@ -28,7 +28,7 @@ from tests.figures import note
 
 pytestmark = pytest.mark.slow
 
-TOKENS = 200
+TOKENS = 240
 """Most are sampled after what happens, also where a command has to start for it."""
 
 

@@ -33,7 +33,7 @@ class Rings:
             shape: LocalRing(
                 model, shape, rounds=rounds, context=256, rows=ROWS, threads=1, batching=Batching(replays=replays)
             )
-            for shape, rounds, replays in ((None, 1, 1), ((10, 12, 7), 1, 7), ((8, 6), 2, 3))
+            for shape, rounds, replays in ((None, 1, 1), ((5, 6, 3), 1, 7), ((4, 3), 2, 3))
         }
         for ring in self._rings.values():
             self._runner.run(ring.__aenter__())

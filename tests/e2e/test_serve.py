@@ -39,7 +39,7 @@ openai = Lazily("openai")
 
 pytestmark = pytest.mark.slow
 
-MODEL = "quick-30-layers"
+MODEL = "quick-15-layers"
 CONTEXT = 1024
 HELLO = [{"role": "user", "content": "Name three colours."}]
 STORY = "Once upon a time, in a village by the sea,"
@@ -380,10 +380,10 @@ def greedy(head: Head, **options) -> str:
 
 def test_windows_by_hand(served, quick_model, new_home, cluster):
     homes = [new_home("head"), new_home("worker")]
-    with ring(quick_model, homes, cluster, "--windows", "3,7", "--rounds", 2) as (head, _):
+    with ring(quick_model, homes, cluster, "--windows", "2,4", "--rounds", 2) as (head, _):
         assert greedy(head) == served.complete().choices[0].text
-        head.run.wait_for(r"^head: 16 layers \(0-2, 10-12, 20-29\)$")
-        head.run.wait_for(r"^worker: 14 layers \(3-9, 13-19\)$")
+        head.run.wait_for(r"^head: 7 layers \(0-1, 6-7, 12-14\)$")
+        head.run.wait_for(r"^worker: 8 layers \(2-5, 8-11\)$")
 
 
 def test_who_only_slows_the_ring_is_left_out(served, quick_model, new_home, cluster):
@@ -393,7 +393,7 @@ def test_who_only_slows_the_ring_is_left_out(served, quick_model, new_home, clus
         serving(quick_model, new_home("head"), cluster, "--wait", 1) as head,
     ):
         assert greedy(head) == served.complete().choices[0].text
-        head.run.wait_for(r"^head: 30 layers \(0-29\)$")
+        head.run.wait_for(r"^head: 15 layers \(0-14\)$")
         head.run.wait_for(r"^worker is left out: ")
         worker.wait_for(r"^head head(-2)?: worker is left out: ")  # another head of this user may be called so, too
 
@@ -401,7 +401,7 @@ def test_who_only_slows_the_ring_is_left_out(served, quick_model, new_home, clus
 def test_no_worker_in_sight(served, quick_model, new_home, cluster):
     with serving(quick_model, new_home("head"), cluster) as head:
         assert greedy(head) == served.complete().choices[0].text
-        head.run.wait_for(r"^head: 30 layers \(0-29\)$")
+        head.run.wait_for(r"^head: 15 layers \(0-14\)$")
 
 
 def test_a_device_named_by_address(served, quick_model, new_home, cluster):
@@ -417,5 +417,5 @@ def test_a_device_named_by_address(served, quick_model, new_home, cluster):
             worker.send_signal(signal.SIGKILL)
             head.run.wait_for("^worker is gone: ")
             assert greedy(head) == served.complete().choices[0].text
-            head.run.wait_for(r"^head: 30 layers \(0-29\)$")
+            head.run.wait_for(r"^head: 15 layers \(0-14\)$")
             assert head.health()[0] == 200
