@@ -20,17 +20,17 @@ openai = Lazily("openai")
 
 pytestmark = pytest.mark.slow
 
-MODEL = "smollm2-135m-q4_1"
+MODEL = "quick-15-layers"
 HELLO = [{"role": "user", "content": "Name three colours."}]
 TOKENS = 12
 GREEDY = {"temperature": 0, "num_predict": TOKENS}
 
 
 @pytest.fixture(scope="module")
-def head(smollm2: Path, module_home) -> Iterator[Head]:
+def head(quick_model: Path, module_home) -> Iterator[Head]:
     cluster = f"clients-{time.time_ns():x}"
     with serving(
-        smollm2, module_home("head"), cluster, "--alone", "--context", 1024, "--alias", "gpt-4o,local"
+        quick_model, module_home("head"), cluster, "--alone", "--context", 1024, "--alias", "gpt-4o,local"
     ) as head:
         yield head
 
@@ -61,7 +61,7 @@ def test_ollamas_client(head, printed):
     names = [model.model for model in client.list().models]
     assert names == [f"{MODEL}:latest", "gpt-4o:latest", "local:latest"]
     details = client.show(names[0]).details
-    assert (details.family, details.quantization_level, details.parameter_size) == ("llama", "Q4_1", "134.5M")
+    assert (details.family, details.quantization_level, details.parameter_size) == ("llama", "Q8_0", "817.1K")
     assert client.chat(model=names[0], messages=HELLO, options=GREEDY).message.content == printed
     parts = client.chat(model="local", messages=HELLO, options=GREEDY, stream=True)
     assert "".join(part.message.content for part in parts) == printed
@@ -133,4 +133,4 @@ def test_llama_servers_paths(head, printed):
     props = httpx.get(f"{head.url}/props", timeout=PATIENCE_S).json()
     assert props["default_generation_settings"]["n_ctx"] == 1024
     models = httpx.get(f"{head.url}/v1/models", timeout=PATIENCE_S).json()["data"]
-    assert models[0]["meta"] == {"n_ctx": 1024, "n_ctx_train": 8192}
+    assert models[0]["meta"] == {"n_ctx": 1024, "n_ctx_train": 4096}

@@ -22,7 +22,7 @@ langchain_openai = Lazily("langchain_openai")
 
 pytestmark = pytest.mark.slow
 
-MODEL = "smollm2-135m-q4_1"
+MODEL = "quick-15-layers"
 QUESTION = "How is the weather in Oslo?"
 HELLO = [{"role": "user", "content": QUESTION}]
 CITIES = ["Oslo", "Rome"]
@@ -41,9 +41,9 @@ NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 
 
 @pytest.fixture(scope="module")
-def head(smollm2: Path, module_home) -> Iterator[Head]:
+def head(quick_model: Path, module_home) -> Iterator[Head]:
     cluster = f"tools-{time.time_ns():x}"
-    with serving(smollm2, module_home("head"), cluster, "--alone", "--context", 2048) as head:
+    with serving(quick_model, module_home("head"), cluster, "--alone", "--context", 2048) as head:
         yield head
 
 
