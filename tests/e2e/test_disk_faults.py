@@ -25,6 +25,7 @@ from tests.e2e.streams import STORY, ask
 from tests.fakes import bad_disk
 from tests.fakes.profile import SEEDED_CPU, home_record, machine_record, speeds
 from tests.figures import note
+from tools.synth import FEW_TOKENS, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -133,9 +134,26 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(smollm2: Path, module_home, tmp_path_factory) -> Iterator[Lab]:
+def slow_model(smollm2: Path, tmp_path_factory) -> Path:
+    """Most of SmolLM2's layers with its first tokens and random weights."""
+    path = tmp_path_factory.mktemp("slow") / "slow-24-layers.gguf"
+    shape = {
+        "layers": 24,
+        "width": 576,
+        "heads": 9,
+        "heads_kv": 3,
+        "head_width": 64,
+        "feed_forward": 1536,
+        "tied": True,
+    }
+    write_model(path, vocabulary=f"from:{smollm2}", tokens=FEW_TOKENS, quantisation="q4_1", **shape)
+    return path
+
+
+@pytest.fixture(scope="module")
+def lab(slow_model: Path, module_home, tmp_path_factory) -> Iterator[Lab]:
     with ExitStack() as stack:
-        yield Lab(stack, smollm2, module_home, tmp_path_factory.mktemp("slow"))
+        yield Lab(stack, slow_model, module_home, tmp_path_factory.mktemp("slow"))
 
 
 def breaks(printed: list[str]) -> list[str]:
@@ -242,11 +260,11 @@ def test_a_disk_that_fails_again_and_again(lab):
 
 
 @needs_bad_disk
-def test_the_model_file_of_a_head_alone_cannot_be_read(smollm2, new_home, cluster, tmp_path):
+def test_the_model_file_of_a_head_alone_cannot_be_read(slow_model, new_home, cluster, tmp_path):
     folder, disk = tmp_path / "models", tmp_path / "disk"
     folder.mkdir()
     disk.mkdir()
-    shutil.copyfile(smollm2, disk / "model.gguf")
+    shutil.copyfile(slow_model, disk / "model.gguf")
     model = folder / "model.gguf"
 
     def fail() -> None:
@@ -271,10 +289,10 @@ def test_the_model_file_of_a_head_alone_cannot_be_read(smollm2, new_home, cluste
 @pytest.mark.parametrize(
     "act", [overwrite, lambda file: os.truncate(file, file.stat().st_size // 2)], ids=["overwritten", "cut"]
 )
-def test_the_model_file_of_a_head_alone(smollm2, new_home, cluster, tmp_path, act):
+def test_the_model_file_of_a_head_alone(slow_model, new_home, cluster, tmp_path, act):
     """There is nothing to fetch it from: whoever asks is told, and what the owner can do."""
     model = tmp_path / "model.gguf"
-    shutil.copyfile(smollm2, model)
+    shutil.copyfile(slow_model, model)
     with heading(model, new_home("head"), cluster, "--alone", "--context", ENDLESS + 100) as head:
         head.wait_serving()
         reported = ask(head, lambda: act(model), tokens=ENDLESS, middle=MIDDLE)
