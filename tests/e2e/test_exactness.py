@@ -38,7 +38,8 @@ PROMPTS = {
 }
 """Tokens: one, a part of a chunk, and more than a chunk; with sliding windows also more than those.
 
-``quick`` and ``sliding`` have the layers of SmolLM2 and Gemma 3, the vocabulary of SmolLM2, and a small part of their work.
+``quick`` and ``sliding`` have half of SmolLM2's layers and all of Gemma 3's, SmolLM2's first tokens, and a small part of
+their work.
 """
 
 RINGS = {
