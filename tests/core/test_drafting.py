@@ -13,6 +13,7 @@ from primad.ring.speculation.lookup import PromptLookup
 from primad.ring.speculation.pace import (
     BEGINS_AFTER,
     HOPELESS_AFTER,
+    HOPELESS_IDLE,
     IDLE_COUNTS,
     JUDGED_AFTER,
     MAX_LOST,
@@ -196,24 +197,29 @@ def test_drafts_of_which_none_holds_end_sooner():
     assert pace.is_off
 
 
-def test_a_drafter_that_works_for_nothing_ends_though_tokens_came_sooner_by_chance_and_then_in_half_the_time():
+def idle_tokens(losses: Losses, gap_s: float, *, held: int = 0) -> int:
+    """How many tokens a drafter works for nothing, behind so many drafts that held, before that is given up."""
+    pace, now = Pace(losses=losses), 0.0
+    for token in range(BEGINS_AFTER + 1 + held):
+        pace.took(now, drafted=token > BEGINS_AFTER, missed=False)
+        now += 1.0 if token < BEGINS_AFTER else gap_s
+    tokens = 0
+    while not pace.is_off:
+        tokens += 1
+        pace.took(now, drafted=False, missed=False, worked=True)
+        now += gap_s
+    return tokens
+
+
+def test_a_drafter_that_works_for_nothing_ends_though_tokens_came_sooner_by_chance():
+    assert idle_tokens(Losses(), 0.95) == JUDGED_AFTER // IDLE_COUNTS
+
+
+def test_behind_trials_that_failed_it_ends_sooner_unless_a_draft_held():
     losses = Losses(decode_s=1e6)
-
-    def trial() -> int:
-        pace, now, tokens = Pace(losses=losses), 0.0, 0
-        for _ in range(BEGINS_AFTER + 1):
-            pace.took(now, drafted=False, missed=False)
-            now += 1.0
-        while not pace.is_off:
-            tokens += 1
-            assert not pace.wants(0.05)
-            pace.took(now, drafted=False, missed=False, worked=True)
-            now += 0.95
-        return tokens
-
-    first, later = (JUDGED_AFTER // counts for counts in IDLE_COUNTS)
-    assert [trial() for _ in range(3)] == [first, later, later]
-    assert later == first / 2
+    usual = JUDGED_AFTER // IDLE_COUNTS
+    assert [idle_tokens(losses, 0.95) for _ in range(4)] == [usual, usual, HOPELESS_IDLE, HOPELESS_IDLE]
+    assert idle_tokens(losses, 1.05, held=1) == usual
 
 
 def test_what_one_answer_lost_is_counted_for_the_next_ones():

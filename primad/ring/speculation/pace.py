@@ -36,12 +36,13 @@ SURE_AFTER: Final = 32
 more of them before they end."""
 HOPELESS_AFTER: Final = 8
 """Tokens with drafts of which none held."""
+HOPELESS_IDLE: Final = 2
+"""Tokens for which a drafter worked and had nothing sure enough, behind trials that failed, where no draft held."""
 MAX_LOST: Final = 0.025
 """Of the time of all answers, by drafts that did not pay: less than the 3 % that they may take in all, since tokens that are
 late by chance let a trial lose more than the one before it."""
-IDLE_COUNTS: Final = (4, 8)
-"""So many tokens counts one for which a drafter worked and had nothing that was sure enough, and behind a trial that failed:
-what it learned then says so already."""
+IDLE_COUNTS: Final = 4
+"""So many tokens counts one for which a drafter worked and had nothing that was sure enough."""
 ENDS_AT: Final = 5.0
 """Tokens' worth of time: drafts that lost so much of late, and win nothing on average, end at once."""
 _CAPPED: Final = 4.0
@@ -76,9 +77,9 @@ class Losses:
         self.lost_s = max(0.0, self.lost_s + loss_s)
 
     @property
-    def has_failed(self) -> bool:
-        """Whether a trial did not pay and none has since."""
-        return self.pause > PAUSES[0]
+    def keep_failing(self) -> bool:
+        """Whether trials did not pay, one after another."""
+        return self.pause >= PAUSE_KEPT
 
     @property
     def allow_another(self) -> bool:
@@ -116,10 +117,12 @@ class _Gaps:
 
 @dataclass(slots=True)
 class _Trial:
-    """Tokens with drafts since they began last: how many of the drafts held, what was lost by all, and of late."""
+    """Tokens with drafts since they began last: how many of the drafts held, or failed, for how many a drafter worked and had
+    none, what was lost by all, and of late."""
 
     held: int = 0
     missed: int = 0
+    idle: int = 0
     lost_s: float = 0.0
     late_s: float = 0.0
     beyond_s: float | None = None
@@ -202,7 +205,7 @@ class Pace:
         if not (drafted or worked):
             self._without.add(gap_s, 1)
             return
-        self._with.add(gap_s, 1 if drafted else IDLE_COUNTS[self._losses.has_failed])
+        self._with.add(gap_s, 1 if drafted else IDLE_COUNTS)
         if not self._without.count:
             return
         usual_s, trial = self._without.mean_s, self._trial
@@ -212,11 +215,13 @@ class Pace:
         trial.late_s = max(0.0, trial.late_s + loss_s)
         trial.missed += drafted and missed
         trial.held += drafted and not missed
+        trial.idle += not drafted
 
     def _judge(self) -> None:
         if not self._without.count:
             return
-        is_hopeless = not self._trial.held and self._trial.missed >= HOPELESS_AFTER
+        is_idle = self._losses.keep_failing and self._trial.idle >= HOPELESS_IDLE
+        is_hopeless = not self._trial.held and (is_idle or self._trial.missed >= HOPELESS_AFTER)
         wins = self._trial.held > 0 and self._with.mean_s < self._without.mean_s  # none can win time by chance alone
         if is_hopeless or (self._trial.late_s > ENDS_AT * self._without.mean_s and not wins):
             self._end()
