@@ -278,7 +278,7 @@ def test_worker_that_hands_over_and_is_interrupted_again(quick_model, new_home, 
             assert_ends(worker, number, temporary, worker_home)
             read = len(lines)
             wait_until(lambda: len(lines) > read + 8, "the answer goes on without the worker")
-            assert not any('"error"' in line for line in lines)
+            assert not any('"error":' in line for line in lines)  # the answer may have the word
             head.run.kill()
 
 
