@@ -22,6 +22,8 @@ from tests.fakes.membership import SETTINGS, Shell
 LOOK_S = SETTINGS.look_s
 TIMINGS = SETTINGS.timings
 AGAIN_S, GREETING_S, RETRY_S, SETTLE_S = TIMINGS.again_s, TIMINGS.greeting_s, TIMINGS.retry_s, TIMINGS.settle_s
+SIGNS_S = 1.25
+"""Devices give signs of life this often: as seldom as makes none suspected."""
 
 
 def head(**config) -> Shell:
@@ -49,7 +51,7 @@ def live(shell: Shell, seconds: float, *names: str) -> list[m.Effect]:
     """Time goes by while ``names`` give signs of life; what is done meanwhile."""
     end, start = shell.now + seconds, len(shell.effects)
     while shell.now < end:
-        shell.wake(min(end, shell.now + 0.5))
+        shell.wake(min(end, shell.now + SIGNS_S))
         for name in names:
             shell.notify(m.Heard(name))
     return acts(shell.effects[start:])
