@@ -291,6 +291,18 @@ def test_an_owner_who_unloads_what_is_loading_stops_it_if_nobody_waits():
     assert not house.state.queue
 
 
+def test_of_a_model_that_waits_for_room_until_nobody_wants_it_nothing_stays():
+    house = House.of()
+    house.ask(1, "medium")
+    house.rest()
+    house.ask(2, "large")
+    house.rest()
+    assert house.phase("large") is ModelState.LOADING
+    house.leave(2)
+    assert house.state.models.keys() == {"medium"}
+    assert house.state.turn is None
+
+
 _MOVES = st.lists(
     st.one_of(
         st.tuples(st.just("ask"), st.sampled_from(sorted(SIZES)), st.sampled_from((None, 0.0, -1.0, 5.0))),

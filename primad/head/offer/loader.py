@@ -221,7 +221,7 @@ def _take(state: LoaderState, event: LoaderEvent, now: float, effects: list[Load
             state = replace(state, queue=queue, turn=None)
             return _put(state, name, phase=ModelState.FAILED, leaving=False, detail=reason)
         case ModelUnloaded(name) if state.of(name).phase is ModelState.UNLOADING:
-            return replace(state, models={other: each for other, each in state.models.items() if other != name})
+            return _without(state, name)
         case _:
             return state  # time, or the late reply to a load that was given up
 
@@ -282,7 +282,7 @@ def _give_up_turn(state: LoaderState, effects: list[LoaderEffect]) -> LoaderStat
     if turn is None or any(each.name == turn.name for each in state.queue):
         return state
     if not turn.loading:
-        return _put(replace(state, turn=None), turn.name, phase=ModelState.UNLOADED, leaving=False)
+        return _without(replace(state, turn=None), turn.name)
     others = any(state.of(each.name).phase is not ModelState.LOADED for each in state.queue)
     return _unload(state, turn.name, effects) if others or state.of(turn.name).leaving else state
 
@@ -336,6 +336,11 @@ def _is_loading(state: LoaderState, name: str) -> bool:
 
 def _is_unloading(state: LoaderState) -> bool:
     return any(each.phase is ModelState.UNLOADING for each in state.models.values())
+
+
+def _without(state: LoaderState, name: str) -> LoaderState:
+    """The state where no device holds anything of ``name``."""
+    return replace(state, models={other: each for other, each in state.models.items() if other != name})
 
 
 def _put(state: LoaderState, name: str, **changes: object) -> LoaderState:
