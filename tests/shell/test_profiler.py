@@ -1065,9 +1065,7 @@ def test_the_command_prints_a_table_and_saves_what_it_prints_as_json(tmp_path, m
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "effort",
-    [replace(QUICK, seconds=QUICK.seconds / 2), pytest.param(Effort(), marks=pytest.mark.matrix)],
-    ids=["quickly", "with all effort"],
+    "effort", [QUICK, pytest.param(Effort(), marks=pytest.mark.matrix)], ids=["quickly", "with all effort"]
 )
 def test_this_device_is_measured_for_real(effort, tmp_path, own_cache, has_weights, monkeypatch):
     monkeypatch.setattr(profiles, "_ratio", lambda *_: None)  # other tests have the processor for some figures alone
