@@ -117,8 +117,9 @@ class _Gaps:
 
 @dataclass(slots=True)
 class _Trial:
-    """Tokens with drafts since they began last: how many of the drafts held, or failed, for how many a drafter worked and had
-    none, what was lost by all, and of late."""
+    """Tokens with drafts since they began last: how many of the drafts held, or failed, for how many a drafter worked and
+    had none, what was lost by all, and of late.
+    """
 
     held: int = 0
     missed: int = 0
