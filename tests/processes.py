@@ -20,9 +20,6 @@ import pytest
 
 from tests.lazily import import_all
 
-SHORT_S = 0.05
-"""What was made ready or put away within this time is not worth a report."""
-
 
 class Process:
     """A process of tests as the one that collected them sees it."""
@@ -41,8 +38,6 @@ class Reports:
         self._config, self._connection = config, connection
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when != "call" and report.passed and report.duration < SHORT_S:
-            return  # nothing is told of it
         self._connection.send(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
 
 
