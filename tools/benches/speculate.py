@@ -35,7 +35,7 @@ from primad.gguf.profile import model_profile
 from primad.planning.batching import batches_of
 from primad.planning.draft_model import draft_model
 from primad.planning.drafting import drafting_of
-from primad.planning.question import default_workload
+from primad.planning.question import DEFAULT_ANSWER_TOKENS, default_workload
 from primad.ring.speculation.drafter import MAX_ROOM, Drafting
 from primad.ring.speculation.messages import DraftModel
 from tools.lab import LabError
@@ -310,6 +310,8 @@ BENCH: Final = Bench(
         flag("--case", choices=list(CASES), nargs="+", default=list(CASES)),
         flag("--way", choices=WAYS, nargs="+", default=list(WAYS), help="what drafts (default: all)"),
         flag("--draft", choices=list(FORMS), default="q2_k", help="form of the draft model"),
-        flag("--tokens", type=int, default=128),
+        flag(
+            "--tokens", type=int, default=DEFAULT_ANSWER_TOKENS, help="an answer (default: as many as plans count on)"
+        ),
     ),
 )

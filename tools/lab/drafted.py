@@ -20,6 +20,8 @@ COPIES: Final = ("code", "chat")
 """Answers to these questions repeat their prompts."""
 AT_LEAST: Final = {"two": 1.4, "streams": 2.5, "far": 2.0}
 """Times the tokens a second, where an answer repeats its prompt."""
+FREE_TEXT: Final = {"two": 1.1}
+"""The same of a whole story, which repeats itself now and then."""
 
 
 CODE: Final = """def settle(orders, prices, stock):
@@ -39,7 +41,7 @@ CODE: Final = """def settle(orders, prices, stock):
             print(f"{name} is sold out")
     return total
 """
-"""More tokens than are asked for: what a small model says behind it repeats nothing."""
+"""What a small model says behind it repeats nothing."""
 REPORT: Final = (
     "The ferry from Harlow leaves the northern pier at half past six on weekdays and at eight on Sundays. Tickets are sold "
     "in the wooden house beside the pier, which opens twenty minutes earlier. Bicycles travel free of charge, but dogs need "
@@ -131,7 +133,8 @@ def _wanted(case: str, question: str, way: str) -> float | None:
     """So many times the tokens a second at least."""
     repeats = question in COPIES
     if way == AS_SERVED:
-        return AT_LEAST.get(case) if repeats else 0.97
+        least = AT_LEAST if repeats else FREE_TEXT if question == "story" else {}
+        return least.get(case, None if repeats else 0.97)
     if way == "model" and case == "far":
         return 2.0 if question != "random" else 0.97
     return 0.95 if way == "wrong model" and not repeats else None
