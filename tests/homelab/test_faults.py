@@ -20,6 +20,7 @@ from tests.homelab.running import MakeLab
 from tests.homelab.stream import Stream
 from tools.lab import DeviceSpec, Homelab, missing
 from tools.lab.matrix import CELLS, Cell, Outcome, is_chosen
+from tools.synth import FEW_TOKENS, write_model
 
 NAMES = {
     "kill -9": "killed",
@@ -70,10 +71,18 @@ class Bench:
         self._stack.close()
 
 
+@pytest.fixture(scope="session")
+def deep_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As the quick model, with layers for faults to come in the midst of a prompt and a transfer."""
+    path = tmp_path_factory.mktemp("deep") / "deep-30-layers.gguf"
+    write_model(path, layers=30, vocabulary=f"from:{smollm2}", tokens=FEW_TOKENS, quantisation="q8_0", tied=True)
+    return path
+
+
 @pytest.fixture(scope="module")
 def bench(request: pytest.FixtureRequest, is_matrix: bool) -> Iterator[Bench]:
     """The times of the whole matrix are those of a real model; for the cells of the suite a quick one does."""
-    made = Bench(request.getfixturevalue("smollm2" if is_matrix else "quick_model"))
+    made = Bench(request.getfixturevalue("smollm2" if is_matrix else "deep_model"))
     yield made
     made.tear_down()
 
