@@ -15,8 +15,6 @@ from typing import Any, Final
 
 sys.path[1:1] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "solver")]
 
-from typer.main import get_command  # noqa: E402
-
 from primad import __version__  # noqa: E402
 from primad.cli.main import app  # noqa: E402
 from primad.settings import config  # noqa: E402
@@ -41,7 +39,7 @@ What primad doctor says of this machine.
 
 def page() -> str:
     """The whole page."""
-    root: Any = get_command(app)
+    root: Any = app.built
     context = root.make_context("primad", ["--help"], resilient_parsing=True)
     parts = [
         f'.TH PRIMAD 1 "{_day()}" "primad {__version__}" "User Commands"',

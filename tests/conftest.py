@@ -171,14 +171,24 @@ def quick_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
     Its greedy text wanders: a cell or a token that is lost changes all that follows.
     """
+    return _write_quick(smollm2, tmp_path_factory.mktemp("quick"), 15)
+
+
+@pytest.fixture(scope="session")
+def deep_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As the quick model, with layers for faults to come in the midst of a prompt and a transfer."""
+    return _write_quick(smollm2, tmp_path_factory.mktemp("deep"), 30)
+
+
+def _write_quick(smollm2: Path, folder: Path, layers: int) -> Path:
     from gguf import GGUFValueType, LlamaFileType
 
     from primad.gguf.header import scalar_value
     from tools.synth import FEW_TOKENS, write_model  # not for tests of the core
 
-    path = tmp_path_factory.mktemp("quick") / "quick-15-layers.gguf"
+    path = folder / f"quick-{layers}-layers.gguf"
     named = {"general.file_type": scalar_value(GGUFValueType.UINT32, LlamaFileType.MOSTLY_Q8_0)}
-    shape = {"layers": 15, "quantisation": "q8_0", "tied": True}
+    shape = {"layers": layers, "quantisation": "q8_0", "tied": True}
     write_model(path, vocabulary=f"from:{smollm2}", tokens=FEW_TOKENS, values=named, **shape)
     return path
 

@@ -20,7 +20,6 @@ from tests.homelab.running import MakeLab
 from tests.homelab.stream import Stream
 from tools.lab import DeviceSpec, Homelab, missing
 from tools.lab.matrix import CELLS, Cell, Outcome, is_chosen
-from tools.synth import FEW_TOKENS, write_model
 
 NAMES = {
     "kill -9": "killed",
@@ -69,14 +68,6 @@ class Bench:
     def tear_down(self) -> None:
         self._rig = None
         self._stack.close()
-
-
-@pytest.fixture(scope="session")
-def deep_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As the quick model, with layers for faults to come in the midst of a prompt and a transfer."""
-    path = tmp_path_factory.mktemp("deep") / "deep-30-layers.gguf"
-    write_model(path, layers=30, vocabulary=f"from:{smollm2}", tokens=FEW_TOKENS, quantisation="q8_0", tied=True)
-    return path
 
 
 @pytest.fixture(scope="module")

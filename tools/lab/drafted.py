@@ -133,8 +133,9 @@ def _wanted(case: str, question: str, way: str) -> float | None:
     """So many times the tokens a second at least."""
     repeats = question in COPIES
     if way == AS_SERVED:
-        least = AT_LEAST if repeats else FREE_TEXT if question == "story" else {}
-        return least.get(case, None if repeats else 0.97)
+        if repeats:
+            return AT_LEAST.get(case)
+        return FREE_TEXT.get(case, 0.97) if question == "story" else 0.97
     if way == "model" and case == "far":
         return 2.0 if question != "random" else 0.97
     return 0.95 if way == "wrong model" and not repeats else None

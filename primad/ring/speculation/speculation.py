@@ -142,11 +142,16 @@ class Speculation:
         maximum = min(maximum, len(costs) - 1)
         if maximum <= 0 or self.has_drafts_in_flight or self._pace.is_off:
             return []
-        first, usual_s = self._drafter.propose([]), self._pace.usual_s
-        draft = self._drafter.own_s / usual_s if usual_s and self._drafting.adapts else 0.0
+        first, usual_s = self._drafter.propose([]), self._counted_s
+        draft = self._drafter.own_s / usual_s if usual_s else 0.0
         ahead = 1.0 if first is None else self._drafting.rate_ahead(first.sure, draft)
         minimum = max(WORTH_IT, ahead)
         return best_tree(self._drafter, costs[: maximum + 1], self._drafting.branches, minimum, draft=draft)
+
+    @property
+    def _counted_s(self) -> float | None:
+        """What a token takes without drafts; None where that is not known yet, or where no measured time counts."""
+        return self._pace.usual_s if self._drafting.adapts else None
 
     @property
     def _sure(self) -> float:
@@ -163,9 +168,9 @@ class Speculation:
         self._is_touched = self._is_touched or bool(nodes)
 
     def measured(self, step_s: float) -> None:
-        """The step with the next token took so long, its drafts among that; unless it adapts nothing follows from it."""
-        drafts, usual_s = len(self._tree), self._pace.usual_s
-        if drafts and usual_s and self._drafting.adapts:
+        """The step with the next token took so long, its drafts among that."""
+        drafts, usual_s = len(self._tree), self._counted_s
+        if drafts and usual_s:
             self._costs.add(1 + drafts, (step_s - drafts * self._drafter.own_s) / usual_s)
 
     def handed_out(self, draft_tokens: Sequence[DraftToken], step: int) -> None:
