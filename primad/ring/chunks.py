@@ -1,18 +1,19 @@
-"""Where the chunks of a prompt end, and what of a prompt was computed before.
+"""Where the chunks of a prompt end, and which of its tokens were computed before.
 
-What a chunk computes depends, in the last bits, on which rows are computed together. So the end of a chunk depends on the
-tokens up to it alone: prompts that begin alike have the same chunks as far as they are alike, and what one of them has
-computed the other would compute, bit for bit. The next ring may have chunks of another size; an answer that was begun goes
-on with those that its prompt was computed in (``ChunkSize``).
+The last bits of a chunk's result depend on which tokens are computed together. So the end of a chunk depends only on
+the tokens up to it: prompts with a common prefix have the same chunks in that prefix, and each would compute them bit
+for bit like the other. The next ring may have chunks of another size; a request in progress keeps the size that its
+prompt was computed with (``ChunkSize``).
 
-A chunk ends after ``rows`` tokens, or once it has ``minimum`` of them before a token that begins something: in a chat each
-message begins with one. So the next turn computes what is new, and the answer before it, which was computed row by row.
-A picture's rows are in chunks of their own, all of them in one where they look ahead.
+A chunk ends after ``rows`` tokens, or once it has ``minimum`` of them before a token that begins something: in a chat
+each message begins with one. So the next turn computes only what is new, and the completion before it, which was
+decoded token by token. The rows of a picture are in chunks of their own, all of them in one where they attend to later
+rows.
 
-Other answers wait for a chunk. Where llama.cpp computes a chunk bit for bit the same in pieces, it is cut into some that
-take no longer than the others' tokens do (``Pieces``): a prompt that comes alone is computed in whole chunks, and so is a
-short one, for which all others would wait a moment, and it itself several times as long in pieces. There the beginning of a
-chunk is found again as well: its pieces are what they were in another chunk that began alike.
+Other requests wait while a chunk is computed. Where llama.cpp computes a chunk bit for bit the same in pieces, it is
+cut into pieces that take no longer than the other requests' tokens (``Pieces``). A prompt that comes alone is computed
+in whole chunks, and so is a short one: in pieces it would take several times as long, to save the others a moment. The
+beginning of a chunk can then be reused as well, since its pieces are the same as in another chunk with that beginning.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from primad.ring.pictures import looks_ahead, run_end, text_end
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """While n generations write, a chunk is computed in pieces of ``rows[n - 1]`` rows, the last of which may have more.
+    """While n generations decode, a chunk is computed in pieces of ``rows[n - 1]`` rows, the last of which may have
+    more.
 
-    All are multiples of ``multiple``, and the last piece is no smaller. For more generations than are listed the last holds.
-    Behind ``twice`` tokens a row takes twice as long as the first (None: all take the same), and a piece has half of them.
-    What is left of a prompt is one piece once it has no more than ``short`` rows.
+    All are multiples of ``multiple``, and the last piece is no smaller. With more generations than entries the last
+    entry holds. After ``twice`` tokens of context a row takes twice as long as the first (None: all take the same), and
+    a piece has half as many rows. Once a prompt has at most ``short`` rows left, they are one piece.
     """
 
     multiple: int
@@ -46,7 +48,7 @@ class Pieces:
         assert self.short >= 0
 
     def of(self, first: int, writing: int) -> int:
-        """Rows of a piece behind ``first`` tokens while so many write."""
+        """Rows of a piece after ``first`` tokens of context, while ``writing`` generations decode."""
         rows = self.rows[min(writing, len(self.rows)) - 1]
         if self.twice is not None:
             rows = rows * self.twice // (self.twice + first) // self.multiple * self.multiple
@@ -68,7 +70,8 @@ class ChunkSize:
 class Chunking:
     """Chunks of at most ``rows`` tokens, and of at least ``minimum`` before a token that ``begins`` something.
 
-    They are computed in ``pieces`` beside other generations, or whole. A step may have ``step_rows`` (0: as a chunk).
+    They are computed in ``pieces`` while other generations decode, or else whole. A step may have ``step_rows`` (0: as
+    a chunk).
     """
 
     rows: int
@@ -78,15 +81,15 @@ class Chunking:
     step_rows: int = 0
 
     def of(self, size: ChunkSize | None) -> Chunking:
-        """Chunks of ``size`` instead, if it is known and a step may have as many rows."""
+        """Chunks of ``size`` instead, if it is known and a step may have that many rows."""
         own = ChunkSize(rows=self.rows, minimum=self.minimum)
         if size is None or size == own or size.rows > max(self.rows, self.step_rows):
             return self
         return replace(self, rows=size.rows, minimum=size.minimum)
 
     def piece(self, first: int, end: int, until: int, writing: int) -> int:
-        """The end of the next piece of a chunk up to ``end``, of a prompt up to ``until``; what is before ``first`` is
-        computed."""
+        """The end of the next piece of a chunk that ends at ``end``, in a prompt that ends at ``until``; the tokens
+        before ``first`` are computed already."""
         if self.pieces is None or not writing or until - first <= self.pieces.short:
             return end
         last = first + self.pieces.of(first, writing)
@@ -116,8 +119,8 @@ class Chunking:
         return found
 
     def _pieces_of_both(self, prompt: Sequence[int], before: Computed, first: int, end: int) -> int:
-        """Rows of the chunk of ``prompt`` from ``first`` to ``end`` that were rows of the chunk there ``before``, and are a
-        multiple with enough rows behind them in both."""
+        """Rows of the chunk of ``prompt`` from ``first`` to ``end`` that can be reused from the chunk there ``before``:
+        a multiple, with enough rows after it in both."""
         if self.pieces is None or looks_ahead(prompt[first]):
             return 0
         multiple, was_end = self.pieces.multiple, before.end_behind(first)
@@ -126,7 +129,8 @@ class Chunking:
         return max(0, rows) // multiple * multiple
 
     def begun(self, prompt: Sequence[int], ends: Sequence[int], cells: int) -> int:
-        """The end of the chunk of ``prompt`` in which the first ``cells`` end, behind the chunks to ``ends``; 0: in none."""
+        """The end of the chunk of ``prompt`` in which its first ``cells`` tokens end, after the chunks that end at
+        ``ends``; 0: in no chunk."""
         first = ends[-1] if ends else 0
         return self.end(prompt, first) if cells > first else 0
 
@@ -148,6 +152,6 @@ class Computed:
     ends: list[int] = field(default_factory=list)
 
     def end_behind(self, first: int) -> int:
-        """The end of the chunk in which the rows behind ``first`` are; ``first`` if they are in none."""
+        """The end of the chunk that contains the tokens after ``first``; ``first`` if no chunk does."""
         place = bisect_right(self.ends, first)
         return self.ends[place] if place < len(self.ends) else first

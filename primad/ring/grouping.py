@@ -1,11 +1,11 @@
 """Which generations' next tokens one step computes together.
 
-A step of several rows costs less than as many steps of one: each step reads the weights, from memory or from a disk. But a
-ring of several devices is full only with several steps in it, and rows are computed bit for bit as each would be alone only
-as far as llama.cpp's kernels go (``Batching.rows`` and ``cells``).
+A step of several rows costs less than the same number of steps of one row, since each step reads the weights from
+memory or disk. But a ring of several devices is busy only with several steps in it, and rows are bit-identical to rows
+computed alone only within limits of llama.cpp's kernels (``Batching.rows`` and ``cells``).
 
-llama.cpp computes rows of several sequences, each with cells of its own, in one go only if their numbers follow one another.
-Where a step costs as much as all its rows, as with layers that a disk has to read, rows of nobody fill gaps between them.
+llama.cpp computes rows of several sequences in one pass only if the sequences' numbers are consecutive. Where a step
+costs as much as all its rows, as with layers that are read from disk, padding rows fill the gaps between them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A sequence whose next row could be computed, for one of those who ask (``owner``), behind so many ``cells``."""
+    """A sequence whose next row could be computed, with ``cells`` of context, for the user ``owner``."""
 
     sequence: int
     owner: str
@@ -26,10 +26,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batching:
-    """At most ``rows`` rows a step, and ``steps`` such steps at once, or as many as there must be.
+    """At most ``rows`` rows a step, and ``steps`` such steps in flight, or more where that is necessary.
 
-    Behind ``cells`` cells or more a row is computed alone (None: never). ``pads``: gaps are filled. Of an answer that an
-    earlier epoch began so many rows are computed at once as it ``replays``.
+    With ``cells`` tokens of context or more a row is computed alone (None: never). ``pads``: gaps are filled.
+    ``replays`` is how many tokens that an earlier epoch sampled are computed in one step.
     """
 
     rows: int = 1
@@ -53,13 +53,14 @@ class Batching:
         return min(cells + self.in_one_step(cells, self.replays), known)
 
     def in_one_step(self, cells: int, rows: int) -> int:
-        """How many of ``rows`` rows behind so many ``cells`` one step of one sequence may have."""
+        """How many of ``rows`` rows of one sequence, with ``cells`` of context, one step may have."""
         return rows if self.cells is None else max(1, min(rows, self.cells - cells))
 
     def together(self, ready: Sequence[Candidate], decoding: int) -> range:
-        """The sequences of the next step: the first of those that are ``ready``, and others that may come with it.
+        """The sequences of the next step: the first of those that are ``ready``, and others that may be computed with
+        it.
 
-        Of several owners each has the same share of the rows. ``ready`` are in the order in which they waited.
+        Several owners get equal shares of the rows. ``ready`` are in the order in which they waited.
         """
         first, size = ready[0], math.ceil(decoding / self.max_steps(decoding))
         alone = range(first.sequence, first.sequence + 1)

@@ -1,15 +1,17 @@
-"""Which cells of the log are kept, as which blocks, and when nothing needs them any more.
+"""Which parts of the KV cache are kept as which blocks, and when a block is no longer needed.
 
-A chunk of a prompt is a block once its last row is in the log, and so is every run of ``rows`` rows of an answer, drawn or
-computed again. The operation that keeps it goes in front of the next step: then each window has computed it, and nobody has
-had its sequence since. A block is told as kept once that step is back, and as forgotten when no sequence has it any more.
+A chunk of a prompt becomes a block once its last row is in the step log, and so does every run of ``rows`` rows of a
+completion, sampled or recomputed. The operation that keeps it is put at the start of the next step: then each window
+has computed the block, and no other generation has used its sequence yet. A block is reported as kept once that step is
+back, and as forgotten when no sequence has it any more.
 
-Where layers have a state, which only the latest row has, it is kept in the same way right behind the block that ends there.
-A chain goes on from the last one that all devices have, so the latest of them are needed: where a prompt ends there are
-three at once, and the last one may not be copied yet. Those before are forgotten; a cache may have them still.
+Where layers have a recurrent state, which exists only for the latest row, it is kept in the same way right after the
+block that ends there. A chain resumes from the last state that all devices have, so the latest ones are needed: at the
+end of a prompt there are three at once, and the last one may not be copied yet. Earlier ones are forgotten; a cache may
+still have them.
 
-Pieces of a chunk, and rows of a known answer that are computed some at a time, have the bits of the whole and of single
-rows: they make the same blocks.
+Pieces of a chunk, and tokens of a known completion that are computed several at a time, have the same bits as the whole
+chunk and as single rows, so they give the same blocks.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from primad.ring.chunks import Chunking
 from primad.ring.messages import Generate, KvForgotten, KvKeep, KvKept
 
 STATES_OF_CHAIN: Final = 3
-"""So many of its states are needed, the latest."""
+"""How many states of a chain, the latest, are needed."""
 STATES_BROUGHT: Final = 2
-"""So many are brought to devices that lack them: the latest, and one if that is not to be had."""
+"""How many states are sent to devices that lack them: the latest, and one more in case that cannot be had."""
 
 
 def prompt_blocks(chunking: Chunking, prompt: Sequence[int], root: str) -> list[KvBlock]:
@@ -52,9 +54,10 @@ def without_old_states(chain: Sequence[KvBlock]) -> list[KvBlock]:
 
 @dataclass(frozen=True, slots=True)
 class Usable:
-    """What of a generation need not be computed: its first ``blocks``, of which the first ``chunks`` are this ring's chunks.
+    """The part of a generation that need not be computed: its first ``blocks``, of which the first ``chunks`` are this
+    ring's chunks.
 
-    Those of the ring that computed them may have ended elsewhere.
+    Chunks of the ring that computed the other blocks may have ended elsewhere.
     """
 
     blocks: list[KvBlock]
@@ -67,10 +70,11 @@ class Usable:
 
 
 def usable(chunking: Chunking, generate: Generate, *, needs_state: bool = False) -> Usable:
-    """What of ``generate.blocks`` may be used; where it ``needs_state``, up to one.
+    """Return which of ``generate.blocks`` may be used; where the model ``needs_state``, up to the last state.
 
-    Without a token of its answer only whole chunks, never all: what follows is drawn from the logits of the last one. An
-    answer that was begun goes on with its own cells, but for that of the last token that is known.
+    Without a sampled token only whole chunks count, and never the whole prompt: the first token is sampled from the
+    logits of the last chunk. A request in progress resumes from its own KV cache, except for the last token that is
+    known.
     """
     given, prompt = generate.blocks, generate.prompt
     cells = [each for each in given if not each.is_state]
@@ -104,12 +108,12 @@ class Chain:
         return self.blocks[-1].end if self.blocks else 0
 
     def before(self, end: int, root: str) -> list[KvBlock]:
-        """Its blocks of positions before ``end``, which are none of another ``root``."""
+        """Its blocks of positions before ``end`` that do not belong to another ``root``."""
         return [each for each in self.blocks if each.end <= end] if self.root == root else []
 
 
 class Keeping:
-    """Which blocks there are in all chains, and where the operations that keep them are."""
+    """The blocks of all chains, and the steps with the operations that keep them."""
 
     def __init__(self) -> None:
         self._having: Counter[str] = Counter()
@@ -126,7 +130,7 @@ class Keeping:
         return bool(self._waiting)
 
     def lease(self, generate: Generate) -> None:
-        """What ``generate`` brings is held, and needed as long as there is ``generate``."""
+        """Hold the blocks that ``generate`` brings for as long as it exists."""
         for each in generate.blocks:
             self._need(each)
             self._held.add(each.key)
@@ -136,7 +140,8 @@ class Keeping:
         self._drop(generate.blocks)
 
     def begin(self, chain: Chain, generate: Generate, blocks: Sequence[KvBlock], *, reported: bool) -> None:
-        """``chain`` is that of ``generate`` now and has ``blocks`` already, which need not be ``reported``, or must."""
+        """Make ``chain`` that of ``generate``, with ``blocks`` that it has already; ``reported`` says whether the head
+        knows of them."""
         before, chain.request, chain.root = chain.blocks, generate.request, generate.root
         chain.blocks, chain.reported = list(blocks), len(blocks) if reported else 0
         for each in blocks:
@@ -144,7 +149,7 @@ class Keeping:
         self._drop(before)
 
     def cut(self, chain: Chain, ends: Sequence[int]) -> None:
-        """``chain`` goes on to have its blocks up to the first that ends at none of ``ends``."""
+        """Let ``chain`` keep its blocks up to the first that ends at none of ``ends``."""
         blocks = list(takewhile(lambda each: each.end in ends, chain.blocks))
         dropped, chain.blocks = chain.blocks[len(blocks) :], blocks
         chain.reported = min(chain.reported, len(blocks))
@@ -175,7 +180,7 @@ class Keeping:
 
     def _need(self, block: KvBlock) -> None:
         self._having[block.key] += 1
-        if block.key in self._forgotten:  # which nobody was told yet: it is held
+        if block.key in self._forgotten:  # not reported yet: it is held
             del self._forgotten[block.key]
             self._held.add(block.key)
 
@@ -187,14 +192,14 @@ class Keeping:
                 self._forget(key)
 
     def _forget(self, key: str) -> None:
-        """Nothing needs block ``key``. One that is on its way to be kept is told when that is done."""
+        """Release block ``key``, which nothing needs. One that is still being kept is reported when that is done."""
         del self._having[key]
         if key in self._held:
             self._held.remove(key)
             self._forgotten[key] = None
 
     def hand_out(self, step: int) -> list[KvKeep]:
-        """What ``step`` keeps before anything else."""
+        """The operations with which ``step`` begins, to keep blocks."""
         ops, self._waiting = list(self._waiting.values()), {}
         if ops:
             self._out[step] = [op.block.key for op in ops]
@@ -208,7 +213,7 @@ class Keeping:
                 self._forget(key)
 
     def news(self, chains: Iterable[Chain]) -> list[KvKept | KvForgotten]:
-        """What was not told yet of ``chains``, and of those that had blocks before."""
+        """Return what was not reported yet of ``chains``, and of earlier owners of blocks."""
         reported: list[KvKept | KvForgotten] = []
         for chain in chains:
             if chain.reported == len(chain.blocks):

@@ -1,11 +1,11 @@
-"""Who holds which KV sequence, and what of a prompt is there already: in a sequence that is free, or in another one's.
+"""Which generation holds which KV sequence, and how much of its prompt is cached, in a free sequence or in one in use.
 
-The cells of a prompt stay when its generation is over. The next generation takes the free sequence with which it has most in
-common, and what both have is not computed again. One that comes while another one's prompt begins the same waits until that
-much of it is in the step log, and copies it then: a KV cache is copied whole, which costs less than to compute some tokens.
-A prompt that is there to its end has nothing computed again, as short ones that come again: its first token is drawn from
-the logits that it was drawn from before.
-Cells that the devices keep (``keeping.py``) are loaded where they reach further.
+The KV cache of a prompt stays when its generation is over. The next generation takes the free sequence with the longest
+common prefix, and the prefix is not computed again. A generation whose prompt begins like that of a running one waits
+until that prefix is in the step log, and copies it then: copying the whole KV cache costs less than computing some
+tokens. If the whole prompt is cached, as with short prompts that are repeated, nothing is computed: the first token is
+sampled from the same logits as before. Blocks that the devices keep (``keeping.py``) are loaded where they reach
+further.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from primad.ring.messages import Generate, KvCopy, KvForgotten, KvKept, KvLoad, 
 from primad.ring.speculation.speculation import Speculation
 
 COPIED_CELLS: Final = 128
-"""As many cells of context are copied in less time than a token of a prompt takes, on what was measured."""
+"""Tokens of context that are copied in less time than computing one token of a prompt takes, as measured."""
 MAX_ENDINGS: Final = 4
-"""Of so many prompts, the latest, the logits of the last row are there still: 1 MB each with a large vocabulary."""
+"""Number of prompts, the latest, whose last logits are kept: 1 MB each with a large vocabulary."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class KvSequence:
     cells: int = 0
     """Rows that were handed out for it, and not forgotten."""
     ops: list[KvOp] = field(default_factory=list)
-    """What the next step in which it has a row does to its cells first."""
+    """Operations on its KV cache at the start of the next step in which it has a row."""
     chain: Chain = field(default_factory=Chain)
     ending: LogitsRow | None = None
     """The logits of the last row of the prompt that its cells are of, where they are known."""
@@ -66,13 +66,13 @@ class Running:
     chunking: Chunking
     """How its prompt is cut."""
     reused: int
-    """Tokens of the prompt whose cells were there, until that is told."""
+    """Tokens of the prompt that were cached; 0 once that is reported."""
     chunk_end: int = 0
-    """Of the chunk that was begun last."""
+    """The end of the chunk that was begun last."""
     since: int = 0
     """How many steps there were when it got its sequence."""
     costs: int = 0
-    """What had to be computed for it then, in tokens of an answer."""
+    """What had to be computed to resume then, in decoded tokens."""
     waits_since: int = 0
     """How many steps there were when it had one last, and some that its turn counts for."""
     rows_before: int = 0
@@ -88,11 +88,11 @@ class Running:
     ending: LogitsRow | None = None
     """Its prompt was there whole, and its first token is to be drawn from this."""
     mirostat_mu: float | None = None
-    """Of its sampler, behind the token that was drawn last."""
+    """State of its sampler after the token sampled last."""
     held_back_s: float | None = None
     """How long the step took that it has its next token from, which is not drawn yet; None: none waits for that."""
     speculation: Speculation | None = None
-    """What is computed ahead of its tokens; its rows are in ``sequence`` behind those of what is known."""
+    """Tokens computed ahead; their rows follow those of the known tokens in ``sequence``."""
 
     @property
     def there(self) -> int:
@@ -132,7 +132,7 @@ class Running:
             self.speculation.accepted = before.speculation.accepted
 
     def tokens(self, first: int, last: int) -> list[int]:
-        """Those at positions ``first <= p < last``, all of prompt or all of the answer."""
+        """The tokens at positions ``first <= p < last``, all of the prompt or all of the completion."""
         begin = len(self.generate.prompt)
         return self.generate.prompt[first:last] if first < begin else self.sampled[first - begin : last - begin]
 
@@ -140,10 +140,10 @@ class Running:
 class Slots:
     """The ``sequences`` of a ring, each with a context of ``context`` tokens.
 
-    The cells of every ``keep_rows`` rows of an answer are kept, and those of prompts; None: nothing is, and nothing loaded.
-    So many ``states`` are kept, to which alone sequences go back; with 0 they do anywhere. So many more of
-    them are kept in front of drafts that are ``ahead``. Where cells do not go on without
-    a state, it is kept with those of prompts, and behind every ``state_rows`` rows of an answer; None: they do.
+    KV blocks of prompts, and of every ``keep_rows`` tokens of a completion, are kept; None: nothing is kept or loaded.
+    ``states`` is how many states are kept, where sequences can only go back to one; with 0 they can go back to any
+    token. ``ahead`` more are kept before drafts. Where blocks need a state to resume, it is kept with those of prompts,
+    and after every ``state_rows`` tokens of a completion; None: they need none.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Slots:
         self._free = list(self.sequences)
         self._first: list[KvOp] = []
         self._back: list[KvOp] = []
-        """What takes drafts back from states, before anything is kept or copied."""
+        """Operations that roll drafts back to states, before anything is kept or copied."""
 
     @property
     def keeps(self) -> bool:
@@ -178,7 +178,8 @@ class Slots:
         return self._keeping.is_waiting
 
     def take_first(self, step: int) -> list[KvOp]:
-        """What ``step``, the next one, does first, whosever it is: cells that are kept or copied may be gone after it."""
+        """Operations that ``step``, the next one, does first, whichever generation it is for: what they keep or copy
+        may be gone after it."""
         back, self._back = self._back, []
         copies, self._first = self._first, []
         return [*back, *self._keeping.hand_out(step), *copies]
@@ -193,8 +194,8 @@ class Slots:
         return self._checkpoints.are_needed
 
     def take_back(self, sequence: KvSequence, cells: int) -> int:
-        """What ``sequence`` has behind so many ``cells`` is forgotten: of a state now, while that can be. How many it has
-        then: the last rows of a step are taken back, those of an earlier one with all rows of that.
+        """Drop what ``sequence`` has after its first ``cells``: a state now, while that is possible. Return how many it
+        has then: the last rows of a step are rolled back, but rows of an earlier step only with all rows of that step.
         """
         before = max((end for end in sequence.ahead if end <= cells), default=None)
         is_last = before is None or (before < cells and before == max(sequence.ahead))
@@ -213,7 +214,7 @@ class Slots:
         return bool(self._ahead) or not self.have_states
 
     def keep_ahead(self, sequence: KvSequence, cells: int) -> list[KvOp]:
-        """What a step does before rows of drafts that it has behind so many ``cells`` of ``sequence``."""
+        """Operations of a step before rows of drafts that follow the first ``cells`` of ``sequence``."""
         if not self.have_states:
             return []
         sequence.ahead[cells] = number = self._ahead.pop()
@@ -232,7 +233,7 @@ class Slots:
         self._keeping.back(step)
 
     def news(self) -> list[KvKept | KvForgotten]:
-        """What is kept, and what nothing needs any more, since this was asked last."""
+        """Blocks that are kept, and blocks that are no longer needed, since the last call."""
         return self._keeping.news(each.chain for each in self.sequences) if self._keep_rows is not None else []
 
     def lease(self, generate: Generate) -> None:
@@ -246,7 +247,7 @@ class Slots:
             self._keeping.end_lease(generate)
 
     def begin(self, generate: Generate, now: float, others: Collection[Running]) -> Running:
-        """``generate`` in a sequence of its own, beside those that run."""
+        """Give ``generate`` a sequence of its own, next to those that run."""
         running = Running(
             generate=generate,
             started_s=now,
@@ -267,7 +268,7 @@ class Slots:
             each.ending = None
 
     def release(self, running: Running) -> None:
-        """It is over; what its sequence has of its prompt stays."""
+        """End ``running``; its sequence keeps the prompt's KV cache."""
         self._free.append(running.sequence)
         self._keeping.cut(running.sequence.chain, running.sequence.computed.ends)
         self.end_lease(running.generate)
@@ -290,16 +291,17 @@ class Slots:
             self._add_state(running)
 
     def keep_certain(self, running: Iterable[Running]) -> None:
-        """Have the state kept of those that are where it is to be: with drafts in a step they are there once it is back.
+        """Keep the state of generations that are where a state is due: with drafts in a step they get there once it is
+        back.
 
-        Not while cells of somebody are still to come.
+        Not while blocks of any generation are still being received.
         """
         if self._state_rows is not None and not self._first:
             for each in running:
                 self.keep(each)
 
     def _state_end(self, running: Running) -> int:
-        """Where the last state of its chain is; not before its prompt ends."""
+        """Position of the last state of its chain; not before its prompt ends."""
         ends = (each.end for each in reversed(running.sequence.chain.blocks) if each.is_state)
         return max(len(running.generate.prompt), next(ends, 0))
 
@@ -342,9 +344,9 @@ class Slots:
         return range(first + 1, first + self._keep_rows + 1)
 
     def _place(self, running: Running, others: Collection[Running]) -> None:
-        """Give it a sequence, with those cells that it would compute the same way; the others are forgotten.
+        """Give it a sequence with the tokens that it would compute the same way; drop the others.
 
-        Where one of the ``others`` has more of its prompt, or will have it, it waits for that.
+        If one of ``others`` has more of its prompt, or will have it, it waits for that.
         """
         generate = running.generate
 
@@ -384,7 +386,8 @@ class Slots:
         self._go_back(sequence, kept)
 
     def _go_back(self, sequence: KvSequence, kept: int) -> None:
-        """It has its first ``kept`` cells. A state is put back with the next step: others may take its place behind that."""
+        """Keep its first ``kept`` tokens. A state is restored with the next step: after that other states may take its
+        place."""
         if self._checkpoints.are_needed and kept:
             self._first.append(self._checkpoints.restore(sequence.number, kept, sequence.used))
             sequence.ops = []
@@ -393,7 +396,8 @@ class Slots:
         self._checkpoints.cut(sequence.number, kept)
 
     def _load(self, running: Running, loaded: Usable) -> None:
-        """Fill its sequence with what is kept. With the next step, since who waits for this prompt may copy it then."""
+        """Fill its sequence with kept blocks, with the next step: a generation that waits for this prompt may copy it
+        then."""
         generate, sequence = running.generate, running.sequence
         running.reused = 0 if generate.sampled else loaded.end
         self._keeping.begin(sequence.chain, generate, loaded.blocks, reported=True)
@@ -405,7 +409,7 @@ class Slots:
         self._checkpoints.cut(sequence.number, 0)
 
     def _begin_chain(self, running: Running, source: Chain, cells: int) -> None:
-        """Its sequence has the first ``cells`` of that of ``source``."""
+        """Begin its chain with the first ``cells`` tokens of that of ``source``."""
         root = running.generate.root if self._keep_rows is not None else ""
         if root or running.sequence.chain.root:
             blocks = source.before(cells, root) if root else []
@@ -420,7 +424,7 @@ class Slots:
         return self._keep_rows is not None and self._checkpoints.are_needed and self._state_rows is None
 
     def _leader(self, running: Running, others: Collection[Running]) -> tuple[Running | None, int]:
-        """The one of the ``others`` whose prompt has most in common with that of ``running``, and how much."""
+        """The one of ``others`` whose prompt has the longest common prefix with that of ``running``, and its length."""
         generate, chunking = running.generate, running.chunking
         best: tuple[Running | None, int] = (None, 0)
         for each in others if generate.reuses else ():
@@ -441,7 +445,8 @@ class Slots:
         return self._checkpoints.last(source.number, cells) if is_past else cells
 
     def go_on(self, running: Mapping[int, Running], steps: int) -> None:
-        """Those that wait for another one's prompt go on once enough of it is in the log, or will not be."""
+        """Let generations that wait for another one's prompt continue once enough of it is in the log, or never will
+        be."""
         for each in running.values():
             leader = each.behind
             if leader is None:
@@ -456,7 +461,7 @@ class Slots:
                 self.copy(each, steps)
 
     def copy(self, running: Running, steps: int) -> None:
-        """Take over, behind so many ``steps``, what it shares with the one that it waited for."""
+        """Copy, after ``steps`` steps, the prefix shared with the generation it waited for."""
         leader, sequence, shared = running.behind, running.sequence, running.shared
         assert leader is not None
         source = leader.sequence

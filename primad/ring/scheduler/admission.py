@@ -1,4 +1,4 @@
-"""Who gets a sequence next, and who gives one up for another owner."""
+"""Which generation gets a sequence next, and which is preempted for another owner."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from primad.ring.slots import Running
 from primad.ring.speculation.speculation import Speculation
 
 MIN_TURN: Final = 256
-"""So many tokens are drawn for the only generation of an owner before it is set back for another's."""
+"""Tokens sampled for the only generation of an owner before it can be preempted for another owner."""
 PROMPT_SHARE: Final = 16
-"""As many tokens of a prompt are computed in the time of one of an answer, where they are few."""
+"""Tokens of a prompt that are computed in the time of one decoded token, where prompts are short."""
 
 
 def wait(state: SchedulerState, generate: Generate) -> None:
-    """It waits among those of its owner, behind those that were begun and those of its priority."""
+    """Queue ``generate`` at its owner, after generations in progress and those of the same priority."""
     waiting = state.waiting.setdefault(generate.owner, [])
     waiting.append(generate)
     waiting.sort(key=partial(place_of, state))
@@ -45,7 +45,8 @@ def waits_no_longer(state: SchedulerState, generate: Generate) -> None:
 
 
 def share(state: SchedulerState, now: float) -> Running | None:
-    """Begin what may begin; who is to give its sequence to another owner as soon as nothing is under way for it."""
+    """Start the generations that may start; return the one that must give up its sequence once it has no step in
+    flight."""
     while True:
         held = Counter(running.generate.owner for running in state.running.values())
         owner = min(state.waiting, key=lambda each: (held[each], state.owners.get(each, 0)))
@@ -66,7 +67,7 @@ def share(state: SchedulerState, now: float) -> Running | None:
 
 
 def who_leaves(state: SchedulerState, held: Mapping[str, int]) -> Running | None:
-    """Whose sequence an owner gets who has none; ``held`` says how many each has."""
+    """The generation that is preempted for an owner without one; ``held`` is the number of sequences of each owner."""
     several = [each for each in state.running.values() if held[each.generate.owner] > 1]
     if several:
         return max(several, key=lambda each: (held[each.generate.owner], each.generate.request))

@@ -1,4 +1,4 @@
-"""What a step that is back means for its generations."""
+"""What a finished step means for its generations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from primad.ring.slots import Running
 
 
 def reused_events(running: Running) -> list[GenerationEvent]:
-    """What was there of its prompt, unless that was told."""
+    """The number of reused prompt tokens, unless it was reported before."""
     reused, running.reused = running.reused, 0
     return [PromptProgress(request=running.generate.request, tokens=reused, reused=reused)] if reused else []
 

@@ -26,7 +26,7 @@ def may_decode(state: SchedulerState) -> bool:
 def decode_step(state: SchedulerState, ready: Sequence[Running], first: Running) -> PlannedStep:
     """The next token of ``first`` and of those among ``ready`` that come with it."""
     by_number = {each.sequence.number: each for each in ready}
-    # Behind a step of several sequences no state of another one is taken back.
+    # After a step of several sequences the state of another sequence cannot be rolled back.
     others = [] if state.may_take_back else [other for other in ready if other is not first]
     step = PlannedStep(step=state.steps, requests=[], tokens=[], positions=[], sequences=[], samples={}, ops=[])
     chosen: list[Running] = []
@@ -68,9 +68,9 @@ def _together(state: SchedulerState, first: Running, others: Sequence[Running]) 
 
 
 def add_padding(state: SchedulerState, step: PlannedStep, sequence: KvSequence) -> None:
-    """A row of nobody behind the cells of ``sequence``, forgotten with the next step in which it has a row.
+    """Add a padding row at the end of ``sequence``; the next step with a row of that sequence drops it.
 
-    Drafts there may be skipped, and would leave a hole before it.
+    Drafts in that step may be skipped, and would leave a hole before it.
     """
     for running in state.running.values():
         if running.sequence is sequence:

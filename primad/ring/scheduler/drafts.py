@@ -35,7 +35,7 @@ def draft_step(state: SchedulerState) -> PlannedStep | None:
 
 
 def next_drafts(state: SchedulerState, running: Running) -> Sequence[DraftToken]:
-    """What may follow all that is on its way for it, if the token behind that is wanted."""
+    """Draft tokens to follow all tokens in flight for ``running``, if a token after those is wanted."""
     speculation = running.speculation
     if speculation is None or not running.sampled or not running.is_decoding or running.has_step:
         return ()
@@ -46,14 +46,14 @@ def next_drafts(state: SchedulerState, running: Running) -> Sequence[DraftToken]
 
 
 def block_rows(state: SchedulerState, cells: int) -> int:
-    """How many rows a step behind so many ``cells`` may have, of those that follow each other ahead of a token."""
+    """How many consecutive draft rows a step may have, with ``cells`` of context."""
     if state.drafting is None or state.drafting.block == 1 or state.waiting or len(state.running) > 1:
         return 1
     return max(1, state.batching.in_one_step(cells, state.drafting.block))
 
 
 def drafts_wanted(state: SchedulerState, running: Running) -> int:
-    """How many more drafts of it would have a token behind them that it may have."""
+    """How many more drafts of ``running`` would be followed by a token that it may still sample."""
     ahead = running.sequence.cells - running.certain
     room = min(running.generate.max_tokens, state.context - len(running.generate.prompt)) - len(running.sampled)
     return max(0, room - ahead - 1)
@@ -76,7 +76,7 @@ def step_ahead(state: SchedulerState, running: Running, draft_tokens: Sequence[D
 
 
 def _add_ahead(state: SchedulerState, step: PlannedStep, running: Running, draft_tokens: Sequence[DraftToken]) -> None:
-    """``step`` has rows of ``draft_tokens`` as well, of which each next token is drawn if it held."""
+    """Add rows of ``draft_tokens`` to ``step``; from each that is accepted the next token is sampled."""
     sequence = running.sequence
     for draft_token in draft_tokens:
         step.samples[len(step.tokens)] = [running.generate]
@@ -90,7 +90,7 @@ def _add_ahead(state: SchedulerState, step: PlannedStep, running: Running, draft
 
 
 def _block_with(state: SchedulerState, step: PlannedStep, running: Running) -> TreeRows:
-    """Drafts behind the next token, where such steps follow each other: as many as a block has room for."""
+    """Drafts to verify with the next token, where such steps follow each other: as many as fit into a block."""
     first = running.sequence.cells - len(step.tokens)
     maximum = min(block_rows(state, first) - len(step.tokens), drafts_wanted(state, running))
     speculation = running.speculation
@@ -131,9 +131,10 @@ def drafts_with(state: SchedulerState, step: PlannedStep, running: Running) -> T
 
 
 def resolve(state: SchedulerState, running: Running | None, tree: TreeRows, sample: SampledToken | None) -> None:
-    """A step with ``tree`` is back: of its cells those of the path that held stay, in its text's own sequence.
+    """Settle a finished step with ``tree``: the KV cache of the accepted path stays, in the sequence of the text
+    itself.
 
-    Behind the token that was drawn last nothing is: had its own row been drawn from, there would be another one.
+    Nothing follows the token sampled last: if its row had been sampled from, there would be one more token.
     """
     if not tree.nodes:
         return
@@ -167,7 +168,7 @@ def resolve(state: SchedulerState, running: Running | None, tree: TreeRows, samp
 
 
 def max_drafts(state: SchedulerState, running: Running, cells: int) -> int:
-    """How many drafts of ``running`` a step may have with its next token, which is behind so many ``cells``."""
+    """How many drafts of ``running`` a step may have with its next token, which has ``cells`` of context."""
     if state.drafting is None or state.waiting or len(state.running) > 1:
         return 0
     room = min(running.generate.max_tokens, state.context - len(running.generate.prompt)) - len(running.sampled)

@@ -1,4 +1,4 @@
-"""Steps of prompts, and of what an earlier epoch sampled."""
+"""Steps of prompts, and of tokens that an earlier epoch sampled."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from primad.ring.slots import Running
 
 
 def step_of_prompt(state: SchedulerState, running: Running, ready: Sequence[Running]) -> PlannedStep:
-    """In the turn of ``running``: of the prompts that are ``ready`` and its owner's, the one of which least is left.
+    """The turn of ``running``: among the ``ready`` prompts of its owner, compute the one with the least left.
 
-    If all took turns all would end last. Rows that were computed while one waited count as its own, so a long prompt waits
-    for short ones at most as long as it takes itself.
+    If all took turns, all would end last. Rows that were computed while a prompt waited count as its own, so a long
+    prompt waits for short ones no longer than it takes itself.
     """
     prompts = [each for each in ready if not each.is_decoding and each.generate.owner == running.generate.owner]
     first = min(prompts, key=_rows_left)
@@ -63,7 +63,8 @@ def chunk_step(state: SchedulerState, running: Running) -> PlannedStep:
 
 
 def join(state: SchedulerState, leader: Running, step: PlannedStep) -> None:
-    """Those with the prompt that ``step`` ends go on behind it; their first tokens are drawn from its last row."""
+    """Let generations with the prompt that ``step`` ends continue after it; their first tokens are sampled from its
+    last row."""
     for running in state.running.values():
         if running.behind is leader:
             state.slots.copy(running, state.steps)
@@ -73,7 +74,7 @@ def join(state: SchedulerState, leader: Running, step: PlannedStep) -> None:
 
 
 def replay_step(state: SchedulerState, running: Running) -> PlannedStep:
-    """Tokens that an earlier epoch sampled for it, but for the last one, behind which another one is drawn."""
+    """Replay tokens that an earlier epoch sampled, except for the last, after which a new one is sampled."""
     sequence, known = running.sequence, running.known - 1
     first = sequence.cells
     if running.generate.replays_rows:

@@ -36,7 +36,7 @@ class Scheduler:
 
     @property
     def tally(self) -> Tally:
-        """What became of drafts."""
+        """Counts of accepted and rejected drafts."""
         return self._state.tally
 
     @property
@@ -79,7 +79,7 @@ class Scheduler:
         return list(self._state.in_flight[step].computed)
 
     def drafter_of(self, request: int) -> Drafter | None:
-        """Who drafts for ``request``; None: nobody."""
+        """The drafter of ``request``, if it has one."""
         running = self._state.running.get(request)
         return None if running is None or running.speculation is None else running.speculation.drafter
 
@@ -98,11 +98,11 @@ class Scheduler:
         return running is not None and not running.sampled
 
     def keep_ending(self, request: int, logits: LogitsRow) -> None:
-        """The first token of ``request`` is drawn from ``logits``, and so is that of its prompt when that comes again."""
+        """Keep ``logits``, from which the first token of ``request`` is sampled, for when its prompt comes again."""
         self._state.slots.keep_ending(self._state.running[request], logits)
 
     def take_found(self) -> list[tuple[Generate, LogitsRow]]:
-        """Those whose prompt was there whole, since this was asked last, with what their first token is drawn from: with
+        """Generations whose whole prompt was cached, since the last call, with the logits for their first token: for
         ``sample_held_back``."""
         found = []
         for running in self._state.running.values():
@@ -142,7 +142,7 @@ class Scheduler:
             self._state.slots.keep_rest(running)
 
     def cancel(self, cancel: Cancel) -> None:
-        """Forget a generation, wherever it is; what is in flight for it is dropped when it comes back."""
+        """Forget a generation in any state; results in flight for it are dropped when they come back."""
         if cancel.request in self._state.running:
             self._state.release(cancel.request)
         for waiting in [each for of in self._state.waiting.values() for each in of if each.request == cancel.request]:
@@ -159,8 +159,8 @@ class Scheduler:
         return any(each.has_step or each.behind is not None for each in state.running.values())
 
     def next_step(self, now: float, *, only_tokens: bool = False) -> PlannedStep | None:
-        """The next step of the log, or None when the ring must answer first or there is nothing to do. Where
-        ``only_tokens`` are of use it is none of a prompt, nor of what an earlier epoch sampled.
+        """The next step of the log, or None when the ring must reply first or there is nothing to do. With
+        ``only_tokens`` the step is neither prefill nor replay.
         """
         self._state.now_s, self._state.waits_until_s = now, None
         if self._state.drains:
@@ -194,7 +194,8 @@ class Scheduler:
         return None if self._state.in_flight else step_without_rows(self._state)
 
     def refill(self, now: float) -> PlannedStep | None:
-        """A draft, if nobody waits for a step: it keeps the ring full while the head computes what came back."""
+        """A draft step if no generation waits for a step: it keeps the ring busy while the head works on what came
+        back."""
         if (
             self._state.drains
             or self._state.waiting
@@ -205,7 +206,7 @@ class Scheduler:
         return draft_step(self._state)
 
     def take_begun(self) -> list[GenerationEvent]:
-        """What is to be told of those that hold a sequence since it was asked last."""
+        """Events of the generations that got a sequence since the last call."""
         begun, self._state.begun = self._state.begun, []
         return begun
 
@@ -223,9 +224,9 @@ class Scheduler:
         return self._state.drafting is not None and self._state.drafting.skips and self.is_discarded(step)
 
     def commit(self, step: int, sampled_tokens: Mapping[int, SampledToken | None], now: float) -> list[GenerationEvent]:
-        """Take back step ``step`` with what was ``sampled_tokens`` for its requests, as far as somebody wanted it still.
+        """Take back step ``step`` with the tokens sampled for its requests, as far as they are still wanted.
 
-        None: it is drawn later, and the generation held back until then.
+        None: the token is sampled later, and the generation is held back until then.
         """
         back = self._state.in_flight.pop(step)
         self._state.slots.back(step)
@@ -268,18 +269,19 @@ class Scheduler:
         return [*reused_events(running), *all_drawn(self._state, running, sample, now, ring_pass_s)]
 
     def kv_news(self) -> list[KvKept | KvForgotten]:
-        """What is kept, and what nothing needs any more, since this was asked last."""
+        """Blocks that are kept, and blocks that are no longer needed, since the last call."""
         return self._state.slots.news()
 
     def wants_samples(self, step: int) -> list[tuple[int, Generate]]:
-        """The rows of step ``step`` from which a token is wanted still, each with the generation that wants it.
+        """The rows of step ``step`` from which a token is still wanted, each with its generation.
 
-        The rows behind one for each of ``drafts`` are not among them.
+        Rows of ``drafts`` are not among them.
         """
         found = self._state.in_flight[step]
         rows = list(found.samples.items())[: len(found.samples) - len(found.tree.nodes)]
         return [(row, each) for row, of in rows for each in of if each.request in self._state.running]
 
     def drafts(self, step: int) -> Sequence[TreeNode]:
-        """The drafts that step ``step`` has behind its first row: from the row of one that held another token is drawn."""
+        """The drafts that follow the first row of step ``step``: from the row of each accepted one another token is
+        sampled."""
         return self._state.in_flight[step].tree.nodes

@@ -1,7 +1,8 @@
-"""What the scheduler knows: who waits, who runs, which steps are on their way; and what every part does to it.
+"""The state of the scheduler: which generations wait, which run, which steps are in flight; and changes that all parts
+share.
 
-What is made for each token is made by msgspec: a frozen dataclass takes 2 us longer, on caches that a model was just read
-through.
+Values that are made for each token are msgspec structs: a frozen dataclass takes 2 us longer when the caches are cold
+after a pass over the model.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from primad.ring.speculation.speculation import BeginsDrafter
 from primad.ring.speculation.tree import NO_TREE, TreeRows
 
 MAX_OWNERS: Final = 1024
-"""Whose latest step is known, of those who asked last."""
+"""Owners whose latest step is remembered: those that asked last."""
 
 
 class PlannedStep(msgspec.Struct, frozen=True, kw_only=True):
     """One step before it is computed: row ``i`` is ``tokens[i]`` at ``positions[i]`` of ``sequences[i]``.
 
-    ``requests`` are the generations that it is for, ``samples`` the rows that want an output, with those that do. Rows of a
-    tree of drafts may be in several sequences, or in another one, which ``shared`` names. Those of a picture, whose tokens
-    are below 0, have ``content``. ``rope`` is as in ``Step``.
+    ``requests`` are the generations that it is for, ``samples`` the rows that want an output, with their generations.
+    Rows of a draft tree may be in several sequences, or in another one, which ``shared`` names. Rows of a picture,
+    whose tokens are below 0, have ``content``. ``rope`` is as in ``Step``.
     """
 
     step: int
@@ -54,8 +55,8 @@ class PlannedStep(msgspec.Struct, frozen=True, kw_only=True):
 class SampledToken(msgspec.Struct, frozen=True, kw_only=True):
     """The token that was sampled for a step: ``ends`` when it ends the generation; ``top`` as in ``Sampled``.
 
-    ``error``: none could be sampled, and the generation ends with it, for ``reason`` as in ``Finished``. ``mirostat_mu``
-    as in ``Sampled``. ``more`` were sampled behind it, each from the row of a draft that held.
+    ``error``: no token could be sampled, and the generation ends with it, for ``reason`` as in ``Finished``.
+    ``mirostat_mu`` as in ``Sampled``. ``more`` are the tokens sampled after it, each from the row of an accepted draft.
     """
 
     token: int
@@ -69,9 +70,10 @@ class SampledToken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepInFlight(msgspec.Struct, frozen=True, kw_only=True):
-    """A step on its way: whose rows it has, with how many tokens each will have behind it. ``decodes``: no prompt's.
+    """A step in flight: its generations, each with its number of tokens after the step. ``decodes``: it is not prefill.
 
-    ``tree`` has the drafts among its rows, behind the first of its only generation; one that ``is_draft`` has no other row.
+    ``tree`` has the drafts among its rows, after the first row of its only generation; a step that ``is_draft`` has no
+    other row.
     """
 
     computed: dict[int, int]
@@ -86,11 +88,11 @@ class StepInFlight(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerState:
     """The state of one ``Scheduler``, whose parts read and change it.
 
-    ``context`` is that of each of the ring's ``sequences``. So many ``chunks`` of prompts are computed at the same time
-    (None: one on each of ``depth`` devices). Of prompts, and of every ``keep_rows`` rows of an answer, the
-    cells are kept (``keeping.py``); None: of nothing. So many ``states`` are kept, where sequences go back to such alone;
-    where cells do not go on without one, behind every ``state_rows`` rows of an answer as well, with those that are kept.
-    ``drafting`` says how drafts are computed, which a ``drafter`` makes; None: there are none.
+    ``context`` is the context of each of the ring's ``sequences``. At most ``chunks`` chunks of prompts are computed at
+    the same time (None: one on each of ``depth`` devices). KV blocks of prompts, and of every ``keep_rows`` tokens of a
+    completion, are kept (``keeping.py``); None: no blocks. Where sequences can only go back to a state, ``states`` is
+    how many are kept; where blocks need a state to resume, one is also kept with them after every ``state_rows`` tokens
+    of a completion. ``drafting`` says how drafts are computed, and a ``drafter`` makes them; None: no drafts.
     """
 
     def __init__(
@@ -127,10 +129,10 @@ class SchedulerState:
         self.at_once = min(sequences, at_once or sequences)
         self.sequences = sequences
         self.waiting: dict[str, list[Generate]] = {}
-        """By owner, who began to wait first; of each in the order in which they begin."""
+        """By owner, the longest waiting first; per owner in the order in which they begin."""
         self.running: dict[int, Running] = {}
         self.set_back: dict[int, Running] = {}
-        """Those that wait again, as they were."""
+        """Preempted generations, as they were."""
         self.slots = Slots(
             sequences,
             context=context,
@@ -144,7 +146,7 @@ class SchedulerState:
         self.begun: list[GenerationEvent] = []
         self.steps = 0
         self.owners: dict[str, int] = {}
-        """Who asks, and the latest step for them, counted as for ``waits_since``; who had one last comes last."""
+        """The latest step of each owner, counted as for ``waits_since``; the most recent comes last."""
         self.drains = False
         self.now_s = 0.0
         self.waits_until_s: float | None = None
@@ -174,7 +176,7 @@ class SchedulerState:
         for running in of:
             running.sequence.used = self.steps
             if is_draft:
-                continue  # it takes nobody's turn
+                continue  # it takes no turn
             running.waits_since = self.steps
             if not running.is_decoding:
                 running.waits_since += max(0, math.ceil(self.decoding / self.batching.rows) - 1)
@@ -190,8 +192,9 @@ class SchedulerState:
 
     @property
     def is_full_of_steps(self) -> bool:
-        """Whether as many are under way as may be, drafts aside. While nobody writes one more chunk waits, since the head
-        has both the beginning of a chunk and the end of an earlier one: none idles until it comes to either.
+        """Whether the maximum number of steps is in flight, not counting drafts. While no generation decodes one more
+        chunk is in flight: the head has both the beginning of a chunk and the end of an earlier one, and no device
+        idles until it comes to either.
         """
         if len(self.in_flight) < self.depth:
             return False
@@ -224,7 +227,7 @@ class SchedulerState:
         return self.drafting is not None and self.drafting.block > 1
 
     def take_back(self, running: Running, cells: int) -> None:
-        """Nothing that is ahead of it counts: what is behind so many ``cells`` is forgotten with its next row."""
+        """Discard everything ahead of it: rows after the first ``cells`` are dropped with its next row."""
         speculation, sequence = running.speculation, running.sequence
         if speculation is None or not (speculation.tokens or (self.has_blocks and sequence.cells > cells)):
             return
