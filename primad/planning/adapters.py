@@ -1,10 +1,10 @@
-"""What changes a model in a plan: LoRA adapters, other angles, how often its experts are picked.
+"""Changes to a model in a plan: LoRA adapters, other RoPE scaling, how often its experts are used.
 
-A model whose angles are otherwise than it says (``--rope-*``, ``--yarn-*``): how far it reaches, and where it is cut.
+With other RoPE scaling than the file's (``--rope-*``, ``--yarn-*``), a model has another maximum context, and other cut
+points.
 
-How often a model's experts were picked on this device, as a plan counts it: those picked most stay in memory.
-
-Ring processes keep count of the layers that they computed by expert. Other layers are taken for alike.
+How often experts were used on this device decides which stay in memory. Ring processes count the experts of the layers
+that they computed; other layers are assumed to be alike.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from primad.gguf.layers import cut_layer, layer_digest
 from primad.settings.config import digests_file, usage_folder
 
 GROUPS: Final = 8
-"""So many steps tell the use of experts apart: more are no figures that one can count on."""
+"""Number of steps in which the use of experts is distinguished; finer figures would not be reliable."""
 
 
 def parse_lora(texts: Iterable[str]) -> tuple[tuple[Path, float], ...]:
@@ -57,10 +57,10 @@ def open_adapters(given: Iterable[tuple[Path, float]], model: Header) -> tuple[A
 
 
 def with_adapters(profile: ModelProfile, adapters: Sequence[Adapter]) -> ModelProfile:
-    """``profile`` with what ``adapters`` take of memory and time beside each layer.
+    """``profile`` with the memory and time that ``adapters`` add to each layer.
 
-    What is for the token embedding counts with the first layer, what is for the output matrix with the last: the head has
-    both. A matrix that no window has keeps the model whole.
+    An adapter's part for the token embedding counts with the first layer, its part for the output matrix with the last:
+    the head has both. If it changes a matrix that no window has, the model is not cut.
     """
     if not adapters:
         return profile

@@ -1,11 +1,11 @@
-"""Whose next tokens a ring computes together: what is exact, what is quickest, and which of the two is taken.
+"""Which next tokens a ring computes together: what is exact, what is fastest, and which of the two is used.
 
-Several rows of a step are bit for bit what each is alone as far as the kernels go that llama.cpp chooses for so many: the
-profile of every device says that for each type of weights (``CpuProfile.exact_rows``). Flash attention computes a single row
-in parts, one a thread, from ``SPLIT_CELLS`` cells on, and several rows in another way. What experts and GPUs compute is not
-compared, and taken for exact one by one alone; so are layers with a state of a kind that is not (``exact_states``). Several
-rows of one sequence are single ones with flash attention alone; an answer that another ring began is computed anew so many
-at a time.
+Several rows of a step are bit-identical to single rows up to a number that depends on llama.cpp's kernels: the profile
+of every device has it for each type of weights (``CpuProfile.exact_rows``). From ``SPLIT_CELLS`` cells on, flash
+attention computes a single row in parts, one a thread, and several rows in another way. Experts and GPUs are not
+compared and count as exact for single rows only; so do layers with a state of a kind that was not compared
+(``exact_states``). Several rows of one sequence equal single rows only with flash attention; this many tokens of a
+completion that another ring began are recomputed at a time.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ KEPT: Final = 0.9
 SPLIT_CELLS: Final = KV_CELL_PADDING
 """llama.cpp splits what has more than one group of cells."""
 MAX_ROWS: Final = 256
-"""Of a chunk, where other answers may wait for it."""
+"""Largest chunk where other requests may wait for it."""
 _ROWS: Final = (128, 64, 32, 16)
 MIN_ROWS: Final = 64
-"""A processor computes so many rows of a chunk nearly as quickly as any number of them."""
+"""A processor computes a row of a chunk this small nearly as fast as in a chunk of any size."""
 EFFICIENT: Final = 1.2
-"""In a piece a row may take so many times as long as in the best one: smaller pieces make everybody wait longer in all."""
+"""How many times as long as in the best piece a row may take: with smaller pieces every request waits longer in total.
+"""
 SHORT_S: Final = 0.5
-"""Who reads an answer may wait so long once for another's prompt, which takes several times as long in pieces."""
+"""A reader may wait this long once for another request's prompt, which takes several times as long in pieces."""
 _LITTLE: Final = 0.01
 """Share of a model's bytes in float32 that are norms: no matrix has so few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """How next tokens are computed together, and prompts beside them; ``is_exact``: each answer is what it is alone.
+    """How next tokens are computed together, and prompts alongside; ``is_exact``: each completion is what it would be
+    alone.
 
-    ``load`` is what that gives.
+    ``load`` is the forecast for that.
     """
 
     batching: Batching
@@ -57,7 +59,7 @@ class Batches:
 
 
 def batches_of(mode: BatchingMode, plan: Plan, question: Instance, sequences: int) -> Batches:
-    """The batches of ``plan`` for so many ``sequences``, as ``mode`` asks for."""
+    """The batches of ``plan`` for ``sequences`` concurrent sequences, in ``mode``."""
     profiles = _profiles(plan, question)
     work, maximum = question.workload, min(sequences, question.workload.chunk_rows)
     rows = min(maximum, exact_rows(plan, profiles, question.model))
@@ -84,9 +86,10 @@ def batches_of(mode: BatchingMode, plan: Plan, question: Instance, sequences: in
 
 
 def noise(profiles: Iterable[DeviceProfile], model: ModelProfile) -> float:
-    """By what share the runs differed that the figures of ``model`` on the worst measured device are from.
+    """Relative spread of the runs that the figures of ``model`` come from, on the worst measured device.
 
-    What a step of several rows takes was measured as single rows were, so what is gained by them is no surer.
+    The time of a step of several rows was measured like that of single rows, so a gain from batching is no more
+    certain.
     """
     sizes = Counter(model.output_bytes_by_type)
     for layer in model.layers:
@@ -113,12 +116,13 @@ def replay_rows(plan: Plan, question: Instance, profiles: Iterable[DeviceProfile
 
 
 def piece_rows(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfile) -> int:
-    """Of how many rows the pieces of a chunk are multiples that are bit for bit the whole one on all devices; 0: unknown."""
+    """The pieces of a chunk that are bit-identical to the whole on all devices are multiples of this many rows; 0:
+    unknown."""
     return math.lcm(*(each.piece_rows for each in _known(plan, profiles, model)))
 
 
 def _known(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfile) -> list[TypeRows]:
-    """What is known of each type of ``model`` on each device: of what was not compared, that single rows are exact."""
+    """The known properties of each type of ``model`` on each device; where nothing was compared, single rows are exact."""
     state = _state_of(model)
     is_compared = not (model.experts or plan.uses_gpu or (model.is_recurrent and state is None))
     types = {kind for layer in model.layers for kind in layer.bytes_by_type} | set(model.output_bytes_by_type)
@@ -143,7 +147,7 @@ def _state_of(model: ModelProfile) -> StateKind | None:
 
 
 def multiple_of_pieces(plan: Plan, question: Instance, sequences: int) -> int:
-    """Of how many rows the pieces of a chunk are multiples; 0: it is not cut."""
+    """The pieces of a chunk are multiples of this many rows; 0: chunks are not cut."""
     work = question.workload
     if work.flash or _needs_large(plan):
         return 0
@@ -152,12 +156,13 @@ def multiple_of_pieces(plan: Plan, question: Instance, sequences: int) -> int:
 
 
 def pieces_of(plan: Plan, question: Instance, sequences: int) -> Pieces | None:
-    """The pieces in which chunks are computed while others of so many ``sequences`` write, and found again; None: in none.
+    """The pieces in which chunks are computed while others of ``sequences`` decode, and in which they are reused; None:
+    none.
 
-    A piece takes no longer than the tokens of all others, unless its rows would take much longer than in larger ones: who
-    waits for a prompt, and who waits behind it, would wait in vain. What is left of a prompt is one piece if that takes
-    ``SHORT_S`` at most. Where those that write are fewer than the machines of the ring, pieces follow each other between
-    two tokens of theirs.
+    A piece takes no longer than the tokens of all other requests, unless its rows would take much longer than in larger
+    pieces: then both the prompt and the requests after it would wait for nothing. The rest of a prompt is one piece if
+    that takes at most ``SHORT_S``. With fewer decoding requests than machines in the ring, pieces follow each other
+    between two of their tokens.
     """
     multiple = multiple_of_pieces(plan, question, sequences)
     if not multiple:
@@ -178,26 +183,26 @@ def pieces_of(plan: Plan, question: Instance, sequences: int) -> Pieces | None:
 
 
 def efficient_rows(took_s: Mapping[int, float]) -> int:
-    """The fewest rows, of those that so many seconds are known of, that take about as little each as any number."""
+    """The smallest number of rows, among those with known times, with about the lowest time per row."""
     min_s = min(seconds / rows for rows, seconds in took_s.items())
     return min(rows for rows, seconds in took_s.items() if seconds <= EFFICIENT * min_s * rows)
 
 
 def _piece_s(plan: Plan, question: Instance, rows: int, *, behind: int) -> float:
-    """What a piece of so many rows takes on the slowest device, ``behind`` so many tokens of its prompt."""
+    """Time of a piece of ``rows`` rows on the slowest device, with ``behind`` tokens of its prompt before it."""
     asked = question.with_rows(rows)
-    prompt_tokens = max(2 * behind, rows)  # a prompt's rows are behind half of it on average
+    prompt_tokens = max(2 * behind, rows)  # on average a row of a prompt comes after half of it
     asked = replace(asked, workload=replace(asked.workload, prompt_tokens=prompt_tokens))
     return max(each.prefill_s for each in evaluate(plan, asked).devices)
 
 
 def rows_of_chunks(plan: Plan, question: Instance, sequences: int, *, asked: bool) -> int:
-    """How many rows a chunk of a prompt has at most, where it cannot be cut into pieces.
+    """Maximum rows of a chunk of a prompt, where it cannot be cut into pieces.
 
-    Other answers wait for each chunk. Where so many ``sequences`` were asked for, it takes no longer than the tokens of all
-    others do, unless its rows would take much longer than in larger ones; where not, one is expected as a rule, whose
-    prompt is quicker in larger ones. Each chunk reads all that streams, and a GPU computes few rows not much quicker than
-    many.
+    Other requests wait for each chunk. Where the user asked for ``sequences``, a chunk takes no longer than the tokens
+    of all others, unless its rows would take much longer than in larger chunks; otherwise one request at a time is
+    expected, whose prompt is faster in larger chunks. Each chunk reads all that streams, and a GPU computes few rows
+    hardly faster than many.
     """
     maximum = question.workload.chunk_rows
     if sequences == 1 or _needs_large(plan):
@@ -211,8 +216,8 @@ def rows_of_chunks(plan: Plan, question: Instance, sequences: int, *, asked: boo
 
 
 def min_rows(plan: Plan, rows: int) -> int:
-    """How many rows a chunk of at most ``rows`` has at the least where another message begins behind it: more chunks mean
-    that more of a prompt is found computed when it comes again."""
+    """Minimum rows of a chunk of at most ``rows`` rows before a new message: with more chunks, more of a prompt is
+    found in the cache when it comes again."""
     return max(1, rows // 2) if _needs_large(plan) else min(MIN_ROWS, rows)
 
 

@@ -1,4 +1,4 @@
-"""Plans that ``--windows`` sets by hand: the layers are given, what streams of them and how much context is found. Pure."""
+"""Plans set by hand with ``--windows``: layers are given; the streamed part and the context are worked out. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def plan_by_hand(
     model: ModelProfile,
     ranks: tuple[int, ...] = (),
 ) -> Plan:
-    """The plan in which the first of the devices ``names`` have these layers a round, so many ``ranks`` each window.
+    """The plan in which the first of the devices ``names`` have these layers a round, with ``ranks`` devices for each
+    window.
 
     Raises ``PlanError`` naming the flag.
     """
@@ -43,8 +44,8 @@ def plan_by_hand(
 
 
 def senders_by_hand(names: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, str]]:
-    """Who sends to whom where the first of ``names`` have so many ``ranks`` at each place: a place's first device to the
-    next place's, and those of a group each to each."""
+    """The pairs of devices with a link when the first of ``names`` form places with ``ranks`` devices each: the first
+    device of a place sends to the next place, and the devices of a group send to each other."""
     places = [names[sum(ranks[:i]) : sum(ranks[: i + 1])] for i in range(len(ranks))]
     firsts = [place[0] for place in places]
     ring = zip(firsts, (*firsts[1:], firsts[0]), strict=True)

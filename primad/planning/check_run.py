@@ -1,4 +1,4 @@
-"""What can be judged of a ``RunConfig`` before any device is looked for, by ``serve`` and ``plan`` alike."""
+"""Checks of a ``RunConfig`` that need no devices, for ``serve`` and ``plan`` alike."""
 
 from __future__ import annotations
 

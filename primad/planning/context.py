@@ -1,11 +1,12 @@
-"""How much context a plan has room for, and for how many answers at once, where nobody said it: as much as costs next to
-nothing. Pure.
+"""How much context a plan has room for, and for how many concurrent requests, when the user did not say: as much as
+costs next to nothing. Pure.
 
-A wider context takes memory alone, for a larger KV cache; what a token costs depends on how much of it is filled. So a plan
-that still fits, and streams no more, is as good with it as it was, and a proof that it is the best one holds. Loading clears
-the cache: 0.2 s for the 530 MB by which 32,768 tokens are more than 4,096 (Gemma 3 270M); a token took 33 ms with both.
+A wider context takes only memory, for a larger KV cache; the cost of a token depends on how much of it is filled. So a
+plan that still fits, and streams no more, is as good with it as before, and a proof that it is optimal still holds.
+Loading clears the cache: 0.2 s for the 530 MB by which 32,768 tokens exceed 4,096 (Gemma 3 270M); a token took 33 ms
+with both.
 
-The same holds for the KV caches of more sequences. They come first: a wider context is for each of them.
+The same holds for the KV caches of more sequences. They come first: a wider context applies to each of them.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from halda.instance import Instance
 MAX_AT_ONCE: Final = 4
 """More answers at once have to be asked for."""
 MAX_OF_FREE: Final = 0.5
-"""Of the memory that a plan leaves free both together take at most so much: devices are their owners'."""
+"""Maximum share of a plan's free memory that both together take: devices belong to their owners."""
 LITTLE_OF_FREE: Final = 0.05
-"""The same where the KV cache is larger than the layers: memory that nobody misses, of small models on large machines."""
+"""The same where the KV cache is larger than the layers: for small models on large machines, memory that no program
+misses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +36,17 @@ class Widened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtOnce:
-    """So many ``sequences``, and ``why`` they are not more."""
+    """Number of ``sequences``, and ``why`` there are no more."""
 
     sequences: int
     why: str
 
 
 def answers_at_once(plan: Plan, question: Instance, *, served: int = 1) -> AtOnce:
-    """How many sequences ``plan``, of ``question`` for one, has room for: doubled as the context is, at most four.
+    """How many sequences ``plan``, made for one, has room for: doubled like the context, at most four.
 
-    As many as were ``served`` need no more than to fit. One, where layers stream: each KV cache takes the memory of some
-    that would be read from the disk instead, for every token.
+    Up to ``served`` sequences only have to fit. One where layers stream: each KV cache would take memory of layers,
+    which would then be read from disk for every token.
     """
     count, now = question.workload.sequences, evaluate(plan, question)
     assert count == 1
@@ -74,8 +76,8 @@ def attends_plainly(plan: Plan, question: Instance, work: Workload) -> bool:
 def widened_context(plan: Plan, question: Instance, work: Workload | None = None) -> Widened:
     """The context of ``work``, doubled as long as ``plan`` has room for it, at most what the model was trained with.
 
-    Besides what ``question`` takes, that of ``work`` itself, it takes no more than half of what ``plan`` leaves free on any
-    machine, and no more than a twentieth where the KV cache is larger than the layers are.
+    Beyond what ``question`` takes, that of ``work`` itself, it takes at most half of the memory that ``plan`` leaves
+    free on any machine, and at most a twentieth where the KV cache is larger than the layers.
     """
     tokens, trained = question.workload.context_tokens, question.model.context_tokens
     now, work = evaluate(plan, question), work or question.workload
@@ -89,7 +91,7 @@ def widened_context(plan: Plan, question: Instance, work: Workload | None = None
 
 
 def _obstacle(plan: Plan, now: Prediction, asked: Instance, *, keeps: bool = False) -> str | None:
-    """What speaks against the larger KV cache of ``asked``; where it ``keeps`` what was served, all that is free may go."""
+    """Why the larger KV cache of ``asked`` is rejected; if it ``keeps`` what was served, all free memory may be used."""
     kv_bytes = sum(asked.kv_bytes[kind] for kind in asked.kind_of)
     is_large = kv_bytes > sum(layer.size_bytes for layer in asked.model.layers)
     share = LITTLE_OF_FREE if is_large else MAX_OF_FREE

@@ -1,8 +1,8 @@
-"""What answers taught about devices and links: factors on the seconds that their profiles give, within bounds.
+"""What requests taught about devices and links: factors on the seconds that their profiles give, within bounds.
 
-A prediction was made with some factors already, so a term that took r times what was predicted asks for r times the factor
-that it was made with. A factor goes half of the way there after each answer, and not at all where it is near enough. What
-would need more than the bounds is no speed to plan with but a fault, which the verdict says.
+A prediction was made with some factors already, so a term that took r times the prediction asks for r times the factor
+that it was made with. After each request a factor moves half of the way there, or stays where it is close enough. A
+factor outside the bounds is a fault and not a speed to plan with; the verdict reports it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ NEAR: Final = 0.05
 MIN_TOKENS: Final = 16
 """Answers with fewer tokens teach nothing."""
 OFF: Final = 0.25
-"""A plan that is off by more is told of."""
+"""A plan that is off by more than this is reported."""
 _MIN_SHARE: Final = 0.05
-"""Of a token: what took less, and was to take less, says nothing of how fast anything is."""
+"""Share of a token: a term that took, and was predicted to take, less says nothing about speed."""
 _FEW_ROWS: Final = 16
-"""What is learnt of one row counts for so many; more are a prompt's."""
+"""What is learnt from one row holds for up to this many; more are part of a prompt."""
 Pair = tuple[str, str]
 TermKind = Literal["compute", "disk", "hops"]
 
@@ -71,7 +71,7 @@ class Corrections:
         return kept if kept is not None and kept.stamp == stamp else DeviceFactors(stamp=stamp)
 
     def noted(self, profiles: Iterable[DeviceProfile]) -> Corrections:
-        """With an entry for each of ``profiles``, as they are measured now."""
+        """These corrections with an entry for each of ``profiles``, as measured now."""
         return replace(self, devices={**self.devices} | {each.device: self.of(each) for each in profiles})
 
     def apply(self, profile: DeviceProfile) -> DeviceProfile:
@@ -102,7 +102,7 @@ class Corrections:
         )
 
     def changed(self, before: Corrections, plan: Plan, share: float) -> set[str]:
-        """The devices of ``plan`` of which, or of a link from which, a factor differs by ``share`` from ``before``."""
+        """The devices of ``plan`` for which, or for a link of which, a factor differs by ``share`` from ``before``."""
         found = set[str]()
         for pair in hops_of(plan):
             if abs(self.links.get(pair, 1.0) / before.links.get(pair, 1.0) - 1) >= share:
@@ -137,7 +137,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a token took in an answer beside what was predicted, and in what it went."""
+    """What a token took next to the prediction, and where the time went."""
 
     predicted_s: float
     measured_s: float
@@ -145,7 +145,7 @@ class Verdict:
 
     @property
     def is_off(self) -> bool:
-        """Whether the plan is wrong by so much that it is told of."""
+        """Whether the plan is off by enough to be reported."""
         return abs(self.measured_s / self.predicted_s - 1) > OFF
 
     @property
@@ -159,7 +159,7 @@ def verdict_of(
 ) -> Verdict | None:
     """What the latest tokens took on ``plan``, whose ``prediction`` was made with the factors ``used``.
 
-    None where that was not measured cleanly: a device did not answer, is short of memory, or has computed too few tokens.
+    None if that was not measured cleanly: a device did not reply, is short of memory, or has computed too few tokens.
     """
     decodes = {name: _clean(statuses.get(name)) for name in plan.devices}
     found = {name: decode for name, decode in decodes.items() if decode is not None}
@@ -186,7 +186,7 @@ def verdict_of(
         factor = None
         waits = max(decode.stall_s, device.stall_s) >= min_s
         if waits and device.disk_bytes_per_token > 0 and decode.read_bytes > 0 and device.disk_s > 0:
-            # What is read while something is computed is not waited for; as much as was planned counts as that.
+            # Reads that overlap with computing are not waited for; up to the planned amount counts as overlapped.
             read_s = decode.stall_s + max(0.0, device.disk_s - device.stall_s)
             factor = factors.disk * (read_s / decode.read_bytes) / (device.disk_s / device.disk_bytes_per_token)
         terms.append(
@@ -206,7 +206,8 @@ def verdict_of(
 
 
 def _hops(plan: Plan, prediction: Prediction, used: Corrections, between_s: float, *, is_significant: bool) -> Term:
-    """What is left of a token goes into its hops: all links of the ring get one factor, as nobody times them apart."""
+    """The rest of a token's time goes to its hops: all links of the ring get one factor, as they are not timed
+    separately."""
     known = [used.links.get(pair, 1.0) for pair in hops_of(plan)]
     ratio = between_s / prediction.hop_s if is_significant and prediction.hop_s > 0 and between_s > 0 else None
     return Term(
@@ -219,9 +220,9 @@ def _hops(plan: Plan, prediction: Prediction, used: Corrections, between_s: floa
 
 
 def learnt(before: Corrections, verdict: Verdict, plan: Plan, used: Corrections) -> Corrections:
-    """What is known after an answer on ``plan``, which was made with the factors ``used``.
+    """The corrections after a request on ``plan``, which was made with the factors ``used``.
 
-    Of a device that was measured anew since then nothing is learnt.
+    Nothing is learnt about a device that was measured again since then.
     """
     devices, links = dict(before.devices), dict(before.links)
     for term in verdict.terms:
@@ -244,9 +245,9 @@ def learnt(before: Corrections, verdict: Verdict, plan: Plan, used: Corrections)
 def prompts_learnt(
     before: Corrections, plan: Plan, instance: Instance, used: Corrections, statuses: Mapping[str, Status | None]
 ) -> Corrections:
-    """What is known after prompts on ``plan``, made for ``instance`` with the factors ``used``.
+    """The corrections after prompts on ``plan``, made for ``instance`` with the factors ``used``.
 
-    Nothing of devices that stream: what they compute takes longer while they read.
+    Nothing is learnt about devices that stream: computing takes longer while they read.
     """
     devices = dict(before.devices)
     for name in plan.devices:
@@ -273,14 +274,15 @@ def hops_of(plan: Plan) -> list[Pair]:
 
 
 def stamp_of(profile: DeviceProfile) -> str:
-    """Names one measurement of a device: another one has other figures. What changes by the minute is left out."""
+    """Identifies one measurement of a device: another one has other figures. Values that change by the minute are left
+    out."""
     measured = (profile.host, profile.cpu, profile.ram_read_bytes_per_s, replace(profile.disk, free_bytes=0))
     gpus = tuple(replace(gpu, vram_available_bytes=0) for gpu in profile.gpus) or (None,)
     return blake2b(repr((*measured, *gpus)).encode(), digest_size=8).hexdigest()
 
 
 def _clean(status: Status | None) -> DecodeStatus | None:
-    """What a device says of its latest tokens, if that is enough and nothing disturbed it."""
+    """A device's report on its latest tokens, if there are enough and nothing disturbed it."""
     decode = None if status is None else status.decode
     if status is None or decode is None or decode.tokens < MIN_TOKENS:
         return None
@@ -333,7 +335,7 @@ def _slower_routing(routing: RoutingCost, factors: DeviceFactors) -> RoutingCost
 
 
 def _slower_speed(speed: TypeSpeed, factors: DeviceFactors) -> TypeSpeed:
-    """A device that takes longer for one row takes longer for a few; of many rows prompts tell."""
+    """A device that is slower for one row is slower for a few; for many rows prompts tell."""
     return replace(
         speed,
         decode_bytes_per_s=speed.decode_bytes_per_s / factors.compute,

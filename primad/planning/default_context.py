@@ -1,12 +1,13 @@
-"""How much context a plan has where nobody said it: what agents need, unless that costs too much. Pure.
+"""The default context of a plan: what agents need, unless that costs too much. Pure.
 
-Agents begin with thousands of tokens: their instructions and their tools. So the context is ``AGENT_CONTEXT_TOKENS``, or
-all that the model was trained with, for each of the answers at once; but not where layers would then stream that stay in
-memory with ``SMALL_CONTEXT_TOKENS``, or a token or what the plan makes small would take more than twice as long. Then it is
-the small one, and ``too_small_for`` says which clients do not fit.
+Agents begin with thousands of tokens: their instructions and tools. So the context is ``AGENT_CONTEXT_TOKENS``, or all
+that the model was trained with, for each concurrent request; but not where layers would then stream that stay in memory
+with ``SMALL_CONTEXT_TOKENS``, or where TPOT or the objective would more than double. Then the context is the small one,
+and ``too_small_for`` says which clients do not fit.
 
-Mostly one plan is solved for, the one for agents. Where more memory would make it better, what the small context would give
-is found in a hurry, to compare: 45 models on the devices of ``mixed-home`` take a third longer to plan for so.
+Usually only one plan is solved for, the one for agents. Where more memory would improve it, the plan for the small
+context is found in a hurry, to compare: this makes planning 45 models on the devices of ``mixed-home`` take a third
+longer.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from primad.errors import ConfigError
 SMALL_CONTEXT_TOKENS: Final = 4096
 AGENT_CONTEXT_TOKENS: Final = 16384
 MAX_TIMES: Final = 2.0
-"""So many times as long a token may take for the larger context."""
+"""How many times as long a token may take for the larger context."""
 CLIENTS: Final = {"Codex": 6415, "Open WebUI with tools": 6640, "Claude Code": 20_000}
 """Tokens of the first request of clients (measured with their versions of November 2026): instructions and tools."""
 ANSWER_TOKENS: Final = 1024
-"""What a context has to leave for an answer, to be of use."""
+"""Room that a context must leave for a completion, to be useful."""
 
 HURRIED_S: Final = 0.05
-"""What is only compared is solved for so long: by plans that are quick to make."""
+"""Time limit for plans that are only compared: those that are quick to find."""
 MIN_ROWS: Final = 128
 """The solver's smallest chunks where memory is short."""
 _STREAMS: Final = "have layers read from a disk for every token"
@@ -64,7 +65,7 @@ def first_context(asked_tokens: int | None, model: ModelProfile) -> int:
 
 
 def wanted_context(model: ModelProfile) -> int:
-    """The context that a plan is to have if it costs little, where nobody said it: what agents need."""
+    """The default context that a plan should have if it costs little: what agents need."""
     return min(model.context_tokens, AGENT_CONTEXT_TOKENS)
 
 
@@ -113,7 +114,7 @@ def why_small(wanted_tokens: int, against: str) -> str:
 
 
 def obstacle(wide: Solution, small: Solution) -> str:
-    """What speaks against the plan for more context; empty where nothing does."""
+    """Why the plan for more context is rejected; empty if it is not."""
     if wide.plan.streaming and not small.plan.streaming:
         return _STREAMS
     times = max(wide.prediction.tpot_s / small.prediction.tpot_s, wide.objective_s / small.objective_s)
@@ -121,10 +122,10 @@ def obstacle(wide: Solution, small: Solution) -> str:
 
 
 def _slow_bytes(plan: Plan, devices: Iterable[DeviceProfile], model: ModelProfile) -> float:
-    """Weights that more memory would make quicker: those that stream, or else those in RAM beside a GPU.
+    """Bytes of weights that more memory would speed up: those that stream, or else those in RAM next to a GPU.
 
-    Where there are none nothing is gained by more memory (infinity). With memory for half of them more, they take half of
-    the time at the least, and what streams still does.
+    Infinity if there are none, since more memory gains nothing. With memory for half of them more, they take at least
+    half of the time, and the part that still streams takes its own.
     """
     if plan.streaming:
         return sum(each.streamed_bytes for each in plan.streaming)
@@ -138,8 +139,8 @@ def _kv_bytes(asked: Instance) -> int:
 
 
 def _may_fit(hurried: Plan, asked: Instance) -> bool:
-    """Whether there may be a plan in memory where this one was made in a hurry: of what its devices hold each may be off by
-    some layers."""
+    """Whether a plan in memory may exist where this one was made in a hurry: each of its devices may be off by some
+    layers."""
     streamed = sum(each.streamed_bytes - each.read_ahead_bytes for each in hurried.streaming)
     each_off = 2 * asked.model.cut_multiple * asked.model.largest_layer_bytes + asked.reserve_bytes
     return len(hurried.devices) < len(asked.devices) or streamed <= len(asked.devices) * each_off
@@ -158,7 +159,8 @@ def _must_stream(asked: Instance) -> bool:
 
 
 def too_small_for(context_tokens: int, model: ModelProfile) -> str:
-    """Which clients' first request does not fit into a default context of so many tokens, and what to type; or nothing."""
+    """Names the clients whose first request does not fit into a default context of ``context_tokens``, and what to
+    type; or nothing."""
     needs = {name: tokens + ANSWER_TOKENS for name, tokens in CLIENTS.items()}
     out = [name for name, tokens in needs.items() if tokens > context_tokens]
     trained = model.context_tokens or max(needs.values())

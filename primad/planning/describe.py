@@ -1,7 +1,4 @@
-"""A plan and its prediction in the words of the schema.
-
-What holds a token up most, in one sentence.
-"""
+"""A plan and its prediction in the words of the schema, with the main bottleneck of a token in one sentence."""
 
 from __future__ import annotations
 
@@ -42,8 +39,8 @@ _SAME: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class DescribedPlan:
-    """One plan, what it answers and what is forecast of it. ``extra_buffers``: why a device has extra buffers or none, where
-    its profile has both. ``share_bytes``: what ranks of its groups have, where the model's file is known."""
+    """One plan with its question and forecast. ``extra_buffers``: why a device has extra buffers or not, where its
+    profile has both. ``share_bytes``: bytes of each rank of its groups, where the model's file is known."""
 
     plan: Plan
     prediction: Prediction
@@ -87,7 +84,7 @@ def _one_disk(answer: DescribedPlan) -> list[list[str]]:
 
 
 def load_part(batches: Batches) -> LoadJson | None:
-    """What is expected of several answers at once; None for one."""
+    """The forecast for several concurrent requests; None for one."""
     load = batches.load
     if load.sequences == 1:
         return None
@@ -103,7 +100,7 @@ def load_part(batches: Batches) -> LoadJson | None:
 
 
 def kept_part(planned: Planned) -> list[KeptJson]:
-    """Where the KV cells of the workers are kept a second time."""
+    """Where the workers' KV cache is replicated."""
     plan, asked, tokens_per_s = planned.plan, planned.question, planned.batches.load.tokens_per_s
     links = {pair: link.bytes_per_s for pair, link in asked.links.items()}
     bytes_of = token_bytes(plan, asked.model.layers, asked.workload.kv_type, links, tokens_per_s)
@@ -177,7 +174,7 @@ def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) ->
 
 
 def predicted_part(answer: DescribedPlan) -> Predicted:
-    """What is expected of it."""
+    """The forecast of the plan."""
     prediction = answer.prediction
     return Predicted(
         tpot_ms=prediction.tpot_s * 1e3,
@@ -209,7 +206,7 @@ def proof_part(question: Question, found: Solution) -> Proof:
 
 
 def workload_part(planned: Planned) -> WorkloadJson:
-    """What the plan is for."""
+    """The workload that the plan is for."""
     work, why = planned.question.workload, planned.why_context
     return WorkloadJson(
         context_tokens=work.context_tokens,
@@ -245,7 +242,7 @@ def model_part(question: Question, place: EncoderPlace | None) -> ModelJson:
 def bottleneck(plan: Plan, prediction: Prediction, instance: Instance) -> str:
     """The largest of each device's compute, the wait for disks and all hops together, with its share of a token.
 
-    Where a disk reads as long as a token takes, it is the disk whatever else takes time: nothing else would help.
+    If a disk reads for as long as a token takes, it is the disk, whatever else takes time: nothing else would help.
     """
     slowest = max(prediction.devices, key=lambda device: device.compute_s)
     if prediction.disk_s >= prediction.tpot_s * (1 - _SAME):

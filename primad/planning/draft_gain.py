@@ -1,8 +1,8 @@
-"""What a draft model would win for a plan, and what it takes: ``primad plan --draft``.
+"""What a draft model would gain for a plan, and what it costs: ``primad plan --draft``.
 
-With E = 1 / (1 - a) tokens in a row that hold, where a is the share of drafts that do, a ring in which M rows of one answer
-are on their way at once has E M / (M + E - 1) times the tokens: behind a draft that failed the ring fills anew. What steps
-of several rows win stands in ``primad/ring/speculation/pace.py``.
+With E = 1 / (1 - a) accepted tokens in a row, where a is the share of drafts that are accepted, a ring with M rows of
+one request in flight has E M / (M + E - 1) times the tokens: after a rejected draft the ring fills again. The gain of
+steps with several rows is described in ``primad/ring/speculation/pace.py``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from primad.ring.speculation.pace import best_wait, rate_without_waiting
 from primad.settings.quantities import show_bytes
 
 SHARES: Final = (0.6, 0.7, 0.8)
-"""Of drafts that hold, for which the gain is told: nobody knows before."""
+"""Acceptance rates for which the gain is shown, since the real one is unknown before."""
 HALF_THE_CORES: Final = 2.0
-"""On a device of the ring its process has half of the cores, and takes so many times as long as all of them at most."""
+"""On a device of the ring the draft process has half of the cores, and takes at most this many times as long as with
+all."""
 
 WINS: Final = 1.03
-"""So many times what it wins on the head another device must win: what goes over a network may be late."""
+"""Another device must win this many times what the head would: messages over a network may be late."""
 DRAFT_BYTES: Final = 512
 _TYPICAL: Final = 1
 """By this one of ``SHARES`` devices are compared."""
@@ -38,11 +39,11 @@ DraftKind = Literal["ahead", "together", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftGain:
-    """``kind``: drafts are computed ``ahead`` of the next token, in ``rows`` steps of one row that are in the ring at once,
-    or ``together`` with it, as so many rows of one step at most, or not (``none``), and then ``why``.
+    """``kind``: drafts are computed ``ahead`` of the next token, in ``rows`` steps of one row in flight in the ring, or
+    ``together`` with it, as at most ``rows`` rows of one step, or not at all (``none``), and then ``why``.
 
-    The model drafts on ``device`` and takes ``token_s`` for a draft. ``times`` has the tokens a second, in those without,
-    for each of ``SHARES``.
+    The model drafts on ``device`` and takes ``token_s`` for a draft. ``times`` is the speedup in tokens per second for
+    each of ``SHARES``.
     """
 
     device: str
@@ -56,10 +57,11 @@ class DraftGain:
 def draft_gain(
     drafting: Drafting | None, plan: Plan, question: Instance, draft: ModelProfile, device: str | None = None
 ) -> DraftGain:
-    """What the model ``draft`` on ``device`` (None: the head) wins for ``plan``; drafts are computed as ``drafting`` says.
+    """The gain of the model ``draft`` on ``device`` (None: the head) for ``plan``; drafts are computed as ``drafting``
+    says.
 
-    A device of the ring has half of its processor for it, any other one all of it. What the head hears of another device
-    comes a round trip later.
+    On a device of the ring it has half of the processor, on any other device all of it. Drafts of another device reach
+    the head a round trip later.
     """
     number = next(i for i, each in enumerate(question.devices) if each.device == (device or plan.head))
     where = question.devices[number]
@@ -88,8 +90,8 @@ def draft_gain(
 def best_gain(
     drafting: Drafting, plan: Plan, question: Instance, draft: ModelProfile, memory_bytes: int, *, head_has_room: bool
 ) -> DraftGain | None:
-    """That on the device where the model wins most: the head, unless another one with memory for it wins ``WINS`` times as
-    much. None where no device has memory for it.
+    """The gain on the device where the model wins most: the head, unless another device with memory for it wins
+    ``WINS`` times as much. None if no device has memory for it.
     """
     best = draft_gain(drafting, plan, question, draft) if head_has_room else None
     hosts, computing = [each.host for each in question.devices], hosts_of(plan, question)
@@ -121,7 +123,7 @@ def draft_place(
 
 
 def left_bytes(plan: Plan, question: Instance) -> dict[str, int]:
-    """What ``plan`` leaves of the memory of each device but the head."""
+    """Memory that ``plan`` leaves free on each device except the head."""
     taken = {each.device: each.ram_bytes for each in evaluate(plan, question).devices}
     limits = {member.profile.device: member.ram_limit for member in question.members}
     return {name: limit - taken.get(name, 0) for name, limit in limits.items() if name != plan.head}
@@ -157,7 +159,7 @@ def no_room(memory_bytes: int) -> str:
 def draft_part(
     draft: PlannedDraft | None, drafting: Drafting | None, place: str | None, plan: Plan, asked: Instance
 ) -> DraftJson | None:
-    """What the draft model takes in ``place`` and would win under ``plan``, where drafts are as ``drafting`` says."""
+    """What the draft model takes in ``place`` and would win under ``plan``, with drafts computed as ``drafting`` says."""
     if draft is None:
         return None
     if drafting is None or place is not None:
@@ -181,7 +183,7 @@ def draft_part(
 
 
 def _token_s(device: DeviceProfile, draft: ModelProfile, context: int) -> float:
-    """What a draft takes on the processor of ``device``."""
+    """Time of a draft on the processor of ``device``."""
     alone = device.with_gpus(())
     plan = arrange([device.device], [len(draft.layers)], rounds=1, model=draft)
     question = instance([alone], [], draft, default_workload(context, 1, "f16"), {}, device.device)
@@ -189,15 +191,15 @@ def _token_s(device: DeviceProfile, draft: ModelProfile, context: int) -> float:
 
 
 def _round_trip_s(question: Instance, head: str, device: int) -> float:
-    """From a token that the head has to what another device drafts behind it, besides the drafting."""
+    """Time from a token at the head to the draft that another device makes after it, without the drafting itself."""
     own = next(i for i, each in enumerate(question.devices) if each.device == head)
     return sum(message_s(question.link(*pair), DRAFT_BYTES) for pair in ((own, device), (device, own)))
 
 
 def _ahead(maximum: float, ring_pass_s: float, token_s: float, late_s: float, share: float) -> float:
-    """The model drafts one token after the other, so there are no more of them in a ring pass than it has time for.
+    """The model drafts one token after another, so a ring pass has only as many drafts as there is time for.
 
-    Behind a draft that failed the first one is ``late_s`` late.
+    After a rejected draft the first one is ``late_s`` late.
     """
     rows = max(1.0, min(maximum, ring_pass_s / token_s))
     right = 1 / (1 - share)
@@ -205,7 +207,7 @@ def _ahead(maximum: float, ring_pass_s: float, token_s: float, late_s: float, sh
 
 
 def _together(costs: Sequence[float], ring_pass_s: float, token_s: float, late_s: float, share: float) -> float:
-    """As if each draft were as late as the first one behind one that failed."""
+    """The gain if each draft were as late as the first one after a rejected draft."""
     draft_token = (token_s + late_s) / ring_pass_s
     return max(rate_without_waiting(costs, share, draft_token), best_wait(costs, share, draft_token)[1])
 

@@ -26,18 +26,18 @@ from primad.system.processors import usable_cores
 MAX_CONTEXT: Final = 4096
 """Behind more tokens it drafts nothing: its KV cache has no room for them."""
 BESIDE_BYTES: Final = 128 << 20
-"""What its process takes beside weights and KV cache."""
+"""Memory of its process besides weights and KV cache."""
 AUTO: Final = Path("auto")
-"""What ``--draft`` is where the model is to be looked for."""
+"""The value of ``--draft`` that has primad look for a model."""
 USUAL: Final = 0.1
 """Draft models have a tenth of the weights of the other one in the literature: right often enough, and quick."""
 MAX: Final = 0.5
 
 
 def draft_profile(path: Path, header: Header, *, header_only: bool = False) -> tuple[Header, ModelProfile]:
-    """The model file ``path``, of which the header may be enough, as one that can draft for that of ``header``.
+    """Read the model file ``path``, or only its header, as a draft model for that of ``header``.
 
-    Raises ``ConfigError`` where it cannot, with the difference, and ``ModelError`` for a bad file.
+    Raises ``ConfigError`` with the difference if it cannot draft for it, and ``ModelError`` for a bad file.
     """
     own = open_model(path, header_only=header_only)
     profile = model_profile(own)
@@ -60,7 +60,7 @@ def memory_of(profile: ModelProfile, context: int) -> int:
 
 
 def draft_model(path: Path, header: Header, *, context: int, threads: int | None) -> DraftModel:
-    """The model file ``path`` as the one that drafts for that of ``header``, on half of all cores or so many ``threads``.
+    """The model file ``path`` as draft model for that of ``header``, on half of all cores or on ``threads`` threads.
 
     Raises as ``draft_profile``.
     """
@@ -76,14 +76,14 @@ def draft_model(path: Path, header: Header, *, context: int, threads: int | None
 
 
 def no_room_here(model: DraftModel, free_bytes: int) -> str:
-    """What a device says that has only so much free memory."""
+    """The message of a device that has only ``free_bytes`` of memory free."""
     takes, free = show_bytes(model.memory_bytes), show_bytes(free_bytes)
     return f"--draft {model.path}: takes {takes} of memory, and {free} are free here"
 
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """The model file that is taken, None where there is none, and ``why``, in a line."""
+    """The chosen model file, None if there is none, and ``why``, in one line."""
 
     path: Path | None
     why: str
@@ -101,7 +101,7 @@ class _Candidate:
 
 
 def models_here(header: Header, models: Path) -> list[Path]:
-    """The files that may draft for that of ``header``: those fetched by name into folder ``models``, and its neighbours."""
+    """Files that may draft for that of ``header``: those fetched by name into folder ``models``, and its neighbours."""
     kept = [model.files[0] for model in kept_models(models) if model.whole]
     return list(dict.fromkeys([*kept, *sorted(header.path.parent.glob("*.gguf"))]))
 

@@ -1,8 +1,9 @@
-"""How many rows of one answer a plan has room for at once, and what several in one step cost: whether drafts can pay.
+"""How many rows of one request a plan has room for at the same time, and what several in one step cost: whether drafts
+can pay.
 
-A token passes the ring once. While one device computes, the others have nothing to do for it: so many rows fill the ring as
-fit into a ring pass one behind the other, each as late as the busiest machine, disk or link takes for one. Where
-weights stream a step of several rows reads them once.
+A token passes through the ring once. While one device computes it, the others have nothing to do for it: a ring has
+room for as many rows as fit one after another into a ring pass, each as late as the busiest machine, disk or link takes
+for one. Where weights stream, a step of several rows reads them once.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from primad.ring.speculation.pace import tokens_of
 SpeculateMode = Literal["auto", "off", "lookup", "draft", "mtp"]
 SPECULATE_MODES: Final[tuple[SpeculateMode, ...]] = get_args(SpeculateMode)
 BRANCHES: Final = 4
-"""Of a tree beside its main path: each draft of one is a row less of that."""
+"""Branches of a tree besides its main path: each draft of a branch is one row less for the path."""
 TYPICAL: Final = 0.7
 """The share of drafts that hold for which room in the ring is chosen."""
 WAITING: Final = 1.02
-"""So many times the tokens a row that waits must give: who drafts on the head delays it besides."""
+"""How many times the tokens a waiting row must give: drafting on the head delays the head as well."""
 BLOCKS: Final = 1.15
-"""So many times the tokens blocks must give: all devices are busy at once with them, half of the steps are for nothing, and
-what states, messages and memory that devices share take of that is not played."""
+"""How many times the tokens blocks must give: they keep all devices busy, half of their steps are discarded, and the
+costs of states, messages and shared memory are not simulated."""
 MAX_ROWS: Final = 8
-"""Of one step: of drafts that hold four times in five seven are right in a row once in five times."""
+"""Rows of one step: with an acceptance rate of four in five, seven drafts in a row hold one time in five."""
 DRAFT: Final = 0.06
-"""Of a token's time: what a draft takes where rows of a block are chosen. A model's own layer takes so much, prompt lookup
-nothing."""
+"""Share of a token's time that a draft takes when the rows of a block are chosen. A model's own layer takes this much,
+prompt lookup nothing."""
 ROLLBACK: Final = 3
 """Drafts of one step where layers have a state: each takes as much memory as the states of all sequences."""
 
 FOR_STATES: Final = 0.5
-"""Of the memory that a plan leaves a device, for states in front of drafts: other things take memory as well."""
+"""Share of the memory that a plan leaves free which may hold states before drafts: other things take memory as well."""
 
 
 def takes_back(model: ModelProfile) -> bool:
@@ -60,7 +61,7 @@ def not_taken_back(model: ModelProfile) -> str:
 
 
 def rollback_of(mode: SpeculateMode, batching: BatchingMode, model: ModelProfile) -> int:
-    """So many drafts a step, of which a plan has the states in memory: only where it is sure that there will be some."""
+    """Drafts per step for whose states a plan reserves memory: only where drafts are certain."""
     is_sure = mode not in ("auto", "off") or (mode == "auto" and batching == "fast")
     return ROLLBACK if is_sure and model.is_recurrent and takes_back(model) else 0
 
@@ -100,8 +101,8 @@ def drafting_of(
 
 
 def _block(plan: Plan, question: Instance, room: int, rows: int, costs: Sequence[float]) -> int:
-    """Of how many rows steps ahead of a token win most, ``rows`` such steps in the ring at most: 1, ``room`` of which are
-    there, unless more win more than those, and than drafts in the next token's step alone."""
+    """The best number of rows for steps ahead of a token, with at most ``rows`` such steps in the ring. It is 1 (with
+    ``room`` of them) unless more rows win more than those do, and more than drafts in the next token's step alone."""
     if rows == 1:
         return 1
     asked = _single_device(question)
@@ -114,8 +115,8 @@ def _block(plan: Plan, question: Instance, room: int, rows: int, costs: Sequence
 
 
 def _room(plan: Plan, question: Instance, rows: int) -> int:
-    """For ``rows`` that fill the ring, and one more that waits where that wins: the busiest device goes on at once then, but
-    a head that begins it is late for the token that decides. Played for rings of whole devices.
+    """Room for ``rows`` that fill the ring, and one more that waits where that wins: then the busiest device continues
+    at once, but a head that starts it is late for the token that decides. Simulated for rings of whole devices.
     """
     if rows == 1 or plan.groups:
         return rows
@@ -125,12 +126,13 @@ def _room(plan: Plan, question: Instance, rows: int) -> int:
 
 
 def _places(plan: Plan) -> int:
-    """Where different steps are computed at the same time."""
+    """Number of places where different steps are computed at the same time."""
     return len(plan.places)
 
 
 def _ring_passes(plan: Plan, question: Instance) -> float:
-    """How many steps of one row the ring computes in the time of one ring pass. Where weights stream each reads them all."""
+    """Number of steps of one row that the ring computes in the time of one ring pass. Streamed weights are read by
+    each."""
     if plan.streaming or _places(plan) == 1:
         return 1.0
     ring_pass_s = evaluate(plan, _single_device(question)).tpot_s
@@ -138,7 +140,7 @@ def _ring_passes(plan: Plan, question: Instance) -> float:
 
 
 def _room_for_states(plan: Plan, question: Instance, room: int) -> int:
-    """As many of ``room`` states as every device has memory for, besides what it computes with."""
+    """How many of ``room`` states every device has memory for, besides what it computes with."""
     limits = {member.profile.device: member.ram_limit for member in question.members}
     for each in evaluate(plan, question).devices:
         layers = [layer for _, window in plan.windows_of(each.device) for layer in window.layers]
@@ -149,7 +151,8 @@ def _room_for_states(plan: Plan, question: Instance, room: int) -> int:
 
 
 def _costs(plan: Plan, question: Instance, maximum: int) -> tuple[float, ...]:
-    """What a step of 1, 2, ... rows takes, in steps of one row; up to the last that takes less time than so many steps."""
+    """Time of a step of 1, 2, ... rows, in steps of one row; up to the last that is cheaper than that many single
+    steps."""
     took_s = [
         evaluate(plan, replace(_single_device(question), decode_rows=rows)).tpot_s for rows in range(1, maximum + 1)
     ]

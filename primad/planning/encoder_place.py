@@ -1,7 +1,7 @@
-"""Where the encoder of pictures runs: the head, or the device and GPU on which a picture takes clearly less time. Pure.
+"""Where the picture encoder runs: on the head, or on the device and GPU where a picture takes clearly less time. Pure.
 
-A picture goes to another device as its file and comes back as rows; both count. The head always keeps room for the encoder,
-since it encodes itself whenever the other device cannot.
+A picture goes to another device as its file and comes back as rows; both count. The head always keeps room for the
+encoder, since it encodes itself whenever the other device cannot.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from primad.planning.question import PlannedEncoder
 GAIN: Final = 0.1
 """So much less than on the head's processor a picture must take elsewhere: what goes over a network may be late."""
 PICTURE_BYTES: Final = 1 << 20
-"""Of a picture's file, as a camera or a screen gives it, made smaller by the client."""
+"""Size of a picture's file from a camera or a screen, reduced by the client."""
 STAGING_BYTES: Final = 512 << 20
-"""Of RAM, for a process that computes on a GPU."""
+"""RAM for a process that computes on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,8 @@ class EncoderPlace:
 def encoder_place(
     encoder: PlannedEncoder | None, wish: str | None, plan: Plan, question: Instance
 ) -> EncoderPlace | None:
-    """Where ``encoder`` runs beside the layers of ``plan``: on the device that was wished for, if that has room, or where a
-    picture takes least time; on the head's processor where nothing is clearly quicker."""
+    """Where ``encoder`` runs next to the layers of ``plan``: on the requested device, if it has room, or where a
+    picture takes the least time; on the head's processor if nothing is clearly faster."""
     if encoder is None:
         return None
     found = list(_places(encoder, plan, question, wish))
@@ -63,7 +63,7 @@ def _places(encoder: PlannedEncoder, plan: Plan, question: Instance, wish: str |
         name = device.device
         is_head = name == plan.head
         if not is_head and name != wish and hosts.count(device.host) > 1:
-            continue  # nobody knows whose memory and cores it takes
+            continue  # its memory and cores are unknown
         way_s = 0.0 if is_head else _way_s(encoder, question, names.index(plan.head), names.index(name))
         busy = HALF_THE_CORES if device.host in computing and not is_head else 1.0
         if is_head or free[name] >= encoder.memory_bytes:
@@ -76,7 +76,7 @@ def _places(encoder: PlannedEncoder, plan: Plan, question: Instance, wish: str |
 
 
 def _free_vram(plan: Plan, question: Instance) -> dict[str, int]:
-    """What ``plan`` leaves of the first GPU of each device."""
+    """Memory of the first GPU of each device that ``plan`` leaves free."""
     taken = {each.device: each.each_gpu[0].vram_bytes for each in evaluate(plan, question).devices if each.each_gpu}
     limits = {each.name: each.vram_limits[0] for each in question.members if each.vram_limits}
     return {name: limit - taken.get(name, 0) for name, limit in limits.items()}

@@ -1,7 +1,7 @@
-"""From a question to the whole answer: the plan, what it costs, and what else could be.
+"""From a question to the whole explanation: the plan, what it costs, and the alternatives.
 
 Everything is planned by the one planner (``plan.py``) and judged by one evaluator (``halda.evaluate``): this plan, each
-device alone, each device that was left out taking part after all, and what was before ``--what-if``.
+device alone, the plan with each left-out device added, and the plan before ``--what-if``.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from primad.planning.schema import SCHEMA, Explanation, GivenUpJson, LeftOutJson
 from primad.settings.quantities import show_ms
 
 MAX_LEFT_OUT: Final = 8
-"""Unlike devices for which it is worked out what they would cost; of more only the solver's reason is given."""
+"""Maximum number of unlike devices for which the cost of adding them is worked out; for others only the solver's reason
+is given."""
 LEFT_OUT_TIME_LIMIT_S: Final = 1.0
-"""For all of them."""
+"""For all left-out devices together."""
 ALONE_TIME_LIMIT_S: Final = 1.0
-"""For each device without the others, of all together."""
+"""For each device on its own, of all together."""
 _SAME: Final = 0.001
 """Relative difference that is not worth a number."""
 _OF: Final = {"latency": "a token", "ttft": "the first token", "throughput": "a token of all", "balanced": "a request"}
 
 
 def explain(question: Question, changes: Sequence[str] = (), before: Question | None = None) -> Explanation:
-    """The answer to ``question``; with ``changes``, next to that of the question ``before`` them.
+    """Explain the plan for ``question``; with ``changes``, next to that of the question ``before`` them.
 
     Raises ``PlanError`` when there is no plan, saying which limit is short.
     """
@@ -84,7 +85,7 @@ def explain(question: Question, changes: Sequence[str] = (), before: Question | 
 
 
 def _as_settled(chosen: Planned) -> Settled:
-    """What ``chosen`` settled: others are compared with the same context, attention and chunks."""
+    """What ``chosen`` settled: alternatives are compared with the same context, attention and chunks."""
     found = chosen.solved.solution.prediction
     work = chosen.solved.workload.with_rows(found.chunk_rows, found.step_rows)
     return Settled(workload=work, prefill_offload=frozenset(chosen.plan.prefill_offload))
@@ -115,7 +116,7 @@ def best_plan(question: Question) -> Planned:
 def request_of(
     question: Question, require: frozenset[str] = frozenset(), settled: Settled | None = None
 ) -> PlanRequest:
-    """What the planner is asked. The head stands in front of the others."""
+    """The planner's request. The head comes first."""
     devices = sorted(question.devices, key=lambda device: device.device != question.head)
     return PlanRequest(
         devices=devices,
@@ -177,7 +178,7 @@ def _no_plan(reason: str, earlier: WhatIf | None) -> str:
 
 
 def _tail(question: Question, solution: Solution, settled: Settled) -> str | None:
-    """What it costs that the last window has some layers at the least; None where it costs nothing."""
+    """What the minimum number of layers in the last window costs; None if it costs nothing."""
     free = _with_any_tail(question, settled)
     if free is None or solution.objective_s <= free.objective_s * (1 + _SAME):
         return None
@@ -187,12 +188,12 @@ def _tail(question: Question, solution: Solution, settled: Settled) -> str | Non
 
 
 def _because_of_tail(question: Question) -> str:
-    """What to say of the tail where there is no plan, and would be one without it."""
+    """What to say about the last window when there is no plan, but would be one without its minimum."""
     return "" if _with_any_tail(question) is None else f"; {_needs_tail(question)}: take a head with more memory"
 
 
 def _with_any_tail(question: Question, settled: Settled | None = None) -> Solution | None:
-    """What were best if the last window could have any layers; None where it can, or nothing fits."""
+    """The best plan if the last window could have any number of layers; None if it can, or nothing fits."""
     if question.model.tail_layers == 1 or question.run.windows is not None:
         return None
     time_limit_s = min(LEFT_OUT_TIME_LIMIT_S, question.time_limit_s)
@@ -229,7 +230,7 @@ def _left_out(question: Question, chosen: Planned, settled: Settled) -> list[Lef
 
 
 def _with_device(question: Question, chosen: Planned, settled: Settled, name: str, time_limit_s: float) -> LeftOutJson:
-    """What it would cost to have ``name`` take part, with the same head and what else is ``settled``."""
+    """What adding the device ``name`` would cost, with the same head and the other ``settled`` choices."""
     asked = replace(
         question,
         devices=tuple(chosen.solved.devices),
