@@ -1,12 +1,13 @@
-"""Which windows use llama.cpp's extra buffers (AMX, repacked weights): what the devices' profiles say, where memory allows.
+"""Which windows use llama.cpp's extra buffers (AMX, repacked weights): what the devices' profiles say, where memory
+allows.
 
-On some builds they crash (LLAMA issue 20824: GCC before 12.4 on a CPU with AMX), on some machines they make decode faster
-and prefill slower, for some types they change nothing. A device's profile was measured with its build of llama.cpp, in
-processes where a crash is an answer; it has the speed of each type with and without them. Which of both is better depends on
-what the plan is for (``suited``): a token, the first token, or a typical request.
+On some builds they crash (LLAMA issue 20824: GCC before 12.4 on a CPU with AMX), on some machines they make decode
+faster and prefill slower, for some types they change nothing. A device's profile was measured with its build of
+llama.cpp, in processes whose crash counts as a result; it has the speed of each type with and without them. Which is
+better depends on the objective (``suited``): TPOT, TTFT, or a typical request.
 
-Windows that stream have none, so that a plan that was made for their speed may not come true. Then it is made again with
-such devices as they are without (``solved_as_planned``), until every device of the plan is as it was planned for.
+Streamed windows have no extra buffers, so a plan made for their speed may not come true. Then such devices are planned
+again without them (``solved_as_planned``), until every device of the plan is as it was planned for.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def suited(device: DeviceProfile, workload: Workload, objective: Objective) -> D
 
 
 def _weight_s(speed: TypeSpeed, workload: Workload, objective: Objective) -> float:
-    """What a weight takes of what the plan is for: of a token, of the first token, or of a typical request."""
+    """Seconds that a weight adds to the objective: to a token, to the first token, or to a typical request."""
     token_s = bytes_per_weight(speed.type) / speed.decode_bytes_per_s
     prompt_s = 2 * workload.prompt_tokens / speed.prefill_flop_per_s
     if objective == "ttft":
@@ -62,7 +63,7 @@ def _weight_s(speed: TypeSpeed, workload: Workload, objective: Objective) -> flo
 
 
 def why_extra(measured: DeviceProfile, planned: DeviceProfile, model: ModelProfile) -> str:
-    """Why ``measured`` has extra buffers as it was ``planned``, or has none; empty where nothing is faster with them."""
+    """Why ``measured`` has extra buffers, or none, as it was ``planned``; empty where nothing is faster with them."""
     speeds = {speed.type: speed for speed in measured.cpu.speeds if speed.plain is not None}
     weights = _bytes_by_type(model.layers, model.layers, model.output_bytes_by_type)
     kind = max(speeds, key=lambda each: weights[each], default="")
@@ -79,10 +80,10 @@ def why_extra(measured: DeviceProfile, planned: DeviceProfile, model: ModelProfi
 def choose_extra_buffers(
     assigned: Mapping[str, Assignment], profiles: Mapping[str, DeviceProfile], model: ModelProfile, wish: str
 ) -> dict[str, list[bool]]:
-    """For each window that a device was ``assigned`` whether it uses extra buffers; ``wish`` is auto, on or off.
+    """For each window ``assigned`` to a device whether it uses extra buffers; ``wish`` is auto, on or off.
 
-    ``profiles`` are those of the devices, as of now and within their owners' limits. A window that streams has no copies,
-    nor has one that is helped: what is in extra buffers cannot be copied to a GPU.
+    ``profiles`` are those of the devices, as of now and within their owners' limits. A streamed window has no copies,
+    nor has one with prefill offload: weights in extra buffers cannot be copied to a GPU.
     """
 
     def may(window: WindowAssignment) -> bool:
@@ -108,7 +109,7 @@ def choose_extra_buffers(
 def solved_as_planned(
     solve: Callable[[list[DeviceProfile]], Solution], devices: Sequence[DeviceProfile], model: ModelProfile, wish: str
 ) -> tuple[Solution, list[DeviceProfile]]:
-    """What ``solve`` finds for ``devices`` with the extra buffers that they have in its plan, and these devices.
+    """The result of ``solve`` for ``devices`` with the extra buffers that they have in its plan, and these devices.
 
     Raises as ``solve``.
     """
@@ -124,9 +125,9 @@ def solved_as_planned(
 def without_copies(
     plan: Plan, devices: Sequence[DeviceProfile], model: ModelProfile, wish: str
 ) -> list[DeviceProfile] | None:
-    """``devices``, of which those whose windows in ``plan`` have no extra buffers are as they are without.
+    """``devices``, with those that have no extra buffers in their windows of ``plan`` as they are without them.
 
-    None where ``plan`` was made for them as they are, as it is for those that are helped.
+    None if ``plan`` was made for them as they are, which holds for devices with prefill offload.
     """
     profiles = {device.device: device for device in devices if device.device in plan.devices}
     chosen = choose_extra_buffers(assignments(plan, model), profiles, model, wish)

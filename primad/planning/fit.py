@@ -24,21 +24,22 @@ from primad.system.processors import usable_cores
 READABLE_TOKENS_PER_S: Final = 5.0
 """About as fast as people read."""
 BEST: Final = 3
-"""So many of the largest models that write so fast are marked."""
+"""How many of the largest models that are fast enough are marked."""
 MORE_RAM_BYTES: Final = 16 << 30
 CABLE: Final = "link=1Gbit/s,1ms"
 HURRIED_S: Final = 0.05
-"""Of what may help, what is not near the best is known for it by plans that are quick to make."""
+"""Time limit for changes that may help but are far from the best: only plans that are quick to find."""
 _NEAR: Final = 1.1
 _WORTH: Final = 1.1
-"""What makes tokens quicker by less is not worth naming."""
+"""A change that speeds tokens up by less is not worth naming."""
 SCHEMA: Final = 1
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model gives. ``runs`` from memory, streamed from a disk, or not at all; then ``why`` says what is short.
+    """The result for a model: it ``runs`` from memory, streamed from a disk, or not at all; then ``why`` says what is
+    short.
 
-    ``hub`` is what ``serve --model`` takes for it, where a file of it is known; ``bytes`` are that file's then.
+    ``hub`` is what ``serve --model`` takes for it, where a file of it is known; then ``bytes`` are that file's.
     """
 
     name: str
@@ -71,9 +72,9 @@ def fit_all(
     processes: int | None = None,
     planned: Callable[[int], None] = lambda count: None,
 ) -> FitResult:
-    """What each named question gives, in several processes at once, and what would help the next model up most.
+    """The result of each named question, found in several processes, and what would help the next model up most.
 
-    ``planned`` is told meanwhile how many there is an answer to.
+    ``planned`` is called with the number of questions that are done.
     """
     count, fits = min(processes or usable_cores(), len(questions)), list[Fit]()
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -88,8 +89,8 @@ def fit_all(
 
 
 def ranked(fits: Iterable[Fit]) -> list[Fit]:
-    """Those that write fast enough first, then slower ones, then what does not run; the largest first, but the smallest of
-    those that are too slow or do not run. The first few are the best."""
+    """Models that are fast enough first, then slower ones, then those that do not run; the largest first, but the
+    smallest first among those that are too slow or do not run. The first few are the best."""
 
     def place(each: Fit) -> tuple[int, int]:
         if each.tokens_per_s >= READABLE_TOKENS_PER_S:
@@ -170,7 +171,7 @@ def _free_bytes(device: DeviceProfile) -> int:
 
 
 def _help(question: Question, now: Fit, pool: ProcessPoolExecutor) -> str:
-    """Of more memory in each device and of a cable between all, what makes the model quickest; empty where nothing does."""
+    """Which speeds the model up most: more memory in a device, or a cable between all; empty if nothing does."""
     tried: list[tuple[str, Question]] = []
     for device in question.devices:
         more = f"ram:{device.device}={device.ram_available_bytes + MORE_RAM_BYTES}B"

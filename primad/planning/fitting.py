@@ -1,4 +1,4 @@
-"""What a plan that was solved is run with: how many answers at once, in which chunks, with which attention and context."""
+"""How a solved plan is run: concurrent requests, chunks, attention and context."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ UNKNOWN: Final = AtOnce(sequences=1, why="more are not known to be exact with su
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """``question`` is what the plan is run with and ``prediction`` what that gives.
+    """``question`` is what the plan is run with, and ``prediction`` its forecast.
 
-    ``why_sequences`` and ``why_context`` say why they are not more, where nobody said how many.
+    ``why_sequences`` and ``why_context`` say why they are not more, where the user did not set them.
     """
 
     question: Instance
@@ -32,7 +32,7 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What was served before: so many ``sequences`` of ``context_tokens``, with ``flash`` attention or not.
+    """What was served before: ``sequences`` with ``context_tokens`` each, with ``flash`` attention or not.
 
     ``small_windows`` are as in ``Workload``.
     """
@@ -54,11 +54,13 @@ def fitted(
     why_context: str = "",
     may_be_several: bool = True,
 ) -> Fitted:
-    """The plan of ``solution`` with what it has room for besides, where nobody asked for it; more context if it ``widens``.
+    """The plan of ``solution`` with the sequences it has room for, where the user did not set them; more context if it
+    ``widens``.
 
-    It has the sequences of ``run``, or where these are None as many as there is room for: those that were ``served`` need
-    no more than to fit, and it is one where it is not known that they ``may_be_several``. With ``keeps_attention`` that is
-    as in ``question``. ``why_context`` says why the context that was solved for is not what agents need, if so.
+    It has the sequences of ``run``, or, where these are None, as many as there is room for: those that were ``served``
+    only have to fit, and it is one unless the model is known to allow several (``may_be_several``). With
+    ``keeps_attention`` attention is as in ``question``. ``why_context`` says why the solved context is not what agents
+    need, if so.
     """
     plan, solved = solution.plan, solution.prediction
     question = question.with_rows(solved.chunk_rows, solved.step_rows)
@@ -71,7 +73,7 @@ def fitted(
     def attending(work: Workload) -> Workload:
         if keeps_attention:
             return work
-        smallest = replace(work, buffer_rows=0)  # of scores buffers for larger chunks hold as many more
+        smallest = replace(work, buffer_rows=0)  # buffers for larger chunks hold that many more scores
         plain = [each for each in (work, smallest) if attends_plainly(plan, question, each)]
         return replace(plain[0], flash=False) if plain else replace(work, flash=True)
 

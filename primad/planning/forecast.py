@@ -1,4 +1,4 @@
-"""A plan, what each device keeps of it, and what the solver forecasts."""
+"""A plan, what each device keeps of it, and the solver's forecast."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ FIRST_TOKENS_PER_S: Final = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """``prediction`` is what ``plan`` promises, if it was planned; ``assignments`` are those of its devices.
+    """``prediction`` is the forecast of ``plan``, if it was planned; ``assignments`` are those of its devices.
 
-    Both were made with what was learnt until then, ``corrections``, and for ``sequences`` answers at once, each with a
-    context of ``context_tokens``; ``why_sequences`` and ``why_context`` say why it is not more, where nobody said how much.
-    Attention is ``flash`` attention or not, with ``small_windows`` as in ``Workload``, and next tokens are computed together
-    as ``batches`` say, drafts as ``drafting`` does, by a model on device ``draft_device``, if one drafts; pictures are
-    encoded at ``encoder_place``. ``question`` is what was planned for; ``why_parallel`` says why devices share layers or do
-    not, where that was a choice.
+    Both were made with the ``corrections`` learnt until then, and for ``sequences`` concurrent requests, each with a
+    context of ``context_tokens``; ``why_sequences`` and ``why_context`` say why these are not more, where the user did
+    not set them. Attention is ``flash`` attention or not, with ``small_windows`` as in ``Workload``. Next tokens are
+    computed together as in ``batches``, drafts as in ``drafting``, by a model on device ``draft_device``, if there is a
+    draft model; pictures are encoded at ``encoder_place``. ``question`` is what was planned for; ``why_parallel`` says
+    why devices share layers or not, where that was a choice.
     """
 
     plan: Plan
@@ -57,7 +57,7 @@ class Forecast:
 
     @property
     def pieces(self) -> Pieces | None:
-        """The pieces in which chunks of a prompt are computed beside other answers; None: they are not cut."""
+        """The pieces in which chunks of a prompt are computed alongside other requests; None: they are not cut."""
         return None if self.batches is None else self.batches.pieces
 
     @property
@@ -67,7 +67,7 @@ class Forecast:
 
     @property
     def served(self) -> Served:
-        """What the next plan may take over of it."""
+        """What the next plan may take over from it."""
         return Served(
             context_tokens=self.context_tokens,
             sequences=self.sequences,
@@ -77,7 +77,7 @@ class Forecast:
 
     @property
     def attention(self) -> tuple[bool, bool]:
-        """What answers would go on with other last bits if it changed."""
+        """The settings whose change would alter the last bits of requests in progress."""
         return self.flash, self.small_windows
 
     @property
@@ -103,7 +103,7 @@ class Forecast:
 
     @classmethod
     def of_planned(cls, planned: Planned, corrections: Corrections, share_bytes: ShareBytes | None = None) -> Self:
-        """What ``planned`` promises; ranks of its groups have ``share_bytes``."""
+        """The forecast of ``planned``; ranks of its groups have ``share_bytes``."""
         work = planned.question.workload
         found = cls.of(
             planned.plan,

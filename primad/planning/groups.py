@@ -1,10 +1,10 @@
 """Candidates for plans with tensor-parallel groups: which devices share layers, with which shares, in which ring. Pure.
 
-A group needs devices of like speed, with a cable between any two on which the sums of all layers take less than a token
-without groups. A device with a GPU that is quicker than its processor has its share there, all of it.
-The group of a whole model costs what the evaluator says. In a ring a group is one device more to the solver, which divides
-the layers; what comes of that is judged by the evaluator like any other plan. Where memory is short each device streams of
-its share: all disks read at once, and weights are those with which the slowest takes least.
+A group needs devices of similar speed, with links between all of them on which the sums of all layers take less time
+than a token without groups. A device whose GPU is faster than its processor has its whole share there. The cost of one
+group for the whole model comes from the evaluator. In a ring a group is one device for the solver, which divides the
+layers; the result is judged by the evaluator like any other plan. Where memory is short each device streams part of its
+share: all disks read at once, and the weights are chosen for the least time of the slowest device.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from primad.planning.corrections import DeviceFactors, slower_cpu
 from primad.settings.quantities import show_bytes
 
 MAX_WEIGHT: Final = 16
-"""That of the quickest device. Weights are coarse, so that shares stay what they are where figures hardly change."""
+"""Weight of the fastest device. Weights are coarse, so that shares stay the same where figures hardly change."""
 MAX_COMBINED: Final = 4
-"""Of groups of so many devices all combinations are looked at, of larger ones the quickest devices."""
+"""Up to this size all combinations of devices are tried as groups, above it only the fastest devices."""
 MAX_RATIO: Final = 8.0
-"""A device so many times as slow as another one has hardly a share."""
+"""A device this many times slower than another one would have hardly any share."""
 MAX_SETS: Final = 60
 MAX_RINGS: Final = 6
-"""For which the solver is asked."""
+"""Number of rings for which the solver is asked."""
 MAX_STREAMING: Final = 4
 """Groups that stream which are judged, where none has memory enough."""
 STAND_IN_ERROR: Final = 0.1
@@ -82,7 +82,7 @@ def _combined(question: Instance, wishes: GroupWishes, able: _Able, pairs: _Pair
 
 
 def _unlike(question: Instance, places: Iterable[list[tuple[str, ...]]]) -> list[list[tuple[str, ...]]]:
-    """Those of ``places``, the groups of a ring, that are not like others before them: with like devices."""
+    """Those of ``places``, the groups of a ring, that differ from earlier ones by more than similar devices."""
     head, *others = (device.device for device in question.devices)
     unlike = question.unlike(others)
     kinds = {name: next(at for at, each in enumerate(unlike) if question.are_alike(name, each)) for name in others}
@@ -216,7 +216,7 @@ def _weighed(ranks: Sequence[Rank], weights: Sequence[int], units: ShareUnits | 
 
 
 def _alone(question: Instance, device: DeviceProfile) -> tuple[float, bool]:
-    """What a token would take ``device`` if it had memory for the whole model, and whether on its GPU, which is quicker."""
+    """TPOT of ``device`` if it had memory for the whole model, and whether that is on its GPU, when the GPU is faster."""
     places = (False, True)[: 1 + bool(device.gpus)]
     return min((_token_s(question, device, on_gpu=on_gpu), on_gpu) for on_gpu in places)
 
@@ -276,10 +276,10 @@ def _quicker(plan: Plan, question: Instance, units: ShareUnits | None) -> Plan:
 
 
 def all_in_one(question: Instance, max_ranks: int, units: ShareUnits | None, *, streams: bool = False) -> Plan:
-    """The group of the head and the quickest other devices, at most so many, that all reach each other; one that
-    ``streams`` where it has no memory otherwise.
+    """The group of the head and the fastest other devices, at most ``max_ranks``, that all reach each other; it
+    ``streams`` only where memory is short.
 
-    Raises as ``whole_group``, and ``Infeasible`` where the head reaches no other one.
+    Raises as ``whole_group``, and ``Infeasible`` if the head reaches no other device.
     """
     names = [device.device for device in question.devices]
     rates = [1 / _alone(question, device)[0] for device in question.devices]
@@ -309,7 +309,7 @@ def solution_of(plan: Plan, question: Instance, objective: Objective) -> Solutio
 
 
 def best_whole(question: Instance, wishes: GroupWishes) -> Solution | None:
-    """The best group of the whole model with the head in it; None where there is none. None streams where one need not."""
+    """The best group of the whole model that contains the head; None if there is none. A group streams only if it must."""
     able, pairs = _able_pairs(question, wishes)
     found = [*_combined(question, wishes, able, pairs), *_large_sets(question, wishes, able, pairs)]
     head = question.devices[0].device
@@ -379,9 +379,9 @@ def ring_of(
     time_limit_s: float,
     below_s: float = math.inf,
 ) -> Solution | None:
-    """The ring in which each of ``groups`` is a place, as the solver divides the layers; None where there is none.
+    """The ring with each of ``groups`` as a place, with layers divided by the solver; None if there is none.
 
-    Raises ``Infeasible``, and ``NotBelow`` where by the solver's figures it takes ``below_s`` or more.
+    Raises ``Infeasible``, and ``NotBelow`` if by the solver's figures it takes ``below_s`` or more.
     """
     from halda import solve  # only a process that solves loads the solver
 

@@ -1,8 +1,9 @@
-"""How long a ring still loads: each device gets the layers that it lacks, then reads its windows. Pure.
+"""How long a ring will still load: each device gets the layers that it lacks, then reads its windows. Pure.
 
-What a device lacks it reports as soon as it gets any of it; until then it is taken to hold all. Layers come at the rate of
-its link to the head, and all of them together at that of the head's fastest link; once they came for a while, at the rate at
-which they did. Nothing is known of a hub before. Layers that came lie in the page cache; others are read from the disk.
+A device reports what it lacks as soon as it receives any of it; until then it is assumed to have everything. Layers
+arrive at the rate of its link to the head, all of them together at the rate of the head's fastest link, and, once some
+have arrived, at the measured rate. The rate of a hub is unknown at first. Layers that arrived are in the page cache;
+others are read from disk.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class DeviceLoad:
 
 @dataclass(slots=True, eq=False)
 class _Device:
-    """It lacked ``lacked_bytes`` at ``since_s``, of which ``to_come_bytes`` were to come; ``missing_bytes`` still are. It
-    reads its windows from ``reads_s`` on."""
+    """It lacked ``lacked_bytes`` at ``since_s``, of which ``to_come_bytes`` were to come; ``missing_bytes`` are still
+    missing. It reads its windows from ``reads_s`` on."""
 
     load: DeviceLoad
     since_s: float
@@ -66,7 +67,7 @@ class _Device:
 
 
 class LoadTimes:
-    """Those of one ring, from ``began_s`` on; all times are on one scale."""
+    """Load times of one ring, from ``began_s`` on; all times are on one scale."""
 
     def __init__(self, devices: Mapping[str, DeviceLoad], began_s: float) -> None:
         self._devices = {name: _Device(load, began_s) for name, load in devices.items()}
@@ -78,7 +79,7 @@ class LoadTimes:
         return any(each.lacked_bytes for each in self._devices.values())
 
     def arrived(self, device: str, done_bytes: int, total_bytes: int, now_s: float) -> None:
-        """Of ``total_bytes`` that ``device`` lacked ``done_bytes`` are there."""
+        """Note that ``device`` has ``done_bytes`` of the ``total_bytes`` that it lacked."""
         each = self._devices[device]
         each.missing_bytes = total_bytes - done_bytes
         if not each.lacked_bytes:
@@ -116,8 +117,8 @@ def load_times(
     *,
     from_hub: bool,
 ) -> LoadTimes:
-    """Those of the ring of ``forecast`` for ``model``, which begins to load at ``now_s``; ``rates`` are those of links, in
-    bytes/s. The head cuts layers out of its file, unless they come ``from_hub``."""
+    """Load times of the ring of ``forecast`` for ``model``, which begins to load at ``now_s``; ``rates`` are those of
+    links, in bytes/s. The head cuts layers out of its file, unless they come ``from_hub``."""
     head = forecast.plan.head
 
     def load(device: str) -> DeviceLoad:

@@ -1,7 +1,9 @@
-"""The one planner: ``serve``, ``plan``, ``fit``, what-if and the page ask it, and get the same answer to the same question.
+"""The one planner: ``serve``, ``plan``, ``fit``, what-if and the page use it, and get the same plan for the same
+question.
 
-``search`` solves, which takes seconds of processor time; a daemon runs it in a process of its own. ``complete`` finds what
-the plan has room for besides: requests at once, context, attention, chunks, drafts. ``plan`` is one after the other. Pure.
+``search`` solves, which takes seconds of processor time; a daemon runs it in a process of its own. ``complete`` finds
+what else the plan has room for: concurrent requests, context, attention, chunks, drafts. ``plan`` does one after the
+other. Pure.
 """
 
 from __future__ import annotations
@@ -45,10 +47,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan and how it is run: ``solved`` is how it was found, ``question`` what it answers, ``prediction`` the forecast.
+    """A plan and how it is run: ``solved`` is how it was found, ``question`` what it was planned for, ``prediction``
+    the forecast.
 
-    ``why_sequences`` and ``why_context`` say why they are not more, where nobody said how many. Drafts are computed as
-    ``drafting`` says, by the draft model on ``draft_device``, if one drafts; pictures are encoded at ``encoder_place``.
+    ``why_sequences`` and ``why_context`` say why they are not more, where the user did not set them. Drafts are
+    computed as in ``drafting``, by the draft model on ``draft_device``, if there is one; pictures are encoded at
+    ``encoder_place``.
     """
 
     solved: FoundPlan
@@ -64,7 +68,7 @@ class Planned:
 
     @property
     def plan(self) -> Plan:
-        """Who computes what."""
+        """Which device computes which layers."""
         return self.solved.solution.plan
 
     @property
@@ -120,8 +124,8 @@ def _search_pipeline(request: PlanRequest) -> FoundPlan:
 
 
 SOLVE_SHARE: Final = 0.8
-"""Of the time that is left, for one question to the solver: it may be asked again, for a small context, or for devices as
-they are in the plan."""
+"""Share of the remaining time for one question to the solver: it may be asked again, for a small context, or for
+devices as they are in the plan."""
 SMALL_WINDOWS_GAIN: Final = 0.05
 """Cells of whole contexts are worth so much: drafts, and any prefix instead of kept ones."""
 
@@ -151,7 +155,7 @@ def _search(request: PlanRequest, work: Workload, require: frozenset[str], budge
 
 
 def _is_short(found: FoundPlan) -> bool:
-    """Whether memory is missed: layers stream, or lie in RAM beside a GPU, or the context is small for it."""
+    """Whether more memory would help: layers stream, or are in RAM next to a GPU, or the context is reduced."""
     plan, with_gpu = found.solution.plan, {each.device for each in found.devices if each.gpu is not None}
     return bool(
         plan.streaming or found.why_context or any(each.in_ram for each in plan.route if each.device in with_gpu)
@@ -159,7 +163,7 @@ def _is_short(found: FoundPlan) -> bool:
 
 
 def _is_quicker(found: FoundPlan, small: Workload, request: PlanRequest) -> bool:
-    """Whether the plan itself gains by small caches, of which long prompts read less."""
+    """Whether the plan itself gains from small caches, of which long prompts read less."""
     solution = found.solution
     work = replace(small, context_tokens=found.workload.context_tokens).with_rows(
         solution.prediction.chunk_rows, solution.prediction.step_rows

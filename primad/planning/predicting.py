@@ -15,7 +15,8 @@ from primad.gguf.header import Header
 from primad.planning.run_config import RunConfig
 
 MAX_SHARE: Final = 0.05
-"""Of the head's memory, unless it was asked for: a layer of a large mixture of experts would have others stream."""
+"""Share of the head's memory, unless the user asked for it: a layer of a large mixture of experts would make others
+stream."""
 
 
 def predicts(run: RunConfig, header: Header, why_not: str = "", *, free_bytes: int | None = None) -> bool:
@@ -37,7 +38,8 @@ def predicts(run: RunConfig, header: Header, why_not: str = "", *, free_bytes: i
 
 
 def drafts_line(run: RunConfig, header: Header, *, drafts: bool) -> str:
-    """What to say of a model that could draft with its own layer where devices may share layers; empty for nothing."""
+    """A line about a model that could draft with its own layer where devices may share layers; empty if there is
+    nothing to say."""
     if run.speculate != "auto" or not drafting_layers(header):
         return ""
     if run.parallel == "tensor":

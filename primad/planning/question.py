@@ -1,6 +1,6 @@
-"""What the solver is asked: devices, links, model, workload, wishes. Every doubt about it is settled here.
+"""The question for the solver: devices, links, model, workload, wishes. Every doubt about it is settled here.
 
-``Wishes`` are what the command line says; ``Question`` is what they mean. Nothing here opens a file.
+``Wishes`` are what the command line says; ``Question`` is what they mean. This module opens no file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SAME_MACHINE: Final = LinkSpeed(bytes_per_s=2e9, round_trip_s=0.0004)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What was asked for besides devices and model; what is about devices as given, None and empty where nothing was."""
+    """The options besides devices and model; those about devices as given, None and empty where not given."""
 
     run: RunConfig = DEFAULT_RUN
     head: str | None = None
@@ -70,7 +70,7 @@ class PlannedDraft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedEncoder:
-    """What encodes pictures, if the model ``sees``, and sounds: its process takes so much memory, on the head always.
+    """The encoder of pictures, if the model ``sees``, and sounds: the memory of its process, always on the head.
 
     A picture takes ``picture_flop`` and becomes ``encoded_bytes``; 0 where the file does not say.
     """
@@ -83,18 +83,18 @@ class PlannedEncoder:
 
 
 def senses(sees: bool, hears: bool) -> str:
-    """What a model can, in words; empty for neither."""
+    """The model's senses, in words; empty for none."""
     return " and ".join(word for word, can in (("sees", sees), ("hears", hears)) if can)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is to be planned. ``head`` is None where the best device is looked for.
+    """What is to be planned. ``head`` is None if the best device is to be found.
 
-    ``links`` are known ones; what they do not cover goes by ``default_link``. ``draft`` is the draft model, if there
-    is one, ``encoder`` that of pictures. Models that are not known to be exact for several requests have one at a time
-    (``may_be_several``). At most ``max_ranks`` devices share each layer, cut by ``units``, where these are known, and then
-    have ``share_bytes`` of the file.
+    ``links`` are the known ones; all others are assumed to be ``default_link``. ``draft`` is the draft model, if there
+    is one, ``encoder`` the picture encoder. Models not known to be exact for several requests have one at a time
+    (``may_be_several``). At most ``max_ranks`` devices share each layer, cut by ``units``, where these are known, and
+    then have ``share_bytes`` of the file.
     """
 
     devices: tuple[DeviceProfile, ...]
@@ -176,7 +176,7 @@ def check(wishes: Wishes) -> None:
 
 
 def unique_names(devices: Iterable[DeviceProfile]) -> tuple[str, ...]:
-    """Names of the devices. Raises ``ConfigError`` when there are none, or two have the same."""
+    """Names of the devices. Raises ``ConfigError`` if there are no devices, or two have the same name."""
     names = tuple(device.device for device in devices)
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -194,9 +194,9 @@ def check_name(name: str, names: Sequence[str], source: str) -> str:
 
 
 def workload_of(run: RunConfig, model: ModelProfile) -> Workload:
-    """The work to plan for first: one sequence where nobody said how many, and the small context.
+    """The workload to plan for first: the small context, and one sequence if the user did not set their number.
 
-    Raises ``ConfigError`` where prompt and answer, or the KV cache, do not suit the model.
+    Raises ``ConfigError`` if prompt and completion, or the KV cache, do not suit the model.
     """
     check_kv_type(run.kv_type, model)
     work = default_workload(
@@ -220,9 +220,10 @@ def default_workload(
     prompt_tokens: int | None = None,
     answer_tokens: int | None = None,
 ) -> Workload:
-    """What a plan is made for: the question and the answer that were asked for, or typical ones within the context.
+    """The workload of a plan: the prompt and completion lengths that were asked for, or typical ones within the
+    context.
 
-    Raises ``ConfigError`` when they do not fit it.
+    Raises ``ConfigError`` if they do not fit it.
     """
     prompt = min(DEFAULT_PROMPT_TOKENS, max(1, context_tokens // 2)) if prompt_tokens is None else prompt_tokens
     answer = min(DEFAULT_ANSWER_TOKENS, max(1, context_tokens - prompt)) if answer_tokens is None else answer_tokens
@@ -266,7 +267,7 @@ def both_ways(a: str, b: str, speed: LinkSpeed) -> tuple[LinkProfile, LinkProfil
 
 
 def with_links(links: Iterable[LinkProfile], chosen: Iterable[LinkProfile]) -> tuple[LinkProfile, ...]:
-    """``links`` with those of ``chosen`` in place of what was there between the same devices."""
+    """``links``, with those of ``chosen`` replacing links between the same devices."""
     by_pair = {(link.source, link.target): link for link in (*links, *chosen)}
     return tuple(by_pair.values())
 
@@ -274,7 +275,7 @@ def with_links(links: Iterable[LinkProfile], chosen: Iterable[LinkProfile]) -> t
 def with_default_links(
     devices: Sequence[DeviceProfile], links: Iterable[LinkProfile], default: LinkSpeed = DEFAULT_LINK
 ) -> tuple[LinkProfile, ...]:
-    """A link for every ordered pair of ``devices``: that of ``links``, or where nothing was measured ``default``."""
+    """A link for every ordered pair of ``devices``: the one in ``links``, or ``default`` if none was measured."""
     known = {(link.source, link.target): link for link in links}
     return tuple(
         known.get((a.device, b.device)) or _link(a.device, b.device, SAME_MACHINE if a.host == b.host else default)

@@ -1,8 +1,8 @@
-"""Which device keeps a copy of the KV cells of another one, while answers grow. Decides only.
+"""Which device replicates the KV cache of another one while completions grow. Decides only.
 
-When a device dies, another one goes on with its layers and gets their cells from the copy. So the replica is another device,
-on another machine where there is one, over a link that carries the cells beside the hidden states, and of those the one with
-most room. The head's own cells need no copy: when it dies, the answers are gone.
+When a device dies, another one takes over its layers and gets their KV cache from the replica. So the replica is
+another device, on another machine if there is one, over a link that carries the KV cache in addition to hidden states;
+among those, the one with most room. The head's own KV cache needs no copy: when the head dies, its requests are lost.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ LINK_SHARE: Final = 0.2
 """Copies take no more of a link."""
 STATES_WITHOUT_NAMES: Final = frozenset({"plamo2"})
 STATE_TOKENS: Final = (128, 512, 2048)
-"""A state is kept behind so many tokens of an answer, which are computed again at most: the fewest that links carry. It has
-some MB for each layer, as much as the cells of some hundred tokens."""
+"""A state is kept after this many tokens of a completion, the most that are recomputed: the fewest that links can
+carry. A state has some MB for each layer, as much as the KV cache of some hundred tokens."""
 MORE_STATES: Final = (32, 64)
 """Fewer, where disks do not wear by them and a replica has one before three others are kept."""
 MAX_WRITTEN: Final = 8e6
 """Bytes of states in a second that a device writes for that."""
 STATES_PER_S: Final = 3
-"""No more than so many for that."""
+"""Maximum number of states kept per second for that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """The cells of ``device`` are kept by ``replica``, ``bytes_per_s`` of them; None: by nobody, and ``why``."""
+    """The KV cache of ``device`` is replicated by ``replica`` at ``bytes_per_s``; None: it is not, and ``why``."""
 
     device: str
     replica: str | None
@@ -68,7 +68,7 @@ def token_bytes(
     links: Mapping[tuple[str, str], float],
     tokens_per_s: float,
 ) -> dict[str, int]:
-    """For each device of ``plan`` the bytes of a token in its layers: of cells, and its share of a state."""
+    """For each device of ``plan`` the bytes of a token in its layers: of KV cache, and its share of a state."""
     cells, states = cell_bytes(plan, layers, kv_type), state_bytes(plan, layers)
     rows = state_tokens(plan, layers, kv_type, links, tokens_per_s)
     return {name: cells[name] + states[name] // rows for name in plan.devices}
@@ -81,7 +81,8 @@ def state_tokens(
     links: Mapping[tuple[str, str], float],
     tokens_per_s: float,
 ) -> int:
-    """Behind how many tokens of an answer a state is kept: the fewest with which some link of each worker carries it."""
+    """After how many tokens of a completion a state is kept: the fewest with which some link of each worker can carry
+    it."""
     cells, states = cell_bytes(plan, layers, kv_type), state_bytes(plan, layers)
 
     def is_carried(name: str, rows: int) -> bool:
@@ -97,7 +98,7 @@ def state_tokens(
 
 
 def cell_bytes(plan: Plan, layers: Sequence[LayerProfile], kv_type: CacheType) -> dict[str, int]:
-    """For each device of ``plan`` the bytes of cells of a token in its layers, or its share of them."""
+    """For each device of ``plan`` the KV cache bytes of a token in its layers, or its share of them."""
     return {
         name: math.ceil(
             plan.heads_of(name)
@@ -142,10 +143,10 @@ def replicas(
     always: bool = False,
     why_not: str = "",
 ) -> list[Kept]:
-    """Who keeps the cells of each of ``devices`` but the ``head``, at ``tokens_per_s``.
+    """The replica of each of ``devices`` except the ``head``, at ``tokens_per_s``.
 
-    ``links`` are bytes/s by (source, target); one that is not known carries nothing. With ``always`` cells are
-    copied however slow a link is; ``why_not`` says why none are.
+    ``links`` are bytes/s by (source, target); an unknown one carries nothing. With ``always`` the KV cache is copied
+    however slow a link is; ``why_not`` says why none is.
     """
     load = {each.device: 0 for each in devices}
     found = []

@@ -1,4 +1,4 @@
-"""What the planner is asked, and what the search for a plan found: both go to a process of its own and back."""
+"""The planner's request and the result of the search: both cross to a process of its own and back."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ if TYPE_CHECKING:
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):
-    """What another plan settled: context, attention and rows of chunks in ``workload``, and whose GPUs help with prompts."""
+    """Choices of another plan: context, attention and rows of chunks in ``workload``, and which GPUs do prefill
+    offload."""
 
     workload: Workload
     prefill_offload: frozenset[str]
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan is made from: ``devices`` as they were measured, ``links`` between them, and how ``model`` is to ``run``.
+    """What a plan is made from: ``devices`` as measured, ``links`` between them, and how ``model`` is to ``run``.
 
-    One of ``heads`` is the head (none: the first device), devices of ``require`` have layers, and no device uses more than
-    its ``limits``. The plan that ``served`` before hands its sequences on, if they fit, and its context; with
-    ``keeps_attention`` its attention too, and with ``keeps_context`` its context stays as it is. A model has one request at
-    a time unless it ``may_be_several``. ``draft`` is the draft model, ``encoder`` that of pictures; the head's memory is
-    without their parts. Devices that are ``shared`` with other models are taken where that gains something. What is
-    ``settled`` is not looked for again, nor is a plan that asks less of devices: it is found to be compared. A tensor-
-    parallel group of the model has at most ``max_ranks`` devices, whose shares are cut by ``units``, where these are known.
+    One of ``heads`` is the head (empty: the first device), devices of ``require`` have layers, and no device uses more
+    than its ``limits``. The plan that ``served`` before passes on its sequences, if they fit, and its context; with
+    ``keeps_attention`` its attention too, and with ``keeps_context`` its context does not change. A model has one
+    request at a time unless it ``may_be_several``. ``draft`` is the draft model, ``encoder`` the picture encoder; the
+    head's memory excludes their parts. Devices that are ``shared`` with other models are used where that gains
+    something. What is ``settled`` is not searched again, nor is a plan that asks less of devices: the result is only
+    compared. A tensor-parallel group of the model has at most ``max_ranks`` devices, whose shares are cut by ``units``,
+    where these are known.
     """
 
     devices: list[DeviceProfile]
@@ -58,10 +60,10 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def workloads(self) -> list[Workload]:
-        """What is solved for, in order, until there is a plan.
+        """The workloads to solve for, in order, until there is a plan.
 
-        The context and attention of what was served go first; then flash attention, which takes less memory; where nobody
-        asked for the context, the small one comes last.
+        The context and attention of what was served come first; then flash attention, which takes less memory; the
+        small context comes last, if the user did not set the context.
         """
         if self.settled is not None:
             return [self.settled.workload]
@@ -78,7 +80,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def may_have_small_windows(self) -> bool:
-        """Whether sliding layers may have a small cache: with it there are no drafts, which nobody must have asked for."""
+        """Whether sliding layers may have a small cache: it rules out drafts, so the user must not have asked for them."""
         is_kept = self.settled is not None or (self.keeps_attention and self.served is not None)
         return self.model.has_windows and self.run.speculate in ("auto", "off") and not is_kept
 

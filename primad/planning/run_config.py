@@ -24,15 +24,14 @@ MAX_SEQUENCES: Final = 64
 class RunConfig:
     """What ``primad serve`` runs and ``primad plan`` plans for; None stands for ``auto``.
 
-    The plan minimises ``objective``, with every device in it if ``use_all``; ``windows`` and ``rounds`` set it by hand, and
-    ``ranks`` how many devices share each of the windows.
-    Each of ``sequences`` concurrent requests has a KV cache of ``context_tokens``, in ``kv_type``. ``batching`` says
-    whether what they compute together must be exact. A typical request has ``prompt_tokens`` and ``answer_tokens``.
-    ``experts`` says where those of layers on a GPU are. Drafts come as ``speculate`` says, those of a draft model from
-    the device ``draft_on``; pictures are encoded on ``encoder_on``, if it has room. A step has room for ``whole_rows``, the
-    most of a picture that belong in one.
-    ``parallel``: each device has layers, or all have a share of each layer, or what is faster; sums of shares are sent as
-    ``wire`` says.
+    The plan minimises ``objective``, with every device in it if ``use_all``; ``windows`` and ``rounds`` set it by hand,
+    and ``ranks`` how many devices share each of the windows. Each of ``sequences`` concurrent requests has a KV cache
+    of ``context_tokens``, in ``kv_type``. ``batching`` says whether tokens computed together must be exact. A typical
+    request has ``prompt_tokens`` and ``answer_tokens``. ``experts`` says where the experts of layers on a GPU are.
+    ``speculate`` says where drafts come from, and ``draft_on`` is the device of a draft model; pictures are encoded on
+    ``encoder_on``, if it has room. A step has room for ``whole_rows``, the largest number of picture rows that belong
+    in one step. ``parallel``: each device has layers, or all have a share of each layer, or whichever is faster; sums
+    of shares are sent as ``wire``.
     """
 
     objective: Objective = "balanced"
@@ -85,4 +84,4 @@ class RunConfig:
 
 
 DEFAULT_RUN: Final = RunConfig()
-"""Where nothing was asked for."""
+"""The defaults."""

@@ -18,8 +18,8 @@ SCHEMA: Final = 5
 class WindowJson(msgspec.Struct, frozen=True, kw_only=True):
     """One window, the ``index``-th of the route: layers ``first <= layer < last``, the last ``gpu_layers`` on the GPU.
 
-    Of the first ``cpu_experts`` of these the processor computes the experts. ``other_gpus`` of them are on the device's
-    second GPU, its third, and so on.
+    For the first ``cpu_experts`` of these the processor computes the experts. ``other_gpus`` of them are on the
+    device's second GPU, its third, and so on.
     """
 
     index: int
@@ -48,14 +48,14 @@ class GpuJson(msgspec.Struct, frozen=True, kw_only=True):
 class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
     """What one device has and does; milliseconds and disk bytes are those of one token in decode.
 
-    ``ram_bytes`` and ``vram_bytes`` are weights, KV cache and buffers that the plan puts there, of ``ram_limit_bytes`` and
-    ``vram_limit_bytes`` that it may fill. ``resident_bytes`` and ``streamed_bytes`` are weights of layers alone;
-    ``shard_bytes`` is what the layer cache holds. Layers that are resident and streamed are counted by their worth, since
-    the same share of each streams; of ``streamed_bytes`` are ``read_ahead_bytes`` in memory at most.
-    ``disk_bytes_per_token`` counts all that streams, less what the room of compute buffers holds then, but of layers
-    with experts at most those that a row uses. ``extra_buffers`` says in words why it has llama.cpp's repacked copies
-    of weights, or none; empty where they are not known to make anything faster. ``gpus`` has each GPU, the fastest first;
-    figures of VRAM are those of all. In a tensor-parallel group it has a ``share`` of the weights of its layers, and the
+    ``ram_bytes`` and ``vram_bytes`` are weights, KV cache and buffers that the plan puts there, of ``ram_limit_bytes``
+    and ``vram_limit_bytes`` that it may fill. ``resident_bytes`` and ``streamed_bytes`` are weights of layers alone;
+    ``shard_bytes`` is what the layer cache holds. Resident and streamed layers are counted by their bytes, since the
+    same share of each layer streams; at most ``read_ahead_bytes`` of ``streamed_bytes`` are in memory.
+    ``disk_bytes_per_token`` counts everything that streams, less what fits into free compute buffers, but for layers
+    with experts at most those that a token uses. ``extra_buffers`` says in words why it has llama.cpp's repacked copies
+    of weights, or none; empty where they are not known to make anything faster. ``gpus`` has each GPU, the fastest
+    first; VRAM figures are totals. In a tensor-parallel group it has a ``share`` of the weights of its layers, and the
     windows of the group's first device, ``leader``.
     """
 
@@ -88,11 +88,11 @@ class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """What is expected. ``tokens_per_s`` counts all sequences, ``exchange_ms`` a whole typical request.
+    """The forecast. ``tokens_per_s`` counts all sequences, ``exchange_ms`` a whole typical request.
 
     ``compute_ms``, ``hop_ms`` and ``stall_ms`` add up to ``tpot_ms``; ``disk_ms`` is what the slowest disk needs for a
-    token, in parallel but for experts, which are read when they are picked. ``disk_bytes_per_token`` is what all disks read
-    for it.
+    token, in parallel except for experts, which are read when they are selected. ``disk_bytes_per_token`` is what all
+    disks read for it.
     """
 
     tpot_ms: float
@@ -108,11 +108,11 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadJson(msgspec.Struct, frozen=True, kw_only=True):
-    """What is expected while ``sequences`` answers are written, as ``primad serve --sequences`` would.
+    """The forecast for ``sequences`` concurrent requests, as with ``primad serve --sequences``.
 
-    All together write ``tokens_per_s``; each waits ``tbt_ms`` between two tokens, and ``ttft_ms`` for the first one of a
-    typical request that comes while the others write. A step computes next tokens of ``rows`` of them, and ``machines``
-    such steps are in the ring. If that ``is_exact``, each answer is what it is alone.
+    All together generate ``tokens_per_s``; each waits ``tbt_ms`` between two tokens, and a typical request that arrives
+    meanwhile has a TTFT of ``ttft_ms``. A step computes next tokens of ``rows`` of them, and ``machines`` such steps
+    are in the ring. If ``is_exact``, each completion is what it would be alone.
     """
 
     sequences: int
@@ -125,9 +125,9 @@ class LoadJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptJson(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cells of ``device``, ``bytes_per_token`` of an answer, are kept by ``replica`` too while it is written.
+    """The KV cache of ``device``, ``bytes_per_token``, is replicated by ``replica`` while completions are generated.
 
-    They take ``bytes_per_s`` of the link. Where ``replica`` is null they are not kept twice, and ``why``.
+    That takes ``bytes_per_s`` of the link. If ``replica`` is null it is not replicated, and ``why``.
     """
 
     device: str
@@ -138,7 +138,7 @@ class KeptJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GainJson(msgspec.Struct, frozen=True, kw_only=True):
-    """If the ``share`` of drafts holds an answer has so many ``times`` the tokens a second."""
+    """With an acceptance rate of ``share``, a request has ``times`` as many tokens per second."""
 
     share: float
     times: float
@@ -146,10 +146,10 @@ class GainJson(msgspec.Struct, frozen=True, kw_only=True):
 
 class DraftJson(msgspec.Struct, frozen=True, kw_only=True):
     """The draft model, on ``device`` (empty: none has room): it takes ``memory_bytes`` of RAM, which the plan leaves
-    free on the head where that has as much, and ``token_ms`` for a draft.
+    free on the head if the head has as much, and ``token_ms`` for a draft.
 
-    ``kind``: ``ahead`` of the next token so many ``rows`` are in the ring at once, ``together`` a step has so many at most,
-    ``none``: nothing is drafted, and ``why``. ``gains`` has nothing for none.
+    ``kind``: ``ahead`` of the next token there are ``rows`` rows in the ring at once, ``together`` a step has at most
+    that many, ``none``: there are no drafts, and ``why``. ``gains`` is empty for none.
     """
 
     name: str
@@ -242,8 +242,9 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelJson(msgspec.Struct, frozen=True, kw_only=True):
-    """The model. Where it ``sees`` or ``hears`` its encoder takes ``encoder_bytes`` of the head's RAM; it runs on
-    ``encoder_device``, on its ``encoder_gpu`` if that is named, and a picture takes about ``picture_ms``, if that is known.
+    """The model. If it ``sees`` or ``hears``, its encoder takes ``encoder_bytes`` of the head's RAM; it runs on
+    ``encoder_device``, on its ``encoder_gpu`` if that is named, and a picture takes about ``picture_ms``, if that is
+    known.
     """
 
     name: str
@@ -259,12 +260,12 @@ class ModelJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkloadJson(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plan is for; ``kv_type`` is what the KV cache holds its values in.
+    """What the plan is for; ``kv_type`` is the type of the KV cache's values.
 
-    ``why_context`` says why the context is not more where nobody said how much, and ``too_small_for`` which clients' first
-    request does not fit into it; ``why_sequences`` why they are not more, where nobody said how many; else they are empty.
-    Attention is ``flash`` attention or not; with ``small_windows`` layers with a sliding window have little more cells than
-    that, and there are no drafts.
+    ``why_context`` says why the context is not larger where the user did not set it, and ``too_small_for`` which
+    clients' first request does not fit into it; ``why_sequences`` why there are no more, where the user did not set
+    them; else they are empty. Attention is ``flash`` attention or not; with ``small_windows`` layers with a sliding
+    window have a KV cache little larger than that window, and there are no drafts.
     """
 
     context_tokens: int
@@ -280,13 +281,13 @@ class WorkloadJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(RingJson, frozen=True, kw_only=True):
-    """The whole answer; ``schema`` is ``SCHEMA``, ``primad`` the version that answered.
+    """The whole explanation; ``schema`` is ``SCHEMA``, ``primad`` the version that made it.
 
-    ``load`` is there for several sequences. ``checked`` says whether windows of the model were
-    found to be exact; null for a shape, and where one device has it whole. ``draft`` is the draft model, null without
-    one. ``tail`` says what it costs that the last window has some layers at the least, null where it costs nothing.
-    ``given_up`` has what a quicker plan would ask of devices, at most 5 % of what the plan makes small. ``parallel`` says
-    why devices share layers or do not, empty where nobody asked.
+    ``load`` is there for several sequences. ``checked`` says whether windows of the model were found to be exact; null
+    for a shape, and where one device has it whole. ``draft`` is the draft model, null without one. ``tail`` says what
+    the minimum number of layers in the last window costs, null if nothing. ``given_up`` says what a faster plan would
+    ask of devices; it gives up at most 5 % of the objective. ``parallel`` says why devices share layers or not, empty
+    if that was not asked for.
     """
 
     schema: int

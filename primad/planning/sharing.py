@@ -1,6 +1,7 @@
 """The search for plans in which devices share layers, and the choice between them and layers of their own. Pure.
 
-``groups.py`` has the candidates. Where a context or an attention has to be found too, the groups of the first answer stay.
+``groups.py`` has the candidates. Where a context or an attention has to be found too, the groups of the first solution
+stay.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from primad.settings.quantities import show_ms
 MIN_GAIN: Final = 0.05
 """A group depends on each link in each layer: it is taken where it gains so much."""
 MAX_HEADS: Final = 3
-"""Where any device may be head, so many unlike ones are tried."""
+"""Where any device may be head, this many different ones are tried."""
 RINGS_SHARE: Final = 0.2
 """Of the time for a plan, for all rings with groups, or one of them that is planned again."""
 
