@@ -1,9 +1,9 @@
 """LoRA adapters: a GGUF of small matrices that change a model's, cut by layer like the weights.
 
-The adapter's tensors of one layer travel as one layer file, known by the hash of their content. A device puts those of a
-window together to a file of its own (``adapter_header`` and the weights behind it), in which the layers have the window's
-numbers, and llama.cpp loads that beside the window. What it changes of the output matrix goes with the tail as one more
-layer. What it adds to the rows of the token embedding is looked up by the head (``engine/embedding_adapter.py``).
+The adapter's tensors of one layer travel as one layer file, known by the hash of their content. A device joins those of
+a window into a file of its own (``adapter_header`` followed by the weights), in which the layers have the window's
+numbers, and llama.cpp loads it with the window. The part for the output matrix goes with the tail as one more layer.
+The part for rows of the token embedding is looked up by the head (``engine/embedding_adapter.py``).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ OUTPUT: Final = "output.weight"
 
 
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What an adapter has for a window: the layer file ``layers[i]`` is of its layer ``numbers[i]``.
+    """The part of an adapter for a window: layer file ``layers[i]`` belongs to layer ``numbers[i]``.
 
-    It is of ``architecture``, and weighs as ``alpha`` and ``scale`` say. What it has for the output matrix of the tail
-    stands behind its layers, with the number behind theirs.
+    It is of ``architecture``, scaled by ``alpha`` and ``scale``. The part for the output matrix of the tail follows its
+    layers, with the next number.
     """
 
     architecture: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -63,7 +63,7 @@ class Adapter:
 
     @property
     def alpha(self) -> float:
-        """What weighs it besides its scale and its rank; 0: nothing does."""
+        """The alpha of its scale, used with its rank; 0: there is none."""
         return self.header.number(_ALPHA, 0.0)
 
     @cached_property
@@ -74,7 +74,7 @@ class Adapter:
 
     @property
     def embedding(self) -> tuple[TensorInfo, TensorInfo] | None:
-        """What it has for the token embedding: a row (rank) for each token, and a matrix (rank, width)."""
+        """The part for the token embedding: a row (rank) for each token, and a matrix (rank, width)."""
         a, b = (self._tensors.get(_EMBEDDING + part) for part in (A, B))
         return None if a is None or b is None else (a, b)
 
@@ -96,7 +96,7 @@ class Adapter:
         return {}
 
     def tensors_of(self, layer: int) -> list[TensorInfo]:
-        """Its matrices for ``layer``; the one behind the last is the output matrix."""
+        """Its matrices for ``layer``; the number after the last layer is the output matrix."""
         prefix = OUTPUT if layer == self.layer_count else f"blk.{layer}."
         return [tensor for name, tensor in self._tensors.items() if name.startswith(prefix)]
 
@@ -109,7 +109,7 @@ class Adapter:
         return self._cuts.get(digest)
 
     def spec(self, first: int, last: int) -> AdapterSpec | None:
-        """What it has for the window of these layers, None for nothing; hashes what was not hashed before."""
+        """Its part for the window of these layers, None if there is none; hashes what was not hashed before."""
         behind = last + 1 if last == self.layer_count else last
         layers = [layer for layer in range(first, behind) if self.bytes_of(layer)]
         if not layers:
@@ -133,7 +133,7 @@ class Adapter:
 
 
 def open_adapter(path: Path, scale: float, model: Header) -> Adapter:
-    """The adapter in ``path``. Raises ``ModelError`` where it is none, or not one for ``model``."""
+    """Open the adapter in ``path``. Raises ``ModelError`` if it is not an adapter, or not one for ``model``."""
     header = read_header(path)
     kinds = header.text("general.type", "model"), header.text("adapter.type", "lora")
     if kinds[0] != "adapter":
@@ -209,7 +209,7 @@ def _digest(header: Header) -> str:
 
 
 def adapter_header(spec: AdapterSpec) -> bytes:
-    """What stands before the weights of ``spec.layers``, one behind the other, in a file that llama.cpp reads."""
+    """The header of a file for llama.cpp that holds the weights of ``spec.layers`` one after another."""
     values = {
         key: scalar_value(GGUFValueType.STRING, text)
         for key, text in (
@@ -223,7 +223,7 @@ def adapter_header(spec: AdapterSpec) -> bytes:
 
 
 def check_adapter(spec: AdapterSpec, layers: int) -> None:
-    """Judge a spec that came from a peer, for a window of so many ``layers``; its refs are judged elsewhere.
+    """Check a spec from a peer, for a window of ``layers`` layers; its refs are checked elsewhere.
 
     Raises ``ProtocolError``.
     """

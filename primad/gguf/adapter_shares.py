@@ -1,7 +1,8 @@
-"""A LoRA adapter as a rank of a tensor-parallel group has it: cut as the matrices that it changes are (``shares.py``).
+"""The part of a LoRA adapter for a rank of a tensor-parallel group: cut like the matrices that it changes
+(``shares.py``).
 
-An adapter adds ``b @ a`` to a matrix. Of one that is cut by rows a rank has all of ``a`` and its rows of ``b``; by columns,
-its columns of ``a`` and all of ``b``: what that makes is a part of the same sum.
+An adapter adds ``b @ a`` to a matrix. For a matrix cut by rows, a rank has all of ``a`` and its rows of ``b``; for one
+cut by columns, its columns of ``a`` and all of ``b``: their product is a part of the same sum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the cutter has to know about one architecture. A header may bring an entry of its own."""
+"""What the cutter must know about one architecture. A header may bring an entry of its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sliding(Enum):
 
 
 class Recurrent(Enum):
-    """Which layers keep a state in place of cells by position."""
+    """Which layers keep a recurrent state instead of a KV cache by position."""
 
     NEVER = "none"
     INTERVAL = "all but each full_attention_interval-th, or as attention.recurrent_layers says"
@@ -40,7 +40,7 @@ class Recurrent(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """What the cutter has to know about one ``general.architecture``."""
+    """What the cutter must know about one ``general.architecture``."""
 
     name: str
     tied_output_fallback: bool = True
@@ -59,13 +59,14 @@ class Architecture:
     """The first layer of every window has to be a multiple of this, and of the key ``step``."""
     step: str = ""
     needs: str = ""
-    """A key of flags by layer, of which every window has to have one that is set: llama.cpp aborts over unused inputs."""
+    """A key of flags by layer; every window needs a layer with the flag set, since llama.cpp aborts over unused inputs.
+    """
     skips_attention: bool = False
     """Layers without KV heads have no attention; every window has to have one that has it, for the same reason."""
     needs_indexer: bool = False
     """Every window has to have a layer that chooses what attention sees, for the same reason."""
     takes_over: bool = False
-    """Windows begin at one that does: those behind it may see what it chose."""
+    """Windows begin at such a layer: the layers after it may use the positions that it chose."""
     max_sequences: int = 0
     """Answers at once; 0: as many as llama.cpp has. With more nodes for each sequence than it counted on it aborts."""
     is_fed: bool = False
@@ -85,9 +86,9 @@ class Architecture:
     """The last rows of a step can be taken back from its layers' states."""
     output_norm: str = "output_norm"
     exit: str = "l_out-{layer}"
-    """What the graph calls a layer's output, by the ``layer`` or the one ``after`` it."""
+    """The graph's name for a layer's output, with the ``layer`` or the one ``after`` it."""
     last_exit: str = ""
-    """What it calls the last one's, if otherwise."""
+    """The graph's name for the last layer's output, if different."""
     adds_positions: bool = False
     """The head adds a row of ``position_embd.weight`` to each row of the embedding; in windows this is 0."""
     predicts: bool = False
@@ -95,17 +96,17 @@ class Architecture:
     drafts: bool = False
     """One of them drafts, with a graph of its own, which takes no other cut than the tail's."""
     layer_inputs: str = ""
-    """The key of how many values each layer takes beside the hidden state, of rows of ``per_layer_token_embd.weight`` and
-    what ``per_layer_model_proj.weight`` makes of the tokens' embedding."""
+    """The key for the number of values that each layer takes in addition to the hidden state: from rows of
+    ``per_layer_token_embd.weight`` and from the tokens' embedding by ``per_layer_model_proj.weight``."""
     shares_cells: str = ""
     """The key of how many layers, the last ones, use the KV cells of the two before them."""
     shares_where_full: bool = False
-    """What every window shares is used only by layers that do not slide."""
+    """The tensors that every window shares are used only by layers that do not slide."""
     entries: tuple[str, ...] = ()
-    """What the graph calls the rows of tokens, and the hidden state that it makes of them. Where there are some the route's
-    first window is fed at the first one and the others at the last; none: at those that the engine knows."""
+    """The graph's names for the token rows, and for the hidden state made of them. If there are any, the route's first
+    window is fed at the first one and the others at the last; empty: at those that the engine knows."""
 
     def exit_of(self, layer: int, *, is_last: bool) -> str:
-        """What the graph calls the output of ``layer``, counted from the window's first."""
+        """The graph's name for the output of ``layer``, counted from the window's first."""
         name = (is_last and self.last_exit) or self.exit
         return name.replace("{layer}", str(layer)).replace("{after}", str(layer + 1))

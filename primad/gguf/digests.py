@@ -1,7 +1,7 @@
-"""Remember the trees of a model file's layers: a head that starts again need not read the whole model to name them.
+"""Remember the hash trees of a model file's layers: a head that restarts need not read the whole model to name them.
 
-An entry holds for a file of the same path, size and modification time; anything else is hashed anew. The version of the
-entries is in their key too, so that digests of another making are never taken for these.
+An entry holds for a file of the same path, size and modification time; any other file is hashed again. The version of
+the entries is part of their key, so that digests made in another way are never mistaken for these.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ MAX_DIMENSIONS: Final = 4
 MAX_KEYS: Final = 1 << 14
 MAX_TENSORS: Final = 1 << 17
 MAX_ITEMS: Final = 1 << 22
-"""Of an array; the largest vocabularies and merge lists have some 500,000."""
+"""Maximum length of an array; the largest vocabularies and merge lists have some 500,000 items."""
 MAX_HEADER_BYTES: Final = 1 << 28
 """Metadata and tensor infos together; those of real models take 30 MB at most."""
 MAX_FLOAT32: Final = (2 - 2.0**-23) * 2.0**127
@@ -140,8 +140,8 @@ class TensorInfo:
     path: Path
 
     def runs(self, start: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """Where in the file ``size`` of its bytes from ``start`` are: of each run how far behind ``start`` it belongs, its
-        offset and its size."""
+        """Where in the file the ``size`` bytes from ``start`` are: for each run its distance from ``start``, its offset
+        in the file and its size."""
         yield 0, self.offset + start, size
 
 
@@ -176,7 +176,8 @@ class Header:
 
     @property
     def name(self) -> str:
-        """What the model is called, in one line: others could pass for primad's. Raises ``ModelError`` as ``text``."""
+        """The model's name in one line: more lines could pass for primad's own output. Raises ``ModelError`` as
+        ``text``."""
         return " ".join((self.text("general.name", "").strip() or self.path.stem).split())
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -212,7 +213,7 @@ _INSTEAD: Final = {
     b"<htm": _PAGE,
     b"vers": "it may be a pointer of Git LFS: 'git lfs pull' fetches the file",
 }
-"""What a download may have brought in place of the file, by its first bytes."""
+"""What a download may have produced instead of the file, by its first bytes."""
 _OTHER: Final = "give a model in GGUF format"
 _LENGTH: Final = struct.Struct("<Q")
 
@@ -264,7 +265,8 @@ class _Cursor:
 
 
 def read_header(path: Path, *, header_only: bool = False) -> Header:
-    """The header of the GGUF file at ``path``; ``header_only`` does without the weights behind it (the file may be cut).
+    """Read the header of the GGUF file at ``path``; with ``header_only`` the weights after it may be missing (a cut
+    file).
 
     Raises ``ModelError`` with the file, what is wrong and what to do, for everything that is not a complete,
     little-endian GGUF of version 2 or 3 whose tensors all lie inside the file.
@@ -275,7 +277,7 @@ def read_header(path: Path, *, header_only: bool = False) -> Header:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """The file at ``path`` and its size, not that of a pipe or device. Raises ``ModelError``."""
+    """Open the file at ``path``, which must not be a pipe or device; yield it and its size. Raises ``ModelError``."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -293,12 +295,12 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
 
 
 def read_header_of(file: ReadsForward, path: Path, size: int, *, header_only: bool = False) -> Header:
-    """As ``read_header`` for a file of ``size`` bytes that is at its beginning; nothing behind the header is read."""
+    """As ``read_header`` for an open file of ``size`` bytes at its beginning; nothing after the header is read."""
     return _read(_Cursor(file, path, size), header_only=header_only)
 
 
 class _BeginningEnds(Exception):  # noqa: N818
-    """What is wanted lies behind the bytes that were read."""
+    """More bytes are needed than were read."""
 
 
 class _Beginning:
@@ -336,7 +338,7 @@ def read_beginning(path: Path, max_bytes: int) -> Header:
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
-    """The numbers of tensors and of metadata keys, behind the magic number and the version."""
+    """The numbers of tensors and of metadata keys, which follow the magic number and the version."""
     path = cursor.path
     if cursor.size < 4 or (magic := cursor.take(4, "the magic number")) != MAGIC:
         shown = magic if cursor.size >= 4 else cursor.take(cursor.size, "the magic number")
@@ -411,7 +413,7 @@ def _read_value(cursor: _Cursor, key: str) -> Value:
 
 
 def _take_texts(cursor: _Cursor, head: bytes, count: int, what: str) -> bytes:
-    """``head`` and ``count`` texts behind it, of at least the 8 bytes of their length each, in few reads."""
+    """``head`` followed by ``count`` texts, each with at least the 8 bytes of its length, in few reads."""
     data, at = bytearray(head), len(head)
     while count:
         data += cursor.take(at + 8 * count - len(data), what)

@@ -1,9 +1,9 @@
-"""Models by name: ``hf:owner/repo:Q4_K_M`` out of a folder of ours, or fetched into it from Hugging Face's hub.
+"""Models by name: ``hf:owner/repo:Q4_K_M`` from a folder of ours, or fetched into it from Hugging Face's hub.
 
-A repository holds a model in several quantisations, some of them split into parts. What is fetched goes on where it was
-interrupted, and is compared with the hash that the hub states. What is in the folder is used without asking anybody.
+A repository holds a model in several quantisations, some of them split into parts. An interrupted download is resumed,
+and compared with the hash that the hub states. Files in the folder are used without asking the hub.
 
-    <folder>/<owner>/<repo>/<file>.gguf
+<folder>/<owner>/<repo>/<file>.gguf
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ELSEWHERE: Final = re.compile(
 )
 _PART: Final = re.compile(PART_NAME.pattern, re.IGNORECASE)
 _BESIDE: Final = (MARK, "imatrix")
-"""Files beside a model that are none."""
+"""Files next to a model that are not models."""
 ANSWER_TIMEOUT_S: Final = 30.0
 """A hub that takes longer to say what a repository has cannot be reached."""
 UNKNOWN: Final = "unknown"
@@ -53,7 +53,7 @@ class HubName:
 
     @property
     def repository(self) -> str:
-        """What the hub calls it."""
+        """The hub's name for it."""
         return f"{self.owner}/{self.repo}"
 
     def place(self, folder: Path) -> Path:
@@ -76,7 +76,7 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptModel:
-    """A model in the folder: its parts in order, what they take, and what it is called; not ``whole``: its header alone."""
+    """A model in the folder: its parts in order, their size, and its name; if not ``whole``, only its header."""
 
     name: HubName
     files: tuple[Path, ...]
@@ -85,7 +85,7 @@ class KeptModel:
 
 
 def hub_name(text: str) -> HubName | None:
-    """What ``text`` names on the hub; None for one that is no such name. Raises ``ConfigError`` for a broken one."""
+    """Parse ``text`` as a name on the hub; None if it is not one. Raises ``ConfigError`` for a malformed one."""
     if not text.startswith(PREFIX):
         return None
     match = _NAME.fullmatch(text)
@@ -104,13 +104,13 @@ def repository_in(text: str) -> str | None:
 
 
 def kept_models(folder: Path) -> list[KeptModel]:
-    """The models in ``folder``, by name: the whole ones, and those of which the header is there."""
+    """The models in ``folder``, by name: the whole ones, and those with only their header."""
     places = [place for place in sorted(folder.glob("*/*")) if place.is_dir()]
     return [model for place in places for model in (*kept_in(place), *headers_in(place))]
 
 
 def kept_in(place: Path) -> list[KeptModel]:
-    """Those of the repository at ``place``."""
+    """The whole models of the repository at ``place``."""
     found = []
     files = {
         path.relative_to(place).as_posix(): path
@@ -134,7 +134,7 @@ def kept(name: HubName, folder: Path) -> KeptModel | None:
 
 
 def headers_in(place: Path) -> list[KeptModel]:
-    """The models of the repository at ``place`` of which the header is there, for devices that fetch their layers."""
+    """The models of the repository at ``place`` with only their header, for devices that fetch their layers."""
     found = []
     for folder in sorted(place.glob(f"{HEADERS}/*")):
         name = HubName(place.parent.name, place.name, "" if folder.name == UNKNOWN else folder.name)
@@ -146,7 +146,7 @@ def headers_in(place: Path) -> list[KeptModel]:
 
 
 def by_quantisation(names: Iterable[str]) -> dict[str, list[str]]:
-    """The GGUF files among ``names`` by what they are quantised to, parts in order; of two alike the shorter name."""
+    """The GGUF files among ``names`` by quantisation, parts in order; of two alike the one with the shorter name."""
     found: dict[str, dict[str, list[str]]] = {}
     for name in sorted(names):
         file = PurePosixPath(name).name
@@ -159,7 +159,7 @@ def by_quantisation(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def is_beside(name: str) -> bool:
-    """Whether the file ``name`` of a repository belongs to a model, and is none."""
+    """Whether the file ``name`` of a repository belongs to a model without being one."""
     return any(word in PurePosixPath(name).name.lower() for word in _BESIDE)
 
 
@@ -204,8 +204,8 @@ def kept_header(name: HubName, folder: Path) -> RangedModel | None:
 
 
 def projector_beginning(name: HubName, folder: Path, max_bytes: int) -> Path | None:
-    """The first ``max_bytes`` of the encoder of ``name``, in a file in ``folder`` that has its size, and holes; None where
-    the repository has none. Raises ``ConfigError``, ``HubError``."""
+    """The first ``max_bytes`` of the encoder of ``name``, in a sparse file of its full size in ``folder``; None if the
+    repository has none. Raises ``ConfigError``, ``HubError``."""
     _, commit, _, projector = wanted_files(name)
     if projector is None:
         return None
@@ -222,7 +222,7 @@ def projector_beginning(name: HubName, folder: Path, max_bytes: int) -> Path | N
 
 
 def wanted_files(name: HubName) -> tuple[HubName, str, list[HubFile], HubFile | None]:
-    """Which model is meant, the commit, its files in order, and the one for images, if any. Raises ``ConfigError``."""
+    """The full name of the model, the commit, its files in order, and the encoder, if any. Raises ``ConfigError``."""
     commit, files = repository(name)
     known = {file.name: file for file in files}
     kinds = by_quantisation(known)

@@ -1,7 +1,7 @@
-"""Download a whole file of a hub by byte ranges, several at once, so that a download can be stopped and resumed.
+"""Download a whole file of a hub by byte ranges, several concurrently, so that a download can be stopped and resumed.
 
-What came lies in order in a partial file, named by the hash that the hub states of the whole one, and is hashed as it comes.
-The hub's own library deletes what came of a file when a download ends early.
+Received bytes lie in order in a partial file, named by the hash that the hub states for the whole one, and are hashed
+as they arrive. The hub's own library deletes a partial file when a download ends early.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StopDownload:
         self._readers: Sequence[HubRanges] = ()
 
     def set(self) -> None:
-        """What is being read ends, and ``check`` raises from now on."""
+        """Stop running reads; ``check`` raises from now on."""
         with self._lock:
             self._event.set()
             for reader in self._readers:
@@ -76,17 +76,17 @@ class StopDownload:
 
 
 def part_of(place: Path, file: RemoteFile) -> Path:
-    """Where what came of ``file`` lies, of the repository at ``place``."""
+    """The path of the partial file of ``file``, of the repository at ``place``."""
     return place / PARTS / f"{file.sha256}.part"
 
 
 def download(
     file: RemoteFile, part: Path, reader: Callable[[], HubRanges], advance: Callable[[int], None], stop: StopDownload
 ) -> None:
-    """Have all of ``file`` in ``part``, from what is there on; ``advance`` is told the bytes.
+    """Download the rest of ``file`` into ``part``; ``advance`` is called with the number of bytes.
 
-    Raises ``HubError`` and ``DownloadStopped``, after which ``part`` can be resumed, ``ModelError`` for what is not what
-    the hub says, which is removed, and ``OSError`` of the disk.
+    Raises ``HubError`` and ``DownloadStopped``, after which ``part`` can be resumed; ``ModelError`` if the content
+    differs from the hub's hash, after removing it; and ``OSError`` of the disk.
     """
     found = hashlib.sha256()
     part.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,8 @@ def download(
 
 
 def _hashed(out: BinaryIO, size_bytes: int, update: Callable[[bytes], None], stop: StopDownload) -> int:
-    """The bytes of an earlier download in ``out``, hashed; more than the file has are none of it."""
+    """Hash the bytes of an earlier download in ``out`` and return their number; a file that is too long counts as
+    empty."""
     if out.seek(0, os.SEEK_END) > size_bytes:
         out.truncate(0)
     out.seek(0)

@@ -1,6 +1,6 @@
-"""Fetch models of the hub whole into a folder of ours, and remove them from it.
+"""Fetch whole models from the hub into a folder of ours, and remove them from it.
 
-One primad at a time does either with a repository, so that nobody downloads the same file twice at once.
+One primad at a time does either with a repository, so that no file is downloaded twice at the same time.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def fetch(
     *,
     with_projector: bool = True,
 ) -> KeptModel:
-    """Have ``name`` in ``folder``, whole and as the hub has it. What an earlier call got of it is not fetched again.
+    """Have ``name`` in ``folder``, whole and as the hub has it. What an earlier call fetched is not fetched again.
 
-    The file for its images comes along ``with_projector``, if the repository has one.
+    Its image encoder comes along ``with_projector``, if the repository has one.
 
-    Raises ``ConfigError`` where the hub does not have it, or does not give it; ``NotNowError`` while another one fetches
-    it; ``DiskError`` where it does not fit; ``ModelError`` for a file that is not what the hub says; ``DownloadStopped``.
+    Raises ``ConfigError`` if the hub does not have it, or refuses it; ``NotNowError`` while another process fetches it;
+    ``DiskError`` if it does not fit; ``ModelError`` if a file is not what the hub says; ``DownloadStopped``.
     """
     stop = stop or StopDownload()
     named, commit, wanted, projector = wanted_files(name)
@@ -63,7 +63,7 @@ def fetch(
 
 
 def fetch_projector(name: HubName, folder: Path, begins: Callable[[HubFile], None], advance: OnBytes) -> Path | None:
-    """Have the encoder of the model ``name`` in ``folder``; ``begins`` hears of one that is not there. None where the
+    """Have the encoder of the model ``name`` in ``folder``; ``begins`` is called with one that is missing. None if the
     repository has none. Until it is here it ``is_due``, from call to call. Raises as ``fetch``."""
     place = name.place(folder)
     make_due(name, folder)
@@ -111,7 +111,7 @@ def _bring(
 
 @contextmanager
 def _alone(name: HubName, place: Path) -> Iterator[None]:
-    """Let nobody else download into ``place``, or remove it. Raises ``NotNowError``."""
+    """Lock ``place`` against other downloads and removals. Raises ``NotNowError``."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
@@ -122,9 +122,9 @@ def _alone(name: HubName, place: Path) -> Iterator[None]:
 
 
 def remove(name: HubName, folder: Path) -> list[KeptModel]:
-    """Remove the models that are called so, of any quantisation where ``name`` has none; those that were there.
+    """Remove the models with this name, of any quantisation if ``name`` has none; return those that were there.
 
-    Raises ``NotNowError`` while one of the repository is downloaded, ``DiskError``.
+    Raises ``NotNowError`` while one of the repository is downloaded, and ``DiskError``.
     """
     place, kind = name.place(folder), name.quantisation.lower()
     own = [each for each in (*kept_in(place), *headers_in(place)) if kind in ("", each.name.quantisation.lower())]
@@ -150,7 +150,8 @@ def remove_files(name: HubName, folder: Path, files: Iterable[Path]) -> None:
 
 
 def _download(name: HubName, commit: str, file: HubFile, place: Path, advance: OnBytes, stop: StopDownload) -> None:
-    """``file``, by ranges; the hub's own library is for what they do not give: a hub without them, or behind a proxy."""
+    """Download ``file`` by ranges; the hub's own library is used where ranges do not work: an old hub, or one behind a
+    proxy."""
     if commit and file.sha256:
         remote = remote_file(name, commit, file)
         part = part_of(place, remote)
@@ -208,7 +209,7 @@ def _check_gguf(path: Path) -> None:
 
 
 def _verify(path: Path, file: HubFile, advance: OnBytes) -> None:
-    """Compare what came with what the hub says; what differs is removed."""
+    """Compare the file with the hub's hash; one that differs is removed."""
     found, done = hashlib.sha256(), 0
     with path.open("rb") as stream:
         while file.sha256 and (chunk := stream.read(_CHUNK_BYTES)):

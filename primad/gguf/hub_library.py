@@ -14,13 +14,13 @@ class NoRepositoryError(ConfigError):
 
 
 def token() -> str | None:
-    """The owner's token for the hub: that of HF_TOKEN, or what the hub's own library has kept."""
+    """The owner's token for the hub: from HF_TOKEN, or the one that the hub's own library has stored."""
     found: str | None = library().get_token()
     return found
 
 
 def asked(name: object, ask: Callable[[], Any]) -> Any:
-    """What the hub's library answers; whatever it raises is one line of ours."""
+    """Call the hub's library; whatever it raises becomes one line of ours."""
     from huggingface_hub import errors
 
     try:
@@ -71,8 +71,8 @@ def endpoint() -> str | None:
 
 
 def bar_class(advance: Callable[[int, int | None], None], check: Callable[[], None]) -> Any:
-    """What the hub's library takes for a progress bar: bytes of how many go to ``advance``, and what ``check`` raises ends
-    a download."""
+    """A progress bar class for the hub's library: it passes bytes and total to ``advance``, and what ``check`` raises
+    ends the download."""
 
     class Bar:
         def __init__(self, *_: object, total: int | None = None, initial: int = 0, **__: object) -> None:

@@ -49,8 +49,8 @@ LEFT_TO_TRIAL: Final = frozenset(key for key, _ in _FOREIGN) - {"pooling_type", 
 
 
 def why_whole(header: Header) -> str:
-    """Why the model cannot be cut. Empty where it can, and for a file that is no complete model: that is told where it is
-    read.
+    """Why the model cannot be cut. Empty if it can, and for a file that is not a complete model: that is reported where
+    it is read.
     """
     try:
         cuttable(header)
@@ -109,7 +109,7 @@ def cuttable(header: Header) -> Architecture:
 
 
 def cut_points(header: Header) -> range:
-    """The layers at which windows behind the first may begin; any for a model that cannot be cut.
+    """The layers at which windows after the first may begin; any for a model that cannot be cut.
 
     Raises ``ModelError`` as ``sliding_layers``.
     """
@@ -174,7 +174,7 @@ def _is_cut_point(header: Header, architecture: Architecture, multiple: int, *, 
 
 
 def multiple_that_slides(header: Header) -> int:
-    """With windows that begin at multiples of this every one has a layer that slides, where the graph always slides.
+    """Windows that begin at multiples of this number all have a sliding layer, where the graph always slides.
 
     1 where it does not. Raises ``ModelError`` as ``sliding_layers``.
     """

@@ -1,4 +1,4 @@
-"""What a model's header says of each of its layers: which slide, keep a state, attend, have an indexer."""
+"""What a model's header says about each layer: which slide, keep a state, attend, have an indexer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from primad.gguf.constants import GGUFValueType
 from primad.gguf.header import Header
 
 _GLM_5_2_CONTEXT: Final = 1 << 20
-"""Of so many tokens and more llama.cpp takes layers without that key for GLM 5.2's."""
+"""With at least this context, llama.cpp treats layers without that key as GLM 5.2's."""
 
 
 _STATE_TENSOR: Final = re.compile(r"blk\.(\d+)\.(ssm|shortconv|time_mix)")
@@ -77,14 +77,15 @@ def sharing_layers(header: Header) -> int:
 
 
 def layer_inputs(header: Header) -> int:
-    """Values that each layer takes beside the hidden state; 0 for most. Raises ``ModelError`` for what is no count."""
+    """Values that each layer takes in addition to the hidden state; 0 for most. Raises ``ModelError`` if it is not a
+    count."""
     architecture = known(header)
     key = architecture.layer_inputs if architecture is not None else ""
     return header.count(f"{header.text('general.architecture')}.{key}", 0, maximum=1 << 16) if key else 0
 
 
 def recurrent_layers(header: Header) -> tuple[bool, ...]:
-    """For each layer whether it keeps a state. Raises ``ModelError`` for a key that is of another kind than known."""
+    """For each layer whether it keeps a state. Raises ``ModelError`` for a key of an unknown kind."""
     name, layers = header.text("general.architecture"), layer_count(header)
     match kind := _recurrent(header, name):
         case Recurrent.INTERVAL:
@@ -106,7 +107,7 @@ def recurrent_layers(header: Header) -> tuple[bool, ...]:
 
 
 def attending_layers(header: Header) -> tuple[bool, ...]:
-    """For each layer whether it has cells by position. Raises as ``recurrent_layers``."""
+    """For each layer whether it has a KV cache by position. Raises as ``recurrent_layers``."""
     name, layers = header.text("general.architecture"), layer_count(header)
     if name in SUPPORTED and SUPPORTED[name].skips_attention:
         heads = header.values.get(f"{name}.{HEAD_COUNTS}")
@@ -128,7 +129,7 @@ def attending_layers(header: Header) -> tuple[bool, ...]:
 
 
 def indexed_layers(header: Header) -> tuple[bool, ...]:
-    """For each layer whether it has an indexer of its own, which chooses the positions that attention sees, and a cache of
+    """For each layer whether it has its own indexer, which chooses the positions that attention sees, and a cache of
     keys for it. Raises as ``recurrent_layers``."""
     name, layers = header.text("general.architecture"), layer_count(header)
     if f"{name}.attention.indexer.key_length" not in header.values:
@@ -146,13 +147,13 @@ def indexed_layers(header: Header) -> tuple[bool, ...]:
 
 
 def _with_tensors(header: Header, pattern: re.Pattern[str], layers: int) -> tuple[bool, ...]:
-    """For each layer whether it has a tensor of such a name."""
+    """For each layer whether it has a tensor whose name matches ``pattern``."""
     found = {int(match[1]) for match in map(pattern.match, header.tensors) if match is not None}
     return tuple(layer in found for layer in range(layers))
 
 
 def _recurrent(header: Header, name: str) -> Recurrent:
-    """Of an architecture that is not known, that every layer keeps a state if one does."""
+    """In an unknown architecture every layer is assumed to keep a state if one does."""
     entry = known(header)
     if entry is not None:
         return entry.recurrent
@@ -188,7 +189,7 @@ def kv_heads(header: Header, layer: int) -> int:
 
 
 def sliding_layers(header: Header) -> tuple[bool, ...]:
-    """For each layer whether it attends to a sliding window only, as llama.cpp's ``load_swa_pattern`` decides it.
+    """For each layer whether it attends only to a sliding window, as llama.cpp's ``load_swa_pattern`` decides it.
 
     Raises ``ModelError`` for a pattern that does not fit the model.
     """

@@ -1,9 +1,9 @@
-"""Layers that stand behind a window's own, for a kind of layer that it has not.
+"""Stand-in layers after a window's own, for a kind of layer that the window lacks.
 
-llama.cpp keeps cells and states of a hybrid in a memory of two parts, whose inputs it sets for every step. It aborts over an
-input that no layer of the graph uses. So a window without layers that attend, or without layers with a state, has one more,
-of zeros, behind the output at which its graph is stopped. Nothing computes it, and the pages of its weights are
-given back; what takes memory is its state, or the cells of one head.
+llama.cpp keeps the KV cache and the states of a hybrid in a memory of two parts, whose inputs it sets for every step,
+and aborts over an input that no layer of the graph uses. So a window without attention layers, or without layers with a
+state, has one more layer, of zeros, after the output at which its graph is stopped. It is never computed, and the pages
+of its weights are given back; only its state, or the KV cache of one head, takes memory.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from primad.gguf.header import Header, Value, array_value, scalar_value
 from primad.gguf.layers import Hole
 
 _TYPES: Final = (GGMLQuantizationType.IQ1_S, GGMLQuantizationType.Q5_0, GGMLQuantizationType.F16)
-"""What takes the least room, for rows of whole blocks; llama.cpp repacks none of them."""
+"""The smallest types for rows of whole blocks; llama.cpp repacks none of them."""
 _OF_HEADS: Final = ("attn_k.weight", "attn_v.weight")
 
 
 def kinds_of(header: Header) -> tuple[tuple[bool, ...], ...]:
-    """For each kind of layer of which a window needs one, or one that stands in, which layers are; none for most models."""
+    """For each kind of layer that every window needs, or a stand-in for it, which layers are of that kind; none for
+    most models."""
     entry = known(header)
     if entry is None or entry.recurrent not in (Recurrent.INTERVAL, Recurrent.HEADS):
         return ()
@@ -32,8 +33,8 @@ def kinds_of(header: Header) -> tuple[tuple[bool, ...], ...]:
 
 
 def stand_ins(header: Header, first: int, last: int) -> tuple[int, ...]:
-    """The layers whose like stand behind those from ``first`` to ``last - 1``. A tail, which is computed to its end, has
-    none."""
+    """The layers that are copied as stand-ins after those from ``first`` to ``last - 1``. A tail, which is computed to
+    its end, has none."""
     missing = [kind for kind in kinds_of(header) if any(kind) and not any(kind[first:last])]
     return () if last == layer_count(header) else tuple(last_of(kind) for kind in missing)
 
@@ -45,7 +46,7 @@ def layers_of_both(header: Header) -> int:
 
 
 def head_values(header: Header, layers: Sequence[int], own: int) -> dict[str, Value]:
-    """The numbers of KV heads of ``layers``, the first ``own`` of which are a window's and the others stand behind them."""
+    """The numbers of KV heads of ``layers``; the first ``own`` are the window's, the others are stand-ins."""
     entry = known(header)
     assert entry is not None
     small = [_has_heads(header, layer) for layer in layers[own:]]
@@ -81,12 +82,12 @@ def holes(header: Header, layer: int, number: int) -> list[Hole]:
 
 
 def _has_heads(header: Header, layer: int) -> bool:
-    """Whether ``layer`` attends with keys and values by head, of which one will do."""
+    """Whether ``layer`` attends with keys and values by head, so that one head suffices."""
     return attending_layers(header)[layer] and all(f"blk.{layer}.{name}" in header.tensors for name in _OF_HEADS)
 
 
 def small_heads(header: Header, layer: int) -> int:
-    """How many times as many KV heads ``layer`` has as the one that stands for it."""
+    """How many times as many KV heads ``layer`` has as its stand-in."""
     return max(1, kv_heads(header, layer)) if _has_heads(header, layer) else 1
 
 

@@ -27,7 +27,7 @@ _SECTIONS: Final = frozenset(("rope.dimension_sections",))
 _DEEPSTACK: Final = frozenset(("n_deepstack_layers",))
 """Layers that take image features."""
 _DENSE: Final = frozenset(("leading_dense_block_count",))
-"""Which layers have no experts, where tensors say it and the key is not looked at."""
+"""Which layers have no experts, for architectures where tensors show it and the key is ignored."""
 HEAD_COUNTS: Final = "attention.head_count_kv"
 _KV_HEADS: Final = frozenset((HEAD_COUNTS,))
 RECURRENT_LAYERS: Final = "attention.recurrent_layers"

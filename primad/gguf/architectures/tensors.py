@@ -100,7 +100,7 @@ def _output_norm(header: Header) -> str:
 
 
 def embedding_scale(header: Header) -> float:
-    """What the head multiplies embedding rows with, in float32; the value itself is exact in float32.
+    """The factor for embedding rows in the head, in float32; the value itself is exact in float32.
 
     1.0 means: do not multiply; where the entry was derived the graph itself does. The model must be ``cuttable``.
     """

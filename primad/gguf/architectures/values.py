@@ -46,8 +46,8 @@ def window_values(
     """The metadata of the window that holds the layers ``first`` to ``last - 1``, without ``split.*``.
 
     ``vocabulary`` is the number of rows of the window's ``token_embd.weight`` (1 for the placeholder). A tail that
-    ``predicts`` has the layers for multi-token prediction behind its own. The model must be ``cuttable``.
-    Raises ``ModelError`` for the few cuts that are not exact, naming the layers.
+    ``predicts`` has the layers for multi-token prediction after its own. The model must be ``cuttable``. Raises
+    ``ModelError`` for the few cuts that are not exact, naming the layers.
     """
     name = header.text("general.architecture")
     architecture, layers = known(header), layer_count(header)
@@ -115,7 +115,7 @@ def _check_first(header: Header, first: int) -> None:
 
 
 def _values_of_layers(header: Header, architecture: Architecture, held: Sequence[int]) -> dict[str, Value]:
-    """The model's own metadata that its windows keep; of what it says for each layer, that of those ``held``."""
+    """The model's own metadata that its windows keep; values by layer only for those ``held``."""
     prefix, values = f"{header.text('general.architecture')}.", dict[str, Value]()
     for key, value in header.values.items():
         if key in _KEPT_GENERAL:
@@ -156,7 +156,7 @@ def _sliding_values(header: Header, architecture: Architecture, first: int, last
 
 
 def _head_values(header: Header) -> dict[str, Value]:
-    """Of DeciLM: what llama.cpp would derive from the heads of a window's first layer, which may have none."""
+    """For DeciLM: values that llama.cpp would derive from the heads of a window's first layer, which may have none."""
     width, heads = header.count("deci.embedding_length"), header.values["deci.attention.head_count"]
     items = heads.items() if heads.is_array else [heads.scalar()]
     each = width // next((item for item in items if isinstance(item, int) and item > 0), 1)
