@@ -37,11 +37,11 @@ HEADER_BYTES: Final = 16_384
 ALIGNMENT: Final = 32
 DIGEST_BYTES: Final = 32
 CHUNK_BYTES: Final = 4 << 20
-"""What a digest of the tree covers: all chunks of a layer but its last have this size."""
+"""What one digest of the tree covers: all chunks of a layer except its last have this size."""
 MAX_LAYER_BYTES: Final = 1 << 40
 MAX_LAYER_TENSORS: Final = 100
 MAX_WINDOW_LAYERS: Final = 1025
-"""Of the largest model that is taken, with an output matrix behind them."""
+"""Layers of the largest model that is accepted, plus an output matrix."""
 _TREE: Final = b"primad layer tree 2"
 _VERSION: Final = 3
 _PADDING_KEY: Final = "primad.padding"
@@ -66,7 +66,7 @@ class LayerTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LayerRef(msgspec.Struct, frozen=True, array_like=True):
-    """What identifies a layer file: digest (hex) and size of its weights, and what lies where in them."""
+    """The identity of a layer file: digest (hex) and size of its weights, and the position of each tensor in them."""
 
     digest: str
     size_bytes: int
@@ -79,11 +79,11 @@ class LayerRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 StopHashing = Callable[[], bool]
-"""Whether nobody waits any more for weights to be hashed."""
+"""Returns whether no request waits any more for weights to be hashed."""
 
 
 class HashingStopped(Exception):  # noqa: N818 - nothing went wrong
-    """Nobody waited any more; raised in the thread that hashes, and seen by nobody."""
+    """No request waited any more; raised and caught in the thread that hashes."""
 
 
 def never() -> bool:
@@ -190,7 +190,7 @@ class LayerCut:
         return replace(self, known=known if fits else tree_of(until(stop, self.chunks())))
 
     def ref(self) -> LayerRef:
-        """What identifies this layer; reads all weights unless they were hashed."""
+        """The identity of this layer; reads all weights unless they were hashed."""
         return LayerRef(layer_digest(self.size_bytes, self.tree()), self.size_bytes, self.tensors)
 
 
@@ -277,7 +277,7 @@ class SmallTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hole:
-    """A tensor of zeros that stand behind the metadata split, where a file system need not keep them."""
+    """A tensor of zeros after the metadata split, for which a file system need not allocate space."""
 
     name: str
     type: GGMLQuantizationType
@@ -299,8 +299,8 @@ class Hole:
 def metadata_split(
     values: Mapping[str, Value], small: Sequence[SmallTensor | Hole], *, splits: int, tensors: int
 ) -> bytes:
-    """The first split of a window: its metadata and small tensors, each ``Hole`` behind all others. ``tensors`` counts those
-    of all ``splits``."""
+    """The first split of a window: its metadata and small tensors, with each ``Hole`` after all others. ``tensors``
+    counts those of all ``splits``."""
     pairs = dict(values)
     for key, kind, content in (
         ("split.no", GGUFValueType.UINT16, 0),
@@ -318,7 +318,7 @@ def metadata_split(
 
 
 def gguf_header(values: Mapping[str, Value], layers: Sequence[tuple[int, LayerRef]]) -> bytes:
-    """The header of a file of its own, behind which stand the weights of ``layers``, each with its number in that file."""
+    """The header of a separate file, to be followed by the weights of ``layers``, each with its number in that file."""
     infos, offset = bytearray(), 0
     for number, ref in layers:
         for each in ref.tensors:

@@ -58,7 +58,7 @@ def parts(path: Path, count: int) -> list[Path]:
 
 
 def quantisation_in(stem: str) -> str:
-    """What a file of this name is quantised to, in capitals; empty if its name does not say it."""
+    """The quantisation in a file's name, in capitals; empty if the name has none."""
     kinds = _QUANTISATION.findall(stem)
     return str(kinds[-1]).upper() if kinds else ""
 

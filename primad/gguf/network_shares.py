@@ -24,7 +24,7 @@ LENGTHS: Final = {
     "_chexps": "expert_chunk_feed_forward_length",
 }
 _WHOLE_DENSE: Final = frozenset(("arctic",))
-"""Architectures whose dense network beside the experts is as wide as the hidden state, and so not cut."""
+"""Architectures whose dense network next to the experts is as wide as the hidden state, and therefore not cut."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class NetworkShares:
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """Those that are cut."""
+        """The kinds of networks that are cut."""
         return tuple(kind for kind in KINDS if kind or self._architecture not in _WHOLE_DENSE)
 
     @property
@@ -47,7 +47,7 @@ class NetworkShares:
         return self.header.tensors.get(f"blk.{layer}.ffn_down{kind}.weight")
 
     def downs(self, kind: str) -> list[TensorInfo]:
-        """Those of all layers."""
+        """The down projections of all layers."""
         found = (self.down(layer, kind) for layer in range(layer_count(self.header)))
         return [tensor for tensor in found if tensor is not None]
 
@@ -68,7 +68,7 @@ class NetworkShares:
             if tensor is None:
                 continue
             times = tensor.shape[0] // experts.shape[0] if experts is not None else 0
-            if kind == "_exps":  # the shared ones are so many times as wide
+            if kind == "_exps":  # shared experts are this many times as wide
                 shared = self.down(layer, "_shexp")
                 wide = max(shared.shape[0] // tensor.shape[0], 1) if shared is not None else 1
                 block = units["_shexp"]

@@ -1,8 +1,8 @@
-"""Where the bytes of a layer lie on a hub, for devices that fetch no more of a model than they hold.
+"""Where the bytes of a layer lie on a hub, for devices that fetch only the layers that they hold.
 
-What nobody has fetched yet has no digest. Until somebody has, a layer is called by its *origin*: a hash of the files that it
-lies in, as the hub's own hashes name them, and of where in them each of its tensors is. One origin is one content, as far as
-the hub keeps its word; the digest of what came says from then on what the content is.
+A layer that no device has fetched yet has no digest. Until then a layer is named by its *origin*: a hash of the files
+that it lies in, as the hub's own hashes name them, and of the position of each of its tensors. One origin is one
+content, as far as the hub keeps its word; after a fetch, the digest of the received bytes identifies the content.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_URL_CHARS: Final = 1000
 MAX_RUN_BYTES: Final = 4 * CHUNK_BYTES
 """One request is for no more, where only some of it is wanted."""
 MAX_TIMES: Final = 64
-"""A tensor is at most so many times as large as a share of it."""
+"""A tensor is at most this many times as large as a share of it."""
 GAP_BYTES: Final = 4096
 """Tensors so close in a file come with one request, and what is between them too."""
 _URL: Final = re.compile(rf"https?://[\x21-\x7e]{{3,{MAX_URL_CHARS}}}")
@@ -41,10 +41,10 @@ class RemoteFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LayerOrigin(msgspec.Struct, frozen=True, array_like=True):
-    """Where a layer comes from: of each tensor the file, by its number, and the byte in it.
+    """The source of a layer: for each tensor the number of its file, and its offset there.
 
-    ``layer`` is what windows call it: its digest where that is known, else ``name``, which is ``origin_name`` of it.
-    Of a share of a layer ``cuts`` says which bytes there each tensor has; none: all that lie there.
+    ``layer`` is its name in windows: its digest if that is known, else ``name``, which is its ``origin_name``. For a
+    share of a layer ``cuts`` says which bytes of each tensor it has; empty: all of them.
     """
 
     layer: str
@@ -68,7 +68,7 @@ def origin_name(
     ref: LayerRef,
     cuts: Sequence[TensorCut | None] = (),
 ) -> str:
-    """What the layer ``ref``, whose tensors lie at ``places`` of ``files``, is called before anybody has fetched it."""
+    """The name of the layer ``ref``, whose tensors lie at ``places`` of ``files``, before any device has fetched it."""
     facts = [
         (files[file].sha256, offset, tensor.offset, tensor.size_bytes)
         for (file, offset), tensor in zip(places, ref.tensors, strict=True)
@@ -79,9 +79,10 @@ def origin_name(
 
 
 def runs_of_chunk(ref: LayerRef, origin: LayerOrigin, number: int) -> list[Run]:
-    """What to read for chunk ``number`` of the layer; between its tensors a chunk has zeros.
+    """The reads for chunk ``number`` of the layer; between its tensors a chunk has zeros.
 
-    Runs of one tensor come together, with what is between them: a request for each row of a matrix would take longer.
+    Runs of one tensor are read together with the bytes between them: a request for each row of a matrix would take
+    longer.
     """
     begin = number * CHUNK_BYTES
     end = begin + chunk_size(ref.size_bytes, number)

@@ -117,7 +117,7 @@ def model_profile(header: Header) -> ModelProfile:
 
 
 def _stand_in(header: Header, name: str) -> LayerProfile | None:
-    """The most that stands behind the layers of a window; None where nothing does."""
+    """The largest layer that may stand in after the layers of a window; None if none does."""
     layers = [layer for kind in kinds_of(header) if any(kind) and not all(kind) for layer in [last_of(kind)]]
     if not layers:
         return None
@@ -136,7 +136,8 @@ def _stand_in(header: Header, name: str) -> LayerProfile | None:
 
 
 def _weights(header: Header) -> _Weights:
-    """Raises ``ModelError`` where a layer has none, or there are some of more layers than the model has."""
+    """The weights of each layer. Raises ``ModelError`` if a layer has none, or there are weights of more layers than
+    the model has."""
     layers, has_inputs = layer_count(header), layer_inputs(header) > 0
     shared: list[Counter[str]] = [Counter() for _ in range(layers)]
     experts: list[Counter[str]] = [Counter() for _ in range(layers)]
@@ -162,11 +163,13 @@ def _weights(header: Header) -> _Weights:
 def _row_values(
     header: Header, name: str, layer: int, shapes: Mapping[str, tuple[int, ...]], *, attends: bool, remembers: bool
 ) -> int:
-    """Values that a row has in the compute buffer, of what the layer computes one after the other; 0 for unknown tensors.
+    """Values per row in the compute buffer, for parts of the layer that are computed one after another; 0 for unknown
+    tensors.
 
-    Measured as what llama.cpp allocates: three feed-forward widths with a gate, one without, and four widths of the hidden
-    state; one more where feed-forward has no norm before it or one behind it. Attention has its queries twice, keys and
-    values twice, and three widths. This is up to 10 % above for dense layers, and up to 28 % for mixtures of experts.
+    Measured as what llama.cpp allocates: three feed-forward widths with a gate, one without, and four widths of the
+    hidden state; one more if feed-forward has no norm before it or one after it. Attention has its queries twice, keys
+    and values twice, and three widths. This is up to 10 % too high for dense layers, and up to 28 % for mixtures of
+    experts.
     """
     recurrent = _recurrent_values(header, name) if remembers else 0
     if not _FEED_FORWARD.issuperset(each for each in shapes if each.startswith("ffn_down") and "." not in each):
@@ -188,9 +191,9 @@ def _row_values(
         gated = down.replace("down", "up") not in shapes or down.replace("down", "gate") in shapes or up[1] > forward
         beside = around + (down in _OF_EXPERTS and "ffn_down_shexp" in shapes)
         found.append((3 if gated else 1) * rows * forward + beside * width)
-        if rows > 1:  # what comes out is kept apart until it is added up, and where it is large beside what went in
+        if rows > 1:  # results are kept separate until they are summed, where they are large compared with the input
             found.append((2 * rows + 1) * width + (2 * rows * forward if 2 * forward < width else 0))
-    inputs = layer_inputs(header) * layer_count(header)  # of as many layers as a window may have
+    inputs = layer_inputs(header) * layer_count(header)  # for as many layers as a window may have
     return max(max(found) + inputs, 3 * inputs + 4 * width if inputs else 0)
 
 
@@ -202,18 +205,18 @@ def _kv_bytes(header: Header, name: str, layer: int) -> int:
 
 
 def _window_tokens(header: Header, name: str) -> Sequence[int]:
-    """Of each layer the tokens of its sliding window; 0 where it attends to all, or it is not known."""
+    """For each layer the tokens of its sliding window; 0 if it attends to all, or that is unknown."""
     if known(header) is None:
         return (0,) * layer_count(header)
     return [header.count(f"{name}.{SLIDING_KEYS}", 0) * slides for slides in sliding_layers(header)]
 
 
 def _indexer(header: Header, name: str) -> tuple[int, int]:
-    """Of an indexer, which chooses what attention sees: the values of a cell of its own cache (keys; for MiniMax M3 values
-    as well), and the bytes that a row has in the compute buffer for each cell that it scores.
+    """For an indexer, which chooses what attention sees: the values of a cell of its own cache (keys; for MiniMax M3
+    also values), and the bytes per row in the compute buffer for each cell that it scores.
 
-    Measured as what llama.cpp allocates: a score and its mask for DeepSeek V3.2, for MiniMax M3 two scores for each head of
-    keys and a mask (exact for one sequence, too much for several).
+    Measured as what llama.cpp allocates: a score and its mask for DeepSeek V3.2; for MiniMax M3 two scores for each KV
+    head and a mask (exact for one sequence, too much for several).
     """
     key = header.count(f"{name}.attention.indexer.key_length", 0)
     if name == "minimax-m3":
@@ -227,9 +230,9 @@ def _latent_key(header: Header, name: str) -> int:
 
 
 def _latent_values(header: Header, name: str, layer: int) -> int:
-    """Values that a row of latent attention has in the compute buffer; 0 where attention is another.
+    """Values per row of latent attention in the compute buffer; 0 for other attention.
 
-    Each head has its query, the query against the latent vectors and what comes out, as wide as those. (Measured as what
+    Each head has its query, the query against the latent vectors and the result, as wide as those. (Measured as what
     llama.cpp allocates: 1,280 to 1,350 a head and four widths for DeepSeek V3, of which this counts 1,344.)
     """
     latent = _latent_key(header, name)
@@ -240,14 +243,14 @@ def _latent_values(header: Header, name: str, layer: int) -> int:
 
 
 def _attention_share(header: Header) -> float:
-    """What of the layers' weights is in their attention, or in what keeps a state."""
+    """The share of the layers' weights that is in their attention or recurrent part."""
     of_layers = {name: tensor.bytes for name, tensor in header.tensors.items() if name.startswith("blk.")}
     attention = sum(size for name, size in of_layers.items() if ".ffn_" not in name)
     return attention / max(sum(of_layers.values()), 1)
 
 
 def _state_bytes(header: Header, name: str) -> int:
-    """Of a recurrent layer and one sequence: what its convolution and its state hold, in float32."""
+    """Bytes of a recurrent layer's convolution and state for one sequence, in float32."""
     short = header.count(f"{name}.shortconv.l_cache", 0)
     if short:
         return 4 * (short - 1) * header.count(f"{name}.embedding_length")
@@ -263,7 +266,8 @@ def _state_bytes(header: Header, name: str) -> int:
 
 
 def state_bytes(kernel: int, inner: int, groups: int, state: int) -> int:
-    """Of a recurrent layer of ``inner`` values, a ``state`` for each, as wide keys in ``groups``, a short convolution."""
+    """State bytes of a recurrent layer with ``inner`` values, a ``state`` for each, keys of that width in ``groups``,
+    and a short convolution."""
     return 4 * (max(kernel - 1, 0) * (inner + 2 * groups * state) + state * inner)
 
 

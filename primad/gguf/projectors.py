@@ -32,9 +32,10 @@ _ORDER: Final = ("F16", "Q8_0", "BF16", "F32")
 """Quantisations, the first that there is."""
 _MAX_TYPE_CHARS: Final = 32
 BESIDE_BYTES: Final = 256 << 20
-"""What an encoder's process takes beside weights and buffers: Python, the model's tokens, the picture."""
+"""Memory of an encoder's process besides weights and buffers: Python, the model's tokens, the picture."""
 _STATES: Final = 4
-"""Values of the encoder's width that the buffers hold of a patch, beside those of its feed-forward layer, as measured."""
+"""Values of the encoder's width that the buffers hold per patch, in addition to those of its feed-forward layer, as
+measured."""
 _FRAMES: Final = 3000
 """Patches of half a minute of sound."""
 _MAX_SIDE: Final = 1 << 14
@@ -52,9 +53,9 @@ SEE: Final = frozenset(
         "qwen35moe",
     )
 )
-"""Architectures of which all models see; of others some do, which their files' tags say."""
+"""Architectures of which all models see; of others some do, which their files' tags show."""
 _TAGS: Final = frozenset(("image-text-to-text", "any-to-any", "audio-text-to-text", "image-to-text"))
-"""What publishers, in the hub's words, call models that take more than text."""
+"""Publishers' tags on the hub for models that take more than text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

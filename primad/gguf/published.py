@@ -61,7 +61,7 @@ def _grown(layer: LayerProfile, share: float) -> LayerProfile:
 
 
 def meant(text: str) -> list[PublishedModel]:
-    """The models that somebody may mean who writes ``text`` as for Ollama: family, family:size or more of a tag."""
+    """The models that may be meant by ``text``, written as for Ollama: family, family:size or more of a tag."""
     match = _OLLAMA.fullmatch(text)
     if match is None:
         return []

@@ -46,7 +46,7 @@ def read_chunk(
 
 @dataclass(frozen=True, slots=True)
 class RemoteLayer:
-    """A layer that is passed on as it comes from the hub; of it nothing is kept here."""
+    """A layer that is passed on as it comes from the hub, and not stored here."""
 
     size_bytes: int
     _ref: LayerRef
@@ -54,7 +54,7 @@ class RemoteLayer:
     _cutter: RangedCutter
 
     def tree(self) -> bytes:
-        """Raises ``ModelError``: nobody has hashed it under this name."""
+        """Raises ``ModelError``: no device has hashed it under this name."""
         raise ModelError("nobody has fetched it yet")
 
     def read(self, offset: int, size: int) -> bytes:
@@ -112,7 +112,7 @@ class RangedCutter(ModelCutter):
         return LayerRef(layer_digest(ref.size_bytes, tree), ref.size_bytes, ref.tensors)
 
     def origins_of(self, windows: Iterable[Sequence[LayerRef]]) -> list[LayerOrigin]:
-        """Where the layers of ``windows`` come from, under the names that these give them."""
+        """The origins of the layers of ``windows``, under the names that the windows give them."""
         wanted = {ref.digest for refs in windows for ref in refs}
         called = {self.ref(layer).digest: origin for layer, _, origin in self._origins.values()}
         return [

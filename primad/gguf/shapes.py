@@ -32,9 +32,9 @@ PROFILES_VERSION: Final = 1
 _PLAIN: Final = "q4k"
 _BLOCK: Final = {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256}
 _WITHOUT_WHOLE_BLOCKS: Final = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""What llama.cpp takes for a matrix whose rows are no multiple of 256 weights."""
+"""The type that llama.cpp uses for a matrix whose rows are not a multiple of 256 weights."""
 _EIGHT: Final = 8
-"""So many experts, as Mixtral's, have keys and values in Q8_0 in a Q4_K_M file."""
+"""With this many experts, as in Mixtral, keys and values are in Q8_0 in a Q4_K_M file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +77,17 @@ _TYPES: Final = {
     "f16": Types(matrix="F16", output="F16"),
 }
 SUFFIXES: Final = tuple(_TYPES)
-"""What a name may end with."""
+"""The suffixes that a name may have."""
 _UNQUANTISED: Final = "f16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateShape:
-    """What a recurrent layer has in place of attention: ``inner`` values in ``heads``, a state of ``width`` for each.
+    """What a recurrent layer has instead of attention: ``inner`` values in ``heads``, with a state of ``width`` for
+    each.
 
-    Keys have ``groups`` of that width, a short convolution has ``kernel``; each head is given so many ``scalars`` a row.
+    Keys have ``groups`` of that width, and a short convolution has ``kernel``; each head gets ``scalars`` values per
+    row.
     """
 
     inner: int
@@ -113,9 +115,9 @@ class LatentShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """In what some layers differ from what the shape says. ``gate`` counts values a head that are multiplied with what
-    attention gives; without ``has_values`` those are the keys, without ``has_cells`` both are those of another layer. A
-    layer with a ``state`` does not attend. Of a sliding ``window`` these are the tokens."""
+    """How some layers differ from the rest of the shape. ``gate`` counts values per head that multiply the output of
+    attention; without ``has_values`` the keys are the values, without ``has_cells`` keys and values are those of
+    another layer. A layer with a ``state`` does not attend. ``window`` is the number of tokens of a sliding window."""
 
     heads: int | None = None
     kv_heads: int | None = None
@@ -132,9 +134,11 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderShape:
-    """What a model ``sees`` or ``hears`` with: a file of ``file_bytes`` that makes a picture ``patches`` of this ``width``.
+    """The encoder of a model that ``sees`` or ``hears``: a file of ``file_bytes`` that turns a picture into ``patches``
+    of ``width``.
 
-    So many ``layers`` have feed-forward of ``feed_forward`` values. ``source`` says whose."""
+    Its ``layers`` have a feed-forward width of ``feed_forward``. ``source`` says where the figures are from.
+    """
 
     sees: bool
     file_bytes: int
@@ -147,29 +151,31 @@ class EncoderShape:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the process that has it loaded."""
+        """Memory of the process that has it loaded."""
         return memory_bytes(self.file_bytes, self.patches, self.width, self.feed_forward)
 
     @property
     def picture_flop(self) -> float:
-        """What a picture takes to compute."""
+        """Operations to encode a picture."""
         return picture_flop(self.layers, self.patches, self.width, self.feed_forward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The sizes of a model; ``feed_forward`` is that of one expert where there are experts. ``source`` says whose.
+    """The sizes of a model; ``feed_forward`` is that of one expert where there are experts. ``source`` says where they
+    are from.
 
-    Of a mixture of experts the first ``dense_layers`` have a feed-forward of ``dense_feed_forward`` instead, and the others
-    one of ``shared_feed_forward`` beside the experts, which compute on ``expert_width`` values that two matrices make of
-    the hidden state and back (0: on that itself). Where layers are of several ``kinds``, ``pattern`` names that of each
-    with a letter, and begins anew when it is over. A feed-forward that is not ``gated`` has two matrices. Windows begin at
-    multiples of ``cut_multiple``. Each layer may take ``layer_inputs`` values beside the hidden state, of a table with a
-    row for each token. A ``popular`` model is one that people ask for. Its file of about four bits is ``hub`` by name and
-    has ``file_bytes``, where that is known; ``also`` are other names of models of this shape. ``file`` are the
-    types of the only file that there is; ``expert_bias`` and ``sinks`` are of gpt-oss: biases of each expert, one a head.
-    With ``latent`` attention ``kv_heads`` and ``head_width`` say nothing. All layers but the last of a period of the
-    architecture attend to a ``window`` of so many tokens. Its published files come with an ``encoder``, if there is one.
+    In a mixture of experts the first ``dense_layers`` have a feed-forward of ``dense_feed_forward`` instead, and the
+    others one of ``shared_feed_forward`` next to the experts, which compute on ``expert_width`` values, converted from
+    the hidden state and back by two matrices (0: on the hidden state itself). Where layers are of several ``kinds``,
+    ``pattern`` names each layer's kind with a letter, and repeats. A feed-forward that is not ``gated`` has two
+    matrices. Windows begin at multiples of ``cut_multiple``. Each layer may take ``layer_inputs`` values in addition to
+    the hidden state, from a table with a row for each token. A ``popular`` model is one that many people ask for. Its
+    file of about four bits is ``hub`` by name and has ``file_bytes``, where that is known; ``also`` are other models of
+    this shape. ``file`` has the types of the only file that exists; ``expert_bias`` and ``sinks`` are of gpt-oss:
+    biases of each expert, one a head. With ``latent`` attention ``kv_heads`` and ``head_width`` mean nothing. All
+    layers except the last of a period of the architecture attend to a ``window`` of tokens. Its published files come
+    with an ``encoder``, if there is one.
     """
 
     version: int
@@ -210,7 +216,7 @@ class Shape:
     encoder: EncoderShape | None = None
 
     def kind_of(self, layer: int) -> LayerKind:
-        """What layer ``layer`` is."""
+        """The kind of layer ``layer``."""
         kind = self.kinds[self.pattern[layer % len(self.pattern)]] if self.pattern else LayerKind()
         if self.window and (layer + 1) % SUPPORTED[self.architecture].sliding_period:
             kind = replace(kind, window=self.window)
@@ -221,7 +227,7 @@ class Shape:
 
 
 def profiles_directory() -> Path:
-    """The directory ``profiles/``: in an installed package beside its code, in a checkout beside the package."""
+    """The directory ``profiles/``: next to the code in an installed package, next to the package in a checkout."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "_profiles"
     return installed if installed.is_dir() else package.parent / "profiles"
@@ -233,12 +239,12 @@ def shape_names() -> tuple[str, ...]:
 
 
 def popular_shapes() -> tuple[str, ...]:
-    """Those of ``shape_names`` that people ask for, without what is there for published figures."""
+    """The popular ones among ``shape_names``, without those that exist for published figures."""
     return tuple(name for name in shape_names() if read_shape(name).popular)
 
 
 def _near(name: str) -> str:
-    """What may be meant by ``name``: all names are a screen full, in which nobody finds the error."""
+    """The names closest to ``name``: a list of all names would fill the screen and hide the error."""
     near = get_close_matches(name, shape_names(), n=4)
     return f", but {', '.join(near)}" if near else ""
 
@@ -259,7 +265,7 @@ def shape(name: str) -> ModelProfile:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The model and the suffix of ``name``, the plain one where it has none."""
+    """The model and the suffix of ``name``; the plain suffix if it has none."""
     stem, _, last = name.lower().rpartition("-")
     return (stem, last) if last in _TYPES and name.lower() not in shape_names() else (name.lower(), _PLAIN)
 
@@ -321,7 +327,8 @@ def _profile(model: Shape, types: Types, named: str) -> ModelProfile:
 
 
 def _tail_of_both(kinds: Sequence[LayerKind]) -> int:
-    """So many layers at the end that one attends and one has a state, where some have one."""
+    """The smallest number of layers at the end that includes one with attention and one with a state, where some have
+    one."""
     found = [[i for i, kind in enumerate(kinds) if has(kind)] for has in (lambda kind: kind.attends, _has_state)]
     return len(kinds) - min(each[-1] for each in found) if all(found) else 1
 
@@ -331,7 +338,7 @@ def _has_state(kind: LayerKind) -> bool:
 
 
 def _stand_in(model: Shape, kinds: Sequence[LayerKind], types: Types) -> LayerProfile:
-    """What may stand behind the layers of a window: of the weights the least that they can take, and one head of keys."""
+    """The layer that may stand in after the layers of a window: the smallest possible weights, and one KV head."""
     layers = [_layer(model, kind, types, layer, 0) for layer, kind in enumerate(kinds)]
     weights = [sum(map(_count, (each.bytes_by_type, each.expert_bytes_by_type))) for each in layers]
     return LayerProfile(
@@ -360,7 +367,7 @@ def _kv_heads(model: Shape, kind: LayerKind) -> int:
 
 
 def _cell_values(model: Shape, kind: LayerKind) -> int:
-    """Values of a token in the KV cache of a layer; of a latent vector llama.cpp reads the values from the keys."""
+    """Values of a token in the KV cache of a layer; for a latent vector llama.cpp reads the values from the keys."""
     if model.latent is not None:
         return model.latent.rank + model.latent.rope
     return 2 * _kv_heads(model, kind) * (kind.head_width or model.head_width)

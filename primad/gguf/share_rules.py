@@ -1,9 +1,9 @@
-"""How the layers of a model are cut between the ranks of a tensor-parallel group: by heads, states and values of networks.
+"""How the layers of a model are cut between the ranks of a tensor-parallel group: by heads, states and network values.
 
-Key heads are never cut: a rank holds whole groups of heads with their keys, or, where there are fewer groups than ranks, a
+KV heads are never cut: a rank holds whole groups of heads with their keys, or, if there are fewer groups than ranks, a
 part of one group with a copy of its keys. Latent attention has one such group.
 
-Where heads cannot be cut, attention is whole on every rank, and networks alone are cut (``whole_attention.py``).
+Where heads cannot be cut, attention is whole on every rank, and only networks are cut (``whole_attention.py``).
 """
 
 from __future__ import annotations
@@ -57,17 +57,18 @@ PARTS: Final[Mapping[str, Part]] = {
     **dict.fromkeys(("ffn_gate_inp", "ffn_gate_inp_shexp", "rope_freqs"), Part.WHOLE),
     **dict.fromkeys(("ffn_latent_down", "ffn_latent_up", "inp_gate", "proj"), Part.WHOLE),
 }
-"""By the name of a tensor. What has ``norm`` or ``indexer`` in its name is whole as well, but for norms over all heads."""
+"""By the name of a tensor. A tensor with ``norm`` or ``indexer`` in its name is whole as well, except for norms over
+all heads."""
 _HEAD_NORMS: Final = {"attn_q_norm": Part.HEADS, "attn_k_norm": Part.KEYS}
 _OVER_ALL: Final = frozenset(("attn_sub_norm", "ffn_sub_norm"))
 _OUTPUTS: Final = frozenset(("attn_output", STATE_COLUMNS, "shortconv.out_proj", "time_mix_output"))
-"""What makes the result of an attention or a state that is whole."""
+"""Tensors that make the result of an attention or a state that is whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShare:
-    """What a rank holds of a layer: heads, heads of keys, heads of keys of its states, and feed-forward values by the kind
-    of network. Of attention that is whole on each rank there is none here."""
+    """A rank's part of a layer: heads, KV heads, key heads of its states, and feed-forward values by the kind of
+    network. Attention that is whole on each rank is not included."""
 
     heads: range
     keys: range
@@ -120,7 +121,7 @@ class ShareRules:
 
     @cached_property
     def _tensors(self) -> list[list[TensorInfo]]:
-        """Those of each layer."""
+        """The tensors of each layer."""
         found: list[list[TensorInfo]] = [[] for _ in range(layer_count(self.header))]
         for name, tensor in self.header.tensors.items():
             layer = layer_of(name)
@@ -148,7 +149,7 @@ class ShareRules:
         return found
 
     def state_counts(self, share: LayerShare) -> dict[str, int]:
-        """The metadata of a rank's states, of which ``share`` has some."""
+        """The metadata of a rank's states; ``share`` has some."""
         return self._states.counts(share.states) if self._states is not None and share.states else {}
 
     def _refusal(self, subject: str, reason: str) -> NotCutError:
@@ -169,7 +170,8 @@ class ShareRules:
 
     @cached_property
     def _keys(self) -> dict[int, list[int]]:
-        """By the heads of a layer the heads of keys of all layers with as many: one number in the metadata counts them."""
+        """By the number of heads of a layer, the KV heads of all layers with that number: the metadata counts them with
+        one value."""
         found: dict[int, list[int]] = {}
         for layer in range(layer_count(self.header)):
             heads, keys = self.heads(layer)
@@ -193,7 +195,7 @@ class ShareRules:
         return unit
 
     def shares(self, layer: int, weights: Sequence[int]) -> list[LayerShare]:
-        """What each rank holds of ``layer``, in proportion to ``weights`` as far as its heads and blocks allow.
+        """Each rank's part of ``layer``, in proportion to ``weights`` as far as its heads and blocks allow.
 
         Raises ``NotCutError`` for more ranks than that.
         """
@@ -227,7 +229,7 @@ class ShareRules:
 
     @property
     def units(self) -> ShareUnits | None:
-        """What most of its layers are cut by; None where they have no attention or no network."""
+        """The units that most of its layers are cut by; None if they have no attention or no network."""
         sizes = {kind: sum(tensor.bytes for tensor in self._networks.downs(kind)) for kind in self._networks.kinds}
         kind = max(sizes, key=lambda each: sizes[each])
         if not sizes[kind]:
@@ -252,7 +254,8 @@ class ShareRules:
         return part in (Part.HEAD_COLUMNS, Part.VALUE_COLUMNS, Part.STATE_COLUMNS, Part.FIRST)
 
     def part(self, layer: int, tensor: TensorInfo, share: LayerShare, *, is_first: bool) -> TensorInfo:
-        """What the rank of ``share`` holds of ``tensor``. Raises ``NotCutError`` by name for one that is not known."""
+        """The part of ``tensor`` that the rank of ``share`` holds. Raises ``NotCutError`` by name for an unknown
+        tensor."""
         return self._slice(self._part_of(layer, tensor), layer, tensor, share, is_first=is_first)
 
     def _slice(self, part: Part, layer: int, tensor: TensorInfo, share: LayerShare, *, is_first: bool) -> TensorInfo:
@@ -332,7 +335,7 @@ class ShareRules:
         return [replace(gate, name=tensor.name.replace("ffn_up", "ffn_gate")), up]
 
     def _scaled(self, layer: int, tensor: TensorInfo, axis: int, heads: range, count: int) -> list[range]:
-        """The items of ``heads`` along ``axis``, of which each of ``count`` heads has as many."""
+        """The items of ``heads`` along ``axis``, where each of ``count`` heads has equally many."""
         if not count or tensor.shape[axis] % count:
             raise self._refusal(f"tensor '{tensor.name}'", f"it has not as much for each of {count} heads")
         each = tensor.shape[axis] // count
@@ -349,7 +352,7 @@ class ShareRules:
 
 
 def _named(tensor: TensorInfo) -> tuple[str, str]:
-    """What ``tensor`` is called in its layer, and its suffix."""
+    """The name of ``tensor`` within its layer, and its suffix."""
     _, _, name = tensor.name.split(".", 2)
     if not name.endswith(_SUFFIXES):
         return name, ""

@@ -1,9 +1,10 @@
-"""Shares of a model: the layers of a rank of a tensor-parallel group, as the header of a model of its own.
+"""Shares of a model: the layers of a rank of a tensor-parallel group, as the header of a separate model.
 
-A rank holds some heads of each layer (rows of what makes queries, keys and values, columns of the output) and some of its
-feed-forward values (rows of gate and up, columns of down), and rows of the output matrix. What its columns make of its rows
-is a part of a sum over the ranks (``engine/llama/sums.py``); all else is whole on every rank. Columns are cut between blocks
-of the quantisation. Of a bias that is added to a sum the first rank has the values and the others zeros.
+A rank holds some heads of each layer (rows of the query, key and value matrices, columns of the output), some
+feed-forward values (rows of gate and up, columns of down), and rows of the output matrix. Its columns applied to the
+results of its rows give a part of a sum over the ranks (``engine/llama/sums.py``); everything else is whole on every
+rank. Columns are cut between blocks of the quantisation. For a bias that is added to a sum the first rank has the
+values and the others zeros.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def shared_ranks(rules: ShareRules, limit: int) -> int:
 
 
 def share_bytes(rules: ShareRules, weights: Sequence[int]) -> list[RankBytes]:
-    """What each rank of a group has of the weights, as ``share_header`` cuts them. Raises ``NotCutError`` as that does."""
+    """Each rank's bytes of the weights, as ``share_header`` cuts them. Raises ``NotCutError`` as that does."""
     return [_bytes_of(share_header(rules, weights, rank)) for rank in range(len(weights))]
 
 
@@ -97,7 +98,7 @@ def _values_of(rules: ShareRules, shares: Sequence[LayerShare]) -> dict[str, Val
     for kind, key in LENGTHS.items():
         if any(kind in share.values for share in shares):
             found[key] = [len(share.values[kind]) if kind in share.values else None for share in shares]
-    if not any("" in share.values for share in shares):  # some graphs take its length for that of experts
+    if not any("" in share.values for share in shares):  # some graphs use its length as that of experts
         whole = [rules.columns(layer, "ffn_down_exps") for layer in range(len(shares))]
         key = f"{name}.{LENGTHS['']}"
         if all(each is not None and each.shape[0] == count_at(header, key, n, 0) for n, each in enumerate(whole)):
@@ -114,7 +115,7 @@ def _values_of(rules: ShareRules, shares: Sequence[LayerShare]) -> dict[str, Val
 
 
 def _counts(header: Header, key: str, counts: Sequence[int | None]) -> Value:
-    """``counts`` by layer in the form of what is at ``key``; None: as it is there."""
+    """``counts`` by layer in the form of the value at ``key``; None: unchanged."""
     old = header.values.get(key)
     if old is None or not old.is_array:
         return scalar_value(GGUFValueType.UINT32, next(count for count in counts if count is not None))

@@ -1,7 +1,7 @@
 """Parts of a tensor: what a rank of a tensor-parallel group holds of it, read from the model file in place.
 
-A slice takes ranges along one axis. Along the last one it is a few runs of bytes; along another one it is as many for each
-item of the axes behind it, so the columns of a matrix are a run a row.
+A slice takes ranges along one axis. Along the last one it is a few runs of bytes; along another one there are as many
+for each item of the axes after it, so the columns of a matrix are one run a row.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from primad.gguf.constants import GGML_QUANT_SIZES
 from primad.gguf.header import TensorInfo
 
 MAX_RANGES: Final = 18
-"""Of queries, keys and values in one tensor, the latter in as many as each head of keys has."""
+"""For queries, keys and values in one tensor; the values are in as many ranges as each KV head has."""
 _Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 _Bound = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
 class TensorCut(msgspec.Struct, frozen=True, array_like=True):
-    """Which bytes of a tensor a slice has: ``ranges`` (first item, and the one behind the last) of each ``extent`` items of
-    ``item_bytes``. Without ranges it is zeros, which are in no file."""
+    """Which bytes of a tensor a slice has: ``ranges`` (first item, and one past the last) of each ``extent`` items of
+    ``item_bytes``. Without ranges it consists of zeros, which are in no file."""
 
     item_bytes: _Count
     extent: _Count
@@ -33,12 +33,12 @@ class TensorCut(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def own_bytes(self) -> int:
-        """What it has of each ``extent`` items."""
+        """Its bytes of each ``extent`` items."""
         return self.item_bytes * sum(stop - start for start, stop in self.ranges)
 
     def runs(self, start: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """Where ``size`` bytes from ``start`` of the slice are: of each run how far behind ``start`` it belongs, how far it
-        is in the tensor, and its size."""
+        """Where ``size`` bytes from ``start`` of the slice are: for each run its distance from ``start``, its offset in
+        the tensor, and its size."""
         each, end = self.own_bytes, start + size
         for outer in range(start // each, -(-end // each)) if each else ():
             at, begin = outer * each, outer * self.extent * self.item_bytes
@@ -52,7 +52,7 @@ class TensorCut(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSlice(TensorInfo):
-    """A part of a tensor, or zeros in its place; ``offset`` is that of the whole."""
+    """A part of a tensor, or zeros in its place; ``offset`` is that of the whole tensor."""
 
     cut: TensorCut
 
@@ -97,5 +97,5 @@ def _slice(tensor: TensorInfo, shape: tuple[int, ...], size: int, cut: TensorCut
 
 
 def cut_of(tensor: TensorInfo) -> TensorCut | None:
-    """Which bytes of the tensor at its offset it has; None for all that lie there."""
+    """Which bytes of the tensor at its offset it has; None for all of them."""
     return tensor.cut if isinstance(tensor, TensorSlice) else None

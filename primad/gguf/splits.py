@@ -13,7 +13,7 @@ MAX_RANKS: Final = 16
 
 
 def split(count: int, weights: Sequence[int]) -> list[int] | None:
-    """So many units for each rank, at least one, the largest share by weight as small as can be; None for too few units."""
+    """Units for each rank, at least one, with the largest share by weight as small as possible; None for too few units."""
     return None if count < len(weights) else [*_split(count, tuple(weights))]
 
 
@@ -72,9 +72,9 @@ def _cut_heads(heads: int, keys: int, unit: int, weights: Sequence[int]) -> list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareUnits:
-    """What the layers of a model are cut by: most have so many ``heads``, with as many of ``keys``, cut at multiples of
-    ``head_unit``, and a network of so many ``values``, cut at multiples of ``value_unit``. Without ``heads`` each rank has
-    all of the attention."""
+    """What the layers of a model are cut by: most have ``heads``, with ``keys`` KV heads, cut at multiples of
+    ``head_unit``, and a network of ``values``, cut at multiples of ``value_unit``. Without ``heads`` each rank has all
+    of the attention."""
 
     heads: int
     keys: tuple[int, ...]
@@ -83,7 +83,7 @@ class ShareUnits:
     value_unit: int
 
     def shares(self, weights: Sequence[int]) -> list[tuple[float, float]] | None:
-        """What each rank really has of attention and network; None where ranks are too many."""
+        """Each rank's real share of attention and of the network; None if there are too many ranks."""
         values = ranges_of(self.values, self.value_unit, weights)
         heads = cut_heads(self.heads, self.keys, self.head_unit, weights) if self.heads else [range(0)] * len(weights)
         if heads is None or values is None:

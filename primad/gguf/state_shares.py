@@ -1,12 +1,12 @@
-"""Shares of layers that keep a state for each head, with which they go on from token to token.
+"""Shares of layers that keep a state for each head, carried from token to token.
 
-In a gated delta rule (``StateHeads``) a head of keys writes to the states of some heads of values, and nothing goes from one
-head of keys to another. So a rank holds some heads of keys with their heads of values: rows of what makes both, of gates and
-of the convolution before them, columns of the output. Where keys are ``tiled`` over values, those of a head of keys are as
-far apart as there are heads of keys.
+In a gated delta rule (``StateHeads``) a key head writes to the states of some value heads, and nothing passes from one
+key head to another. So a rank holds some key heads with their value heads: rows of the matrices for both, of gates and
+of the convolution before them, columns of the output. Where keys are ``tiled`` over values, the value heads of a key
+head are as far apart as there are key heads.
 
-A selective scan (``ScanGroups``, Mamba 2) has groups of heads, with what writes to and reads from the states of each. Where
-there is one group it is all heads', and a norm over it would see those of other ranks.
+A selective scan (``ScanGroups``, Mamba 2) has groups of heads, with the values that write to and read from the states
+of each. If there is one group, it belongs to all heads, and a norm over it would see those of other ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SCANS: Final = frozenset(("nemotron_h", "nemotron_h_moe", "falcon-h1"))
 STATES_BY_HEADS: Final = _DELTAS | _SCANS
 """Architectures whose states may be shared."""
 _MIXED: Final = ("attn_qkv", "ssm_conv1d")
-"""Rows of queries, keys and values, one behind the other."""
+"""Rows of queries, keys and values, one after another."""
 _VALUES: Final = ("attn_gate", "ssm_out")
 _HEADS: Final = ("ssm_dt", "ssm_a", "ssm_beta", "ssm_alpha")
 """A row for each head of values."""
@@ -39,7 +39,7 @@ class StateHeads:
     """How many heads of keys a layer with a state has, how many of values for each, and how wide both are."""
 
     tensors: ClassVar = frozenset((*_MIXED, *_VALUES, *_HEADS, *_GROUPED))
-    """What a rank has a part of."""
+    """The tensors that are cut between ranks."""
     keys: int
     each: int
     key_width: int
@@ -48,7 +48,7 @@ class StateHeads:
 
     @classmethod
     def of(cls, header: Header) -> StateHeads | None:
-        """Those of the model of ``header``; None where its states are of another kind."""
+        """The state heads of the model of ``header``; None if its states are of another kind."""
         name = header.text("general.architecture")
         if name not in _DELTAS:
             return None
@@ -72,7 +72,7 @@ class StateHeads:
         return unit
 
     def part(self, name: str, tensor: TensorInfo, own: range) -> TensorInfo:
-        """What of ``tensor``, which is called so and one of ``tensors``, a rank with these heads of keys holds."""
+        """The part of ``tensor``, named ``name`` and one of ``tensors``, for a rank with these key heads."""
         last = len(tensor.shape) - 1
         if name in _MIXED:
             keys = [range(at + own.start * self.key_width, at + own.stop * self.key_width) for at in self._before]
@@ -109,11 +109,11 @@ class StateHeads:
 
 @dataclass(frozen=True, slots=True)
 class ScanGroups:
-    """The heads of a layer with a state in so many ``keys``, as ranks have them: groups of ``heads`` of ``width`` together,
-    or, where what writes and reads is ``whole``, of all heads, single ones. It has so many values for each group."""
+    """The heads of a layer with a state in ``keys`` units that ranks share: groups of ``heads`` of ``width``, or, where
+    the writing and reading values are ``whole``, single heads. It has as many values for each group."""
 
     tensors: ClassVar = frozenset(("ssm_in", "ssm_conv1d", "ssm_dt", "ssm_a", "ssm_d", "ssm_norm", STATE_COLUMNS))
-    """What a rank has a part of."""
+    """The tensors that are cut between ranks."""
     keys: int
     heads: int
     width: int

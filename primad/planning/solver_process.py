@@ -28,7 +28,7 @@ MIN_NICE: Final = 19
 GRACE_S: Final = 60.0
 """The solver keeps to its time limit, which is of the processor; this much later it hangs."""
 BACKGROUND_TIMES: Final = 10
-"""So many times as long where all other work goes first."""
+"""How many times as long the search may take where all other work has priority."""
 
 
 class _Found(msgspec.Struct, frozen=True, tag="solved"):

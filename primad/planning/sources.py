@@ -1,4 +1,4 @@
-"""Where devices and models of a question come from: files, what comes with primad, and the header of a GGUF."""
+"""Sources of a question's devices and models: files, data that comes with primad, and the header of a GGUF."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from primad.profiler.store import load_profiles
 
 
 def read_model(path: Path | None, shape_name: str | None) -> ModelProfile:
-    """The model in a file, of which the header is enough, or of a built-in shape. Raises ``ConfigError``, ``ModelError``."""
+    """The model in a file, of which the header is enough, or a built-in shape. Raises ``ConfigError``, ``ModelError``."""
     if path is not None and shape_name is not None:
         raise ConfigError("--model and --model-shape: give one of them; both name the model")
     if path is not None:

@@ -1,6 +1,6 @@
-"""An explanation for people: a table of devices, what to expect in a few lines, and a picture (``primad[plot]``).
+"""An explanation for people: a table of devices, the forecast in a few lines, and a picture (``primad[plot]``).
 
-A picture of a plan: what takes the time of a token, and what fills the memory. Needs matplotlib (``primad[plot]``).
+The picture shows what takes the time of a token and what fills the memory. Needs matplotlib (``primad[plot]``).
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _facts(answer: Explanation) -> Table:
 
 
 def _encoding(model: ModelJson) -> str:
-    """Where a picture is encoded, and what it takes."""
+    """Where a picture is encoded, and how long that takes."""
     if model.picture_ms is None:
         return ""
     where = f"{model.encoder_device} ({model.encoder_gpu})" if model.encoder_gpu else model.encoder_device
@@ -222,7 +222,7 @@ def _encoding(model: ModelJson) -> str:
 
 
 def _gpu(gpu: GpuJson) -> str:
-    """What one of several GPUs of a device has."""
+    """What the plan puts on one of several GPUs of a device."""
     layers = show_count(gpu.layers, "layer")
     takes = f"{show_bytes(gpu.vram_bytes)} of {show_bytes(gpu.vram_limit_bytes)}" if gpu.vram_bytes else "nothing"
     return f"{layers} on {show_gpu(gpu.name, gpu.id)}, {takes}"
@@ -248,7 +248,7 @@ def _kept(kept: KeptJson) -> str:
 
 
 def _draft(draft: DraftJson, devices: Sequence[DeviceJson]) -> str:
-    """What the draft model takes of one of ``devices``, how its drafts are computed, and what they win."""
+    """What the draft model takes of one of ``devices``, how its drafts are computed, and their gain."""
     if not draft.device:
         return f"{draft.name} drafts nothing: {draft.why}"
     leader = next((each.leader for each in devices if each.name == draft.device), "")
@@ -265,7 +265,7 @@ def _draft(draft: DraftJson, devices: Sequence[DeviceJson]) -> str:
 
 
 def _reading(answer: Explanation) -> str:
-    """All that streams, what is read for a token, and how long a token waits for it."""
+    """The streamed bytes, the bytes read for a token, and how long a token waits for them."""
     found, layers = answer.predicted, sum(device.streamed_layers for device in answer.devices)
     waits = f"of which it waits {show_ms(found.stall_ms)}" if found.stall_ms else "while others compute"
     return (

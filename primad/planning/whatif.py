@@ -96,7 +96,7 @@ def _vram(device: DeviceProfile, value: str, source: str) -> DeviceProfile:
     size = parse_bytes(value, source)
     if device.gpu is None:
         raise ConfigError(f"{source}: {device.device} has no GPU")
-    # Of several GPUs each has its share of it.
+    # With several GPUs each has its share of it.
     before = sum(gpu.vram_available_bytes for gpu in device.gpus)
     shares = [gpu.vram_available_bytes / before if before else 1 / len(device.gpus) for gpu in device.gpus]
     gpus = [
