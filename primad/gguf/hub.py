@@ -3,7 +3,7 @@
 A repository holds a model in several quantisations, some of them split into parts. An interrupted download is resumed,
 and compared with the hash that the hub states. Files in the folder are used without asking the hub.
 
-<folder>/<owner>/<repo>/<file>.gguf
+    <folder>/<owner>/<repo>/<file>.gguf
 """
 
 from __future__ import annotations
