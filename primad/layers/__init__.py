@@ -1,1 +1,1 @@
-"""Layer files on this device and on their way to it: the cache, transfers, who serves them."""
+"""Layer files on this device and in transfer to it: the cache, transfers, and the server."""

@@ -3,15 +3,16 @@
     <folder>/<digest>.gguf       a layer file; only its header changes when the layer moves to another window
     <folder>/<digest>-1.gguf     a second copy, where one device computes two layers of equal content
     <folder>/<digest>.tree       the digests of its chunks; its modification time is when the layer was last used
-    <folder>/origins.json        what layers of hubs turned out to be (``cache.py``)
-    <folder>/in-use-<pid>.json   what a running process must not lose (``leases.py``)
-    <folder>/partial/            files on their way (``partial.py``); chunks that arrived are kept for the next run
+    <folder>/origins.json        the digests of layers fetched from hubs (``cache.py``)
+    <folder>/in-use-<pid>.json   the layers that a running process needs (``leases.py``)
+    <folder>/partial/            files in transfer (``partial.py``); chunks that arrived are kept for the next run
 
 A file appears under its name only after all its chunks were hashed and flushed, so a crash leaves nothing half-written
-there. A file (or copy) that was there before this process started is hashed once, the first time it is asked for, and again
-when its size or modification time say that somebody else wrote to it.
+there. A file (or copy) that was there before this process started is hashed once, when it is first asked for, and again
+when its size or modification time show that another program wrote to it.
 
-What layers of a hub turned out to be: a digest by the name of an origin, so that none is drawn again after a stop.
+The digest of each layer from a hub is stored under the name of its origin, so that none is downloaded again after a
+stop.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ STALE_S: Final = 7 * 86_400.0
 _DIGEST: Final = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 _FILE: Final = re.compile(rf"({_DIGEST.pattern})(-\d+)?\.(gguf|tree)")
 MAX_ORIGINS: Final = 10_000
-"""Of so many layers it is remembered, the latest."""
+"""Number of layers, the latest, whose digests are stored."""
 
 
 class LayerCache:
@@ -73,7 +74,7 @@ class LayerCache:
         self._active: set[str] = set()
         self._leases = Leases(folder)
         self.origins = OriginBook(folder / "origins.json")
-        """What layers of hubs turned out to be."""
+        """The digests of layers fetched from hubs."""
         self.turn = asyncio.Lock()
         """Held by whoever fills the cache: two writers of one layer would undo each other's work."""
         try:
@@ -84,14 +85,14 @@ class LayerCache:
             raise DiskError(f"{folder}: the layer cache cannot be opened: {exc.strerror or exc}") from exc
 
     def _sweep(self) -> None:
-        """Remove what cannot be resumed, and what nobody resumed for long."""
+        """Remove files that cannot be resumed, and those that were not resumed for long."""
         for path in self._partial.iterdir():
             resumable = path.suffix in (".part", ".journal")
             if not resumable or time.time() - path.lstat().st_mtime > STALE_S:
                 path.unlink(missing_ok=True)
 
     def path(self, digest: str, copy: int = 0) -> Path:
-        """Where the layer file lies; ``copy`` numbers further copies of the same content."""
+        """The path of the layer file; ``copy`` numbers further copies of the same content."""
         return self._folder / (f"{digest}-{copy}.gguf" if copy else f"{digest}.gguf")
 
     def _tree_path(self, digest: str) -> Path:
@@ -124,9 +125,9 @@ class LayerCache:
         return sorted(found)
 
     def doubt(self, file: str | None, digests: Iterable[str]) -> None:
-        """The weights in ``file`` could not be read or were not what they were: they are hashed before they are used again.
+        """The weights in ``file`` could not be read or have changed: they are hashed before they are used again.
 
-        So are the layers ``digests`` where it is not known which file it was. Any other file is none of the cache's.
+        So are the layers ``digests`` if it is not known which file it was. Files outside the cache are ignored.
         """
         doubted = set(digests) if file is None else {Path(file).stem.partition("-")[0]}
         for name in list(self._verified):
@@ -134,7 +135,7 @@ class LayerCache:
                 self._verified.pop(name, None)
 
     def damaged(self, digest: str, *, fix: bool) -> list[Path]:
-        """The files of the layer, copies among them, that are not the layer; ``fix`` removes them.
+        """The damaged files of the layer, copies among them; ``fix`` removes them.
 
         For a layer of which only the digest is known. Raises ``DiskError``.
         """
@@ -163,7 +164,7 @@ class LayerCache:
         except OSError as exc:
             if exc.errno != errno.EIO:
                 raise
-            tree, hashed = b"", None  # written anew it comes to lie elsewhere on the disk
+            tree, hashed = b"", None  # rewriting it places it elsewhere on the disk
         if not is_tree_of(tree, digest, stamp[0] - HEADER_BYTES):
             self._verified.pop(path.name, None)
             return False
@@ -188,9 +189,10 @@ class LayerCache:
         return StoredLayer(digest, path, self._tree_path(digest), size_bytes) if size_bytes > 0 else None
 
     def copying(self, ref: LayerRef, source: LayerCut) -> Generator[int, None, None]:
-        """Write the layer out of the model file, one chunk a step, which gives its bytes; what was here counts first.
+        """Copy the layer from the model file, yielding the bytes of one chunk a step; chunks that are here count first.
 
-        Raises ``ModelError`` when the file cannot be read or changed, ``DiskError`` when the disk refuses the bytes.
+        Raises ``ModelError`` when the file cannot be read or has changed, ``DiskError`` when the disk refuses the
+        bytes.
         """
         with self.part(ref) as part:
             if part.tree is None:
@@ -207,12 +209,13 @@ class LayerCache:
 
     @contextmanager
     def part(self, ref: LayerRef, *, hashed: bool = True) -> Iterator[PartialLayer]:
-        """The layer with what of it is here already, to add chunks to; safe from ``make_room`` while the block runs.
+        """The layer with the chunks that are here already, to add others to; safe from ``make_room`` while the block
+        runs.
 
-        Where it is not ``hashed`` its name is that of its origin.
+        If it is not ``hashed`` its name is that of its origin.
 
-        What arrived stays for the next time, but not on a disk that refused: a ``DiskError`` of the block removes it.
-        Raises ``DiskError`` when what is here cannot be read.
+        Chunks that arrived are kept for the next time, unless the disk refused: a ``DiskError`` in the block removes
+        them. Raises ``DiskError`` when the chunks that are here cannot be read.
         """
         part = PartialLayer(self._partial, ref, hashed=hashed)
         self._active.add(ref.digest)
@@ -238,7 +241,7 @@ class LayerCache:
             return part.write(number, chunk)
 
     def finish(self, part: PartialLayer) -> None:
-        """Give the complete ``part`` its name; what has that name already stays. Raises ``DiskError``."""
+        """Give the complete ``part`` its name; an existing file of that name stays. Raises ``DiskError``."""
         path = self.path(part.digest)
         with self._write_errors(part.ref):
             if part.digest != part.ref.digest and self._is_whole(path, part.digest, part.ref.size_bytes):
@@ -248,10 +251,10 @@ class LayerCache:
             self._remember(path)
 
     def place(self, ref: LayerRef, *, number: int, split: int, copy: int = 0) -> Path:
-        """Make the file layer ``number`` of its window and split ``split`` of its model; its path.
+        """Make the file layer ``number`` of its window and split ``split`` of its model; return its path.
 
-        The layer must be here (``holds``). Rewrites the header only; ``copy`` > 0 makes a copy of the file first where
-        there is none that is whole. Raises ``DiskError`` when the disk refuses it.
+        The layer must be here (``holds``). Rewrites only the header; ``copy`` > 0 first makes a copy of the file if
+        there is no complete one. Raises ``DiskError`` when the disk refuses it.
         """
         path = self.path(ref.digest, copy)
         header = layer_header(ref.tensors, number=number, split=split)
@@ -310,7 +313,7 @@ class LayerCache:
                 os.utime(self._tree_path(digest))
 
     def lease(self, owner: str, digests: Iterable[str]) -> None:
-        """Protect ``digests`` from pruning, by other processes too, instead of what ``owner`` held before."""
+        """Protect ``digests`` from pruning, also by other processes, in place of what ``owner`` held before."""
         held = frozenset(digests)
         self._leases.lease(owner, held)
         self.touch(held)
@@ -320,7 +323,7 @@ class LayerCache:
         self._leases.end(owner)
 
     def layers(self) -> list[CachedLayer]:
-        """What is here, least recently used first. Raises ``DiskError``."""
+        """The layers in the cache, least recently used first. Raises ``DiskError``."""
         held, sizes, used = self._leases.held(), dict[str, int](), dict[str, float]()
         with self._disk_errors("cannot be listed"):
             for path in _inside(self._folder):
@@ -352,7 +355,7 @@ class LayerCache:
                 self._drop(layer.digest)
 
     def drop_partial(self) -> int:
-        """Remove the layers on their way that nobody is fetching; the bytes gained. Raises ``DiskError``."""
+        """Remove partial layers that are not being fetched; return the bytes gained. Raises ``DiskError``."""
         gained = 0
         with self._disk_errors("cannot be pruned"):
             for path, size_bytes in self.idle_partial():
@@ -361,7 +364,7 @@ class LayerCache:
         return gained
 
     def idle_partial(self) -> list[tuple[Path, int]]:
-        """The files on their way that nobody is fetching, with the disk they take. Raises ``DiskError``."""
+        """The partial files that are not being fetched, with the disk space they take. Raises ``DiskError``."""
         if self._leases.others_live():
             return []
         with self._disk_errors("cannot be listed"):
@@ -369,9 +372,10 @@ class LayerCache:
             return [(path, _taken(path)) for path in paths]
 
     def make_room(self, needed_bytes: int) -> None:
-        """Prune what is not held, least recently used first, until ``needed_bytes`` more fit the limit and the disk.
+        """Prune layers without a lease, least recently used first, until ``needed_bytes`` more fit the limit and the
+        disk.
 
-        What was begun and is not being fetched goes first. Raises ``DiskError`` with the figures, and prunes nothing,
+        Partial files that are not being fetched go first. Raises ``DiskError`` with the figures, and prunes nothing,
         when everything together is not enough.
         """
         if needed_bytes <= 0:

@@ -1,8 +1,9 @@
-"""Have KV cells of other devices in this device's store: what is lacking is asked of all at once that may have it.
+"""Fetch KV blocks of other devices into this device's store: missing ones are requested from all devices that may have
+them.
 
-A reply has several small blocks, or a piece of a large one. What comes is judged as a file is (``kv/cells.py``) and must be
-of the block that was asked for; a source that sends anything else, or is silent, is left out. What does not come in time is
-lacking, which costs nothing but the time to compute it again.
+A reply has several small blocks, or a piece of a large one. Received data is checked like a file (``kv/cells.py``) and
+must belong to the requested block; a source that sends anything else, or is silent, is left out. Blocks that do not
+arrive in time are missing, which costs only the time to compute them again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _CELLS_AT_ONCE: Final = 256
 _MAX_CELL_BYTES: Final = 64 << 10
 """Keys and values of one cell in one layer take no more in any model that is known."""
 _STATES_AT_ONCE: Final = 1
-"""Layers that are asked for at a time of a state, of which each may have megabytes."""
+"""Layers of a state that are requested at a time; each may have megabytes."""
 _INDEX_BYTES: Final = 1 << 20
 
 
@@ -57,9 +58,9 @@ class CellsFetcher:
         *,
         verify: bool,
     ) -> list[bool]:
-        """Whether all ``layers`` of each block are in the store, ``timeout_s`` after they were asked for at the latest.
+        """Whether all ``layers`` of each block are in the store, at most ``timeout_s`` after the request.
 
-        With ``verify`` what was there before is read, and fetched again where it is damaged.
+        With ``verify`` existing blocks are read, and fetched again if they are damaged.
         """
         lacking = await in_thread(lacking_layers, self.store, blocks, layers, verify)
         if lacking and sources:
@@ -121,7 +122,7 @@ class _Asked:
 
 
 class _Fetch:
-    """One fetch: what is ``lacking`` of ``blocks``. What arrives is lacking no more."""
+    """One fetch: the parts of ``blocks`` that are ``lacking``, less those that have arrived."""
 
     def __init__(self, fetcher: CellsFetcher, blocks: dict[str, KvBlock], lacking: dict[str, int]) -> None:
         self._fetcher, self._blocks, self._lacking = fetcher, blocks, lacking
@@ -129,15 +130,15 @@ class _Fetch:
         self._changed = asyncio.Event()
 
     async def run(self, sources: Sequence[Contact]) -> None:
-        """Fetch until all is here, or nobody has the rest."""
+        """Fetch until everything is here, or no source has the rest."""
         async with asyncio.TaskGroup() as group:
             for source in sources:
                 group.create_task(self._download(source))
 
     async def _download(self, source: Contact) -> None:
-        """Ask ``source`` for blocks until it has nothing more of what is lacking, or fails.
+        """Request blocks from ``source`` until it has no more of the missing ones, or fails.
 
-        What came is kept while the next is on its way.
+        Received blocks are stored while the next are in transfer.
         """
         refused: dict[str, int] = {}
         keeping: asyncio.Task[None] | None = None
@@ -164,7 +165,7 @@ class _Fetch:
                 await asyncio.gather(keeping, return_exceptions=True)
 
     def _let_go(self, asked: _Asked) -> None:
-        """What was asked for is here or lacking."""
+        """Forget a request: its blocks have arrived or are missing."""
         self._asked.difference_update(asked.keys)
         self._changed.set()
         self._changed = asyncio.Event()
@@ -176,7 +177,7 @@ class _Fetch:
         return first_run(self._lacking.get(key, 0) & ~refused.get(key, 0))[:count]
 
     async def _take(self, refused: Mapping[str, int]) -> _Asked | None:
-        """Blocks of which the same layers are lacking, to ask for; None at the end. Waits while others are asked."""
+        """Blocks that lack the same layers, to request next; None at the end. Waits while other sources have requests."""
         while True:
             taken, layers, is_over = list[str](), range(0), True
             for key in self._lacking:
@@ -230,7 +231,7 @@ class _Fetch:
             self._let_go(asked)
 
     def _put(self, parts: Iterable[tuple[KvBlock, memoryview]], asked: range) -> list[range]:
-        """Put ``parts`` into the store; the layers of each, all of which were ``asked`` for."""
+        """Put ``parts`` into the store; return the layers of each, all of which were ``asked`` for."""
         return [self._fetcher.store.add_part(block, part, asked) for block, part in parts]
 
     async def _request(

@@ -1,10 +1,10 @@
-"""Which chunk to ask of whom next, when several devices hold the layers that are missing. Decides only.
+"""Which chunk to request from which source next, when several devices hold the missing layers. Decides only.
 
-    lacking ── take(source) ──► asked ── arrived ──► gone for good
+    lacking ── take(source) ──► asked ── arrived ──► done
        ▲                          │
        └── drop(source), refused ─┘
 
-A chunk is asked of one source at a time. A source that stalls is dropped, and what it was asked for goes to the others.
+A chunk is requested from one source at a time. A source that stalls is dropped, and its requests go to the others.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ChunkQueue:
         self._return(piece)
 
     def drop(self, source: str) -> None:
-        """Ask ``source`` for nothing more; what it was asked for is lacking again."""
+        """Request nothing more from ``source``; its outstanding chunks are missing again."""
         self._holds.pop(source, None)
         for piece in self._asked.pop(source, ()):
             self._return(piece)
@@ -90,7 +90,7 @@ class ChunkQueue:
         return len(self._asked.get(source, ()))
 
     def unavailable(self) -> list[str]:
-        """The layers of which something is lacking that no source can give, those not yet reached included."""
+        """The layers with missing parts that no source can give, including those not yet reached."""
         holders = list(self._holds.values())
         if None in holders:
             return []

@@ -1,9 +1,9 @@
-"""Draw layers from the hub that a model lies on, chunk by chunk over a few connections, into the cache.
+"""Download layers from a model's hub into the cache, chunk by chunk over a few connections.
 
-A device asks the hub itself; where it has no way there, or is let in no further, it asks the head, which passes on what it
-reads and keeps nothing. A chunk that does not come is asked for again, later and later, and what arrived stays. Nobody can
-compare a chunk with anything: what comes is what the hub, in its encrypted connection, says is the revision that the head
-looked at. The digest of the whole layer is compared where somebody has fetched it before.
+A device asks the hub itself; if it cannot reach it, or is limited by it, it asks the head, which passes on what it
+reads and stores nothing. A chunk that does not arrive is requested again at growing intervals, and arrived chunks are
+kept. Single chunks cannot be verified: they are what the hub, in its encrypted connection, gives as the revision that
+the head looked at. The digest of the whole layer is compared if any device has fetched it before.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ async def download_layers(
 ) -> None:
     """Have ``layers`` in ``cache``.
 
-    ``progress`` is told bytes as they arrive, and first those that are here; ``downloaded`` the name of the origin, the
-    digest and the tree of each layer when it is whole. Cancelling waits for one chunk to be written. Raises
-    ``ClusterError`` with the reasons when nobody gives a chunk, or when a layer is not what it was where it was fetched
-    before; ``DiskError`` when this device's disk does not take it.
+    ``progress`` is called with bytes as they arrive, and first with those that are here; ``downloaded`` with the name
+    of the origin, the digest and the tree of each layer when it is whole. Cancelling waits for one chunk to be written.
+    Raises ``ClusterError`` with the reasons when no source gives a chunk, or when a layer differs from an earlier
+    fetch; ``DiskError`` when this device's disk refuses it.
     """
     refs = [LayerRef(layer.origin.name, layer.ref.size_bytes, layer.ref.tensors) for layer in layers]
     async with cache.turn, begun(cache, refs, hashed=False) as parts:
@@ -53,7 +53,7 @@ async def download_layers(
 
 
 class _Download:
-    """What is lacking, and who gives it: the ways that have not failed."""
+    """The missing chunks, and the sources that have not failed."""
 
     def __init__(
         self,
@@ -128,7 +128,8 @@ class _Download:
                 data = await source.chunk(layer, number)
             except HubError as exc:
                 tries += 1
-                # A way that never gave anything is none: a device without a way out is not to try for a minute.
+                # A source that never gave anything is dropped: a device without a route to the hub must not try for a
+                # minute.
                 if exc.again and tries < TRIES and (self._came or way == len(self._makers) - 1):
                     await asyncio.sleep(max(exc.wait_s, self._again_s * 2 ** (tries - 1)))
                 elif way == self._way:

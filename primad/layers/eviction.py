@@ -1,4 +1,4 @@
-"""How much disk the layer cache may take, and which layers go first: those that nobody used for longest. Decides only."""
+"""How much disk the layer cache may take, and which layers are evicted first: the least recently used. Decides only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CachedLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
-    """What the cache takes, what it may take (None: no limit), and the disk it lies on."""
+    """The size of the cache, its limit (None: no limit), and the disk it lies on."""
 
     used_bytes: int
     limit_bytes: int | None
@@ -29,7 +29,7 @@ class Disk:
 
     @property
     def reserve_bytes(self) -> int:
-        """What always stays free."""
+        """Disk space that always stays free."""
         return reserve_bytes(self.total_bytes)
 
     def excess(self, needed_bytes: int) -> int:

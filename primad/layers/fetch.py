@@ -1,9 +1,9 @@
-"""Fetch layers by content, from all devices at once that hold them.
+"""Fetch layers by content, concurrently from all devices that hold them.
 
-Each source is asked which of the layers it holds and keeps a few requests under way; whoever is quicker gives more
-(``layers/chunk_queue.py``). Every chunk is compared with the layer's tree and the tree with the layer's digest, so no source
-can put anything else into the cache: one that dies, stalls or sends other bytes is left out, and the rest goes on. What
-arrived stays in the cache when the fetch ends early, and is not sent again.
+Each source is asked which of the layers it holds and keeps a few requests in flight; faster ones give more
+(``layers/chunk_queue.py``). Every chunk is compared with the layer's tree and the tree with the layer's digest, so no
+source can put anything else into the cache: one that dies, stalls or sends other bytes is left out, and the rest
+continues. Chunks that arrived stay in the cache when the fetch ends early, and are not sent again.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ async def fetch_layers(
 ) -> None:
     """Fetch the layers ``refs`` into ``cache``.
 
-    ``progress`` is told bytes as they arrive, and first those that an earlier fetch left; together the size of ``refs``.
-    Cancelling waits for one chunk to be written. Raises ``ClusterError`` that names the layers and the reasons when no
-    source is left that has what is missing, ``DiskError`` when this device's disk does not take it.
+    ``progress`` is called with bytes as they arrive, and first with those that an earlier fetch left; together the size
+    of ``refs``. Cancelling waits for one chunk to be written. Raises ``ClusterError`` that names the layers and the
+    reasons when no source is left that has the missing parts, ``DiskError`` when this device's disk refuses them.
     """
     async with cache.turn:
         if wanted := await missing_layers(cache, refs, progress):
@@ -82,7 +82,8 @@ async def begun(
 async def missing_layers(
     cache: LayerCache, refs: Iterable[LayerRef], present: Callable[[int], None] = lambda _: None
 ) -> list[LayerRef]:
-    """Those of ``refs`` that are not in ``cache`` whole, each once; ``present`` hears the size of every other one.
+    """Those of ``refs`` that are not complete in ``cache``, each once; ``present`` is called with the size of every
+    other one.
 
     Stopping waits for one chunk to be hashed.
     """
@@ -96,7 +97,7 @@ async def missing_layers(
 
 
 async def held_by_any(transfers: Transfers, sources: Sequence[Contact], digests: Sequence[str]) -> set[str]:
-    """Those of the layers ``digests`` that one of ``sources`` at least holds; one that is not reached holds none."""
+    """Those of the layers ``digests`` that at least one of ``sources`` holds; one that cannot be reached holds none."""
 
     async def ask(source: Contact) -> list[str]:
         try:
@@ -211,7 +212,7 @@ class _Fetch:
             await link.ask(FetchChunk(digest=digest, offset=number * CHUNK_BYTES, size=size))
 
     async def _take_in(self, key: str, message: TransferMessage, data: memoryview | None) -> None:
-        """What the source ``key`` sent. Raises ``SourceError``, ``ProtocolError`` or ``DiskError``."""
+        """Handle a message from the source ``key``. Raises ``SourceError``, ``ProtocolError`` or ``DiskError``."""
         match message:
             case Digests(digest=digest, tree=tree) if data is None:
                 piece = self._expect(key, digest, TREE)
@@ -248,7 +249,7 @@ class _Fetch:
         return piece
 
     async def _finish(self, part: PartialLayer) -> None:
-        """Flush and name a layer that is complete, beside the fetching of others."""
+        """Flush and name a complete layer while others are fetched."""
         await in_thread(self._cache.finish, part)
         self._unfinished.discard(part.ref.digest)
         self._wake()

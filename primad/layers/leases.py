@@ -1,8 +1,8 @@
-"""Which layers are in use, and by which process: nobody prunes what a running daemon computes with.
+"""Which layers are in use, and by which process: layers of a running daemon are never pruned.
 
-    <folder>/in-use-<pid>.json    what the process ``pid`` holds; worth nothing once that process has ended
+    <folder>/in-use-<pid>.json    the layers that the process ``pid`` holds; void once that process has ended
 
-A process id comes back sooner or later, so the file also says when its process started (``start_of``).
+A process id is reused sooner or later, so the file also says when its process started (``start_of``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Leases:
         self._own: dict[str, frozenset[str]] = {}
 
     def lease(self, owner: str, digests: Iterable[str]) -> None:
-        """Protect ``digests`` for ``owner``, instead of what it held before."""
+        """Protect ``digests`` for ``owner``, in place of what it held before."""
         self._own[owner] = frozenset(digests)
         self._save()
 
@@ -48,7 +48,7 @@ class Leases:
             self._save()
 
     def held(self) -> frozenset[str]:
-        """What any living process holds."""
+        """The layers that any living process holds."""
         found = set().union(*self._own.values())
         for other in self._others():
             found.update(*other.holds.values())

@@ -1,11 +1,11 @@
-"""A layer file on its way: chunks in any order and from any source, and what survives a stop.
+"""A layer file in transfer: chunks in any order and from any source, and what survives a stop.
 
     <digest>.part       the file, of full length from the start
-    <digest>.journal    the tree, and behind it a byte a chunk: 1 when the chunk was written
+    <digest>.journal    the tree, followed by one byte per chunk: 1 when the chunk was written
 
-The journal is believed where its tree hashes to the digest, and a chunk that it calls written is hashed before it counts:
-after a power cut the two files need not agree. A layer that nobody has hashed yet is called by its origin, and its tree
-grows with the chunks that come.
+The journal is trusted if its tree hashes to the digest, and a chunk that it calls written is hashed before it counts:
+after a power cut the two files may disagree. A layer without a known digest is named by its origin, and its tree grows
+as chunks arrive.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class PartialLayer:
 
     @property
     def digest(self) -> str:
-        """Of the layer, which is complete."""
+        """The digest of the layer, which must be complete."""
         if not self._hashed and self.tree is not None:
             return layer_digest(self.ref.size_bytes, self.tree)
         return self.ref.digest
 
     def begin(self, tree: bytes | None = None) -> None:
-        """Start with the tree of the layer, which the caller has compared with its digest; None where it has none yet."""
+        """Start with the tree of the layer, which the caller has compared with its digest; None if it has none yet."""
         tree = bytes(chunk_count(self.ref.size_bytes) * DIGEST_BYTES) if tree is None else tree
         assert not self._hashed or is_tree_of(tree, self.ref.digest, self.ref.size_bytes)
         with self.path.open("wb") as file:

@@ -1,8 +1,8 @@
-"""Serve the layers and the KV cells of this device to the devices that lack them: every one does, head and workers alike.
+"""Serve this device's layers and KV cache to devices that lack them: head and workers all do.
 
-A device that asks has proven its key at the gate. Requests wait in a bounded line of their owner and are served in turns, a
-few at a time, so that a greedy device delays itself. Nothing is sent that was not asked for. What one connection does not
-take is dropped after ``SEND_LIMIT`` chunks.
+A device that asks has proven its key at the gate. Requests wait in a bounded queue per owner and are served in turns, a
+few at a time, so that a greedy device delays only itself. Nothing is sent unasked. When a connection does not accept
+data, everything after ``SEND_LIMIT`` chunks is dropped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 READS_AT_ONCE: Final = 3
 REQUESTS_WAITING: Final = 32
-"""Of one device; a fetch has at most four under way."""
+"""Per device; a fetch has at most four in flight."""
 COMPLAIN_EVERY_S: Final = 10.0
 SEND_LIMIT: Final = 8
 """Messages that wait for a connection to take them."""
@@ -172,7 +172,7 @@ class LayerServer:
             return NoChunk(digest=digest, offset=offset, reason=str(exc)), b""
 
     def _cells_for(self, request: FetchCells) -> tuple[Cells, Bytes]:
-        """As many of the parts as fit, as far as those before say how large one is; what the disk refuses is not here."""
+        """The parts that fit, estimated by the size of those before; parts that the disk refuses count as missing."""
         sizes, data = list[int](), bytearray()
         for key in request.keys:
             try:

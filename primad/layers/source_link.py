@@ -54,7 +54,7 @@ class Transfers:
 
 
 class SourceLink:
-    """A connection to ``source`` at ``place``, an endpoint of it. Raises ``SourceError`` for one that is none."""
+    """A connection to ``source`` at ``place``, one of its endpoints. Raises ``SourceError`` if that is not an endpoint."""
 
     def __init__(self, transfers: Transfers, source: Contact, place: str) -> None:
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -75,7 +75,7 @@ class SourceLink:
             self._lost.set_result(_LOST[event])
 
     async def ask(self, request: TransferRequest) -> None:
-        """Send a request; what waits to be sent is bounded by the caller, who counts its answers."""
+        """Send a request; the caller counts replies, which bounds the requests that wait to be sent."""
         await self._socket.send(encode(request))
 
     async def answer(self, timeout_s: float) -> tuple[TransferMessage, memoryview | None]:
@@ -95,7 +95,7 @@ class SourceLink:
         return decode_transfer(frames[0].buffer), frames[1].buffer if len(frames) == 2 else None
 
     def close(self) -> None:
-        """Close the connection; what was asked for is not answered any more. Closing again does nothing."""
+        """Close the connection; outstanding requests get no reply. Closing again does nothing."""
         if self._socket.closed:
             return
         self._watching.cancel()

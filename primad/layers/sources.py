@@ -1,4 +1,4 @@
-"""Who gives chunks of layers on a hub: the hub itself, or the head, which passes on what it reads and keeps nothing."""
+"""Sources of layer chunks from a hub: the hub itself, or the head, which passes on what it reads and stores nothing."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class WantedLayer(NamedTuple):
 
     @property
     def is_hashed(self) -> bool:
-        """Whether somebody has fetched it before, so that its digest is known."""
+        """Whether any device has fetched it before, so that its digest is known."""
         return self.ref.digest != self.origin.name
 
 
 class ChunkSource(Protocol):
-    """One connection to somebody who gives chunks."""
+    """One connection to a source of chunks."""
 
     @property
     def name(self) -> str:
-        """Who that is."""
+        """The name of the source."""
 
     async def chunk(self, layer: WantedLayer, number: int) -> bytes:
         """Chunk ``number`` of ``layer``. Raises ``HubError``."""
@@ -106,7 +106,7 @@ class HeadSource:
         return link
 
     async def close(self) -> None:
-        """Close it; what was asked for is not answered any more."""
+        """Close it; outstanding requests get no reply."""
         self._link = None
         await self._stack.aclose()
 
@@ -121,7 +121,7 @@ class HubRoutes:
     transfers: Transfers
 
     def makers(self, names: Sequence[str]) -> list[Callable[[], ChunkSource]]:
-        """What makes connections, best first."""
+        """Functions that open connections, best first."""
         found: list[Callable[[], ChunkSource]] = [lambda: HubSource(self.files, self.token, self.transfers.timings)]
         head = self.head
         if head is not None:

@@ -1,7 +1,7 @@
-"""A model on a hub of which every byte came to one device, by ranges: is it, file by file, what the hub states of it?
+"""Verify a model that came to one device entirely by ranges: compare it, file by file, with the hub's hashes.
 
-Each range is of the file whose hash the hub states beside it, but no range can be compared with that hash. All of them
-together can, with what lies between the tensors, which no layer has.
+The hub states a hash for each file, but a single range cannot be compared with it. All ranges together can, with the
+bytes between the tensors, which no layer has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from primad.layers.cache import LayerCache
 from primad.system.files import write_whole
 
 _COMPARED: Final = "compared"
-"""The file beside a model's header that says with which hashes it was compared."""
+"""The file next to a model's header that records the hashes it was compared with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ MIN_GAIN: Final = 0.05
 MAX_HEADS: Final = 3
 """Where any device may be head, this many different ones are tried."""
 RINGS_SHARE: Final = 0.2
-"""Of the time for a plan, for all rings with groups, or one of them that is planned again."""
+"""Share of the time for a plan that is spent on all rings with groups, or on one of them that is planned again."""
 
 _Best = Callable[[Instance], Solution | None]
 
@@ -88,8 +88,8 @@ def _wishes(request: PlanRequest, below_s: float) -> GroupWishes:
 
 
 def _search(request: PlanRequest, best: _Best) -> FoundPlan:
-    """What ``best`` finds for the first workload that has a plan. What is in extra buffers is no share of a file, so there
-    are none. Raises ``Infeasible``."""
+    """The result of ``best`` for the first workload that has a plan. Weights in extra buffers are not part of a file's
+    share, so there are none. Raises ``Infeasible``."""
     devices, works = [device.without_extra_buffers() for device in request.devices], request.workloads
     asked, chosen = structs.replace(request, devices=devices), list[Plan]()
 
@@ -136,8 +136,8 @@ def _again(request: PlanRequest, question: Instance, before: Plan) -> Solution:
 
 
 def quicker_of(found: FoundPlan, shared: FoundPlan) -> FoundPlan:
-    """``shared`` where it gains enough over ``found``: with a smaller context, where the larger one costs too much by the
-    rule for contexts that nobody set; either says why."""
+    """``shared`` if it gains enough over ``found``: with a smaller context, if the larger one costs too much by the
+    rule for default contexts; either says why."""
     wide_tokens = found.workload.context_tokens
     is_wide = shared.workload.context_tokens >= wide_tokens
     against = "" if is_wide else obstacle(found.solution, shared.solution)

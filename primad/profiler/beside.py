@@ -1,8 +1,8 @@
-"""What a token costs besides computing it: the head's own work, and cores that computed for another process just before.
+"""Costs of a token besides computing: the head's own work, and cores that computed for another process just before.
 
-The head's work is that of ``ring/head.py`` itself with a model that computes nothing: plan a step, draw, tell another
-process. Between two tokens more memory is read than caches hold, as a model does. What waking
-costs is a difference: windows of two processes that compute in turn, and of one alone. The last cache holds both windows, or
+The head's work is that of ``ring/head.py`` itself with a model that computes nothing: plan a step, sample, notify
+another process. Between two tokens more memory is read than caches hold, as a model does. The cost of waking is a
+difference: windows of two processes that compute in turn, and of one alone. The last-level cache holds both windows, or
 neither.
 """
 
@@ -54,7 +54,7 @@ def head_costs(medians: tuple[float, float]) -> tuple[float, float]:
 
 
 def time_head(task: TimeHead) -> tuple[float, ...]:
-    """In the child: seconds of tokens from one step's end to the next one's begin."""
+    """In the child: seconds from the end of one step to the beginning of the next."""
     import numpy as np
 
     from primad.ring.chunks import Chunking
@@ -67,7 +67,7 @@ def time_head(task: TimeHead) -> tuple[float, ...]:
     tail = _Nothing(task, np.ones(task.vocabulary, np.float32), np.ones(task.sweep_bytes // 8, np.uint64))
     head = Head(
         windows={},
-        tail=cast("LogitsWindow", tail),  # of what it computes nothing is kept
+        tail=cast("LogitsWindow", tail),  # it computes nothing, so nothing is kept
         route=1,
         limits=StepLimits(
             ring=1, epoch=1, windows=frozenset((0,)), width=1, rows=1, context=task.tokens + 2, sequences=1
@@ -131,17 +131,17 @@ class _Nothing:
         return False
 
     def kv_remove(self, sequence: int, start: int, end: int) -> None:
-        """There is none."""
+        """There is no KV cache."""
 
     def kv_copy(self, source: int, target: int, end: int) -> None:
-        """There is none."""
+        """There is no KV cache."""
 
     def release(self) -> None:
         """There is nothing."""
 
 
 def hold_window(folder: Path, steppers: Sequence[Stepper], threads: int, model_bytes: int) -> None:
-    """Have each of ``steppers`` load a window of big layers of so many bytes or more.
+    """Have each of ``steppers`` load a window of big layers with at least ``model_bytes``.
 
     Raises ``EngineError`` when llama.cpp fails, ``OSError`` when the files cannot be written.
     """

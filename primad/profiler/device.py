@@ -1,7 +1,8 @@
-"""The profile of this device: measured once, then read; what changes by the minute is read anew.
+"""The profile of this device: measured once, then read from its record; values that change by the minute are read
+again.
 
-Measuring takes half a minute, or a few seconds at first. A device that was measured before does not load the code that
-measures: it needs numpy, which takes 6 MB for as long as a daemon lives.
+Measuring takes half a minute, or a few seconds at first. A device that was measured before does not load the measuring
+code: it needs numpy, which takes 6 MB for the life of a daemon.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ def profile_device(
     limits: OwnerLimits = NO_LIMITS,
     effort: Effort = Effort(),
 ) -> DeviceProfile:
-    """The profile of this device, measured now unless it was before with as much ``effort`` (``again`` measures anyway).
+    """The profile of this device, measured now unless it was before with at least this ``effort`` (``again`` measures
+    anyway).
 
-    ``threads`` pins the count of compute threads; None takes the best of those that are tried. What is free is capped by
-    the owner's ``limits``; what was measured and the totals stay the machine's. Raises ``ConfigError`` when
-    the home folder cannot hold the trials or the figures make no sense, ``EngineError`` when llama.cpp fails.
+    ``threads`` pins the number of compute threads; None takes the best of those that are tried. Free resources are
+    capped by the owner's ``limits``; measured figures and totals stay the machine's. Raises ``ConfigError`` when the
+    home folder cannot hold the trials or the figures make no sense, ``EngineError`` when llama.cpp fails.
     """
     if not again:
         machine, disk = _known(home, threads, effort)
@@ -79,7 +81,7 @@ def profile_device(
 
 
 def _known(home: Path, threads: int | None, effort: Effort) -> tuple[MachineRecord | None, HomeRecord | None]:
-    """What was measured with as much effort or more, and by itself where that is all effort."""
+    """Records made with at least this effort, and undisturbed ones if this is the full effort."""
     machine, disk = read_machine(home, threads), read_home(home)
     if not effort.is_quick:
         machine = None if machine is None or machine.is_quick or machine.is_disturbed else machine
@@ -123,7 +125,7 @@ def unused_gpus(home: Path, threads: int | None) -> tuple[UnusedGpu, ...]:
 
 
 def _compose(name: str, home: Path, machine: MachineRecord, disk: HomeRecord, wanted_gpu: str | None) -> DeviceProfile:
-    """What was measured together with what is so now."""
+    """The profile from measured figures and current values."""
     now, host = memory(ours=children()), host_id()
     layers = layer_folder(home) if layer_folder(home).is_dir() else home
     chosen = choose_gpus(machine.gpus, wanted_gpu)
@@ -163,7 +165,7 @@ def within(limits: OwnerLimits, profile: DeviceProfile, cached_bytes: int) -> De
 
 
 def cached_bytes(home: Path) -> int:
-    """What the layer cache of ``home`` holds, files on their way among it."""
+    """Bytes in the layer cache of ``home``, including partial files."""
     size = 0
     for folder in (layer_folder(home), layer_folder(home) / "partial"):
         try:

@@ -1,9 +1,10 @@
-"""Measure the disk that holds the layer cache: as the engine reads ahead, by page faults, and at random places.
+"""Measure the disk that holds the layer cache: with the engine's read-ahead, by page faults, and at random places.
 
-Reading ahead goes on while the processor computes, and is measured so: the disk gives less then, and computing takes longer.
+Read-ahead runs while the processor computes, and is measured so: the disk is slower then, and computing takes longer.
 
-Three systems, three ways to have a file outside the page cache: Linux forgets it on request (``posix_fadvise``), macOS does
-not take it in (``F_NOCACHE``), Windows offers neither to an ordinary program, and what is measured there may be its cache.
+There are three systems, with three ways to keep a file out of the page cache: Linux drops it on request
+(``posix_fadvise``), macOS does not cache it (``F_NOCACHE``), and Windows offers neither to an ordinary program, so that
+the figure may be that of its cache.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ FILE_BYTES: Final = 128 << 20
 _MIN_BYTES: Final = 8 << 20
 _CHUNK_BYTES: Final = 4 << 20
 _RANGE_BYTES: Final = 32 << 20
-"""Of the order of a layer, which is what the engine asks for at once."""
+"""About the size of a layer, which the engine requests in one read."""
 _RUNS: Final = 3
 _RANDOM_READS: Final = 512
 _PAGE_BYTES: Final = 4096
 _MAX_LOST: Final = 0.8
-"""Share of its time that computing may lose beside reading; only a disturbed trial says more."""
+"""Maximum share of its time that computing loses to concurrent reading; a disturbed trial would show more."""
 _F_NOCACHE: Final = 48
 """``fcntl`` command of macOS."""
 
@@ -53,10 +54,10 @@ class Computing(Protocol):
 
 
 def measure_disk(folder: Path, seconds: float, beside: Computing | None = None) -> DiskProfile:
-    """The file system under ``folder`` in about ``seconds``, a slow one with a smaller file.
+    """Measure the file system under ``folder`` in about ``seconds``, a slow one with a smaller file.
 
-    As layers stream while others are computed, reading ahead is measured while ``beside`` computes, and what it costs that;
-    without it reading has the machine for itself. Raises ``OSError`` when the trial cannot be written there,
+    Layers stream while others are computed, so read-ahead is measured while ``beside`` computes, and so is what that
+    costs it; without it reading has the machine to itself. Raises ``OSError`` when the trial cannot be written there,
     ``EngineError`` when ``beside`` ends.
     """
     path = folder / "disk.trial"
@@ -80,9 +81,9 @@ def measure_disk(folder: Path, seconds: float, beside: Computing | None = None) 
 
 
 def _beside(path: Path, size: int, computing: Computing, seconds: float) -> tuple[float, float]:
-    """The rate of reading ahead while ``computing`` does, and the seconds that each byte costs it.
+    """The rate of read-ahead while ``computing`` runs, and the seconds that each byte costs it.
 
-    It computes alone for a third of ``seconds``, then beside reading, which goes on until it is through.
+    It computes alone for a third of ``seconds``, then alongside reading until the file is read.
     """
     alone_s = statistics.median(_steps(computing.step_on(seconds / 3)))
     with ThreadPoolExecutor(1) as pool:

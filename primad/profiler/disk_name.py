@@ -1,9 +1,9 @@
 """Which disk a folder lies on, so that devices of one machine know when they share one.
 
-Two file systems may be parts of one disk, and one file system may have several numbers, so neither the path nor ``st_dev``
-says it: Linux tells of each block device which disk it is a part of and what it is made from. Elsewhere, and where a file
-system is on no disk of this machine (a share, memory, a layer of a container), nothing is known, and the disk counts as the
-machine's.
+Two file systems may be parts of one disk, and one file system may have several numbers, so neither the path nor
+``st_dev`` identifies the disk: Linux shows for each block device which disk it is a part of and which devices it is
+built from. On other systems, and for a file system on no disk of this machine (a network share, memory, a container
+layer), nothing is known, and the disk counts as the machine's.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Final, Protocol
 SYS: Final = Path("/sys/dev/block")
 MOUNTS: Final = Path("/proc/self/mountinfo")
 _MAX_LEVELS: Final = 8
-"""Of what a device is made from: a volume on an encrypted part of a disk has three."""
+"""Levels of devices that a device is built from: a volume on an encrypted part of a disk has three."""
 
 
 class DeviceNumbers(Protocol):
-    """What is asked of a file: the numbers of the device that it is on, and of the one that it is."""
+    """The attributes of a file that are needed: the number of the device that it is on, and of the device that it is."""
 
     @property
     def st_dev(self) -> int: ...
@@ -63,7 +63,7 @@ def _number(device: int) -> str:
 
 
 def _source(number: str, mounts: Path, look: NumbersOf) -> str:
-    """The block device of a file system that has a number of its own (Btrfs), by the list of what is mounted."""
+    """The block device of a file system that has a number of its own (Btrfs), from the list of mounts."""
     for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
         mount, _, of = line.partition(" - ")
         words = of.split()

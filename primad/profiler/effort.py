@@ -11,8 +11,8 @@ TYPES: Final = ("Q4_K", "Q6_K", "Q8_0", "F16", "Q4_0", "Q5_K", "Q4_1", "Q5_0", "
 """Quantisation types of weights, those that most models have in front. The first is the one that thread counts and fixed
 costs are measured with."""
 MORE_COMPARED: Final = ("Q3_K", "Q2_K", "IQ3_XXS", "IQ3_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q5_1", "IQ4_NL", "BF16")
-"""Types that are compared besides, where there is time: how many of their rows are bit for bit single ones. What is not
-known to be exact computes neither drafts nor several requests in a step."""
+"""Types that are also compared if there is time: how many of their rows are bit-identical to single rows. Types not
+known to be exact compute neither drafts nor several requests in a step."""
 STEPS_BESIDE_TYPES: Final = 4
 """Memory, threads, layers, disk."""
 
@@ -27,11 +27,11 @@ class Effort:
     seconds: float = 26.0
     types: tuple[str, ...] = TYPES
     is_quick: bool = False
-    """What it finds out serves until there is time for more; extra buffers are not tried."""
+    """The result serves until there is time for more; extra buffers are not tried."""
 
     @property
     def steps(self) -> int:
-        """What is measured, one after the other."""
+        """The number of measurements, one after another."""
         return STEPS_BESIDE_TYPES + len(self.types)
 
 
@@ -48,13 +48,13 @@ class Budget:
 
     @property
     def left_s(self) -> float:
-        """What is left; below 0 where it was overdrawn."""
+        """The time left; below 0 if it was overdrawn."""
         return self._until - self._clock()
 
     def less(self, seconds: float) -> Budget:
-        """What is left without the last ``seconds``."""
+        """The budget without its last ``seconds``."""
         return Budget(self.left_s - seconds, self._clock)
 
     def part(self, share: float) -> Budget:
-        """A budget of a ``share`` of what is left."""
+        """A budget of ``share`` of the time left."""
         return Budget(max(0.0, self.left_s) * share, self._clock)

@@ -68,7 +68,7 @@ def fleet_names() -> tuple[str, ...]:
 def read_fleet(name_or_path: str | Path) -> Fleet:
     """A fleet that comes with primad, or the one in a file (a path or a name that ends in ``.json``).
 
-    A file's devices are looked for beside it first (``NAME.json``), then among those that come with primad. Raises
+    A file's devices are looked for next to it first (``NAME.json``), then among those that come with primad. Raises
     ``ConfigError``.
     """
     given = str(name_or_path)

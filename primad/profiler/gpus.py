@@ -1,4 +1,4 @@
-"""Which GPUs llama.cpp can use, and what memory they have free now."""
+"""Which GPUs llama.cpp can use, and their free memory now."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def list_gpus() -> Sequence[GpuDevice] | str:
 
 
 def choose_gpus(gpus: Sequence[GpuProfile], wanted: str | None) -> tuple[GpuProfile, ...]:
-    """Those of ``gpus`` that are used, the fastest first: all, or those that are ``wanted`` (by llama.cpp's names for them,
-    or parts of their own, with commas; "off": none). One that two backends show is used by the faster one. Raises
-    ``ConfigError`` where a name is that of none.
+    """The GPUs to use, the fastest first: all, or those ``wanted`` (llama.cpp's names, or parts of their own names,
+    with commas; "off": none). A GPU that two backends show is used by the faster one. Raises ``ConfigError`` if a name
+    matches none.
     """
     ordered = sorted(gpus, key=lambda gpu: -gpu.vram_read_bytes_per_s)
     once = {gpu.pci or gpu.id: gpu for gpu in reversed(ordered)}
@@ -47,9 +47,9 @@ def choose_gpus(gpus: Sequence[GpuProfile], wanted: str | None) -> tuple[GpuProf
 
 
 def gpu_now(gpu: GpuProfile, devices: Sequence[GpuDevice] | str) -> GpuProfile | None:
-    """``gpu`` with what plans may have of its memory now; None when it is not among ``devices`` any more.
+    """``gpu`` with the memory that plans may use of it now; None when it is not among ``devices`` any more.
 
-    Memory that the GPU shares with the CPU is free only as far as the RAM is. Of its own some is left to others.
+    Memory that the GPU shares with the CPU is free only as far as the RAM is. Of its own memory some is left to others.
     """
     for device in () if isinstance(devices, str) else devices:
         if (device.id, device.name, device.backend) == (gpu.id, gpu.name, gpu.backend):

@@ -69,7 +69,7 @@ def measure_machine(folder: Path, threads: int | None, advance: Advance, effort:
 def _measure_gpus(
     folder: Path, devices: Sequence[GpuDevice], threads: int, effort: Effort, budget: Budget
 ) -> tuple[tuple[GpuProfile, ...], tuple[UnusedGpu, ...]]:
-    """What each GPU can do, and which can do nothing."""
+    """The profile of each GPU, and those that cannot be used."""
     measured, unused = [], []
     for number, device in enumerate(devices):
         found = measure_gpu(folder, device, threads, effort, budget.part(1 / (len(devices) - number)))
@@ -122,7 +122,7 @@ def trial_folder(home: Path) -> Iterator[Path]:
 
 
 def ram_read_bytes_per_s(threads: int) -> float:
-    """What ``threads`` threads together read from memory, median of several runs."""
+    """Bytes per second that ``threads`` threads together read from memory, median of several runs."""
     data = np.ones(_RAM_BYTES // 8, np.uint64)
     parts = np.array_split(data, threads)
     rates = []

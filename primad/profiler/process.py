@@ -1,7 +1,8 @@
-"""The child process that measures this device for a daemon: ``python -m primad.profiler.process``, a request on its input.
+"""The child process that measures this device for a daemon: ``python -m primad.profiler.process``, with a request on
+its input.
 
-It says what it measures, a line of JSON each, and how it ended. A daemon goes on meanwhile, ends it when something better is
-to be done, and never loads what measuring takes.
+It reports what it measures, a line of JSON each, and how it ended. The daemon continues meanwhile, ends the process
+when there is something better to do, and never loads the measuring code.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def main() -> None:
         )
     except PrimadError as exc:
         _report_line(Unmeasured(str(exc)))
-    except (KeyboardInterrupt, BrokenPipeError):  # nobody waits for it any more
+    except (KeyboardInterrupt, BrokenPipeError):  # the daemon does not wait for it any more
         sys.exit(1)
 
 

@@ -58,12 +58,12 @@ Advance = Callable[[str], None]
 """Called before each step with what is measured now."""
 
 _CPU_WEIGHTS: Final = BIG.weights
-"""Weights of a trial on the CPU: one big layer is much beside the fixed costs."""
+"""Weights of a trial on the CPU: the time of one big layer is large compared with the fixed costs."""
 _GPU_WEIGHTS: Final = 350_000_000
 """Weights of a trial on a GPU: more than its caches hold, since nothing sweeps them."""
 _GPU_MODEL_BYTES: Final = 256 << 20
 _GPU_TIMEOUT_S: Final = 40.0
-"""A trial that has not ended by then hangs: it is sized to take some seconds, most of which are for compiling shaders."""
+"""A trial that has not ended by then hangs: it is sized for some seconds, most of which compile shaders."""
 _OF_GPU_RUN: Final = 0.03
 """Share of a GPU's time in which a run of one row is to be done."""
 _OF_OFFLOAD: Final = 0.2
@@ -89,7 +89,7 @@ _TOKENS: Final = 40
 _WORTH: Final = 0.95
 """Fewer threads leave cores to the owner, but must be faster by so much: timings are noisy."""
 _OTHERS: Final = 0.25
-"""Where other programs keep more of a core busy, fewer threads look faster than they are when those have ended."""
+"""If other programs keep more of a core busy, fewer threads look faster than they are when those have ended."""
 
 
 def measure_cpu(
@@ -116,7 +116,7 @@ def measure_cpu(
         rows = {count: statistics.median(timings.prefill_s) / timings.prefill_rows for count, timings in tried.items()}
         others_cores = others.cores()
         threads, batch_threads = fastest(tokens, others_cores), fastest(rows, others_cores)
-    # What a quick effort or a slow device has no time for counts as it is typical.
+    # Measurements that a quick effort or a slow device has no time for get typical values.
     has_time = not effort.is_quick and budget.left_s > _ENOUGH * effort.seconds
     beside = _measure_beside(folder, threads, _OF_BESIDE * effort.seconds) if has_time else {}
     with _cpu_bench(folder, threads, batch_threads, effort, budget, patience) as bench:
@@ -153,7 +153,7 @@ def measure_cpu(
 
 
 def _measure_beside(folder: Path, threads: int, seconds: float) -> dict[str, float]:
-    """What a ``CpuProfile`` knows of a head's work and of cores that are shared."""
+    """The figures of a ``CpuProfile`` about a head's work and shared cores."""
     with child_trials(threads) as one:
         token_s, value_s = _measure_head(one, seconds)
         with child_trials(threads, place=1) as other:
@@ -195,8 +195,8 @@ def _cpu_bench(
 
 
 def fastest(seconds: dict[int, float], others_cores: float) -> int:
-    """The count of threads with the least seconds; the largest count unless another is clearly faster, and not because
-    others kept so many cores busy."""
+    """The number of threads with the least seconds; the largest number unless another is clearly faster, and not only
+    because others kept ``others_cores`` busy."""
     maximum = max(seconds)
     if others_cores > _OTHERS:
         return maximum
@@ -210,15 +210,15 @@ def sweep_bytes() -> int:
 
 
 def _wake_bytes() -> int:
-    """Of windows of two processes that compute in turn: the caches hold both from step to step, or neither.
+    """Bytes of windows of two processes that compute in turn: the caches hold both from step to step, or neither.
 
-    The smaller they are the less of their time is noise, of which waking is a small part.
+    The smaller they are, the less of their time is noise; waking is a small part of it.
     """
     return _WAKE_BYTES if _cache_bytes() >= 4 * _WAKE_BYTES else sweep_bytes()
 
 
 def _cache_bytes() -> int:
-    """Of the largest cache; 0 where it is not known."""
+    """Bytes of the largest cache; 0 if unknown."""
     largest = 0
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         try:
@@ -290,9 +290,10 @@ def measure_gpu(
 
 
 def context_bytes(taken: Sequence[int], device: GpuDevice) -> int:
-    """What a process takes of the memory of a GPU besides weights and KV cache, by what trials took; 0 where none tells.
+    """GPU memory of a process besides weights and KV cache, from what trials took; 0 if none shows it.
 
-    Their small buffers are in it. Other programs come and go meanwhile: the median counts, within what a driver may take.
+    Their small buffers are included. Other programs come and go meanwhile: the median counts, within what a driver may
+    take.
     """
     if device.unified_memory or not taken:
         return 0
@@ -323,7 +324,7 @@ def _affordable(bench: Bench, step_s: float) -> Bench:
 
 
 def cpu_name() -> str:
-    """What the processor calls itself."""
+    """The processor's own name."""
     if platform.system() == "Linux":
         try:
             lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

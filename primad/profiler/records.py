@@ -1,10 +1,10 @@
-"""What is kept of a measurement, and where.
+"""The records of a measurement, and their places.
 
-What belongs to the machine (processor, GPU, RAM) is kept in the user's cache folder, so several homes on one machine measure
-it once. It is told apart by machine, build of llama.cpp, pinned threads and the processors that this process may use: a
-daemon bound to one core measures for itself. How much memory there is and may be used is not kept but read each time. What
-belongs to the file system under a home is kept in that home. A file that is damaged, or of another version or machine,
-counts as none.
+Figures of the machine (processor, GPU, RAM) are kept in the user's cache folder, so several homes on one machine
+measure it once. Records are distinguished by machine, build of llama.cpp, pinned threads and the processors that this
+process may use: a daemon bound to one core measures for itself. How much memory exists and may be used is not recorded
+but read each time. Figures of the file system under a home are kept in that home. A file that is damaged, or of another
+version or machine, is ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VERSION: Final = 16
 """Grows when the way of measuring changes."""
 Record = TypeVar("Record")
 _DISTURBED: Final = 0.15
-"""Of the cores of a machine, others may keep so many busy while it is measured."""
+"""Share of a machine's cores that others may keep busy while it is measured."""
 _MAC: Final = re.compile(r"[0-9a-fA-F]{2}([:-][0-9a-fA-F]{2}){5}")
 _MADE_UP: Final = 1 << 40
 """The bit of a hardware address that no device's own has."""
@@ -54,7 +54,7 @@ class UnusedGpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MachineRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of a machine; ``is_quick`` where it was measured in a few seconds.
+    """The record of a machine; ``is_quick`` if it was measured in a few seconds.
 
     ``others_cores``: the processors that other programs kept busy meanwhile.
     """
@@ -78,7 +78,7 @@ class MachineRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HomeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of the file system under a home."""
+    """The record of the file system under a home."""
 
     version: int
     measured: str
@@ -95,8 +95,8 @@ def host_id() -> str:
 def _node() -> int:
     """A number of this machine's hardware.
 
-    Where no interface has an IPv4 address, the system's library looks no further and makes one up, another one in every
-    process; then it is the lowest hardware address that is the maker's own, or else the lowest.
+    If no interface has an IPv4 address, the system's library stops looking and makes one up, another one in every
+    process; then it is the lowest hardware address assigned by a maker, or else the lowest.
     """
     node = uuid.getnode()
     if not node & _MADE_UP:
@@ -112,7 +112,7 @@ def _node() -> int:
 
 
 def machine_file(threads: int | None, folder: Path | None = None) -> Path:
-    """Where the figures of this machine are kept, as far as this process may use it: in the user's cache folder unless
+    """The path of this machine's figures, as far as this process may use the machine: in the user's cache folder unless
     ``folder`` is given.
 
     Raises ``EngineError`` when llama.cpp is not installed.
@@ -122,7 +122,7 @@ def machine_file(threads: int | None, folder: Path | None = None) -> Path:
 
 
 def home_file(home: Path) -> Path:
-    """Where the figures of the file system under ``home`` are kept."""
+    """The path of the figures of the file system under ``home``."""
     return home / "profile.json"
 
 
