@@ -1,7 +1,8 @@
-"""What a layer with experts costs besides the bytes of those that it uses.
+"""The cost of a layer with experts besides the bytes of those that it uses.
 
-A window of such layers is timed with one row and with many, and what dense layers of as many bytes would take is subtracted:
-of one row the router, picking and collecting are left, of many also that each expert has few rows, which fill no kernel.
+A window of such layers is timed with one row and with many, and the time of dense layers with as many bytes is
+subtracted: for one row this leaves the router, selection and collecting; for many rows also the cost of experts with
+few rows each, which do not fill a kernel.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _OF_ROUTING: Final = 0.02
 _ENOUGH: Final = 0.08
 """Share of all time that must be left."""
 _RATIO: Final = (1.0, 8.0)
-"""Bounds of what experts take with many rows; only a disturbed trial says otherwise, or that routing takes a row longer than
-its layer does without."""
+"""Bounds of the expert factor with many rows; only a disturbed trial exceeds them, or one in which routing takes longer
+per row than the layer does without it."""
 
 
 def measure_routing(bench: Bench, processor: CpuProfile | GpuProfile) -> RoutingCost:
-    """What routing costs ``processor``, of which the rest is known; nothing for lack of time or where llama.cpp fails."""
+    """The routing cost of ``processor``, whose other figures are known; none for lack of time or if llama.cpp fails."""
     if bench.effort.is_quick or bench.budget.left_s < _ENOUGH * bench.effort.seconds:
         return RoutingCost()
     kind, seconds = processor.speeds[0].type, _OF_ROUTING * bench.effort.seconds
@@ -51,7 +52,7 @@ def _used_bytes(shape: LayerShape, kind: str) -> int:
 def routing_of(
     processor: CpuProfile | GpuProfile, shape: LayerShape, one_s: float, many_s: float, rows: int
 ) -> RoutingCost:
-    """What is left of a layer's seconds with one row and with ``rows`` when what is known is taken away."""
+    """The rest of a layer's seconds with one row and with ``rows``, after subtracting what is known."""
     if isinstance(processor, CpuProfile):
         processor = processor.with_extra_buffers(())
     plain = replace(processor, routing=RoutingCost())

@@ -1,7 +1,7 @@
-"""What layers and matrices cost whose shape is not that of the layers that rates hold for, and attention beside them.
+"""Costs of layers and matrices whose shape differs from the layers that rates were measured on, and of attention.
 
-Each is a difference: what a window of such a shape takes, less what the rates say of it. Short rows are timed on layers that
-are little else, attention with and without tokens in the KV cache.
+Each is a difference: the time of a window with such a shape, less what the rates predict. Short rows are timed on
+layers that are little else, attention with and without tokens in the KV cache.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ CACHED: Final = PREFILL_ROWS
 ATTENDING: Final = 16
 """Rows of one sequence that are timed together."""
 _LAYERS: Final = 4
-"""Layers of the window that attention is timed on: their weights are read in less time than so many tokens take."""
+"""Layers of the window that attention is timed on: reading their weights takes less time than that many tokens."""
 _OF_SHAPE: Final = 0.02
 """Share of all time in which one window is run; it is written and loaded besides."""
 _ENOUGH: Final = 0.06
 """Share of all time that must be left for each."""
 MODEL_BYTES: Final = (64 << 20, 112 << 20)
-"""Sizes of models of which caches may hold some."""
+"""Sizes of models that may partly fit into caches."""
 _MIN_RATIO: Final = 0.1
-"""Of what a byte takes that no cache holds."""
+"""Minimum time of a byte, relative to a byte that no cache holds."""
 _RATIO: Final = (0.8, 1.25)
-"""Bounds of what a wide layer may take beside the rates; only a disturbed trial says otherwise."""
+"""Bounds of the time of a wide layer relative to the rates; only a disturbed trial exceeds them."""
 _MANY_RATIO: Final = (1.0, 2.0)
 """The same of a narrow one with many rows."""
 
 
 def measure_widths(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) -> tuple[WidthCost, ...]:
-    """What a wide layer takes of a byte, where memory and time are left for one; of a big one it is what the rates say."""
+    """Time per byte of a wide layer, if memory and time are left for one; a big layer takes what the rates say."""
     of_layer_s = _of_layer_s(bench, WIDE, main, step_s, layer_s)
     if of_layer_s is None:
         return ()
@@ -55,7 +55,7 @@ def measure_widths(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float)
 
 
 def _narrow_ratio(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) -> float:
-    """What many rows of a middle-sized layer take over those of big ones."""
+    """Time of many rows of a middle-sized layer relative to big ones."""
     timings = bench.time_rows(main.type, (main.extra_buffers,), _OF_SHAPE * bench.effort.seconds, MIDDLE)[0]
     if isinstance(timings, str):
         return 1.0
@@ -76,7 +76,7 @@ def measure_rows(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) -
 
 
 def measure_caches(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) -> tuple[CacheCost, ...]:
-    """What a byte takes in models so small that caches hold some of them; empty for lack of time."""
+    """Time per byte in models so small that caches hold part of them; empty for lack of time."""
     if not _has_time(bench):
         return ()
     seconds, layer_bytes = _OF_SHAPE * bench.effort.seconds, MIDDLE.weight_bytes(main.type)
@@ -91,8 +91,8 @@ def measure_caches(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float)
 
 
 def measure_attention(bench: Bench, main: TypeSpeed) -> dict[str, float]:
-    """What a ``CpuProfile`` knows of attention, in seconds of a channel of a row for each token in the KV cache; nothing for
-    lack of time."""
+    """The attention figures of a ``CpuProfile``, in seconds per channel of a row for each token in the KV cache; none
+    for lack of time."""
     if not _has_time(bench):
         return {}
     seconds = _OF_SHAPE * bench.effort.seconds
@@ -112,9 +112,10 @@ def measure_attention(bench: Bench, main: TypeSpeed) -> dict[str, float]:
 
 
 def measure_exact(bench: Bench, speeds: Sequence[TypeSpeed]) -> tuple[TypeRows, ...]:
-    """What is bit for bit the same in steps of other rows, by type; both with and without extra buffers where they are used.
+    """Which steps of several rows are bit-identical to single rows, by type; with and without extra buffers where they
+    are used.
 
-    Windows that stream do without. All of ``TYPES`` are compared, others as far as time lasts.
+    Streamed windows have none. All of ``TYPES`` are compared, others as far as time allows.
     """
     extra = {speed.type for speed in speeds if speed.extra_buffers}
     more = takewhile(lambda _: not bench.effort.is_quick and bench.budget.left_s > 0, MORE_COMPARED)
@@ -132,7 +133,7 @@ def measure_states(bench: Bench) -> tuple[TypeRows, ...]:
 
 
 def _both(one: TypeRows, other: TypeRows) -> TypeRows:
-    """What holds of both."""
+    """The properties that both have."""
     return TypeRows(
         type=one.type,
         rows=min(one.rows, other.rows),

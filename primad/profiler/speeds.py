@@ -1,10 +1,10 @@
-"""From timed windows to the figures of a profile: what a window costs, what a layer costs, and a rate for each type.
+"""From timed windows to the figures of a profile: the cost of a window, the cost of a layer, and a rate for each type.
 
-The model of time is ``step_s + layers * layer_s + bytes / rate`` for one row. Two windows of tiny layers, which differ only
-in their number, give ``step_s``. For each type a window of middle-sized layers and one of big ones give a line: its slope is
-the rate, what is left at no bytes the fixed cost of a layer, of which the median over the types is kept. (Tiny layers would
-not do for that: their matrices are too small for all threads.) For one row windows are larger than the caches, as a model
-is; for more rows, which compute longer than they read, one big layer does.
+The model of time is ``step_s + layers * layer_s + bytes / rate`` for one row. Two windows of tiny layers, which differ
+only in their number, give ``step_s``. For each type a window of middle-sized layers and one of big ones give a line:
+its slope is the rate, its value at no bytes the fixed cost of a layer, of which the median over the types is kept.
+(Tiny layers would not do: their matrices are too small for all threads.) For one row windows are larger than the
+caches, as a model is; for more rows, which take longer to compute than to read, one big layer suffices.
 """
 
 from __future__ import annotations
@@ -38,15 +38,18 @@ SMALL_LAYERS: Final = (2, 12)
 ROW_COUNTS: Final = (2, 4, 16, 128)
 """Counts of rows that the main type is measured with besides 1, ``BATCH_ROWS`` and a chunk of a prompt."""
 FEW_COUNTS: Final = ROW_COUNTS[:2]
-"""Those of every type, as drafts have them: some kernels take a second row as a whole tile, others as one more row."""
+"""Row counts timed for every type, as drafts use them: some kernels compute a second row as a whole tile, others as one
+more row."""
 WORTH: Final = 0.97
 """Extra buffers double the memory that a window holds: a token or a prompt must take 3 % less with them."""
 _MIN_S: Final = 1e-6
 _MIN_SHARE: Final = 0.5
 _MIN_SHARE_GPU: Final = 0.1
-"""Of the time of big layers their weights take so much at least; only a disturbed trial of fixed costs says otherwise."""
+"""Minimum share of the time of big layers for reading their weights; only a disturbed trial of fixed costs gives less.
+"""
 _MAX_READ: Final = 0.2
-"""Of the time of fewer rows than a chunk reading their weights counts as so much at most: it may hide behind computing."""
+"""With fewer rows than a chunk, reading weights counts as at most this share of the time: it may overlap with
+computing."""
 _STEADY: Final = 0.25
 """A larger spread of the runs means that something else was running: the trial is repeated, where patience is left."""
 _OF_ROW: Final = 0.06
@@ -57,7 +60,7 @@ _OF_CHUNK: Final = 0.02
 """Share of all time that a chunk of a prompt may take in a trial of the main type, in which most weights are: the few rows
 that a slow device has time for otherwise take up to a tenth more for each."""
 _RUN_S: Final = 0.1
-"""With several rows a processor's run of one count ends behind this time."""
+"""With several rows a processor's run of one count ends after this time."""
 _OF_OFFLOAD: Final = 0.5
 """Share of a type's time in which a GPU that helps is timed; its windows are written and loaded besides."""
 _OF_STEP: Final = 0.03
@@ -88,12 +91,12 @@ class RetryBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Where and how windows are timed: on the CPU, or all on the GPU that llama.cpp calls ``gpu``; where that
+    """Where and how windows are timed: on the CPU, or entirely on the GPU that llama.cpp calls ``gpu``; if that
     ``offloads``, in RAM with prompts on the GPU.
 
     About ``weights`` weights stand for a model where many rows are computed, ``model_bytes`` where one row is.
-    ``sweep_bytes`` are read between steps of windows that may stay in caches, ``folder`` takes the files. The types of
-    ``effort`` are measured as far as the ``budget`` lasts.
+    ``sweep_bytes`` are read between steps of windows that may stay in caches; ``folder`` holds the files. The types of
+    ``effort`` are measured as far as the ``budget`` allows.
     """
 
     trials: Trials
@@ -109,7 +112,7 @@ class Bench:
     patience: RetryBudget
     offloads: bool = False
     taken_bytes: list[int] = field(default_factory=list)
-    """What many rows took of the GPU's memory in each trial besides weights."""
+    """GPU memory that many rows took in each trial, besides weights."""
 
     @property
     def on_gpu(self) -> bool:
@@ -117,25 +120,25 @@ class Bench:
         return self.gpu is not None and not self.offloads
 
     def layers_to_read(self, shape: LayerShape, kind: str) -> int:
-        """So many layers that no cache holds them."""
+        """Enough layers that no cache holds them."""
         return -(-self.model_bytes // shape.weight_bytes(kind))
 
     @property
     def layers_to_compute(self) -> int:
-        """So many big layers that fixed costs matter little when many rows are computed."""
+        """Enough big layers that fixed costs hardly matter when many rows are computed."""
         return self.layers_of(BIG)
 
     def layers_of(self, shape: LayerShape) -> int:
-        """So many layers that they have the weights of a trial with many rows, or more."""
+        """Enough layers to have the weights of a trial with many rows."""
         return -(-self.weights // shape.weights)
 
     def time_decode(
         self, shape: LayerShape, kind: str, extra: Sequence[bool], seconds: float, layers: int | None = None
     ) -> list[TrialTimes | str]:
-        """Time one row through so many ``layers`` of ``kind`` (None: more than caches hold), for each setting of ``extra``
+        """Time one row through ``layers`` of ``kind`` (None: more than caches hold), for each setting of ``extra``
         buffers.
 
-        Runs are made for ``seconds`` of each, here and elsewhere, and one in any case.
+        Runs of each setting are repeated for ``seconds``, at least once.
         """
         layers = layers or self.layers_to_read(shape, kind)
         return self._time(shape, kind, layers, extra, seconds, sweep_bytes=0, many_rows=False)
@@ -147,8 +150,8 @@ class Bench:
     def time_rows(
         self, kind: str, extra: Sequence[bool], seconds: float, shape: LayerShape = BIG, chunk_s: float = 0.0
     ) -> list[TrialTimes | str]:
-        """Time many rows through layers of ``kind`` with as many weights as a trial has, for each setting of ``extra``; a
-        chunk of them may take ``chunk_s`` in any case."""
+        """Time many rows through layers of ``kind`` with the weights of a trial, for each setting of ``extra``; a chunk
+        may always take ``chunk_s``."""
         return self._time(
             shape,
             kind,
@@ -161,13 +164,13 @@ class Bench:
         )
 
     def chunk_s(self, kind: str) -> float:
-        """What a chunk may take in a trial of a type."""
+        """The time that a chunk may take in a trial of a type."""
         return 0.0 if self.on_gpu or kind != MAIN else _OF_CHUNK * self.effort.seconds
 
     def time_cached(
         self, shape: LayerShape, kind: str, layers: int, cached: int, seconds: float, *, flash: bool, rows: int
     ) -> TrialTimes | str:
-        """Time ``rows`` of a sequence behind ``cached`` tokens through a few layers, which may stay in caches."""
+        """Time ``rows`` of a sequence after ``cached`` tokens through a few layers, which may stay in caches."""
         return self._time(
             shape,
             kind,
@@ -182,7 +185,7 @@ class Bench:
         )[0]
 
     def exact_rows(self, kind: str, *, extra: bool) -> TypeRows:
-        """What a layer of type ``kind`` computes bit for bit the same in steps of other rows."""
+        """Which steps of several rows a layer of type ``kind`` computes bit for bit like single rows."""
         with TemporaryDirectory(prefix="window-", dir=self.folder) as name:
             window = write_window(Path(name), MIDDLE, kind, 1, gpu_layers=1 if self.on_gpu else 0)
             window = msgspec.structs.replace(window, extra_buffers=extra)
@@ -304,9 +307,9 @@ def measure_step(bench: Bench) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """What was timed of one type: big layers as they are best computed, and middle-sized ones if they were computed.
+    """The timings of one type: big layers in their best setting, and middle-sized ones if they were timed.
 
-    ``plain`` are big layers without extra buffers, where those are best.
+    ``plain`` are big layers without extra buffers, where those are faster with them.
     """
 
     kind: str
@@ -317,7 +320,7 @@ class _Trial:
 
 
 _Timings = list[TrialTimes | None]
-"""What a trial of a type took each time that it was run; None at first where it was not."""
+"""The times of a trial of a type, one per run; None first if it did not run."""
 
 
 def measure_types(bench: Bench, step_s: float, advance: Callable[[str], None]) -> tuple[float, tuple[TypeSpeed, ...]]:
@@ -381,9 +384,10 @@ def _first_trials(bench: Bench, advance: Callable[[str], None]) -> list[_Trial]:
 
 
 def _again(bench: Bench, trials: list[_Trial]) -> list[_Trial]:
-    """``trials`` with what each took whenever it was timed, again and again while time is left.
+    """``trials`` with each timed again and again while time is left.
 
-    What else a machine does slows it for seconds, and so would be taken for the speed of the type that was timed then.
+    Other work on the machine slows it for seconds, and would otherwise count as the speed of the type that was being
+    timed.
     """
     seconds = _OF_ROW * _OF_FIRST * max(0.0, bench.budget.left_s) / len(trials)
     found: list[tuple[_Timings, ...]] = [
@@ -426,7 +430,7 @@ def _with_row(first: TrialTimes, times: Sequence[TrialTimes | None]) -> TrialTim
 
 
 def _with_rows(first: TrialTimes, times: Sequence[TrialTimes | None]) -> TrialTimes:
-    """The same with several rows; a chunk of a prompt counts where it had as many."""
+    """The same with several rows; a chunk of a prompt counts if it had as many rows."""
     every = [each for each in times if each is not None]
     alike = [each for each in every if each.prefill_rows == first.prefill_rows]
     if len(every) < 2:
@@ -547,7 +551,7 @@ def _offload_speed(bench: Bench, kind: str, timings: TrialTimes) -> OffloadSpeed
 
 
 def _prefill_flop(bench: Bench, rows: int) -> int:
-    """FLOP of so many rows. Attention is computed for the whole square of rows and columns, masked or not."""
+    """FLOP of ``rows`` rows. Attention is computed for the whole square of rows and columns, masked or not."""
     return bench.layers_to_compute * rows * (2 * BIG.weights + 4 * rows * BIG.width)
 
 

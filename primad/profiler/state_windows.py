@@ -1,7 +1,8 @@
-"""Windows of made-up layers that keep a state: two layers, of which the second attends, as some well-known models have them.
+"""Windows of synthetic layers with a recurrent state: two layers, the second with attention, as in some well-known
+models.
 
-What differs from other layers is how states are computed, of which there are few kinds. Matrices are of one quantisation
-type, small ones as they are in files.
+They differ from other layers in how states are computed, of which there are few kinds. Matrices have one quantisation
+type, small ones the types that they have in files.
 """
 
 from __future__ import annotations

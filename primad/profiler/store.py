@@ -45,7 +45,7 @@ _CURE: Final = "correct it there, or write the file anew with 'primad profile --
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredProfile:
-    """What stands in a file."""
+    """The content of a file."""
 
     version: int
     measured: str

@@ -41,14 +41,14 @@ _SCALES_AT: Final[dict[str, tuple[int, ...]]] = {
     "IQ3_XXS": (0,),
     "IQ3_S": (0,),
 }
-"""Where in a block of the type its half-precision scales (and minimum) stand (ggml-common.h)."""
+"""Offsets of the half-precision scales (and minimum) in a block of the type (ggml-common.h)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
     """The sizes of a layer: ``heads`` heads of ``width / heads`` channels, ``heads_kv`` of them for keys and values.
 
-    One with ``experts`` has as many feed-forward networks, of which a row uses ``experts_used``.
+    One with ``experts`` has that many feed-forward networks, of which a row uses ``experts_used``.
     """
 
     width: int
@@ -147,7 +147,7 @@ def fill(file: BinaryIO, piece: bytes, size: int) -> None:
 
 
 def laid_out(sizes: Mapping[str, tuple[GGMLQuantizationType, tuple[int, ...]]]) -> list[LayerTensor]:
-    """The tensors of a layer, one behind the other: types and extents by their names in it."""
+    """The tensors of a layer, one after another: types and extents by their names in it."""
     tensors, offset = [], 0
     for name, (type_, extents) in sizes.items():
         block, block_bytes = GGML_QUANT_SIZES[type_]

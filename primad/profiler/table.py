@@ -1,4 +1,4 @@
-"""A device profile for the eyes of its owner: SI units with prefixes, what was measured and what is free now."""
+"""A device profile for its owner to read: SI units with prefixes, measured figures and what is free now."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def profile_table(profile: DeviceProfile) -> Iterator[Table]:
 
 
 def _speeds(cpu: Sequence[TypeSpeed], gpu: Sequence[TypeSpeed], prefill_offload: Sequence[OffloadSpeed]) -> Table:
-    """What the processor does with each type, with the help of the GPU for prompts, and beside it what the GPU does."""
+    """The processor's speed with each type, with prefill offload to the GPU if there is one, and next to it the GPU's."""
     columns = ("decode", "8 rows", "prefill")
     beside = [f"GPU {column}" for column in columns] * bool(gpu)
     with_offload, rates = (

@@ -44,7 +44,7 @@ from primad.system.terminal import escape_uncaught
 
 CONTEXT: Final = PREFILL_ROWS + 256
 _RUN_STEPS: Final = 6
-"""A run is the median of so many steps."""
+"""A run is the median of this many steps."""
 _RUNS: Final = 6
 """More tell nothing new."""
 COMPARED: Final = (2, 3, 4, 7, 8)
@@ -56,15 +56,16 @@ CHUNK: Final = 43
 BEFORE: Final = KV_CELL_PADDING - 16
 """Rows before it, so that its pieces attend to other numbers of cells than the whole does."""
 STEPS: Final = 3
-"""Rows of each sequence, where layers keep a state: the first one has none yet."""
+"""Rows of each sequence, where layers keep a state: at the first there is none yet."""
 REPLAYED: Final = 24
-"""Rows that are compared with single ones as an answer is computed anew."""
+"""Rows that are compared with single ones, as when a completion is recomputed."""
 FEWEST_ROWS: Final = OFFLOAD_FEW_ROWS
-"""Of a chunk of a prompt, on a device that takes long."""
+"""Smallest chunk of a prompt, for a slow device."""
 _CPUS: Final = usable_cpus()
 """Asked before OpenMP binds this thread to one of them."""
 _WAKING: Final = 0.02
-"""Of its time a step may wait for processors and was not disturbed: threads that wake wait as well."""
+"""A step may wait for processors for this share of its time and still count as undisturbed: waking threads wait as
+well."""
 
 
 def main() -> None:
@@ -141,7 +142,7 @@ def _compare(task: CompareRows) -> ExactRows:
         )
 
     def together(sequences: range) -> Hidden:
-        """What they give (steps, rows, width)."""
+        """The results (steps, rows, width)."""
         for sequence in sequences:
             window.kv_remove(sequence, 0, -1)
         steps = range(STEPS if task.has_state else 1)
@@ -159,7 +160,7 @@ def _compare(task: CompareRows) -> ExactRows:
         return computed(rows, rows, [0] * len(rows)).tobytes()
 
     def chunk(rows: int) -> bytes:
-        """What one sequence's rows give in pieces of so many, the last of which may be larger."""
+        """The results of one sequence in pieces of ``rows`` rows, the last of which may be larger."""
         window.kv_remove(0, 0 if task.has_state else BEFORE, -1)
         if task.has_state:
             piece(0, BEFORE)
@@ -182,7 +183,7 @@ def _replayed(task: CompareRows, hidden: Hidden) -> int:
     window = MiddleWindow(task.window, options)
 
     def computed(rows: int) -> bytes:
-        """``REPLAYED`` rows, so many at a time."""
+        """The results of ``REPLAYED`` rows, ``rows`` at a time."""
         window.kv_remove(0, 0, -1)
         steps = [range(first, min(first + rows, REPLAYED)) for first in range(0, REPLAYED, rows)]
         outputs = [
@@ -263,7 +264,7 @@ def _time(task: TimeWindow) -> TrialTimes:
 
     def run(count: int) -> float:
         window.kv_remove(0, task.cached, -1)
-        step(count, task.cached)  # llama.cpp builds its graph anew when the number of rows changes
+        step(count, task.cached)  # llama.cpp rebuilds its graph when the number of rows changes
         times: list[float] = []
         while len(times) < _RUN_STEPS and (not times or task.run_s is None or sum(times) < task.run_s):
             sweep.sum()
@@ -305,28 +306,29 @@ def _time(task: TimeWindow) -> TrialTimes:
 
 
 def own_s(took_s: float, waited_s: float, computed_s: float) -> float:
-    """What a step takes by itself that ``took_s``: its first thread ``computed_s`` meanwhile, and one of them ``waited_s``
-    for a processor. Threads that wait for each other do so in turn, so that the step waited longer than any of them.
+    """The undisturbed time of a step that took ``took_s``, while its first thread computed for ``computed_s`` and one
+    thread waited ``waited_s`` for a processor. Threads that wait for each other do so in turn, so the step waited
+    longer than any one of them.
     """
     return min(took_s, computed_s) if waited_s > _WAKING * took_s else took_s
 
 
 def _second(run: Callable[[int], float], count: int) -> float:
-    """What ``run`` gives when what is done once is done."""
+    """The result of the second ``run``: one-time work is done in the first."""
     run(count)
     return run(count)
 
 
 @cache
 def _free_at_first(gpu: str) -> int:
-    """What the GPU had free before this process computed anything on it."""
+    """Free memory of the GPU before this process computed anything on it."""
     from primad.engine import devices
 
     return devices.free_bytes(gpu)
 
 
 def affordable_rows(row_s: float, seconds: float) -> int:
-    """As many rows of prefill as can be computed in ``seconds``, where one takes ``row_s``."""
+    """How many rows of prefill can be computed in ``seconds``, if one takes ``row_s``."""
     rows = PREFILL_ROWS
     while rows > FEWEST_ROWS and rows * row_s > seconds:
         rows //= 2
@@ -334,14 +336,14 @@ def affordable_rows(row_s: float, seconds: float) -> int:
 
 
 def _several(run: Callable[[], float], seconds: float) -> tuple[float, ...]:
-    """What ``run`` gives, once and then as long as another one fits into ``seconds``."""
+    """Results of ``run``, once and then as long as another run fits into ``seconds``."""
     start = time.perf_counter()
     first = run()
     return (first, *_more(run, time.perf_counter() - start, seconds - (time.perf_counter() - start)))
 
 
 def _more(run: Callable[[], float], run_s: float, seconds: float) -> tuple[float, ...]:
-    """What ``run`` gives as long as another one, of ``run_s``, fits into ``seconds``."""
+    """Results of ``run`` as long as another one, of ``run_s``, fits into ``seconds``."""
     times: list[float] = []
     start = time.perf_counter()
     while len(times) < _RUNS - 1 and time.perf_counter() - start + run_s <= seconds:

@@ -1,4 +1,4 @@
-"""What a trial is asked, and what it answers: between the process that measures and its child."""
+"""Requests and results of trials: between the process that measures and its child."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from primad.engine.protocol import WindowSource
 
 
 class TrialTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step by run: with the rows that were asked for, one as a rule, with ``BATCH_ROWS`` and with
-    ``prefill_rows``; empty where not asked for.
+    """Seconds of a step by run: with the requested rows, usually one, with ``BATCH_ROWS`` and with ``prefill_rows``;
+    empty where not requested.
 
-    ``prefill_rows`` are ``PREFILL_ROWS``, fewer where those take too long; ``few_s`` is what ``FEWEST_ROWS`` take.
-    ``counts_s`` are of the counts that were asked for. ``taken_bytes`` is what the GPU had less free behind many rows than
-    before the process computed anything on it.
+    ``prefill_rows`` are ``PREFILL_ROWS``, or fewer if those take too long; ``few_s`` is the time of ``FEWEST_ROWS``.
+    ``counts_s`` are the times of the requested counts. ``taken_bytes`` is how much less memory the GPU had free after
+    many rows than before the process computed anything on it.
     """
 
     decode_s: tuple[float, ...]
@@ -29,11 +29,11 @@ class TrialTimes(msgspec.Struct, frozen=True, kw_only=True):
 class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
     """Time ``window``; ``sweep_bytes`` are read between two steps (0: the window itself is larger than caches).
 
-    One row, or where ``many_rows`` several and a chunk of a prompt: runs for ``seconds``, one in any case. ``counts`` are
-    more counts of rows, of which one run is made each. One row, or ``rows`` of the same sequence, come behind ``cached``
-    tokens in the KV cache, with ``flash`` attention or without. What of the window is on a GPU is on ``gpu``, as in
-    ``EngineOptions``. A run that takes longer than ``run_s`` ends with the steps that it has. A chunk may take ``chunk_s``
-    whatever else took of the time.
+    One row, or with ``many_rows`` several and a chunk of a prompt: runs for ``seconds``, at least one. ``counts`` are
+    more row counts, with one run each. One row, or ``rows`` of the same sequence, follow ``cached`` tokens in the KV
+    cache, with ``flash`` attention or without. The window's part on a GPU is on ``gpu``, as in ``EngineOptions``. A run
+    that takes longer than ``run_s`` ends with the steps that it has. A chunk may always take ``chunk_s``, however much
+    of the time is used up.
     """
 
     window: WindowSource
@@ -53,9 +53,9 @@ class TimeWindow(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
 
 
 class CompareRows(msgspec.Struct, frozen=True, kw_only=True, tag="compare"):
-    """Compare what ``window`` computes of the rows of several sequences, and of one, together with what it computes of each
-    alone, and what it computes of a chunk with what it computes of its pieces. One that ``has_state`` begins anew each time,
-    and computes several steps of each sequence."""
+    """Compare the results of ``window`` for rows of several sequences, and of one, with those for each row alone, and
+    the results for a chunk with those for its pieces. A window that ``has_state`` starts afresh each time, and computes
+    several steps of each sequence."""
 
     window: WindowSource
     width: int
@@ -64,8 +64,9 @@ class CompareRows(msgspec.Struct, frozen=True, kw_only=True, tag="compare"):
 
 
 class ExactRows(msgspec.Struct, frozen=True, tag="exact"):
-    """Steps of up to so many ``rows`` compute each bit for bit as alone, pieces of multiples of ``piece_rows`` what the
-    whole chunk does (0: none does), and with flash attention ``replay_rows`` of one sequence what they are alone."""
+    """Steps of up to ``rows`` compute each row bit for bit as alone; pieces of multiples of ``piece_rows`` compute what
+    the whole chunk does (0: none do); and with flash attention ``replay_rows`` rows of one sequence equal single rows.
+    """
 
     rows: int
     piece_rows: int

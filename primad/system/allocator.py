@@ -83,11 +83,11 @@ OLD_EVERY: Final = 1000
 
 
 def keep_what_is_loaded() -> None:
-    """What was loaded by now stays, so Python looks for nothing to free there any more.
+    """Exempt everything loaded by now from garbage collection.
 
-    To look through all that a head has loaded took 50 ms, 180 where the machine is busy, in which it answered nobody. A
-    thousand connections take as long, so what is older is looked through a hundredth as often as Python would: what
-    ends leaves next to nothing there.
+    Collecting over all that a head has loaded took 50 ms, 180 on a busy machine, during which it answered no request. A
+    thousand connections take as long, so the oldest generation is collected a hundredth as often as Python would:
+    ending connections leaves next to nothing there.
     """
     gc.collect()
     gc.freeze()

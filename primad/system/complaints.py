@@ -1,4 +1,4 @@
-"""Log lines about what others do wrong: one now and then, with a count, so that nobody fills a disk with them."""
+"""Log lines about the faults of others: one now and then, with a count, so that no peer can fill a disk with them."""
 
 from __future__ import annotations
 

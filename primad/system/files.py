@@ -78,14 +78,14 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def _unwritable(path: Path, exc: OSError) -> ConfigError:
-    """What to say of ``path`` in a home folder that cannot be written."""
+    """The error for ``path`` in a home folder that cannot be written."""
     return ConfigError(
         f"{path}: cannot be written: {exc.strerror or exc}; make room or the folder writable, or choose another --home"
     )
 
 
 def read_private(path: Path) -> bytes | None:
-    """What stands in ``path``, or None when there is no such file. One that others may read is closed to them.
+    """The content of ``path``, or None when there is no such file. If others may read it, they lose that permission.
 
     Raises ``ConfigError`` for one that cannot be read or is larger than ``MAX_FILE_BYTES``.
     """
@@ -112,7 +112,7 @@ def _tighten(path: Path, descriptor: int) -> None:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether nobody but this user can have written to ``path``, which is no link."""
+    """Whether only this user can have written to ``path``, which is not a link."""
     try:
         found = path.lstat()
     except OSError:
@@ -125,12 +125,12 @@ def is_ours(path: Path) -> bool:
 
 
 def reserve_bytes(total_bytes: int) -> int:
-    """What stays free of a disk of ``total_bytes``: a full system disk stops more than us."""
+    """Space that stays free on a disk of ``total_bytes``: a full system disk stops more than us."""
     return min(RESERVE_BYTES, int(total_bytes * RESERVE_SHARE))
 
 
 def lacking_room(folder: Path, size_bytes: int) -> str:
-    """In words what is free where ``folder`` is, if ``size_bytes`` do not fit; else empty. Raises ``OSError``."""
+    """The free space at ``folder`` in words, if ``size_bytes`` do not fit; else empty. Raises ``OSError``."""
     usage = shutil.disk_usage(folder)
     reserve = reserve_bytes(usage.total)
     if usage.free - size_bytes >= reserve:

@@ -18,14 +18,14 @@ from typing import Any, Final
 
 _DEVICES: Final = Path("/sys/bus/pci/devices")
 NO_GPU: Final = {"GGML_DISABLE_VULKAN": "1", "CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
-"""What a process has in its environment for that."""
+"""Environment variables with which a process sees no GPU."""
 
 
 def free_vram(pci: str, devices: Path = _DEVICES) -> int | None:
-    """Bytes that the card at the PCI address ``pci`` (``0000:01:00.0``) has free; None where no counter tells.
+    """Free bytes of the card at the PCI address ``pci`` (``0000:01:00.0``); None if there is no counter.
 
-    NVIDIA's driver tells on Linux and Windows, that of AMD's cards on Linux. Of memory that a GPU shares with the processor
-    (Apple's, integrated ones) the system's memory is what counts.
+    NVIDIA's driver has one on Linux and Windows, AMD's on Linux. For memory that a GPU shares with the processor
+    (Apple's, integrated ones) the system's memory counts.
     """
     found = _of_amd(devices / pci)
     return found if found is not None else _of_nvidia(pci)
@@ -51,7 +51,7 @@ def _of_nvidia(pci: str) -> int | None:
 
 @cache
 def _nvml() -> Any:
-    """NVIDIA's library, begun; None where there is none."""
+    """NVIDIA's library, initialised; None if there is none."""
     import pynvml
 
     try:
@@ -62,6 +62,6 @@ def _nvml() -> Any:
 
 
 def hide_gpus() -> None:
-    """From now on this process sees none when it loads llama.cpp; children that are given ``os.environ`` do."""
+    """From now on this process sees no GPU when it loads llama.cpp; children that are given ``os.environ`` do."""
     for name, value in NO_GPU.items():
         os.putenv(name, value)

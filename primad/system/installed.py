@@ -11,12 +11,12 @@ from typing import Final, Literal
 Installer = Literal["uv", "pipx", "deb", "checkout", "pip"]
 
 DEB_PREFIX: Final = Path("/usr/lib/primad")
-"""Where the package for Debian has its Python packages (``packaging/deb/build``)."""
+"""Where the Debian package has its Python packages (``packaging/deb/build``)."""
 _VERSION: Final = re.compile(r"[0-9][0-9A-Za-z.+]{0,39}")
 
 
 def installer(prefix: Path = Path(sys.prefix)) -> Installer:
-    """What installed the primad that runs, by the marks that it left in ``prefix``, the environment's folder."""
+    """How the running primad was installed, by the marks in ``prefix``, the environment's folder."""
     if prefix == DEB_PREFIX:
         return "deb"
     if (prefix / "uv-receipt.toml").is_file():
@@ -31,7 +31,7 @@ def installer(prefix: Path = Path(sys.prefix)) -> Installer:
 
 
 def upgrade(version: str, how: Installer) -> str:
-    """What to type where ``how`` installed primad, to have ``version``, a text from the network."""
+    """The command that gets ``version``, a text from the network, where ``how`` installed primad."""
     if not _VERSION.fullmatch(version):
         version = "VERSION"
     wheel = f"primad-{version}-py3-none-any.whl"

@@ -18,7 +18,7 @@ from primad.system import cgroups
 
 _UNLIMITED: Final = 1 << 60
 staying: Final = set[int]()
-"""Processes that this one started and that no plan ends: their memory is nobody else's."""
+"""Processes that this one started and that no plan ends: their memory does not become free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class MemoryGroup:
 def memory(proc: Path = cgroups.PROC, root: Path = cgroups.ROOT, ours: Iterable[int] = ()) -> Memory:
     """The memory of this machine or of the tightest cgroup around this process.
 
-    What the processes ``ours`` take is available, as far as it is told: they give it back when another plan needs it. Of a
-    cgroup's file pages the inactive ones count as available as well: those in use are somebody's, unless ``ours`` have
+    The memory of the processes ``ours`` counts as available, as far as it is known: they give it back when another plan
+    needs it. Inactive file pages of a cgroup count as available as well; active ones are in use, unless ``ours`` have
     mapped them.
     """
     ours = list(ours)
@@ -98,11 +98,11 @@ def groups(proc: Path = cgroups.PROC, root: Path = cgroups.ROOT) -> list[MemoryG
 
 
 def held_bytes(pids: Iterable[int], proc: Path = Path("/proc")) -> int:
-    """Bytes of memory that the processes ``pids`` take from everybody else: what the system cannot have back at once.
+    """Bytes of memory that the processes ``pids`` withhold from others: what the system cannot reclaim at once.
 
-    That is anonymous and shared memory, and file pages that are locked; other file pages are clean copies of the disk and
-    are not counted, and what processes share is counted once. Processes that are gone take nothing. Where the system does
-    not say it so, the nearest that it says: private memory, else all that is resident.
+    That is anonymous and shared memory, and locked file pages; other file pages are clean copies of the disk and are
+    not counted, and memory shared between processes is counted once. Processes that are gone take nothing. Where the
+    system has no such figure, the closest one counts: private memory, else all resident memory.
     """
     return sum(_held(pid, proc) for pid in pids)
 

@@ -40,7 +40,7 @@ def apply_nice(pid: int, nice: int) -> None:
 
 
 def _threads(process: psutil.Process) -> list[int]:
-    """What to set the priority of: the threads where each has its own, the process elsewhere. Its own id comes first."""
+    """What to set the priority of: the threads, where each has its own, else the process. Its own id comes first."""
     if not sys.platform.startswith("linux"):
         return [process.pid]
     return [process.pid, *(thread.id for thread in process.threads() if thread.id != process.pid)]

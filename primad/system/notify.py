@@ -1,8 +1,8 @@
-"""What a daemon tells systemd: that it is ready, how it stands, that its loop still comes round, that it is ending.
+"""Notifications of a daemon to systemd: ready, status, alive, stopping.
 
-The protocol is ``sd_notify(3)``: one datagram of lines ``KEY=VALUE`` to the socket that ``NOTIFY_SOCKET`` names. Where
-nobody set that variable, nothing is sent. The watchdog is fed by the daemon's own loop, so that a daemon that hangs is
-started again.
+The protocol is ``sd_notify(3)``: one datagram of lines ``KEY=VALUE`` to the socket that ``NOTIFY_SOCKET`` names. If
+that variable is not set, nothing is sent. The watchdog is fed by the daemon's own loop, so that a daemon that hangs is
+restarted.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 STATUS_EVERY_S: Final = 5.0
-"""A changed status is told so often at most, and the watchdog at least so often where its time allows."""
+"""Minimum time between two status notifications, and maximum time between two to the watchdog, where its limit allows.
+"""
 MAX_STATUS_CHARS: Final = 300
 _SEND_S: Final = 1.0
 
 
 def is_awaited(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether somebody wants to be told."""
+    """Whether a service manager wants notifications."""
     return bool(environ.get("NOTIFY_SOCKET")) and sys.platform != "win32"
 
 
 def notify(*lines: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Send ``lines`` to whoever started us and wants to know; whether somebody did."""
+    """Send ``lines`` to the service manager, if there is one; return whether there is."""
     if sys.platform == "win32" or not is_awaited(environ):
         return False
     address = environ["NOTIFY_SOCKET"]
@@ -46,7 +47,7 @@ def notify(*lines: str, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def watchdog_s(environ: Mapping[str, str] = os.environ) -> float | None:
-    """The time within which this process must be heard of; None where nobody watches it."""
+    """The time within which the watchdog must hear from this process; None if there is no watchdog."""
     try:
         timeout_us = int(environ.get("WATCHDOG_USEC", ""))
         watched = int(environ.get("WATCHDOG_PID", "") or os.getpid())
@@ -56,9 +57,9 @@ def watchdog_s(environ: Mapping[str, str] = os.environ) -> float | None:
 
 
 async def report(status: Callable[[], str], environ: Mapping[str, str] = os.environ) -> None:
-    """Say that this daemon is ready, and from then on ``status`` and that it lives, until cancelled.
+    """Report that this daemon is ready, and from then on its ``status`` and that it is alive, until cancelled.
 
-    Returns at once where nobody wants to know.
+    Returns immediately if there is no service manager.
     """
     if not is_awaited(environ):
         return

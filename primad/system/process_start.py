@@ -1,9 +1,9 @@
-"""Does the process that left a note still run? Its number alone does not say: another process has it sooner or later.
+"""Whether the process that left a note still runs. Its number is not enough: another process gets it sooner or later.
 
-A start is told twice, in seconds since the epoch and since the machine's start, because a clock that is set moves one or
-the other, depending on the system.
+A start is recorded twice, in seconds since the epoch and since the machine's start, because setting the clock moves one
+or the other, depending on the system.
 
-Daemons on one machine measure one after another: timings taken at once would disturb each other.
+Daemons on one machine measure one after another: concurrent timings would disturb each other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def still_runs(pid: int, created: float, since_boot: float) -> bool:
 
 @contextmanager
 def measuring() -> Iterator[None]:
-    """Wait for this process's turn to measure, at most ``TURN_TIMEOUT_S``; then go on anyway."""
+    """Wait for this process's turn to measure, at most ``TURN_TIMEOUT_S``; then continue anyway."""
     folder = Path(platformdirs.user_cache_dir("primad", appauthor=False))
     lock = filelock.FileLock(folder / "measuring.lock", timeout=TURN_TIMEOUT_S)
     with suppress(OSError, filelock.Timeout):

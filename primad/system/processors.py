@@ -1,8 +1,7 @@
-"""The processors that this process may use, what others take of them, and how long it waits for one.
+"""The processors that this process may use, how busy others keep them, and how long it waits for one.
 
-How long a process had to wait for a processor, which other programs had: who is late because of that does not hang.
-
-Linux says so of each thread; elsewhere it counts as never.
+A process that is late because other programs had the processors does not hang, so its waiting time is measured: on
+Linux for each thread; elsewhere it counts as zero.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from primad.system import cgroups
 _NOT_BUSY = ("idle", "iowait", "guest", "guest_nice")
 """The time of guests counts as their host's already."""
 _MAX_TIMES: Final = 10
-"""All in all a process has so many times as long as it may take; with less of a processor nothing is to be had from it."""
+"""In total a process may take this many times its limit; with a smaller part of a processor it would achieve nothing.
+"""
 _PROC: Final = Path("/proc")
 
 
@@ -121,7 +121,7 @@ class OwnTime:
         self._starved_s = 0.0
 
     def left_s(self, max_s: float) -> float:
-        """What is left of ``max_s``. To be asked again and again, as often as it is to be exact."""
+        """The rest of ``max_s``. Call it repeatedly, as often as it is to be exact."""
         took_s, starved_s = self.took_s()
         return min(max_s - (took_s - starved_s), _MAX_TIMES * max_s - took_s)
 

@@ -1,4 +1,4 @@
-"""Which addresses anyone may ask: none of a private network, or of one machine, by what they lead to."""
+"""Which addresses any caller may have us fetch: none of a private network or of this machine, by where they lead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_public(text: str, own: Sequence[IPv4Network | IPv6Network] = ()) -> bool:
 
 
 def _meant(address: IPv4Address | IPv6Address) -> Iterator[IPv4Address | IPv6Address]:
-    """What ``address`` leads to: some of IPv6 are those of IPv4."""
+    """The addresses that ``address`` leads to: some IPv6 addresses stand for IPv4 ones."""
     if isinstance(address, IPv4Address):
         yield address
     elif address in _NAT64:

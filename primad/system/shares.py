@@ -1,7 +1,7 @@
-"""What callers share: places in a queue, bytes in memory, turns. One that asks for all of it locks nobody out.
+"""What callers share: places in a queue, bytes in memory, turns. A caller that asks for everything locks out no other.
 
-A caller may hold as much as is left. So one alone gets half, two that are greedy a third each, and whoever comes next always
-finds room; nothing has to be taken from anybody, and nobody has to know how many callers there are. Pure.
+A caller may hold as much as is left. So a single one gets half, two greedy ones a third each, and a new one always
+finds room; nothing has to be taken away, and the number of callers need not be known. Pure.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Shares:
 
 
 class Turns(Generic[T]):
-    """What waits, by caller: one of each in turn, and of each what came first."""
+    """Waiting items by caller: one of each in turn, and for each in order of arrival."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[T]] = {}
         self._last: str | None = None
-        """Whose turn it was: whoever asked meanwhile comes before the next one of the same."""
+        """The caller of the last turn: any that asked meanwhile comes before its next item."""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -66,17 +66,17 @@ class Turns(Generic[T]):
         return len(self._waiting.get(caller, ()))
 
     def add(self, caller: str, item: T) -> None:
-        """``item`` waits behind all others of ``caller``."""
+        """Queue ``item`` after all others of ``caller``."""
         self._waiting.setdefault(caller, deque()).append(item)
 
     def next(self) -> T:
-        """What is next; there is something."""
+        """The next item; there must be one."""
         found = self.next_but(())
         assert found is not None
         return found
 
     def next_but(self, left_out: Collection[str]) -> T | None:
-        """What is next of callers that are not ``left_out``; None where there is nothing."""
+        """The next item of callers that are not ``left_out``; None if there is none."""
         if self._last in self._waiting:
             self._waiting[self._last] = self._waiting.pop(self._last)
         caller = next((each for each in self._waiting if each not in left_out), None)

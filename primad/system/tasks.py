@@ -15,12 +15,12 @@ _Arguments = ParamSpec("_Arguments")
 
 
 def mistake(error: BaseException) -> str:
-    """What to say of an error that no code of ours means to raise."""
+    """The message for an error that no code of ours raises on purpose."""
     return f"internal error of the head: {type(error).__name__}: {error}"
 
 
 def resolve(future: asyncio.Future[_Result], result: _Result) -> None:
-    """Give ``future`` its ``result``, unless it has one already or nobody waits for it any more."""
+    """Give ``future`` its ``result``, unless it is done or cancelled."""
     if not future.done():
         future.set_result(result)
 
@@ -46,7 +46,7 @@ async def in_thread(
 
 
 class Tasks:
-    """Tasks that nobody awaits one by one. One that fails is our mistake, and is said where it is seen."""
+    """Tasks that are not awaited one by one. A failure is our mistake, and is reported where it is noticed."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
@@ -56,7 +56,7 @@ class Tasks:
         return self.add(asyncio.create_task(work))
 
     def add(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
-        """Look after ``task``, which nobody else awaits any more."""
+        """Look after ``task``, which is not awaited elsewhere."""
         self._running.add(task)
         task.add_done_callback(self._ended)
         return task

@@ -1,7 +1,7 @@
-"""The one border where text goes to a terminal or a log: whatever file, device or answer it came from, it steers nothing.
+"""The one border where text goes to a terminal or a log: text from any file, device or response cannot control it.
 
 A terminal obeys control characters (C0, C1, DEL); others change the order of what is read (bidirectional embeddings,
-overrides and isolates) or end a line without seeming to. Here they become what Python writes for them. Marks that
+overrides and isolates) or end a line invisibly. Here they are replaced by Python's escapes for them. Marks that
 right-to-left text needs, and joiners of letters and emoji, stay.
 """
 
@@ -44,7 +44,7 @@ def _log_uncaught(kind: type[BaseException], error: BaseException | None, trace:
 
 
 def escape_uncaught() -> None:
-    """Have errors that nobody caught written harmlessly, too."""
+    """Have uncaught errors written with escapes, too."""
     sys.excepthook = _log_uncaught
     threading.excepthook = lambda found: _log_uncaught(found.exc_type, found.exc_value, found.exc_traceback)
     sys.unraisablehook = lambda found: _log_uncaught(found.exc_type, found.exc_value, found.exc_traceback)

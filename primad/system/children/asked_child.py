@@ -87,7 +87,7 @@ class AskedChild:
             raise RingError(f"{what} {exc}") from None
 
     def rss_bytes(self) -> int:
-        """What it holds."""
+        """The memory that it holds."""
         try:
             return int(psutil.Process(self.pid).memory_info().rss) if self.is_alive else 0
         except psutil.Error:

@@ -1,7 +1,7 @@
 """The private socket pair between a daemon and its ring process: length-prefixed msgpack frames.
 
-A socket pair needs no port and no file, nobody else can connect to it, and each side sees the other's end at once, however
-it came: a ring process never outlives its daemon.
+A socket pair needs no port and no file, no other process can connect to it, and each side notices the other's end
+immediately, however it came: a ring process never outlives its daemon.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def frame_bytes(length: bytes) -> int:
 
 
 class Frames:
-    """What comes, cut into the bodies of its frames."""
+    """Received data, cut into the bodies of its frames."""
 
     def __init__(self) -> None:
         self._begun = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Those that are whole with ``data``. Raises ``ProtocolError`` when one is announced that is too large."""
+        """The frames that ``data`` completes. Raises ``ProtocolError`` when one is announced that is too large."""
         if not self._begun and len(data) >= LENGTH.size and frame_bytes(data[: LENGTH.size]) == len(data) - LENGTH.size:
             return [data[LENGTH.size :]]
         self._begun += data
@@ -56,7 +56,7 @@ class Frames:
 
 
 class RingChannel(Generic[_Command]):
-    """The ring process's end: blocking sends, receives that never wait. What comes is what ``decoder`` takes."""
+    """The ring process's end: blocking sends, receives that never wait. ``decoder`` decodes what arrives."""
 
     def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> None:
         self.connection = connection
@@ -73,7 +73,8 @@ class RingChannel(Generic[_Command]):
             self.is_open = False
 
     def commands(self) -> list[_Command]:
-        """What has arrived; call it when the connection is readable. ``is_open`` turns False at the end of the other."""
+        """The commands that have arrived; call it when the connection is readable. ``is_open`` turns False at the end
+        of the other."""
         try:
             data = self.connection.recv(1 << 20)
         except OSError:

@@ -13,7 +13,7 @@ from typing import IO
 def begin_child(
     module: str, theirs: socket.socket, variables: Mapping[str, str], errors: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
-    """Run ``module`` with the end ``theirs``; what it prints goes to ``errors``, or where ours goes. Raises ``OSError``."""
+    """Run ``module`` with the end ``theirs``; its output goes to ``errors``, or where ours goes. Raises ``OSError``."""
     options: dict[str, object] = {"stderr": errors, "stdout": errors}
     argument = str(theirs.fileno())
     if sys.platform == "win32":

@@ -18,14 +18,14 @@ from primad.system.terminal import escape_uncaught
 
 _Task = TypeVar("_Task")
 STACK_BYTES: Final = 256 << 20
-"""Of the thread that makes tokens of texts: a pre-tokenizer of llama.cpp takes up to some kB of stack for each character of
-a run of equal ones."""
+"""Stack of the tokenizing thread: a pre-tokenizer of llama.cpp takes up to some kB of stack for each character of a run
+of equal ones."""
 
 
 @contextmanager
 def answer_stream() -> Iterator[BinaryIO]:
-    """Where answers go: what was standard output. What is printed from now on goes to standard error, where nothing that
-    a request or a file brought with it steers the terminal."""
+    """The stream for replies: what was standard output. Anything printed from now on goes to standard error, escaped so
+    that content of a request or file cannot control the terminal."""
     escape_uncaught()
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -33,8 +33,8 @@ def answer_stream() -> Iterator[BinaryIO]:
 
 
 def answer_tasks(decoder: msgspec.msgpack.Decoder[_Task], answer: Callable[[_Task], msgspec.Struct]) -> None:
-    """``answer`` each task of standard input, a frame, in a thread with a large stack. Ends the process with its input,
-    whatever is computed, and where ``answer`` raises: nobody is to wait for an answer that does not come."""
+    """``answer`` each task of standard input, a frame, in a thread with a large stack. Ends the process when its input
+    ends, whatever is being computed, and when ``answer`` raises: no caller may wait for a reply that does not come."""
     tasks = SimpleQueue[bytes]()
 
     def work(answers: BinaryIO) -> None:

@@ -17,10 +17,11 @@ from primad.system.gpus import NO_GPU
 
 GRACE_S: Final = 1.0
 SPIN_COUNT: Final = 5000
-"""libgomp's threads spin this often at a barrier before they sleep. Its own default of some hundred milliseconds starves
-the other programs of the machine, ring processes among them; sleeping at once ruins decode. Between 2,000 and 20,000 one
-process keeps its full speed and several can share the cores. With 100,000 threads outlast the gap between two tokens and one
-process of a small model is a tenth quicker, but where other programs fill the cores a token takes four times as long."""
+"""How often libgomp's threads spin at a barrier before they sleep. Its own default of some hundred milliseconds starves
+the other programs of the machine, ring processes among them; sleeping immediately ruins decode. Between 2,000 and
+20,000 one process keeps its full speed and several can share the cores. With 100,000 threads outlast the gap between
+two tokens and one process of a small model is a tenth faster, but where other programs fill the cores a token takes
+four times as long."""
 
 MMAP_THRESHOLD_BYTES: Final = 3 << 19
 """Memory of this size and more is the system's again as soon as it is free (glibc). Left to itself glibc raises its bound to
@@ -29,14 +30,14 @@ windows a device. It is above what a token takes again and again, such as logits
 
 
 def environment(base: Mapping[str, str], threads: int, place: int, *, gpu: bool = False) -> dict[str, str]:
-    """The environment of a ring process with ``threads`` compute threads: ``base``, and where that is silent, how they wait,
-    and when freed memory goes back to the system. Without ``gpu`` it sees none.
+    """The environment of a ring process with ``threads`` compute threads: ``base``, with defaults for how they wait and
+    when freed memory goes back to the system. Without ``gpu`` no GPU is visible.
 
-    Threads that fill all cores are bound to one each: left to itself the scheduler now and then puts two that wait for each
-    other on one core, which costs a factor of ten while anything else runs. Fewer threads than cores are left free to move
-    away from what the owner runs. ``place`` is the core (counted from the first) of the first thread, which also sends and
-    receives: devices that follow each other in a ring on one machine get different ones, so that the next one starts on a
-    core that the last one has left.
+    Threads that fill all cores are bound to one each: otherwise the scheduler now and then puts two that wait for each
+    other on one core, which costs a factor of ten while anything else runs. Fewer threads than cores are left free to
+    move away from what the owner runs. ``place`` is the core (counted from the first) of the first thread, which also
+    sends and receives: devices that follow each other in a ring on one machine get different ones, so that the next one
+    starts on a core that the last one has left.
     """
     chosen = {"GGML_NO_BACKTRACE": "1", "MALLOC_MMAP_THRESHOLD_": str(MMAP_THRESHOLD_BYTES)}
     if "OMP_WAIT_POLICY" not in base:
@@ -71,7 +72,7 @@ async def connected(
         spoken = protocol(reader)
         transport, _ = await loop.create_connection(lambda: spoken, sock=ours)
         return process, reader, asyncio.StreamWriter(transport, spoken, reader, loop)
-    except BaseException:  # cancelled over it, nobody else would end the process
+    except BaseException:  # cancelled meanwhile; no other code would end the process
         ours.close()
         process.kill()
         process.wait()
@@ -84,5 +85,5 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
 
 
 def how_it_ended(code: int) -> str:
-    """What the exit code of a child process says, behind its name."""
+    """Words for the exit code of a child process, to follow its name."""
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

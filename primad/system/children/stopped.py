@@ -9,11 +9,11 @@ import psutil
 
 LOOK_S: Final = 1.0
 LOOKS: Final = 3
-"""A process that is found stopped so often in a row is not about to go on."""
+"""A process found stopped this often in a row is not about to continue."""
 
 
 async def wait_stopped(pid: int) -> None:
-    """Wait until process ``pid`` was stopped for a while. No system tells of that, so it is looked at now and then."""
+    """Wait until process ``pid`` was stopped for a while. No system reports that, so it is polled."""
     stopped = 0
     while stopped < LOOKS:
         await asyncio.sleep(LOOK_S)

@@ -25,8 +25,8 @@ _LOOK_S: Final = 1.0
 class TaskChild:
     """Children that run ``module`` with these environment ``variables``, one at a time; ``close`` ends it.
 
-    ``what`` a task is stands at the begin of what is said of one that took longer than ``timeout_s`` or ended the child.
-    While the child waits for a processor, that time does not pass.
+    ``what`` names a task, at the beginning of the error for one that took longer than ``timeout_s`` or ended the child.
+    Time in which the child waits for a processor does not count.
     """
 
     def __init__(self, module: str, what: str, variables: Mapping[str, str], *, timeout_s: float) -> None:
