@@ -183,7 +183,7 @@ def test_pairing(cell: Cell, make_lab: MakeLab, smollm2: Path, record_property: 
             device.thaw()
         if cell.printed:
             half.joining.wait_for(cell.printed)
-        if cell.outcome is not Outcome.GOES_ON and "paired with" not in half.joining.output:
+        if cell.outcome is not Outcome.CONTINUES and "paired with" not in half.joining.output:
             assert "h" not in trusted_by(device)
         if cell.fault in ("kill -9", "link cut", "half-open TCP"):
             assert "c" not in trusted_by(cluster.head)

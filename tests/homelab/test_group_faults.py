@@ -17,7 +17,7 @@ from tests.homelab.phases import REACH
 from tests.homelab.rig import LONG, SHORT, STORY, Rig, fleet
 from tests.homelab.stream import Stream
 from tools.lab import Homelab, missing
-from tools.lab.group_matrix import CELLS, GOES_ON, WINDOWS, GroupCell, is_chosen
+from tools.lab.group_matrix import CELLS, CONTINUES, WINDOWS, GroupCell, is_chosen
 from tools.synth import FEW_TOKENS, write_model
 
 NAMES = {
@@ -166,7 +166,7 @@ def go_through(cell: GroupCell, rig: GroupRig) -> float:
     assert (also.error, also.finish_reason, also.text) == (None, "length", undisturbed.text), rig.cluster.logs()
     if cell.printed:
         rig.wait_said("h", cell.printed.format(device=name))
-    assert (before == {*rig.computing()}) == (cell.fault in GOES_ON), rig.cluster.logs()
+    assert (before == {*rig.computing()}) == (cell.fault in CONTINUES), rig.cluster.logs()
     rig.heal(cell, name)
     rig.whole()
     rig.check(rig.ask())

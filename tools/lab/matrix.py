@@ -40,7 +40,7 @@ PHASES: Final = {
 class Outcome(StrEnum):
     """How a cell ends."""
 
-    GOES_ON = "goes on"
+    CONTINUES = "continues"
     """The device keeps its part; nothing is interrupted."""
     NEW_RING = "new ring"
     """The answer goes on in a ring without the device, which takes part again once it is well."""
@@ -109,7 +109,7 @@ _PAIRING: Mapping[str, _Promise] = {
         "^primad: error: ",
     ),
     "layer file corrupted": (Outcome.NONE, "a device that is not paired has no layers", ""),
-    "slow device": (Outcome.GOES_ON, "they pair, slower", "^paired with "),
+    "slow device": (Outcome.CONTINUES, "they pair, slower", "^paired with "),
 }
 _PROFILING: Mapping[str, _Promise] = {
     **_away(
@@ -120,12 +120,12 @@ _PROFILING: Mapping[str, _Promise] = {
     ),
     "ring process aborts": (Outcome.NONE, _NO_RING, ""),
     "disk full": (
-        Outcome.GOES_ON,
+        Outcome.CONTINUES,
         "nothing is written; a ring that needs disk space there is formed when there is some",
         "",
     ),
-    "layer file corrupted": (Outcome.GOES_ON, _REPAIRED, ""),
-    "slow device": (Outcome.GOES_ON, "it is measured, slower", ""),
+    "layer file corrupted": (Outcome.CONTINUES, _REPAIRED, ""),
+    "slow device": (Outcome.CONTINUES, "it is measured, slower", ""),
 }
 _TRANSFER: Mapping[str, _Promise] = {
     **_away("what arrived is not sent again after a restart", *["what arrived is not sent again"] * 3),
@@ -135,8 +135,8 @@ _TRANSFER: Mapping[str, _Promise] = {
         "the head names the device; nothing half-written stays, and plans leave it out",
         "^{device}: .*(cannot be written|do not fit).*make room",
     ),
-    "layer file corrupted": (Outcome.GOES_ON, _REPAIRED, ""),
-    "slow device": (Outcome.GOES_ON, "its layers arrive later", ""),
+    "layer file corrupted": (Outcome.CONTINUES, _REPAIRED, ""),
+    "slow device": (Outcome.CONTINUES, "its layers arrive later", ""),
 }
 _LOADING: Mapping[str, _Promise] = {
     **_away("the attempt is abandoned; it joins after a restart", *["the attempt is abandoned"] * 3),
@@ -145,9 +145,9 @@ _LOADING: Mapping[str, _Promise] = {
         "the attempt is abandoned, and repeated a few seconds later",
         "^{device}: the ring process was ended by SIGABRT",
     ),
-    "disk full": (Outcome.GOES_ON, "everything is written before loading; it joins", ""),
-    "layer file corrupted": (Outcome.GOES_ON, "found before the ring serves; the layer is fetched again", ""),
-    "slow device": (Outcome.GOES_ON, "it joins later", ""),
+    "disk full": (Outcome.CONTINUES, "everything is written before loading; it joins", ""),
+    "layer file corrupted": (Outcome.CONTINUES, "found before the ring serves; the layer is fetched again", ""),
+    "slow device": (Outcome.CONTINUES, "it joins later", ""),
 }
 _ASKED: Mapping[str, _Promise] = {
     "kill -9": (Outcome.NEW_RING, "noticed at once, as connections end", _GONE),
@@ -159,13 +159,13 @@ _ASKED: Mapping[str, _Promise] = {
     ),
     "link cut": (Outcome.NEW_RING, "suspected after 1.5 s of silence, gone after 4 s", _GONE),
     "half-open TCP": (Outcome.NEW_RING, "suspected after 1.5 s of silence, gone after 4 s", _GONE),
-    "disk full": (Outcome.GOES_ON, "the KV cache is no longer saved; it is recomputed if needed", ""),
+    "disk full": (Outcome.CONTINUES, "the KV cache is no longer saved; it is recomputed if needed", ""),
     "layer file corrupted": (
-        Outcome.GOES_ON,
+        Outcome.CONTINUES,
         "the layer in memory is intact; the next start finds the damage by digest and fetches the layer again",
         "",
     ),
-    "slow device": (Outcome.GOES_ON, "slower; its daemon still answers", ""),
+    "slow device": (Outcome.CONTINUES, "slower; its daemon still answers", ""),
 }
 _PROMISES: Final[Mapping[str, Mapping[str, _Promise]]] = {
     "pairing": _PAIRING,
