@@ -1,5 +1,5 @@
-"""What a plan would be and why, without daemons, network or model weights: question in, explanation out.
+"""Explain what a plan would be and why, without a daemon, network or model weights.
 
-``question`` reads what was asked, ``whatif`` changes it, and ``explain`` answers it with values (``schema``), which
-``table`` and ``plot`` show.
+``question`` turns the wishes into a question, ``whatif`` changes it, and ``explain`` answers it with the values of
+``schema``, which ``table`` and ``plot`` show.
 """

@@ -1,10 +1,9 @@
-"""Changes to a model in a plan: LoRA adapters, other RoPE scaling, how often its experts are used.
+"""Adjust a model's profile for a plan: LoRA adapters, changed RoPE scaling, and measured expert usage.
 
-With other RoPE scaling than the file's (``--rope-*``, ``--yarn-*``), a model has another maximum context, and other cut
-points.
+``--rope-*`` and ``--yarn-*`` change how long a context the model supports and where it can be cut.
 
-How often experts were used on this device decides which stay in memory. Ring processes count the experts of the layers
-that they computed; other layers are assumed to be alike.
+Ring processes count how often each expert of their layers was picked on this device; the most used ones stay in memory.
+Layers without counts are assumed to behave alike.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from primad.gguf.layers import cut_layer, layer_digest
 from primad.settings.config import digests_file, usage_folder
 
 GROUPS: Final = 8
-"""Number of steps in which the use of experts is distinguished; finer figures would not be reliable."""
+"""Number of groups that describe how unequally experts are used: finer groups would not be reliable."""
 
 
 def parse_lora(texts: Iterable[str]) -> tuple[tuple[Path, float], ...]:
-    """Files and scales as in ``FILE.gguf`` or ``FILE.gguf=0.5``. Raises ``ConfigError``."""
+    """Parse files and scales as in ``FILE.gguf`` or ``FILE.gguf=0.5``. Raises ``ConfigError``."""
     found = []
     for text in texts:
         path, equals, scale = text.rpartition("=")
@@ -52,15 +51,15 @@ def parse_lora(texts: Iterable[str]) -> tuple[tuple[Path, float], ...]:
 
 
 def open_adapters(given: Iterable[tuple[Path, float]], model: Header) -> tuple[Adapter, ...]:
-    """The adapters in files, with their scales. Raises ``ModelError`` as ``open_adapter``."""
+    """Open the adapter files with their scales. Raises ``ModelError`` as ``open_adapter``."""
     return tuple(open_adapter(path, scale, model) for path, scale in given)
 
 
 def with_adapters(profile: ModelProfile, adapters: Sequence[Adapter]) -> ModelProfile:
-    """``profile`` with the memory and time that ``adapters`` add to each layer.
+    """Return ``profile`` with the memory and time that ``adapters`` add to each layer.
 
-    An adapter's part for the token embedding counts with the first layer, its part for the output matrix with the last:
-    the head has both. If it changes a matrix that no window has, the model is not cut.
+    Adapters of the token embedding count with the first layer, those of the output matrix with the last: the head has
+    both. An adapter of a matrix that is in no window keeps the model whole.
     """
     if not adapters:
         return profile
@@ -83,7 +82,7 @@ def with_adapters(profile: ModelProfile, adapters: Sequence[Adapter]) -> ModelPr
 
 
 def _reads(tensors: Iterable[TensorInfo], profile: ModelProfile) -> dict[str, int]:
-    """Bytes by type that a row reads of ``tensors``: of those for experts, of as many as it uses."""
+    """Bytes by type that one token reads of ``tensors``; of tensors for experts only the share that it uses."""
     found: Counter[str] = Counter()
     for tensor in tensors:
         experts = tensor.shape[2] if len(tensor.shape) > 2 else 1
@@ -93,7 +92,7 @@ def _reads(tensors: Iterable[TensorInfo], profile: ModelProfile) -> dict[str, in
 
 
 def whole_line(adapters: Iterable[Adapter]) -> str | None:
-    """Why one device must have the whole model with ``adapters``; None where it is cut."""
+    """Return why one device must have the whole model with ``adapters``; None where the model can be cut."""
     each = next((each for each in adapters if each.strange is not None), None)
     if each is None or each.strange is None:
         return None
@@ -102,17 +101,17 @@ def whole_line(adapters: Iterable[Adapter]) -> str | None:
 
 
 def check_adapters(adapters: Iterable[Adapter], *, several: bool) -> None:
-    """Raises ``ConfigError`` for an adapter that ``several`` devices cannot have between them."""
+    """Raise ``ConfigError`` for an adapter that needs the whole model on one device if there are ``several``."""
     line = whole_line(adapters)
     if line is not None and several:
         raise ConfigError(f"{line}: give --alone, or leave it out")
 
 
 def with_rope(profile: ModelProfile, header: Header | None, rope: Rope) -> ModelProfile:
-    """``profile``, of the model of ``header`` if there is a file, as it is with ``rope``.
+    """Return ``profile`` as it is with ``rope``; ``header`` is that of the model's file, if there is one.
 
-    A window without a layer that slides may be one whose layers all do, over an endless window with the model's own angles:
-    then it would not have those of ``rope``, so that every window has to have one.
+    In a window without a sliding layer, llama.cpp may treat all layers as sliding over an unbounded window with the
+    model's own RoPE angles, so ``rope`` would have no effect. Every window must therefore have a sliding layer.
     """
     if not rope.is_changed:
         return profile
@@ -126,10 +125,10 @@ def with_rope(profile: ModelProfile, header: Header | None, rope: Rope) -> Model
 
 
 def with_expert_use(model: ModelProfile, header: Header, home: Path) -> ModelProfile:
-    """``model``, which ``header`` is of, with what the folder ``home`` knows of the use of its experts."""
+    """Return ``model``, the model of ``header``, with the expert usage recorded in the folder ``home``."""
     if not model.experts:
         return model
-    # It loads numpy, which a daemon does without where no model has experts.
+    # This loads numpy, which a daemon needs only if a model has experts.
     from primad.engine.streaming.expert_usage import UsageFolder, whole_model_key
 
     folder, digests = UsageFolder(usage_folder(home)), LayerDigests(header, digests_file(home))
@@ -146,9 +145,9 @@ def with_expert_use(model: ModelProfile, header: Header, home: Path) -> ModelPro
 
 
 def grouped(shares: Sequence[float], mean: float) -> tuple[float, ...]:
-    """The probabilities ``shares`` that a row picks each expert, in groups of equal size, the largest first.
+    """Average ``shares``, the probabilities that a token picks each expert, in groups of equal size, the largest first.
 
-    Together a row picks as many as it does by the model: ``mean`` of each, on average.
+    The result is scaled so that a token picks as many experts in all as the model says: ``mean`` of each on average.
     """
     ordered, count = sorted(shares, reverse=True), min(GROUPS, len(shares))
     ends = [i * len(shares) // count for i in range(count + 1)]

@@ -1,11 +1,11 @@
-"""Which next tokens a ring computes together: what is exact, what is fastest, and which of the two is used.
+"""Choose which decode tokens a ring computes together: what is exact, what is fastest, and which of the two is used.
 
-Several rows of a step are bit-identical to single rows up to a number that depends on llama.cpp's kernels: the profile
-of every device has it for each type of weights (``CpuProfile.exact_rows``). From ``SPLIT_CELLS`` cells on, flash
-attention computes a single row in parts, one a thread, and several rows in another way. Experts and GPUs are not
-compared and count as exact for single rows only; so do layers with a state of a kind that was not compared
-(``exact_states``). Several rows of one sequence equal single rows only with flash attention; this many tokens of a
-completion that another ring began are recomputed at a time.
+A batch of several tokens is bit-identical to single tokens as far as the kernels that llama.cpp chooses for that batch
+size are; every device's profile says so for each type of weights (``CpuProfile.exact_rows``). From ``SPLIT_CELLS``
+cells on, flash attention computes a single token in parts, one per thread, and several tokens in another way. Experts
+and GPUs are not compared, so only single tokens count as exact there; the same holds for layers with a state whose kind
+is not compared (``exact_states``). Several tokens of one sequence equal single ones only with flash attention; a
+request that another ring began is recomputed that many tokens at a time.
 """
 
 from __future__ import annotations
@@ -27,29 +27,27 @@ from primad.ring.grouping import Batching
 BatchingMode = Literal["exact", "auto", "fast"]
 BATCHING_MODES: Final[tuple[BatchingMode, ...]] = get_args(BatchingMode)
 KEPT: Final = 0.9
-"""Share of the tokens of the quickest batches that exact ones must keep to be taken, or be thought to keep but for noise."""
+"""Share of the fastest batches' throughput that exact ones must keep to be chosen, within the measurement noise."""
 SPLIT_CELLS: Final = KV_CELL_PADDING
-"""llama.cpp splits what has more than one group of cells."""
+"""llama.cpp splits attention over more than one group of cells."""
 MAX_ROWS: Final = 256
-"""Largest chunk where other requests may wait for it."""
+"""Largest chunk of a prompt while other requests may wait for it."""
 _ROWS: Final = (128, 64, 32, 16)
 MIN_ROWS: Final = 64
-"""A processor computes a row of a chunk this small nearly as fast as in a chunk of any size."""
+"""Chunk size at which a CPU is nearly as fast per token as with any larger one."""
 EFFICIENT: Final = 1.2
-"""How many times as long as in the best piece a row may take: with smaller pieces every request waits longer in total.
-"""
+"""Largest time per token of a piece, relative to the best size: smaller pieces make everyone wait longer in total."""
 SHORT_S: Final = 0.5
-"""A reader may wait this long once for another request's prompt, which takes several times as long in pieces."""
+"""Longest single pause of a response for another request's prompt, which takes several times as long in pieces."""
 _LITTLE: Final = 0.01
-"""Share of a model's bytes in float32 that are norms: no matrix has so few."""
+"""Share of a model's bytes in float32 that are norms: matrices take more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """How next tokens are computed together, and prompts alongside; ``is_exact``: each completion is what it would be
-    alone.
+    """How decode tokens are batched, and the pieces of prompts computed next to them.
 
-    ``load`` is the forecast for that.
+    ``is_exact``: each response is the same as when it runs alone. ``load`` is the predicted performance.
     """
 
     batching: Batching
@@ -59,7 +57,7 @@ class Batches:
 
 
 def batches_of(mode: BatchingMode, plan: Plan, question: Instance, sequences: int) -> Batches:
-    """The batches of ``plan`` for ``sequences`` concurrent sequences, in ``mode``."""
+    """Return the batches of ``plan`` for ``sequences`` concurrent requests in the given ``mode``."""
     profiles = _profiles(plan, question)
     work, maximum = question.workload, min(sequences, question.workload.chunk_rows)
     rows = min(maximum, exact_rows(plan, profiles, question.model))
@@ -76,7 +74,7 @@ def batches_of(mode: BatchingMode, plan: Plan, question: Instance, sequences: in
             cells=cells,
             pads=bool(plan.streaming)
             and cells is None
-            and not question.model.is_recurrent,  # a state takes no such row
+            and not question.model.is_recurrent,  # a recurrent state takes no padding tokens
             replays=replay_rows(plan, question, profiles) if cells is not None or not splits else 1,
         ),
         is_exact=is_exact,
@@ -86,10 +84,9 @@ def batches_of(mode: BatchingMode, plan: Plan, question: Instance, sequences: in
 
 
 def noise(profiles: Iterable[DeviceProfile], model: ModelProfile) -> float:
-    """Relative spread of the runs that the figures of ``model`` come from, on the worst measured device.
+    """Relative spread of the measurements behind the figures of ``model``, on the worst measured device.
 
-    The time of a step of several rows was measured like that of single rows, so a gain from batching is no more
-    certain.
+    Steps of several tokens were measured as single tokens were, so their gain is no more certain.
     """
     sizes = Counter(model.output_bytes_by_type)
     for layer in model.layers:
@@ -104,25 +101,26 @@ def noise(profiles: Iterable[DeviceProfile], model: ModelProfile) -> float:
 
 
 def exact_rows(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfile) -> int:
-    """How many rows of a step are bit for bit single ones on all of the devices."""
+    """Largest batch that is bit-identical to single tokens on all of the devices."""
     return min(each.rows for each in _known(plan, profiles, model))
 
 
 def replay_rows(plan: Plan, question: Instance, profiles: Iterable[DeviceProfile]) -> int:
-    """How many rows of one sequence are bit for bit single ones on all devices: more than one with flash attention alone."""
+    """Largest batch of one sequence that is bit-identical to single tokens on all devices; 1 without flash attention."""
     work = question.workload
     exact = min(each.replay_rows for each in _known(plan, profiles, question.model))
     return min(exact, work.chunk_rows) if work.flash else 1
 
 
 def piece_rows(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfile) -> int:
-    """The pieces of a chunk that are bit-identical to the whole on all devices are multiples of this many rows; 0:
-    unknown."""
+    """Multiple that the tokens of a piece must be for a bit-identical chunk on all devices; 0 if unknown."""
     return math.lcm(*(each.piece_rows for each in _known(plan, profiles, model)))
 
 
 def _known(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfile) -> list[TypeRows]:
-    """The known properties of each type of ``model`` on each device; where nothing was compared, single rows are exact."""
+    """Return what is known of each type of ``model`` on each device; what was not compared is exact for single tokens
+    only.
+    """
     state = _state_of(model)
     is_compared = not (model.experts or plan.uses_gpu or (model.is_recurrent and state is None))
     types = {kind for layer in model.layers for kind in layer.bytes_by_type} | set(model.output_bytes_by_type)
@@ -141,13 +139,13 @@ def _known(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfile) -
 
 
 def _state_of(model: ModelProfile) -> StateKind | None:
-    """How layers of ``model`` that keep a state compute it, where that is compared."""
+    """Return how the layers of ``model`` with a state compute it, where that kind is compared."""
     entry = SUPPORTED.get(model.architecture)
     return entry.state if entry is not None and model.is_recurrent else None
 
 
 def multiple_of_pieces(plan: Plan, question: Instance, sequences: int) -> int:
-    """The pieces of a chunk are multiples of this many rows; 0: chunks are not cut."""
+    """Multiple of tokens at which a chunk may be cut into pieces; 0: it is not cut."""
     work = question.workload
     if work.flash or _needs_large(plan):
         return 0
@@ -156,13 +154,13 @@ def multiple_of_pieces(plan: Plan, question: Instance, sequences: int) -> int:
 
 
 def pieces_of(plan: Plan, question: Instance, sequences: int) -> Pieces | None:
-    """The pieces in which chunks are computed while others of ``sequences`` decode, and in which they are reused; None:
-    none.
+    """Return the pieces in which chunks are computed while other requests of ``sequences`` decode; None: chunks are not
+    cut.
 
-    A piece takes no longer than the tokens of all other requests, unless its rows would take much longer than in larger
-    pieces: then both the prompt and the requests after it would wait for nothing. The rest of a prompt is one piece if
-    that takes at most ``SHORT_S``. With fewer decoding requests than machines in the ring, pieces follow each other
-    between two of their tokens.
+    A piece takes no longer than one token of all other requests, unless its time per token would be much worse than in
+    larger pieces: that would delay the prompt and everything waiting after it for nothing. The rest of a prompt is one
+    piece if that takes at most ``SHORT_S``. Where fewer requests decode than the ring has machines, several pieces
+    follow each other between two of their tokens.
     """
     multiple = multiple_of_pieces(plan, question, sequences)
     if not multiple:
@@ -183,26 +181,26 @@ def pieces_of(plan: Plan, question: Instance, sequences: int) -> Pieces | None:
 
 
 def efficient_rows(took_s: Mapping[int, float]) -> int:
-    """The smallest number of rows, among those with known times, with about the lowest time per row."""
+    """Return the smallest size in ``took_s`` whose time per token is close to the best."""
     min_s = min(seconds / rows for rows, seconds in took_s.items())
     return min(rows for rows, seconds in took_s.items() if seconds <= EFFICIENT * min_s * rows)
 
 
 def _piece_s(plan: Plan, question: Instance, rows: int, *, behind: int) -> float:
-    """Time of a piece of ``rows`` rows on the slowest device, with ``behind`` tokens of its prompt before it."""
+    """Seconds that a piece of ``rows`` tokens, after ``behind`` tokens of its prompt, takes on the slowest device."""
     asked = question.with_rows(rows)
-    prompt_tokens = max(2 * behind, rows)  # on average a row of a prompt comes after half of it
+    prompt_tokens = max(2 * behind, rows)  # on average a prompt's tokens follow half of it
     asked = replace(asked, workload=replace(asked.workload, prompt_tokens=prompt_tokens))
     return max(each.prefill_s for each in evaluate(plan, asked).devices)
 
 
 def rows_of_chunks(plan: Plan, question: Instance, sequences: int, *, asked: bool) -> int:
-    """Maximum rows of a chunk of a prompt, where it cannot be cut into pieces.
+    """Largest number of tokens in a chunk of a prompt, where chunks cannot be cut into pieces.
 
-    Other requests wait for each chunk. Where the user asked for ``sequences``, a chunk takes no longer than the tokens
-    of all others, unless its rows would take much longer than in larger chunks; otherwise one request at a time is
-    expected, whose prompt is faster in larger chunks. Each chunk reads all that streams, and a GPU computes few rows
-    hardly faster than many.
+    Other requests wait for each chunk. If ``sequences`` was ``asked`` for, a chunk takes no longer than one token of
+    all other requests, unless its time per token would be much worse than in larger chunks. Otherwise one request is
+    the expected case, and its prompt is faster in larger chunks. Each chunk reads everything that streams, and a GPU
+    computes a few tokens not much faster than many.
     """
     maximum = question.workload.chunk_rows
     if sequences == 1 or _needs_large(plan):
@@ -216,8 +214,9 @@ def rows_of_chunks(plan: Plan, question: Instance, sequences: int, *, asked: boo
 
 
 def min_rows(plan: Plan, rows: int) -> int:
-    """Minimum rows of a chunk of at most ``rows`` rows before a new message: with more chunks, more of a prompt is
-    found in the cache when it comes again."""
+    """Smallest chunk, of at most ``rows`` tokens, that ends where another message begins: with more chunks more of a
+    repeated prompt is found already computed.
+    """
     return max(1, rows // 2) if _needs_large(plan) else min(MIN_ROWS, rows)
 
 

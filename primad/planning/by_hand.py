@@ -1,4 +1,4 @@
-"""Plans set by hand with ``--windows``: layers are given; the streamed part and the context are worked out. Pure."""
+"""Plans set by hand with ``--windows``: layers are given; streaming and the context size are computed. Pure."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def plan_by_hand(
     model: ModelProfile,
     ranks: tuple[int, ...] = (),
 ) -> Plan:
-    """The plan in which the first of the devices ``names`` have these layers a round, with ``ranks`` devices for each
-    window.
+    """Return the plan in which the first of the devices ``names`` have these layers per round, each window shared by
+    its number of ``ranks``.
 
     Raises ``PlanError`` naming the flag.
     """
@@ -44,8 +44,9 @@ def plan_by_hand(
 
 
 def senders_by_hand(names: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, str]]:
-    """The pairs of devices with a link when the first of ``names`` form places with ``ranks`` devices each: the first
-    device of a place sends to the next place, and the devices of a group send to each other."""
+    """Pairs of sender and receiver for windows with these ``ranks``: each window's first device sends to the next
+    window's, and the devices of a group to each other.
+    """
     places = [names[sum(ranks[:i]) : sum(ranks[: i + 1])] for i in range(len(ranks))]
     firsts = [place[0] for place in places]
     ring = zip(firsts, (*firsts[1:], firsts[0]), strict=True)
@@ -53,9 +54,9 @@ def senders_by_hand(names: Sequence[str], ranks: Sequence[int]) -> list[tuple[st
 
 
 def stream_by_hand(plan: Plan, question: Instance) -> Plan:
-    """``plan``, set by hand, with as little streaming as the memory of its devices needs.
+    """Return ``plan`` with as little streaming as the memory of its devices needs.
 
-    Raises ``PlanError`` where a device does not have memory enough even so.
+    Raises ``PlanError`` where a device lacks memory even so.
     """
     plan, work = residency(plan, question), question.workload
     for short in evaluate(plan, question).short:
@@ -69,7 +70,7 @@ def stream_by_hand(plan: Plan, question: Instance) -> Plan:
 
 
 def with_context_by_hand(plan: Plan, question: Instance, wanted_tokens: int, objective: Objective) -> WithContext:
-    """``plan``, set by hand, with ``wanted_tokens`` of context if they cost little. Raises ``PlanError``."""
+    """Return ``plan``, set by hand, with ``wanted_tokens`` of context if they cost little. Raises ``PlanError``."""
 
     def asked(work: Workload) -> Instance:
         return replace(question, workload=work)

@@ -1,4 +1,4 @@
-"""Checks of a ``RunConfig`` that need no devices, for ``serve`` and ``plan`` alike."""
+"""Check a ``RunConfig`` against the model before devices are discovered, for ``serve`` and ``plan`` alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from primad.planning.run_config import RunConfig
 
 
 def check_run(run: RunConfig, model: ModelProfile, draft: Path | None = None) -> None:
-    """Raises ``ConfigError`` or ``PlanError`` naming the option that does not suit ``model``; ``draft`` drafts for it."""
+    """Raise ``ConfigError`` or ``PlanError`` naming the option that does not suit ``model``; ``draft`` is its draft
+    model.
+    """
     workload_of(run, model)
     check_speculate(run, model, draft)
     check_sequences(run, model)
@@ -23,18 +25,18 @@ def check_run(run: RunConfig, model: ModelProfile, draft: Path | None = None) ->
 
 
 def check_sequences(run: RunConfig, model: ModelProfile) -> None:
-    """Raises ``ConfigError`` for more answers at once than llama.cpp has room for in the graph of ``model``."""
+    """Raise ``ConfigError`` for more concurrent requests than llama.cpp has room for in the graph of ``model``."""
     entry = SUPPORTED.get(model.architecture)
     maximum = 0 if entry is None else entry.max_sequences
     if maximum and (run.sequences or 1) > maximum:
         raise ConfigError(
-            f"--sequences {run.sequences}: of a model of '{model.architecture}' llama.cpp computes at most {maximum} "
-            "answers at once; give fewer"
+            f"--sequences {run.sequences}: for '{model.architecture}' llama.cpp computes at most {maximum} "
+            "requests at once; give fewer"
         )
 
 
 def check_speculate(run: RunConfig, model: ModelProfile, draft: Path | None) -> None:
-    """Raises ``ConfigError`` where what was asked for of drafts contradicts itself."""
+    """Raise ``ConfigError`` where the options for drafts contradict each other."""
     mode = run.speculate
     if mode == "draft" and draft is None:
         raise ConfigError("--speculate draft: needs a draft model; give it with --draft FILE.gguf, or --draft auto")

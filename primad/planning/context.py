@@ -1,12 +1,11 @@
-"""How much context a plan has room for, and for how many concurrent requests, when the user did not say: as much as
+"""Choose how much context and how many concurrent requests a plan has room for, where neither was asked for: as much as
 costs next to nothing. Pure.
 
-A wider context takes only memory, for a larger KV cache; the cost of a token depends on how much of it is filled. So a
-plan that still fits, and streams no more, is as good with it as before, and a proof that it is optimal still holds.
-Loading clears the cache: 0.2 s for the 530 MB by which 32,768 tokens exceed 4,096 (Gemma 3 270M); a token took 33 ms
-with both.
+A larger context only takes memory, for a larger KV cache; the cost of a token depends on how much of it is filled. So a
+plan that still fits and streams no more is as good as before, and a proof that it is optimal still holds. Loading
+clears the cache: 0.2 s for the 530 MB by which 32,768 tokens exceed 4,096 (Gemma 3 270M); a token took 33 ms with both.
 
-The same holds for the KV caches of more sequences. They come first: a wider context applies to each of them.
+The same holds for the KV caches of more sequences. They are chosen first: a larger context applies to each of them.
 """
 
 from __future__ import annotations
@@ -18,17 +17,18 @@ from halda import Plan, Prediction, Workload, evaluate
 from halda.instance import Instance
 
 MAX_AT_ONCE: Final = 4
-"""More answers at once have to be asked for."""
+"""Largest number of concurrent requests that is chosen by default."""
 MAX_OF_FREE: Final = 0.5
-"""Maximum share of a plan's free memory that both together take: devices belong to their owners."""
+"""Largest share of the memory left free by a plan that both take together: devices belong to their owners."""
 LITTLE_OF_FREE: Final = 0.05
-"""The same where the KV cache is larger than the layers: for small models on large machines, memory that no program
-misses."""
+"""The same where the KV cache is larger than the layers, as for small models on large machines: a share that is not
+missed.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widened:
-    """A context of ``tokens``, and ``why`` it is not more."""
+    """A context of ``tokens``, and ``why`` it is not larger."""
 
     tokens: int
     why: str
@@ -36,17 +36,17 @@ class Widened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtOnce:
-    """Number of ``sequences``, and ``why`` there are no more."""
+    """The number of concurrent ``sequences``, and ``why`` there are not more."""
 
     sequences: int
     why: str
 
 
 def answers_at_once(plan: Plan, question: Instance, *, served: int = 1) -> AtOnce:
-    """How many sequences ``plan``, made for one, has room for: doubled like the context, at most four.
+    """Return how many sequences ``plan``, made for one, has room for: doubled as the context is, at most four.
 
-    Up to ``served`` sequences only have to fit. One where layers stream: each KV cache would take memory of layers,
-    which would then be read from disk for every token.
+    As many as were ``served`` before only need to fit. Where layers stream the result is one: each KV cache takes
+    memory from layers that would then be read from disk for every token.
     """
     count, now = question.workload.sequences, evaluate(plan, question)
     assert count == 1
@@ -60,10 +60,11 @@ def answers_at_once(plan: Plan, question: Instance, *, served: int = 1) -> AtOnc
 
 
 def attends_plainly(plan: Plan, question: Instance, work: Workload) -> bool:
-    """Whether attention without flash attention is quicker for a token of ``work``, and ``plan`` has room for it.
+    """Return whether attention without flash attention is faster for a token of ``work`` and ``plan`` has room for it.
 
-    A prompt's scores take memory for each head and token of the context. On processors that were measured a token of a long
-    text takes less than half of the time so, and a prompt a tenth more: those that had no time to find out count as they do.
+    The scores of a prompt take memory for each head and token of the context. On the CPUs measured, a token of a long
+    text takes less than half of the time this way, and a prompt a tenth more. CPUs without a measurement are assumed to
+    be like them.
     """
     profiles = [device.cpu for device in question.devices if device.device in plan.devices]
     is_quicker = all(cpu.plain_attention_s < cpu.attention_s or not cpu.attention_s for cpu in profiles)
@@ -74,9 +75,9 @@ def attends_plainly(plan: Plan, question: Instance, work: Workload) -> bool:
 
 
 def widened_context(plan: Plan, question: Instance, work: Workload | None = None) -> Widened:
-    """The context of ``work``, doubled as long as ``plan`` has room for it, at most what the model was trained with.
+    """Double the context of ``work`` as long as ``plan`` has room, up to what the model was trained with.
 
-    Beyond what ``question`` takes, that of ``work`` itself, it takes at most half of the memory that ``plan`` leaves
+    Beyond what ``question`` takes, including ``work`` itself, it uses at most half of the memory that ``plan`` leaves
     free on any machine, and at most a twentieth where the KV cache is larger than the layers.
     """
     tokens, trained = question.workload.context_tokens, question.model.context_tokens
@@ -91,7 +92,9 @@ def widened_context(plan: Plan, question: Instance, work: Workload | None = None
 
 
 def _obstacle(plan: Plan, now: Prediction, asked: Instance, *, keeps: bool = False) -> str | None:
-    """Why the larger KV cache of ``asked`` is rejected; if it ``keeps`` what was served, all free memory may be used."""
+    """Return what prevents the larger KV cache of ``asked``, or None; if it ``keeps`` what was served, it may take all
+    free memory.
+    """
     kv_bytes = sum(asked.kv_bytes[kind] for kind in asked.kind_of)
     is_large = kv_bytes > sum(layer.size_bytes for layer in asked.model.layers)
     share = LITTLE_OF_FREE if is_large else MAX_OF_FREE

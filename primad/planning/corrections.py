@@ -1,8 +1,8 @@
-"""What requests taught about devices and links: factors on the seconds that their profiles give, within bounds.
+"""Correct device and link profiles from measured requests: bounded factors on the seconds that the profiles predict.
 
-A prediction was made with some factors already, so a term that took r times the prediction asks for r times the factor
-that it was made with. After each request a factor moves half of the way there, or stays where it is close enough. A
-factor outside the bounds is a fault and not a speed to plan with; the verdict reports it.
+A prediction already includes the current factors, so a term that took r times its prediction asks for r times the
+factor used. After each request a factor moves half of the way there, or stays where it is near enough. A term that
+would need a factor beyond the bounds is a fault, not a speed to plan with; the verdict says so.
 """
 
 from __future__ import annotations
@@ -31,51 +31,51 @@ from primad.ring.messages import DecodeStatus, Status
 MIN: Final = 0.5
 MAX: Final = 2.0
 STEP: Final = 0.5
-"""The share of the way that one answer moves a factor."""
+"""Share of the way to the wanted factor that one request moves it."""
 NEAR: Final = 0.05
-"""A factor that is off by no more stays, so that plans do not change for what is chance."""
+"""Relative error below which a factor stays, so that chance does not change plans."""
 MIN_TOKENS: Final = 16
-"""Answers with fewer tokens teach nothing."""
+"""Minimum number of tokens of a request that is learnt from."""
 OFF: Final = 0.25
-"""A plan that is off by more than this is reported."""
+"""Relative error of a plan beyond which it is reported."""
 _MIN_SHARE: Final = 0.05
-"""Share of a token: a term that took, and was predicted to take, less says nothing about speed."""
+"""Share of a token's time that a term must take, as predicted or measured, to say anything about speed."""
 _FEW_ROWS: Final = 16
-"""What is learnt from one row holds for up to this many; more are part of a prompt."""
+"""Largest batch that is corrected by what single tokens showed; larger ones are corrected by prompts."""
 Pair = tuple[str, str]
 TermKind = Literal["compute", "disk", "hops"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFactors:
-    """Factors on the seconds of one device; ``stamp`` names the measurement that they correct."""
+    """Factors on the times of one device; ``stamp`` identifies the measurement that they correct."""
 
     stamp: str
     compute: float = 1.0
     disk: float = 1.0
     prompts: float = 1.0
-    """On what it computes of prompts."""
+    """Factor on prefill compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrections:
-    """The factors of devices by name, and those of links by source and target."""
+    """Factors of devices by name, and of links by source and target."""
 
     devices: Mapping[str, DeviceFactors] = field(default_factory=dict)
     links: Mapping[Pair, float] = field(default_factory=dict)
 
     def of(self, profile: DeviceProfile) -> DeviceFactors:
-        """The factors of a device; those of another measurement of it are forgotten."""
+        """Return the factors of a device; those of an earlier measurement are dropped."""
         stamp = stamp_of(profile)
         kept = self.devices.get(profile.device)
         return kept if kept is not None and kept.stamp == stamp else DeviceFactors(stamp=stamp)
 
     def noted(self, profiles: Iterable[DeviceProfile]) -> Corrections:
-        """These corrections with an entry for each of ``profiles``, as measured now."""
+        """Return the corrections with an entry for each of ``profiles``, as they are measured now."""
         return replace(self, devices={**self.devices} | {each.device: self.of(each) for each in profiles})
 
     def apply(self, profile: DeviceProfile) -> DeviceProfile:
-        """``profile`` with the speeds that its answers showed."""
+        """Return ``profile`` with the speeds that requests showed."""
         factors = self.of(profile)
         if factors.compute == factors.disk == factors.prompts == 1.0:
             return profile
@@ -87,7 +87,7 @@ class Corrections:
         )
 
     def apply_link(self, link: LinkProfile) -> LinkProfile:
-        """``link`` as fast as answers showed it to be."""
+        """Return ``link`` with the speed that requests showed."""
         factor = self.links.get((link.source, link.target), 1.0)
         if factor == 1.0:
             return link
@@ -102,7 +102,9 @@ class Corrections:
         )
 
     def changed(self, before: Corrections, plan: Plan, share: float) -> set[str]:
-        """The devices of ``plan`` for which, or for a link of which, a factor differs by ``share`` from ``before``."""
+        """Devices of ``plan`` with a factor, their own or of a link from them, that differs by ``share`` from
+        ``before``.
+        """
         found = set[str]()
         for pair in hops_of(plan):
             if abs(self.links.get(pair, 1.0) / before.links.get(pair, 1.0) - 1) >= share:
@@ -121,7 +123,7 @@ NOTHING_LEARNT: Final = Corrections()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """A part of a token's time: of one ``device``, or of the hops between all. ``factor`` is what it asks for."""
+    """One part of a token's time: of a ``device``, or of all hops together. ``factor`` is the factor that it asks for."""
 
     kind: TermKind
     device: str | None
@@ -131,13 +133,13 @@ class Term:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether it needs more than a factor may correct."""
+        """Whether it needs a factor beyond the bounds."""
         return self.factor is not None and not MIN <= self.factor <= MAX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a token took next to the prediction, and where the time went."""
+    """The measured time of a request's tokens against the prediction, and its parts."""
 
     predicted_s: float
     measured_s: float
@@ -145,21 +147,22 @@ class Verdict:
 
     @property
     def is_off(self) -> bool:
-        """Whether the plan is off by enough to be reported."""
+        """Whether the error of the plan is large enough to report."""
         return abs(self.measured_s / self.predicted_s - 1) > OFF
 
     @property
     def worst(self) -> Term:
-        """The term that is wrong by most seconds."""
+        """The term with the largest error in seconds."""
         return max(self.terms, key=lambda term: abs(term.measured_s - term.predicted_s))
 
 
 def verdict_of(
     plan: Plan, prediction: Prediction, used: Corrections, statuses: Mapping[str, Status | None]
 ) -> Verdict | None:
-    """What the latest tokens took on ``plan``, whose ``prediction`` was made with the factors ``used``.
+    """Compare the latest tokens on ``plan`` with its ``prediction``, which was made with the factors ``used``.
 
-    None if that was not measured cleanly: a device did not reply, is short of memory, or has computed too few tokens.
+    None where they were not measured cleanly: a device did not answer, is short of memory, or has computed too few
+    tokens.
     """
     decodes = {name: _clean(statuses.get(name)) for name in plan.devices}
     found = {name: decode for name, decode in decodes.items() if decode is not None}
@@ -186,7 +189,7 @@ def verdict_of(
         factor = None
         waits = max(decode.stall_s, device.stall_s) >= min_s
         if waits and device.disk_bytes_per_token > 0 and decode.read_bytes > 0 and device.disk_s > 0:
-            # Reads that overlap with computing are not waited for; up to the planned amount counts as overlapped.
+            # Reads that overlap with compute are not waited for; the planned overlap counts as such.
             read_s = decode.stall_s + max(0.0, device.disk_s - device.stall_s)
             factor = factors.disk * (read_s / decode.read_bytes) / (device.disk_s / device.disk_bytes_per_token)
         terms.append(
@@ -206,8 +209,9 @@ def verdict_of(
 
 
 def _hops(plan: Plan, prediction: Prediction, used: Corrections, between_s: float, *, is_significant: bool) -> Term:
-    """The rest of a token's time goes to its hops: all links of the ring get one factor, as they are not timed
-    separately."""
+    """Attribute the rest of a token's time to its hops: all links of the ring get one factor, as they are not timed
+    separately.
+    """
     known = [used.links.get(pair, 1.0) for pair in hops_of(plan)]
     ratio = between_s / prediction.hop_s if is_significant and prediction.hop_s > 0 and between_s > 0 else None
     return Term(
@@ -220,9 +224,9 @@ def _hops(plan: Plan, prediction: Prediction, used: Corrections, between_s: floa
 
 
 def learnt(before: Corrections, verdict: Verdict, plan: Plan, used: Corrections) -> Corrections:
-    """The corrections after a request on ``plan``, which was made with the factors ``used``.
+    """Return the corrections after a request on ``plan``, which was made with the factors ``used``.
 
-    Nothing is learnt about a device that was measured again since then.
+    Nothing is learnt of a device that was measured again since then.
     """
     devices, links = dict(before.devices), dict(before.links)
     for term in verdict.terms:
@@ -245,9 +249,9 @@ def learnt(before: Corrections, verdict: Verdict, plan: Plan, used: Corrections)
 def prompts_learnt(
     before: Corrections, plan: Plan, instance: Instance, used: Corrections, statuses: Mapping[str, Status | None]
 ) -> Corrections:
-    """The corrections after prompts on ``plan``, made for ``instance`` with the factors ``used``.
+    """Return the corrections after prompts on ``plan``, made for ``instance`` with the factors ``used``.
 
-    Nothing is learnt about devices that stream: computing takes longer while they read.
+    Nothing is learnt of devices that stream: their compute takes longer while they read.
     """
     devices = dict(before.devices)
     for name in plan.devices:
@@ -263,7 +267,7 @@ def prompts_learnt(
 
 
 def moved(factor: float, wanted: float) -> float:
-    """``factor`` after an answer that asks for ``wanted``."""
+    """Return ``factor`` after a request that asks for ``wanted``."""
     target = min(MAX, max(MIN, wanted))
     return factor if abs(target / factor - 1) <= NEAR else factor + STEP * (target - factor)
 
@@ -274,15 +278,16 @@ def hops_of(plan: Plan) -> list[Pair]:
 
 
 def stamp_of(profile: DeviceProfile) -> str:
-    """Identifies one measurement of a device: another one has other figures. Values that change by the minute are left
-    out."""
+    """Identify one measurement of a device: another one has other figures. Values that change by the minute are left
+    out.
+    """
     measured = (profile.host, profile.cpu, profile.ram_read_bytes_per_s, replace(profile.disk, free_bytes=0))
     gpus = tuple(replace(gpu, vram_available_bytes=0) for gpu in profile.gpus) or (None,)
     return blake2b(repr((*measured, *gpus)).encode(), digest_size=8).hexdigest()
 
 
 def _clean(status: Status | None) -> DecodeStatus | None:
-    """A device's report on its latest tokens, if there are enough and nothing disturbed it."""
+    """Return the status of a device's latest tokens, if it covers enough of them and nothing disturbed it."""
     decode = None if status is None else status.decode
     if status is None or decode is None or decode.tokens < MIN_TOKENS:
         return None
@@ -335,7 +340,7 @@ def _slower_routing(routing: RoutingCost, factors: DeviceFactors) -> RoutingCost
 
 
 def _slower_speed(speed: TypeSpeed, factors: DeviceFactors) -> TypeSpeed:
-    """A device that is slower for one row is slower for a few; for many rows prompts tell."""
+    """A device that is slower for one token is slower for small batches; prompts correct large batches."""
     return replace(
         speed,
         decode_bytes_per_s=speed.decode_bytes_per_s / factors.compute,

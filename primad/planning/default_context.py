@@ -1,13 +1,13 @@
-"""The default context of a plan: what agents need, unless that costs too much. Pure.
+"""Choose the default context: what agents need, unless that costs too much. Pure.
 
-Agents begin with thousands of tokens: their instructions and tools. So the context is ``AGENT_CONTEXT_TOKENS``, or all
-that the model was trained with, for each concurrent request; but not where layers would then stream that stay in memory
-with ``SMALL_CONTEXT_TOKENS``, or where TPOT or the objective would more than double. Then the context is the small one,
-and ``too_small_for`` says which clients do not fit.
+Agents begin with thousands of tokens of instructions and tools. So the default is ``AGENT_CONTEXT_TOKENS`` for each
+concurrent request, or all that the model was trained with. The small ``SMALL_CONTEXT_TOKENS`` is used instead where
+otherwise layers would stream that stay in memory with it, or where a token or the objective would take more than twice
+as long; ``too_small_for`` then says which clients do not fit.
 
-Usually only one plan is solved for, the one for agents. Where more memory would improve it, the plan for the small
-context is found in a hurry, to compare: this makes planning 45 models on the devices of ``mixed-home`` take a third
-longer.
+Usually only the plan for agents is solved. Where more memory would improve it, the plan with the small context is
+solved with a short time limit for comparison: this makes planning 45 models on the devices of ``mixed-home`` a third
+slower.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from primad.errors import ConfigError
 SMALL_CONTEXT_TOKENS: Final = 4096
 AGENT_CONTEXT_TOKENS: Final = 16384
 MAX_TIMES: Final = 2.0
-"""How many times as long a token may take for the larger context."""
+"""Largest slowdown of a token for the larger context."""
 CLIENTS: Final = {"Codex": 6415, "Open WebUI with tools": 6640, "Claude Code": 20_000}
-"""Tokens of the first request of clients (measured with their versions of November 2026): instructions and tools."""
+"""Tokens of the first request of clients, instructions and tools (measured with their versions of November 2026)."""
 ANSWER_TOKENS: Final = 1024
-"""Room that a context must leave for a completion, to be useful."""
+"""Room for a completion that a useful context must leave."""
 
 HURRIED_S: Final = 0.05
-"""Time limit for plans that are only compared: those that are quick to find."""
+"""Time limit of the solver for a plan that is only compared."""
 MIN_ROWS: Final = 128
-"""The solver's smallest chunks where memory is short."""
+"""Smallest chunks that the solver uses where memory is short."""
 _STREAMS: Final = "have layers read from a disk for every token"
 
 SolvedPlan = tuple[Solution, list[DeviceProfile]]
@@ -42,7 +42,9 @@ SolvedPlan = tuple[Solution, list[DeviceProfile]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithContext:
-    """``solution`` for ``devices``, with the context of ``workload``; ``why`` that is less than agents need, if it is."""
+    """``solution`` for ``devices`` with the context of ``workload``, and ``why`` that is less than agents need, if it
+    is.
+    """
 
     solution: Solution
     devices: list[DeviceProfile]
@@ -51,9 +53,9 @@ class WithContext:
 
 
 def first_context(asked_tokens: int | None, model: ModelProfile) -> int:
-    """The context that was asked for, or the small one.
+    """Return the context that was asked for, or the small one.
 
-    Raises ``ConfigError`` when more was asked for than the model was trained for.
+    Raises ``ConfigError`` when it is more than the model was trained for.
     """
     trained = model.context_tokens or max(SMALL_CONTEXT_TOKENS, asked_tokens or 0)
     context = min(trained, SMALL_CONTEXT_TOKENS) if asked_tokens is None else asked_tokens
@@ -75,10 +77,11 @@ def with_wanted_context(
     solve: Callable[[Workload, bool], SolvedPlan],
     instance_of: Callable[[Workload], Instance],
 ) -> WithContext:
-    """What ``solve`` finds for ``wanted_tokens`` of context where they are more than in ``work`` and cost little, or for
-    ``work``; in a hurry where it is told so.
+    """Return the solution of ``solve`` for ``wanted_tokens`` of context, if they are more than in ``work`` and cost
+    little, or else for ``work``.
 
-    ``instance_of`` is what is solved for. Raises ``Infeasible`` as ``solve`` does for ``work``.
+    The second argument of ``solve`` asks for a short time limit. ``instance_of`` makes the solver's question. Raises
+    ``Infeasible`` as ``solve`` does for ``work``.
     """
 
     def small(against: str = "") -> WithContext:
@@ -109,12 +112,12 @@ def with_wanted_context(
 
 
 def why_small(wanted_tokens: int, against: str) -> str:
-    """Why the context is not ``wanted_tokens``: an ``obstacle``."""
+    """Say why the context is not ``wanted_tokens``, given its ``obstacle``."""
     return f"{wanted_tokens} would {against}; --context sets it"
 
 
 def obstacle(wide: Solution, small: Solution) -> str:
-    """Why the plan for more context is rejected; empty if it is not."""
+    """Return what speaks against the plan with more context; empty if nothing does."""
     if wide.plan.streaming and not small.plan.streaming:
         return _STREAMS
     times = max(wide.prediction.tpot_s / small.prediction.tpot_s, wide.objective_s / small.objective_s)
@@ -124,8 +127,8 @@ def obstacle(wide: Solution, small: Solution) -> str:
 def _slow_bytes(plan: Plan, devices: Iterable[DeviceProfile], model: ModelProfile) -> float:
     """Bytes of weights that more memory would speed up: those that stream, or else those in RAM next to a GPU.
 
-    Infinity if there are none, since more memory gains nothing. With memory for half of them more, they take at least
-    half of the time, and the part that still streams takes its own.
+    Infinity where there are none, as more memory gains nothing. With memory for half of them, they still take at least
+    half of the time, and what streams still streams.
     """
     if plan.streaming:
         return sum(each.streamed_bytes for each in plan.streaming)
@@ -139,15 +142,16 @@ def _kv_bytes(asked: Instance) -> int:
 
 
 def _may_fit(hurried: Plan, asked: Instance) -> bool:
-    """Whether a plan in memory may exist where this one was made in a hurry: each of its devices may be off by some
-    layers."""
+    """Return whether a plan without streaming may exist, given one ``hurried`` within a short time limit, in which the
+    layers of each device may be off by a few.
+    """
     streamed = sum(each.streamed_bytes - each.read_ahead_bytes for each in hurried.streaming)
     each_off = 2 * asked.model.cut_multiple * asked.model.largest_layer_bytes + asked.reserve_bytes
     return len(hurried.devices) < len(asked.devices) or streamed <= len(asked.devices) * each_off
 
 
 def _must_stream(asked: Instance) -> bool:
-    """Whether layers and KV cache alone are more than all memory besides the smallest buffers."""
+    """Return whether layers and KV cache alone exceed all memory besides the smallest buffers."""
     smallest = asked.with_rows(min(MIN_ROWS, asked.workload.chunk_rows))
     room = 0
     for member in smallest.members:
@@ -159,8 +163,9 @@ def _must_stream(asked: Instance) -> bool:
 
 
 def too_small_for(context_tokens: int, model: ModelProfile) -> str:
-    """Names the clients whose first request does not fit into a default context of ``context_tokens``, and what to
-    type; or nothing."""
+    """Say which clients' first request does not fit into a default context of ``context_tokens``, and what to type;
+    else empty.
+    """
     needs = {name: tokens + ANSWER_TOKENS for name, tokens in CLIENTS.items()}
     out = [name for name, tokens in needs.items() if tokens > context_tokens]
     trained = model.context_tokens or max(needs.values())

@@ -1,4 +1,4 @@
-"""A plan and its prediction in the words of the schema, with the main bottleneck of a token in one sentence."""
+"""Convert a plan and its prediction to the types of the schema, and name the bottleneck of a token in one sentence."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ _SAME: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class DescribedPlan:
-    """One plan with its question and forecast. ``extra_buffers``: why a device has extra buffers or not, where its
-    profile has both. ``share_bytes``: bytes of each rank of its groups, where the model's file is known."""
+    """A plan, the question it answers and its prediction.
+
+    ``extra_buffers``: why a device has extra buffers or none, where its profile has both. ``share_bytes``: what ranks of
+    its groups hold, where the model's file is known.
+    """
 
     plan: Plan
     prediction: Prediction
@@ -55,12 +58,12 @@ class DescribedPlan:
         extra_buffers: Mapping[str, str] | None = None,
         share_bytes: ShareBytes | None = None,
     ) -> Self:
-        """``planned`` as it is run."""
+        """Describe ``planned`` as it is run."""
         return cls(planned.plan, planned.prediction, planned.question, extra_buffers or {}, share_bytes)
 
 
 def ring_part(answer: DescribedPlan) -> RingJson:
-    """The plan with what it costs."""
+    """The plan with its costs."""
     plan, prediction = answer.plan, answer.prediction
     kept = assignments(plan, answer.instance.model, answer.share_bytes)
     return RingJson(
@@ -84,7 +87,7 @@ def _one_disk(answer: DescribedPlan) -> list[list[str]]:
 
 
 def load_part(batches: Batches) -> LoadJson | None:
-    """The forecast for several concurrent requests; None for one."""
+    """The prediction for concurrent requests; None for one."""
     load = batches.load
     if load.sequences == 1:
         return None
@@ -100,7 +103,7 @@ def load_part(batches: Batches) -> LoadJson | None:
 
 
 def kept_part(planned: Planned) -> list[KeptJson]:
-    """Where the workers' KV cache is replicated."""
+    """Where the KV cells of the workers are replicated."""
     plan, asked, tokens_per_s = planned.plan, planned.question, planned.batches.load.tokens_per_s
     links = {pair: link.bytes_per_s for pair, link in asked.links.items()}
     bytes_of = token_bytes(plan, asked.model.layers, asked.workload.kv_type, links, tokens_per_s)
@@ -120,7 +123,7 @@ def kept_part(planned: Planned) -> list[KeptJson]:
             tokens_per_s,
             why_not=why_not_kept(asked.model),
         )
-        if not plan.group_of(kept.device)  # without a device a group has other shares
+        if not plan.group_of(kept.device)  # without one of its devices a group has other shares
     ]
 
 
@@ -174,7 +177,7 @@ def _device(answer: DescribedPlan, found: DevicePrediction, kept: Assignment) ->
 
 
 def predicted_part(answer: DescribedPlan) -> Predicted:
-    """The forecast of the plan."""
+    """The predicted times."""
     prediction = answer.prediction
     return Predicted(
         tpot_ms=prediction.tpot_s * 1e3,
@@ -191,7 +194,7 @@ def predicted_part(answer: DescribedPlan) -> Predicted:
 
 
 def proof_part(question: Question, found: Solution) -> Proof:
-    """How good it is known to be."""
+    """How close to optimal the plan is known to be."""
     objective = question.run.objective
     if question.run.windows is not None:
         return Proof(objective=objective, objective_ms=found.objective_s * 1e3, bound_ms=None, gap=None, proven=False)
@@ -206,7 +209,7 @@ def proof_part(question: Question, found: Solution) -> Proof:
 
 
 def workload_part(planned: Planned) -> WorkloadJson:
-    """The workload that the plan is for."""
+    """The workload that the plan is made for."""
     work, why = planned.question.workload, planned.why_context
     return WorkloadJson(
         context_tokens=work.context_tokens,
@@ -240,9 +243,10 @@ def model_part(question: Question, place: EncoderPlace | None) -> ModelJson:
 
 
 def bottleneck(plan: Plan, prediction: Prediction, instance: Instance) -> str:
-    """The largest of each device's compute, the wait for disks and all hops together, with its share of a token.
+    """Name the largest of each device's compute, the wait for disks and all hops together, with its share of a token.
 
-    If a disk reads for as long as a token takes, it is the disk, whatever else takes time: nothing else would help.
+    Where a disk is busy for as long as a token takes, it is the bottleneck whatever else takes time: nothing else would
+    help.
     """
     slowest = max(prediction.devices, key=lambda device: device.compute_s)
     if prediction.disk_s >= prediction.tpot_s * (1 - _SAME):

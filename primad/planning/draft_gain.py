@@ -1,8 +1,8 @@
-"""What a draft model would gain for a plan, and what it costs: ``primad plan --draft``.
+"""Predict what a draft model would gain for a plan, and what it takes: ``primad plan --draft``.
 
-With E = 1 / (1 - a) accepted tokens in a row, where a is the share of drafts that are accepted, a ring with M rows of
-one request in flight has E M / (M + E - 1) times the tokens: after a rejected draft the ring fills again. The gain of
-steps with several rows is described in ``primad/ring/speculation/pace.py``.
+Let E = 1 / (1 - a) be the expected number of accepted tokens in a row, where a is the acceptance rate. A ring with M
+tokens of one request in flight then has E M / (M + E - 1) times the throughput: after a rejected draft the ring fills
+again. The gain of steps with several tokens is in ``primad/ring/speculation/pace.py``.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from primad.ring.speculation.pace import best_wait, rate_without_waiting
 from primad.settings.quantities import show_bytes
 
 SHARES: Final = (0.6, 0.7, 0.8)
-"""Acceptance rates for which the gain is shown, since the real one is unknown before."""
+"""Acceptance rates for which the gain is reported: the real one is not known beforehand."""
 HALF_THE_CORES: Final = 2.0
-"""On a device of the ring the draft process has half of the cores, and takes at most this many times as long as with
-all."""
+"""Slowdown of the draft model on a device of the ring, where its process has half of the cores (upper bound)."""
 
 WINS: Final = 1.03
-"""Another device must win this many times what the head would: messages over a network may be late."""
+"""Factor by which another device must beat the head's gain: messages over a network may be late."""
 DRAFT_BYTES: Final = 512
 _TYPICAL: Final = 1
-"""By this one of ``SHARES`` devices are compared."""
+"""Index in ``SHARES`` by which devices are compared."""
 
 DraftKind = Literal["ahead", "together", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftGain:
-    """``kind``: drafts are computed ``ahead`` of the next token, in ``rows`` steps of one row in flight in the ring, or
-    ``together`` with it, as at most ``rows`` rows of one step, or not at all (``none``), and then ``why``.
+    """The predicted gain of a draft model.
 
-    The model drafts on ``device`` and takes ``token_s`` for a draft. ``times`` is the speedup in tokens per second for
-    each of ``SHARES``.
+    ``kind``: ``ahead``: drafts are computed ahead of the next token, in ``rows`` steps of one token that are in the
+    ring concurrently; ``together``: in the step of the next token, which has at most ``rows`` tokens; ``none``: not at
+    all, and then ``why``. The model drafts on ``device`` and takes ``token_s`` for a draft. ``times`` is the relative
+    throughput, compared with no drafts, for each of ``SHARES``.
     """
 
     device: str
@@ -57,11 +57,11 @@ class DraftGain:
 def draft_gain(
     drafting: Drafting | None, plan: Plan, question: Instance, draft: ModelProfile, device: str | None = None
 ) -> DraftGain:
-    """The gain of the model ``draft`` on ``device`` (None: the head) for ``plan``; drafts are computed as ``drafting``
-    says.
+    """Predict the gain of the model ``draft`` on ``device`` (None: the head) for ``plan``; ``drafting`` says how drafts
+    are computed.
 
-    On a device of the ring it has half of the processor, on any other device all of it. Drafts of another device reach
-    the head a round trip later.
+    On a device of the ring it has half of the CPU, elsewhere all of it. Drafts of another device reach the head a round
+    trip later.
     """
     number = next(i for i, each in enumerate(question.devices) if each.device == (device or plan.head))
     where = question.devices[number]
@@ -90,8 +90,9 @@ def draft_gain(
 def best_gain(
     drafting: Drafting, plan: Plan, question: Instance, draft: ModelProfile, memory_bytes: int, *, head_has_room: bool
 ) -> DraftGain | None:
-    """The gain on the device where the model wins most: the head, unless another device with memory for it wins
-    ``WINS`` times as much. None if no device has memory for it.
+    """Return the gain on the best device: the head, unless another one with enough memory gains ``WINS`` times as much.
+
+    None where no device has memory for the model.
     """
     best = draft_gain(drafting, plan, question, draft) if head_has_room else None
     hosts, computing = [each.host for each in question.devices], hosts_of(plan, question)
@@ -110,7 +111,7 @@ def best_gain(
 def draft_place(
     draft: PlannedDraft | None, wish: str | None, drafting: Drafting | None, plan: Plan, question: Instance
 ) -> str | None:
-    """The device on which ``draft`` drafts, if one has room: the one that was wished for, or where it wins most."""
+    """Choose the device on which ``draft`` runs, if one has room: the wished one, or where it gains most."""
     if draft is None or drafting is None:
         return None
     head = plan.head if draft.head_has_room else None
@@ -123,7 +124,7 @@ def draft_place(
 
 
 def left_bytes(plan: Plan, question: Instance) -> dict[str, int]:
-    """Memory that ``plan`` leaves free on each device except the head."""
+    """Memory that ``plan`` leaves free on each device but the head."""
     taken = {each.device: each.ram_bytes for each in evaluate(plan, question).devices}
     limits = {member.profile.device: member.ram_limit for member in question.members}
     return {name: limit - taken.get(name, 0) for name, limit in limits.items() if name != plan.head}
@@ -135,7 +136,7 @@ def hosts_of(plan: Plan, question: Instance) -> frozenset[str]:
 
 
 def with_room_for_draft(question: Question, head: str) -> Question:
-    """``question`` for ``head``, of whose RAM the draft model has its part, if it fits there."""
+    """Return ``question`` for ``head``, with the draft model's part taken from its RAM if it fits there."""
     draft = question.draft
     if draft is None:
         return question
@@ -146,20 +147,20 @@ def with_room_for_draft(question: Question, head: str) -> Question:
 
 
 def where_drafted(device: str, group: Sequence[str]) -> str:
-    """The ``device`` of a draft model, and the other devices of its ``group``, if it shares layers with any."""
+    """Name the ``device`` of a draft model, and the other devices of its ``group`` if it shares layers."""
     others = [name for name in group if name != device]
     return f"{device}, which shares layers with {' and '.join(others)}" if others else device
 
 
 def no_room(memory_bytes: int) -> str:
-    """Why a model drafts nowhere that takes so much."""
-    return f"no device has {show_bytes(memory_bytes)} of memory for it beside its layers; choose a smaller model"
+    """Say that no device has ``memory_bytes`` for the draft model."""
+    return f"no device has {show_bytes(memory_bytes)} of memory for it besides its layers; choose a smaller model"
 
 
 def draft_part(
     draft: PlannedDraft | None, drafting: Drafting | None, place: str | None, plan: Plan, asked: Instance
 ) -> DraftJson | None:
-    """What the draft model takes in ``place`` and would win under ``plan``, with drafts computed as ``drafting`` says."""
+    """Describe the draft model on ``place``: its memory, and its gain under ``plan`` with drafts as ``drafting`` says."""
     if draft is None:
         return None
     if drafting is None or place is not None:
@@ -183,7 +184,7 @@ def draft_part(
 
 
 def _token_s(device: DeviceProfile, draft: ModelProfile, context: int) -> float:
-    """Time of a draft on the processor of ``device``."""
+    """Seconds per draft token on the CPU of ``device``."""
     alone = device.with_gpus(())
     plan = arrange([device.device], [len(draft.layers)], rounds=1, model=draft)
     question = instance([alone], [], draft, default_workload(context, 1, "f16"), {}, device.device)
@@ -191,15 +192,16 @@ def _token_s(device: DeviceProfile, draft: ModelProfile, context: int) -> float:
 
 
 def _round_trip_s(question: Instance, head: str, device: int) -> float:
-    """Time from a token at the head to the draft that another device makes after it, without the drafting itself."""
+    """Network delay from a token on the head to the drafts of another device that follow it."""
     own = next(i for i, each in enumerate(question.devices) if each.device == head)
     return sum(message_s(question.link(*pair), DRAFT_BYTES) for pair in ((own, device), (device, own)))
 
 
 def _ahead(maximum: float, ring_pass_s: float, token_s: float, late_s: float, share: float) -> float:
-    """The model drafts one token after another, so a ring pass has only as many drafts as there is time for.
+    """Relative throughput with drafts ahead of the next token.
 
-    After a rejected draft the first one is ``late_s`` late.
+    The model drafts one token after the other, so a ring pass has at most as many drafts as there is time for. After a
+    rejected draft the first one is ``late_s`` late.
     """
     rows = max(1.0, min(maximum, ring_pass_s / token_s))
     right = 1 / (1 - share)
@@ -207,13 +209,15 @@ def _ahead(maximum: float, ring_pass_s: float, token_s: float, late_s: float, sh
 
 
 def _together(costs: Sequence[float], ring_pass_s: float, token_s: float, late_s: float, share: float) -> float:
-    """The gain if each draft were as late as the first one after a rejected draft."""
+    """Relative throughput with drafts in the next token's step, as if each were as late as the first one after a
+    rejected draft.
+    """
     draft_token = (token_s + late_s) / ring_pass_s
     return max(rate_without_waiting(costs, share, draft_token), best_wait(costs, share, draft_token)[1])
 
 
 def why_none(plan: Plan, question: Instance) -> str:
-    """Why there are no drafts under ``plan`` that win time."""
+    """Say why drafts save no time under ``plan``."""
     if not takes_back(question.model):
         return not_taken_back(question.model)
     if question.model.is_recurrent and not question.workload.rollback:

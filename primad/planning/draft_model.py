@@ -1,6 +1,6 @@
-"""A draft model: which one it is, and what it takes.
+"""Choose a draft model and compute what it takes.
 
-``--draft auto``: which of the models that are here drafts for another one, and why.
+``--draft auto`` chooses one of the local models and says why.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from primad.settings.quantities import show_bytes
 from primad.system.processors import usable_cores
 
 MAX_CONTEXT: Final = 4096
-"""Behind more tokens it drafts nothing: its KV cache has no room for them."""
+"""Largest context of the draft model: its KV cache has no room for more tokens, and it drafts nothing after them."""
 BESIDE_BYTES: Final = 128 << 20
 """Memory of its process besides weights and KV cache."""
 AUTO: Final = Path("auto")
-"""The value of ``--draft`` that has primad look for a model."""
+"""Value of ``--draft`` that asks to choose a model."""
 USUAL: Final = 0.1
-"""Draft models have a tenth of the weights of the other one in the literature: right often enough, and quick."""
+"""Typical size of draft models in the literature, relative to the other model: accepted often enough, and fast."""
 MAX: Final = 0.5
 
 
 def draft_profile(path: Path, header: Header, *, header_only: bool = False) -> tuple[Header, ModelProfile]:
-    """Read the model file ``path``, or only its header, as a draft model for that of ``header``.
+    """Open the model file ``path``, whose header may be enough, as a draft model for the model of ``header``.
 
-    Raises ``ConfigError`` with the difference if it cannot draft for it, and ``ModelError`` for a bad file.
+    Raises ``ConfigError`` with the difference where it cannot draft for it, and ``ModelError`` for a bad file.
     """
     own = open_model(path, header_only=header_only)
     profile = model_profile(own)
@@ -60,7 +60,8 @@ def memory_of(profile: ModelProfile, context: int) -> int:
 
 
 def draft_model(path: Path, header: Header, *, context: int, threads: int | None) -> DraftModel:
-    """The model file ``path`` as draft model for that of ``header``, on half of all cores or on ``threads`` threads.
+    """Return the model file ``path`` as draft model for the model of ``header``, on ``threads`` threads or half of all
+    cores.
 
     Raises as ``draft_profile``.
     """
@@ -76,20 +77,20 @@ def draft_model(path: Path, header: Header, *, context: int, threads: int | None
 
 
 def no_room_here(model: DraftModel, free_bytes: int) -> str:
-    """The message of a device that has only ``free_bytes`` of memory free."""
+    """Say that this device has only ``free_bytes`` of memory for ``model``."""
     takes, free = show_bytes(model.memory_bytes), show_bytes(free_bytes)
     return f"--draft {model.path}: takes {takes} of memory, and {free} are free here"
 
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """The chosen model file, None if there is none, and ``why``, in one line."""
+    """The chosen model file, None where there is none, and ``why``, in a line."""
 
     path: Path | None
     why: str
 
     def __str__(self) -> str:
-        return f"nothing drafts: {self.why}" if self.path is None else f"{self.path} drafts: {self.why}"
+        return f"no draft model: {self.why}" if self.path is None else f"draft model {self.path}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +102,19 @@ class _Candidate:
 
 
 def models_here(header: Header, models: Path) -> list[Path]:
-    """Files that may draft for that of ``header``: those fetched by name into folder ``models``, and its neighbours."""
+    """Files that may draft for the model of ``header``: those downloaded by name into folder ``models``, and its
+    neighbours.
+    """
     kept = [model.files[0] for model in kept_models(models) if model.whole]
     return list(dict.fromkeys([*kept, *sorted(header.path.parent.glob("*.gguf"))]))
 
 
 def choose_draft(header: Header, paths: Iterable[Path], *, context: int, free_bytes: int | None) -> DraftChoice:
-    """The one of ``paths`` that drafts for the model of ``header`` in so much free memory (None: any amount).
+    """Choose the one of ``paths`` that drafts for the model of ``header`` within ``free_bytes`` of memory (None: any
+    amount).
 
-    It has the same tokens and at most half of the weights. One of the same architecture is taken before others, then the
-    one with most nearly a tenth of them. Files that cannot be read as models are passed over.
+    It has the same tokens and at most half of the weights. A model of the same architecture is preferred, then the one
+    whose size is nearest to a tenth. Files that cannot be read as models are skipped.
     """
     size = model_profile(header).size_bytes
     found = _candidates(header, size, paths, context)
@@ -118,7 +122,7 @@ def choose_draft(header: Header, paths: Iterable[Path], *, context: int, free_by
     if not fitting:
         return DraftChoice(None, _none(header, free_bytes if found else None))
     best = min(fitting, key=lambda each: (not each.same_architecture, _far(each.share), str(each.path)))
-    others = f"; of {len(fitting)} that could it is the one with most nearly a tenth" if len(fitting) > 1 else ""
+    others = f"; of {len(fitting)} candidates its size is nearest to a tenth" if len(fitting) > 1 else ""
     why = f"it has the tokens of {header.path.name} and {best.share:.2g} of its weights{others}"
     return DraftChoice(best.path, why)
 

@@ -1,9 +1,9 @@
-"""How many rows of one request a plan has room for at the same time, and what several in one step cost: whether drafts
-can pay.
+"""Decide how many tokens of one request the ring has room for concurrently, and what several in one step cost: whether
+drafts can pay.
 
-A token passes through the ring once. While one device computes it, the others have nothing to do for it: a ring has
-room for as many rows as fit one after another into a ring pass, each as late as the busiest machine, disk or link takes
-for one. Where weights stream, a step of several rows reads them once.
+A token passes the ring once. While one device computes, the others have nothing to do for it. So the ring holds as many
+tokens as fit into a ring pass one after another, each taking the time of the busiest machine, disk or link. Where
+weights stream, a step of several tokens reads them once.
 """
 
 from __future__ import annotations
@@ -25,35 +25,37 @@ from primad.ring.speculation.pace import tokens_of
 SpeculateMode = Literal["auto", "off", "lookup", "draft", "mtp"]
 SPECULATE_MODES: Final[tuple[SpeculateMode, ...]] = get_args(SpeculateMode)
 BRANCHES: Final = 4
-"""Branches of a tree besides its main path: each draft of a branch is one row less for the path."""
+"""Number of drafts of a tree next to its main path: each takes a token from that path."""
 TYPICAL: Final = 0.7
-"""The share of drafts that hold for which room in the ring is chosen."""
+"""Acceptance rate for which the room in the ring is chosen."""
 WAITING: Final = 1.02
-"""How many times the tokens a waiting row must give: drafting on the head delays the head as well."""
+"""Throughput gain that an additional waiting token must give: drafting on the head delays it as well."""
 BLOCKS: Final = 1.15
-"""How many times the tokens blocks must give: they keep all devices busy, half of their steps are discarded, and the
-costs of states, messages and shared memory are not simulated."""
+"""Throughput gain that blocks must give: they keep all devices busy at once, half of the steps are wasted, and the cost
+of states, messages and memory shared by devices is not simulated.
+"""
 MAX_ROWS: Final = 8
-"""Rows of one step: with an acceptance rate of four in five, seven drafts in a row hold one time in five."""
+"""Largest number of tokens in one step: at an acceptance rate of 0.8, seven drafts in a row are right one time in five.
+"""
 DRAFT: Final = 0.06
-"""Share of a token's time that a draft takes when the rows of a block are chosen. A model's own layer takes this much,
-prompt lookup nothing."""
+"""Time of a draft, as a share of a token's, assumed when choosing the size of a block: that of a model's own layer;
+prompt lookup takes nothing.
+"""
 ROLLBACK: Final = 3
 """Drafts of one step where layers have a state: each takes as much memory as the states of all sequences."""
 
 FOR_STATES: Final = 0.5
-"""Share of the memory that a plan leaves free which may hold states before drafts: other things take memory as well."""
+"""Share of a device's free memory for states saved before drafts: other things take memory as well."""
 
 
 def takes_back(model: ModelProfile) -> bool:
-    """Whether drafts of one step that did not hold can be taken back from layers of ``model`` with a state, if some have
-    one."""
+    """Return whether rejected drafts can be rolled back in the layers of ``model`` that have a state, if any do."""
     entry = SUPPORTED.get(model.architecture)
     return not model.is_recurrent or (entry is not None and entry.takes_back)
 
 
 def not_taken_back(model: ModelProfile) -> str:
-    """Why ``model``, if it does not ``takes_back``, has no drafts but in rings of several machines."""
+    """Say why ``model``, which cannot roll back drafts, has none except in rings of several machines."""
     return (
         f"layers of {model.name} keep a state, from which llama.cpp takes no tokens back for '{model.architecture}'; drafts "
         "need several machines with memory to spare"
@@ -61,7 +63,7 @@ def not_taken_back(model: ModelProfile) -> str:
 
 
 def rollback_of(mode: SpeculateMode, batching: BatchingMode, model: ModelProfile) -> int:
-    """Drafts per step for whose states a plan reserves memory: only where drafts are certain."""
+    """Drafts per step for which a plan reserves memory for states: only where drafts are certain."""
     is_sure = mode not in ("auto", "off") or (mode == "auto" and batching == "fast")
     return ROLLBACK if is_sure and model.is_recurrent and takes_back(model) else 0
 
@@ -69,13 +71,14 @@ def rollback_of(mode: SpeculateMode, batching: BatchingMode, model: ModelProfile
 def drafting_of(
     mode: SpeculateMode, batching: BatchingMode, plan: Plan, question: Instance, batches: Batches
 ) -> Drafting | None:
-    """How drafts are computed under ``plan``; None: not at all, as where ``auto`` sees no room for them.
+    """Return how drafts are computed under ``plan``; None: not at all, as where ``auto`` sees no room for them.
 
-    A group is one place of the ring: its drafts are rows of one step. A small cache of windows cannot be cut back to what
-    held. States go back to those that are kept in front of drafts in steps of their own, and the last rows of one step are
-    taken back from them, both where there is memory for that. Steps of several rows of one sequence are computed where they
-    are bit for bit single ones, and with fast ``batching`` everywhere. Trees are for the latter alone, where weights stream
-    on one device: their rows lie in the KV cache in another order, and so are not bit for bit those of a chain.
+    A group is one place of the ring: its drafts are tokens of one step. A small cache of sliding windows cannot be cut
+    back to the accepted tokens. States are restored from copies saved before drafts that have steps of their own, and
+    the last tokens of one step are rolled back, both where memory allows. Steps of several tokens of one sequence are
+    used where they are bit-identical to single tokens, and with fast ``batching`` everywhere. Trees need fast batching
+    and weights that stream on one device: their tokens lie in the KV cache in another order, so results are not
+    bit-identical to those of a chain.
     """
     work, has_state = question.workload, question.model.is_recurrent
     if mode == "off" or work.small_windows:
@@ -101,8 +104,10 @@ def drafting_of(
 
 
 def _block(plan: Plan, question: Instance, room: int, rows: int, costs: Sequence[float]) -> int:
-    """The best number of rows for steps ahead of a token, with at most ``rows`` such steps in the ring. It is 1 (with
-    ``room`` of them) unless more rows win more than those do, and more than drafts in the next token's step alone."""
+    """Return the best number of tokens in a step ahead of the next token, with at most ``rows`` such steps in the ring.
+
+    The result is 1 unless larger steps beat ``room`` single-token steps and drafts in the next token's step.
+    """
     if rows == 1:
         return 1
     asked = _single_device(question)
@@ -115,8 +120,9 @@ def _block(plan: Plan, question: Instance, room: int, rows: int, costs: Sequence
 
 
 def _room(plan: Plan, question: Instance, rows: int) -> int:
-    """Room for ``rows`` that fill the ring, and one more that waits where that wins: then the busiest device continues
-    at once, but a head that starts it is late for the token that decides. Simulated for rings of whole devices.
+    """Return ``rows``, which fill the ring, or one more that waits where that gains: the busiest device then continues
+    immediately, but a head that begins the extra step is late for the deciding token. Simulated for rings of whole
+    devices.
     """
     if rows == 1 or plan.groups:
         return rows
@@ -126,13 +132,14 @@ def _room(plan: Plan, question: Instance, rows: int) -> int:
 
 
 def _places(plan: Plan) -> int:
-    """Number of places where different steps are computed at the same time."""
+    """Number of places that compute different steps at the same time."""
     return len(plan.places)
 
 
 def _ring_passes(plan: Plan, question: Instance) -> float:
-    """Number of steps of one row that the ring computes in the time of one ring pass. Streamed weights are read by
-    each."""
+    """Number of single-token steps that the ring computes in the time of one ring pass; 1 where weights stream, as each
+    step reads them all.
+    """
     if plan.streaming or _places(plan) == 1:
         return 1.0
     ring_pass_s = evaluate(plan, _single_device(question)).tpot_s
@@ -140,7 +147,7 @@ def _ring_passes(plan: Plan, question: Instance) -> float:
 
 
 def _room_for_states(plan: Plan, question: Instance, room: int) -> int:
-    """How many of ``room`` states every device has memory for, besides what it computes with."""
+    """Return how many of ``room`` states every device has memory for, besides what it computes with."""
     limits = {member.profile.device: member.ram_limit for member in question.members}
     for each in evaluate(plan, question).devices:
         layers = [layer for _, window in plan.windows_of(each.device) for layer in window.layers]
@@ -151,8 +158,7 @@ def _room_for_states(plan: Plan, question: Instance, room: int) -> int:
 
 
 def _costs(plan: Plan, question: Instance, maximum: int) -> tuple[float, ...]:
-    """Time of a step of 1, 2, ... rows, in steps of one row; up to the last that is cheaper than that many single
-    steps."""
+    """Cost of a step of 1, 2, ... tokens, in steps of one token, up to the last that is cheaper than single steps."""
     took_s = [
         evaluate(plan, replace(_single_device(question), decode_rows=rows)).tpot_s for rows in range(1, maximum + 1)
     ]

@@ -1,7 +1,8 @@
-"""Where the picture encoder runs: on the head, or on the device and GPU where a picture takes clearly less time. Pure.
+"""Choose where the image encoder runs: on the head, or on the device and GPU where an image takes clearly less time.
+Pure.
 
-A picture goes to another device as its file and comes back as rows; both count. The head always keeps room for the
-encoder, since it encodes itself whenever the other device cannot.
+An image is sent to another device as its file, and its embeddings come back; both transfers count. The head always
+keeps room for the encoder, since it encodes itself whenever the other device cannot.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from primad.planning.draft_gain import HALF_THE_CORES, hosts_of, left_bytes
 from primad.planning.question import PlannedEncoder
 
 GAIN: Final = 0.1
-"""So much less than on the head's processor a picture must take elsewhere: what goes over a network may be late."""
+"""Share of the time on the head's CPU that another place must save: messages over a network may be late."""
 PICTURE_BYTES: Final = 1 << 20
-"""Size of a picture's file from a camera or a screen, reduced by the client."""
+"""Size of an image's file, as a camera or a screen gives it, made smaller by the client."""
 STAGING_BYTES: Final = 512 << 20
-"""RAM for a process that computes on a GPU."""
+"""RAM of a process that computes on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderPlace:
-    """The ``device`` that encodes, on its ``gpu`` by llama.cpp's name for it (empty: its processor). A picture takes
-    ``picture_s`` there with its way to and fro; 0 where its sizes are not known."""
+    """The ``device`` that encodes, on its ``gpu`` by llama.cpp's name for it (empty: its CPU).
+
+    An image takes ``picture_s`` there, including transfers; 0 where its sizes are not known.
+    """
 
     device: str
     gpu: str = ""
@@ -37,8 +40,9 @@ class EncoderPlace:
 def encoder_place(
     encoder: PlannedEncoder | None, wish: str | None, plan: Plan, question: Instance
 ) -> EncoderPlace | None:
-    """Where ``encoder`` runs next to the layers of ``plan``: on the requested device, if it has room, or where a
-    picture takes the least time; on the head's processor if nothing is clearly faster."""
+    """Return where ``encoder`` runs next to the layers of ``plan``: on the wished device if it has room, or where an
+    image takes the least time, or on the head's CPU where nothing is clearly faster.
+    """
     if encoder is None:
         return None
     found = list(_places(encoder, plan, question, wish))
@@ -55,7 +59,7 @@ def _time(place: EncoderPlace) -> float:
 
 
 def _places(encoder: PlannedEncoder, plan: Plan, question: Instance, wish: str | None) -> Iterator[EncoderPlace]:
-    """All that have room, the head's processor first."""
+    """All places that have room, the head's CPU first."""
     free, computing = left_bytes(plan, question), hosts_of(plan, question)
     hosts, names = [each.host for each in question.devices], [each.device for each in question.devices]
     vram = _free_vram(plan, question)
@@ -63,7 +67,7 @@ def _places(encoder: PlannedEncoder, plan: Plan, question: Instance, wish: str |
         name = device.device
         is_head = name == plan.head
         if not is_head and name != wish and hosts.count(device.host) > 1:
-            continue  # its memory and cores are unknown
+            continue  # it is not known whose memory and cores it takes
         way_s = 0.0 if is_head else _way_s(encoder, question, names.index(plan.head), names.index(name))
         busy = HALF_THE_CORES if device.host in computing and not is_head else 1.0
         if is_head or free[name] >= encoder.memory_bytes:
@@ -76,7 +80,7 @@ def _places(encoder: PlannedEncoder, plan: Plan, question: Instance, wish: str |
 
 
 def _free_vram(plan: Plan, question: Instance) -> dict[str, int]:
-    """Memory of the first GPU of each device that ``plan`` leaves free."""
+    """Memory that ``plan`` leaves free on the first GPU of each device."""
     taken = {each.device: each.each_gpu[0].vram_bytes for each in evaluate(plan, question).devices if each.each_gpu}
     limits = {each.name: each.vram_limits[0] for each in question.members if each.vram_limits}
     return {name: limit - taken.get(name, 0) for name, limit in limits.items()}

@@ -1,7 +1,7 @@
-"""From a question to the whole explanation: the plan, what it costs, and the alternatives.
+"""Turn a question into the full answer: the plan, its cost, and the alternatives.
 
-Everything is planned by the one planner (``plan.py``) and judged by one evaluator (``halda.evaluate``): this plan, each
-device alone, the plan with each left-out device added, and the plan before ``--what-if``.
+The one planner (``plan.py``) makes every plan and the one evaluator (``halda.evaluate``) rates it: this plan, each
+device alone, each left-out device taking part after all, and the plan before ``--what-if``.
 """
 
 from __future__ import annotations
@@ -34,21 +34,20 @@ from primad.planning.schema import SCHEMA, Explanation, GivenUpJson, LeftOutJson
 from primad.settings.quantities import show_ms
 
 MAX_LEFT_OUT: Final = 8
-"""Maximum number of unlike devices for which the cost of adding them is worked out; for others only the solver's reason
-is given."""
+"""Number of unlike devices whose cost in the ring is computed; for others only the solver's reason is given."""
 LEFT_OUT_TIME_LIMIT_S: Final = 1.0
-"""For all left-out devices together."""
+"""Time limit for all of them."""
 ALONE_TIME_LIMIT_S: Final = 1.0
-"""For each device on its own, of all together."""
+"""Time limit for all plans of single devices together."""
 _SAME: Final = 0.001
-"""Relative difference that is not worth a number."""
+"""Relative difference that is too small to report."""
 _OF: Final = {"latency": "a token", "ttft": "the first token", "throughput": "a token of all", "balanced": "a request"}
 
 
 def explain(question: Question, changes: Sequence[str] = (), before: Question | None = None) -> Explanation:
-    """Explain the plan for ``question``; with ``changes``, next to that of the question ``before`` them.
+    """Answer ``question``; with ``changes``, next to the answer for the question ``before`` them.
 
-    Raises ``PlanError`` when there is no plan, saying which limit is short.
+    Raises ``PlanError`` naming the limit that is short when there is no plan.
     """
     earlier = None if before is None else _before(changes, before)
     try:
@@ -92,7 +91,10 @@ def _as_settled(chosen: Planned) -> Settled:
 
 
 def _with_room(question: Question) -> Question:
-    """``question`` with room for encoder and draft model on the head, the best one without them. Raises ``Infeasible``."""
+    """Return ``question`` with room for encoder and draft model on the head, which is the best head without them.
+
+    Raises ``Infeasible``.
+    """
     if question.draft is None and question.encoder is None:
         return question
     head = question.head or best_plan(question).plan.head
@@ -100,7 +102,7 @@ def _with_room(question: Question) -> Question:
 
 
 def _described(question: Question, planned: Planned) -> DescribedPlan:
-    """``planned`` with why devices have extra buffers or none."""
+    """Describe ``planned``, with why devices have extra buffers or none."""
     measured = {device.device: device for device in question.devices}
     extra = {
         device.device: why_extra(measured[device.device], device, question.model) for device in planned.solved.devices
@@ -109,14 +111,14 @@ def _described(question: Question, planned: Planned) -> DescribedPlan:
 
 
 def best_plan(question: Question) -> Planned:
-    """The plan, with the best head where the question leaves it open. Raises ``Infeasible``."""
+    """Return the plan, with the best head where the question leaves it open. Raises ``Infeasible``."""
     return plan(request_of(question))
 
 
 def request_of(
     question: Question, require: frozenset[str] = frozenset(), settled: Settled | None = None
 ) -> PlanRequest:
-    """The planner's request. The head comes first."""
+    """Convert ``question`` to the planner's request, with the head in front of the other devices."""
     devices = sorted(question.devices, key=lambda device: device.device != question.head)
     return PlanRequest(
         devices=devices,
@@ -178,7 +180,7 @@ def _no_plan(reason: str, earlier: WhatIf | None) -> str:
 
 
 def _tail(question: Question, solution: Solution, settled: Settled) -> str | None:
-    """What the minimum number of layers in the last window costs; None if it costs nothing."""
+    """Say what the minimum number of layers of the last window costs; None where it costs nothing."""
     free = _with_any_tail(question, settled)
     if free is None or solution.objective_s <= free.objective_s * (1 + _SAME):
         return None
@@ -188,12 +190,12 @@ def _tail(question: Question, solution: Solution, settled: Settled) -> str | Non
 
 
 def _because_of_tail(question: Question) -> str:
-    """What to say about the last window when there is no plan, but would be one without its minimum."""
+    """Name the tail as reason where there is no plan but would be one without it."""
     return "" if _with_any_tail(question) is None else f"; {_needs_tail(question)}: take a head with more memory"
 
 
 def _with_any_tail(question: Question, settled: Settled | None = None) -> Solution | None:
-    """The best plan if the last window could have any number of layers; None if it can, or nothing fits."""
+    """Return the best solution if the last window could have any number of layers; None where it can, or nothing fits."""
     if question.model.tail_layers == 1 or question.run.windows is not None:
         return None
     time_limit_s = min(LEFT_OUT_TIME_LIMIT_S, question.time_limit_s)
@@ -230,7 +232,7 @@ def _left_out(question: Question, chosen: Planned, settled: Settled) -> list[Lef
 
 
 def _with_device(question: Question, chosen: Planned, settled: Settled, name: str, time_limit_s: float) -> LeftOutJson:
-    """What adding the device ``name`` would cost, with the same head and the other ``settled`` choices."""
+    """Compute what it would cost to include ``name``, with the same head and everything that is ``settled``."""
     asked = replace(
         question,
         devices=tuple(chosen.solved.devices),
@@ -249,7 +251,7 @@ def _with_device(question: Question, chosen: Planned, settled: Settled, name: st
 
 
 def _verdict(question: Question, slower_s: float, tpot_s: float, objective_s: float, best_s: float) -> str:
-    """In words what a device would change: a token by ``slower_s`` of ``tpot_s``, the objective by ``objective_s``."""
+    """Say what including a device changes: a token by ``slower_s`` of ``tpot_s``, the objective by ``objective_s``."""
     share, what = slower_s / tpot_s, _OF[question.run.objective]
     quicker = f"though a token would take {show_ms(-slower_s * 1e3)} less"
     if share > _SAME:

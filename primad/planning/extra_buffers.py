@@ -1,13 +1,13 @@
-"""Which windows use llama.cpp's extra buffers (AMX, repacked weights): what the devices' profiles say, where memory
-allows.
+"""Choose which windows use llama.cpp's extra buffers (AMX, repacked weights), from the devices' profiles and where
+memory allows.
 
-On some builds they crash (LLAMA issue 20824: GCC before 12.4 on a CPU with AMX), on some machines they make decode
-faster and prefill slower, for some types they change nothing. A device's profile was measured with its build of
-llama.cpp, in processes whose crash counts as a result; it has the speed of each type with and without them. Which is
-better depends on the objective (``suited``): TPOT, TTFT, or a typical request.
+On some builds they crash (llama.cpp issue 20824: GCC before 12.4 on a CPU with AMX), on some machines they speed up
+decode and slow down prefill, for some types they change nothing. A device's profile was measured with its build of
+llama.cpp, in processes where a crash is a result; it has the speed of each type with and without them. Which is better
+depends on the plan's objective (``suited``): a token, the first token, or a typical request.
 
-Streamed windows have no extra buffers, so a plan made for their speed may not come true. Then such devices are planned
-again without them (``solved_as_planned``), until every device of the plan is as it was planned for.
+Windows that stream have none, so a plan made for their speed may not come true. It is then solved again with the
+profiles of such devices without them (``solved_as_planned``), until every device of the plan is as it was planned for.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from halda import (
 from halda.quantisation import bytes_per_weight
 
 MEMORY_SHARE: Final = 0.4
-"""Extra buffers copy weights: only where the copies on a machine take at most this share of what plans may use there."""
+"""Largest share of a machine's usable memory that the copies of weights in extra buffers may take."""
 WORTH: Final = 0.97
-"""Extra buffers double the memory that a window holds: they must save 3 % of what the plan is for."""
+"""Extra buffers double the memory that a window holds, so they must save 3 % of the objective."""
 
 
 def suited(device: DeviceProfile, workload: Workload, objective: Objective) -> DeviceProfile:
-    """``device`` with extra buffers for no other types than those that reach ``objective`` sooner with them."""
+    """Return ``device`` with extra buffers only for the types that improve ``objective``."""
     return device.with_extra_buffers(
         [
             speed.type
@@ -54,7 +54,7 @@ def suited(device: DeviceProfile, workload: Workload, objective: Objective) -> D
 
 
 def _weight_s(speed: TypeSpeed, workload: Workload, objective: Objective) -> float:
-    """Seconds that a weight adds to the objective: to a token, to the first token, or to a typical request."""
+    """Time that a weight takes of the objective: of a token, of the first token, or of a typical request."""
     token_s = bytes_per_weight(speed.type) / speed.decode_bytes_per_s
     prompt_s = 2 * workload.prompt_tokens / speed.prefill_flop_per_s
     if objective == "ttft":
@@ -63,7 +63,7 @@ def _weight_s(speed: TypeSpeed, workload: Workload, objective: Objective) -> flo
 
 
 def why_extra(measured: DeviceProfile, planned: DeviceProfile, model: ModelProfile) -> str:
-    """Why ``measured`` has extra buffers, or none, as it was ``planned``; empty where nothing is faster with them."""
+    """Say why ``measured`` has extra buffers as it was ``planned``, or has none; empty where they make nothing faster."""
     speeds = {speed.type: speed for speed in measured.cpu.speeds if speed.plain is not None}
     weights = _bytes_by_type(model.layers, model.layers, model.output_bytes_by_type)
     kind = max(speeds, key=lambda each: weights[each], default="")
@@ -80,10 +80,10 @@ def why_extra(measured: DeviceProfile, planned: DeviceProfile, model: ModelProfi
 def choose_extra_buffers(
     assigned: Mapping[str, Assignment], profiles: Mapping[str, DeviceProfile], model: ModelProfile, wish: str
 ) -> dict[str, list[bool]]:
-    """For each window ``assigned`` to a device whether it uses extra buffers; ``wish`` is auto, on or off.
+    """Decide for each window ``assigned`` to a device whether it uses extra buffers; ``wish`` is auto, on or off.
 
-    ``profiles`` are those of the devices, as of now and within their owners' limits. A streamed window has no copies,
-    nor has one with prefill offload: weights in extra buffers cannot be copied to a GPU.
+    ``profiles`` are those of the devices, as of now and within their owners' limits. A window that streams has no
+    copies, nor has one with prefill offload: weights in extra buffers cannot be copied to a GPU.
     """
 
     def may(window: WindowAssignment) -> bool:
@@ -109,7 +109,7 @@ def choose_extra_buffers(
 def solved_as_planned(
     solve: Callable[[list[DeviceProfile]], Solution], devices: Sequence[DeviceProfile], model: ModelProfile, wish: str
 ) -> tuple[Solution, list[DeviceProfile]]:
-    """The result of ``solve`` for ``devices`` with the extra buffers that they have in its plan, and these devices.
+    """Solve for ``devices`` with the extra buffers that they have in the plan; return the solution and these devices.
 
     Raises as ``solve``.
     """
@@ -125,9 +125,9 @@ def solved_as_planned(
 def without_copies(
     plan: Plan, devices: Sequence[DeviceProfile], model: ModelProfile, wish: str
 ) -> list[DeviceProfile] | None:
-    """``devices``, with those that have no extra buffers in their windows of ``plan`` as they are without them.
+    """Return ``devices``, without extra buffers for those whose windows in ``plan`` have none.
 
-    None if ``plan`` was made for them as they are, which holds for devices with prefill offload.
+    None where ``plan`` was already made for these profiles; devices with prefill offload are not changed.
     """
     profiles = {device.device: device for device in devices if device.device in plan.devices}
     chosen = choose_extra_buffers(assignments(plan, model), profiles, model, wish)
@@ -137,7 +137,7 @@ def without_copies(
 
 
 def as_planned(device: DeviceProfile, planned: Sequence[DeviceProfile]) -> DeviceProfile:
-    """``device`` as it is now, with extra buffers for those types that it was ``planned`` with."""
+    """Return ``device`` as it is now, with extra buffers for those types that it was ``planned`` with."""
     for other in planned:
         if other.device == device.device:
             return device.with_extra_buffers([speed.type for speed in other.cpu.speeds if speed.extra_buffers])
@@ -145,7 +145,9 @@ def as_planned(device: DeviceProfile, planned: Sequence[DeviceProfile]) -> Devic
 
 
 def is_faster(window: WindowAssignment, model: ModelProfile, cpu: CpuProfile) -> bool:
-    """Whether most weights that ``cpu`` computes of ``window`` are of types that it computes faster with extra buffers."""
+    """Return whether most weights that ``cpu`` computes of ``window`` are of types that it computes faster with extra
+    buffers.
+    """
     faster = {speed.type for speed in cpu.speeds if speed.extra_buffers}
     weights = _bytes_by_type(
         model.layers[window.first : window.first + window.cpu_layers],
@@ -158,7 +160,7 @@ def is_faster(window: WindowAssignment, model: ModelProfile, cpu: CpuProfile) ->
 def _bytes_by_type(
     layers: Iterable[LayerProfile], experts_of: Iterable[LayerProfile], output: Mapping[str, int]
 ) -> Counter[str]:
-    """The weights of ``layers`` but for experts, of those of ``experts_of``, and of ``output``."""
+    """Bytes by type: ``layers`` without experts, the experts of ``experts_of``, and ``output``."""
     found = Counter[str](output)
     for layer in layers:
         found.update(layer.bytes_by_type)

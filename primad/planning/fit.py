@@ -1,4 +1,4 @@
-"""``primad fit``: which of the well-known models some devices can run, and how fast."""
+"""``primad fit``: which well-known models some devices can run, and how fast."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from primad.system.processors import usable_cores
 READABLE_TOKENS_PER_S: Final = 5.0
 """About as fast as people read."""
 BEST: Final = 3
-"""How many of the largest models that are fast enough are marked."""
+"""Number of the largest models with at least that speed that are marked."""
 MORE_RAM_BYTES: Final = 16 << 30
 CABLE: Final = "link=1Gbit/s,1ms"
 HURRIED_S: Final = 0.05
-"""Time limit for changes that may help but are far from the best: only plans that are quick to find."""
+"""Time limit of the solver for improvements that are not near the best."""
 _NEAR: Final = 1.1
 _WORTH: Final = 1.1
-"""A change that speeds tokens up by less is not worth naming."""
+"""Smallest speed-up that is worth naming."""
 SCHEMA: Final = 1
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """The result for a model: it ``runs`` from memory, streamed from a disk, or not at all; then ``why`` says what is
+    """What a model gives: it ``runs`` from memory, streamed from a disk, or not at all; then ``why`` says what is
     short.
 
-    ``hub`` is what ``serve --model`` takes for it, where a file of it is known; then ``bytes`` are that file's.
+    ``hub`` is the name for ``serve --model``, where a file of the model is known; ``bytes`` is then that file's size.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FitResult(msgspec.Struct, frozen=True, kw_only=True):
-    """All of them, those that run well first, the largest of them in front; ``help`` says what would help most."""
+    """All models, those that run well first and the largest of them in front; ``help`` names the most useful upgrade."""
 
     schema: int
     devices: list[str]
@@ -72,9 +72,9 @@ def fit_all(
     processes: int | None = None,
     planned: Callable[[int], None] = lambda count: None,
 ) -> FitResult:
-    """The result of each named question, found in several processes, and what would help the next model up most.
+    """Plan each named question, in several processes, and find what would improve the next model most.
 
-    ``planned`` is called with the number of questions that are done.
+    ``planned`` is called with the number of finished questions.
     """
     count, fits = min(processes or usable_cores(), len(questions)), list[Fit]()
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -89,8 +89,11 @@ def fit_all(
 
 
 def ranked(fits: Iterable[Fit]) -> list[Fit]:
-    """Models that are fast enough first, then slower ones, then those that do not run; the largest first, but the
-    smallest first among those that are too slow or do not run. The first few are the best."""
+    """Sort ``fits``: models that are fast enough, the largest first; then slower ones; then those that do not run, both
+    the smallest first.
+
+    The first few are marked as best.
+    """
 
     def place(each: Fit) -> tuple[int, int]:
         if each.tokens_per_s >= READABLE_TOKENS_PER_S:
@@ -136,7 +139,7 @@ def _fit_of(name: str, question: Question) -> Fit:
 
 
 def _best_plan(question: Question) -> Planned:
-    """The best plan with one of two heads: the device that is best by itself, and the one with most memory.
+    """Return the best plan with one of two heads: the device that is best by itself, and the one with most memory.
 
     Raises ``Infeasible``.
     """
@@ -171,7 +174,7 @@ def _free_bytes(device: DeviceProfile) -> int:
 
 
 def _help(question: Question, now: Fit, pool: ProcessPoolExecutor) -> str:
-    """Which speeds the model up most: more memory in a device, or a cable between all; empty if nothing does."""
+    """Find what makes the model fastest: more memory in one device, or a cable between all; empty where nothing helps."""
     tried: list[tuple[str, Question]] = []
     for device in question.devices:
         more = f"ram:{device.device}={device.ram_available_bytes + MORE_RAM_BYTES}B"

@@ -1,4 +1,4 @@
-"""How a solved plan is run: concurrent requests, chunks, attention and context."""
+"""Complete a solved plan: the number of concurrent requests, chunk size, attention and context."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ UNKNOWN: Final = AtOnce(sequences=1, why="more are not known to be exact with su
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """``question`` is what the plan is run with, and ``prediction`` its forecast.
+    """``question`` is what the plan runs with and ``prediction`` the result.
 
-    ``why_sequences`` and ``why_context`` say why they are not more, where the user did not set them.
+    ``why_sequences`` and ``why_context`` say why they are not more, where they were not asked for.
     """
 
     question: Instance
@@ -32,9 +32,10 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What was served before: ``sequences`` with ``context_tokens`` each, with ``flash`` attention or not.
+    """What was served before: the number of ``sequences``, their ``context_tokens``, and whether attention was
+    ``flash``.
 
-    ``small_windows`` are as in ``Workload``.
+    ``small_windows`` is as in ``Workload``.
     """
 
     context_tokens: int
@@ -54,13 +55,13 @@ def fitted(
     why_context: str = "",
     may_be_several: bool = True,
 ) -> Fitted:
-    """The plan of ``solution`` with the sequences it has room for, where the user did not set them; more context if it
-    ``widens``.
+    """Return the plan of ``solution`` with the sequences, attention and chunks that it has room for; with more context
+    if it ``widens``.
 
-    It has the sequences of ``run``, or, where these are None, as many as there is room for: those that were ``served``
-    only have to fit, and it is one unless the model is known to allow several (``may_be_several``). With
-    ``keeps_attention`` attention is as in ``question``. ``why_context`` says why the solved context is not what agents
-    need, if so.
+    The number of sequences is that of ``run``, or if that is None, as many as there is room for: as many as were
+    ``served`` only need to fit, and it is one unless several are known to be exact (``may_be_several``). With
+    ``keeps_attention`` attention stays as in ``question``. ``why_context`` says why the solved context is less than
+    agents need, if it is.
     """
     plan, solved = solution.plan, solution.prediction
     question = question.with_rows(solved.chunk_rows, solved.step_rows)
@@ -73,7 +74,7 @@ def fitted(
     def attending(work: Workload) -> Workload:
         if keeps_attention:
             return work
-        smallest = replace(work, buffer_rows=0)  # buffers for larger chunks hold that many more scores
+        smallest = replace(work, buffer_rows=0)  # larger chunks take larger buffers for scores
         plain = [each for each in (work, smallest) if attends_plainly(plan, question, each)]
         return replace(plain[0], flash=False) if plain else replace(work, flash=True)
 
@@ -100,8 +101,9 @@ def fitted(
 
 
 def in_suited_chunks(solution: Solution, question: Instance) -> Instance:
-    """``question`` with chunks of a prompt that suit its attention, which is another than ``solution`` was found with: flash
-    attention takes longer for the rows of small ones."""
+    """Return ``question`` with chunks of a prompt that suit its attention, which differs from that of ``solution``:
+    flash attention takes longer per token in small chunks.
+    """
     plan, work = solution.plan, question.workload
     machines = sharing_cores([device for device in question.devices if device.device in plan.devices])
     if plan.streaming or len(machines) == 1:

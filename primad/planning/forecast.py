@@ -1,4 +1,4 @@
-"""A plan, what each device keeps of it, and the solver's forecast."""
+"""A plan, what each device holds of it, and the solver's forecast."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from primad.ring.grouping import Batching
 from primad.ring.speculation.drafter import Drafting
 
 FIRST_TOKENS_PER_S: Final = 20.0
-"""The assumed tokens per second if nothing was predicted."""
+"""Tokens per second assumed without a prediction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """``prediction`` is the forecast of ``plan``, if it was planned; ``assignments`` are those of its devices.
 
-    Both were made with the ``corrections`` learnt until then, and for ``sequences`` concurrent requests, each with a
-    context of ``context_tokens``; ``why_sequences`` and ``why_context`` say why these are not more, where the user did
-    not set them. Attention is ``flash`` attention or not, with ``small_windows`` as in ``Workload``. Next tokens are
-    computed together as in ``batches``, drafts as in ``drafting``, by a model on device ``draft_device``, if there is a
-    draft model; pictures are encoded at ``encoder_place``. ``question`` is what was planned for; ``why_parallel`` says
-    why devices share layers or not, where that was a choice.
+    It was made with the ``corrections`` learnt until then, for ``sequences`` concurrent requests with a context of
+    ``context_tokens`` each; ``why_sequences`` and ``why_context`` say why there is not more, where it was not asked
+    for. Attention is ``flash`` attention or not, with ``small_windows`` as in ``Workload``. ``batches`` says how decode
+    tokens are batched, ``drafting`` how drafts are computed, by a model on ``draft_device`` if there is one; images are
+    encoded at ``encoder_place``. ``question`` is what was planned for; ``why_parallel`` says why devices share layers
+    or not, where that was a choice.
     """
 
     plan: Plan
@@ -52,22 +52,22 @@ class Forecast:
 
     @property
     def batching(self) -> Batching:
-        """How next tokens are computed together: one by one where nothing says more."""
+        """How decode tokens are batched; one by one by default."""
         return Batching() if self.batches is None else self.batches.batching
 
     @property
     def pieces(self) -> Pieces | None:
-        """The pieces in which chunks of a prompt are computed alongside other requests; None: they are not cut."""
+        """The pieces in which chunks of a prompt are computed next to other requests; None: they are not cut."""
         return None if self.batches is None else self.batches.pieces
 
     @property
     def is_exact(self) -> bool:
-        """Whether each answer is what it is alone."""
+        """Whether each response is the same as when it runs alone."""
         return self.batches is None or self.batches.is_exact
 
     @property
     def served(self) -> Served:
-        """What the next plan may take over from it."""
+        """What the next plan may take over."""
         return Served(
             context_tokens=self.context_tokens,
             sequences=self.sequences,
@@ -77,12 +77,12 @@ class Forecast:
 
     @property
     def attention(self) -> tuple[bool, bool]:
-        """The settings whose change would alter the last bits of requests in progress."""
+        """The attention kernels; a change would alter the last bits of running responses."""
         return self.flash, self.small_windows
 
     @property
     def chunks_at_once(self) -> int:
-        """How many chunks of prompts are computed at the same time: one by all processes that compute on the same cores."""
+        """Number of prompt chunks computed at the same time: one for all processes that share the same cores."""
         plan = self.plan
         if self.question is None or plan.streaming or plan.uses_gpu or plan.groups:
             return len(plan.places)
@@ -96,7 +96,9 @@ class Forecast:
         return FIRST_TOKENS_PER_S if self.prediction is None else 1 / self.prediction.tpot_s
 
     def drafting_with(self, keep_rows: int | None) -> Drafting | None:
-        """How drafts are computed: as trees only where one sequence has all cells, and none of them is kept elsewhere."""
+        """Return how drafts are computed: as trees only where one sequence has all cells and none of them is
+        replicated.
+        """
         if self.drafting is None or (self.sequences == 1 and keep_rows is None):
             return self.drafting
         return replace(self.drafting, branches=0)

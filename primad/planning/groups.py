@@ -1,10 +1,12 @@
-"""Candidates for plans with tensor-parallel groups: which devices share layers, with which shares, in which ring. Pure.
+"""Generate candidate plans with tensor-parallel groups: which devices share layers, with which shares, in which ring.
+Pure.
 
-A group needs devices of similar speed, with links between all of them on which the sums of all layers take less time
-than a token without groups. A device whose GPU is faster than its processor has its whole share there. The cost of one
-group for the whole model comes from the evaluator. In a ring a group is one device for the solver, which divides the
-layers; the result is judged by the evaluator like any other plan. Where memory is short each device streams part of its
-share: all disks read at once, and the weights are chosen for the least time of the slowest device.
+A group needs devices of similar speed, and between any two of them a cable on which the all-reduce of all layers takes
+less time than a token without groups. A device whose GPU is faster than its CPU has its whole share there.
+
+A group that holds the whole model costs what the evaluator says. In a ring the solver sees a group as one more device
+and divides the layers; the evaluator rates the result like any other plan. Where memory is short each device streams
+part of its share: all disks read at once, and the weights are those for which the slowest device takes the least time.
 """
 
 from __future__ import annotations
@@ -38,26 +40,28 @@ from primad.settings.quantities import show_bytes
 MAX_WEIGHT: Final = 16
 """Weight of the fastest device. Weights are coarse, so that shares stay the same where figures hardly change."""
 MAX_COMBINED: Final = 4
-"""Up to this size all combinations of devices are tried as groups, above it only the fastest devices."""
+"""Up to this size all combinations of devices are tried as groups; larger groups take the fastest devices."""
 MAX_RATIO: Final = 8.0
-"""A device this many times slower than another one would have hardly any share."""
+"""A device that is slower than another by this factor would have hardly any share."""
 MAX_SETS: Final = 60
 MAX_RINGS: Final = 6
-"""Number of rings for which the solver is asked."""
+"""Rings for which the solver is called."""
 MAX_STREAMING: Final = 4
-"""Groups that stream which are judged, where none has memory enough."""
+"""Number of streaming groups that are rated, where no group has enough memory."""
 STAND_IN_ERROR: Final = 0.1
-"""The solver's figures of a ring may be so much above those of the evaluator: to it a group is one device more."""
+"""The solver's cost of a ring may exceed the evaluator's by this share: the solver sees a group as one device."""
 STEPS: Final = (4, 2, 1)
-"""By which weights of groups that stream are changed."""
+"""Steps by which weights of streaming groups are changed."""
 _Able: TypeAlias = dict[int, float]
 _Pairs: TypeAlias = set[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupWishes:
-    """At most ``max_ranks`` devices share layers, cut by ``units`` where these are known; they are to make ``objective``
-    small. A token takes ``below_s`` without groups."""
+    """At most ``max_ranks`` devices share layers, cut by ``units`` where these are known, to minimise ``objective``.
+
+    A token takes ``below_s`` without groups.
+    """
 
     max_ranks: int
     units: ShareUnits | None = None
@@ -66,7 +70,7 @@ class GroupWishes:
 
 
 def group_sets(question: Instance, wishes: GroupWishes) -> list[tuple[str, ...]]:
-    """The devices that may be a group, by what they compute together; the quickest in front."""
+    """Sets of devices that can be a group, those with the highest total speed first."""
     return _combined(question, wishes, *_able_pairs(question, wishes))
 
 
@@ -82,7 +86,7 @@ def _combined(question: Instance, wishes: GroupWishes, able: _Able, pairs: _Pair
 
 
 def _unlike(question: Instance, places: Iterable[list[tuple[str, ...]]]) -> list[list[tuple[str, ...]]]:
-    """Those of ``places``, the groups of a ring, that differ from earlier ones by more than similar devices."""
+    """Drop the rings of groups in ``places`` that are like an earlier one: with like devices."""
     head, *others = (device.device for device in question.devices)
     unlike = question.unlike(others)
     kinds = {name: next(at for at, each in enumerate(unlike) if question.are_alike(name, each)) for name in others}
@@ -94,7 +98,7 @@ def _unlike(question: Instance, places: Iterable[list[tuple[str, ...]]]) -> list
 
 
 def _large_sets(question: Instance, wishes: GroupWishes, able: _Able, pairs: _Pairs) -> list[tuple[str, ...]]:
-    """The head and the quickest devices with it, in groups of more than ``MAX_COMBINED``."""
+    """The head and the fastest devices with it, in groups of more than ``MAX_COMBINED``."""
     taken = [0] if 0 in able else []
     for i in able:
         if i and taken and all((a, i) in pairs or (i, a) in pairs for a in taken):
@@ -108,14 +112,16 @@ def _names(question: Instance, devices: Sequence[int]) -> tuple[str, ...]:
 
 
 def _able_pairs(question: Instance, wishes: GroupWishes) -> tuple[_Able, _Pairs]:
-    """Tokens/s of each device that may share layers, the quickest first, and those two of them that may do so together."""
+    """Tokens/s of each device that can share layers, the fastest first, and the pairs that can do so together."""
     rates = {i: 1 / _alone(question, device)[0] for i, device in enumerate(question.devices)}
     sums = SUMS * len(question.model.layers)
 
     def is_quick(a: int, b: int) -> bool:
         sums_s = sums * max(message_s(question, *pair, question.model.hop_values) for pair in ((a, b), (b, a)))
         is_like = max(rates[a], rates[b]) <= MAX_RATIO * min(rates[a], rates[b])
-        is_wired = _reach(question, a, b) and not question.in_air(a, b)  # sums of all would share the air
+        is_wired = _reach(question, a, b) and not question.in_air(
+            a, b
+        )  # all-reduces of all would share the wireless channel
         return is_wired and is_like and sums_s < wishes.below_s
 
     ordered = sorted(rates, key=lambda i: -rates[i])
@@ -123,15 +129,15 @@ def _able_pairs(question: Instance, wishes: GroupWishes) -> tuple[_Able, _Pairs]
 
 
 def _reach(question: Instance, a: int, b: int) -> bool:
-    """Whether the devices ``a`` and ``b`` reach each other."""
+    """Return whether the devices ``a`` and ``b`` reach each other."""
     return question.link(a, b).works and question.link(b, a).works
 
 
 def whole_group(
     question: Instance, names: Sequence[str], units: ShareUnits | None, left_out: Sequence[LeftOut] = ()
 ) -> Plan:
-    """The whole model on a group of the devices ``names``, the head among them, with the shares that are quickest of those
-    that they have memory for.
+    """Place the whole model on a group of the devices ``names``, the head among them, with the fastest shares that fit
+    their memory.
 
     Raises ``Infeasible`` where memory is short, or the shares cannot be cut.
     """
@@ -142,7 +148,7 @@ def whole_group(
 def streaming_group(
     question: Instance, names: Sequence[str], units: ShareUnits | None, left_out: Sequence[LeftOut] = ()
 ) -> Plan:
-    """As ``whole_group``, but what they have no memory for streams."""
+    """Like ``whole_group``, but weights that do not fit into memory stream."""
     plan = _of_whole(question, names, units, left_out)
     plan, found = _judged(plan, question)
     for step in STEPS:
@@ -162,7 +168,9 @@ def streaming_group(
 
 
 def _evener(plan: Plan, found: Prediction, step: int, units: ShareUnits | None) -> Iterator[Plan]:
-    """``plan`` with less for the slowest of its devices, or for one that is short, more for the quickest, and both."""
+    """Yield ``plan`` with less for its slowest device, or for one that is short of memory; with more for the fastest;
+    and with both.
+    """
     by_time = [each.device for each in sorted(found.devices, key=lambda each: each.window_s)]
     weights = {rank.device: rank.weight for rank in plan.groups[0]}
     slowest = next((short.where for short in found.short if short.where in weights), by_time[-1])
@@ -182,7 +190,7 @@ def _cost(found: Prediction) -> tuple[int, float]:
 
 
 def _of_whole(question: Instance, names: Sequence[str], units: ShareUnits | None, left_out: Sequence[LeftOut]) -> Plan:
-    """The group of ``names`` with shares by speed. Raises ``Infeasible`` where they cannot be cut."""
+    """Return the group of ``names`` with shares by speed. Raises ``Infeasible`` where they cannot be cut."""
     head = question.devices[0].device
     layers = len(question.model.layers)
     return Plan(
@@ -196,7 +204,7 @@ def _of_whole(question: Instance, names: Sequence[str], units: ShareUnits | None
 
 
 def _by_speed(question: Instance, names: Sequence[str], units: ShareUnits | None) -> tuple[Rank, ...]:
-    """The ranks ``names`` with shares by their speed. Raises ``Infeasible`` where they cannot be cut."""
+    """Return the ranks ``names`` with shares by speed. Raises ``Infeasible`` where they cannot be cut."""
     devices = {device.device: device for device in question.devices}
     alone = [_alone(question, devices[name]) for name in names]
     ranks = [Rank(device=name, weight=1, on_gpu=on_gpu) for name, (_, on_gpu) in zip(names, alone, strict=True)]
@@ -205,7 +213,7 @@ def _by_speed(question: Instance, names: Sequence[str], units: ShareUnits | None
 
 
 def _weighed(ranks: Sequence[Rank], weights: Sequence[int], units: ShareUnits | None) -> tuple[Rank, ...]:
-    """``ranks`` with other ``weights``. Raises ``Infeasible`` where they cannot be cut."""
+    """Return ``ranks`` with other ``weights``. Raises ``Infeasible`` where they cannot be cut."""
     shares = [(0.0, 0.0)] * len(ranks) if units is None else units.shares(weights)
     if shares is None:
         raise Infeasible(f"the heads of this model are for fewer than {len(ranks)} devices", short_bytes=0)
@@ -216,7 +224,9 @@ def _weighed(ranks: Sequence[Rank], weights: Sequence[int], units: ShareUnits | 
 
 
 def _alone(question: Instance, device: DeviceProfile) -> tuple[float, bool]:
-    """TPOT of ``device`` if it had memory for the whole model, and whether that is on its GPU, when the GPU is faster."""
+    """Seconds per token on ``device`` if it had memory for the whole model, and whether on its GPU, where that is
+    faster.
+    """
     places = (False, True)[: 1 + bool(device.gpus)]
     return min((_token_s(question, device, on_gpu=on_gpu), on_gpu) for on_gpu in places)
 
@@ -229,15 +239,18 @@ def _token_s(question: Instance, device: DeviceProfile, *, on_gpu: bool) -> floa
 
 
 def _weighing(plan: Plan, changes: dict[str, int], units: ShareUnits | None) -> Plan:
-    """``plan``, of one group, with other weights."""
+    """Return ``plan``, of one group, with other weights."""
     (ranks,) = plan.groups
     weights = [changes.get(rank.device, rank.weight) for rank in ranks]
     return replace(plan, groups=(_weighed(ranks, weights, units),))
 
 
 def _within_memory(plan: Plan, question: Instance, units: ShareUnits | None) -> Plan:
-    """``plan``, in which devices that are short of memory have less, and with too little VRAM for the least that on the
-    processor. Raises ``Infeasible``."""
+    """Reduce the shares of devices that are short of memory; one whose smallest share exceeds its VRAM computes it on
+    the CPU.
+
+    Raises ``Infeasible``.
+    """
     while short := evaluate(plan, question).short:
         first = short[0]
         weight = next((rank.weight for rank in plan.groups[0] if rank.device == first.where), 1)
@@ -258,7 +271,7 @@ def _within_memory(plan: Plan, question: Instance, units: ShareUnits | None) -> 
 
 
 def _quicker(plan: Plan, question: Instance, units: ShareUnits | None) -> Plan:
-    """``plan`` with less for its slowest rank, as long as that makes a token quicker: heads are cut whole."""
+    """Reduce the share of the slowest rank of ``plan`` as long as that makes a token faster: heads are cut whole."""
     found = evaluate(plan, question)
     while True:
         slowest = max(found.devices, key=lambda each: each.compute_s).device
@@ -276,10 +289,10 @@ def _quicker(plan: Plan, question: Instance, units: ShareUnits | None) -> Plan:
 
 
 def all_in_one(question: Instance, max_ranks: int, units: ShareUnits | None, *, streams: bool = False) -> Plan:
-    """The group of the head and the fastest other devices, at most ``max_ranks``, that all reach each other; it
-    ``streams`` only where memory is short.
+    """Return the group of the head and the fastest other devices, at most ``max_ranks``, that all reach each other;
+    with ``streams`` weights that do not fit into memory stream.
 
-    Raises as ``whole_group``, and ``Infeasible`` if the head reaches no other device.
+    Raises as ``whole_group``, and ``Infeasible`` where the head reaches no other device.
     """
     names = [device.device for device in question.devices]
     rates = [1 / _alone(question, device)[0] for device in question.devices]
@@ -300,7 +313,7 @@ def all_in_one(question: Instance, max_ranks: int, units: ShareUnits | None, *, 
 
 
 def solution_of(plan: Plan, question: Instance, objective: Objective) -> Solution:
-    """``plan`` with its forecast."""
+    """Return ``plan`` with its forecast as a solution."""
     prediction = evaluate(plan, question)
     value_s = prediction.objective_s(objective, question.workload.answer_tokens)
     return Solution(
@@ -309,7 +322,10 @@ def solution_of(plan: Plan, question: Instance, objective: Objective) -> Solutio
 
 
 def best_whole(question: Instance, wishes: GroupWishes) -> Solution | None:
-    """The best group of the whole model that contains the head; None if there is none. A group streams only if it must."""
+    """Return the best group of the whole model that includes the head; None where there is none.
+
+    Groups that stream are tried only where no group fits into memory.
+    """
     able, pairs = _able_pairs(question, wishes)
     found = [*_combined(question, wishes, able, pairs), *_large_sets(question, wishes, able, pairs)]
     head = question.devices[0].device
@@ -339,8 +355,9 @@ def _not_in(question: Instance, names: Iterable[str]) -> list[LeftOut]:
 def best_ring(
     question: Instance, wishes: GroupWishes, time_limit_s: float, other: Solution | None = None
 ) -> Solution | None:
-    """The best ring of groups and single devices that the solver finds for the likeliest groups, all within
-    ``time_limit_s``; ``other`` where none is better."""
+    """Return the best ring of groups and single devices that the solver finds for the likeliest groups, all within
+    ``time_limit_s``; ``other`` where none is better.
+    """
     best, tried = other, [*_ring_sets(question, wishes)]
     for sets in tried:
         below_s = math.inf if best is None else best.objective_s / (1 - STAND_IN_ERROR)
@@ -355,7 +372,7 @@ def best_ring(
 
 
 def _ring_sets(question: Instance, wishes: GroupWishes) -> Iterator[list[tuple[str, ...]]]:
-    """Sets of groups: one each, and two that have no device in common."""
+    """Sets of groups: one group each, and pairs that have no device in common."""
     sets = group_sets(question, wishes)
     count = len(question.devices)
     ones = _unlike(question, ([names] for names in sets if len(names) < count))
@@ -367,7 +384,7 @@ def _ring_sets(question: Instance, wishes: GroupWishes) -> Iterator[list[tuple[s
 
 
 def _leader_first(question: Instance, names: Sequence[str]) -> list[str]:
-    """The head leads; else the quickest, which is in front."""
+    """Put the leader first: the head, or else the fastest device."""
     head = question.devices[0].device
     return sorted(names, key=lambda name: name != head)
 
@@ -379,7 +396,7 @@ def ring_of(
     time_limit_s: float,
     below_s: float = math.inf,
 ) -> Solution | None:
-    """The ring with each of ``groups`` as a place, with layers divided by the solver; None if there is none.
+    """Solve the ring in which each of ``groups`` is a place; None where there is none.
 
     Raises ``Infeasible``, and ``NotBelow`` if by the solver's figures it takes ``below_s`` or more.
     """
@@ -411,7 +428,7 @@ def ring_of(
     asked, alone = question.with_rows(rows.chunk_rows, rows.step_rows), plan.streaming
     singles = tuple(each for each in alone if each.device not in shared)
     plan = replace(plan, groups=groups, left_out=left_out, streaming=singles)
-    if len(singles) < len(alone):  # of its ranks each as its own memory says
+    if len(singles) < len(alone):  # ranks of a group stream what their own memory lacks
         read_ahead = {each.device: each.read_ahead_bytes for each in singles}
         plan = stream(plan, asked, read_ahead, {each.device: each.streamed_bytes for each in singles})
     found = solution_of(plan, asked, objective)
@@ -419,14 +436,14 @@ def ring_of(
 
 
 def _may_be_on_gpus(plan: Plan, groups: Sequence[Sequence[Rank]], question: Instance) -> bool:
-    """Whether ranks that have their shares on GPUs can have all layers of their windows there."""
+    """Return whether ranks with shares on GPUs can have all layers of their windows there."""
     firsts = {ranks[0].device for ranks in groups if any(rank.on_gpu for rank in ranks)}
     shares = (window.layers for window in plan.route if window.device in firsts)
     return all(question.model.openable(layers, len(layers)) == len(layers) for layers in shares)
 
 
 def _stand_in(place: SharedPlace, question: Instance, profile: DeviceProfile) -> DeviceProfile:
-    """A device that computes about as fast as the group ``place`` and holds as much."""
+    """Return a device about as fast as the group ``place``, with as much memory."""
     first = next(member for member in question.members if member.name == profile.device)
     decode = (max(place.member.decode.cpu) - SUMS * place.sum_s) / max(first.decode.cpu)
     prefill = max(place.member.prefill.cpu) / max(first.prefill.cpu)

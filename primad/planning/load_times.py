@@ -1,9 +1,9 @@
-"""How long a ring will still load: each device gets the layers that it lacks, then reads its windows. Pure.
+"""Estimate how long a ring still loads: each device gets the layers that it lacks, then reads its windows. Pure.
 
-A device reports what it lacks as soon as it receives any of it; until then it is assumed to have everything. Layers
-arrive at the rate of its link to the head, all of them together at the rate of the head's fastest link, and, once some
-have arrived, at the measured rate. The rate of a hub is unknown at first. Layers that arrived are in the page cache;
-others are read from disk.
+A device reports what it lacks as soon as it gets any of it; until then it is assumed to hold everything. Layers arrive
+at the rate of its link to the head, and all of them together at the rate of the head's fastest link; once they have
+arrived for a while, the measured rate is used. The rate of a hub is not known in advance. Layers that arrived are in
+the page cache; others are read from the disk.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from halda import DeviceProfile, ModelProfile
 from primad.planning.forecast import Forecast
 
 START_S: Final = 1.0
-"""A ring process begins, whatever it loads."""
+"""Start-up time of a ring process, whatever it loads."""
 MIN_MEASURED_S: Final = 2.0
-"""Layers must have come for so long before their rate counts."""
+"""Layers must have arrived for this long before their rate counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLoad:
-    """A device reads windows of ``window_bytes`` at ``disk_bytes_per_s``, and gets what it lacks at ``link_bytes_per_s``,
-    None if that is not known."""
+    """A device reads windows of ``window_bytes`` at ``disk_bytes_per_s``, and gets what it lacks at
+    ``link_bytes_per_s``, None if that is not known.
+    """
 
     window_bytes: int
     disk_bytes_per_s: float
@@ -33,8 +34,9 @@ class DeviceLoad:
 
 @dataclass(slots=True, eq=False)
 class _Device:
-    """It lacked ``lacked_bytes`` at ``since_s``, of which ``to_come_bytes`` were to come; ``missing_bytes`` are still
-    missing. It reads its windows from ``reads_s`` on."""
+    """It lacked ``lacked_bytes`` at ``since_s``, of which ``to_come_bytes`` had yet to arrive; ``missing_bytes`` are
+    still missing. It reads its windows from ``reads_s`` on.
+    """
 
     load: DeviceLoad
     since_s: float
@@ -52,7 +54,7 @@ class _Device:
         return now_s - self.since_s >= MIN_MEASURED_S and self.missing_bytes < self.to_come_bytes
 
     def moves_s(self, now_s: float) -> float | None:
-        """How long layers still come."""
+        """Seconds until all layers have arrived."""
         if self.is_measured(now_s):
             came_bytes = self.to_come_bytes - self.missing_bytes
             return self.missing_bytes * (now_s - self.since_s) / came_bytes
@@ -60,14 +62,14 @@ class _Device:
         return None if rate is None else self.missing_bytes / rate
 
     def reads_for_s(self, now_s: float, began_s: float) -> float:
-        """How long it still reads its windows, once all layers are there."""
+        """Seconds that it still reads its windows, once all layers are there."""
         takes_s = START_S + max(0, self.load.window_bytes - self.lacked_bytes) / self.load.disk_bytes_per_s
         since_s = now_s if self.is_moving else began_s if self.reads_s is None else self.reads_s
         return max(0.0, takes_s - (now_s - since_s))
 
 
 class LoadTimes:
-    """Load times of one ring, from ``began_s`` on; all times are on one scale."""
+    """Loading times of one ring, which began at ``began_s``; all times are on one scale."""
 
     def __init__(self, devices: Mapping[str, DeviceLoad], began_s: float) -> None:
         self._devices = {name: _Device(load, began_s) for name, load in devices.items()}
@@ -79,7 +81,7 @@ class LoadTimes:
         return any(each.lacked_bytes for each in self._devices.values())
 
     def arrived(self, device: str, done_bytes: int, total_bytes: int, now_s: float) -> None:
-        """Note that ``device`` has ``done_bytes`` of the ``total_bytes`` that it lacked."""
+        """Record that ``done_bytes`` of the ``total_bytes`` that ``device`` lacked have arrived."""
         each = self._devices[device]
         each.missing_bytes = total_bytes - done_bytes
         if not each.lacked_bytes:
@@ -88,11 +90,11 @@ class LoadTimes:
             each.reads_s = now_s
 
     def ready(self, device: str) -> None:
-        """``device`` has loaded its windows."""
+        """Record that ``device`` has loaded its windows."""
         self._devices[device].is_ready = True
 
     def left_s(self, now_s: float) -> float | None:
-        """How long the last device still loads; None if that is not known."""
+        """Seconds until the last device has loaded; None if that is not known."""
         waiting = [each for each in self._devices.values() if not each.is_ready]
         moving = [each for each in waiting if each.is_moving]
         links = [each.load.link_bytes_per_s or 0.0 for each in moving if not each.is_measured(now_s)]
@@ -117,8 +119,10 @@ def load_times(
     *,
     from_hub: bool,
 ) -> LoadTimes:
-    """Load times of the ring of ``forecast`` for ``model``, which begins to load at ``now_s``; ``rates`` are those of
-    links, in bytes/s. The head cuts layers out of its file, unless they come ``from_hub``."""
+    """Return the loading times of the ring of ``forecast`` for ``model``, which begins to load at ``now_s``.
+
+    ``rates`` are those of links, in bytes/s. The head cuts layers out of its file, unless they come ``from_hub``.
+    """
     head = forecast.plan.head
 
     def load(device: str) -> DeviceLoad:

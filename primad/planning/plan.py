@@ -1,9 +1,8 @@
-"""The one planner: ``serve``, ``plan``, ``fit``, what-if and the page use it, and get the same plan for the same
+"""The one planner: ``serve``, ``plan``, ``fit``, what-if and the page use it and get the same plan for the same
 question.
 
-``search`` solves, which takes seconds of processor time; a daemon runs it in a process of its own. ``complete`` finds
-what else the plan has room for: concurrent requests, context, attention, chunks, drafts. ``plan`` does one after the
-other. Pure.
+``search`` solves, which takes seconds of CPU time; a daemon runs it in a separate process. ``complete`` determines what
+else the plan has room for: concurrent requests, context, attention, chunks, drafts. ``plan`` does both. Pure.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan and how it is run: ``solved`` is how it was found, ``question`` what it was planned for, ``prediction``
-    the forecast.
+    """A plan and how it runs: ``solved`` is how it was found, ``question`` what it answers, ``prediction`` the
+    forecast.
 
-    ``why_sequences`` and ``why_context`` say why they are not more, where the user did not set them. Drafts are
-    computed as in ``drafting``, by the draft model on ``draft_device``, if there is one; pictures are encoded at
+    ``why_sequences`` and ``why_context`` say why they are not more, where they were not asked for. Drafts are computed
+    as ``drafting`` says, by the draft model on ``draft_device`` if there is one; images are encoded at
     ``encoder_place``.
     """
 
@@ -68,7 +67,7 @@ class Planned:
 
     @property
     def plan(self) -> Plan:
-        """Which device computes which layers."""
+        """The assignment of layers to devices."""
         return self.solved.solution.plan
 
     @property
@@ -78,15 +77,16 @@ class Planned:
 
 
 def plan(request: PlanRequest) -> Planned:
-    """The best plan, or the one that was set by hand.
+    """Return the best plan, or the one that was set by hand.
 
-    Raises ``Infeasible``, ``CutOff`` where a link that does not work would be needed, and ``PlanError`` for one by hand.
+    Raises ``Infeasible``, ``CutOff`` where a link that does not work would be needed, and ``PlanError`` for a plan by
+    hand.
     """
     return complete(request, search(request))
 
 
 def search(request: PlanRequest) -> FoundPlan:
-    """The best plan for the first workload that has one. Raises as ``plan``."""
+    """Return the best plan for the first workload that has one. Raises as ``plan``."""
     if request.run.windows is not None:
         return _search_by_hand(request)
     if request.run.parallel == "tensor" and len(request.devices) > 1:
@@ -124,14 +124,17 @@ def _search_pipeline(request: PlanRequest) -> FoundPlan:
 
 
 SOLVE_SHARE: Final = 0.8
-"""Share of the remaining time for one question to the solver: it may be asked again, for a small context, or for
-devices as they are in the plan."""
+"""Share of the remaining time for one call of the solver: it may be called again, for a small context, or for devices
+as they are in the plan.
+"""
 SMALL_WINDOWS_GAIN: Final = 0.05
-"""Cells of whole contexts are worth so much: drafts, and any prefix instead of kept ones."""
+"""Gain that a small cache of sliding windows must give: full caches allow drafts, and any cached prefix instead of
+saved ones.
+"""
 
 
 def _search(request: PlanRequest, work: Workload, require: frozenset[str], budget: TimeLimit) -> FoundPlan:
-    """The best plan for ``work``; with a small cache of sliding windows where that is worth what goes with the others."""
+    """Return the best plan for ``work``; with a small cache of sliding windows where that gains more than it costs."""
     small = replace(work, small_windows=True)
     if small == work or not request.may_have_small_windows:
         return _search_for(request, work, require, budget)
@@ -144,7 +147,7 @@ def _search(request: PlanRequest, work: Workload, require: frozenset[str], budge
     if not (_is_short(found) or _is_quicker(found, small, request)):
         return found
     try:
-        # A wider context is of interest whatever it takes.
+        # A larger context is worth having whatever the plan takes.
         below_s = math.inf if found.why_context else (1 - SMALL_WINDOWS_GAIN) * found.solution.objective_s
         other = _search_for(request, small, require, budget, below_s, found.solution)
     except NotBelow:
@@ -155,7 +158,9 @@ def _search(request: PlanRequest, work: Workload, require: frozenset[str], budge
 
 
 def _is_short(found: FoundPlan) -> bool:
-    """Whether more memory would help: layers stream, or are in RAM next to a GPU, or the context is reduced."""
+    """Return whether memory is short: layers stream, or lie in RAM next to a GPU, or the context is small because of
+    it.
+    """
     plan, with_gpu = found.solution.plan, {each.device for each in found.devices if each.gpu is not None}
     return bool(
         plan.streaming or found.why_context or any(each.in_ram for each in plan.route if each.device in with_gpu)
@@ -163,7 +168,7 @@ def _is_short(found: FoundPlan) -> bool:
 
 
 def _is_quicker(found: FoundPlan, small: Workload, request: PlanRequest) -> bool:
-    """Whether the plan itself gains from small caches, of which long prompts read less."""
+    """Return whether the plan itself gains from small caches, of which long prompts read less."""
     solution = found.solution
     work = replace(small, context_tokens=found.workload.context_tokens).with_rows(
         solution.prediction.chunk_rows, solution.prediction.step_rows
@@ -229,7 +234,7 @@ def _search_by_hand(request: PlanRequest) -> FoundPlan:
         raise PlanError(f"--windows: the heads of this model are for groups of {request.max_ranks} devices at most")
     work = workload_of(run, request.model)
     devices = request.devices[: len(plan.devices)]
-    if plan.groups:  # what is in extra buffers is no share of a file
+    if plan.groups:  # a share of a file cannot be in extra buffers
         devices = [device.without_extra_buffers() for device in devices]
     elif run.extra_buffers != "on":
         devices = [suited(device, work, run.objective) for device in devices]
@@ -239,12 +244,12 @@ def _search_by_hand(request: PlanRequest) -> FoundPlan:
 
 
 def complete(request: PlanRequest, solved: FoundPlan) -> Planned:
-    """The plan of ``solved`` as it is run."""
+    """Return the plan of ``solved`` with everything that it runs with."""
     run, plan = request.run, solved.solution.plan
     asked = msgspec.structs.replace(request, devices=solved.devices).instance(solved.workload, plan.head)
     found = _fitted(request, solved, asked) if run.windows is None else _fitted_by_hand(request, solved, asked)
     drafting = drafting_of(run.speculate, run.batching, plan, found.question, found.batches)
-    # A device that has no window by hand may draft.
+    # A device without a window in a plan by hand may draft.
     everyone = found.question if run.windows is None else request.instance(found.question.workload, plan.head)
     return Planned(
         solved=solved,
@@ -276,7 +281,7 @@ def _fitted(request: PlanRequest, solved: FoundPlan, asked: Instance) -> Fitted:
 
 
 def _fitted_by_hand(request: PlanRequest, solved: FoundPlan, asked: Instance) -> Fitted:
-    """Attention is chosen as for other plans; sequences and context are as they were asked for."""
+    """Complete a plan by hand: attention is chosen as for other plans; sequences and context are as asked for."""
     run, plan, chunks = request.run, solved.solution.plan, solved.solution.prediction
     work = asked.workload.with_rows(chunks.chunk_rows, chunks.step_rows)
     kept = request.served if request.keeps_attention else None

@@ -1,4 +1,4 @@
-"""Whether a model drafts with its own layer for multi-token prediction, and what that takes on the head."""
+"""Decide whether a model drafts with its own layer for multi-token prediction, and what that takes on the head."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from primad.gguf.header import Header
 from primad.planning.run_config import RunConfig
 
 MAX_SHARE: Final = 0.05
-"""Share of the head's memory, unless the user asked for it: a layer of a large mixture of experts would make others
-stream."""
+"""Share of the head's memory, unless asked for explicitly: a layer of a large mixture of experts would make others
+stream.
+"""
 
 
 def predicts(run: RunConfig, header: Header, why_not: str = "", *, free_bytes: int | None = None) -> bool:
-    """Whether the model of ``header`` drafts as ``run`` says; ``why_not``: it would otherwise, but for that. A group's does
+    """Return whether the model of ``header`` drafts with its own layer as ``run`` says; a tensor-parallel group's does
     not.
 
-    Unless it was asked for, it takes a small part of the ``free_bytes`` of the head (None: not known) at most. Raises
-    ``ConfigError`` where it was, and cannot be.
+    ``why_not``: a reason that prevents it. Unless asked for explicitly, the layer takes at most a small part of the
+    ``free_bytes`` of the head (None: not known). Raises ``ConfigError`` where it was asked for and is impossible.
     """
     if run.speculate not in ("auto", "mtp") or run.parallel == "tensor":
         return False
@@ -38,8 +39,7 @@ def predicts(run: RunConfig, header: Header, why_not: str = "", *, free_bytes: i
 
 
 def drafts_line(run: RunConfig, header: Header, *, drafts: bool) -> str:
-    """A line about a model that could draft with its own layer where devices may share layers; empty if there is
-    nothing to say."""
+    """Say how drafting with the model's own layer affects sharing layers; empty if it does not."""
     if run.speculate != "auto" or not drafting_layers(header):
         return ""
     if run.parallel == "tensor":
@@ -50,7 +50,7 @@ def drafts_line(run: RunConfig, header: Header, *, drafts: bool) -> str:
 
 
 def _weights(header: Header) -> Counter[str]:
-    """Bytes of that layer, by type."""
+    """Bytes of the prediction layer, by type."""
     layers, found = layer_count(header), Counter[str]()
     for name, tensor in header.tensors.items():
         if (layer_of(name) or 0) >= layers:
@@ -59,7 +59,9 @@ def _weights(header: Header) -> Counter[str]:
 
 
 def with_predicting(profile: ModelProfile, header: Header) -> ModelProfile:
-    """``profile`` with that layer and its KV cache, which lie with the output matrix and are read once a draft."""
+    """Return ``profile`` with the prediction layer and its KV cache, which lie with the output matrix and are read once
+    per draft.
+    """
     found, kinds = Counter(profile.output_bytes_by_type), _weights(header)
     kinds[kinds.most_common(1)[0][0]] += (
         min(PREDICTOR_CELLS, profile.context_tokens) * profile.layers[-1].kv_bytes_per_token

@@ -1,4 +1,5 @@
-"""The question for the solver: devices, links, model, workload, wishes. Every doubt about it is settled here.
+"""The planner's question: devices, links, model, workload, wishes. Everything that may be wrong with it is checked
+here.
 
 ``Wishes`` are what the command line says; ``Question`` is what they mean. This module opens no file.
 """
@@ -21,15 +22,16 @@ from primad.planning.run_config import DEFAULT_RUN, RunConfig
 from primad.settings.quantities import parse_bytes, parse_rate, parse_seconds
 
 SOLVE_S: Final = 5.0
-"""Processor time of the solver; a plan that it cannot prove by then says how far off it may be."""
+"""CPU time of the solver; a plan that is not proven optimal by then comes with its largest possible distance from the
+optimum.
+"""
 DEFAULT_PROMPT_TOKENS: Final = 512
 DEFAULT_ANSWER_TOKENS: Final = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
-    """Throughput in bytes per second, and seconds of the round trip and that one message of twenty is late, of links in both
-    directions."""
+    """Throughput, round-trip time, and delay of one message in twenty, for links in both directions."""
 
     bytes_per_s: float
     round_trip_s: float
@@ -38,12 +40,13 @@ class LinkSpeed:
 
 DEFAULT_LINK: Final = LinkSpeed(bytes_per_s=DEFAULT_LINK_BYTES_PER_S, round_trip_s=DEFAULT_ROUND_TRIP_S)
 SAME_MACHINE: Final = LinkSpeed(bytes_per_s=2e9, round_trip_s=0.0004)
-"""Between processes on one machine, where nothing was measured: loopback and the software of a hop on either side."""
+"""Link between processes on one machine, where nothing was measured: loopback and the software of a hop on either side.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """The options besides devices and model; those about devices as given, None and empty where not given."""
+    """What was asked for besides devices and model; options per device as given, None or empty where there were none."""
 
     run: RunConfig = DEFAULT_RUN
     head: str | None = None
@@ -56,9 +59,9 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDraft:
-    """The model file ``path``, which is to draft, and the RAM that its process takes: of the head, where that has room.
+    """The draft model in file ``path``, and the RAM of its process: on the head, where that has room.
 
-    Unless it ``may_move`` no other device can have it.
+    Unless it ``may_move`` no other device can run it.
     """
 
     path: str
@@ -70,9 +73,10 @@ class PlannedDraft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedEncoder:
-    """The encoder of pictures, if the model ``sees``, and sounds: the memory of its process, always on the head.
+    """The encoder of images, if the model ``sees``, and of sound; its process takes ``memory_bytes``, always reserved
+    on the head.
 
-    A picture takes ``picture_flop`` and becomes ``encoded_bytes``; 0 where the file does not say.
+    An image takes ``picture_flop`` and becomes ``encoded_bytes``; 0 where the file does not say.
     """
 
     sees: bool
@@ -83,18 +87,18 @@ class PlannedEncoder:
 
 
 def senses(sees: bool, hears: bool) -> str:
-    """The model's senses, in words; empty for none."""
+    """Say what a model can do; empty for neither."""
     return " and ".join(word for word, can in (("sees", sees), ("hears", hears)) if can)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is to be planned. ``head`` is None if the best device is to be found.
+    """What is to be planned. ``head`` is None where the best head is to be found.
 
-    ``links`` are the known ones; all others are assumed to be ``default_link``. ``draft`` is the draft model, if there
-    is one, ``encoder`` the picture encoder. Models not known to be exact for several requests have one at a time
-    (``may_be_several``). At most ``max_ranks`` devices share each layer, cut by ``units``, where these are known, and
-    then have ``share_bytes`` of the file.
+    ``links`` are the known ones; other pairs get ``default_link``. ``draft`` is the draft model, if there is one,
+    ``encoder`` the image encoder. A model not known to be exact for concurrent requests runs one at a time
+    (``may_be_several``). At most ``max_ranks`` devices share each layer, cut by ``units`` where these are known, and
+    then hold ``share_bytes`` of the file.
     """
 
     devices: tuple[DeviceProfile, ...]
@@ -114,7 +118,7 @@ class Question:
 
     @property
     def workload(self) -> Workload:
-        """The work that is solved for first."""
+        """The workload that is solved for first."""
         return workload_of(self.run, self.model)
 
     @property
@@ -131,7 +135,7 @@ class Question:
 def ask(
     wishes: Wishes, devices: Sequence[DeviceProfile], links: Sequence[LinkProfile], model: ModelProfile
 ) -> Question:
-    """The question behind ``wishes``. Raises ``ConfigError`` naming the flag that is wrong."""
+    """Build the question from ``wishes``. Raises ``ConfigError`` naming the flag that is wrong."""
     names = unique_names(devices)
     default_link, known = _links(wishes.links, links, names)
     workload_of(wishes.run, model)
@@ -151,7 +155,7 @@ def ask(
 
 
 def with_room_for_encoder(question: Question, head: str) -> Question:
-    """``question`` for ``head``, of whose RAM the encoder of pictures has its part."""
+    """Return ``question`` for ``head``, with the image encoder's part taken from its RAM."""
     if question.encoder is None:
         return question
     return replace(
@@ -160,7 +164,7 @@ def with_room_for_encoder(question: Question, head: str) -> Question:
 
 
 def without_ram(devices: Iterable[DeviceProfile], name: str, taken_bytes: int) -> list[DeviceProfile]:
-    """``devices``, with so much less RAM on the one that is called ``name``."""
+    """Return ``devices`` with ``taken_bytes`` less RAM on the one called ``name``."""
     return [
         replace(each, ram_available_bytes=max(0, each.ram_available_bytes - taken_bytes))
         if each.device == name
@@ -170,13 +174,13 @@ def without_ram(devices: Iterable[DeviceProfile], name: str, taken_bytes: int) -
 
 
 def check(wishes: Wishes) -> None:
-    """Judge what can be judged before devices are looked for. Raises ``ConfigError``."""
+    """Check what can be checked before devices are discovered. Raises ``ConfigError``."""
     for text in wishes.links:
         _split_link(text)
 
 
 def unique_names(devices: Iterable[DeviceProfile]) -> tuple[str, ...]:
-    """Names of the devices. Raises ``ConfigError`` if there are no devices, or two have the same name."""
+    """Return the names of the devices. Raises ``ConfigError`` when there are none, or two are the same."""
     names = tuple(device.device for device in devices)
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -187,16 +191,16 @@ def unique_names(devices: Iterable[DeviceProfile]) -> tuple[str, ...]:
 
 
 def check_name(name: str, names: Sequence[str], source: str) -> str:
-    """``name`` if a device has it. Raises ``ConfigError`` naming ``source`` and the devices there are."""
+    """Return ``name`` if a device has it. Raises ``ConfigError`` naming ``source`` and the existing devices."""
     if name not in names:
         raise ConfigError(f"{source}: no device is called {name!r}; there are {', '.join(names)}")
     return name
 
 
 def workload_of(run: RunConfig, model: ModelProfile) -> Workload:
-    """The workload to plan for first: the small context, and one sequence if the user did not set their number.
+    """Return the workload to plan for first: one sequence unless more were asked for, and the small context.
 
-    Raises ``ConfigError`` if prompt and completion, or the KV cache, do not suit the model.
+    Raises ``ConfigError`` where prompt and completion, or the KV cache, do not suit the model.
     """
     check_kv_type(run.kv_type, model)
     work = default_workload(
@@ -220,8 +224,7 @@ def default_workload(
     prompt_tokens: int | None = None,
     answer_tokens: int | None = None,
 ) -> Workload:
-    """The workload of a plan: the prompt and completion lengths that were asked for, or typical ones within the
-    context.
+    """Return the workload of a plan: the prompt and completion that were asked for, or typical ones within the context.
 
     Raises ``ConfigError`` if they do not fit it.
     """
@@ -248,7 +251,7 @@ def default_workload(
 
 
 def parse_link(text: str, source: str) -> LinkSpeed:
-    """A link as in ``1Gbit/s,2ms``, or ``300Mbit/s,4ms,10ms``: rate, round trip, how late one message of twenty is.
+    """Parse a link as in ``1Gbit/s,2ms`` or ``300Mbit/s,4ms,10ms``: rate, round trip, delay of one message in twenty.
 
     The times may be left out. Raises ``ConfigError``.
     """
@@ -267,7 +270,7 @@ def both_ways(a: str, b: str, speed: LinkSpeed) -> tuple[LinkProfile, LinkProfil
 
 
 def with_links(links: Iterable[LinkProfile], chosen: Iterable[LinkProfile]) -> tuple[LinkProfile, ...]:
-    """``links``, with those of ``chosen`` replacing links between the same devices."""
+    """Return ``links``, replaced by ``chosen`` between the same devices."""
     by_pair = {(link.source, link.target): link for link in (*links, *chosen)}
     return tuple(by_pair.values())
 
@@ -275,7 +278,7 @@ def with_links(links: Iterable[LinkProfile], chosen: Iterable[LinkProfile]) -> t
 def with_default_links(
     devices: Sequence[DeviceProfile], links: Iterable[LinkProfile], default: LinkSpeed = DEFAULT_LINK
 ) -> tuple[LinkProfile, ...]:
-    """A link for every ordered pair of ``devices``: the one in ``links``, or ``default`` if none was measured."""
+    """Return a link for every ordered pair of ``devices``: from ``links``, or ``default`` where nothing was measured."""
     known = {(link.source, link.target): link for link in links}
     return tuple(
         known.get((a.device, b.device)) or _link(a.device, b.device, SAME_MACHINE if a.host == b.host else default)
@@ -297,7 +300,7 @@ def _link(source: str, target: str, speed: LinkSpeed) -> LinkProfile:
 
 
 def _split_link(text: str) -> tuple[tuple[str, str] | None, LinkSpeed]:
-    """``1Gbit/s,2ms`` for all links, ``desk:laptop=300Mbit/s,4ms`` for those between two."""
+    """Parse ``1Gbit/s,2ms`` for all links, ``desk:laptop=300Mbit/s,4ms`` for those between two devices."""
     where, equals, speed = text.rpartition("=")
     if not equals:
         return None, parse_link(text, "--link")
@@ -341,7 +344,7 @@ def _limits(wishes: Wishes, names: Sequence[str]) -> dict[str, Limits]:
 
 
 def check_kv_type(kv_type: CacheType, model: ModelProfile) -> None:
-    """Judge whether ``model`` can have such a KV cache in llama.cpp. Raises ``ConfigError``."""
+    """Check that llama.cpp supports such a KV cache for ``model``. Raises ``ConfigError``."""
     if kv_type == "f16":
         return
     if model.kv_head_width % KV_BLOCK:

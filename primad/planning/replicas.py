@@ -1,8 +1,8 @@
-"""Which device replicates the KV cache of another one while completions grow. Decides only.
+"""Choose which device replicates the KV cells of another one while responses grow. Decides only.
 
-When a device dies, another one takes over its layers and gets their KV cache from the replica. So the replica is
-another device, on another machine if there is one, over a link that carries the KV cache in addition to hidden states;
-among those, the one with most room. The head's own KV cache needs no copy: when the head dies, its requests are lost.
+When a device dies, another one takes over its layers and gets their cells from the replica. So the replica is another
+device, on another machine where there is one, over a link that can carry the cells in addition to the hidden states,
+and among those the one with the most room. The head's own cells need no replica: when it dies, its requests are lost.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from halda import CacheType, DeviceProfile, LayerProfile, ModelProfile, Plan
 from halda.cost import kv_bytes_per_token
 
 LINK_SHARE: Final = 0.2
-"""Copies take no more of a link."""
+"""Largest share of a link for replication."""
 STATES_WITHOUT_NAMES: Final = frozenset({"plamo2"})
 STATE_TOKENS: Final = (128, 512, 2048)
-"""A state is kept after this many tokens of a completion, the most that are recomputed: the fewest that links can
-carry. A state has some MB for each layer, as much as the KV cache of some hundred tokens."""
+"""Candidate distances in tokens between saved states, the most that is recomputed; the shortest that links can carry is
+used. A state has some MB for each layer, as much as the cells of some hundred tokens.
+"""
 MORE_STATES: Final = (32, 64)
-"""Fewer, where disks do not wear by them and a replica has one before three others are kept."""
+"""Shorter distances, where disks do not wear from them and a replica has received one before three more are saved."""
 MAX_WRITTEN: Final = 8e6
-"""Bytes of states in a second that a device writes for that."""
+"""Bytes of states per second that a device may write for these."""
 STATES_PER_S: Final = 3
-"""Maximum number of states kept per second for that."""
+"""Largest number of states per second for these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A device that may keep cells or has some: ``host`` is its machine, as in its profile, ``room_bytes`` its free disk.
+    """A device that has cells and may hold replicas: ``host`` is its machine, as in its profile.
 
-    A token has ``token_bytes`` of cells in its layers.
+    ``room_bytes`` is its free disk. A token has ``token_bytes`` of cells in its layers.
     """
 
     device: str
@@ -44,7 +45,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """The KV cache of ``device`` is replicated by ``replica`` at ``bytes_per_s``; None: it is not, and ``why``."""
+    """The cells of ``device`` are replicated on ``replica`` at ``bytes_per_s``; None: on no device, and ``why``."""
 
     device: str
     replica: str | None
@@ -54,7 +55,7 @@ class Kept:
 
 
 def holders(profiles: Mapping[str, DeviceProfile], bytes_of: Mapping[str, int]) -> list[Holder]:
-    """The devices of a plan by their ``profiles``; ``bytes_of`` each is what ``token_bytes`` says."""
+    """Return the devices of a plan by their ``profiles``; ``bytes_of`` has the ``token_bytes`` of each."""
     return [
         Holder(device=name, host=profile.host, room_bytes=profile.disk.free_bytes, token_bytes=bytes_of[name])
         for name, profile in profiles.items()
@@ -68,7 +69,7 @@ def token_bytes(
     links: Mapping[tuple[str, str], float],
     tokens_per_s: float,
 ) -> dict[str, int]:
-    """For each device of ``plan`` the bytes of a token in its layers: of KV cache, and its share of a state."""
+    """Bytes of a token in the layers of each device of ``plan``: its cells, and its share of a state."""
     cells, states = cell_bytes(plan, layers, kv_type), state_bytes(plan, layers)
     rows = state_tokens(plan, layers, kv_type, links, tokens_per_s)
     return {name: cells[name] + states[name] // rows for name in plan.devices}
@@ -81,8 +82,7 @@ def state_tokens(
     links: Mapping[tuple[str, str], float],
     tokens_per_s: float,
 ) -> int:
-    """After how many tokens of a completion a state is kept: the fewest with which some link of each worker can carry
-    it."""
+    """Tokens between saved states: the fewest for which each worker has a link that carries them."""
     cells, states = cell_bytes(plan, layers, kv_type), state_bytes(plan, layers)
 
     def is_carried(name: str, rows: int) -> bool:
@@ -98,7 +98,7 @@ def state_tokens(
 
 
 def cell_bytes(plan: Plan, layers: Sequence[LayerProfile], kv_type: CacheType) -> dict[str, int]:
-    """For each device of ``plan`` the KV cache bytes of a token in its layers, or its share of them."""
+    """Bytes of cells of a token in the layers of each device of ``plan``, or its share of them."""
     return {
         name: math.ceil(
             plan.heads_of(name)
@@ -113,7 +113,7 @@ def cell_bytes(plan: Plan, layers: Sequence[LayerProfile], kv_type: CacheType) -
 
 
 def state_bytes(plan: Plan, layers: Sequence[LayerProfile]) -> dict[str, int]:
-    """For each device of ``plan`` the bytes of one state of its layers, or its share of them."""
+    """Bytes of one state of the layers of each device of ``plan``, or its share of them."""
     return {
         name: math.ceil(
             plan.heads_of(name)
@@ -124,7 +124,9 @@ def state_bytes(plan: Plan, layers: Sequence[LayerProfile]) -> dict[str, int]:
 
 
 def why_not_kept(model: ModelProfile) -> str:
-    """Why the windows of ``model`` give out no KV cells, which the engine finds when it loads them; empty where they do."""
+    """Say why windows of ``model`` cannot export KV cells, as the engine finds when it loads them; empty where they
+    can.
+    """
     if model.cell_bytes:
         return "a second cache chooses the cells that its attention sees"
     if model.architecture in STATES_WITHOUT_NAMES:
@@ -143,10 +145,10 @@ def replicas(
     always: bool = False,
     why_not: str = "",
 ) -> list[Kept]:
-    """The replica of each of ``devices`` except the ``head``, at ``tokens_per_s``.
+    """Choose the replica for the cells of each of ``devices`` except the ``head``, at ``tokens_per_s``.
 
-    ``links`` are bytes/s by (source, target); an unknown one carries nothing. With ``always`` the KV cache is copied
-    however slow a link is; ``why_not`` says why none is.
+    ``links`` are bytes/s by (source, target); an unknown link carries nothing. With ``always`` cells are replicated
+    however slow a link is; ``why_not`` says why none are.
     """
     load = {each.device: 0 for each in devices}
     found = []
@@ -161,7 +163,11 @@ def replicas(
             if not why_not and (always or bytes_per_s <= LINK_SHARE * links.get((each.device, other.device), 0.0))
         ]
         if not able:
-            lacks = "no link of it carries them beside the hidden states" if others else "there is no other device"
+            lacks = (
+                "none of its links can carry them in addition to the hidden states"
+                if others
+                else "there is no other device"
+            )
             why = why_not or lacks
             found.append(Kept(device=each.device, replica=None, token_bytes=each.token_bytes, bytes_per_s=0.0, why=why))
             continue

@@ -1,4 +1,4 @@
-"""The planner's request and the result of the search: both cross to a process of its own and back."""
+"""The request to the planner, and the result of its search: both are sent to a separate process and back."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ if TYPE_CHECKING:
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):
-    """Choices of another plan: context, attention and rows of chunks in ``workload``, and which GPUs do prefill
-    offload."""
+    """What another plan settled: context, attention and chunk size in ``workload``, and the devices with prefill
+    offload.
+    """
 
     workload: Workload
     prefill_offload: frozenset[str]
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan is made from: ``devices`` as measured, ``links`` between them, and how ``model`` is to ``run``.
+    """The input of a plan: ``devices`` as measured, ``links`` between them, and how ``model`` is to ``run``.
 
     One of ``heads`` is the head (empty: the first device), devices of ``require`` have layers, and no device uses more
-    than its ``limits``. The plan that ``served`` before passes on its sequences, if they fit, and its context; with
-    ``keeps_attention`` its attention too, and with ``keeps_context`` its context does not change. A model has one
-    request at a time unless it ``may_be_several``. ``draft`` is the draft model, ``encoder`` the picture encoder; the
-    head's memory excludes their parts. Devices that are ``shared`` with other models are used where that gains
-    something. What is ``settled`` is not searched again, nor is a plan that asks less of devices: the result is only
+    than its ``limits``. The plan that was ``served`` before passes on its sequences, if they fit, and its context; with
+    ``keeps_attention`` its attention too, and with ``keeps_context`` its context stays unchanged. A model has one
+    request at a time unless it ``may_be_several``. ``draft`` is the draft model, ``encoder`` the image encoder; the
+    head's memory is given without their parts. Devices that are ``shared`` with other models are used where that gains
+    something. What is ``settled`` is not searched again, nor is a plan that asks less of devices: such a plan is only
     compared. A tensor-parallel group of the model has at most ``max_ranks`` devices, whose shares are cut by ``units``,
     where these are known.
     """
@@ -60,10 +61,10 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def workloads(self) -> list[Workload]:
-        """The workloads to solve for, in order, until there is a plan.
+        """The workloads to solve for, in order, until one has a plan.
 
-        The context and attention of what was served come first; then flash attention, which takes less memory; the
-        small context comes last, if the user did not set the context.
+        The context and attention of what was served come first; then flash attention, which takes less memory; and last
+        the small context, where none was asked for.
         """
         if self.settled is not None:
             return [self.settled.workload]
@@ -80,13 +81,13 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def may_have_small_windows(self) -> bool:
-        """Whether sliding layers may have a small cache: it rules out drafts, so the user must not have asked for them."""
+        """Whether sliding layers may have a small cache: it rules out drafts, so none must have been asked for."""
         is_kept = self.settled is not None or (self.keeps_attention and self.served is not None)
         return self.model.has_windows and self.run.speculate in ("auto", "off") and not is_kept
 
     @property
     def wanted_tokens(self) -> int:
-        """The context that a plan is to have if it costs little; 0: what its workload says."""
+        """The context that a plan should have if it costs little; 0: that of its workload."""
         is_kept = self.settled is not None or (self.served is not None and self.keeps_context)
         is_set = self.run.context_tokens is not None or is_kept
         return 0 if is_set else wanted_context(self.model)
@@ -99,7 +100,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
 class FoundPlan(msgspec.Struct, frozen=True, kw_only=True):
     """``solution`` for ``devices`` as they are in its plan, with the context of ``workload``, and why that is small.
 
-    ``why_parallel`` says why devices share layers or do not, where that was a choice.
+    ``why_parallel`` says why devices share layers or not, where that was a choice.
     """
 
     solution: Solution

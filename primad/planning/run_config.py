@@ -1,4 +1,4 @@
-"""How a model is to be run, as far as a plan depends on it: the command line makes it, planner and ring read it."""
+"""How a model is to be run, as far as a plan depends on it: built by the command line, read by planner and ring."""
 
 from __future__ import annotations
 
@@ -22,16 +22,20 @@ MAX_SEQUENCES: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """What ``primad serve`` runs and ``primad plan`` plans for; None stands for ``auto``.
+    """What ``primad serve`` runs and ``primad plan`` plans for; None means ``auto``.
 
     The plan minimises ``objective``, with every device in it if ``use_all``; ``windows`` and ``rounds`` set it by hand,
-    and ``ranks`` how many devices share each of the windows. Each of ``sequences`` concurrent requests has a KV cache
-    of ``context_tokens``, in ``kv_type``. ``batching`` says whether tokens computed together must be exact. A typical
-    request has ``prompt_tokens`` and ``answer_tokens``. ``experts`` says where the experts of layers on a GPU are.
-    ``speculate`` says where drafts come from, and ``draft_on`` is the device of a draft model; pictures are encoded on
-    ``encoder_on``, if it has room. A step has room for ``whole_rows``, the largest number of picture rows that belong
-    in one step. ``parallel``: each device has layers, or all have a share of each layer, or whichever is faster; sums
-    of shares are sent as ``wire``.
+    and ``ranks`` how many devices share each of the windows.
+
+    Each of ``sequences`` concurrent requests has a KV cache of ``context_tokens``, in ``kv_type``. ``batching`` says
+    whether batches must be exact. A typical request has ``prompt_tokens`` and ``answer_tokens``.
+
+    ``experts`` says where the experts of layers on a GPU are. ``speculate`` selects the drafts; a draft model runs on
+    ``draft_on``; images are encoded on ``encoder_on``, if it has room. A step has room for ``whole_rows``, the most
+    tokens of an image that must be in one step.
+
+    ``parallel``: each device has whole layers, or all have a share of each layer, or whichever is faster; partial sums
+    are sent as ``wire`` says.
     """
 
     objective: Objective = "balanced"
@@ -57,31 +61,33 @@ class RunConfig:
 
     @property
     def wants_all(self) -> bool:
-        """Whether every device that can take part is to have layers, or a share of them, whether that gains or not."""
+        """Whether every device that can take part must have layers or a share of them, even without a gain."""
         return self.use_all or self.parallel == "tensor"
 
     @property
     def may_share(self) -> bool:
-        """Whether devices may have shares of layers: with what is asked for, a group has to compute everything else too."""
+        """Whether devices may share layers: a group must also support everything else that is asked for."""
         by_hand = self.windows is not None and not self.shares_by_hand
         asked = by_hand or self.extra_buffers == "on" or self.speculate == "mtp"
         return self.parallel != "pipeline" and self.batching != "exact" and not asked
 
     @property
     def shares_by_hand(self) -> bool:
-        """Whether devices have shares of layers in a plan by hand."""
+        """Whether a plan by hand has devices that share layers."""
         return max(self.ranks, default=1) > 1
 
     @property
     def devices_by_hand(self) -> int:
-        """How many devices a plan by hand is for."""
+        """Number of devices in a plan by hand."""
         return sum(self.ranks) or len(self.windows or ())
 
     @property
     def may_help(self) -> bool:
-        """Whether GPUs may help with prompts: not where bits must not change, nor with copies that no GPU can read."""
+        """Whether GPUs may do prefill offload: not where results must be exact, nor with extra buffers, which no GPU
+        can read.
+        """
         return self.batching != "exact" and self.extra_buffers != "on"
 
 
 DEFAULT_RUN: Final = RunConfig()
-"""The defaults."""
+"""The run configuration without any options."""

@@ -1,6 +1,6 @@
-"""The answer of ``primad plan`` as values: what ``--json`` prints (docs/plan.md) and what table and plot show.
+"""The result of ``primad plan`` as values: printed by ``--json`` (docs/plan.md), shown by table and plot.
 
-Bytes and milliseconds, the unit last in every name. A change that takes a field away or gives it another meaning raises
+Bytes and milliseconds, the unit last in every name. A change that removes a field or changes its meaning raises
 ``SCHEMA``; new fields do not.
 """
 
@@ -18,7 +18,7 @@ SCHEMA: Final = 5
 class WindowJson(msgspec.Struct, frozen=True, kw_only=True):
     """One window, the ``index``-th of the route: layers ``first <= layer < last``, the last ``gpu_layers`` on the GPU.
 
-    For the first ``cpu_experts`` of these the processor computes the experts. ``other_gpus`` of them are on the
+    The CPU computes the experts of the first ``cpu_experts`` of the GPU layers. ``other_gpus`` of them are on the
     device's second GPU, its third, and so on.
     """
 
@@ -46,17 +46,18 @@ class GpuJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
-    """What one device has and does; milliseconds and disk bytes are those of one token in decode.
+    """What one device holds and does; milliseconds and disk bytes are per token in decode.
 
     ``ram_bytes`` and ``vram_bytes`` are weights, KV cache and buffers that the plan puts there, of ``ram_limit_bytes``
-    and ``vram_limit_bytes`` that it may fill. ``resident_bytes`` and ``streamed_bytes`` are weights of layers alone;
-    ``shard_bytes`` is what the layer cache holds. Resident and streamed layers are counted by their bytes, since the
-    same share of each layer streams; at most ``read_ahead_bytes`` of ``streamed_bytes`` are in memory.
-    ``disk_bytes_per_token`` counts everything that streams, less what fits into free compute buffers, but for layers
-    with experts at most those that a token uses. ``extra_buffers`` says in words why it has llama.cpp's repacked copies
-    of weights, or none; empty where they are not known to make anything faster. ``gpus`` has each GPU, the fastest
-    first; VRAM figures are totals. In a tensor-parallel group it has a ``share`` of the weights of its layers, and the
-    windows of the group's first device, ``leader``.
+    and ``vram_limit_bytes`` that it may fill. ``resident_bytes`` and ``streamed_bytes`` are weights of layers only;
+    ``shard_bytes`` is what the layer cache holds. The same share of each layer streams, so resident and streamed layers
+    are counted in whole-layer equivalents. At most ``read_ahead_bytes`` of ``streamed_bytes`` are in memory.
+
+    ``disk_bytes_per_token`` counts everything that streams, less what reused compute buffers hold, but for layers with
+    experts at most the experts that a token uses. ``extra_buffers`` says in words why it has llama.cpp's repacked
+    copies of weights or none; empty where they are not known to make anything faster. ``gpus`` has each GPU, the
+    fastest first; figures of VRAM are totals. In a tensor-parallel group it has a ``share`` of the weights of its
+    layers, and the windows of the group's first device, ``leader``.
     """
 
     name: str
@@ -88,11 +89,11 @@ class DeviceJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """The forecast. ``tokens_per_s`` counts all sequences, ``exchange_ms`` a whole typical request.
+    """The predicted times. ``tokens_per_s`` counts all sequences, ``exchange_ms`` a whole typical request.
 
     ``compute_ms``, ``hop_ms`` and ``stall_ms`` add up to ``tpot_ms``; ``disk_ms`` is what the slowest disk needs for a
-    token, in parallel except for experts, which are read when they are selected. ``disk_bytes_per_token`` is what all
-    disks read for it.
+    token, in parallel except for experts, which are read when they are picked. ``disk_bytes_per_token`` is what all
+    disks read for a token.
     """
 
     tpot_ms: float
@@ -108,11 +109,12 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadJson(msgspec.Struct, frozen=True, kw_only=True):
-    """The forecast for ``sequences`` concurrent requests, as with ``primad serve --sequences``.
+    """The prediction for ``sequences`` concurrent requests, as with ``primad serve --sequences``.
 
-    All together generate ``tokens_per_s``; each waits ``tbt_ms`` between two tokens, and a typical request that arrives
-    meanwhile has a TTFT of ``ttft_ms``. A step computes next tokens of ``rows`` of them, and ``machines`` such steps
-    are in the ring. If ``is_exact``, each completion is what it would be alone.
+    All together generate ``tokens_per_s``; each waits ``tbt_ms`` between two tokens, and ``ttft_ms`` for the first
+    token of a typical request that arrives while the others decode. A step computes the next tokens of ``rows``
+    requests, and ``machines`` such steps are in the ring. If ``is_exact``, each response is the same as when it runs
+    alone.
     """
 
     sequences: int
@@ -125,9 +127,10 @@ class LoadJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptJson(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cache of ``device``, ``bytes_per_token``, is replicated by ``replica`` while completions are generated.
+    """The KV cells of ``device``, ``bytes_per_token`` of a response, are replicated on ``replica`` while it is
+    generated.
 
-    That takes ``bytes_per_s`` of the link. If ``replica`` is null it is not replicated, and ``why``.
+    They take ``bytes_per_s`` of the link. Where ``replica`` is null they are not replicated, and ``why``.
     """
 
     device: str
@@ -138,7 +141,7 @@ class KeptJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GainJson(msgspec.Struct, frozen=True, kw_only=True):
-    """With an acceptance rate of ``share``, a request has ``times`` as many tokens per second."""
+    """If the ``share`` of drafts is accepted, the throughput is multiplied by ``times``."""
 
     share: float
     times: float
@@ -146,10 +149,10 @@ class GainJson(msgspec.Struct, frozen=True, kw_only=True):
 
 class DraftJson(msgspec.Struct, frozen=True, kw_only=True):
     """The draft model, on ``device`` (empty: none has room): it takes ``memory_bytes`` of RAM, which the plan leaves
-    free on the head if the head has as much, and ``token_ms`` for a draft.
+    free on the head if that has as much, and ``token_ms`` per draft.
 
-    ``kind``: ``ahead`` of the next token there are ``rows`` rows in the ring at once, ``together`` a step has at most
-    that many, ``none``: there are no drafts, and ``why``. ``gains`` is empty for none.
+    ``kind``: ``ahead``: ``rows`` tokens ahead of the next one are in the ring concurrently; ``together``: a step has at
+    most ``rows`` tokens; ``none``: nothing is drafted, and ``why``. ``gains`` is then empty.
     """
 
     name: str
@@ -165,7 +168,7 @@ class DraftJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShortJson(msgspec.Struct, frozen=True, kw_only=True):
-    """A limit that a plan breaks: ``what`` is RAM, VRAM or disk."""
+    """A limit that a plan exceeds: ``what`` is RAM, VRAM or disk."""
 
     what: str
     where: str
@@ -175,9 +178,9 @@ class ShortJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RingJson(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan and what it costs; ``short`` is empty for a plan that fits.
+    """A plan and its costs; ``short`` is empty for a plan that fits.
 
-    Prompts are computed ``chunk_rows`` rows at a time. ``one_disk`` has the devices of each disk that several share.
+    Prompts are computed ``chunk_rows`` tokens at a time. ``one_disk`` has the devices of each disk that several share.
     """
 
     head: str
@@ -191,9 +194,9 @@ class RingJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOutJson(msgspec.Struct, frozen=True, kw_only=True):
-    """A device that gets nothing. ``slower_ms`` is what a token would take longer with it (negative: less); null: unknown.
+    """A device without layers. ``slower_ms`` is the additional time per token with it (negative: less); null: unknown.
 
-    ``objective_ms`` is the same for what the plan was made to keep small.
+    ``objective_ms`` is the same for the plan's objective.
     """
 
     name: str
@@ -203,7 +206,7 @@ class LeftOutJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SingleDeviceJson(msgspec.Struct, frozen=True, kw_only=True):
-    """One device without the others: ``predicted``, or why it cannot."""
+    """One device without the others: ``predicted``, or the ``reason`` why it cannot."""
 
     name: str
     predicted: Predicted | None
@@ -211,17 +214,18 @@ class SingleDeviceJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GivenUpJson(msgspec.Struct, frozen=True, kw_only=True):
-    """``what`` a quicker plan would have asked of devices; without it the objective is ``objective_ms`` longer."""
+    """``what`` a faster plan would have asked of devices; without it the objective is ``objective_ms`` longer."""
 
     what: str
     objective_ms: float
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
-    """How good the plan is known to be: what it makes small, its value, and a value that no plan can beat.
+    """How close to optimal the plan is known to be: the objective, its value, and a lower bound of that.
 
-    The plan may be ``given_up_ms`` slower than the quickest one found, as it fills the ring or asks less of devices. ``gap``
-    is the share that could at most be missing of that one, 0 when ``proven``. It and the bound are null for a plan by hand.
+    The plan may be ``given_up_ms`` slower than the fastest one found, because it fills the ring or asks less of
+    devices. ``gap`` is the largest possible share by which that one misses the optimum, 0 when ``proven``. It and the
+    bound are null for a plan by hand.
     """
 
     objective: str
@@ -233,7 +237,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
-    """The ``changes`` that were asked for and the plan ``before`` them, of so much context, or why there was none."""
+    """The requested ``changes`` and the plan ``before`` them, with its context, or why there was none."""
 
     changes: list[str]
     before: RingJson | None
@@ -242,9 +246,10 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelJson(msgspec.Struct, frozen=True, kw_only=True):
-    """The model. If it ``sees`` or ``hears``, its encoder takes ``encoder_bytes`` of the head's RAM; it runs on
-    ``encoder_device``, on its ``encoder_gpu`` if that is named, and a picture takes about ``picture_ms``, if that is
-    known.
+    """The model. If it ``sees`` or ``hears``, its encoder takes ``encoder_bytes`` of the head's RAM.
+
+    The encoder runs on ``encoder_device``, on its ``encoder_gpu`` if that is named; an image takes about
+    ``picture_ms``, if known.
     """
 
     name: str
@@ -260,12 +265,12 @@ class ModelJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkloadJson(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plan is for; ``kv_type`` is the type of the KV cache's values.
+    """The workload of the plan; ``kv_type`` is the type of values in the KV cache.
 
-    ``why_context`` says why the context is not larger where the user did not set it, and ``too_small_for`` which
-    clients' first request does not fit into it; ``why_sequences`` why there are no more, where the user did not set
-    them; else they are empty. Attention is ``flash`` attention or not; with ``small_windows`` layers with a sliding
-    window have a KV cache little larger than that window, and there are no drafts.
+    ``why_context`` says why the context is not larger where it was not asked for, ``too_small_for`` which clients'
+    first request does not fit into it, ``why_sequences`` why there are not more where their number was not asked for;
+    else they are empty. Attention is ``flash`` attention or not; with ``small_windows`` layers with a sliding window
+    have few more cells than the window, and there are no drafts.
     """
 
     context_tokens: int
@@ -281,13 +286,13 @@ class WorkloadJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(RingJson, frozen=True, kw_only=True):
-    """The whole explanation; ``schema`` is ``SCHEMA``, ``primad`` the version that made it.
+    """The whole result; ``schema`` is ``SCHEMA``, ``primad`` the version that made it.
 
-    ``load`` is there for several sequences. ``checked`` says whether windows of the model were found to be exact; null
-    for a shape, and where one device has it whole. ``draft`` is the draft model, null without one. ``tail`` says what
-    the minimum number of layers in the last window costs, null if nothing. ``given_up`` says what a faster plan would
-    ask of devices; it gives up at most 5 % of the objective. ``parallel`` says why devices share layers or not, empty
-    if that was not asked for.
+    ``load`` is present for several sequences. ``checked`` says whether windows of the model were found to be exact;
+    null for a shape, and where one device has it whole. ``draft`` is the draft model, null without one. ``tail`` says
+    what the minimum number of layers in the last window costs, null where it costs nothing. ``given_up`` has what a
+    faster plan would ask of devices, at most 5 % of the objective. ``parallel`` says why devices share layers or not,
+    empty where that was not asked for.
     """
 
     schema: int
@@ -308,6 +313,6 @@ class Explanation(RingJson, frozen=True, kw_only=True):
 
 
 def encode(answer: Explanation) -> bytes:
-    """``answer`` as ``--json`` prints it, the version of the schema first."""
+    """Return ``answer`` as ``--json`` prints it, the version of the schema first."""
     content = with_old_keys(msgspec.to_builtins(answer))
     return msgspec.json.format(msgspec.json.encode({"schema": answer.schema, **content}), indent=2) + b"\n"

@@ -1,7 +1,7 @@
-"""The search for plans in which devices share layers, and the choice between them and layers of their own. Pure.
+"""Search for plans in which devices share layers, and choose between these and whole layers per device. Pure.
 
-``groups.py`` has the candidates. Where a context or an attention has to be found too, the groups of the first solution
-stay.
+``groups.py`` generates the candidates. Where a context or an attention kernel has to be found too, the groups of the
+first solution stay.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ from primad.planning.request import FoundPlan, PlanRequest
 from primad.settings.quantities import show_ms
 
 MIN_GAIN: Final = 0.05
-"""A group depends on each link in each layer: it is taken where it gains so much."""
+"""Gain that a group must give: it depends on each link in each layer."""
 MAX_HEADS: Final = 3
-"""Where any device may be head, this many different ones are tried."""
+"""Number of unlike heads that are tried, where any device may be head."""
 RINGS_SHARE: Final = 0.2
-"""Share of the time for a plan that is spent on all rings with groups, or on one of them that is planned again."""
+"""Share of the planning time for all rings with groups, or for one of them that is planned again."""
 
 _Best = Callable[[Instance], Solution | None]
 
 
 def search_shared(request: PlanRequest) -> FoundPlan:
-    """The group of all devices, as ``--parallel tensor`` asks, or, where they have no memory for it, the best of that group
-    with streaming and rings with groups. Raises ``Infeasible``."""
+    """Return the group of all devices, as ``--parallel tensor`` asks.
+
+    Where they have no memory for it, return the best of that group with streaming and rings with groups. Raises
+    ``Infeasible``.
+    """
 
     def together(question: Instance, *, streams: bool = False) -> Solution:
         plan = all_in_one(question, request.max_ranks, request.units, streams=streams)
@@ -63,7 +66,9 @@ def search_shared(request: PlanRequest) -> FoundPlan:
 
 
 def search_best_shared(request: PlanRequest, below_s: float = math.inf) -> FoundPlan | None:
-    """The best plan with groups; None where no devices can be one, or memory is short. Others take ``below_s`` a token."""
+    """Return the best plan with groups; None where no devices can form one, or memory is short. Other plans take
+    ``below_s`` a token.
+    """
 
     def best(question: Instance) -> Solution | None:
         whole = best_whole(question, _wishes(request, below_s))
@@ -88,8 +93,10 @@ def _wishes(request: PlanRequest, below_s: float) -> GroupWishes:
 
 
 def _search(request: PlanRequest, best: _Best) -> FoundPlan:
-    """The result of ``best`` for the first workload that has a plan. Weights in extra buffers are not part of a file's
-    share, so there are none. Raises ``Infeasible``."""
+    """Return the solution of ``best`` for the first workload that has a plan.
+
+    Extra buffers cannot hold a share of a file, so there are none. Raises ``Infeasible``.
+    """
     devices, works = [device.without_extra_buffers() for device in request.devices], request.workloads
     asked, chosen = structs.replace(request, devices=devices), list[Plan]()
 
@@ -123,7 +130,7 @@ def _heads(request: PlanRequest, work: Workload) -> list[str]:
 
 
 def _again(request: PlanRequest, question: Instance, before: Plan) -> Solution:
-    """The plan with the groups of ``before`` for another workload. Raises ``Infeasible``."""
+    """Return the plan with the groups of ``before`` for another workload. Raises ``Infeasible``."""
     objective = request.run.objective
     if len(before.route) == 1:
         names = [rank.device for rank in before.groups[0]]
@@ -136,8 +143,10 @@ def _again(request: PlanRequest, question: Instance, before: Plan) -> Solution:
 
 
 def quicker_of(found: FoundPlan, shared: FoundPlan) -> FoundPlan:
-    """``shared`` if it gains enough over ``found``: with a smaller context, if the larger one costs too much by the
-    rule for default contexts; either says why."""
+    """Return ``shared`` where it gains enough over ``found``, else ``found``; the result says why.
+
+    ``shared`` may have a smaller context, where the rule for the default context finds the larger one too expensive.
+    """
     wide_tokens = found.workload.context_tokens
     is_wide = shared.workload.context_tokens >= wide_tokens
     against = "" if is_wide else obstacle(found.solution, shared.solution)

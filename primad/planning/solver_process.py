@@ -1,7 +1,9 @@
-"""Solve in a process of its own: a plan takes seconds of processor time, in which this daemon must answer pings and Ctrl-C.
+"""Run the solver in a separate process: a plan takes seconds of CPU time, during which the daemon must answer pings and
+Ctrl-C.
 
-A thread would not do: nothing can end it, so the daemon would wait for it before it stops. The child reads one question from
-standard input and answers on standard output. It has a session of its own: Ctrl-C in a terminal is its parent's business.
+A thread would not do: nothing can end it, so the daemon would wait for it before it stops. The child reads one question
+from standard input and answers on standard output. It has a session of its own: Ctrl-C in a terminal is handled by its
+parent.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from primad.system.tasks import to_its_end
 
 MIN_NICE: Final = 19
 GRACE_S: Final = 60.0
-"""The solver keeps to its time limit, which is of the processor; this much later it hangs."""
+"""The solver keeps to its limit of CPU time; this much later it is considered to hang."""
 BACKGROUND_TIMES: Final = 10
-"""How many times as long the search may take where all other work has priority."""
+"""Factor on the timeout where all other work goes first."""
 
 
 class _Found(msgspec.Struct, frozen=True, tag="solved"):
@@ -42,9 +44,10 @@ class _Unsolvable(msgspec.Struct, frozen=True, tag="infeasible"):
 
 
 async def solve_in_process(request: PlanRequest, *, background: bool = False, grace_s: float = GRACE_S) -> FoundPlan:
-    """The answer of ``search``; in the ``background`` all other work goes first. The process has ended with this task.
+    """Return the result of ``search``; in the ``background`` all other work goes first. The process has ended with this
+    task.
 
-    Raises ``Infeasible`` and ``CutOff`` as that does, ``PlanError`` when the child fails.
+    Raises ``Infeasible`` and ``CutOff`` as ``search`` does, ``PlanError`` when the child fails.
     """
     stop = StopFlag(subprocess.Popen.kill)
     return await to_its_end(asyncio.to_thread(_ask, request, stop, background, grace_s), stop.set)

@@ -1,4 +1,4 @@
-"""Sources of a question's devices and models: files, data that comes with primad, and the header of a GGUF."""
+"""Read the devices and models of a question: from files, built-in shapes and fleets, and the header of a GGUF."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from primad.profiler.store import load_profiles
 
 
 def read_model(path: Path | None, shape_name: str | None) -> ModelProfile:
-    """The model in a file, of which the header is enough, or a built-in shape. Raises ``ConfigError``, ``ModelError``."""
+    """Read the model of a file, of which the header is enough, or of a built-in shape. Raises ``ConfigError``,
+    ``ModelError``.
+    """
     if path is not None and shape_name is not None:
         raise ConfigError("--model and --model-shape: give one of them; both name the model")
     if path is not None:
@@ -29,7 +31,7 @@ def read_model(path: Path | None, shape_name: str | None) -> ModelProfile:
 
 
 def read_devices(paths: Sequence[Path], fleet: str | None) -> tuple[tuple[DeviceProfile, ...], tuple[LinkProfile, ...]]:
-    """The devices of profile files or folders and of a fleet, and the links that the fleet knows. Raises ``ConfigError``."""
+    """Read the devices of profile files or folders and of a fleet, with the fleet's links. Raises ``ConfigError``."""
     model = next((path for path in paths if path.suffix == ".gguf"), None)
     if model is not None:
         raise ConfigError(f"{model}: is a model, not the profile of a device; give it with --model")

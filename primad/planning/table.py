@@ -1,6 +1,6 @@
-"""An explanation for people: a table of devices, the forecast in a few lines, and a picture (``primad[plot]``).
+"""Show an explanation to people: a table of devices, a few lines of predictions, and a picture.
 
-The picture shows what takes the time of a token and what fills the memory. Needs matplotlib (``primad[plot]``).
+The picture shows what takes the time of a token and what fills the memory. It needs matplotlib (``primad[plot]``).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from primad.planning.schema import (
 from primad.settings.quantities import show_bytes, show_count, show_gpu, show_ms, show_rate, show_speed
 
 _PLAIN_WIDTH: Final = 160
-"""Columns where no terminal says how many there are."""
+"""Width used where there is no terminal."""
 _WIDE: Final = 130
-"""Columns that the whole table of devices takes; on fewer it comes in two."""
+"""Width of the whole table of devices; on narrower terminals it is split in two."""
 _WHERE: Final = ("windows", "GPU", "resident", "streamed", "ahead", "RAM", "VRAM")
 _WHEN: Final = ("disk", "compute", "hops", "stall")
 _STREAMING: Final = ("ahead", "disk", "stall")
-"""Columns that say nothing where no layer streams."""
+"""Columns that are empty where no layer streams."""
 _UNDER: Final = {
     **dict.fromkeys(("windows", "GPU", "resident", "streamed"), "layers"),
     **dict.fromkeys(_WHEN, "per token"),
@@ -68,13 +68,13 @@ def show(answer: Explanation, console: Console) -> None:
 
 
 def widen(console: Console) -> None:
-    """Give ``console`` the width of a table where no terminal says how wide it is."""
+    """Give ``console`` the width of a table where there is no terminal."""
     if not console.is_terminal:
         console.width = max(console.width, _PLAIN_WIDTH)
 
 
 def render(answer: Explanation, width: int) -> RenderableType:
-    """``answer`` as rich shows it on ``width`` columns."""
+    """Render ``answer`` for rich on ``width`` columns."""
     parts: list[RenderableType] = [Text(_title(answer), style="bold")]
     parts += [_devices(answer, names) for names in ((_WHERE, _WHEN) if width < _WIDE else ((*_WHERE, *_WHEN),))]
     if answer.what_if is not None:
@@ -214,7 +214,7 @@ def _facts(answer: Explanation) -> Table:
 
 
 def _encoding(model: ModelJson) -> str:
-    """Where a picture is encoded, and how long that takes."""
+    """Where an image is encoded, and how long that takes."""
     if model.picture_ms is None:
         return ""
     where = f"{model.encoder_device} ({model.encoder_gpu})" if model.encoder_gpu else model.encoder_device
@@ -222,7 +222,7 @@ def _encoding(model: ModelJson) -> str:
 
 
 def _gpu(gpu: GpuJson) -> str:
-    """What the plan puts on one of several GPUs of a device."""
+    """What one of several GPUs of a device holds."""
     layers = show_count(gpu.layers, "layer")
     takes = f"{show_bytes(gpu.vram_bytes)} of {show_bytes(gpu.vram_limit_bytes)}" if gpu.vram_bytes else "nothing"
     return f"{layers} on {show_gpu(gpu.name, gpu.id)}, {takes}"
@@ -248,7 +248,7 @@ def _kept(kept: KeptJson) -> str:
 
 
 def _draft(draft: DraftJson, devices: Sequence[DeviceJson]) -> str:
-    """What the draft model takes of one of ``devices``, how its drafts are computed, and their gain."""
+    """What the draft model takes of one of ``devices``, how its drafts are computed, and what they gain."""
     if not draft.device:
         return f"{draft.name} drafts nothing: {draft.why}"
     leader = next((each.leader for each in devices if each.name == draft.device), "")
@@ -265,7 +265,7 @@ def _draft(draft: DraftJson, devices: Sequence[DeviceJson]) -> str:
 
 
 def _reading(answer: Explanation) -> str:
-    """The streamed bytes, the bytes read for a token, and how long a token waits for them."""
+    """How much streams, what is read per token, and how long a token waits for it."""
     found, layers = answer.predicted, sum(device.streamed_layers for device in answer.devices)
     waits = f"of which it waits {show_ms(found.stall_ms)}" if found.stall_ms else "while others compute"
     return (
@@ -298,7 +298,7 @@ def _proof(proof: Proof) -> str:
 
 
 def _given_up(answer: Explanation) -> str:
-    """By what the plan is slower than the quickest one found, and what it does without for that; empty where by nothing."""
+    """By how much the plan is slower than the fastest one found, and what it avoids for that; empty for no difference."""
     proof = answer.proof
     if not proof.objective_ms or proof.given_up_ms < _NOTHING * proof.objective_ms:
         return ""
@@ -354,13 +354,13 @@ def _memory(before: Sequence[DeviceJson], after: Sequence[DeviceJson]) -> list[t
 
 
 def _runs(counts: Iterable[int]) -> str:
-    """``12 x 3, 2``: equal neighbours together."""
+    """Format counts as in ``12 x 3, 2``, with equal neighbours merged."""
     runs = [(count, len(list(run))) for count, run in groupby(counts)]
     return ", ".join(str(count) if times == 1 else f"{count} x {times}" for count, times in runs)
 
 
 def check_plot(path: Path) -> None:
-    """Raises ``ConfigError`` when no picture can be written to ``path``, before anything is computed."""
+    """Raise ``ConfigError`` when no picture can be written to ``path``, before anything is computed."""
     if path.suffix.lower() not in PLOT_SUFFIXES:
         raise ConfigError(f"--plot {path}: end the name in {', '.join(PLOT_SUFFIXES[:-1])} or {PLOT_SUFFIXES[-1]}")
     if not path.absolute().parent.is_dir():
@@ -392,7 +392,7 @@ def _figure_class() -> Any:
 
 
 def _time_bars(axes: Any, answer: Explanation) -> None:
-    """One bar a device: a token is computed by one after another, so all the bars together are its time."""
+    """Draw one bar per device: devices compute a token one after another, so the bars add up to its time."""
     rows = range(len(answer.devices))
     begins = [0.0 for _ in rows]
     for field, word, colour in _BARS:

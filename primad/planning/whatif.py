@@ -1,9 +1,9 @@
-"""``--what-if``: another question, a change away from the first.
+"""``--what-if``: the same question with one change.
 
 add=FILE               a device (or several) from a profile file
-drop=NAME              without a device
+drop=NAME              leave out a device
 ram:NAME=16GiB         the memory that is free on a device
-vram:NAME=12GiB        that of its GPU
+vram:NAME=12GiB        the memory that is free on its GPU
 disk:NAME=3GB/s        the rate at which layers stream from its disk; its other rates change in proportion
 link=1Gbit/s,2ms       all links
 link:A:B=300Mbit/s     the links between two devices
@@ -21,13 +21,13 @@ from primad.planning.question import Question, both_ways, check_name, parse_link
 from primad.settings.quantities import parse_bytes, parse_rate
 
 ReadDevices = Callable[[Path], Sequence[DeviceProfile]]
-"""Gives the devices of a file."""
+"""Reads the devices of a file."""
 
 _FORMS = "add=FILE, drop=NAME, ram:NAME=16GiB, vram:NAME=12GiB, disk:NAME=3GB/s, link=1Gbit/s,2ms or link:A:B=300Mbit/s"
 
 
 def change(question: Question, changes: Iterable[str], read: ReadDevices) -> Question:
-    """``question`` after ``changes`` in order. Raises ``ConfigError`` naming the change that cannot be."""
+    """Return ``question`` after ``changes`` in order. Raises ``ConfigError`` naming an invalid change."""
     for text in changes:
         question = _change(question, text, read)
     return question
@@ -84,7 +84,7 @@ def _ram(device: DeviceProfile, value: str, source: str) -> DeviceProfile:
     changed = replace(device, ram_available_bytes=size, ram_total_bytes=max(size, device.ram_total_bytes))
     gpus = []
     for gpu in device.gpus:
-        # A GPU may use as much more or less of the memory as there is more or less of it.
+        # With unified memory, the GPU's usable memory changes in proportion.
         share = gpu.vram_available_bytes / max(1, device.ram_available_bytes)
         available = min(size, round(share * size)) if gpu.unified_memory else gpu.vram_available_bytes
         total = max(available, gpu.vram_total_bytes)
@@ -96,7 +96,7 @@ def _vram(device: DeviceProfile, value: str, source: str) -> DeviceProfile:
     size = parse_bytes(value, source)
     if device.gpu is None:
         raise ConfigError(f"{source}: {device.device} has no GPU")
-    # With several GPUs each has its share of it.
+    # Each of several GPUs gets its share of the size.
     before = sum(gpu.vram_available_bytes for gpu in device.gpus)
     shares = [gpu.vram_available_bytes / before if before else 1 / len(device.gpus) for gpu in device.gpus]
     gpus = [

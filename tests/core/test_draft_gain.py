@@ -168,7 +168,7 @@ def test_a_plan_whose_head_has_no_room_places_the_model_elsewhere_or_says_what_i
         show(answer, Console(width=300, file=shown))
         printed.append(shown.getvalue())
     assert (
-        "toy drafts nothing: no device has 5.00 GB of memory for it beside its layers; choose a smaller" in printed[0]
+        "toy drafts nothing: no device has 5.00 GB of memory for it besides its layers; choose a smaller" in printed[0]
     )
     assert "toy takes 5.00 GB of box and" in printed[1]
 

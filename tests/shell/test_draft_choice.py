@@ -114,7 +114,7 @@ def test_more_answers_at_once_than_llama_cpp_has_room_for_are_refused(served):
     check_sequences(RunConfig(sequences=None), profile)
     check_sequences(RunConfig(sequences=8), profile)
     check_sequences(RunConfig(sequences=9), model_profile(served))
-    with pytest.raises(ConfigError, match=r"^--sequences 9: of a model of 'minimax-m3' llama.cpp computes at most 8"):
+    with pytest.raises(ConfigError, match=r"^--sequences 9: for 'minimax-m3' llama.cpp computes at most 8"):
         check_sequences(RunConfig(sequences=9), profile)
 
 
@@ -140,8 +140,8 @@ def test_auto_takes_the_model_of_the_family_with_most_nearly_a_tenth_of_the_weig
     found = choose_draft(header, paths, context=100, free_bytes=1 << 40)
     assert found.path == tmp_path / "right.gguf"
     assert "it has the tokens of served.gguf and 0." in found.why
-    assert found.why.endswith("; of 2 that could it is the one with most nearly a tenth")
-    assert str(choose_draft(header, [served], context=100, free_bytes=None)).startswith("nothing drafts: none of the")
+    assert found.why.endswith("; of 2 candidates its size is nearest to a tenth")
+    assert str(choose_draft(header, [served], context=100, free_bytes=None)).startswith("no draft model: none of the")
     small = choose_draft(header, paths, context=100, free_bytes=1000)
     assert (small.path, small.why) == (
         None,
