@@ -1,36 +1,36 @@
-"""The errors that primad raises for what is wrong outside its own code, in one tree. A room may have errors below these.
+"""The tree of errors that primad raises for problems outside its own code. A room may derive its own from these.
 
     PrimadError
     ├── ModelError        the model file: missing, cut, not a GGUF, an architecture that cannot be cut
     ├── ConfigError       a flag, an environment variable or a line of the configuration file
-    │   └── NotNowError   one that may be right a little later: a hub out of reach, a folder in use
-    ├── PlanError         no plan: too few devices, windows that do not fit the model, a memory that is short
+    │   └── NotNowError   a value that may work a little later: a hub out of reach, a folder in use
+    ├── PlanError         no plan: too few devices, windows that do not fit the model, too little memory
     ├── ClusterError      a device: not found, busy, another version, lost while loading
     │   └── DiskError     this device's disk: full, over its limit, refusing to read or write layers
-    ├── ProtocolError     bytes from a peer that are not a message of ours
+    ├── ProtocolError     bytes from a peer that are not a valid message
     ├── EngineError       llama.cpp refused or failed
     │   ├── WeightsError  weights that are in use: their file is cut short, cannot be read or was written to
     │   ├── NotFiniteError  a window gave NaN or infinity
-    │   └── GrammarError  a grammar that cannot be followed any further; one answer ends, the window goes on
+    │   └── GrammarError  a grammar that cannot be followed any further; one request ends, the window continues
     ├── RingError         the ring broke while serving: a device, a deadline, a process
-    │   ├── NextDeviceError  the device behind this one cannot be reached, or takes no steps
-    │   ├── SenderError      the device before this one sent what is no step, or not all steps
-    │   ├── AlteredStepError a step came back otherwise than it left
+    │   ├── NextDeviceError  the device after this one cannot be reached, or takes no steps
+    │   ├── SenderError      the device before this one sent something that is not a step, or not all steps
+    │   ├── AlteredStepError a step came back altered
     │   ├── LateStepError    a step did not come back in time
     │   ├── RankError        a device of a tensor-parallel group is late, gone, or sends something else
-    │   └── LoadAgainError   a device has other room than it loaded for; no device is at fault
+    │   └── LoadAgainError   a device has a different amount of memory than it loaded for; no device is at fault
     └── RequestError      an HTTP request that cannot be served as asked (carries status, code, parameter)
         └── PromptTooLongError  the prompt does not fit the context (carries both sizes)
 
-The text of each is one line that names the thing, says what is wrong with it and what to do. Foreign exceptions are
-translated once, at the border, with ``raise ... from exc``. ``assert`` is for our own mistakes.
+The text of each is one line that names the subject, says what is wrong with it and what to do. Foreign exceptions are
+translated once, at the border, with ``raise ... from exc``. ``assert`` is for mistakes in primad's own code.
 """
 
 from __future__ import annotations
 
 
 def printable(text: object, maximum: int = 300) -> str:
-    """A foreign text as part of one line: what a terminal could obey is escaped, ``maximum`` characters are kept."""
+    """Return a foreign text as part of one line: control characters are escaped, ``maximum`` characters are kept."""
     kept = "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text)[:maximum])
     return kept if len(str(text)) <= maximum else kept + "..."
 
@@ -40,7 +40,7 @@ class PrimadError(Exception):
 
 
 class Stopped(Exception):  # noqa: N818
-    """The owner ended the daemon (Ctrl-C or a termination signal); no error, so not in the tree."""
+    """The owner ended the daemon (Ctrl-C or a termination signal); not an error, so not in the tree."""
 
 
 class ModelError(PrimadError):
@@ -52,11 +52,11 @@ class ConfigError(PrimadError):
 
 
 class NotNowError(ConfigError):
-    """A value that cannot be used now, and may be a little later without anybody's doing: starting again is worth a try."""
+    """A value that cannot be used now but may become usable on its own a little later: starting again is worth a try."""
 
 
 class PlanError(PrimadError):
-    """No plan fits what was asked."""
+    """No plan fits the request."""
 
 
 class ClusterError(PrimadError):
@@ -64,11 +64,11 @@ class ClusterError(PrimadError):
 
 
 class DiskError(ClusterError):
-    """This device's disk cannot take or give the layers it should: full, over the owner's limit, or failing."""
+    """This device's disk cannot store or deliver layers: full, over the owner's limit, or failing."""
 
 
 class ProtocolError(PrimadError):
-    """Bytes from a peer that are not a valid message; the message is refused, the process lives on."""
+    """Bytes from a peer that are not a valid message; the message is refused, the process continues."""
 
 
 class EngineError(PrimadError):
@@ -76,9 +76,9 @@ class EngineError(PrimadError):
 
 
 class WeightsError(EngineError):
-    """The weights in ``file`` cannot be read, or are not what they were when they were loaded; None: it is not known which.
+    """The weights in ``file`` cannot be read, or have changed since they were loaded; None: the file is not known.
 
-    Whoever catches it must not believe that file, nor any where it is not known, before it was read again from the disk.
+    A handler must not trust that file, or any file if it is not known, until it has been read again from the disk.
     """
 
     def __init__(self, message: str, file: str | None) -> None:
@@ -87,11 +87,11 @@ class WeightsError(EngineError):
 
 
 class NotFiniteError(EngineError):
-    """A window gave NaN or infinity: the model file or this device is at fault, since what it was given was finite."""
+    """A window produced NaN or infinity: the model file or this device is at fault, since its input was finite."""
 
 
 class GrammarError(EngineError):
-    """An answer's grammar is wrong, or too much work; the answer ends with it, and nothing else does."""
+    """A request's grammar is wrong or too expensive; only that request ends."""
 
 
 class RingError(PrimadError):
@@ -99,15 +99,15 @@ class RingError(PrimadError):
 
 
 class NextDeviceError(RingError):
-    """The device behind this one in the ring cannot be reached, or takes no steps."""
+    """The device after this one in the ring cannot be reached, or takes no steps."""
 
 
 class SenderError(RingError):
-    """The device before this one in the ring sent what is no step, skipped one, or sent NaN or infinity."""
+    """The device before this one in the ring sent something that is not a step, skipped one, or sent NaN or infinity."""
 
 
 class AlteredStepError(RingError):
-    """A step came back to the head otherwise than it left, or spoilt; every device of the ring may have done it."""
+    """A step came back to the head altered or corrupted; any device of the ring may have done it."""
 
 
 class LateStepError(RingError):
@@ -123,14 +123,15 @@ class RankError(RingError):
 
 
 class LoadAgainError(RingError):
-    """A device has other room than it loaded its layers for, and loads them again; neither it nor another is at fault."""
+    """A device has a different amount of memory than it loaded its layers for, and loads them again; no device is at
+    fault."""
 
 
 class RequestError(PrimadError):
     """An HTTP request that cannot be served as asked.
 
     ``status`` is the HTTP status, ``code`` and ``param`` go into the OpenAI-shaped error object. ``of_model``: another
-    model may take the request. It may succeed after ``retry_s``, if that is known.
+    model may accept the request. It may succeed after ``retry_s``, if that is known.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class RequestError(PrimadError):
 
 
 class PromptTooLongError(RequestError):
-    """A prompt of (at least) ``prompt_tokens`` leaves no room for an answer in a context of ``context_tokens``.
+    """A prompt of (at least) ``prompt_tokens`` leaves no room for a completion in a context of ``context_tokens``.
 
     Clients look for "exceeds the available context size", and shorten their history.
     """

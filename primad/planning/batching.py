@@ -119,8 +119,7 @@ def piece_rows(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfil
 
 def _known(plan: Plan, profiles: Iterable[DeviceProfile], model: ModelProfile) -> list[TypeRows]:
     """Return what is known of each type of ``model`` on each device; what was not compared is exact for single tokens
-    only.
-    """
+    only."""
     state = _state_of(model)
     is_compared = not (model.experts or plan.uses_gpu or (model.is_recurrent and state is None))
     types = {kind for layer in model.layers for kind in layer.bytes_by_type} | set(model.output_bytes_by_type)
@@ -215,8 +214,7 @@ def rows_of_chunks(plan: Plan, question: Instance, sequences: int, *, asked: boo
 
 def min_rows(plan: Plan, rows: int) -> int:
     """Smallest chunk, of at most ``rows`` tokens, that ends where another message begins: with more chunks more of a
-    repeated prompt is found already computed.
-    """
+    repeated prompt is found already computed."""
     return max(1, rows // 2) if _needs_large(plan) else min(MIN_ROWS, rows)
 
 

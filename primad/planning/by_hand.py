@@ -45,8 +45,7 @@ def plan_by_hand(
 
 def senders_by_hand(names: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, str]]:
     """Pairs of sender and receiver for windows with these ``ranks``: each window's first device sends to the next
-    window's, and the devices of a group to each other.
-    """
+    window's, and the devices of a group to each other."""
     places = [names[sum(ranks[:i]) : sum(ranks[: i + 1])] for i in range(len(ranks))]
     firsts = [place[0] for place in places]
     ring = zip(firsts, (*firsts[1:], firsts[0]), strict=True)

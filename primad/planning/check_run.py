@@ -14,8 +14,7 @@ from primad.planning.run_config import RunConfig
 
 def check_run(run: RunConfig, model: ModelProfile, draft: Path | None = None) -> None:
     """Raise ``ConfigError`` or ``PlanError`` naming the option that does not suit ``model``; ``draft`` is its draft
-    model.
-    """
+    model."""
     workload_of(run, model)
     check_speculate(run, model, draft)
     check_sequences(run, model)

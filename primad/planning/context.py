@@ -22,8 +22,7 @@ MAX_OF_FREE: Final = 0.5
 """Largest share of the memory left free by a plan that both take together: devices belong to their owners."""
 LITTLE_OF_FREE: Final = 0.05
 """The same where the KV cache is larger than the layers, as for small models on large machines: a share that is not
-missed.
-"""
+missed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +92,7 @@ def widened_context(plan: Plan, question: Instance, work: Workload | None = None
 
 def _obstacle(plan: Plan, now: Prediction, asked: Instance, *, keeps: bool = False) -> str | None:
     """Return what prevents the larger KV cache of ``asked``, or None; if it ``keeps`` what was served, it may take all
-    free memory.
-    """
+    free memory."""
     kv_bytes = sum(asked.kv_bytes[kind] for kind in asked.kind_of)
     is_large = kv_bytes > sum(layer.size_bytes for layer in asked.model.layers)
     share = LITTLE_OF_FREE if is_large else MAX_OF_FREE

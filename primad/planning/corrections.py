@@ -103,8 +103,7 @@ class Corrections:
 
     def changed(self, before: Corrections, plan: Plan, share: float) -> set[str]:
         """Devices of ``plan`` with a factor, their own or of a link from them, that differs by ``share`` from
-        ``before``.
-        """
+        ``before``."""
         found = set[str]()
         for pair in hops_of(plan):
             if abs(self.links.get(pair, 1.0) / before.links.get(pair, 1.0) - 1) >= share:
@@ -210,8 +209,7 @@ def verdict_of(
 
 def _hops(plan: Plan, prediction: Prediction, used: Corrections, between_s: float, *, is_significant: bool) -> Term:
     """Attribute the rest of a token's time to its hops: all links of the ring get one factor, as they are not timed
-    separately.
-    """
+    separately."""
     known = [used.links.get(pair, 1.0) for pair in hops_of(plan)]
     ratio = between_s / prediction.hop_s if is_significant and prediction.hop_s > 0 and between_s > 0 else None
     return Term(
@@ -279,8 +277,7 @@ def hops_of(plan: Plan) -> list[Pair]:
 
 def stamp_of(profile: DeviceProfile) -> str:
     """Identify one measurement of a device: another one has other figures. Values that change by the minute are left
-    out.
-    """
+    out."""
     measured = (profile.host, profile.cpu, profile.ram_read_bytes_per_s, replace(profile.disk, free_bytes=0))
     gpus = tuple(replace(gpu, vram_available_bytes=0) for gpu in profile.gpus) or (None,)
     return blake2b(repr((*measured, *gpus)).encode(), digest_size=8).hexdigest()

@@ -43,8 +43,7 @@ SolvedPlan = tuple[Solution, list[DeviceProfile]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithContext:
     """``solution`` for ``devices`` with the context of ``workload``, and ``why`` that is less than agents need, if it
-    is.
-    """
+    is."""
 
     solution: Solution
     devices: list[DeviceProfile]
@@ -143,8 +142,7 @@ def _kv_bytes(asked: Instance) -> int:
 
 def _may_fit(hurried: Plan, asked: Instance) -> bool:
     """Return whether a plan without streaming may exist, given one ``hurried`` within a short time limit, in which the
-    layers of each device may be off by a few.
-    """
+    layers of each device may be off by a few."""
     streamed = sum(each.streamed_bytes - each.read_ahead_bytes for each in hurried.streaming)
     each_off = 2 * asked.model.cut_multiple * asked.model.largest_layer_bytes + asked.reserve_bytes
     return len(hurried.devices) < len(asked.devices) or streamed <= len(asked.devices) * each_off
@@ -164,8 +162,7 @@ def _must_stream(asked: Instance) -> bool:
 
 def too_small_for(context_tokens: int, model: ModelProfile) -> str:
     """Say which clients' first request does not fit into a default context of ``context_tokens``, and what to type;
-    else empty.
-    """
+    else empty."""
     needs = {name: tokens + ANSWER_TOKENS for name, tokens in CLIENTS.items()}
     out = [name for name, tokens in needs.items() if tokens > context_tokens]
     trained = model.context_tokens or max(needs.values())

@@ -210,8 +210,7 @@ def _ahead(maximum: float, ring_pass_s: float, token_s: float, late_s: float, sh
 
 def _together(costs: Sequence[float], ring_pass_s: float, token_s: float, late_s: float, share: float) -> float:
     """Relative throughput with drafts in the next token's step, as if each were as late as the first one after a
-    rejected draft.
-    """
+    rejected draft."""
     draft_token = (token_s + late_s) / ring_pass_s
     return max(rate_without_waiting(costs, share, draft_token), best_wait(costs, share, draft_token)[1])
 

@@ -103,8 +103,7 @@ class _Candidate:
 
 def models_here(header: Header, models: Path) -> list[Path]:
     """Files that may draft for the model of ``header``: those downloaded by name into folder ``models``, and its
-    neighbours.
-    """
+    neighbours."""
     kept = [model.files[0] for model in kept_models(models) if model.whole]
     return list(dict.fromkeys([*kept, *sorted(header.path.parent.glob("*.gguf"))]))
 

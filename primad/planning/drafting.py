@@ -32,15 +32,13 @@ WAITING: Final = 1.02
 """Throughput gain that an additional waiting token must give: drafting on the head delays it as well."""
 BLOCKS: Final = 1.15
 """Throughput gain that blocks must give: they keep all devices busy at once, half of the steps are wasted, and the cost
-of states, messages and memory shared by devices is not simulated.
-"""
+of states, messages and memory shared by devices is not simulated."""
 MAX_ROWS: Final = 8
 """Largest number of tokens in one step: at an acceptance rate of 0.8, seven drafts in a row are right one time in five.
 """
 DRAFT: Final = 0.06
 """Time of a draft, as a share of a token's, assumed when choosing the size of a block: that of a model's own layer;
-prompt lookup takes nothing.
-"""
+prompt lookup takes nothing."""
 ROLLBACK: Final = 3
 """Drafts of one step where layers have a state: each takes as much memory as the states of all sequences."""
 
@@ -122,8 +120,7 @@ def _block(plan: Plan, question: Instance, room: int, rows: int, costs: Sequence
 def _room(plan: Plan, question: Instance, rows: int) -> int:
     """Return ``rows``, which fill the ring, or one more that waits where that gains: the busiest device then continues
     immediately, but a head that begins the extra step is late for the deciding token. Simulated for rings of whole
-    devices.
-    """
+    devices."""
     if rows == 1 or plan.groups:
         return rows
     asked, more = _single_device(question), min(rows + 1, MAX_ROOM)
@@ -138,8 +135,7 @@ def _places(plan: Plan) -> int:
 
 def _ring_passes(plan: Plan, question: Instance) -> float:
     """Number of single-token steps that the ring computes in the time of one ring pass; 1 where weights stream, as each
-    step reads them all.
-    """
+    step reads them all."""
     if plan.streaming or _places(plan) == 1:
         return 1.0
     ring_pass_s = evaluate(plan, _single_device(question)).tpot_s

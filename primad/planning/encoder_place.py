@@ -41,8 +41,7 @@ def encoder_place(
     encoder: PlannedEncoder | None, wish: str | None, plan: Plan, question: Instance
 ) -> EncoderPlace | None:
     """Return where ``encoder`` runs next to the layers of ``plan``: on the wished device if it has room, or where an
-    image takes the least time, or on the head's CPU where nothing is clearly faster.
-    """
+    image takes the least time, or on the head's CPU where nothing is clearly faster."""
     if encoder is None:
         return None
     found = list(_places(encoder, plan, question, wish))

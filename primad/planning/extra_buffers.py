@@ -146,8 +146,7 @@ def as_planned(device: DeviceProfile, planned: Sequence[DeviceProfile]) -> Devic
 
 def is_faster(window: WindowAssignment, model: ModelProfile, cpu: CpuProfile) -> bool:
     """Return whether most weights that ``cpu`` computes of ``window`` are of types that it computes faster with extra
-    buffers.
-    """
+    buffers."""
     faster = {speed.type for speed in cpu.speeds if speed.extra_buffers}
     weights = _bytes_by_type(
         model.layers[window.first : window.first + window.cpu_layers],

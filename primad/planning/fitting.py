@@ -102,8 +102,7 @@ def fitted(
 
 def in_suited_chunks(solution: Solution, question: Instance) -> Instance:
     """Return ``question`` with chunks of a prompt that suit its attention, which differs from that of ``solution``:
-    flash attention takes longer per token in small chunks.
-    """
+    flash attention takes longer per token in small chunks."""
     plan, work = solution.plan, question.workload
     machines = sharing_cores([device for device in question.devices if device.device in plan.devices])
     if plan.streaming or len(machines) == 1:

@@ -97,8 +97,7 @@ class Forecast:
 
     def drafting_with(self, keep_rows: int | None) -> Drafting | None:
         """Return how drafts are computed: as trees only where one sequence has all cells and none of them is
-        replicated.
-        """
+        replicated."""
         if self.drafting is None or (self.sequences == 1 and keep_rows is None):
             return self.drafting
         return replace(self.drafting, branches=0)

@@ -169,8 +169,7 @@ def streaming_group(
 
 def _evener(plan: Plan, found: Prediction, step: int, units: ShareUnits | None) -> Iterator[Plan]:
     """Yield ``plan`` with less for its slowest device, or for one that is short of memory; with more for the fastest;
-    and with both.
-    """
+    and with both."""
     by_time = [each.device for each in sorted(found.devices, key=lambda each: each.window_s)]
     weights = {rank.device: rank.weight for rank in plan.groups[0]}
     slowest = next((short.where for short in found.short if short.where in weights), by_time[-1])
@@ -225,8 +224,7 @@ def _weighed(ranks: Sequence[Rank], weights: Sequence[int], units: ShareUnits | 
 
 def _alone(question: Instance, device: DeviceProfile) -> tuple[float, bool]:
     """Seconds per token on ``device`` if it had memory for the whole model, and whether on its GPU, where that is
-    faster.
-    """
+    faster."""
     places = (False, True)[: 1 + bool(device.gpus)]
     return min((_token_s(question, device, on_gpu=on_gpu), on_gpu) for on_gpu in places)
 
@@ -356,8 +354,7 @@ def best_ring(
     question: Instance, wishes: GroupWishes, time_limit_s: float, other: Solution | None = None
 ) -> Solution | None:
     """Return the best ring of groups and single devices that the solver finds for the likeliest groups, all within
-    ``time_limit_s``; ``other`` where none is better.
-    """
+    ``time_limit_s``; ``other`` where none is better."""
     best, tried = other, [*_ring_sets(question, wishes)]
     for sets in tried:
         below_s = math.inf if best is None else best.objective_s / (1 - STAND_IN_ERROR)

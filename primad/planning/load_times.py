@@ -24,8 +24,7 @@ MIN_MEASURED_S: Final = 2.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLoad:
     """A device reads windows of ``window_bytes`` at ``disk_bytes_per_s``, and gets what it lacks at
-    ``link_bytes_per_s``, None if that is not known.
-    """
+    ``link_bytes_per_s``, None if that is not known."""
 
     window_bytes: int
     disk_bytes_per_s: float
@@ -35,8 +34,7 @@ class DeviceLoad:
 @dataclass(slots=True, eq=False)
 class _Device:
     """It lacked ``lacked_bytes`` at ``since_s``, of which ``to_come_bytes`` had yet to arrive; ``missing_bytes`` are
-    still missing. It reads its windows from ``reads_s`` on.
-    """
+    still missing. It reads its windows from ``reads_s`` on."""
 
     load: DeviceLoad
     since_s: float

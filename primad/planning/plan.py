@@ -125,12 +125,10 @@ def _search_pipeline(request: PlanRequest) -> FoundPlan:
 
 SOLVE_SHARE: Final = 0.8
 """Share of the remaining time for one call of the solver: it may be called again, for a small context, or for devices
-as they are in the plan.
-"""
+as they are in the plan."""
 SMALL_WINDOWS_GAIN: Final = 0.05
 """Gain that a small cache of sliding windows must give: full caches allow drafts, and any cached prefix instead of
-saved ones.
-"""
+saved ones."""
 
 
 def _search(request: PlanRequest, work: Workload, require: frozenset[str], budget: TimeLimit) -> FoundPlan:
@@ -159,8 +157,7 @@ def _search(request: PlanRequest, work: Workload, require: frozenset[str], budge
 
 def _is_short(found: FoundPlan) -> bool:
     """Return whether memory is short: layers stream, or lie in RAM next to a GPU, or the context is small because of
-    it.
-    """
+    it."""
     plan, with_gpu = found.solution.plan, {each.device for each in found.devices if each.gpu is not None}
     return bool(
         plan.streaming or found.why_context or any(each.in_ram for each in plan.route if each.device in with_gpu)

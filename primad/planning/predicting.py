@@ -16,8 +16,7 @@ from primad.planning.run_config import RunConfig
 
 MAX_SHARE: Final = 0.05
 """Share of the head's memory, unless asked for explicitly: a layer of a large mixture of experts would make others
-stream.
-"""
+stream."""
 
 
 def predicts(run: RunConfig, header: Header, why_not: str = "", *, free_bytes: int | None = None) -> bool:
@@ -60,8 +59,7 @@ def _weights(header: Header) -> Counter[str]:
 
 def with_predicting(profile: ModelProfile, header: Header) -> ModelProfile:
     """Return ``profile`` with the prediction layer and its KV cache, which lie with the output matrix and are read once
-    per draft.
-    """
+    per draft."""
     found, kinds = Counter(profile.output_bytes_by_type), _weights(header)
     kinds[kinds.most_common(1)[0][0]] += (
         min(PREDICTOR_CELLS, profile.context_tokens) * profile.layers[-1].kv_bytes_per_token

@@ -23,8 +23,7 @@ from primad.settings.quantities import parse_bytes, parse_rate, parse_seconds
 
 SOLVE_S: Final = 5.0
 """CPU time of the solver; a plan that is not proven optimal by then comes with its largest possible distance from the
-optimum.
-"""
+optimum."""
 DEFAULT_PROMPT_TOKENS: Final = 512
 DEFAULT_ANSWER_TOKENS: Final = 256
 

@@ -20,8 +20,7 @@ LINK_SHARE: Final = 0.2
 STATES_WITHOUT_NAMES: Final = frozenset({"plamo2"})
 STATE_TOKENS: Final = (128, 512, 2048)
 """Candidate distances in tokens between saved states, the most that is recomputed; the shortest that links can carry is
-used. A state has some MB for each layer, as much as the cells of some hundred tokens.
-"""
+used. A state has some MB for each layer, as much as the cells of some hundred tokens."""
 MORE_STATES: Final = (32, 64)
 """Shorter distances, where disks do not wear from them and a replica has received one before three more are saved."""
 MAX_WRITTEN: Final = 8e6
@@ -125,8 +124,7 @@ def state_bytes(plan: Plan, layers: Sequence[LayerProfile]) -> dict[str, int]:
 
 def why_not_kept(model: ModelProfile) -> str:
     """Say why windows of ``model`` cannot export KV cells, as the engine finds when it loads them; empty where they
-    can.
-    """
+    can."""
     if model.cell_bytes:
         return "a second cache chooses the cells that its attention sees"
     if model.architecture in STATES_WITHOUT_NAMES:

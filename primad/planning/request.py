@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):
     """What another plan settled: context, attention and chunk size in ``workload``, and the devices with prefill
-    offload.
-    """
+    offload."""
 
     workload: Workload
     prefill_offload: frozenset[str]

@@ -84,8 +84,7 @@ class RunConfig:
     @property
     def may_help(self) -> bool:
         """Whether GPUs may do prefill offload: not where results must be exact, nor with extra buffers, which no GPU
-        can read.
-        """
+        can read."""
         return self.batching != "exact" and self.extra_buffers != "on"
 
 

@@ -67,8 +67,7 @@ def search_shared(request: PlanRequest) -> FoundPlan:
 
 def search_best_shared(request: PlanRequest, below_s: float = math.inf) -> FoundPlan | None:
     """Return the best plan with groups; None where no devices can form one, or memory is short. Other plans take
-    ``below_s`` a token.
-    """
+    ``below_s`` a token."""
 
     def best(question: Instance) -> Solution | None:
         whole = best_whole(question, _wishes(request, below_s))

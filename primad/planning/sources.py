@@ -16,8 +16,7 @@ from primad.profiler.store import load_profiles
 
 def read_model(path: Path | None, shape_name: str | None) -> ModelProfile:
     """Read the model of a file, of which the header is enough, or of a built-in shape. Raises ``ConfigError``,
-    ``ModelError``.
-    """
+    ``ModelError``."""
     if path is not None and shape_name is not None:
         raise ConfigError("--model and --model-shape: give one of them; both name the model")
     if path is not None:

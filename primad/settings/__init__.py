@@ -1,1 +1,1 @@
-"""What the owner may set, how quantities are written, and how much of this device plans may use."""
+"""The owner's settings, the notation of quantities, and the limits of what plans may use of this device."""

@@ -1,30 +1,30 @@
-"""What the owner of this device decided, read once: flags over environment over file over defaults.
+"""The configuration of this device, read once: flags override the environment, then the file, then the defaults.
 
-The file is ``config.toml`` in the home folder. Every key below may stand in it; the environment variable of a key is
-``PRIMAD_`` and its name in capitals. Daemons hear all networks of this machine unless told otherwise, since nobody but
-devices that were paired gets anything out of them; ``host = "127.0.0.1"`` keeps a daemon to this machine.
+The file is ``config.toml`` in the home folder and may have any key below; the environment variable of a key is
+``PRIMAD_`` and its name in capitals. Daemons listen on all networks of this machine by default, since only paired
+devices get anything from them; ``host = "127.0.0.1"`` restricts a daemon to this machine.
 
     name, cluster         this device's name; devices of one cluster find each other
     host, port            address and port that the daemon listens on for other devices
     interface             use this network only: an interface such as "eth0", or one of its addresses
     models                a list of folders with GGUF files, which commands then know by name
     devices               a list such as ["192.168.1.20"]: devices asked where multicast is blocked
-    threads, nice         compute threads; how far computing stands back for other programs, 0 to 19
+    threads, nice         compute threads; how far computing yields to other programs, 0 to 19
     lock                  true: weights that stay in memory are pinned there (mlock); the system cannot take them back
-    max_ram, max_vram     the most that primad uses: "8GB", "8GiB", or "50%" of what the device has
-    gpu                   the GPUs to use of several, by names ("RTX 3090") or llama.cpp's ("CUDA0,CUDA1"); "off": none
-    max_disk              the most that the layer cache holds: "40GB"
+    max_ram, max_vram     memory limits of primad: "8GB", "8GiB", or "50%" of what the device has
+    gpu                   the GPUs to use, by name ("RTX 3090") or by llama.cpp's name ("CUDA0,CUDA1"); "off": none
+    max_disk              size limit of the layer cache: "40GB"
     pause_on_battery      true: this device computes nothing while it runs on battery
-    kv_cache              a folder in which KV cells of prompts stay, also when primad ends; "off" (the default) for none
-    kv_cache_limit        the most that those take there: "4GB"
-    transfer_limit        the most that layers take of the network, each way: "20MB/s" or "100Mbit/s"
-    keep_loaded           how long a worker keeps its layers in memory when its head went away: "10min"
-    replan_gain           a new plan is taken while serving when it is faster by so much: 0.1 or "10%"
-    heartbeat_interval    how often devices tell each other that they are there: 0.5 (seconds)
-    suspect_after         a device that is silent so long is suspected: 1.5
-    gone_after            a device that is silent so long is gone, and the ring goes on without it: 4
+    kv_cache              a folder that keeps the KV cache of prompts, even when primad ends; "off" (default): none
+    kv_cache_limit        size limit of that folder: "4GB"
+    transfer_limit        bandwidth limit for layers, in each direction: "20MB/s" or "100Mbit/s"
+    keep_loaded           how long a worker keeps its layers in memory after its head is gone: "10min"
+    replan_gain           gain that a new plan must have to replace the one that serves: 0.1 or "10%"
+    heartbeat_interval    time between heartbeats: 0.5 (seconds)
+    suspect_after         a device that is silent for this long is suspected: 1.5
+    gone_after            a device that is silent for this long is gone, and the ring continues without it: 4
 
-Options of ``serve`` and ``plan`` stand below these keys, in tables ``[serve]`` and ``[plan]``: ``context = 16384``.
+Options of ``serve`` and ``plan`` follow these keys, in tables ``[serve]`` and ``[plan]``: ``context = 16384``.
 """
 
 from __future__ import annotations
@@ -64,30 +64,30 @@ LOOPBACK: Final = "127.0.0.1"
 _VARIABLE: Final = "PRIMAD_"
 _UNIT: Final = re.compile(r"_(bytes|s|bytes_per_s)$")
 _NEARLY: Final = 0.8
-"""So like a key, from 0 to 1, is a slip of it."""
+"""Similarity to a key, from 0 to 1, from which a name counts as a typing error of it."""
 TABLES: Final = ("serve", "join", "plan")
-"""Commands whose options may stand in the file too, each in a table of its own (``tables.py``)."""
+"""Commands whose options may be in the file too, each in a table of its own (``tables.py``)."""
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,61}")
-"""Names of devices and clusters, our own and those that others announce."""
+"""Names of devices and clusters, this one's and those that others announce."""
 _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[A-Za-z0-9._-]+)?\]|[\w.-]+)(?::([0-9]{1,5}))?")
 _DAY_S: Final = 86_400.0
 MIN_TRANSFER_BYTES_PER_S: Final = 1e6
 DEFAULT_KV_CACHE_BYTES: Final = 4_000_000_000
 
 Flags = Mapping[str, Any]
-"""Options of the command line by key; None where one was not given."""
+"""Options of the command line by key; None for an option that was not given."""
 
 
 def any_host() -> str:
-    """The address that stands for all addresses of this machine.
+    """Return the address that means all addresses of this machine.
 
-    ``::`` hears IPv4 too, also where IPv6 is switched off by sysctl; a kernel without IPv6 has only ``0.0.0.0``.
+    ``::`` receives IPv4 too, even where sysctl disables IPv6; a kernel without IPv6 has only ``0.0.0.0``.
     """
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
 def check_host(host: Any, source: str) -> str:
-    """``host`` if one can listen on it. Raises ``ConfigError``."""
+    """Return ``host`` if this machine can listen on it. Raises ``ConfigError``."""
     if not isinstance(host, str):
         raise ConfigError(f"{source}: {host!r} is not an address")
     try:
@@ -100,7 +100,7 @@ def check_host(host: Any, source: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` stays on this machine."""
+    """Whether ``host`` is only reachable from this machine."""
     if host == "localhost":
         return True
     try:
@@ -110,7 +110,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(address: Any, source: str) -> str:
-    """``address`` as ``host:port``, with the usual control port where it names none. Raises ``ConfigError``."""
+    """Return ``address`` as ``host:port``, with the default control port where it names none. Raises ``ConfigError``."""
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     port = DEFAULT_CONTROL_PORT if match is None else int(match[2] or DEFAULT_CONTROL_PORT)
     if match is None or not 0 < port < 65_536:
@@ -127,12 +127,12 @@ def has_port(address: str) -> bool:
 
 
 def join_address(host: str, port: int) -> str:
-    """``host:port``, an IPv6 address in brackets."""
+    """Return ``host:port``, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of an ``address`` that ``check_address`` accepted, without the brackets of IPv6."""
+    """Split an ``address`` that ``check_address`` accepted into host and port, without the brackets of IPv6."""
     host, port = address.rsplit(":", 1)
     return host.strip("[]"), int(port)
 
@@ -144,7 +144,7 @@ def _name(value: Any, source: str, *, kind: str) -> str:
 
 
 def _interface(value: Any, source: str) -> str:
-    """Only the form: whether this machine has it now is asked when it is used, since networks come and go."""
+    """Check only the form: whether this machine has it is checked on use, since networks come and go."""
     if not isinstance(value, str) or not value.isprintable() or not 0 < len(value.strip()) <= 128:
         raise ConfigError(f"{source}: {printable(repr(value), 80)} is not an interface; give one such as eth0")
     return value.strip()
@@ -173,7 +173,7 @@ def _gpu(value: Any, source: str) -> str:
 
 
 def _transfer_limit(value: Any, source: str) -> float:
-    """A slower transfer would look like a device that does not answer: one chunk is 4 MiB."""
+    """Check that the rate is not so low that a device seems not to respond: one chunk is 4 MiB."""
     rate = parse_rate(value, source)
     if rate < MIN_TRANSFER_BYTES_PER_S:
         raise ConfigError(f"{source}: {value!r} is too slow for layers; give at least 1MB/s")
@@ -194,18 +194,18 @@ def _folders(value: Any, source: str) -> tuple[Path, ...]:
 
 
 def _key(check: Callable[..., Any], default: Any, **bounds: Any) -> Any:
-    """A key of the file, the environment and the command line, called as its field without the unit."""
+    """Declare a key of the file, the environment and the command line, named as its field without the unit."""
     return field(metadata={"check": check, "default": default, "bounds": bounds})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """One device's configuration; the module's text says what each key is.
+    """One device's configuration; the module's docstring explains each key.
 
-    ``port`` is None where the owner left it open (then the default is tried first). ``host`` is the address that daemons
-    listen on for each other. ``threads`` pins the number of compute threads; None takes what the profile found best.
-    ``lock`` pins resident weights to memory. Without ``kv_cache`` no KV cells stay once nobody needs them.
-    ``transfer_limit_bytes_per_s`` is None for no limit. ``replan_gain`` is a fraction.
+    ``port`` is None where the owner did not set it (then the default is tried first). ``host`` is the address that
+    daemons listen on for each other. ``threads`` fixes the number of compute threads; None takes the best number in the
+    profile. ``lock`` pins resident weights to memory. Without ``kv_cache`` KV cells are deleted when no request needs
+    them. ``transfer_limit_bytes_per_s`` is None for no limit. ``replan_gain`` is a fraction.
     """
 
     home: Path
@@ -252,51 +252,51 @@ _LIMITS: Final = {
     "max_disk": ("disk_bytes", parse_bytes),
     "gpu": ("gpu", _gpu),
 }
-"""The keys of the owner's limits, and the field and the check of each."""
+"""The keys of the owner's limits, with the field and the check of each."""
 _FIELDS: Final = {_UNIT.sub("", each.name): each for each in fields(Config) if each.metadata}
 KEYS: Final = (*_FIELDS, *_LIMITS)
 
 
 def default_home() -> Path:
-    """Where a daemon keeps its things when nobody says otherwise."""
+    """Return the default home folder."""
     return Path(platformdirs.user_data_dir("primad", appauthor=False))
 
 
 def layer_folder(home: Path) -> Path:
-    """The folder of the layer cache of the home folder ``home``."""
+    """The folder of the layer cache in ``home``."""
     return home / "cache" / "layers"
 
 
 def models_folder(home: Path) -> Path:
-    """The folder in ``home`` for models that were fetched by name."""
+    """The folder in ``home`` for models that were downloaded by name."""
     return home / "models"
 
 
 def digests_file(home: Path) -> Path:
-    """The file in ``home`` where it is kept what the layers of model files hold."""
+    """The file in ``home`` with the digests of the layers of model files."""
     return home / "digests.json"
 
 
 def usage_folder(home: Path) -> Path:
-    """The folder in ``home`` where it is kept how often the experts of each layer are used."""
+    """The folder in ``home`` with the usage counts of the experts of each layer."""
     return home / "expert-usage"
 
 
 def checks_folder(home: Path) -> Path:
-    """The folder in ``home`` where it is kept which models were found to be cut exactly."""
+    """The folder in ``home`` with the verdicts on which models can be cut exactly."""
     return home / "checks"
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """What the configuration file ``path`` says."""
+    """The content of the configuration file ``path``."""
 
     path: Path
     values: Mapping[str, Any]
 
 
 class _Sources:
-    """The value of a key and where it came from, by precedence."""
+    """Look up the value of a key and its source, by precedence."""
 
     def __init__(self, flags: Flags, environ: Mapping[str, str], stored: Mapping[str, Any], file: Path) -> None:
         self._flags = flags
@@ -305,7 +305,7 @@ class _Sources:
         self._file = file
 
     def get(self, key: str) -> tuple[Any, str] | None:
-        """(value, name of its source), or None where nobody gave one."""
+        """Return (value, name of its source), or None where there is no value."""
         if self._flags.get(key) is not None and self._flags[key] != ():
             return self._flags[key], "--device" if key == "devices" else f"--{key.replace('_', '-')}"
         variable = f"{_VARIABLE}{key.upper()}"
@@ -317,8 +317,10 @@ class _Sources:
 
 
 def load_config(flags: Flags, environ: Mapping[str, str] = os.environ, stored: ConfigFile | None = None) -> Config:
-    """The configuration; ``stored`` is its file, where that was read before. Raises ``ConfigError`` naming the flag,
-    variable or key that is wrong."""
+    """Return the configuration; ``stored`` is its file, if that has been read already.
+
+    Raises ``ConfigError`` naming the flag, variable or key that is wrong.
+    """
     _check_variables(environ)
     home = home_of(flags, environ)
     if stored is None or stored.path.parent != home:
@@ -340,7 +342,7 @@ def load_config(flags: Flags, environ: Mapping[str, str] = os.environ, stored: C
 
 
 def _check_variables(environ: Mapping[str, str]) -> None:
-    """One that is nearly named as a key is a slip; others may be anybody's."""
+    """Reject a variable that is nearly named as a key, as a typing error; other variables may belong to other programs."""
     for variable in sorted(name for name in environ if name.startswith(_VARIABLE)):
         key = variable.removeprefix(_VARIABLE).lower()
         close = () if key in KEYS else difflib.get_close_matches(key, KEYS, n=1, cutoff=_NEARLY)
@@ -349,7 +351,7 @@ def _check_variables(environ: Mapping[str, str]) -> None:
 
 
 def _check_patience(config: Config, sources: _Sources) -> None:
-    """A device must be late by more than one heartbeat before it is suspected, and suspected before it is gone."""
+    """Check that a device is late by more than one heartbeat before it is suspected, and suspected before it is gone."""
     pairs = (
         ("suspect_after", config.suspect_after_s, "two heartbeat_interval", 2 * config.heartbeat_interval_s),
         (
@@ -367,7 +369,7 @@ def _check_patience(config: Config, sources: _Sources) -> None:
 
 
 def home_of(flags: Flags, environ: Mapping[str, str]) -> Path:
-    """The home folder. Raises ``ConfigError``."""
+    """Return the home folder. Raises ``ConfigError``."""
     source = "--home" if flags.get("home") else "PRIMAD_HOME"
     chosen = flags.get("home") or environ.get("PRIMAD_HOME") or default_home()
     try:
@@ -381,14 +383,14 @@ def home_of(flags: Flags, environ: Mapping[str, str]) -> Path:
 
 
 def open_home(config: Config) -> None:
-    """Create the home folder. Raises ``ConfigError`` when that cannot be done, or this user may not write into it."""
+    """Create the home folder. Raises ``ConfigError`` when that is impossible, or this user may not write to it."""
     _make_writable(config.home, f"--home {config.home}")
     for folder in (config.run, config.layers):
         _make_writable(folder, str(folder))
 
 
 def open_kv_cache(config: Config) -> None:
-    """Create the folder that KV cells of prompts stay in, if there is to be one. Raises ``ConfigError`` as ``open_home``."""
+    """Create the folder for the KV cache of prompts, if one is configured. Raises ``ConfigError`` as ``open_home``."""
     if config.kv_cache is not None:
         _make_writable(config.kv_cache, f"--kv-cache {config.kv_cache}", mode=0o700)
 
@@ -403,12 +405,12 @@ def _make_writable(folder: Path, source: str, mode: int = 0o777) -> None:
 
 
 def config_file(flags: Flags, environ: Mapping[str, str] = os.environ) -> ConfigFile:
-    """The configuration file, empty where there is none. Raises ``ConfigError``."""
+    """Read the configuration file, empty where there is none. Raises ``ConfigError``."""
     return toml_file(home_of(flags, environ) / "config.toml")
 
 
 def toml_file(path: Path) -> ConfigFile:
-    """What the file ``path`` says, nothing where there is none. Raises ``ConfigError``."""
+    """Read the TOML file ``path``, empty where there is none. Raises ``ConfigError``."""
     try:
         return ConfigFile(path, tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

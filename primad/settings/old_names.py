@@ -1,6 +1,7 @@
-"""Names that files, JSON and metrics had before they were given the field's, for one version: read, and written beside.
+"""Old names in files, JSON and metrics, kept for one version: they are still read, and written in addition to the new
+ones.
 
-No document names them. They go with the version after the next.
+No document mentions them. They are removed in the version after the next.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _OLD_KEY: Final = re.compile(rb'"(%b)"(?=\s*:)' % b"|".join(_NEW))
 
 
 def with_new_keys(data: bytes) -> bytes:
-    """JSON in which each old key is the new one."""
+    """Return the JSON ``data`` with each old key replaced by the new one."""
     return _OLD_KEY.sub(lambda found: b'"%b"' % _NEW[found[1]], data)
 
 
 def with_old_keys(content: Any) -> Any:
-    """Plain data in which each new key stands under its old name as well."""
+    """Return plain data with each new key also under its old name."""
     if isinstance(content, list | tuple):
         return [with_old_keys(each) for each in content]
     if not isinstance(content, dict):

@@ -1,8 +1,8 @@
-"""Is a device profile believable? Asked of files and of peers alike, before the solver reckons with it.
+"""Check that a device profile is plausible, for files and peers alike, before the solver uses it.
 
-Each figure has bounds that span phones to servers with several H200, and figures that hang together are compared, so that a
-slip of the unit by 1,000 stands out: nothing computes weights three times as fast as its memory can be read, or at a
-hundredth of that.
+Each figure has bounds that span phones to servers with several H200. Related figures are compared with each other, so
+that a unit that is wrong by a factor of 1,000 stands out: no device computes weights three times as fast as its memory
+can be read, or at a hundredth of that rate.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ _BOUNDS: Final[dict[type, dict[str, tuple[float, float]]]] = {
         "prefill_spread": (0, 1000),
     },
 }
-"""Least and most of every figure."""
+"""Minimum and maximum of every figure."""
 _MAX_CORES: Final = 4096
 _COSTS: Final = ("step_s", "layer_s", "token_s", "wake_s")
 _Measured = TypeVar("_Measured", CpuProfile, GpuProfile)
 _MAX_ENTRIES: Final = 256
 _MAX_READ_ALL_S: Final = 100.0
-"""No machine has more RAM than it can read in this time; most need about a second."""
+"""Longest time to read all of the RAM of a machine; most need about a second."""
 _DECODE_OF_READ: Final = (1 / 100, 3.0)
 _BATCH_OF_DECODE: Final = (1 / 40, 4.0)
 _PREFILL_OF_DECODE: Final = (0.4, 400.0)
@@ -97,21 +97,21 @@ _PREFETCH_OF_RANDOM: Final = (0.5, 5000.0)
 
 
 class Implausible(Exception):  # noqa: N818
-    """A figure that cannot be: ``path`` (dotted) names it, ``what`` is what it is, ``why`` one clause about it."""
+    """An impossible figure: ``path`` (dotted) names it, ``what`` is its value, ``why`` one clause about it."""
 
     def __init__(self, path: str, what: str, why: str) -> None:
         super().__init__(f"{path} is {what}; {why}")
 
 
 def shown(value: object) -> str:
-    """A value of a profile as part of a line."""
+    """Format a value of a profile for a message."""
     return f"'{printable(value, 70)}'" if isinstance(value, str) else printable(value, 70)
 
 
 def with_speeds(profile: DeviceProfile, better: DeviceProfile) -> DeviceProfile:
-    """``profile`` with the speeds of ``better``, a later measurement of the same device.
+    """Return ``profile`` with the speeds of ``better``, a later measurement of the same device.
 
-    What is free stays what it was, but of the GPU, of whose memory ``better`` says what plans may have.
+    Free memory and disk stay as they were, except for the GPU, whose usable memory is that of ``better``.
     """
     return replace(
         profile,
@@ -124,7 +124,7 @@ def with_speeds(profile: DeviceProfile, better: DeviceProfile) -> DeviceProfile:
 
 
 def check_profile(profile: DeviceProfile) -> None:
-    """Judge a profile of the right types. Raises ``Implausible`` for the first figure that cannot be."""
+    """Check a profile whose types are right. Raises ``Implausible`` for the first impossible figure."""
     if not NAME.fullmatch(profile.device):
         raise Implausible("device", shown(profile.device), "no device name: up to 62 letters, digits, '.', '_' and '-'")
     _check_bounds(profile, "")
@@ -149,9 +149,9 @@ def check_profile(profile: DeviceProfile) -> None:
 
 
 def with_bounded_costs(measured: _Measured) -> _Measured:
-    """``measured`` on this device, with no cost above the most that a profile may have.
+    """Limit each cost in ``measured``, taken on this device, to the maximum of a profile.
 
-    More is measured where other programs have the processor; such a device is slow, not broken.
+    Higher costs are measured while other programs use the CPU; such a device is slow, not broken.
     """
     bounds = _BOUNDS[type(measured)]
     maximum = {name: min(getattr(measured, name), bounds[name][1]) for name in _COSTS if name in bounds}
@@ -159,7 +159,7 @@ def with_bounded_costs(measured: _Measured) -> _Measured:
 
 
 def with_bounded_rates(disk: DiskProfile) -> DiskProfile:
-    """``disk``, just measured, with no rate further from that of reading ahead than a profile's may be.
+    """Limit the rates of ``disk``, just measured, to the ratios to its prefetch rate that a profile may have.
 
     Other programs may use the disk in one of the trials and not in the next; such a device is slow, not broken.
     """
@@ -173,7 +173,7 @@ def with_bounded_rates(disk: DiskProfile) -> DiskProfile:
 
 
 def check_cpu(cpu: CpuProfile, ram_read_bytes_per_s: float) -> None:
-    """Judge a processor and the memory it reads. Raises ``Implausible``."""
+    """Check a CPU and the memory it reads. Raises ``Implausible``."""
     _check_bounds(cpu, "cpu.")
     for number, width in enumerate(cpu.widths):
         _check_bounds(width, f"cpu.widths[{number}].")
@@ -191,7 +191,7 @@ def check_cpu(cpu: CpuProfile, ram_read_bytes_per_s: float) -> None:
 
 
 def check_gpu(gpu: GpuProfile, path: str = "gpu.") -> None:
-    """Judge a GPU, whose figures are at ``path``. Raises ``Implausible``."""
+    """Check a GPU, whose figures are at ``path``. Raises ``Implausible``."""
     _check_bounds(gpu, path)
     _at_most(gpu, "vram_available_bytes", "vram_total_bytes", path)
     _check_speeds(gpu.speeds, f"{path}speeds", gpu.vram_read_bytes_per_s, f"{path}vram_read_bytes_per_s")
@@ -202,7 +202,7 @@ def check_gpu(gpu: GpuProfile, path: str = "gpu.") -> None:
 
 
 def check_disk(disk: DiskProfile) -> None:
-    """Judge a disk. Raises ``Implausible``."""
+    """Check a disk. Raises ``Implausible``."""
     _check_bounds(disk, "disk.")
     prefetch, path = disk.prefetch_bytes_per_s, "disk.prefetch_bytes_per_s"
     _ratio("disk.fault_bytes_per_s", disk.fault_bytes_per_s, path, prefetch, _FAULT_OF_PREFETCH)
@@ -210,7 +210,7 @@ def check_disk(disk: DiskProfile) -> None:
 
 
 def _check_bounds(values: Any, prefix: str) -> None:
-    """Every number within its bounds (so none is NaN or infinite), every text one line."""
+    """Check that every number is within its bounds (so none is NaN or infinite) and every text is one line."""
     bounds = _BOUNDS[type(values)]
     for field in fields(values):
         value = getattr(values, field.name)
@@ -279,7 +279,7 @@ def _check_types(speeds: Sequence[TypeSpeed | OffloadSpeed | TypeRows], path: st
         if speed.type not in BYTES_PER_WEIGHT:
             raise Implausible(at, shown(speed.type), "no quantisation type of GGUF, such as Q4_K")
         if speed.type in seen:
-            raise Implausible(at, shown(speed.type), "the type stands there twice; keep one of the two")
+            raise Implausible(at, shown(speed.type), "this type is listed twice; keep one of them")
         seen.add(speed.type)
 
 

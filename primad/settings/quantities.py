@@ -1,8 +1,8 @@
-"""What people write into options, variables and files, and read: sizes, rates, times, numbers, yes and no.
+"""Parse what people write into options, variables and files, and format what they read: sizes, rates, times, numbers.
 
-One ``parse_`` function a kind. Each takes the value as it came (text of a flag or variable, a value of a TOML file) and
-``source``, which names where it came from; each raises ``ConfigError`` that opens with ``source`` for what it cannot take.
-The ``show_`` functions write quantities for people.
+There is one ``parse_`` function per kind. Each takes the value as it came (text of a flag or variable, a value of a
+TOML file) and ``source``, which names its origin; each raises ``ConfigError`` starting with ``source`` for an invalid
+value. The ``show_`` functions format quantities for people.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Share:
 
 
 Amount = int | Share
-"""So many bytes, or a share of all there is."""
+"""A number of bytes, or a share of the total."""
 
 
 def bytes_of(amount: Amount, total_bytes: int) -> int:
-    """``amount`` in bytes where all there is are ``total_bytes``."""
+    """Return ``amount`` in bytes, given the total."""
     return int(amount.of_total * total_bytes) if isinstance(amount, Share) else amount
 
 
 def parse_bytes(value: Any, source: str) -> int:
-    """Bytes of ``16GiB``, ``1.5GB`` or ``800MB``; a bare number only where it is one already (TOML), in bytes."""
+    """Parse ``16GiB``, ``1.5GB`` or ``800MB`` to bytes; a bare number, in bytes, only where it already is one (TOML)."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_BYTES:
         return value
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
@@ -55,7 +55,7 @@ def parse_bytes(value: Any, source: str) -> int:
 
 
 def parse_amount(value: Any, source: str) -> Amount:
-    """A size as ``parse_bytes`` takes it, or a share such as ``50%``, up to 100%."""
+    """Parse a size as ``parse_bytes`` takes it, or a share such as ``50%``, up to 100%."""
     match = _PERCENT.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is not None:
         share = float(match[1]) / 100
@@ -71,7 +71,7 @@ def parse_amount(value: Any, source: str) -> Amount:
 
 
 def parse_rate(value: Any, source: str) -> float:
-    """Bytes per second of ``1Gbit/s``, ``300Mbit`` or ``20MB``; more than nothing."""
+    """Parse ``1Gbit/s``, ``300Mbit`` or ``20MB`` to bytes per second, more than 0."""
     match = _RATE.fullmatch(value.strip()) if isinstance(value, str) else None
     rate = 0.0 if match is None else _scaled(match) / (8 if match[4] == "bit" else 1)
     if not 0 < rate <= _MAX_BYTES:
@@ -80,7 +80,7 @@ def parse_rate(value: Any, source: str) -> float:
 
 
 def parse_duration(value: Any, source: str, *, minimum: float = 0.0, maximum: float) -> float:
-    """Seconds of a number, ``0.5s``, ``500ms``, ``10min`` or ``2h``, from ``minimum`` to ``maximum`` seconds."""
+    """Parse a number, ``0.5s``, ``500ms``, ``10min`` or ``2h`` to seconds, from ``minimum`` to ``maximum``."""
     seconds = math.nan
     if isinstance(value, str):
         match = _TIME.fullmatch(value.strip())
@@ -96,14 +96,14 @@ def parse_duration(value: Any, source: str, *, minimum: float = 0.0, maximum: fl
 
 
 def parse_seconds(text: str, source: str) -> float:
-    """Seconds of ``2ms``, ``150us`` or ``0.5s``, at most a minute: of a link, so never without a unit."""
+    """Parse ``2ms``, ``150us`` or ``0.5s`` to seconds, at most a minute: for a link, so the unit is required."""
     if not text.strip().endswith("s"):
         raise ConfigError(f"{source}: {_shown(text)} is not a time; give one such as 2ms or 150us")
     return parse_duration(text, source, maximum=60)
 
 
 def parse_gain(value: Any, source: str) -> float:
-    """A gain such as ``0.1`` or ``10%``, from nothing to tenfold."""
+    """Parse a gain such as ``0.1`` or ``10%``, from 0 to 10."""
     match = re.fullmatch(_DIGITS + r"\s*(%?)", value.strip()) if isinstance(value, str) else None
     gain = math.nan
     if match is not None:
@@ -116,7 +116,7 @@ def parse_gain(value: Any, source: str) -> float:
 
 
 def parse_whole(value: Any, source: str, *, minimum: int = 0, maximum: int) -> int:
-    """A whole number from ``minimum`` to ``maximum``."""
+    """Parse a whole number from ``minimum`` to ``maximum``."""
     try:
         number = int(value) if isinstance(value, int | str) and not isinstance(value, bool) else minimum - 1
     except ValueError:
@@ -127,7 +127,7 @@ def parse_whole(value: Any, source: str, *, minimum: int = 0, maximum: int) -> i
 
 
 def parse_yes_no(value: Any, source: str) -> bool:
-    """Whether ``value`` says true, yes or 1, or false, no or 0."""
+    """Parse true, yes or 1, or false, no or 0."""
     match str(value).lower():
         case "true" | "1" | "yes":
             return True
@@ -138,7 +138,7 @@ def parse_yes_no(value: Any, source: str) -> bool:
 
 
 def parse_choice(text: str, choices: Sequence[_Choice], source: str) -> _Choice:
-    """The one of ``choices`` that ``text`` is."""
+    """Return the one of ``choices`` that equals ``text``."""
     for choice in choices:
         if choice == text:
             return choice
@@ -146,7 +146,7 @@ def parse_choice(text: str, choices: Sequence[_Choice], source: str) -> _Choice:
 
 
 def parse_count(text: str, maximum: int, source: str) -> int | None:
-    """A whole number from 1 to ``maximum``; None for ``auto``."""
+    """Parse a whole number from 1 to ``maximum``; None for ``auto``."""
     if text == "auto":
         return None
     count = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
@@ -156,13 +156,13 @@ def parse_count(text: str, maximum: int, source: str) -> int | None:
 
 
 def did_you_mean(typed: str, known: Collection[str]) -> str:
-    """The end of a message about ``typed``, which is not one of the ``known``: the one that is nearest, if any is near."""
+    """Return the end of a message about ``typed``, which is unknown: the nearest of ``known``, if one is similar."""
     close = difflib.get_close_matches(typed, known, n=1)
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def parse_list(value: Any, source: str) -> list[Any]:
-    """A list, or the parts of a text between commas."""
+    """Return a list, or the comma-separated parts of a text."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     if not isinstance(value, list | tuple):
@@ -218,14 +218,14 @@ def _scaled(match: re.Match[str]) -> float:
 
 
 def _shown(value: Any) -> str:
-    """``value`` as part of a line, however long it is."""
+    """Format ``value`` for a message, however long it is."""
     if isinstance(value, str):
         return repr(value if len(value) <= 70 else value[:70] + "...")
     return printable(_named(value), 70)
 
 
 def _named(value: Any) -> str:
-    """A value's text; that of a number of thousands of digits costs Python an error."""
+    """Return a value's text; Python refuses to format an integer of thousands of digits."""
     try:
         return repr(value)
     except ValueError:
@@ -233,17 +233,17 @@ def _named(value: Any) -> str:
 
 
 def show_gpu(name: str, gpu: str) -> str:
-    """A GPU by its name and by llama.cpp's name for it, as one of several."""
+    """Name a GPU by its name and by llama.cpp's name for it, as one of several."""
     return f"{name} ({gpu})" if gpu else name
 
 
 def show_progress(share: object, left_s: object) -> list[str]:
-    """How far something is, and how long it still takes, as far as these are known: ``40 %``, ``about 12 s left``."""
+    """Format the progress and remaining time, as far as these are known: ``40 %``, ``about 12 s left``."""
     parts = [f"{100 * share:.0f} %"] if isinstance(share, int | float) else []
     return [*parts, f"about {left_s:.0f} s left"] if isinstance(left_s, int | float) else parts
 
 
 def show_expiry(left_s: float) -> str:
-    """When a loaded model that nobody uses goes: ``unloads in 4 min if idle``."""
+    """Say when an idle model is unloaded: ``unloads in 4 min if idle``."""
     left = f"{max(0, left_s):.0f} s" if left_s < 60 else f"{math.ceil(left_s / 60)} min"
     return f"unloads in {left} if idle"

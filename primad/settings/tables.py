@@ -1,11 +1,11 @@
-"""Options of a command in the configuration file: a table with its name, and keys as the options are called.
+"""Options of a command in the configuration file: a table named after the command, with a key per option.
 
     [serve]
     model = "hf:Qwen/Qwen3-8B-GGUF:Q4_K_M"
     context = 16384
     any_model = true
 
-What is typed wins over the table. Keys of the device itself stand above all tables (``settings/config.py``).
+Options on the command line override the table. Keys of the device itself are above all tables (``settings/config.py``).
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class OptionTable:
     values: Mapping[str, Any]
 
     def error(self, key: str, what: str) -> ConfigError:
-        """``key`` cannot be as it is."""
+        """Return the error about an invalid ``key``."""
         return ConfigError(f"{self.where(key)}: {printable(what)}")
 
     def where(self, key: str) -> str:
-        """The place of ``key``, for a line about it."""
+        """The place of ``key``, for a message about it."""
         return f"'{key}' in [{printable(self.name)}] of {self.file}"
 
 
 def option_table(name: str, known: Collection[str], stored: ConfigFile) -> OptionTable:
-    """The table of command ``name``, whose options are ``known``, in the file ``stored``. Raises ``ConfigError``."""
+    """Return the table of command ``name``, with options ``known``, in the file ``stored``. Raises ``ConfigError``."""
     file, values = stored.path, stored.values.get(name, {})
     if not isinstance(values, dict):
-        raise ConfigError(f"{file}: '{name}' is the table of that command; write [{name}] above its options")
+        raise ConfigError(f"{file}: '{name}' must be a table; write [{name}] above its options")
     table = OptionTable(name=name, file=file, values=values)
     for key in values:
         if key in known:
             continue
         if key in KEYS:
-            raise table.error(key, "is a key of this device; it stands above all tables")
+            raise table.error(key, "is a key of this device; put it above all tables")
         raise table.error(key, f"no option of primad {name}{did_you_mean(key, known)}")
     return table

@@ -185,7 +185,7 @@ def test_a_file_of_other_bytes_or_too_many_is_refused(tmp_path):
         ("device.cpu.speeds.2.type", 4, "device.cpu.speeds[2].type is 4; expected str, got int"),
         ("device.cpu.speeds.0.extra_buffers", 1, "device.cpu.speeds[0].extra_buffers is 1; expected bool"),
         ("device.cpu.speeds.0.type", "Q4K", "device.cpu.speeds[0].type is 'Q4K'; no quantisation type"),
-        ("device.cpu.speeds.1.type", "Q4_K", "device.cpu.speeds[1].type is 'Q4_K'; the type stands there twice"),
+        ("device.cpu.speeds.1.type", "Q4_K", "device.cpu.speeds[1].type is 'Q4_K'; this type is listed twice"),
         ("device.cpu.speeds", [], "device.cpu.speeds is empty"),
         ("device.device", "a b", "device.device is 'a b'; no device name"),
         ("device.system", "Li\nnux", "device.system is 'Li\\nnux'; expected one line"),
