@@ -395,7 +395,7 @@ def ring_of(
 ) -> Solution | None:
     """Solve the ring in which each of ``groups`` is a place; None where there is none.
 
-    Raises ``Infeasible``, and ``NotBelow`` if by the solver's figures it takes ``below_s`` or more.
+    Raises ``Infeasible``, and ``NotBelow`` where by the solver's figures it takes ``below_s`` or more.
     """
     from halda import solve  # only a process that solves loads the solver
 

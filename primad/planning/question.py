@@ -1,7 +1,7 @@
 """The planner's question: devices, links, model, workload, wishes. Everything that may be wrong with it is checked
 here.
 
-``Wishes`` are what the command line says; ``Question`` is what they mean. This module opens no file.
+``Wishes`` are what the command line says; ``Question`` is what they mean. Nothing here opens a file.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def default_workload(
 ) -> Workload:
     """Return the workload of a plan: the prompt and completion that were asked for, or typical ones within the context.
 
-    Raises ``ConfigError`` if they do not fit it.
+    Raises ``ConfigError`` when they do not fit it.
     """
     prompt = min(DEFAULT_PROMPT_TOKENS, max(1, context_tokens // 2)) if prompt_tokens is None else prompt_tokens
     answer = min(DEFAULT_ANSWER_TOKENS, max(1, context_tokens - prompt)) if answer_tokens is None else answer_tokens
