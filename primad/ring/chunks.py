@@ -105,9 +105,10 @@ class Chunking:
         return next((at for at in range(first + self.minimum, last) if self.begins(prompt[at])), last)
 
     def reused(self, prompt: Sequence[int], before: Computed, *, is_whole: bool = False) -> int:
-        """How many tokens of ``prompt`` are in chunks that were computed ``before``, or in the first pieces of one.
+        """Number of tokens of ``prompt`` in chunks that were computed ``before``, or in the first pieces of one.
 
-        All only if a prompt may be there whole (``is_whole``): what follows the last one is drawn from its logits.
+        It is the whole prompt only if that is allowed (``is_whole``): the next token is sampled from the logits of its
+        last row.
         """
         end = found = 0
         while end < len(prompt):
@@ -135,7 +136,7 @@ class Chunking:
         return self.end(prompt, first) if cells > first else 0
 
     def common(self, prompt: Sequence[int], other: Sequence[int]) -> int:
-        """How many tokens of ``prompt`` are in chunks that ``other``, in chunks of that size, has as well; never all."""
+        """Number of tokens of ``prompt`` in chunks that ``other``, in chunks of that size, has as well; never all."""
         found = 0
         while found < len(other) and (end := self.end(prompt, found)) < len(prompt):
             if self.end(other, found) != end or prompt[found:end] != other[found:end]:
@@ -146,7 +147,7 @@ class Chunking:
 
 @dataclass(slots=True)
 class Computed:
-    """The chunks of ``prompt`` that are computed, by their ends."""
+    """The computed chunks of ``prompt``, by their ends."""
 
     prompt: Sequence[int] = ()
     ends: list[int] = field(default_factory=list)

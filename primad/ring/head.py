@@ -1,10 +1,10 @@
-"""The head's part of the ring: sends the step log out, computes the head's windows, draws tokens at the tail.
+"""The head's part of the ring: sends the step log, computes the head's windows, and samples tokens at the tail.
 
-Steps come back to the head once a round. What has come furthest is computed first, so a token never waits for a later
-chunk of the same prompt; every window still sees the steps in the order of the log, because each hop keeps it. Where all
-steps are back the others have nothing to compute: they get the next one first, if no token waits for its whole prompt. In
-one round the next chunk of a prompt goes before the end of an earlier one in any case, as far as so many may be under way:
-the others have something to compute while the head is at its last window.
+Steps come back to the head once a round. The step that has come furthest is computed first, so a token never waits for
+a later chunk of the same prompt; every window still sees the steps in the order of the log, because each hop keeps it.
+When all steps are back the other devices have nothing to compute: they get the next step first, unless a token waits
+for its whole prompt. With one round, the next chunk of a prompt always goes before the end of an earlier one, within
+the allowed number in flight: the other devices compute it while the head is at its last window.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from primad.ring.speculation.tree import child
 from primad.ring.worker import WritesKv, apply, check_sent, not_finite, rows_of, skipped, visit
 
 MASKS_WAIT_S: Final = 0.005
-"""A step waits so long for masks of grammars that are late, all together; who still lacks one is held back."""
+"""Time that a step waits in total for late grammar masks; generations that still lack one are held back."""
 MASKS_LOOK_S: Final = 0.005
-"""So often it is looked for what is late."""
+"""Interval at which late masks are checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ HeadEvent = GenerationEvent | KvKept | KvForgotten | Serving | Overdue | Drained
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Give ``events`` to the daemon; ``rows`` were computed for them."""
+    """Give ``events`` to the daemon; ``rows`` tokens were computed for them."""
 
     events: Sequence[HeadEvent]
     rows: int = field(default=0, compare=False)
@@ -78,12 +78,13 @@ TurnOutcome = Send | Skip | Notify
 
 
 class Head:
-    """The head's windows, its scheduler and the steps on their way.
+    """The head's windows, its scheduler and the steps in flight.
 
-    ``windows`` maps route indices to the head's windows but the last, ``tail`` is the last one (the whole model when
-    ``route`` is 1). ``limits`` names the ring. A step that takes much longer than such steps did is told as ``Overdue``; one
-    that is not back ``step_timeout_s`` after its last sign of life breaks the ring. ``clock`` gives seconds on any scale.
-    KV cells are kept on the ``kv_writer``, or nowhere. The states that the tail leaves are for a ``predictor``'s drafts.
+    ``windows`` maps route indices to the head's windows except the last, ``tail`` is the last one (the whole model when
+    ``route`` is 1). ``limits`` names the ring. A step that takes much longer than such steps did is reported as
+    ``Overdue``; one that is not back ``step_timeout_s`` after its last sign of life breaks the ring. ``clock`` gives
+    seconds on any scale. KV cells are saved through ``kv_writer``, or not at all. A ``predictor`` drafts from the
+    states that the tail leaves.
     """
 
     def __init__(
@@ -111,20 +112,20 @@ class Head:
         self._deadlines: dict[int, float] = {}
         self._under_way: dict[int, Step] = {}
         self._awaited: dict[int, int] = {}
-        """By step that is out: the window for which it comes back."""
+        """By step in flight: the window for which it comes back."""
         self._ring_passes = Lateness()
         self._news: list[HeadEvent] = []
         self._is_draining = False
         self._is_drained = False
         self._failure: NotFiniteError | AlteredStepError | None = None
-        """What it computed is not finite: whose answer it was ends with it, and then the ring."""
+        """A value that is not finite or a step altered on its way: it ends the requests it served, then the ring."""
         self.kv_writer = kv_writer
         self._predictor = predictor
         self._samplers: dict[int, Sampler] = {}
         self._masks_wait_s = MASKS_WAIT_S
         self._held_back: dict[int, tuple[Generate, LogitsRow]] = {}
-        """Whose next token is drawn when its mask is there, and from what: the next step overwrites the window's logits. One
-        whose prompt was there whole has it from an earlier step."""
+        """Generations whose next token is sampled once their mask is there, each with its logits, copied because the
+        next step overwrites the window's. For a fully cached prompt these are from an earlier step."""
         self._clock = clock
 
     @property
@@ -134,7 +135,7 @@ class Head:
 
     @property
     def drafts(self) -> DraftStatus | None:
-        """What became of drafts; None where there are none."""
+        """Counts of drafts; None where there are none."""
         tally = self._scheduler.tally
         if not self._scheduler.drafts_anything:
             return None
@@ -148,16 +149,17 @@ class Head:
 
     @property
     def drafted(self) -> int:
-        """The drafts that were handed out until now."""
+        """Number of drafts handed out so far."""
         return self._scheduler.tally.drafted
 
     @property
     def has_drafts_in_flight(self) -> bool:
-        """Whether drafts are on their way."""
+        """Whether drafts are in flight."""
         return self._scheduler.has_drafts_in_flight
 
     def warm_up(self) -> None:
-        """Send one row around before anything else; ``Serving`` is told when it is back and forgotten everywhere."""
+        """Send one token around before anything else; ``Serving`` is reported when it is back, and it is then forgotten
+        everywhere."""
         generate = Generate(request=-1, prompt=[0], sampled=[], max_tokens=1, sampling=GREEDY, logprobs=None)
         self._scheduler.submit(generate)
 
@@ -174,7 +176,7 @@ class Head:
         self._notify_drained()
 
     def drain(self) -> None:
-        """Compute no further row; ``Drained`` is told, once, when what is under way is back, and kept."""
+        """Compute no further tokens; ``Drained`` is reported, once, when the steps in flight are back and saved."""
         if not self._is_draining:
             self._is_draining = True
             self._held_back.clear()
@@ -182,11 +184,11 @@ class Head:
             self._notify_drained()
 
     def receive(self, step: Step, hidden: Hidden) -> None:
-        """Take a judged step from the ring; it is computed by a later ``turn``.
+        """Take a checked step from the ring; a later ``turn`` computes it.
 
-        Raises ``SenderError`` for what the device before this one must have seen to: a step that is not under way, or was
-        here already, one before it that was lost, what are no numbers. Raises ``AlteredStepError`` for one that any device
-        may have altered.
+        Raises ``SenderError`` for what the previous device must have caused: a step that is not in flight or was here
+        already, a lost step before it, values that are no numbers. Raises ``AlteredStepError`` for a step that any
+        device may have altered.
         """
         sent = self._under_way.get(step.step)
         if sent is None:
@@ -213,9 +215,10 @@ class Head:
         self._arrived.append((step, hidden))
 
     def wait_s(self, *, may_compute: bool = True) -> float:
-        """Seconds until something is due without a message: 0 when there is work, infinity when all is quiet.
+        """Seconds until something is due without a message: 0 when there is work, infinity when nothing is pending.
 
-        Without ``may_compute``, steps that could be computed are no work. Raises ``LateStepError`` when a step's time is up.
+        Without ``may_compute``, steps that could be computed do not count as work. Raises ``LateStepError`` when a
+        step's time is up.
         """
         if self._news or self._failure is not None or (self._arrived and may_compute):
             return 0.0
@@ -229,15 +232,15 @@ class Head:
         return min(looks_s, max(0.0, min(deadline, self._ring_passes.due_s()) - now))
 
     def news(self) -> Sequence[HeadEvent]:
-        """What the daemon is to be told before anything else is computed."""
+        """Return the events that the daemon must get before anything else is computed."""
         overdue = self._ring_passes.overdue(self._clock())
         reported, self._news = self._news, []
         return reported if overdue is None else [*reported, overdue]
 
     def turn(self) -> TurnOutcome | None:
-        """Tell the news, or compute one window's worth of work, what came furthest first; None when there is neither.
+        """Report events, or compute one window of the step that came furthest; None when there is neither.
 
-        What the others need not compute is said before. Raises ``EngineError`` when a window fails.
+        Steps that other devices need not compute are announced first. Raises ``EngineError`` when a window fails.
         """
         if self._failure is not None:
             raise self._failure
@@ -284,7 +287,7 @@ class Head:
         step = self._step(planned)
         self._deadlines[step.step] = now + self._step_timeout_s
         self._under_way[step.step] = step
-        if planned.content:  # a picture's rows may be wider than hidden states, or what goes beside those comes yet
+        if planned.content:  # a picture's rows may be wider than hidden states, or their extra parts are added later
             content = np.frombuffer(planned.content, "<f4").reshape(step.rows, -1)
             shape = (step.rows, max(content.shape[1], self._limits.width))
             return self._compute(msgspec.structs.replace(step, shape=shape), content)
@@ -338,7 +341,7 @@ class Head:
         sampled_tokens = {each.request: self._samples(each, row, step) for row, each in wanted}
         if wanted and self._scheduler.ends_prompt(wanted[0][1].request):
             self._scheduler.keep_ending(wanted[0][1].request, self._tail.logits(wanted[0][0]).copy())
-        news, self._news = self._news, []  # of before this step
+        news, self._news = self._news, []  # from before this step
         events = self._announce(self._scheduler.commit(step.step, sampled_tokens, self._clock()))
         events = [*news, *events, *self._scheduler.kv_news()]
         self._notify_drained()
@@ -348,7 +351,7 @@ class Head:
         return window in self._windows or window == self._last
 
     def _end_step(self, step: Step, content: Tokens | Hidden) -> None:
-        """Compute the tail. Where nothing is sampled from it the states of all rows are for a drafter that reads them."""
+        """Compute the tail. If nothing is sampled from it, a drafter that reads states gets those of all rows."""
         reader = None if self._predictor is None or any(step.outputs) else self._drafter_of(step)
         if self._predictor is None or reader is None:
             self._tail.forward(rows_of(step, content))
@@ -359,19 +362,18 @@ class Head:
         self._predictor.keep_all(keeps=False)
 
     def _drafter_of(self, step: Step) -> PredictedDrafter | None:
-        """Who drafts for the only generation of ``step`` from states."""
+        """The drafter that works from states, for the only generation of ``step``."""
         requests = self._scheduler.requests_of(step.step)
         drafter = self._scheduler.drafter_of(requests[0]) if len(requests) == 1 else None
         return drafter if isinstance(drafter, PredictedDrafter) and drafter.is_followed else None
 
     def _spoilt(self, error: NotFiniteError, window: int) -> NotFiniteError | AlteredStepError:
-        """What is wrong where ``window`` gave no numbers: behind other devices' windows any of them may have sent numbers
-        that are too large to compute with.
-        """
+        """Attribute the fault when ``window`` gave no numbers: after other devices' windows, any of those devices may
+        have sent numbers that are too large to compute with."""
         return AlteredStepError(f"{error}; or another device sent what it did not compute") if window else error
 
     def _announce(self, events: list[GenerationEvent]) -> list[HeadEvent]:
-        """The warm-up's own events become one ``Serving``."""
+        """Turn the warm-up's own events into one ``Serving``."""
         reported: list[HeadEvent] = [event for event in events if event.request >= 0]
         if self._failure is None and any(isinstance(event, Finished) and event.request < 0 for event in events):
             reported.append(Serving())
@@ -383,9 +385,10 @@ class Head:
             self._news.append(Drained())
 
     def _samples(self, generate: Generate, row: int, step: Step) -> SampledToken | None:
-        """What follows ``row``, and what follows the rows of drafts behind it as far as they hold and masks are there.
+        """Sample the token after ``row``, and the tokens after draft rows that follow it, while drafts are accepted and
+        masks are there.
 
-        None: that of ``row`` is late.
+        None: the mask for ``row`` is late.
         """
         first = self._sampled_at(generate, row, step)
         if first is None:
@@ -402,7 +405,7 @@ class Head:
         return msgspec.structs.replace(first, more=tuple(more)) if more else first
 
     def _sample_held_back(self, now: float) -> list[HeadEvent]:
-        """The tokens of those that were held back and have their masks now."""
+        """Sample the tokens of held-back generations whose masks are there now."""
         events: list[HeadEvent] = []
         for request, (generate, logits) in list(self._held_back.items()):
             if not self._scheduler.is_held_back(request):
@@ -414,9 +417,9 @@ class Head:
         return [*events, *self._scheduler.kv_news()] if events else []
 
     def _sampled_at(self, generate: Generate, row: int, step: Step) -> SampledToken | None:
-        """The token that follows ``row`` of ``step``; None: its mask is late."""
-        # The best logit is NaN where any is, and found in half the time in which numpy has the maximum; some models rule
-        # tokens out with minus infinity.
+        """Sample the token that follows ``row`` of ``step``; None: its mask is late."""
+        # The best logit is NaN where any is, and argmax takes half the time of numpy's maximum; some models rule tokens
+        # out with minus infinity.
         logits = self._tail.logits(row)
         if not math.isfinite(logits[logits.argmax()]):
             self._failure = self._spoilt(not_finite(self._tail), self._last)
@@ -437,7 +440,7 @@ class Head:
         return is_ready
 
     def _sample(self, generate: Generate, sampler: Sampler, row: int, kept: LogitsRow | None = None) -> SampledToken:
-        """The token that follows ``row``, or the row that ``kept`` is of."""
+        """Sample the token that follows ``row``, or the saved logits ``kept``."""
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
         try:
@@ -453,7 +456,7 @@ class Head:
         return SampledToken(token=token, ends=ends, logprob=logprob, top=top, mirostat_mu=sampler.mirostat_mu)
 
     def _sampler_for(self, generate: Generate) -> Sampler:
-        """The sampler of ``generate``, made with its first step, so that what it has to prepare is ready in time."""
+        """The sampler of ``generate``, made with its first step, so that its preparation is done in time."""
         found = self._samplers.get(generate.request)
         if found is None:
             for request in [request for request in self._samplers if not self._scheduler.runs(request)]:

@@ -34,7 +34,7 @@ STATES_BROUGHT: Final = 2
 
 
 def prompt_blocks(chunking: Chunking, prompt: Sequence[int], root: str) -> list[KvBlock]:
-    """The blocks of ``prompt``, one a chunk, as they are kept under ``root``. A new generation may have all but the last."""
+    """The blocks of ``prompt``, one per chunk, as saved under ``root``. A new generation may use all but the last."""
     return list(_prompt_blocks(chunking, prompt, root))
 
 
@@ -47,7 +47,7 @@ def _prompt_blocks(chunking: Chunking, prompt: Sequence[int], root: str) -> Iter
 
 
 def without_old_states(chain: Sequence[KvBlock]) -> list[KvBlock]:
-    """``chain`` with the states that a new generation may begin with."""
+    """``chain`` with only the states that a new generation may begin with."""
     old = {each.key for each in [each for each in chain if each.is_state][:-STATES_BROUGHT]}
     return [each for each in chain if each.key not in old]
 
@@ -65,7 +65,7 @@ class Usable:
 
     @property
     def end(self) -> int:
-        """The cells that are in blocks."""
+        """Number of cells that are in blocks."""
         return self.blocks[-1].end if self.blocks else 0
 
 
@@ -92,9 +92,10 @@ def usable(chunking: Chunking, generate: Generate, *, needs_state: bool = False)
 
 @dataclass(slots=True)
 class Chain:
-    """The blocks of one KV sequence from its first cell on, kept or about to be; ``root`` is empty where none are.
+    """The blocks of one KV sequence from its first cell on, saved or about to be; ``root`` is empty where nothing is
+    saved.
 
-    ``reported`` of them were told as those of ``request``, the latest generation that had the sequence.
+    The first ``reported`` were reported as those of ``request``, the latest generation that had the sequence.
     """
 
     request: int = 0
@@ -104,7 +105,7 @@ class Chain:
 
     @property
     def end(self) -> int:
-        """The cells that are in blocks."""
+        """Number of cells that are in blocks."""
         return self.blocks[-1].end if self.blocks else 0
 
     def before(self, end: int, root: str) -> list[KvBlock]:
@@ -117,16 +118,16 @@ class Keeping:
 
     def __init__(self) -> None:
         self._having: Counter[str] = Counter()
-        """By key: how many chains and leases have it."""
+        """By key: the number of chains and leases that have it."""
         self._waiting: dict[str, KvKeep] = {}
         self._out: dict[int, list[str]] = {}
-        """By step: what it keeps, until it is back."""
+        """By step: the keys that it saves, until it is back."""
         self._held: set[str] = set()
         self._forgotten: dict[str, None] = {}
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the next step has something to keep."""
+        """Whether the next step has something to save."""
         return bool(self._waiting)
 
     def lease(self, generate: Generate) -> None:
@@ -136,7 +137,7 @@ class Keeping:
             self._held.add(each.key)
 
     def end_lease(self, generate: Generate) -> None:
-        """``generate`` is over."""
+        """Release the blocks of ``generate``, which is over."""
         self._drop(generate.blocks)
 
     def begin(self, chain: Chain, generate: Generate, blocks: Sequence[KvBlock], *, reported: bool) -> None:
@@ -156,11 +157,11 @@ class Keeping:
         self._drop(dropped)
 
     def add(self, chain: Chain, sequence: int, tokens: Sequence[int], ends: Sequence[int]) -> None:
-        """The next block of ``chain`` is computed in ``sequence``, by the steps handed out so far."""
+        """Add the next block of ``chain``, which the steps handed out so far compute in ``sequence``."""
         self._add(chain, sequence, block_of(chain.root, last_cells(chain.blocks), tokens, ends))
 
     def add_state(self, chain: Chain, sequence: int) -> None:
-        """``sequence`` is where ``chain`` ends: keep its state."""
+        """Save the state of ``sequence``, which is at the end of ``chain``."""
         before = last_cells(chain.blocks)
         if before is None or chain.blocks[-1].is_state:
             return
@@ -206,7 +207,7 @@ class Keeping:
         return ops
 
     def back(self, step: int) -> None:
-        """``step`` was in all windows."""
+        """Note that ``step`` passed all windows."""
         for key in self._out.pop(step, ()):
             self._held.add(key)
             if not self._having[key]:

@@ -32,24 +32,25 @@ MAX_ENDINGS: Final = 4
 
 @dataclass(slots=True)
 class KvSequence:
-    """One KV sequence, and what its cells hold besides an answer."""
+    """One KV sequence, and what its cells hold besides sampled tokens."""
 
     number: int
     computed: Computed = field(default_factory=Computed)
     used: int = 0
-    """How many steps there were when it was used last; 0 while its cells are empty."""
+    """The number of steps there had been when it was last used; 0 while its cells are empty."""
     cells: int = 0
-    """Rows that were handed out for it, and not forgotten."""
+    """Tokens that were handed out for it and not forgotten."""
     ops: list[KvOp] = field(default_factory=list)
     """Operations on its KV cache at the start of the next step in which it has a row."""
     chain: Chain = field(default_factory=Chain)
     ending: LogitsRow | None = None
-    """The logits of the last row of the prompt that its cells are of, where they are known."""
+    """The logits of the last row of the prompt in its cells, if known."""
     ahead: dict[int, int] = field(default_factory=dict)
-    """By where a draft begins in a step of its own: the number of the state in front of it, where layers have one."""
+    """By the position where a speculative step's drafts begin: the number of the state saved before it, where layers
+    have states."""
 
     def take_ops(self) -> list[KvOp]:
-        """Its ``ops``, which a step does now."""
+        """Return its ``ops`` and clear them: a step does them now."""
         ops, self.ops = self.ops, []
         return ops
 
@@ -64,44 +65,44 @@ class Running:
     sampled: list[int]
     """All tokens after the prompt, those of earlier epochs first."""
     chunking: Chunking
-    """How its prompt is cut."""
+    """How its prompt is split into chunks."""
     reused: int
     """Tokens of the prompt that were cached; 0 once that is reported."""
     chunk_end: int = 0
     """The end of the chunk that was begun last."""
     since: int = 0
-    """How many steps there were when it got its sequence."""
+    """The number of steps there had been when it got its sequence."""
     costs: int = 0
     """What had to be computed to resume then, in decoded tokens."""
     waits_since: int = 0
-    """How many steps there were when it had one last, and some that its turn counts for."""
+    """The number of steps there had been at its last step, plus some that its turn counts for."""
     rows_before: int = 0
-    """Rows of other prompts that were computed while its own waited."""
+    """Tokens of other prompts that were computed while its own waited."""
     first_token_s: float | None = None
     last_token_s: float | None = None
     behind: Running | None = None
-    """Computes the beginning of its prompt; its own ``sequence`` has nothing of it yet."""
+    """The generation that computes the beginning of its prompt; its own ``sequence`` has none of it yet."""
     shared: int = 0
-    """Tokens of that beginning."""
+    """Number of tokens of that beginning."""
     is_foreign: bool = False
-    """Chunks of its prompt may have ended elsewhere than this ring's do, in the ring that computed them."""
+    """Whether chunks of its prompt may have other ends than this ring's, having been computed in another ring."""
     ending: LogitsRow | None = None
-    """Its prompt was there whole, and its first token is to be drawn from this."""
+    """The logits to sample its first token from, if its whole prompt was cached."""
     mirostat_mu: float | None = None
     """State of its sampler after the token sampled last."""
     held_back_s: float | None = None
-    """How long the step took that it has its next token from, which is not drawn yet; None: none waits for that."""
+    """Duration of the step from which its next token is yet to be sampled; None: it is not held back."""
     speculation: Speculation | None = None
     """Tokens computed ahead; their rows follow those of the known tokens in ``sequence``."""
 
     @property
     def there(self) -> int:
-        """Cells of its tokens, those that it will copy among them."""
+        """Cells of its tokens, including those that it will copy."""
         return self.sequence.cells if self.behind is None else self.shared
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that were drawn for it since it has its sequence."""
+        """Tokens sampled since it got its sequence."""
         return len(self.sampled) - len(self.generate.sampled)
 
     @property
@@ -111,21 +112,21 @@ class Running:
 
     @property
     def known(self) -> int:
-        """Tokens of prompt and answer."""
+        """Number of tokens of prompt and completion."""
         return len(self.generate.prompt) + len(self.sampled)
 
     @property
     def has_step(self) -> bool:
-        """Whether there is something to compute without another token."""
+        """Whether it has something to compute without another token being sampled."""
         return self.behind is None and self.held_back_s is None and self.sequence.cells < self.known
 
     @property
     def is_decoding(self) -> bool:
-        """Whether its prompt is in the ring."""
+        """Whether its whole prompt was handed out."""
         return self.behind is None and self.sequence.cells >= len(self.generate.prompt)
 
     def goes_on(self, before: Running) -> None:
-        """It is the generation that ran as ``before``."""
+        """Continue the timings and draft counts of ``before``, the same generation before it was preempted."""
         self.started_s, self.first_token_s = before.started_s, before.first_token_s
         if self.speculation is not None and before.speculation is not None:
             self.speculation.drafted = before.speculation.drafted
@@ -160,7 +161,7 @@ class Slots:
         assert keep_rows is None or keep_rows > 0
         assert state_rows is None or (states + ahead and state_rows > 0)
         self._ahead = list(range(states, states + ahead))
-        """Numbers of states that are free."""
+        """Numbers of free states."""
         self._checkpoints = Checkpoints(states)
         self._minimum = context // COPIED_CELLS
         self._chunking = chunking
@@ -174,7 +175,7 @@ class Slots:
 
     @property
     def keeps(self) -> bool:
-        """Whether there is something that the next step is to keep."""
+        """Whether the next step has something to save."""
         return self._keeping.is_waiting
 
     def take_first(self, step: int) -> list[KvOp]:
@@ -185,7 +186,7 @@ class Slots:
         return [*back, *self._keeping.hand_out(step), *copies]
 
     def first(self, *ops: KvOp) -> None:
-        """Have the next step do ``ops`` first, whosever it is."""
+        """Have the next step do ``ops`` first, whichever generation it serves."""
         self._first += ops
 
     @property
@@ -210,7 +211,7 @@ class Slots:
 
     @property
     def may_be_ahead(self) -> bool:
-        """Whether a draft in a step of its own can be taken back."""
+        """Whether drafts of a speculative step can be taken back."""
         return bool(self._ahead) or not self.have_states
 
     def keep_ahead(self, sequence: KvSequence, cells: int) -> list[KvOp]:
@@ -221,15 +222,15 @@ class Slots:
         return [StateKeep(sequence.number, number, cells)]
 
     def settle(self, sequence: KvSequence, known: int | None = None, *, inside: bool = False) -> None:
-        """No draft of ``sequence`` before its ``known`` cells is taken back any more (None: none is); but ``inside`` a step
-        whose first rows are known others may be."""
+        """Free the states before drafts that are final: those of ``sequence`` before its ``known`` cells (None: all).
+        With ``inside`` a step is only partly known, so the latest of these states is still needed."""
         if inside and known is not None:
             known = max((end for end in sequence.ahead if end < known), default=known)
         for end in [end for end in sequence.ahead if known is None or end < known]:
             self._ahead.append(sequence.ahead.pop(end))
 
     def back(self, step: int) -> None:
-        """``step`` was in all windows."""
+        """Note that ``step`` passed all windows."""
         self._keeping.back(step)
 
     def news(self) -> list[KvKept | KvForgotten]:
@@ -237,12 +238,12 @@ class Slots:
         return self._keeping.news(each.chain for each in self.sequences) if self._keep_rows is not None else []
 
     def lease(self, generate: Generate) -> None:
-        """The blocks of ``generate`` are held and needed until it is over, whether it runs or waits."""
+        """Mark the blocks of ``generate`` as held and needed until it is over, whether it runs or waits."""
         if self._keep_rows is not None:
             self._keeping.lease(generate)
 
     def end_lease(self, generate: Generate) -> None:
-        """``generate`` is over."""
+        """Release the blocks of ``generate``, which is over."""
         if self._keep_rows is not None:
             self._keeping.end_lease(generate)
 
@@ -261,7 +262,7 @@ class Slots:
         return running
 
     def keep_ending(self, running: Running, logits: LogitsRow) -> None:
-        """Its prompt ends with a row of these ``logits``."""
+        """Save ``logits``, the last row of its prompt."""
         running.sequence.ending = logits
         known = sorted((each for each in self.sequences if each.ending is not None), key=lambda each: each.used)
         for each in known[:-MAX_ENDINGS]:
@@ -280,11 +281,11 @@ class Slots:
         return chain.blocks[: chain.reported] if is_its_own else list(generate.blocks)
 
     def keep(self, running: Running) -> None:
-        """Have kept what is complete of its blocks. Its cells are all in the log."""
+        """Have its complete blocks saved. Its cells are all in the log."""
         sequence, chain = running.sequence, running.sequence.chain
         if self._keep_rows is None or running.behind is not None or not chain.root:
             return
-        certain = min([running.certain, *sequence.ahead])  # it may go back there
+        certain = min([running.certain, *sequence.ahead])  # it may go back to a state
         while (ends := self._ends(running)) and ends[-1] <= certain:
             self._keeping.add(chain, sequence.number, running.tokens(chain.end, ends[-1]), ends)
         if self._state_rows is not None and chain.end >= self._state_end(running) + self._state_rows:
@@ -306,14 +307,15 @@ class Slots:
         return max(len(running.generate.prompt), next(ends, 0))
 
     def _add_state(self, running: Running) -> None:
-        """Have its state kept with its cells, if it has just these: it is past none that are to be forgotten."""
+        """Have its state saved with its cells, if it ends exactly there: no cells past them are yet to be forgotten."""
         sequence, chain = running.sequence, running.sequence.chain
         is_there = chain.end == sequence.cells == running.certain and not sequence.ops
         if running.behind is None and chain.root and is_there:
             self._keeping.add_state(chain, sequence.number)
 
     def keep_state(self, running: Running, step: int) -> None:
-        """``step`` has a chunk of its prompt, up to its last cell: its state is kept in front of the next one, if it is."""
+        """Save its state before the next step if ``step``, a chunk that ends at its last cell, ends where one is
+        kept."""
         sequence, prompt = running.sequence, running.generate.prompt
         if not self._checkpoints.is_place(sequence.number, running.chunking, prompt, sequence.cells):
             return
@@ -324,7 +326,7 @@ class Slots:
             self._add_state(running)
 
     def keep_rest(self, running: Running) -> None:
-        """Have kept the rows of its answer that are in no block, as a shorter one."""
+        """Have the sampled tokens that are in no block saved, as a shorter block."""
         sequence, chain = running.sequence, running.sequence.chain
         rows = range(chain.end + 1, running.certain + 1)
         is_known = running.is_decoding and chain.end >= max(len(running.generate.prompt), running.chunk_end)
@@ -334,7 +336,7 @@ class Slots:
             self._add_state(running)
 
     def _ends(self, running: Running) -> Sequence[int]:
-        """The ends of the steps that compute its next block; none where these are not known yet."""
+        """The ends of the steps that compute its next block; empty while these are not known yet."""
         first = running.sequence.chain.end
         if first < len(running.generate.prompt):
             return [end for end in running.sequence.computed.ends if end > first][:1]
@@ -415,12 +417,12 @@ class Slots:
             blocks = source.before(cells, root) if root else []
             generate = running.generate
             if self._loses_cells and cells != (blocks[-1].end if blocks else 0):
-                generate, blocks = msgspec.structs.replace(generate, root=""), []  # those of before are gone
+                generate, blocks = msgspec.structs.replace(generate, root=""), []  # earlier cells are gone
             self._keeping.begin(running.sequence.chain, generate, blocks, reported=False)
 
     @property
     def _loses_cells(self) -> bool:
-        """Whether a sequence that goes back has no cells of before that could be kept: those of small windows."""
+        """Whether a sequence that goes back has no earlier cells left to save: so with small sliding windows."""
         return self._keep_rows is not None and self._checkpoints.are_needed and self._state_rows is None
 
     def _leader(self, running: Running, others: Collection[Running]) -> tuple[Running | None, int]:
@@ -437,9 +439,11 @@ class Slots:
         return best
 
     def _copied(self, source: KvSequence, cells: int) -> int:
-        """How many of the first ``cells`` of ``source`` can be copied: where it is past them, as many as a state is kept of.
+        """Number of the first ``cells`` cells of ``source`` that can be copied: if it is past them, only up to a saved
+        state.
 
-        Where it is not, it will be there exactly: a chunk ends there, and what waits is looked at before each step.
+        If it is not past them it will end exactly there: a chunk ends there, and waiting generations are checked before
+        each step.
         """
         is_past = self._checkpoints.are_needed and source.cells > cells
         return self._checkpoints.last(source.number, cells) if is_past else cells

@@ -76,7 +76,7 @@ def who_leaves(state: SchedulerState, held: Mapping[str, int]) -> Running | None
 
 
 def let_wait(state: SchedulerState, running: Running) -> None:
-    """It waits again; nothing is under way for it but drafts."""
+    """Preempt ``running`` and queue it again; only draft steps of it may be in flight."""
     before = running.generate
     generate = msgspec.structs.replace(
         before,

@@ -1,4 +1,4 @@
-"""Steps of next tokens, of generations that are computed together."""
+"""Builds decode steps: the next tokens of generations that are batched together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from primad.ring.speculation.tree import NO_TREE
 
 
 def may_decode(state: SchedulerState) -> bool:
-    """Whether a step of next tokens may be handed out, or is worth waiting for others to come with it."""
+    """Whether a decode step may be handed out now, rather than waiting for more generations to join it."""
     if not state.in_flight:
         return True
     under_way = sum(step.decodes and bool(step.samples) and not step.is_draft for step in state.in_flight.values())
@@ -24,7 +24,7 @@ def may_decode(state: SchedulerState) -> bool:
 
 
 def decode_step(state: SchedulerState, ready: Sequence[Running], first: Running) -> PlannedStep:
-    """The next token of ``first`` and of those among ``ready`` that come with it."""
+    """Return a step with the next token of ``first`` and of those among ``ready`` that are batched with it."""
     by_number = {each.sequence.number: each for each in ready}
     # After a step of several sequences the state of another sequence cannot be rolled back.
     others = [] if state.may_take_back else [other for other in ready if other is not first]
@@ -59,7 +59,7 @@ def decode_step(state: SchedulerState, ready: Sequence[Running], first: Running)
 
 
 def _together(state: SchedulerState, first: Running, others: Sequence[Running]) -> range:
-    """The sequences of a step with ``first``, those of ``others`` that come with it among them."""
+    """The sequences of a step with ``first``, including those of ``others`` that are batched with it."""
     candidates = [
         Candidate(sequence=each.sequence.number, owner=each.generate.owner, cells=each.sequence.cells)
         for each in (first, *others)
@@ -83,7 +83,7 @@ def add_padding(state: SchedulerState, step: PlannedStep, sequence: KvSequence) 
 
 
 def step_without_rows(state: SchedulerState) -> PlannedStep | None:
-    """A step that only keeps what is to be kept."""
+    """Return a step without tokens that only saves KV blocks and states."""
     if not state.slots.keeps:
         return None
     step = PlannedStep(step=state.steps, requests=[], tokens=[], positions=[], sequences=[], samples={}, ops=[])

@@ -1,4 +1,4 @@
-"""Drafts in steps of their own, or with the next token of their generation, and what becomes of them."""
+"""Builds steps of draft tokens, adds drafts to decode steps, and resolves them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from primad.ring.speculation.drafter import DraftToken
 from primad.ring.speculation.tree import NO_TREE, TreeRows, chain_of, child, depth, placed
 
 MAX_DRAFTS: Final = 64
-"""Steps of drafts on their way, those that were discarded among them."""
+"""Limit of draft steps in flight, including discarded ones."""
 
 
 def draft_step(state: SchedulerState) -> PlannedStep | None:
-    """A step for the surest draft, where no row of anybody waits for its place in the ring."""
+    """Return a step for the surest draft, when no generation needs that place in the ring."""
     steps = state.in_flight.values()
     if state.drafting is None or not all(step.decodes for step in steps):
         return None
@@ -60,7 +60,7 @@ def drafts_wanted(state: SchedulerState, running: Running) -> int:
 
 
 def step_ahead(state: SchedulerState, running: Running, draft_tokens: Sequence[DraftToken]) -> PlannedStep:
-    """A step with the rows of ``draft_tokens`` alone."""
+    """Return a step of ``draft_tokens`` alone."""
     sequence = running.sequence
     step = PlannedStep(
         step=state.steps,
@@ -104,7 +104,7 @@ def _block_with(state: SchedulerState, step: PlannedStep, running: Running) -> T
 
 
 def drafts_with(state: SchedulerState, step: PlannedStep, running: Running) -> TreeRows:
-    """Drafts of ``running`` whose rows ``step``, which has its next token, computes as well."""
+    """Add drafts of ``running`` to ``step``, which has its next token."""
     speculation, sequence = running.speculation, running.sequence
     if speculation is None or not step.samples:
         return NO_TREE
@@ -177,7 +177,7 @@ def max_drafts(state: SchedulerState, running: Running, cells: int) -> int:
 
 
 def waits_for_drafts(state: SchedulerState, running: Running) -> bool:
-    """Whether its next step waits for drafts."""
+    """Whether the next step of ``running`` waits for drafts."""
     speculation, cells = running.speculation, running.sequence.cells
     if speculation is None or state.in_flight or cells != running.known - 1:
         return False

@@ -32,7 +32,7 @@ def _rows_left(running: Running) -> tuple[int, int]:
 
 
 def chunk_step(state: SchedulerState, running: Running) -> PlannedStep:
-    """The next chunk of its prompt, or the next piece of it."""
+    """Return a step with the next chunk of the prompt, or the next piece of it."""
     prompt, sequence = running.generate.prompt, running.sequence
     first = sequence.cells
     if first >= running.chunk_end:

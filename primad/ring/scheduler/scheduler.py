@@ -29,7 +29,7 @@ from primad.ring.speculation.tree import TreeNode
 
 
 class Scheduler:
-    """The queue of generations and those that run, which ``state`` holds."""
+    """Schedules the waiting and running generations held in ``state``."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
@@ -41,7 +41,7 @@ class Scheduler:
 
     @property
     def waits_until_s(self) -> float | None:
-        """Until when there is no next step since drafts come soon."""
+        """The time until which no step is handed out because drafts are about to arrive; None: no such wait."""
         return self._state.waits_until_s
 
     @property
@@ -71,11 +71,11 @@ class Scheduler:
 
     @property
     def has_drafts_in_flight(self) -> bool:
-        """Whether a draft is on its way."""
+        """Whether draft tokens are in flight."""
         return any(step.is_draft or step.tree.nodes for step in self._state.in_flight.values())
 
     def requests_of(self, step: int) -> list[int]:
-        """The generations that step ``step`` has rows of."""
+        """The generations that have tokens in step ``step``."""
         return list(self._state.in_flight[step].computed)
 
     def drafter_of(self, request: int) -> Drafter | None:
@@ -112,8 +112,8 @@ class Scheduler:
         return found
 
     def submit(self, generate: Generate) -> Finished | None:
-        """Queue a generation; its end, when the tokens of earlier epochs are all that it may have, or a picture has more
-        rows than a step may.
+        """Queue a generation. Return its end if the tokens of earlier epochs are all that it may have, or if a picture
+        has more rows than a step may have.
 
         Its prompt has at least one token and fits the context with one token to spare. Raises ``RingError`` after
         ``drain``.
@@ -136,7 +136,7 @@ class Scheduler:
         return None
 
     def drain(self) -> None:
-        """Hand out no row from now on; one more step keeps those of answers that are in no block."""
+        """Hand out no tokens from now on; one more step saves the sampled tokens' KV cells that are in no block yet."""
         self._state.drains = True
         for running in self._state.running.values():
             self._state.slots.keep_rest(running)
@@ -152,7 +152,7 @@ class Scheduler:
 
     @property
     def may_have_step(self) -> bool:
-        """Whether there may be a next step before one that is under way is back: in a ring this is asked with each token."""
+        """Whether a next step is possible before one in flight is back: in a ring this is asked with each token."""
         state = self._state
         if state.waiting or state.drains or state.drafting is not None or state.slots.have_states:
             return True
@@ -211,16 +211,16 @@ class Scheduler:
         return begun
 
     def take_discarded(self) -> list[int]:
-        """The steps that were discarded since this was asked last; none where the ring does not skip them."""
+        """Return the steps that were discarded since the last call; none where the ring does not skip them."""
         discarded, self._state.discarded = self._state.discarded, []
         return discarded if self._state.drafting is not None and self._state.drafting.skips else []
 
     def is_discarded(self, step: int) -> bool:
-        """Whether nothing that step ``step`` computes is of use."""
+        """Whether step ``step`` computes nothing of use."""
         return self._state.in_flight[step].is_discarded
 
     def skips(self, step: int) -> bool:
-        """Whether step ``step`` is not computed any further."""
+        """Whether the remaining windows skip step ``step``."""
         return self._state.drafting is not None and self._state.drafting.skips and self.is_discarded(step)
 
     def commit(self, step: int, sampled_tokens: Mapping[int, SampledToken | None], now: float) -> list[GenerationEvent]:
@@ -262,7 +262,7 @@ class Scheduler:
         return [finish(self._state, running, "error", now, error=error) for running in found]
 
     def sample_held_back(self, request: int, sample: SampledToken, now: float) -> list[GenerationEvent]:
-        """The next token of ``request`` was drawn, which was held back for it."""
+        """Commit the token of ``request``, which was held back until it could be sampled."""
         running = self._state.running[request]
         ring_pass_s, running.held_back_s = running.held_back_s, None
         assert ring_pass_s is not None

@@ -150,7 +150,7 @@ class SchedulerState:
         self.drains = False
         self.now_s = 0.0
         self.waits_until_s: float | None = None
-        """Until when there is no next step since drafts come soon."""
+        """The time until which no step is handed out because drafts are about to arrive."""
 
     def hand_out(
         self,
@@ -202,7 +202,7 @@ class SchedulerState:
 
     @property
     def may_have_chunk(self) -> bool:
-        """Whether one more chunk may be under way: where devices share cores each would only take longer."""
+        """Whether one more chunk may be in flight: where devices share cores each chunk would only take longer."""
         under_way = sum(
             bool(step.computed) and not step.decodes and not step.is_draft for step in self.in_flight.values()
         )
@@ -214,16 +214,16 @@ class SchedulerState:
 
     @property
     def may_take_back(self) -> bool:
-        """Whether drafts are on their way that may have to be taken back from a state."""
+        """Whether drafts are in flight that may have to be taken back from a state."""
         return self.slots.have_states and any(step.tree.nodes for step in self.in_flight.values())
 
     def is_full(self, generate: Generate, sampled: int) -> bool:
-        """Whether ``sampled`` tokens are all that ``generate`` may have."""
+        """Whether ``generate`` may have no more than ``sampled`` tokens."""
         return sampled >= generate.max_tokens or len(generate.prompt) + sampled >= self.context
 
     @property
     def has_blocks(self) -> bool:
-        """Whether steps ahead of a token may have several rows."""
+        """Whether speculative steps may have several tokens."""
         return self.drafting is not None and self.drafting.block > 1
 
     def take_back(self, running: Running, cells: int) -> None:
