@@ -1,14 +1,14 @@
-"""Everything that crosses a process border on the ring's behalf, as tagged msgspec structs.
+"""All messages that cross a process border for the ring, as tagged msgspec structs.
 
 Three conversations use this file:
 
-* **Along the route** (encrypted ZeroMQ PUSH/PULL, one hop a message): a ``Step`` header frame and one payload frame with
-  the rows' hidden states. KV operations ride in the same ordered stream, so every window applies the same log. ``Skip``
-  comes the same way, with an empty payload, and overtakes the steps that wait to be computed: a device takes all that has
-  come before it computes, and sends a ``Skip`` on at once.
+* **Along the route** (encrypted ZeroMQ PUSH/PULL, one hop a message): a ``Step`` header frame and one payload frame
+  with the tokens' hidden states. KV operations are in the same ordered stream, so every window applies the same log.
+  ``Skip`` comes the same way, with an empty payload, and overtakes the steps that wait to be computed: a device takes
+  all that has come before it computes, and forwards a ``Skip`` immediately.
 * **Between a daemon and its ring process** (a private socket pair): ``RingCommand`` down, ``RingEvent`` up.
-* **Between the API and the head's scheduler**: ``Generate`` and ``Cancel`` down, ``Sampled`` and ``Finished`` up; they are
-  ring commands and ring events themselves.
+* **Between the API and the head's scheduler**: ``Generate`` and ``Cancel`` down, ``Sampled`` and ``Finished`` up; they
+  are themselves ring commands and ring events.
 
 A header is checked against the ring's ``StepLimits`` before its payload is touched: nothing on the wire is trusted.
 """
@@ -55,19 +55,21 @@ HIDDEN_DTYPE: Final = "f32"
 """Hidden states travel as little-endian float32, so that a ring is bit-identical to one device."""
 
 MAX_HEADER_BYTES: Final = 1 << 20
-"""No header of a step of at most ``Limits.rows`` rows comes near it."""
+"""More than any header of a step of at most ``StepLimits.rows`` rows needs."""
 MAX_ROWS: Final = 8192
 MAX_PARTS: Final = 4
-"""A picture's row is so many times as wide at most, with what deeper layers add to their outputs."""
+"""A picture's row is at most this many times as wide as a hidden state, including its parts for deeper layers."""
 MAX_SEQUENCES: Final = 256
 MAX_OPS: Final = 8192
-"""Of any step of any ring, so that a header is bounded before it is read."""
+"""Limit for any step of any ring, so that a header is bounded before it is read."""
 MAX_HOPS: Final = 4096
 MAX_STATES: Final = 2 * MAX_SEQUENCES
-"""Of all sequences that a ring keeps: each takes as much memory in every window as the state of a sequence does."""
+"""Limit for all sequences of a ring: each kept state takes as much memory in every window as the state of a
+sequence."""
 GROUP_KEY_BYTES: Final = 32
 MAX_ROLLBACK: Final = 16
-"""Rows of one step that can be taken back where layers have a state: each takes as much, of every sequence."""
+"""Rows of one step that can be rolled back where layers have a state: each takes one state's memory for every
+sequence."""
 
 
 # ---- along the route ------------------------------------------------------------------------------------------------
@@ -82,7 +84,7 @@ class KvRemove(msgspec.Struct, frozen=True, tag="remove", array_like=True):
 
 
 class KvCopy(msgspec.Struct, frozen=True, tag="copy", array_like=True):
-    """Forget ``target``, and let it have the cells that ``source`` has at positions before ``end``."""
+    """Forget ``target``, then give it the cells that ``source`` has at positions before ``end``."""
 
     source: int
     target: int
@@ -90,7 +92,7 @@ class KvCopy(msgspec.Struct, frozen=True, tag="copy", array_like=True):
 
 
 class KvKeep(msgspec.Struct, frozen=True, tag="keep", array_like=True):
-    """Hand the cells of ``block`` of ``sequence``, or the state that it has there, to this device's store of KV cells."""
+    """Hand the cells of ``block`` of ``sequence``, or its state there, to this device's store of KV cells."""
 
     sequence: int
     block: KvBlock
@@ -99,7 +101,7 @@ class KvKeep(msgspec.Struct, frozen=True, tag="keep", array_like=True):
 class KvLoad(msgspec.Struct, frozen=True, tag="load", array_like=True):
     """Forget ``sequence``, and fill its positions before ``end`` from the blocks whose chain ends with ``key``.
 
-    That is the key of a state where layers have one.
+    Where layers have a state, ``key`` is the key of one.
     """
 
     sequence: int
@@ -108,7 +110,8 @@ class KvLoad(msgspec.Struct, frozen=True, tag="load", array_like=True):
 
 
 class StateKeep(msgspec.Struct, frozen=True, tag="state-keep", array_like=True):
-    """Keep what cannot be cut back of ``sequence``, behind its ``end`` positions, in memory as ``number``."""
+    """Keep the state of ``sequence``, which cannot be cut back, after its ``end`` positions, in memory as
+    ``number``."""
 
     sequence: int
     number: int
@@ -116,8 +119,8 @@ class StateKeep(msgspec.Struct, frozen=True, tag="state-keep", array_like=True):
 
 
 class StateRestore(msgspec.Struct, frozen=True, tag="state-restore", array_like=True):
-    """Have ``sequence`` end behind ``end`` positions, where its state, or that of the one it is a copy of, was kept as
-    ``number``."""
+    """Cut ``sequence`` back to ``end`` positions, where its state, or the state of the sequence it is a copy of, was
+    kept as ``number``."""
 
     sequence: int
     number: int
@@ -130,12 +133,12 @@ KvOp = KvRemove | KvCopy | KvKeep | KvLoad | StateKeep | StateRestore
 class Step(msgspec.Struct, frozen=True, tag="step", array_like=True):
     """One step's visit to one window: apply ``ops`` in order, then compute the rows.
 
-    ``window`` is the route index of the window that must compute it. ``shape`` is ``(rows, width)`` of the payload frame;
-    row ``i`` has ``positions[i]``, belongs to ``sequences[i]`` and wants logits when ``outputs[i]``. A step without rows
-    carries KV operations alone and has an empty payload. So has one that is ``skipped``: a window before this one did not
-    compute its rows, and none behind it does, though all apply its operations. Where it ``looks_ahead`` each row sees those
-    behind it as well. Where ``rope`` is not empty it has four numbers for each row, by which its keys are turned instead of
-    by its position.
+    ``window`` is the route index of the window that must compute it. ``shape`` is ``(rows, width)`` of the payload
+    frame; row ``i`` has ``positions[i]``, belongs to ``sequences[i]`` and needs logits when ``outputs[i]``. A step
+    without rows carries only KV operations and has an empty payload. So has a ``skipped`` step: a window before this
+    one did not compute its rows and no later one does, though all apply its operations. If it ``looks_ahead`` each row
+    attends to the rows after it as well. ``rope``, if not empty, has four numbers for each row, by which its keys are
+    rotated instead of by its position.
     """
 
     protocol: int
@@ -174,9 +177,10 @@ MAX_SKIPPED: Final = 64
 
 
 class Skip(msgspec.Struct, frozen=True, tag="skip", array_like=True):
-    """What ``steps`` compute is of no use: each window that has not computed one of them does not compute its rows.
+    """The results of ``steps`` are not needed: a window that has not computed one of them yet does not compute its
+    rows.
 
-    All of their rows are of drafts, in sequences of which the log has forgotten them before it has others.
+    All of their rows are drafts, in sequences where the log forgets them before it adds other rows.
     """
 
     protocol: int
@@ -189,9 +193,9 @@ RouteMessage = Step | Skip
 
 
 class StepLimits(msgspec.Struct, frozen=True):
-    """What a ring process accepts: fixed when the ring opens, so a header can be judged by itself.
+    """The limits of what a ring process accepts, fixed when the ring opens, so that a header can be checked by itself.
 
-    What a device keeps takes no more memory than was planned: so many ``states``, and in a step each cell once.
+    A device keeps no more than was planned: ``states`` states, and in one step each cell once.
     """
 
     ring: int
@@ -208,8 +212,8 @@ _route_decoder: Final[msgspec.msgpack.Decoder[RouteMessage]] = msgspec.msgpack.D
 
 
 def decode_route(header: bytes | memoryview, payload_bytes: int | None, limits: StepLimits) -> RouteMessage:
-    """The header frame as a ``Step`` that is safe to compute, or as a ``Skip``, judged against ``limits``. ``payload_bytes``
-    are those that came with it; None: they come later.
+    """Decode the header frame as a ``Step`` that is safe to compute, or as a ``Skip``, checked against ``limits``.
+    ``payload_bytes`` is the size of the payload that came with it; None: it comes later.
 
     Raises ``ProtocolError`` for anything that is not a valid step of this ring and epoch, naming the field.
     """
@@ -304,18 +308,19 @@ def _check_op(op: KvOp, limits: StepLimits) -> None:
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """Continue ``prompt`` (token ids, at least one) by at most ``max_tokens`` tokens.
 
-    ``sampled`` are those of its tokens that were sampled under an earlier epoch: they are computed again, count as if this
-    ring had sampled them, and are not told again. ``logprobs`` is None, or how many of the most likely tokens each
-    ``Sampled`` lists (0 to 20). It ``reuses`` what of its prompt was computed before; the answer is the same without. Of
-    several owners each has the same share of the ring; of what waits for one of them the lowest ``priority`` is next.
-    With ``reports_begin`` a ``PromptProgress`` of no tokens says that it waits no longer.
+    ``sampled`` are its tokens that were sampled in an earlier epoch: they are computed again, count as if this ring had
+    sampled them, and are not reported again. ``logprobs`` is None, or the number of most likely tokens that each
+    ``Sampled`` lists (0 to 20). If it ``reuses``, prompt tokens that were computed before are not computed again;
+    output is the same without. Each ``owner`` has the same share of the ring; of one owner's waiting requests the one
+    with the lowest ``priority`` is next. With ``reports_begin`` a ``PromptProgress`` of no tokens reports that it no
+    longer waits.
 
-    Its cells are kept under ``root`` (empty: they are not), and those of ``blocks``, a chain from position 0 on, are held by
-    every device of the ring, which says of each when it is forgotten, whether it was of use or not.
-    ``replays_rows``: what of ``sampled`` is in no block is computed row by row, as it was before, and else in chunks.
-    Its prompt is computed in ``chunks`` of the ring where it was begun, or of this one.
-    It ``speculates``: where the ring computes drafts there are some of it as well, unless its prompt has ``pictures``; the
-    answer is the same without.
+    Its cells are kept under ``root`` (empty: they are not). Every device of the ring holds the cells of ``blocks``, a
+    chain from position 0, and the ring reports when each block is forgotten, whether it was used or not.
+    ``replays_rows``: ``sampled`` tokens that are in no block are computed one at a time, as the first time; otherwise
+    in chunks. Its prompt is computed in ``chunks`` of the ring where it was begun, or of this one. If it
+    ``speculates``, its draft tokens are computed where the ring has drafts, unless its prompt has ``pictures``; output
+    is the same without.
     """
 
     request: int
@@ -337,7 +342,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
 
 
 class AlsoGenerate(msgspec.Struct, frozen=True, array_like=True):
-    """What is another generation's own; ``prompt`` None: that of the one before."""
+    """The fields of a further choice that differ from the first; ``prompt`` None: the prompt of the choice before."""
 
     request: int
     seed: int
@@ -346,16 +351,17 @@ class AlsoGenerate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Choices(msgspec.Struct, frozen=True, kw_only=True, tag="choices"):
-    """Generations of one request: ``first``, and ``others`` that differ from it in a few things.
+    """Generations of one request: ``first``, and ``others`` that differ from it in a few fields.
 
-    What they share is sent and read once: 128 that have a bias for each token were 80 MB, for which all others waited.
+    Shared fields are sent and decoded once: 128 generations with a bias for each token were 80 MB, for which all others
+    waited.
     """
 
     first: Generate
     others: list[AlsoGenerate]
 
     def generates(self) -> Iterator[Generate]:
-        """All of them."""
+        """Yield all generations."""
         yield self.first
         prompt, sampling = self.first.prompt, self.first.sampling
         for other in self.others:
@@ -371,16 +377,16 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True, tag="choices"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Stop generating for ``request`` and free its sequence; no more of its answer will be sent."""
+    """Stop generating for ``request`` and free its sequence; no more of its tokens are sent."""
 
     request: int
 
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
-    """One new token. ``logprob`` and ``top`` (token, logprob; best first) are there when they were asked for.
+    """One new token. ``logprob`` and ``top`` (token, logprob; best first) are set when they were asked for.
 
-    Log-probabilities are those of the model itself: before bias, penalties, temperature and truncation. ``mirostat_mu`` is
-    what the next ring must be told in ``Sampling`` to go on behind this token; None without mirostat.
+    Log-probabilities are the model's own: before bias, penalties, temperature and truncation. ``mirostat_mu`` is the
+    value that the next ring needs in ``Sampling`` to continue after this token; None without mirostat.
     """
 
     request: int
@@ -391,9 +397,9 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
 
 
 class PromptProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """So many ``tokens`` of the prompt of ``request`` are computed; said behind each chunk but the last.
+    """The first ``tokens`` of the prompt of ``request`` are computed; sent after each chunk except the last.
 
-    Said before the first one, too, where ``reused`` tokens were computed for a prompt before.
+    Also sent before the first chunk if ``reused`` tokens had been computed for an earlier prompt.
     """
 
     request: int
@@ -404,11 +410,12 @@ class PromptProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     """The last message for ``request``.
 
-    ``reason`` is ``stop`` (the model ended its answer; its end-of-generation token is not sent as ``Sampled``), ``length``
-    (``max_tokens`` or the context reached), or with a one-line ``error`` either ``error``, or ``refused`` where what was
-    asked for cannot be followed (its grammar). ``completion_tokens`` counts the tokens of earlier epochs too. ``prompt_s``
-    is the time from the first prefill step to the first token that this ring drew, ``decode_s`` the time from there to the
-    last. This ring computed ``drafted`` drafts of it, of which ``accepted`` held.
+    ``reason`` is ``stop`` (the model ended the completion; its end-of-generation token is not sent as ``Sampled``),
+    ``length`` (``max_tokens`` or the context reached), or with a one-line ``error`` either ``error``, or ``refused`` if
+    the request cannot be fulfilled (its grammar). ``completion_tokens`` counts the tokens of earlier epochs too.
+    ``prompt_s`` is the time from the first prefill step to the first token that this ring sampled, ``decode_s`` the
+    time from there to the last. This ring computed ``drafted`` draft tokens for it, of which ``accepted`` were
+    accepted.
     """
 
     request: int
@@ -425,8 +432,9 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
 class KvKept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
     """Every window was told to keep ``blocks`` of ``request``, the next of its chain.
 
-    The chain begins with ``Generate.blocks`` as far as they were loaded: where ``before`` of the first of ``blocks`` is not
-    the last that is known, it goes on from there. Blocks of a prompt may be told behind ``Finished`` or ``Cancel``.
+    The chain begins with ``Generate.blocks`` as far as they were loaded: if the first of ``blocks`` has another
+    ``before`` than the last known block, the chain continues from that one. Blocks of a prompt may be reported after
+    ``Finished`` or ``Cancel``.
     """
 
     request: int
@@ -434,16 +442,17 @@ class KvKept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
 
 
 class KvForgotten(msgspec.Struct, frozen=True, kw_only=True, tag="forgotten"):
-    """Nothing in the ring needs the blocks ``keys`` any more, which were kept, or came with a ``Generate``.
+    """The ring no longer needs the blocks ``keys``, which were kept, or came with a ``Generate``.
 
-    What of a prompt its sequence remembers is needed. A ring that ends needs nothing, and does not say so.
+    Blocks of a prompt that a sequence still holds are needed. A ring that ends needs no blocks, and does not report
+    that.
     """
 
     keys: list[str]
 
 
 SENDER: Final = "the device before this one"
-"""How errors call the sender of what arrived, since only the head knows its name."""
+"""The sender of a message in errors, since only the head knows its name."""
 RingFault = Literal["own", "next", "sender", "altered", "late", "values", "rank"]
 FAULTS: Final[dict[RingFault, type[PrimadError]]] = {
     "own": RingError,
@@ -457,10 +466,10 @@ FAULTS: Final[dict[RingFault, type[PrimadError]]] = {
 
 
 class RingBroken(msgspec.Struct, frozen=True, tag="broken"):
-    """This ring process cannot go on; ``error`` is one line. It is the process's last event.
+    """This ring process cannot continue; ``error`` is one line. It is the process's last event.
 
-    ``weights`` is the file whose weights cannot be read or are not what they were, None where that is not what is wrong.
-    ``fault`` says which error it was (``FAULTS``), and so who may be at fault: of a group the ``device``.
+    ``weights`` is the file whose weights cannot be read or have changed; None if weights are not the fault. ``fault``
+    names the kind of error (``FAULTS``), and so which device may be at fault: in a group ``device``.
     """
 
     error: str
@@ -470,7 +479,7 @@ class RingBroken(msgspec.Struct, frozen=True, tag="broken"):
 
 
 def broken_by(error: PrimadError) -> RingBroken:
-    """What a ring process says of ``error``, which ends it."""
+    """The event with which a ring process reports ``error``, which ends it."""
     fault: RingFault = next((fault for fault, kind in FAULTS.items() if type(error) is kind), "own")
     device = error.device if isinstance(error, RankError) else ""
     return RingBroken(str(error), error.file if isinstance(error, WeightsError) else None, fault, device)
@@ -487,20 +496,19 @@ def cause_of(broken: RingBroken) -> PrimadError:
 
 
 class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What only the head's ring process is told: the path of the ``model`` file, and how it runs generations.
+    """Settings of the head's ring process alone: the path of the ``model`` file, and how it runs generations.
 
-    It keeps at most ``depth`` steps in flight, and so many ``chunks`` of prompts (None: as many; while nobody writes one
-    more where that is several), and runs so many generations
-    ``at_once``, whose next tokens are computed together as ``batching`` says. A chunk of a prompt has at most
-    ``chunk_rows``, and ``min_rows`` or more before a message; beside other answers it is computed in ``pieces``. Of an
-    answer the cells of every ``keep_rows`` rows are kept, or none. So many ``states`` of sequences are kept, where some
-    layers have one; 0: they can be cut back. Where cells do not go on without a state, one is kept with every
-    ``state_rows`` rows of an answer; None: they do. Drafts are computed as ``drafting`` says, or none; the model ``draft``
-    drafts what they are, if there is one: here, unless another device ``drafts_elsewhere``. Or the model ``predicts``
-    itself, with layers that its tail has.
-    Where ``model`` has the vocabulary alone, the token embedding is in the layer file ``embedding``. Whole files of
-    ``adapters`` are for the token embedding and for a model that is not cut. Of the ``vocabulary``'s tokens ``ends`` end
-    a generation.
+    It keeps at most ``depth`` steps in flight, of which at most ``chunks`` are chunks of prompts (None: ``depth``;
+    where that is more than one, one more while no generation decodes). It runs ``at_once`` generations concurrently,
+    whose next tokens are computed together as ``batching`` says. A chunk of a prompt has at most ``chunk_rows`` tokens,
+    and ``min_rows`` or more before a message; alongside other generations it is computed in ``pieces``. The cells of
+    every ``keep_rows`` tokens of a completion are kept, or none. Where some layers have a state, ``states`` states of
+    sequences are kept; 0: sequences can be cut back anywhere. Where cells are of no use without a state, one is kept
+    with every ``state_rows`` tokens of a completion; None: cells suffice. Drafts are computed as ``drafting`` says, or
+    not at all. The model ``draft`` computes them, if there is one: here, unless another device ``drafts_elsewhere``. Or
+    the model ``predicts`` them itself, with layers in its tail. If ``model`` has only the vocabulary, the token
+    embedding is in the layer file ``embedding``. Whole files of ``adapters`` are for the token embedding and for a
+    model that is not cut. Of the ``vocabulary``'s tokens ``ends`` end a generation.
     """
 
     model: str
@@ -525,8 +533,8 @@ class HeadPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupRank(msgspec.Struct, frozen=True, kw_only=True):
-    """A ring process is ``rank`` of a group of ``devices``, which have a share of each layer. The ``key`` is new for each
-    epoch, and known to them alone. Sums are sent as ``wire`` says."""
+    """The ring process is ``rank`` of a group of ``devices``, each with a share of every layer. The ``key`` is new for
+    each epoch and known only to them. ``wire`` is the number format in which sums are sent."""
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     devices: Annotated[list[Annotated[str, Meta(max_length=100)]], Meta(min_length=2, max_length=MAX_RANKS)]
@@ -535,7 +543,7 @@ class GroupRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank of a group takes connections."""
+    """The address where a rank of a group accepts connections."""
 
     host: Annotated[str, Meta(max_length=255)]
     port: Annotated[int, Meta(ge=1, le=65_535)]
@@ -544,9 +552,10 @@ class RankAddress(msgspec.Struct, frozen=True, array_like=True):
 class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     """The first command: load these windows of ring ``ring`` and epoch ``epoch`` and listen on ``host``.
 
-    ``route`` is the number of windows in the route, ``width`` that of a row on its way; ``head`` is None on a worker. Of
-    what streams ``read_ahead_bytes`` are read ahead. How often experts are used is kept in the folder ``usage``, or
-    nowhere; KV cells are kept in the folder ``cells``, or nowhere. In a ``group`` windows have shares of their layers.
+    ``route`` is the number of windows in the route, ``width`` the width of a hidden state; ``head`` is None on a
+    worker. ``read_ahead_bytes`` of streamed weights are read ahead. Counts of expert use are kept in the folder
+    ``usage``, or not at all; KV cells in the folder ``cells``, or not at all. In a ``group`` windows have shares of
+    their layers.
     """
 
     ring: int
@@ -567,10 +576,10 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
 class Reopen(msgspec.Struct, frozen=True, kw_only=True, tag="reopen"):
     """To a worker's ring process: serve another ring or epoch with windows that are loaded already.
 
-    ``windows`` are the new route indices of all windows that are loaded, in their order. Everything of the epoch before is
-    dropped: KV cells, links and their keys, steps on their way. The answer is another ``Opened``, and
-    a ``Connect`` must follow. ``assignments`` are those of ``windows`` under the new plan. The other fields are as in
-    ``Open``; context, rows and threads stay as they were.
+    ``windows`` are the new route indices of all windows that are loaded, in their order. Everything of the previous
+    epoch is dropped: KV cells, links and their keys, steps in flight. The reply is another ``Opened``, and a
+    ``Connect`` must follow. ``assignments`` are the assignments of ``windows`` under the new plan. The other fields are
+    as in ``Open``; context, rows and threads stay as they were.
     """
 
     ring: int
@@ -584,9 +593,8 @@ class Reopen(msgspec.Struct, frozen=True, kw_only=True, tag="reopen"):
 
 
 class Connect(msgspec.Struct, frozen=True, tag="connect"):
-    """The neighbours in the ring: send to the ring process at ``address`` (a ZeroMQ endpoint), whose public key is ``key``,
-    and take steps from the one whose public key is ``sender`` and from nobody else. The head then runs a warm-up pass.
-    """
+    """The neighbours in the ring: send to the ring process at ``address`` (a ZeroMQ endpoint), whose public key is
+    ``key``, and accept steps only from the one whose public key is ``sender``. The head then runs a warm-up pass."""
 
     address: str
     key: str
@@ -594,7 +602,7 @@ class Connect(msgspec.Struct, frozen=True, tag="connect"):
 
 
 class JoinGroup(msgspec.Struct, frozen=True, tag="join_group"):
-    """To each ring process of a group: connect to the ranks below this one, at ``addresses``, and let those above connect.
+    """To each ring process of a group: connect to the ranks below it, at ``addresses``, and accept those above.
 
     The head then runs a warm-up pass.
     """
@@ -603,11 +611,11 @@ class JoinGroup(msgspec.Struct, frozen=True, tag="join_group"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """To the head's ring process: compute no further row; ``Drained`` is told once the steps on their way are back.
+    """To the head's ring process: compute no further rows; ``Drained`` is reported once the steps in flight are back.
 
-    One more step without rows keeps what of the answers is computed and in no block yet; that is told before ``Drained``.
-    Generations that are not over stay with the daemon, which has seen every token of theirs by then. No ``Generate`` may
-    follow.
+    One more step without rows keeps computed tokens of completions that are in no block yet; these blocks are reported
+    before ``Drained``. Unfinished generations stay with the daemon, which has all of their tokens by then. No
+    ``Generate`` may follow.
     """
 
 
@@ -616,17 +624,17 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
-    """``windows`` of all windows are loaded."""
+    """The number of windows that are loaded so far."""
 
     windows: int
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
-    """Every window is loaded; steps of the device before this one are received at ``endpoint``.
+    """Every window is loaded; steps of the previous device are received at ``endpoint``.
 
     ``key`` is the public key of this ring process (Z85, 40 characters), new with every ``Opened``. Both are empty where
-    no steps come from a ring; other ranks of its group connect to ``group``. ``keeps``: all its windows can hand out KV
-    cells and take them in, and there is a folder for them; ``cells`` says what those of each layer are made of.
+    no steps come from a ring; other ranks of its group connect to ``group``. ``keeps``: all its windows can export and
+    import KV cells, and there is a folder for them; ``cells`` is the shape of the cells of each layer.
     """
 
     endpoint: str
@@ -641,15 +649,15 @@ class Serving(msgspec.Struct, frozen=True, tag="serving"):
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
-    """The answer to ``Drain``: no step is under way and none will be."""
+    """The reply to ``Drain``: no step is in flight and none will be."""
 
 
 class Overdue(msgspec.Struct, frozen=True, kw_only=True, tag="overdue"):
-    """Step ``step`` is late, and told to be so again at every doubling of ``waited_s``.
+    """Step ``step`` is late; reported again at every doubling of ``waited_s``.
 
-    From the head: it is out for much longer than such steps were before, or, if it ``is_first``, than the first of its kind
-    may be; ``ring_passes`` ring passes came back before it. It may still come, since a slow device is not a dead one;
-    ``Open.step_timeout_s`` is where the ring breaks. From a worker: its next device does not take the step.
+    From the head: it has been out for much longer than earlier steps of its kind, or, if it ``is_first``, than the
+    first of its kind may be; ``ring_passes`` ring passes came back before it. It may still come, since a slow device is
+    not a dead one; the ring breaks at ``Open.step_timeout_s``. From a worker: its next device does not take the step.
     """
 
     step: int
@@ -659,9 +667,10 @@ class Overdue(msgspec.Struct, frozen=True, kw_only=True, tag="overdue"):
 
 
 class ProcessMemoryLow(msgspec.Struct, frozen=True, tag="memory_low"):
-    """Nothing is left to stream instead of keeping it, and memory is short still, by ``needed_bytes`` (more than 0).
+    """Nothing is left that could stream instead of staying in memory, and memory is still short by ``needed_bytes``
+    (more than 0).
 
-    Only another plan can ask less of this device. The ring goes on meanwhile.
+    Only another plan can ask less of this device. The ring continues meanwhile.
     """
 
     needed_bytes: int
@@ -670,9 +679,9 @@ class ProcessMemoryLow(msgspec.Struct, frozen=True, tag="memory_low"):
 class GpuLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="gpu"):
     """Of ``planned`` layers ``layers`` are on the GPU, which has ``held_bytes`` less free than before.
 
-    Where these are fewer it had no room: the processor computes the others, and ``why`` is what llama.cpp said. If they are
-    as many and there is a ``why``, it had none to help with prompts. ``others_held`` is what is held of other GPUs than the
-    device's first, by llama.cpp's names for them.
+    If these are fewer the GPU had no room: the CPU computes the others, and ``why`` is llama.cpp's message. If all are
+    there and there is a ``why``, the GPU had no room to offload prefill. ``others_held`` are the bytes held on other
+    GPUs than the device's first, by llama.cpp's names for them.
     """
 
     layers: int
@@ -683,9 +692,9 @@ class GpuLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="gpu"):
 
 
 class GpuLow(msgspec.Struct, frozen=True, tag="gpu_low"):
-    """Other programs took of a GPU's memory: ``free_bytes`` are left, ``needed_bytes`` (more than 0) too few.
+    """Other programs took memory of a GPU: ``free_bytes`` are left, ``needed_bytes`` (more than 0) too few.
 
-    ``other`` is llama.cpp's name for it where it is not the device's first.
+    ``other`` is llama.cpp's name for the GPU if it is not the device's first.
     """
 
     free_bytes: int
@@ -694,14 +703,15 @@ class GpuLow(msgspec.Struct, frozen=True, tag="gpu_low"):
 
 
 class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a ring process's weights is in memory, and what reading the rest cost since it was opened last.
+    """How much of a ring process's weights is in memory, and what reading the rest cost since it was last opened.
 
-    ``resident`` and ``streamed`` count layers' worth, since a share of each may stream: as assigned, or what memory
-    pressure left of it, and so ``read_ahead_bytes``, which are read ahead of what streams. ``streams_output``: so does the
-    output matrix, which is no layer. The other bytes are those of now: while tokens are drawn, more stays in the room of
-    scratch memory. ``read_bytes`` were read from disk, and steps waited ``stall_s`` seconds for it. ``pressure`` is the
-    level of memory pressure on this device: calm, some or high. Where experts stream, steps picked ``experts_picked``, each
-    counted once a step and layer, and ``experts_found`` of them were in memory or on their way.
+    ``resident`` and ``streamed`` count layers, in fractions, since a share of each may stream: as assigned, or as
+    reduced by memory pressure. ``read_ahead_bytes`` of the streamed weights are read ahead, reduced likewise.
+    ``streams_output``: the output matrix, which is not a layer, streams too. The other bytes are current: while tokens
+    are sampled, more weights stay in scratch memory. ``read_bytes`` were read from disk, and steps waited ``stall_s``
+    seconds for it. ``pressure`` is the level of memory pressure on this device: calm, some or high. Where experts
+    stream, steps picked ``experts_picked``, each counted once a step and layer, and ``experts_found`` of them were in
+    memory or being read.
     """
 
     resident: int
@@ -718,10 +728,10 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodeStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What a token costs this device: of the latest ``tokens`` steps of one row, prompts left out.
+    """What a token costs this device: over the latest ``tokens`` steps of one row, without prompts.
 
     ``compute_s`` is the median, ``stall_s`` (waiting for the disk) and ``read_bytes`` are means, over all windows.
-    ``token_s`` is the median time from one token of an answer to the next, which the head alone knows.
+    ``token_s`` is the median time from one token of a completion to the next, which only the head knows.
     """
 
     tokens: int
@@ -732,9 +742,10 @@ class DecodeStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What a row of a prompt costs this device: of the latest large chunks, with ``rows`` rows on average, the quickest.
+    """What a prompt token costs this device: the fastest of the latest large chunks, which have ``rows`` tokens on
+    average.
 
-    ``row_s`` is what it computes for a row, over all windows.
+    ``row_s`` is the compute time per token, over all windows.
     """
 
     rows: float
@@ -745,28 +756,27 @@ DraftPlaceName = Literal["here", "elsewhere", "nowhere"]
 
 
 class DraftPlaceChanged(msgspec.Struct, frozen=True, tag="draft_place"):
-    """The draft model does so on this device from now on, is ready ``elsewhere``, or drafts nothing for now."""
+    """The draft model now runs on this device, is ready ``elsewhere``, or drafts nothing for now."""
 
     place: DraftPlaceName
 
 
 class RequestDrafts(msgspec.Struct, frozen=True, tag="request_drafts"):
-    """The draft model on another device is to know this; answered by ``DraftsHeard``, or not."""
+    """A task for the draft model on another device; it may be answered by ``DraftsHeard``."""
 
     task: TextTask
 
 
 class DraftsHeard(msgspec.Struct, frozen=True, tag="drafts_heard"):
-    """The model on another device drafts so."""
+    """Drafts of the model on another device."""
 
     drafted: Drafted
 
 
 class DraftStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of drafts: of so many ``drafted`` rows ``accepted`` were the next token, ``missed`` were wrong behind
-    right ones, and ``skipped`` were not computed to the end. An answer had ``tokens_per_pass`` tokens in the time in which a
-    row goes round once: one without drafts.
-    """
+    """Counts of draft tokens: of ``drafted`` tokens ``accepted`` were the next token, ``missed`` were wrong after
+    accepted ones, and ``skipped`` were not computed to the end. ``tokens_per_pass`` is the number of tokens of a
+    completion per ring pass of one token: 1 without drafts."""
 
     drafted: int
     accepted: int
@@ -776,10 +786,10 @@ class DraftStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
-    """What this ring process did and holds since it was opened, or reopened, last.
+    """What this ring process did and holds since it was last opened or reopened.
 
-    ``hop_s`` are the software times of its latest hops in seconds: received to compute started plus compute ended to
-    sent. ``rss_bytes`` is its resident memory, shared file pages included; ``private_bytes`` leaves those out.
+    ``hop_s`` are the software times of its latest hops in seconds: from received to compute started plus from compute
+    ended to sent. ``rss_bytes`` is its resident memory, including shared file pages; ``private_bytes`` excludes them.
     """
 
     steps: int
@@ -818,7 +828,7 @@ RingEvent = (
 
 
 def in_few(commands: Iterable[RingCommand]) -> list[RingCommand]:
-    """``commands``, generations of one request as one of them."""
+    """Merge generations of one request in ``commands`` into one command."""
     few: list[RingCommand] = []
     first = before = None
     for command in commands:
@@ -838,7 +848,7 @@ def in_few(commands: Iterable[RingCommand]) -> list[RingCommand]:
 
 
 def _is_choice(generate: Generate, first: Generate) -> bool:
-    """Whether it is one of ``first``'s ``Choices``."""
+    """Whether ``generate`` is one of ``first``'s ``Choices``."""
     sampling = msgspec.structs.replace(generate.sampling, seed=first.sampling.seed)
     own = {"request": first.request, "prompt": first.prompt, "blocks": first.blocks, "sampling": sampling}
     return not generate.reports_begin and first == msgspec.structs.replace(

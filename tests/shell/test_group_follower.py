@@ -154,7 +154,7 @@ def test_a_step_of_the_first_rank_is_a_step_of_every_rank(header, tmp_path):
 @pytest.mark.parametrize(
     ("message", "why"),
     [
-        (encode(Skip(PROTOCOL, 1, 1, [3])), "what is no step"),
+        (encode(Skip(PROTOCOL, 1, 1, [3])), "not a step"),
         (encode(skipped(step(0, 65, 0))), "at most 64 rows"),
         (encode(step(0, 1, 400)), "position"),
         (b"\xc1", "not a step header"),

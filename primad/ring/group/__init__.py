@@ -1,1 +1,1 @@
-"""The exchange of a tensor-parallel group: sums of what its ranks computed, in the middle of a step."""
+"""The exchange of a tensor-parallel group: sums over its ranks' results, in the middle of a step."""

@@ -1,7 +1,8 @@
-"""Connects the ranks of a group, each to each: a rank connects to those below it, and takes connections of those above.
+"""Connects all ranks of a group with each other: a rank connects to those below it and accepts connections from those
+above.
 
-Both ends say who they are and show that they have the group's key before anything of a step is sent. Whoever else connects
-is dropped after ``STRANGER_S`` at the latest, and held against nobody.
+Both ends identify themselves and prove that they have the group's key before any step is sent. Any other connection is
+dropped after ``STRANGER_S`` at the latest, and no device is blamed for it.
 """
 
 from __future__ import annotations
@@ -37,34 +38,34 @@ _KEEPALIVE: Final = {
     **{"TCP_KEEPIDLE": 1, "TCP_KEEPALIVE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3},
     "TCP_USER_TIMEOUT": 4000,
 }
-"""Seconds, and milliseconds at the end: who is silent for 4 s is gone, as on the control link."""
+"""Seconds, but milliseconds for the last: a peer that is silent for 4 s is gone, as on the control link."""
 
 PortAddress = tuple[str, int]
 
 
 class _StrangerError(Exception):
-    """Whoever is at the other end is not of this group."""
+    """The other end does not belong to this group."""
 
 
 class GroupListener:
-    """Where other ranks connect to: a port of ``host``. Raises ``RingError`` where nothing can listen there."""
+    """Accepts connections of other ranks on a port of ``host``. Raises ``RingError`` if it cannot listen there."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            both = host == "::" and socket.has_dualstack_ipv6()  # all addresses are those of IPv4 too
+            both = host == "::" and socket.has_dualstack_ipv6()  # all addresses include those of IPv4
             self._socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
         except OSError as exc:
             raise RingError(f"cannot listen for a group on {host}: {exc.strerror or exc}; check --host") from exc
         self.address: PortAddress = self._socket.getsockname()[:2]
 
     def accept(self, until: float) -> socket.socket:
-        """The next connection. Raises ``TimeoutError``."""
+        """Accept the next connection. Raises ``TimeoutError``."""
         self._socket.settimeout(max(until - time.monotonic(), 0.001))
         return self._socket.accept()[0]
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Accept no more connections."""
         self._socket.close()
 
 
@@ -79,9 +80,10 @@ def connect_group(
     timeout_s: float,
     halves: bool = False,
 ) -> RankExchange:
-    """The exchange of ``rank`` of a group of devices ``names``, of which those below it are at ``addresses``.
+    """Connect ``rank`` of a group of devices ``names``; the ranks below it are at ``addresses``. Return the exchange.
 
-    The ``key`` is of this group alone. Raises ``RankError`` where a device is not there within ``connect_timeout_s``.
+    The ``key`` belongs to this group alone. Raises ``RankError`` for a device that is not there within
+    ``connect_timeout_s``.
     """
     until, found = time.monotonic() + connect_timeout_s, dict[int, RankPeer]()
     try:
@@ -144,8 +146,8 @@ def _paired(
     *,
     replies: bool = False,
 ) -> RankPeer:
-    """The peer at the other end, once it has shown its key. Raises ``OSError``, ``_StrangerError``."""
-    with contextlib.suppress(OSError):  # of connections that are none of TCP
+    """Return the peer at the other end, once it has proved its key. Raises ``OSError``, ``_StrangerError``."""
+    with contextlib.suppress(OSError):  # connections that are not TCP
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _notice_cuts(connection)
     hello = hello_of(_received(connection, HELLO_BYTES, until))
@@ -163,10 +165,10 @@ def _paired(
 
 
 def _notice_cuts(connection: socket.socket) -> None:
-    """Have the system end ``connection`` when the other end does not reply any more, with and without data on its way."""
+    """Have the system end ``connection`` when the other end stops replying, with and without data in flight."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
-        option = getattr(socket, name, None)  # which of them there are depends on the system
+        option = getattr(socket, name, None)  # which of them exist depends on the system
         if option is not None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 

@@ -1,15 +1,15 @@
 """Sums over a group's ranks, each connected to each, without an event loop or another thread in between.
 
 A rank waits for parts in the middle of llama.cpp's graph, some 60 times a token, mostly for less than a tenth of a
-millisecond: it polls for a while, and then sleeps until something comes. Parts are added in the order of
-ranks, on every rank or on the one that makes the total for all, so totals are equal to the bit, and the same each time.
+millisecond: it polls for a while, and then sleeps until something comes. Parts are added in the order of ranks, on
+every rank or on the one that makes the total for all, so totals are bit-identical, and the same each time.
 
-Small parts go from each to each. Of large ones, a prompt's, each rank adds up a slice and gives its total to the others, so
-a rank sends less than twice a part's size, however many there are. Frames of parts and totals follow each other without a
-pause, and are sealed, opened and added up while others are on their way: a sum takes as long as the network or the processor
-needs for it, not both. Nothing of a chunk is computed meanwhile, which would hide a third of a prompt between four small
-devices with 1 Gbit/s: llama.cpp computes the nodes of a graph in order, and a second context would need keys and values of
-its own. ``--wire f16`` halves that time.
+Small parts go from each rank to each. For large ones, those of a prompt, each rank adds up a slice and sends its total
+to the others, so a rank sends less than twice a part's size, however many ranks there are. Frames of parts and totals
+follow each other without a pause, and are sealed, opened and added up while others are in flight: a sum takes as long
+as the network or the processor needs for it, not both. The chunk is not computed further meanwhile, which would hide a
+third of a prompt between four small devices with 1 Gbit/s: llama.cpp computes the nodes of a graph in order, and a
+second context would need its own keys and values. ``--wire f16`` halves that time.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from primad.ring.group.peer import RankPeer
 from primad.ring.messages import MAX_HEADER_BYTES
 
 SLICED_BYTES: Final = 1 << 16
-"""Parts of this size and above are added up slice by slice."""
+"""Parts of this size and above are summed slice by slice."""
 MAX_LOGITS_BYTES: Final = 1 << 28
 _LENGTH: Final = struct.Struct("<Q")
 OnWire: TypeAlias = "NDArray[np.float32] | NDArray[np.float16]"
 _HALVED_BY: Final = np.float32(16)
-"""Of values that are sent in 16 bits: a million fits in, and what is lost of small ones is below a millionth."""
+"""Divisor of values that are sent in 16 bits: a million fits in, and the loss of small values is below a millionth."""
 
 
 class RankExchange:
-    """The exchange of ``rank`` with its ``peers``, all other ranks. What comes later than ``timeout_s`` is late. Where it
-    ``halves`` sums, their parts are sent in 16 bits."""
+    """The exchange of ``rank`` with its ``peers``, all other ranks. A part that takes longer than ``timeout_s`` is
+    late. If it ``halves`` sums, their parts are sent in 16 bits."""
 
     def __init__(self, rank: int, peers: Sequence[RankPeer], *, timeout_s: float, halves: bool = False) -> None:
         assert peers
@@ -54,7 +54,7 @@ class RankExchange:
         self._length = bytearray(_LENGTH.size)
 
     def lead(self, message: bytes) -> None:
-        """Have the other ranks do what ``message`` says. Raises ``RankError``."""
+        """Send ``message``, a step, to the other ranks. Raises ``RankError``."""
         self.patience.begin(time.monotonic())
         for peer in self._peers:
             peer.send(LENGTH, memoryview(_LENGTH.pack(len(message))))
@@ -62,7 +62,7 @@ class RankExchange:
         self._run()
 
     def follow(self) -> bytes | None:
-        """What the first rank says next; None where nothing has come. Raises ``RankError``."""
+        """Return the next message of the first rank; None if nothing has come. Raises ``RankError``."""
         first = self._peers[0]
         if first.has_all:
             first.expect(LENGTH, memoryview(self._length))
@@ -79,11 +79,11 @@ class RankExchange:
         return bytes(message)
 
     def fileno(self) -> int:
-        """What is readable when the first rank may have said something."""
+        """The descriptor that becomes readable when the first rank may have sent something."""
         return self._peers[0].connection.fileno()
 
     def spread(self, values: Hidden) -> None:
-        """Put the first rank's ``values`` (n,) in the place of those of every other one. Raises ``RankError``."""
+        """Copy the first rank's ``values`` (n,) over those of every other rank. Raises ``RankError``."""
         if self.rank:
             self._peers[0].expect(VALUES, _bytes(values))
         for peer in self._peers if self.rank == 0 else ():
@@ -91,7 +91,7 @@ class RankExchange:
         self._run()
 
     def sum(self, values: Hidden) -> None:
-        """Put the total in the place of ``values`` (n,). Raises ``RankError``."""
+        """Replace ``values`` (n,) with their total over all ranks. Raises ``RankError``."""
         packed = _halved(values) if self._halves else values
         if values.nbytes >= SLICED_BYTES:
             self._sum_slices(values, packed)
@@ -103,7 +103,8 @@ class RankExchange:
         self._add(packed, values)
 
     def _sum_slices(self, values: Hidden, packed: OnWire) -> None:
-        """Each piece of this rank's slice is added up when it has come of all, and its total is sent at once."""
+        """Sum slice by slice: a piece of this rank's slice is added up when all ranks' parts of it have come, and its
+        total is sent immediately."""
         spans = [*pairwise(len(values) * rank // self._ranks for rank in range(self._ranks + 1))]
         slices, (begin, end) = [packed[begin:end] for begin, end in spans], spans[self.rank]
         own, total, behind = slices[self.rank], values[begin:end], dict[int, int]()
@@ -131,13 +132,15 @@ class RankExchange:
             np.multiply(packed, _HALVED_BY, out=values)
 
     def _part(self, peer: RankPeer, own: OnWire) -> OnWire:
-        """Where a part of ``peer`` goes that is as large as ``own``: memory that is new each time costs more than adding."""
+        """Return a buffer for a part of ``peer`` as large as ``own``: allocating one each time costs more than
+        adding."""
         if len(self._parts[peer.rank]) < len(own):
             self._parts[peer.rank] = np.empty_like(own)
         return self._parts[peer.rank][: len(own)]
 
     def _add(self, own: OnWire, values: Hidden, at: int = 0) -> None:
-        """Put into ``values`` the sum of the parts in order from place ``at`` on, of which ``own`` is this rank's."""
+        """Write to ``values`` the sum of all parts, in rank order, from place ``at`` on; ``own`` is this rank's
+        part."""
         parts = [own if rank == self.rank else part[at : at + len(own)] for rank, part in enumerate(self._parts)]
         total: OnWire = parts[0]
         for rank, part in enumerate(parts[1:], 1):
@@ -147,7 +150,8 @@ class RankExchange:
             values *= _HALVED_BY
 
     def gather(self, values: Hidden) -> list[Hidden]:
-        """The ``values`` (n,) of every rank on the first one, none on the others. Raises ``RankError``."""
+        """Return the ``values`` (n,) of every rank on the first one, an empty list on the others. Raises
+        ``RankError``."""
         if self.rank:
             self._peers[0].send(LENGTH, memoryview(_LENGTH.pack(values.nbytes)))
             self._peers[0].send(LOGITS, _bytes(values))
@@ -168,7 +172,8 @@ class RankExchange:
         return found
 
     def _run(self, add: Callable[[], None] | None = None) -> None:
-        """Send and take all of it. Whoever has to ``add`` meanwhile has much to take, and polls for nothing."""
+        """Send and receive everything that is queued. With ``add`` there is much to receive, and polling would be
+        pointless."""
         began = now = time.monotonic()
         spin_s = self.patience.spin_s if add is None else 0.0
         while open_ := [peer for peer in self._peers if not (peer.has_sent and peer.has_all)]:
@@ -193,7 +198,7 @@ class RankExchange:
         select.select(reads, [peer.connection for peer in peers if not peer.has_sent], [], left_s)
 
     def close(self) -> None:
-        """End the connections: other ranks see it at once."""
+        """End the connections: other ranks notice immediately."""
         for peer in self._peers:
             peer.connection.close()
 
@@ -203,5 +208,5 @@ def _bytes(values: OnWire) -> memoryview:
 
 
 def _halved(values: Hidden) -> OnWire:
-    """``values`` as they are sent in 16 bits; what a rank adds of its own is that too."""
+    """Return ``values`` as they are sent in 16 bits; a rank adds its own part in this form too."""
     return np.multiply(values, 1 / _HALVED_BY).astype(np.float16)

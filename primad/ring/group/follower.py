@@ -1,8 +1,8 @@
-"""A rank of a group but the first one: it does what the first rank does, with its own share of the same layers.
+"""A rank of a group other than the first: it follows the first rank's steps, with its own share of the same layers.
 
-Of the ring only the first rank is seen: steps come to it, and its hidden states go on. It sends each step to the others
-before it computes it, then the rows, which only it has; so a group is a window like any other, and the step log drives all
-of its ranks. What a step keeps of the KV cache each rank keeps itself, of its own heads.
+The ring sees only the first rank: steps come to it, and its hidden states travel on. It sends each step to the others
+before it computes it, then the hidden states, which only it has; so a group is a window like any other, and the step
+log drives all of its ranks. Each rank keeps the KV cache of its own heads.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from primad.ring.worker import WritesKv, apply, rows_of
 
 
 class Follows(Protocol):
-    """What hears of the first rank's steps."""
+    """Receives the first rank's steps."""
 
     def follow(self) -> bytes | None:
-        """The next one; None where none has come."""
+        """Return the next step; None if none has come."""
 
 
 class GroupFollower:
-    """Computes the steps of the first rank through ``windows``, by route index. ``limits`` say what it may ask for."""
+    """Computes the steps of the first rank through ``windows``, by route index. ``limits`` bound what it may ask
+    for."""
 
     def __init__(
         self,
@@ -39,16 +40,17 @@ class GroupFollower:
         self._limits, self._kv_writer = limits, kv_writer
 
     def turn(self) -> Step | None:
-        """Do one step; None where there was none.
+        """Compute one step; None if there was none.
 
-        Raises ``ProtocolError`` for what is none, ``RingError`` where the group broke, ``EngineError`` where a window fails.
+        Raises ``ProtocolError`` for an invalid step, ``RingError`` if the group broke, ``EngineError`` if a window
+        fails.
         """
         message = self._exchange.follow()
         if message is None:
             return None
         step = decode_route(message, None, self._limits)
         if not isinstance(step, Step):
-            raise ProtocolError("the first rank of this group sent what is no step")
+            raise ProtocolError("the first rank of this group sent something that is not a step")
         window = self._windows[step.window]
         apply(window, step, self._kv_writer)
         if step.rows:

@@ -1,9 +1,9 @@
 """Sealed frames between two ranks: an AEAD with a key for each direction of each connection.
 
-A frame is its kind and size, which are authenticated, and its sealed content. Its nonce is its number on the connection, so
-frames that are repeated, left out or put in another order do not open. Keys follow from the group's key, which came over the
-control link, and from what both ranks said in the clear at the start, each with a salt of its own: no key is used twice, and
-who has another group's key, or changed what was said, cannot open the first frame.
+A frame is its kind and size, which are authenticated, and its sealed content. Its nonce is its number on the
+connection, so repeated, missing or reordered frames do not open. Keys are derived from the group's key, which came over
+the control link, and from both ranks' cleartext hellos, each with its own salt: no key is used twice, and a peer with
+another group's key, or one that changed a hello, cannot open the first frame.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from primad.ring.messages import GROUP_KEY_BYTES
 KEY_BYTES: Final = GROUP_KEY_BYTES
 TAG_BYTES: Final = 16
 FRAME_BYTES: Final = 1 << 18
-"""More is sent in several frames, so that sealing, sending and opening overlap."""
+"""Larger contents are sent in several frames, so that sealing, sending and opening overlap."""
 HEADER: Final = struct.Struct("<II")
 FRAME_ROOM: Final = HEADER.size + FRAME_BYTES + TAG_BYTES
 _HELLO: Final = struct.Struct("<8sBBBx16s")
 HELLO_BYTES: Final = _HELLO.size
 _MAGIC: Final = b"primadG1"
 _TRIES: Final = 5
-"""Of which the fastest counts: something else may take the core in between."""
+"""Trials, of which the fastest counts: another program may take the core in between."""
 _PERSON: Final = b"primad group"
 PROOF, PART, TOTAL, LENGTH, LOGITS, STEP, VALUES = range(1, 8)
-"""Kinds of frames: who shows its key, a part of a sum, a total, how many bytes follow, and these: logits or a step; values
+"""Kinds of frames: the proof of the key, a part of a sum, a total, the length of what follows, logits or a step; values
 that the first rank has for all."""
 
 
 class RankHello(NamedTuple):
-    """What a rank says in the clear: which of how many it is, and whether AES is faster there."""
+    """A rank's cleartext hello: its number, the number of ranks, and whether AES is faster on its processor."""
 
     rank: int
     ranks: int
@@ -48,23 +48,23 @@ class RankHello(NamedTuple):
 
     @classmethod
     def of(cls, rank: int, ranks: int) -> RankHello:
-        """A new one."""
+        """Make a new hello."""
         return cls(rank, ranks, prefers_aes(), secrets.token_bytes(16))
 
     def packed(self) -> bytes:
-        """As it is sent."""
+        """The hello as it is sent."""
         return _HELLO.pack(_MAGIC, self.rank, self.ranks, self.prefers_aes, self.salt)
 
 
 def hello_of(data: bytes) -> RankHello | None:
-    """What came; None for what is no such message."""
+    """Decode a hello; None if ``data`` is not one."""
     magic, rank, ranks, aes, salt = _HELLO.unpack(data)
     return RankHello(rank, ranks, bool(aes), salt) if magic == _MAGIC and aes <= 1 and rank < ranks else None
 
 
 @cache
 def prefers_aes() -> bool:
-    """Whether this processor does AES faster than ChaCha20, which it does where it has instructions for it."""
+    """Whether this processor does AES faster than ChaCha20, as it does if it has instructions for it."""
     content, key = bytes(FRAME_BYTES), bytes(KEY_BYTES)
     ciphers: tuple[AESGCM | ChaCha20Poly1305, ...] = AESGCM(key), ChaCha20Poly1305(key)
     times = [math.inf, math.inf]
@@ -92,14 +92,14 @@ class Direction:
         return self._number.to_bytes(12, "little")
 
     def seal(self, kind: int, content: memoryview | bytes, room: memoryview) -> memoryview:
-        """The next frame, which is made in ``room`` (at least ``FRAME_ROOM``)."""
+        """Seal the next frame, in ``room`` (at least ``FRAME_ROOM``)."""
         header, size = HEADER.pack(kind, len(content)), HEADER.size + len(content) + TAG_BYTES
         room[: HEADER.size] = header
         self._cipher.encrypt_into(self._nonce(), content, header, room[HEADER.size : size])
         return room[:size]
 
     def open(self, header: bytes, sealed: memoryview, into: memoryview) -> bool:
-        """Put the content of the next frame ``into`` its place; False where it is not what the sender sealed."""
+        """Open the next frame into ``into``; return False if it is not what the sender sealed."""
         try:
             self._cipher.decrypt_into(self._nonce(), sealed, header, into)
         except InvalidTag:
@@ -108,5 +108,5 @@ class Direction:
 
 
 def frames_of(content: memoryview) -> list[memoryview]:
-    """The content of each frame of a message."""
+    """Split a message into the contents of its frames."""
     return [content[at : at + FRAME_BYTES] for at in range(0, len(content), FRAME_BYTES)] or [content]

@@ -1,4 +1,4 @@
-"""The connection to another rank of the group, which never blocks: it sends and takes what it can."""
+"""The connection to another rank of the group, which never blocks: it sends and receives what it can."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from primad.ring.group.frames import FRAME_ROOM, HEADER, TAG_BYTES, Direction, f
 class RankPeer:
     """Rank ``rank``, called ``name``, at the other end of ``connection``.
 
-    What is sent is sealed a frame at a time, and what comes is opened a frame at a time, straight into its place.
+    Frames are sealed one at a time when sent, and opened one at a time when received, straight into their place.
     """
 
     def __init__(self, rank: int, name: str, connection: socket.socket, sends: Direction, takes: Direction) -> None:
@@ -30,26 +30,26 @@ class RankPeer:
         self._out.extend((kind, frame) for frame in frames_of(content))
 
     def expect(self, kind: int, into: memoryview) -> None:
-        """What comes next, behind what is expected already, is as large as ``into``, where it goes."""
+        """Expect a message of kind ``kind`` that fills ``into``, after those expected already."""
         self._in.extend((kind, frame) for frame in frames_of(into))
 
     @property
     def has_sent(self) -> bool:
-        """Whether all is out of this process."""
+        """Whether everything has left this process."""
         return not self._out and not self._sealed
 
     @property
     def has_all(self) -> bool:
-        """Whether what was expected has come."""
+        """Whether everything expected has come."""
         return not self._in
 
     @property
     def due(self) -> int:
-        """How many frames are expected."""
+        """Number of frames that are expected."""
         return len(self._in)
 
     def push(self) -> bool:
-        """Send what the connection takes; whether that was something. Raises ``RankError``."""
+        """Send what the connection takes; return whether it took anything. Raises ``RankError``."""
         if not self._sealed:
             if not self._out:
                 return False
@@ -64,7 +64,7 @@ class RankPeer:
         return True
 
     def pull(self) -> bool:
-        """Take what has come; whether that was something. Raises ``RankError``."""
+        """Receive what has come; return whether anything had. Raises ``RankError``."""
         if not self._in:
             return False
         kind, into = self._in[0]
@@ -94,6 +94,6 @@ class RankPeer:
             self._got = 0
 
     def error(self, what: str) -> RankError:
-        """That this device did ``what``."""
+        """The error that this device did ``what``."""
         message = f"{self.name} of this group {what}; the ring forms anew without it, or with other shares"
         return RankError(message, self.name)

@@ -1,7 +1,7 @@
-"""The place of this ring process in a group: where others connect to, and the exchange once they are.
+"""This ring process's place in a group: where others connect to, and the exchange once they have.
 
-Windows are loaded before the ranks are connected, so that nobody waits for a device that still loads: until then this stands
-for the exchange.
+Windows are loaded before the ranks are connected, so that no rank waits for a device that still loads: until then this
+class takes the place of the exchange.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ CONNECT_S: Final = 20.0
 
 
 class GroupPlace:
-    """The exchange of ``group`` for a process that listens on ``host``. Who gives its part later than ``timeout_s`` is late.
+    """The exchange of ``group`` for a process that listens on ``host``. A part that takes longer than ``timeout_s`` is
+    late.
 
-    Raises ``RingError`` where nothing can listen there.
+    Raises ``RingError`` if it cannot listen there.
     """
 
     def __init__(self, group: GroupRank, host: str, *, timeout_s: float) -> None:
@@ -40,7 +41,7 @@ class GroupPlace:
         return self._exchange is not None
 
     def join(self, join: JoinGroup) -> None:
-        """Connect to all other ranks. Raises ``RankError`` where one of them is not there."""
+        """Connect to all other ranks. Raises ``RankError`` if one of them is not there."""
         if self._exchange is not None or len(join.addresses) != self.rank:
             raise RingError(f"rank {self.rank} of a group was given {len(join.addresses)} addresses, or twice")
         self._exchange = connect_group(
@@ -62,7 +63,7 @@ class GroupPlace:
         return self._exchange
 
     def fileno(self) -> int:
-        """What is readable when the first rank may have said something."""
+        """The descriptor that becomes readable when the first rank may have sent something."""
         return self._joined.fileno()
 
     def follow(self) -> bytes | None:
