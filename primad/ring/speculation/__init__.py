@@ -1,1 +1,1 @@
-"""Tokens that may come next: who drafts them, how sure of them one must be, and what of them is on its way."""
+"""Speculation: who drafts tokens, how sure of them one must be, and which drafts are in flight."""

@@ -1,10 +1,10 @@
-"""What a draft model has of a text: its tokens, the drafts behind them, and so many of both computed.
+"""A draft model's view of one text: its tokens, the drafts after them, and how many of both are computed.
 
-It works ahead as long as nobody says more, as in LLMCad (Xu et al., 2023) on several branches: its next row goes to the
-draft that holds most likely with all before it, the first draft at each place or another one that is likely enough. What it
-drafted stays where the text goes on like that, be it by a first draft or not. The first path lies behind the text in the
-sequence that has that, each other one in a copy of it, which shares its cells. So it never takes more memory than the room
-of one sequence.
+It works ahead until it gets new tokens, as in LLMCad (Xu et al., 2023) on several branches: its next row goes to the
+draft that is most likely accepted together with all before it, either the first draft at its place or another one that
+is likely enough. Drafts stay as long as the text continues along them, by a first draft or another. The first path
+follows the text in the text's sequence; each other path is in a copy of that sequence, which shares its cells. So it
+never takes more memory than the room of one sequence.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from primad.ring.speculation.messages import Drafted
 from primad.ring.speculation.tree import OPENS_AT
 
 LIKELY: Final = 3
-"""Tokens of one place that are told, those that are not likely left out."""
+"""Most tokens reported for one place; unlikely ones are left out."""
 _NEAR: Final = 16.0
-"""A token whose logit is so far below the best comes next in one case of some million."""
+"""A token whose logit is this far below the best comes next once in some million cases."""
 PART_ROWS: Final = 64
-"""Rows of a prompt that are computed before what came meanwhile is looked at."""
+"""Rows of a prompt that are computed before new messages are checked."""
 POOL: Final = 3
-"""Branches at a time, beside the first path."""
+"""Branches at a time, besides the first path."""
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A draft that holds in such a ``share`` of cases with all before it, ``depth`` tokens behind the text; None: the text.
+    """A draft that is accepted, with all before it, in the ``share`` of cases, ``depth`` tokens after the text; None:
+    the text.
 
-    It is computed in a ``sequence``, or not. ``behind`` it come the tokens that may, the likeliest first, once it is.
+    It is computed in ``sequence``, or not yet (None). Once computed, ``behind`` has the tokens that may follow, the
+    likeliest first.
     """
 
     draft_token: DraftToken | None = None
@@ -48,14 +50,13 @@ class _Node:
 
     @property
     def is_followed(self) -> bool:
-        """Whether its sequence has a row behind it."""
+        """Whether its sequence has a row after it."""
         return any(each.sequence == self.sequence for each in self.behind)
 
 
 class DraftBranches:
-    """Drafts ``maximum`` tokens behind each other with ``window``, the whole of a model, whose only sequence has room for
-    ``context`` tokens, and half as many on up to so many ``branches`` of it, once the first path has ``first`` drafts.
-    """
+    """Drafts up to ``maximum`` consecutive tokens with ``window``, a whole model, whose only sequence has room for
+    ``context`` tokens, and half as many on up to ``branches`` branches, once the first path has ``first`` drafts."""
 
     def __init__(
         self, window: LogitsWindow, *, context: int, maximum: int = MAX_ROOM, branches: int = 0, first: int = 0
@@ -65,24 +66,24 @@ class DraftBranches:
         self._number = 0
         self._text: list[int] = []
         self._computed = 0
-        """Tokens of the text, in the sequence of ``_root``."""
+        """Computed tokens of the text, in the sequence of ``_root``."""
         self._root = _Node(sequence=0)
         self._last_row = 0
 
     @property
     def known(self) -> int:
-        """So many tokens of the text are known."""
+        """Number of known tokens of the text."""
         return len(self._text)
 
     def begin(self, number: int, tokens: Sequence[int]) -> None:
-        """From now on it is about text ``number``."""
+        """Switch to text ``number``."""
         pairs = zip(self._text[: self._computed], tokens, strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         self._number, self._text = number, list(tokens)
         self._forget(same)
 
     def took(self, token: int) -> None:
-        """``token`` is the next one of the text."""
+        """Take ``token``, the next one of the text."""
         found = next(
             (each for each in self._root.behind if each.draft_token is not None and each.draft_token.token == token),
             None,
@@ -99,7 +100,7 @@ class DraftBranches:
         self._root = found
 
     def _forget(self, cells: int) -> None:
-        """No draft counts any more; of the text so many cells stay at most."""
+        """Drop all drafts; keep at most ``cells`` cells of the text."""
         own = self._root.sequence
         assert own is not None
         self._let_go({each.sequence for each in _all(self._root)} - {own})
@@ -119,7 +120,7 @@ class DraftBranches:
         return bool(self._text) and self._next() is not None
 
     def _next(self) -> _Node | None:
-        """What is to be computed next: the text, or the draft that holds most likely with all before it."""
+        """The node to compute next: the text, or the draft most likely accepted together with all before it."""
         if not self._root.behind:
             return self._root if len(self._text) < self._context else None
         draft_tokens, main = _all(self._root)[1:], self._main()
@@ -147,7 +148,7 @@ class DraftBranches:
         return found
 
     def _goes_on(self, node: _Node) -> bool:
-        """Whether ``node`` can be computed in the sequence of what is before it; there the first path goes on."""
+        """Whether ``node`` can be computed in its parent's sequence; the first path continues there."""
         parent = node.parent
         assert parent is not None
         if parent.sequence is None or parent.is_followed:
@@ -155,7 +156,7 @@ class DraftBranches:
         return node is parent.behind[0] or not (parent is self._root or parent in self._main())
 
     def work(self) -> Drafted | None:
-        """Compute some rows; what is drafted behind the text, once there is one draft more."""
+        """Compute some rows; return the drafts after the text once there is a new one."""
         node = self._next()
         assert node is not None
         if node is self._root:
@@ -181,8 +182,8 @@ class DraftBranches:
         return number
 
     def _compute_text(self) -> bool:
-        """Compute a part of the text; whether that was its end."""
-        if self._computed == len(self._text):  # its last row is computed, and its logits are not there any more
+        """Compute a part of the text; return whether it is computed to its end."""
+        if self._computed == len(self._text):  # its last row is computed, but its logits are gone
             self._forget(len(self._text) - 1)
         part = self._text[self._computed :][:PART_ROWS]
         is_last = self._computed + len(part) == len(self._text)
@@ -217,7 +218,7 @@ class DraftBranches:
 
 
 def _all(root: _Node) -> list[_Node]:
-    """``root`` and all behind it, a parent before those behind it, the first path before others."""
+    """``root`` and all nodes below it, parents before children, the first path before others."""
     found = [root]
     for node in root.behind:
         found += _all(node)
@@ -225,9 +226,9 @@ def _all(root: _Node) -> list[_Node]:
 
 
 def likely(logits: NDArray[np.float32]) -> list[DraftToken]:
-    """The most likely tokens, the first one first; fewer where hardly any other comes next.
+    """The most likely tokens, best first; fewer where hardly any other comes next.
 
-    To look among those that are near takes 0.1 ms of 150,000 tokens, where few are, and among all of them 1.3 ms.
+    Searching only near tokens takes 0.1 ms with 150,000 tokens, if few are near; searching all takes 1.3 ms.
     """
     near = np.flatnonzero(logits >= logits.max() - _NEAR)
     if len(near) > LIKELY:

@@ -1,6 +1,6 @@
-"""The head's side of the draft process. It is never waited for, and an answer never needs it.
+"""The head's side of the draft process. Nothing ever waits for it, and no request needs it.
 
-Where it ends, hangs or cannot be started, what it would have drafted is not computed ahead, and that is all.
+If it ends, hangs or cannot be started, its tokens are not drafted; nothing else changes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 class DraftingLink:
-    """A draft process with ``model``, and the ``drafters`` that it gives drafts to: new ones, unless some are given.
+    """A draft process with ``model``, and the ``drafters`` that get its drafts: new ones, unless some are given.
 
-    Unless that ``overlaps`` with what the ring computes it is told nothing meanwhile.
+    Unless its work ``overlaps`` with the ring's, it gets no tasks while the ring computes.
     """
 
     def __init__(self, model: DraftModel, *, overlaps: bool = True, drafters: ModelDrafters | None = None) -> None:
@@ -47,7 +47,7 @@ class DraftingLink:
 
     @property
     def connection(self) -> int | None:
-        """What is readable when it has something to say; None when it is gone."""
+        """The descriptor that becomes readable when the process sends something; None when it is gone."""
         return self._channel.connection.fileno() if self._channel.is_open else None
 
     def _notify(self, task: DraftTask) -> None:
@@ -63,25 +63,25 @@ class DraftingLink:
             self._end("ended")
 
     def receive(self) -> None:
-        """Hear what it says; call it when ``connection`` is readable."""
+        """Read its messages; call this when ``connection`` is readable."""
         try:
             heard = self._channel.commands()
         except ProtocolError as exc:
-            self._end(f"says what nobody understands: {exc}")
+            self._end(f"sent an invalid message: {exc}")
             return
         if heard:
-            self.drafters.heard(heard[-1])  # the last one says it all
+            self.drafters.heard(heard[-1])  # the last message has all drafts
         if not self._channel.is_open:
             self._end("ended")
 
     def _end(self, why: str) -> None:
         self._channel.is_open = False
         self.drafters.end()
-        logger.warning("the draft process %s; answers go on without it", why)
+        logger.warning("the draft process %s; requests continue without it", why)
         self.close()
 
     def close(self) -> None:
-        """End the process, which has nothing to leave in order."""
+        """End the process, which has nothing to clean up."""
         self._channel.is_open = False
         self._channel.connection.close()
         process, self._process = self._process, None
@@ -91,6 +91,7 @@ class DraftingLink:
 
 
 def begin_drafting(theirs: socket.socket, errors: IO[bytes] | None) -> subprocess.Popen[bytes]:
-    """Run the draft process, as ``begin_child``: without a GPU, and not bound to cores, which a ring may have."""
+    """Start the draft process, as ``begin_child`` does: without a GPU, and not bound to cores, which a ring may
+    have."""
     variables = {**os.environ, **NO_GPU, "OMP_PROC_BIND": "false"}
     return begin_child("primad.ring.speculation.process", theirs, variables, errors)

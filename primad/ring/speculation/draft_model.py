@@ -1,8 +1,8 @@
-"""Drafts of a smaller model, which a process of its own computes while the ring computes what it was told before.
+"""Drafts of a smaller model, computed in a separate process while the ring computes earlier tokens.
 
-Nobody waits for it. It works ahead of the answer as far as it gets, and says all that it has each time: whatever crossed on
-the way, what it said is of use as far as the answer has gone the way that it drafted. Where it has nothing yet, the text is
-looked through instead. It follows one answer at a time, the latest that began.
+Nothing waits for the process. It works ahead of the completion as far as it gets, and sends all of its drafts each
+time: whatever crosses on the way, they are of use as far as the completion continues as drafted. Where it has no draft
+yet, prompt lookup is used instead. It follows one completion at a time, the newest.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from primad.ring.speculation.tree import TreeNode, at_path, behind, below, child
 _LEVELS: Final = 10
 _WEIGHT: Final = 3.0
 _SURER: Final = 0.1
-"""So much surer is what was looked up where it takes the place of another draft of the model."""
+"""How much surer a looked-up token must be to replace another draft of the model."""
 _SURE_ALONE: Final = 0.7
-"""What was looked up takes the place of a draft that is still being computed if it is so sure."""
+"""How sure a looked-up token must be to replace a draft that is still being computed."""
 
 
 class ModelDrafters:
-    """Makes the drafters of answers; ``notify`` gives a task to the process, ``heard`` takes what it says.
+    """Makes the drafters of completions; ``notify`` gives a task to the process, ``heard`` takes its drafts.
 
-    Unless its work ``overlaps`` with the ring's, the process is told of a text only when a step waits for it.
+    Unless its work ``overlaps`` with the ring's, the process gets a text only when a step waits for it.
     """
 
     def __init__(self, notify: Callable[[TextTask], None], *, overlaps: bool = True) -> None:
@@ -46,7 +46,7 @@ class ModelDrafters:
         return self._latest
 
     def heard(self, drafted: Drafted) -> None:
-        """The process says so."""
+        """Take drafts from the process."""
         if drafted.number == self._number and self._latest is not None:
             self._latest.heard(drafted)
 
@@ -57,16 +57,16 @@ class ModelDrafters:
             self._latest.is_followed = False
 
     def move(self, notify: Callable[[TextTask], None]) -> None:
-        """Another process drafts from now on, and knows nothing."""
+        """Switch to another process, which has no texts yet."""
         self._notify, self._is_over = notify, False
         if self._latest is not None:
             self._latest.move(notify)
 
 
 class ModelDrafter:
-    """Drafts for an answer to ``prompt``, text ``number`` of the process, which computes nothing that nobody asks for.
+    """Drafts for a completion of ``prompt``, text ``number`` of the process, which computes only what it is asked for.
 
-    ``shares`` count how often drafts held of which the model was so sure.
+    ``shares`` count how often drafts were accepted, by how sure the model was.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class ModelDrafter:
         self._text = list(prompt)
         self._number, self._notify, self._shares = number, notify, shares
         self._reported = 0
-        """Of the text, to the process."""
+        """Tokens of the text that were sent to the process."""
         self._has_read = False
         self._draft_s: float | None = None
         self._nodes: list[TreeNode] = []
-        """What may come behind the text, as the model said it."""
+        """Drafts of the model that may follow the text."""
         self.is_followed = True
 
     def heard(self, drafted: Drafted) -> None:
-        """The model drafts so."""
+        """Take drafts from the process."""
         self._has_read, self._draft_s = True, drafted.draft_s
         parents = drafted.parents or range(-1, len(drafted.tokens) - 1)
         nodes = [
@@ -102,7 +102,7 @@ class ModelDrafter:
             self._nodes = below(nodes, at)
 
     def move(self, notify: Callable[[TextTask], None]) -> None:
-        """Another process drafts, which was told nothing."""
+        """Switch to another process, which has no text yet."""
         self._notify, self._reported, self._has_read, self.is_followed = notify, 0, False, True
         self._nodes = []
 

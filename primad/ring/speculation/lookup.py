@@ -1,9 +1,9 @@
-"""Prompt lookup: what followed the last tokens where they stood before, in the prompt or in the answer, may follow again.
+"""Prompt lookup: tokens that followed the last tokens earlier, in the prompt or the completion, may follow again.
 
-An answer that quotes, edits or sums up its prompt repeats it by the sentence, and costs no model to draft (Saxena, "Prompt
-Lookup Decoding", 2023). How sure a draft is depends on how long the match is, and for each length it is counted how often
-such drafts held. That is counted at every token, whether its draft was computed ahead or not: a drafter that is wrong is
-found out for nothing, and one that becomes right as well.
+A completion that quotes, edits or sums up its prompt repeats whole sentences, and needs no model to draft (Saxena,
+"Prompt Lookup Decoding", 2023). How sure a draft is depends on the length of the match: for each length, accepted
+drafts are counted. They are counted at every token, whether its draft was computed or not: so a drafter that becomes
+wrong is found out at no cost, and so is one that becomes right.
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ from typing import Final
 from primad.ring.speculation.drafter import DraftToken, HeldShare
 
 SIZES: Final = (3, 2, 1)
-"""Tokens that are looked for, the longer run first. Drafts behind a single one are not computed until such held often."""
+"""Lengths of token runs to search for, longest first. Drafts after a single token are computed only once they are often
+accepted."""
 LONGEST: Final = 8
-"""Longer matches are no surer."""
+"""Longer matches are not surer."""
 MAX_TOKENS: Final = 32_768
-"""So much of a prompt is looked through, its end: it is gone through once, behind the first token."""
+"""Number of tokens at the end of a prompt that are searched: they are indexed once, after the first token."""
 _FIRST_SURE: Final = (0.2, 0.2, 0.5, 0.5, 0.75, 0.8, 0.85, 0.9, 0.95)
-"""By the length of the match, until more is known: how often drafts held in 15 answers about code and texts."""
+"""Acceptance by length of the match, until more is known: measured in 15 completions about code and texts."""
 _WEIGHT: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """The next token may be that at ``place``, before which ``length`` tokens are the same."""
+    """The next token may be the one at ``place``; the ``length`` tokens before it are the same."""
 
     place: int
     length: int
 
 
 class PromptLookup:
-    """Drafts from ``prompt`` and the answer to it."""
+    """Drafts from ``prompt`` and its completion."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._text = list(prompt[-MAX_TOKENS:])
         self._indexed = 0
         self._places: dict[tuple[int, ...], int] = {}
-        """Where the latest of each run of tokens ends: the place behind it."""
+        """By run of tokens: the place after its latest occurrence."""
         self._matches: list[_Match | None] = []
-        """What was drafted from behind the text, and behind each draft after it."""
+        """The match for the token after the text, and after each further draft."""
         self._shares = [HeldShare(sure * _WEIGHT, _WEIGHT) for sure in _FIRST_SURE]
 
     def took(self, token: int) -> None:
@@ -86,7 +87,7 @@ class PromptLookup:
         return self.propose(drafts)
 
     def _match(self, depth: int, drafts: Sequence[int]) -> _Match | None:
-        """What follows ``depth`` of the ``drafts``; a match goes on behind what was drafted from it."""
+        """Return the match after ``depth`` of the ``drafts``; a match continues after each draft taken from it."""
         while len(self._matches) <= depth:
             before = self._matches[-1] if self._matches else None
             if before is not None and self._at(before.place, drafts) == drafts[len(self._matches) - 1]:
@@ -109,7 +110,7 @@ class PromptLookup:
         return None
 
     def _index(self) -> None:
-        """Note the runs before each token that is new."""
+        """Index the runs before each new token."""
         text = self._text
         for place in range(max(self._indexed, min(SIZES)), len(text)):
             for size in SIZES:
@@ -118,7 +119,7 @@ class PromptLookup:
         self._indexed = len(text)
 
     def _at(self, place: int, drafts: Sequence[int]) -> int:
-        """The token at ``place`` of the text with ``drafts`` behind it."""
+        """Return the token at ``place`` of the text followed by ``drafts``."""
         return self._text[place] if place < len(self._text) else drafts[place - len(self._text)]
 
 

@@ -1,19 +1,19 @@
-"""How sure of a draft one must be before a ring computes it ahead, and whether that pays at all for one answer.
+"""How sure a draft must be for a ring to compute it ahead, and whether drafting pays at all for one completion.
 
-As in PipeInfer (Butler et al., 2024) the confidence that is needed rises by a recovery factor where drafts fail, and falls
-by a decay factor where the ring was idle although there was a draft. Both adapt: they become bolder while drafts win time.
-What they win is measured: the time from token to token with drafts on their way and without. Where it is no shorter with
-them there are none for a while, each time for twice as long until they win again. Other programs make single tokens late:
-what may be chance is first compared with more tokens.
+As in PipeInfer (Butler et al., 2024) the required confidence rises by a recovery factor where drafts fail, and falls by
+a decay factor where the ring was idle although there was a draft. Both adapt: they become bolder while drafts save
+time. The saving is measured: the time from token to token with drafts in flight and without. Where it is no shorter
+with drafts, there are none for a while, each time for twice as long until they save time again. Other programs can
+delay single tokens: a difference that may be chance is first compared with more tokens.
 
-Each trial may cost something, and who asks for a short answer pays for one as well. So what trials cost is counted for all
-answers of a ring together, and another one begins when that and another such loss are a small share of all time: a draft
-that is always wrong costs about ``MAX_LOST``, however slow it makes a token.
+Each trial may cost something, also for a short completion. So the cost of trials is summed over all completions of a
+ring, and another trial begins when that sum plus another such loss is a small share of all time: drafts that are always
+wrong cost about ``MAX_LOST``, however slow they make a token.
 
-Whether a step waits for a model's drafts, and what steps with its drafts win either way.
+The module also decides whether a step waits for a model's drafts, and what steps with its drafts gain either way.
 
-Behind a draft that failed the model has nothing to say yet. The next step goes without drafts, and the model has its time
-for those of the step after it; or the step waits until there are n of them, which each take a while.
+After a rejected draft the model has nothing new yet. The next step goes without drafts, and the model has its time for
+drafts of the step after it; or the step waits until there are n of them, each of which takes a while.
 """
 
 from __future__ import annotations
@@ -24,37 +24,39 @@ from dataclasses import dataclass
 from typing import Final
 
 BEGINS_AFTER: Final = 4
-"""Tokens without drafts, to compare with."""
+"""Tokens without drafts, for comparison."""
 BEGINS_AT: Final = 0.8
-"""A draft that costs nothing and is so sure is computed as soon as the time of one token is known."""
+"""A draft that costs nothing and is at least this sure is computed as soon as the time of one token is known."""
 EVIDENT: Final = 0.6
-"""Of the time of that one token: drafts that take so much at most win, whatever held it up."""
+"""Share of that one token's time: drafts that take at most this much gain, whatever delayed the token."""
 JUDGED_AFTER: Final = 16
 """Tokens with drafts."""
 SURE_AFTER: Final = 32
-"""Tokens without drafts: while fewer are known, drafts that seem to lose no more than chance explains are compared with
-more of them before they end."""
+"""Tokens without drafts: while fewer are known, drafts whose apparent loss may be chance are compared with more of them
+before they end."""
 HOPELESS_AFTER: Final = 8
-"""Tokens with drafts of which none held."""
+"""Tokens with drafts of which none was accepted."""
 HOPELESS_IDLE: Final = 2
-"""Tokens for which a drafter worked and had nothing sure enough, behind trials that failed, where no draft held."""
+"""Tokens for which a drafter worked without a sure enough draft, after failed trials, where no draft was accepted."""
 MAX_LOST: Final = 0.025
-"""Of the time of all answers, by drafts that did not pay: less than the 3 % that they may take in all, since tokens that are
-late by chance let a trial lose more than the one before it."""
+"""Largest share of the time of all completions that unprofitable drafts may cost: less than the 3 % they may take in
+all, since tokens that are late by chance make a trial lose more than the one before it."""
 IDLE_COUNTS: Final = 4
-"""So many tokens counts one for which a drafter worked and had nothing that was sure enough."""
+"""How many tokens a token counts for if a drafter worked for it without a sure enough draft."""
 ENDS_AT: Final = 5.0
-"""Tokens' worth of time: drafts that lost so much of late, and win nothing on average, end at once."""
+"""Loss, in tokens' worth of time, at which drafts end immediately: if they lost it recently and gain nothing on
+average."""
 _CAPPED: Final = 4.0
-"""A token that takes more than so many times as long as without drafts was held up by something else as well, unless it
+"""A token that takes more than this many times as long as without drafts was also delayed by something else, unless it
 happens again."""
 PAUSES: Final = (16, 1024)
-"""Tokens without drafts after they did not pay, for the first time and at most, unless what was lost takes more."""
+"""Tokens without drafts after drafting did not pay: the first time, and at most, unless the loss requires more."""
 PAUSE_KEPT: Final = 64
-"""As many at most for the first time of an answer, behind others of which none paid: the next may be one that copies."""
+"""The most for a completion's first pause, after others in which drafting never paid: the next may be one that
+copies."""
 _FADES: Final = 0.95
 _CUTOFF: Final = (0.1, 0.4, 0.95)
-"""At least, at first, at most."""
+"""Minimum, first value, maximum."""
 _RECOVERY: Final = (0.005, 0.03, 0.1)
 _DECAY: Final = (0.8, 0.93, 0.99)
 _ADAPTS: Final = 0.98
@@ -62,9 +64,10 @@ _ADAPTS: Final = 0.98
 
 @dataclass(slots=True)
 class Losses:
-    """What drafts that did not pay cost all answers of a ring: ``lost_s`` of ``decode_s``, the latest trial ``trial_s``.
+    """Cost of unprofitable drafts over all completions of a ring: ``lost_s`` of ``decode_s``, the latest trial
+    ``trial_s``.
 
-    An answer's first ``pause`` is longer where those before it had one after another.
+    A completion's first ``pause`` is longer if drafting repeatedly failed in those before it.
     """
 
     decode_s: float = 0.0
@@ -73,12 +76,12 @@ class Losses:
     pause: int = PAUSES[0]
 
     def add(self, loss_s: float) -> None:
-        """A token with drafts took so much longer than one without; what they win makes up for what they lost."""
+        """Add the extra time of a token with drafts; gains make up for losses."""
         self.lost_s = max(0.0, self.lost_s + loss_s)
 
     @property
     def keep_failing(self) -> bool:
-        """Whether trials did not pay, one after another."""
+        """Whether consecutive trials did not pay."""
         return self.pause >= PAUSE_KEPT
 
     @property
@@ -89,7 +92,7 @@ class Losses:
 
 @dataclass(slots=True)
 class _Gaps:
-    """The mean time from token to token, of late, and how far it may be off."""
+    """Recent mean time from token to token, and its error."""
 
     sum_s: float = 0.0
     squares_s2: float = 0.0
@@ -117,9 +120,8 @@ class _Gaps:
 
 @dataclass(slots=True)
 class _Trial:
-    """Tokens with drafts since they began last: how many of the drafts held, or failed, for how many a drafter worked and
-    had none, what was lost by all, and of late.
-    """
+    """Tokens with drafts since drafting last began: how many drafts were accepted or rejected, how often a drafter
+    worked without a draft, and the time lost in all and recently."""
 
     held: int = 0
     missed: int = 0
@@ -129,7 +131,7 @@ class _Trial:
     beyond_s: float | None = None
 
     def loss_s(self, gap_s: float, usual_s: float) -> float:
-        """What is counted as lost where a token took ``gap_s``, which takes ``usual_s`` without drafts."""
+        """The loss to count for a token that took ``gap_s`` and takes ``usual_s`` without drafts."""
         beyond_s = gap_s - _CAPPED * usual_s
         if beyond_s <= 0:
             return gap_s - usual_s
@@ -138,9 +140,8 @@ class _Trial:
 
 
 class Pace:
-    """Of one answer; unless it ``adapts`` the confidence that is needed stays as it is, and drafts do not end. Time is
-    passed in, in seconds on any scale. ``losses`` are those of all answers.
-    """
+    """Paces the drafts of one completion; unless it ``adapts`` the required confidence is constant, and drafting does
+    not end. Time is passed in, in seconds on any scale. ``losses`` are those of all completions."""
 
     def __init__(self, *, adapts: bool = True, losses: Losses | None = None) -> None:
         self._adapts = adapts
@@ -155,21 +156,22 @@ class Pace:
 
     @property
     def may_begin(self) -> bool:
-        """Whether something is drafted, or would be for the first time if it is sure enough."""
+        """Whether drafting is on, or may begin with a draft that is sure enough."""
         return not self._off or (self._is_new and bool(self._without.count) and self._losses.allow_another)
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is drafted for now."""
+        """Whether drafting is off for now."""
         return self._off > 0
 
     @property
     def usual_s(self) -> float | None:
-        """What a token takes without drafts; None where that is not known yet."""
+        """Time of a token without drafts; None if it is not known yet."""
         return self._without.mean_s if self._without.count else None
 
     def wants(self, sure: float) -> bool:
-        """Whether a draft is worth an idle place of the ring that holds, with all before it, in the share ``sure``."""
+        """Whether a draft that is accepted, with all before it, in the share ``sure`` of cases is worth an idle place
+        in the ring."""
         if self._off:
             if sure < BEGINS_AT or not self.may_begin:
                 return False
@@ -180,9 +182,9 @@ class Pace:
         return False
 
     def took(self, now: float, *, drafted: bool, missed: bool, worked: bool = False) -> None:
-        """A token came: ``drafted`` with drafts on their way, ``missed``: it was another one than the first of them.
+        """Note a token: ``drafted`` if drafts were in flight, ``missed`` if it was not the first of them.
 
-        That a drafter ``worked`` without any of it on its way is judged sooner.
+        If a drafter ``worked`` without a draft in flight, that is judged sooner.
         """
         if self._last_s is not None:
             self._count(now - self._last_s, drafted=drafted, missed=missed, worked=worked)
@@ -223,7 +225,7 @@ class Pace:
             return
         is_idle = self._losses.keep_failing and self._trial.idle >= HOPELESS_IDLE
         is_hopeless = not self._trial.held and (is_idle or self._trial.missed >= HOPELESS_AFTER)
-        wins = self._trial.held > 0 and self._with.mean_s < self._without.mean_s  # none can win time by chance alone
+        wins = self._trial.held > 0 and self._with.mean_s < self._without.mean_s  # no accepted draft: a gain is chance
         if is_hopeless or (self._trial.late_s > ENDS_AT * self._without.mean_s and not wins):
             self._end()
         elif self._with.count < JUDGED_AFTER:
@@ -242,12 +244,13 @@ class Pace:
 
     @property
     def _may_win(self) -> bool:
-        """Whether they may win though the means say otherwise, which are off by so much in one case of six."""
+        """Whether drafts may save time although the means say otherwise: the means are off by this much in one case of
+        six."""
         gained_s = self._without.mean_s - self._with.mean_s
         return gained_s > -math.sqrt(self._with.error_s2 + self._without.error_s2)
 
     def _end(self) -> None:
-        """Drafts did not pay."""
+        """End drafting, which did not pay."""
         self._recovery = min(_RECOVERY[2], self._recovery / _ADAPTS)
         self._decay = min(_DECAY[2], self._decay / _ADAPTS)
         self._off, self._pause = self._pause, min(2 * self._pause, PAUSES[1])
@@ -257,11 +260,11 @@ class Pace:
 
 @dataclass(slots=True)
 class Tally:
-    """Of ``drafted`` rows ``accepted`` were the next token, ``missed`` were another one behind those that held, what is
-    behind them was for nothing, and ``skipped`` were not computed to the end.
+    """Of ``drafted`` rows ``accepted`` were the next token, ``missed`` were wrong after accepted ones, which makes all
+    rows after them useless, and ``skipped`` were not computed to the end.
 
-    ``ring_pass_s`` is how long the rows of all tokens were on their way together, ``decode_s`` how long answers waited
-    for them.
+    ``ring_pass_s`` is the time in flight, summed over the rows of all tokens; ``decode_s`` is how long completions
+    waited for them.
     """
 
     drafted: int = 0
@@ -272,33 +275,34 @@ class Tally:
     decode_s: float = 0.0
 
     def count(self, ring_pass_s: float, gap_s: float) -> None:
-        """A token came whose row was out for so long, so long after the token before it."""
+        """Count a token whose row took ``ring_pass_s`` and which came ``gap_s`` after the previous token."""
         self.ring_pass_s += ring_pass_s
         self.decode_s += gap_s
 
     @property
     def tokens_per_pass(self) -> float:
-        """How many tokens an answer has in the time in which one row goes round: one without drafts."""
+        """Tokens of a completion per ring pass of one row: 1 without drafts."""
         return self.ring_pass_s / self.decode_s if self.decode_s > 0 else 1.0
 
 
 def tokens_of(draft_tokens: int, share: float) -> float:
-    """What a step with so many drafts gives, each of which holds behind the others in the ``share`` of cases."""
+    """Expected tokens of a step with ``draft_tokens`` drafts, each accepted after the others in the ``share`` of
+    cases."""
     return sum(share**depth for depth in range(draft_tokens + 1))
 
 
 def rate_without_waiting(costs: Sequence[float], share: float, draft_token: float) -> float:
-    """Tokens in the time of a step of one row, where a step without drafts comes behind one that failed.
+    """Tokens per time of a one-row step, if a step without drafts follows each failure.
 
-    A step of n rows takes ``costs[n - 1]``, and a ``draft_token`` so much of a step of one row: there are as many as it
-    has time for.
+    A step of n rows takes ``costs[n - 1]``, and each draft the ``draft_token`` share of a one-row step: there are as
+    many drafts as fit in its time.
     """
     maximum = len(costs) - 1 if draft_token <= 0 else min(len(costs) - 1, int(1 / draft_token))
     return max([1.0, *(_rate(costs, share, draft_tokens, 1.0, 1.0) for draft_tokens in range(1, maximum + 1))])
 
 
 def best_wait(costs: Sequence[float], share: float, draft_token: float) -> tuple[int, float]:
-    """For how many drafts it is best to wait behind one that failed, and the tokens that come then in such a time."""
+    """The number of drafts worth waiting for after a failure, and the tokens per time of a one-row step that result."""
     rates = [_rate(costs, share, draft_tokens, draft_tokens * draft_token, 0.0) for draft_tokens in range(len(costs))]
     best = max(range(len(rates)), key=rates.__getitem__)
     return best, rates[best]

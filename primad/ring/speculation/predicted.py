@@ -1,18 +1,20 @@
 """Drafts of the model itself, whose file has layers for multi-token prediction (MTP).
 
-They take a token and the state that it was drawn from, and say what may follow. So they cost a layer and the output matrix
-and no other model. The states come back with each token, and what is behind the last of them the layers draft from states of
-their own: the deeper, the less often that holds. They follow one answer at a time, the latest that began; others are looked
-up.
+These layers take a token and the state that it was sampled from, and predict the next token. So they cost one layer and
+the output matrix, but no other model. The states come back with each token; after the last of them the layers draft
+from their own states: the deeper, the less often such drafts are accepted. The layers follow one completion at a time,
+the newest; others use prompt lookup.
 
-They have read what comes before, as far as states of it came back: of a prompt all chunks but the last, whose last layer is
-computed for one row alone, or the answer's first token would have other last bits. What they have not read is as if it were
-not there: their own positions count what they know.
+The layers have read the earlier tokens whose states came back: all chunks of a prompt but the last, whose last layer is
+computed for one row only, since the completion's first token would otherwise have other last bits. Tokens that they
+have not read are treated as absent: their own positions count only the tokens they know.
 
-Each draw of an answer has a seed of its own. So what follows is drawn from what the layers say as it will be from what the
-model says: where both are alike the draft holds, and not as often only as the likeliest token is drawn.
+Each sampled token has its own seed. So a draft is sampled from the layers' distribution with the seed that will sample
+the token from the model's: where both distributions are alike the draft is accepted, and not only as often as the
+likeliest token is sampled.
 
-The head computes them between its own windows. What that takes is part of the time of a token, which tells whether it pays.
+The head computes them between its own windows. Their time is part of the time of a token, which decides whether they
+pay.
 """
 
 from __future__ import annotations
@@ -34,28 +36,30 @@ Peeks = Callable[[LogitsRow, int], int | None]
 """``Sampler.peek`` (``engine/protocol.py``)."""
 
 CHAIN: Final = 4
-"""So many drafts are computed one behind the other from states of their own before those of the model are taken again."""
+"""Consecutive drafts computed from the layers' own states before states of the model are used again."""
 MIN_SHARE: Final = 0.15
-"""Nothing is drafted behind drafts that all hold in a smaller share of cases: it would take longer than it wins."""
+"""Nothing is drafted after drafts that are all accepted in a smaller share of cases: it would take longer than it
+gains."""
 MAX_STATES: Final = 128
-"""States of tokens that are kept until something is drafted behind them."""
+"""States of tokens that are kept until something is drafted after them."""
 _LEVELS: Final = 10
 _DEPTHS: Final = 3
 _WEIGHT: Final = 3.0
 _UNLIKELY: Final = 0.05
 _TIMED: Final = 0.2
-"""The share of the latest draft in what one takes of late."""
+"""Weight of the latest draft in the mean time of a draft."""
 _SURER: Final = 0.1
-"""So much surer is what was looked up where it takes the place of another draft."""
+"""How much surer a looked-up token must be to replace another draft."""
 _SURE_ALONE: Final = 0.9
-"""What was looked up takes the place of a draft that is not computed yet if it is so sure."""
+"""How sure a looked-up token must be to replace a draft that is not computed yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Predicted:
-    """What may follow a place, the draft first, then the likeliest; ``depth`` states before it were drafted as well.
+    """Tokens that may follow a place: the draft first, then the likeliest; ``depth`` states before it were drafted too.
 
-    Of a draft that is drawn the likeliest token says how sure it is: the more likely that is, the less is left to others.
+    For a sampled draft, the likeliest token tells how sure it is: the more likely that token, the less is left for
+    others.
     """
 
     tokens: tuple[DraftToken, ...]
@@ -66,26 +70,27 @@ class _Predicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shares:
-    """How often drafts held, by depth and by how sure the layers were: of likely tokens, and of those that were drawn."""
+    """How often drafts were accepted, by depth and by how sure the layers were: for likely tokens, and for sampled
+    ones."""
 
     likely: list[list[HeldShare]]
     drawn: list[list[HeldShare]]
 
 
 class _OwnTime:
-    """What a draft takes of late by the ``clock``, in seconds."""
+    """Recent time of a draft by the ``clock``, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.mean_s = 0.0
 
     def add(self, took_s: float) -> None:
-        """One took so long."""
+        """Add the time of one draft."""
         self.mean_s += (took_s - self.mean_s) * (_TIMED if self.mean_s else 1.0)
 
 
 class PredictedDrafters:
-    """Makes the drafters of answers, which draft with a ``predictor``. The ``clock`` gives seconds on any scale."""
+    """Makes the drafters of completions, which draft with a ``predictor``. The ``clock`` gives seconds on any scale."""
 
     def __init__(self, predictor: Predictor, clock: Callable[[], float]) -> None:
         self._predictor, self._time = predictor, _OwnTime(clock)
@@ -104,7 +109,8 @@ class PredictedDrafters:
 
 
 class PredictedDrafter:
-    """Drafts for an answer to ``prompt``. ``shares`` count how often they held, ``time`` is what they take."""
+    """Drafts for a completion of ``prompt``. ``shares`` count how often they were accepted, ``time`` is what they
+    take."""
 
     def __init__(self, prompt: Sequence[int], predictor: Predictor, shares: _Shares, time: _OwnTime) -> None:
         self._lookup = PromptLookup(prompt)
@@ -112,17 +118,17 @@ class PredictedDrafter:
         self._peek: Peeks = lambda logits, index: None
         self._predictor, self._shares, self._time = predictor, shares, time
         self._states: dict[int, Hidden] = {}
-        """By position, of tokens of the text behind which nothing was computed."""
+        """By position, states of tokens of the text that the layers have not read yet."""
         self._read = self._end = 0
-        """So many tokens were computed with the model's own states, all before this position as far as they are known."""
+        """Number of tokens computed with the model's own states, and the position up to which the text was read."""
         self._found: list[_Predicted] = []
-        """What may follow the text, and each draft of ``_path`` behind it."""
+        """What may follow the text, and each draft of ``_path`` after it."""
         self._path: list[int] = []
         self._has_worked = False
         self.is_followed = True
 
     def drawn_from(self, position: int, state: Hidden, peek: Peeks) -> None:
-        """The next token is drawn behind the one at ``position``, which left ``state``. Drafts are drawn by
+        """Take ``state`` of the token at ``position``, from which the next token is sampled. Drafts are sampled by
         ``peek``."""
         if self.is_followed:
             self._peek = peek
@@ -131,7 +137,7 @@ class PredictedDrafter:
                 del self._states[next(iter(self._states))]
 
     def read(self, first: int, states: Hidden) -> None:
-        """The tokens of a prompt, or an earlier ring's answer, from position ``first`` on left ``states``."""
+        """Take ``states`` of the tokens of a prompt, or of an earlier ring's completion, from position ``first`` on."""
         tokens = self._text[first + 1 : first + 1 + len(states)]
         if not self.is_followed or first + 1 < self._end or not tokens:
             return
@@ -144,7 +150,7 @@ class PredictedDrafter:
         self._read, self._end = self._read + len(tokens), first + 1 + len(tokens)
 
     def _place(self, count: int) -> int:
-        """Where so many more tokens lie; there is room for drafts behind them."""
+        """The place of ``count`` more tokens, with room for drafts after them."""
         if self._read + count > self._predictor.cells - MAX_ROOM:
             self._read = 0
         return self._read
@@ -205,11 +211,12 @@ class PredictedDrafter:
     def others(self, drafts: Sequence[int]) -> Sequence[DraftToken]:
         if not self.is_followed or len(self._found) <= len(drafts) or self._path[: len(drafts)] != list(drafts):
             return []
-        found = self._found[len(drafts)]  # another one may have been looked up in place of the first
+        found = self._found[len(drafts)]  # a looked-up token may have replaced the first
         return [DraftToken(token=each.token, sure=self._share(each, found).sure) for each in found.tokens]
 
     def _behind(self, drafts: Sequence[int]) -> _Predicted | None:
-        """What may follow ``drafts``, computed if it is not; None where nothing is known of the text, or they are unsure."""
+        """Return what may follow ``drafts``, computing it if needed; None if nothing is known of the text, or they are
+        unsure."""
         count = len(drafts)
         same = next((i for i, (a, b) in enumerate(zip(self._path, drafts, strict=False)) if a != b), None)
         same = min(len(self._path), count) if same is None else same
@@ -232,11 +239,11 @@ class PredictedDrafter:
         return self._found[count]
 
     def _depth(self, count: int) -> int:
-        """Of what follows so many drafts, if it is computed behind what there is."""
+        """The depth of what follows ``count`` drafts, if it is computed from what there is."""
         return self._found[-1].depth + count - (len(self._found) - 1)
 
     def _compute_text(self) -> bool:
-        """Compute the end of the text with the model's own states; whether they are there."""
+        """Compute the end of the text with the model's own states; return whether these are there."""
         end = len(self._text)
         first = end
         while first > max(self._end, 1) and first - 2 in self._states:
@@ -252,7 +259,7 @@ class PredictedDrafter:
     def _compute(
         self, tokens: Sequence[int], states: Sequence[Hidden], first: int, depth: int, drafts: int
     ) -> _Predicted:
-        """What follows ``tokens``, so many of which are ``drafts`` behind the text."""
+        """Compute what follows ``tokens``, of which ``drafts`` are drafts after the text."""
         self._has_worked, began_s = True, self._time.clock()
         logits, state = self._predictor.predict(tokens, states, first)
         found = likely(logits)

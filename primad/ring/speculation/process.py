@@ -1,6 +1,6 @@
-"""The draft process: ``python -m primad.ring.speculation.process FD`` works ahead of the answer that it is told.
+"""The draft process: ``python -m primad.ring.speculation.process FD`` works ahead of the completion that it is given.
 
-It looks at what came between two steps of its own, and ends with the head's ring process, which waits for nothing from it.
+It checks for messages between two steps of its own, and ends with the head's ring process, which never waits for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from primad.system.children.child import inherited
 from primad.system.terminal import escape_uncaught
 
 NICE: Final = 5
-"""The ring's own steps go before drafts."""
+"""The ring's own steps take precedence over drafts."""
 
 
 def _load(model: DraftModel) -> DraftBranches:
@@ -67,7 +67,7 @@ def _vocabulary_size(path: Path) -> int:
 
 
 def main() -> None:
-    """Draft until the other end closes, or the model cannot."""
+    """Draft until the other end closes or the model fails."""
     escape_uncaught()
     try:
         _draft()

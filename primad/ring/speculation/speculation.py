@@ -1,14 +1,15 @@
-"""What of one answer is computed ahead of its tokens: drafts on their way, in the order in which their rows stand.
+"""The speculation of one completion: its drafts in flight, in the order of their rows.
 
-The rows of an answer come back in the order of the log, so a draft is judged when everything before it is decided: the
-token that is drawn from the row before it either is the one that was drafted, and its own row goes on, or it is not, and
-nothing of what is ahead is of any use. Sampling sees no difference: no token is drawn from a row whose history did not hold.
+Rows of a completion come back in the order of the log, so a draft is verified once everything before it is decided.
+Either the token sampled from the row before it is the draft, and the draft's own row counts, or it is another one, and
+all drafts after it are discarded. Sampling sees no difference: no token is sampled from a row with a wrong history.
 
-When a draft model has drafted enough for the step that verifies it, where each step takes long.
+``Fallback`` decides when a draft model has drafted enough for the step that verifies it, where each step takes long.
 
-A target that streams takes a pass over the disk for each step, so it pays to wait a little for drafts. LLMCad (Xu et al.,
-2023) falls back to the target where the drafts are so unsure, one behind the other, that the next would hardly hold: below
-``alpha``, which is halved after a step of which all held, and rises with the share of those that did not.
+A target that streams takes a pass over the disk for each step, so waiting a little for drafts pays. LLMCad (Xu et al.,
+2023) falls back to the target when the drafts together are so unsure that the next one would hardly be accepted: below
+``alpha``, which is halved after a step whose drafts were all accepted, and rises with the share of drafts that were
+not.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from primad.ring.speculation.row_costs import RowCosts
 from primad.ring.speculation.tree import TreeNode, best_tree, child, depth
 
 WORTH_IT: Final = 1.1
-"""Steps of several rows must promise so much: what they cost is predicted, not measured."""
+"""Minimum predicted gain of steps with several rows: their cost is predicted, not measured."""
 WAITS: Final = 0.5
-"""Of the time of a token without drafts a step waits at most for drafts."""
+"""Maximum wait of a step for drafts, as a share of the time of a token without drafts."""
 _FIRST_SHARE: Final = (2.1, 3.0)
-"""Drafts that held, and all, until more is known."""
+"""Accepted drafts and all drafts, until more is known."""
 FIRST: Final = 0.01
 _MIN, _MAX = 0.0005, 0.5
 _RISES: Final = 2.0
-"""So many times after a step of which nothing held."""
+"""Factor of ``alpha`` after a step without any accepted draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +43,15 @@ class _Ahead:
 
 
 class BeginsDrafter(Protocol):
-    """Makes the drafter of an answer."""
+    """Makes the drafter of a completion."""
 
     def __call__(self, prompt: Sequence[int]) -> Drafter:
-        """The drafter of an answer to ``prompt``."""
+        """Return the drafter of a completion of ``prompt``."""
 
 
 class Speculation:
-    """The drafts of one answer in a ring with such ``losses``, where steps take ``costs``. ``drafted`` of them were handed
-    out, ``accepted`` held."""
+    """The drafts of one completion in a ring with such ``losses``, where steps take ``costs``. ``drafted`` counts
+    drafts handed out, ``accepted`` those accepted."""
 
     def __init__(
         self,
@@ -67,41 +68,41 @@ class Speculation:
         self._ahead: deque[_Ahead] = deque()
         self._is_touched = False
         self._tree: list[TreeNode] = []
-        """What is computed with the next token; node ``_at`` is the last that held."""
+        """Drafts computed with the next token; node ``_at`` is the last accepted one."""
         self._at = -1
         self._longest = self._right = 0
-        """Drafts of the tree's longest path; of these held."""
+        """Drafts on the tree's longest path, and accepted ones."""
         self._waits_until_s: float | None = None
         self._share = HeldShare(*_FIRST_SHARE)
-        """Of drafts that were computed with the next token, up to the first that failed."""
+        """Of drafts computed with the next token, up to the first that failed."""
         self.drafted = self.accepted = 0
         self.holds = not drafting.adapts
-        """Whether a draft held since they began last: before that steps ahead of a token have one row."""
+        """Whether a draft was accepted since drafting last began: before that, speculative steps have one row."""
         for token in known:
             self._drafter.took(token)
 
     @property
     def drafter(self) -> Drafter:
-        """Who drafts for it."""
+        """The drafter of this completion."""
         return self._drafter
 
     @property
     def has_drafts_in_flight(self) -> bool:
-        """Whether anything is on its way."""
+        """Whether any drafts are in flight."""
         return bool(self._ahead or self._tree)
 
     @property
     def tokens(self) -> list[int]:
-        """What is on its way one behind the other, the next token first."""
+        """The consecutive drafts in flight, the next token first."""
         return [each.draft_token.token for each in self._ahead]
 
     @property
     def steps(self) -> set[int]:
-        """The steps that have rows of it."""
+        """The steps that have rows of its drafts."""
         return {each.step for each in self._ahead}
 
     def next(self, maximum: int) -> list[DraftToken]:
-        """Drafts behind all that is on its way that are worth an idle place of the ring, ``maximum`` at most."""
+        """Return at most ``maximum`` drafts, after all tokens in flight, that are worth an idle place in the ring."""
         found: list[DraftToken] = []
         tokens, sure = self.tokens, self._sure
         while len(found) < maximum and not self._tree and self._pace.may_begin:
@@ -114,7 +115,8 @@ class Speculation:
         return found
 
     def waits(self, maximum: int, now: float) -> float | None:
-        """Until when the next step waits for drafts that it could compute, ``maximum`` at most; None: no longer."""
+        """The time until which the next step waits for drafts that it could compute, at most ``maximum``; None: it does
+        not wait."""
         usual_s, draft_s, costs = self._pace.usual_s, self._drafter.draft_s, self._drafting.costs[: maximum + 1]
         if len(costs) <= 1 or self.has_drafts_in_flight or self._pace.is_off or not usual_s or draft_s is None:
             return None
@@ -133,10 +135,10 @@ class Speculation:
         return self._waits_until_s
 
     def together(self, maximum: int) -> list[TreeNode]:
-        """Drafts that are computed with the next token in one step, ``maximum`` at most: as many as win most time.
+        """Return the drafts to compute with the next token in one step, at most ``maximum``: as many as save most time.
 
-        n of them behind each other make 1 + p1 + p1 p2 + ... tokens of a step, which takes as long as its n + 1 rows do.
-        Where rows ahead of the next token win more there are none.
+        With n consecutive drafts a step gives 1 + p1 + p1 p2 + ... tokens, and takes as long as its n + 1 rows do.
+        Returns none where speculative steps ahead of the next token gain more.
         """
         costs = self._costs
         maximum = min(maximum, len(costs) - 1)
@@ -150,7 +152,7 @@ class Speculation:
 
     @property
     def _counted_s(self) -> float | None:
-        """What a token takes without drafts; None where that is not known yet, or where no measured time counts."""
+        """Time of a token without drafts; None if it is not known yet, or if measured times are not used."""
         return self._pace.usual_s if self._drafting.adapts else None
 
     @property
@@ -161,26 +163,27 @@ class Speculation:
         return sure
 
     def handed_out_tree(self, nodes: Sequence[TreeNode]) -> None:
-        """A step has a row for each of ``nodes`` with the next token."""
+        """Note that a step computes ``nodes`` with the next token."""
         self._tree, self._at = list(nodes), -1
         self._longest, self._right = max((depth(nodes, node) for node in range(len(nodes))), default=0), 0
         self.drafted += len(nodes)
         self._is_touched = self._is_touched or bool(nodes)
 
     def measured(self, step_s: float) -> None:
-        """The step with the next token took so long, its drafts among that."""
+        """Note the time of the step with the next token, including its drafts."""
         drafts, usual_s = len(self._tree), self._counted_s
         if drafts and usual_s:
             self._costs.add(1 + drafts, (step_s - drafts * self._drafter.own_s) / usual_s)
 
     def handed_out(self, draft_tokens: Sequence[DraftToken], step: int) -> None:
-        """``step`` has a row for each of ``draft_tokens``, behind what is on its way."""
+        """Note that ``step`` computes ``draft_tokens``, after those in flight."""
         self._ahead.extend(_Ahead(draft_token, step) for draft_token in draft_tokens)
         self.drafted += len(draft_tokens)
         self._is_touched = self._is_touched or bool(draft_tokens)
 
     def took(self, token: int, now: float) -> bool:
-        """``token`` is the next one of the answer; whether what is on its way holds. If not it is to be taken back."""
+        """Take ``token``, the next one of the completion. Return whether the drafts in flight still hold; if not, take
+        them back."""
         held = not self._ahead or self._ahead[0].draft_token.token == token
         is_accepted = held and bool(self._ahead)
         if self._tree:
@@ -194,11 +197,11 @@ class Speculation:
         self._drafter.took(token)
         self._is_touched = (
             is_accepted or self.has_drafts_in_flight
-        )  # the next one is drawn from a draft's row, or before one
+        )  # the next one is sampled from a draft's row, or before one
         return held
 
     def _took_of_tree(self, token: int) -> bool:
-        """Whether ``token`` is one of the drafts behind those of the tree that held."""
+        """Whether ``token`` is one of the tree's drafts after the accepted ones."""
         found = child(self._tree, self._at, token)
         self._share.count(held=found is not None)
         if found is not None:
@@ -209,20 +212,20 @@ class Speculation:
         return found is not None
 
     def take_back(self) -> None:
-        """Nothing of what is on its way counts."""
+        """Discard all drafts in flight."""
         self._ahead.clear()
         self._tree = []
 
 
 class Fallback:
-    """Of one answer; unless it ``adapts`` alpha stays as it is."""
+    """The threshold ``alpha`` of one completion; it is constant unless it ``adapts``."""
 
     def __init__(self, *, adapts: bool = True) -> None:
         self.alpha = FIRST
         self._adapts = adapts
 
     def verified(self, right: int, wrong: int) -> None:
-        """Of a step's drafts so many were ``right``; the ``wrong`` ones are the first that was not and all behind it."""
+        """Note a step with ``right`` accepted drafts; ``wrong`` counts the first that failed and all after it."""
         assert right + wrong > 0
         if not self._adapts:
             return

@@ -1,10 +1,10 @@
-"""Trees of drafts: which of several tokens that may come next are computed in one step, and where each lies in the log.
+"""Trees of drafts: which alternative tokens are computed in one step, and where each lies in the log.
 
-As in LLMCad (Xu et al., 2023) a branch opens where another token is likely enough, and each next draft goes to the branch
-that holds most likely with all before it. A step of n rows then holds those n - 1 drafts that make most tokens of it. One
-path, that of the first draft at each place, lies behind the text in its own sequence, as a chain does. Every other one that
-ends has a sequence out of a pool, a copy of the text before anything is written to it. So no draft ever takes the place of a
-cell that another path, or the text, has.
+As in LLMCad (Xu et al., 2023) a branch opens where another token is likely enough, and each next draft goes to the
+branch most likely accepted together with all before it. A step of n rows then has the n - 1 drafts that yield most
+tokens. One path, the first draft at each place, follows the text in the text's sequence, as a chain does. Every other
+path has a sequence from a pool, a copy of the text's made before anything is written to it. So no draft ever overwrites
+a cell of another path or of the text.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from typing import Final, Protocol
 from primad.ring.speculation.drafter import DraftToken
 
 OPENS_AT: Final = 0.05
-"""A branch opens where its first draft holds in such a share of cases, with all before it."""
+"""A branch opens if its first draft is accepted, with all before it, in at least this share of cases."""
 PAYS: Final = 1.02
-"""So many times the tokens of the best chain a tree must promise."""
+"""A tree must promise this many times the tokens of the best chain."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """A draft behind node ``parent`` of its tree; -1: behind the text. A parent comes before its children."""
+    """A draft after node ``parent`` of its tree; -1: after the text. A parent comes before its children."""
 
     draft_token: DraftToken
     parent: int
 
 
 class ProposesTokens(Protocol):
-    """Who drafts behind the text and what was drafted before."""
+    """Drafts after the text and earlier drafts."""
 
     def propose(self, drafts: Sequence[int]) -> DraftToken | None:
-        """What may follow ``drafts`` first of all."""
+        """Return the first choice to follow ``drafts``."""
 
     def others(self, drafts: Sequence[int]) -> Sequence[DraftToken]:
-        """What else may follow them."""
+        """Return alternatives to it."""
 
 
 def best_tree(
     draft_tokens: ProposesTokens, costs: Sequence[float], branches: int, minimum: float, *, draft: float = 0.0
 ) -> list[TreeNode]:
-    """The tree that makes most tokens in the time that a step of its rows takes, with at most so many ``branches``.
+    """Return the tree with most tokens per time of its step, with at most ``branches`` branches.
 
-    A step of n rows takes ``costs[n - 1]``, and each ``draft`` so much of one of a single row before it. It makes more than
-    ``minimum`` times the tokens of single rows, or is empty. One without branches is a chain, and so it is where a tree is
-    hardly better.
+    A step of n rows takes ``costs[n - 1]``, and each draft takes ``draft`` times a one-row step beforehand. The tree
+    gives more than ``minimum`` times the tokens of single rows, or is empty. Without branches it is a chain, and also
+    where a tree is hardly better.
     """
     took = [cost / costs[0] + rows * draft for rows, cost in enumerate(costs)]
     chain, chain_rate = _best(_grown(draft_tokens, took, 0), took)
@@ -57,9 +57,8 @@ def best_tree(
 
 
 def _grown(draft_tokens: ProposesTokens, took: Sequence[float], branches: int) -> list[tuple[TreeNode, float]]:
-    """Nodes in the order in which they hold most likely, each with how likely that is: as far as one more may pay if it is
-    as sure as its parent, since a draft takes time to find.
-    """
+    """Nodes in order of falling acceptance, each with its probability: as far as one more may pay if it is as sure as
+    its parent, since finding a draft takes time."""
     grown: list[tuple[TreeNode, float]] = []
     frontier: list[tuple[float, int, DraftToken, int, bool, tuple[int, ...]]] = []
     parents: set[int] = set()
@@ -92,8 +91,8 @@ def _grown(draft_tokens: ProposesTokens, took: Sequence[float], branches: int) -
 
 
 def _pays_more(took: Sequence[float], expected: float, share: float, sure: float) -> bool:
-    """Whether a step gives more with further rows behind one that holds in the ``share`` of cases, each ``sure`` behind the
-    one before it, than the ``expected`` tokens in the first of the times that it ``took``."""
+    """Whether further rows after one with probability ``share``, each ``sure`` given the one before it, give more
+    tokens per time than the ``expected`` tokens in the first of the times ``took``."""
     now = expected / took[0]
     for more in took[1:]:
         share *= sure
@@ -113,12 +112,12 @@ def _best(grown: Sequence[tuple[TreeNode, float]], took: Sequence[float]) -> tup
 
 
 def child(nodes: Sequence[TreeNode], parent: int, token: int) -> int | None:
-    """The node behind ``parent`` that is ``token``."""
+    """The child of ``parent`` that is ``token``."""
     return next((i for i, node in enumerate(nodes) if node.parent == parent and node.draft_token.token == token), None)
 
 
 def at_path(nodes: Sequence[TreeNode], tokens: Sequence[int]) -> int | None:
-    """The node that ``tokens`` lead to from the text; None where one of them was not drafted."""
+    """The node that ``tokens`` lead to from the text; None if one of them was not drafted."""
     at: int | None = -1
     for token in tokens:
         at = None if at is None else child(nodes, at, token)
@@ -126,12 +125,12 @@ def at_path(nodes: Sequence[TreeNode], tokens: Sequence[int]) -> int | None:
 
 
 def behind(nodes: Sequence[TreeNode], parent: int) -> list[DraftToken]:
-    """What may follow ``parent``, the likeliest first."""
+    """The drafts that may follow ``parent``, the likeliest first."""
     return [node.draft_token for node in nodes if node.parent == parent]
 
 
 def below(nodes: Sequence[TreeNode], root: int) -> list[TreeNode]:
-    """The tree behind ``root``, as it is when that is the text."""
+    """The subtree below ``root``, with ``root`` as the new end of the text."""
     places = {root: -1}
     found: list[TreeNode] = []
     for place, node in enumerate(nodes):
@@ -142,7 +141,7 @@ def below(nodes: Sequence[TreeNode], root: int) -> list[TreeNode]:
 
 
 def first_path(nodes: Sequence[TreeNode]) -> list[int]:
-    """The first draft behind the text, the first behind that, and so on."""
+    """The first draft after the text, the first after that, and so on."""
     found: list[int] = []
     at: int | None = -1
     while (at := next((i for i, node in enumerate(nodes) if node.parent == at), None)) is not None:
@@ -151,7 +150,7 @@ def first_path(nodes: Sequence[TreeNode]) -> list[int]:
 
 
 def depth(nodes: Sequence[TreeNode], node: int) -> int:
-    """How many tokens behind the text ``node`` is; 1 for the first."""
+    """How many tokens after the text ``node`` is; 1 for the first."""
     count = 0
     while node >= 0:
         node, count = nodes[node].parent, count + 1
@@ -160,21 +159,21 @@ def depth(nodes: Sequence[TreeNode], node: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TreeRows:
-    """Where the rows of a tree lie: those of ``main`` in the text's own sequence, and each path that ends elsewhere in one
-    of the ``ends``: the sequence of the pool and the node at its end.
-    """
+    """Where the rows of a tree lie: those of ``main`` in the text's own sequence, and each other path in one of the
+    ``ends``: a sequence of the pool and the node at the path's end."""
 
     nodes: tuple[TreeNode, ...]
     main: tuple[int, ...]
     ends: tuple[tuple[int, int], ...]
 
     def sequences(self, node: int, own: int) -> list[int]:
-        """The sequences that have the row of ``node``, or that of the text's last token (-1); ``own`` is the text's."""
+        """The sequences that have the row of ``node``, or of the text's last token (-1); ``own`` is the text's
+        sequence."""
         found = [own] if node < 0 or node in self.main else []
         return found + [number for number, end in self.ends if node < 0 or node in self._path(end)]
 
     def holder(self, node: int) -> int | None:
-        """A sequence of the pool that has ``node``; None where the text's own has it."""
+        """A sequence of the pool that has ``node``; None if the text's own has it."""
         if node < 0 or node in self.main:
             return None
         return next(number for number, end in self.ends if node in self._path(end))
@@ -191,12 +190,12 @@ NO_TREE: Final = TreeRows((), (), ())
 
 
 def chain_of(draft_tokens: Sequence[DraftToken]) -> TreeRows:
-    """``draft_tokens`` one behind the other."""
+    """``draft_tokens`` as a chain."""
     return placed([TreeNode(draft_token, place - 1) for place, draft_token in enumerate(draft_tokens)], ())
 
 
 def placed(nodes: Sequence[TreeNode], pool: Sequence[int]) -> TreeRows:
-    """``nodes`` in sequences, those of the ``pool`` for all paths but the main one. It has enough of them."""
+    """Place ``nodes`` in sequences; paths other than the main one use the ``pool``, which has enough of them."""
     main = first_path(nodes)
     parents = {node.parent for node in nodes}
     leaves = [i for i in range(len(nodes)) if i not in parents and i not in main]
