@@ -1,1 +1,1 @@
-"""KV cells as content, like layers: known by a key, kept as files, moved between devices."""
+"""KV cells as content, like layers: identified by a key, stored as files, moved between devices."""

@@ -1,11 +1,11 @@
-"""The KV cells of one sequence in one layer, as bytes that any device can take in, and the files they are kept in.
+"""The KV cells of one sequence in one layer, as bytes that any device can import, and the files that hold them.
 
 A file holds one block and a run of layers:
 
     8 bytes "primadKV", u32 bytes of the index, index (msgpack), blake2b of the index, then for each layer keys and values
 
-The index says the block, and of each layer the types, the sizes and a blake2b of its bytes. A layer is read alone, and every
-length is judged before memory is taken for it. What travels between devices is a file of one layer.
+The index has the block, and for each layer the types, the sizes and a blake2b of its bytes. A layer is read alone, and
+every length is checked before memory is allocated for it. Devices send each other such files with one layer.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Bytes = bytes | bytearray | memoryview
 MAGIC: Final = b"primadKV"
 MAX_LAYERS: Final = 1024
 LAYER_NUMBERS: Final = 16 * MAX_LAYERS
-"""Of layers, and of the shares that the ranks of a group have of them."""
+"""Numbers of layers, and of the shares that the ranks of a group have of them."""
 MAX_POSITIONS: Final = 1 << 24
 MAX_CELL_BYTES: Final = 1 << 20
-"""Of keys, or of values, of one cell in one layer."""
+"""Limit for the keys, or the values, of one cell in one layer."""
 MAX_STATE_BYTES: Final = 1 << 27
-"""Of each of the two parts of one layer's state; 3 MB in a model of 27 billion weights."""
+"""Limit for each of the two parts of one layer's state; 3 MB in a model of 27 billion weights."""
 
 _KEY: Final = re.compile(rf"[0-9a-f]{{{KEY_HEX}}}")
 _HEAD: Final = struct.Struct("<8sI")
@@ -43,24 +43,24 @@ _MAX_TYPE: Final = 255
 
 
 _SCALES: Final = {0: (3, 4, 0x7F), 1: (1, 2, 0x7C), 30: (1, 2, 0x7F), 2: (1, 18, 0x7C), 8: (1, 34, 0x7C)}
-"""By ggml type (F32, F16, BF16, Q4_0, Q8_0) where the high byte of a number, or of a block's scale, stands, in how many
-bytes, and the bits that are all set in what is not finite (F32 and BF16: or next to it)."""
+"""By ggml type (F32, F16, BF16, Q4_0, Q8_0): the place of the high byte of a number, or of a block's scale, the bytes
+from one to the next, and the bits that are all set in values that are not finite (F32 and BF16: or nearly so)."""
 _FINITE: Final = {bits: bytes(high for high in range(256) if high & bits != bits) for bits in (0x7C, 0x7F)}
 
 
 class CellsError(PrimadError):
-    """Bytes that are no KV cells of ours, or not whole any more."""
+    """Bytes that are not KV cells of ours, or are damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCells:
     """Positions ``start <= p < end`` of a sequence in layer ``layer`` of the whole model, or of a share of it.
 
-    ``keys`` and ``values`` hold cell behind cell, of ggml types ``key_type`` and ``value_type``; every cell of a layer takes
-    the same number of bytes. A layer that remembers keys alone (DeepSeek's latent attention) has no ``values``, and one that
-    uses another's cells, or has a state in their place, neither. Without positions this is the state of a layer behind
-    ``end``: ``keys`` are what its convolution goes on from, ``values`` the rest. The ``digest`` is known of what was read
-    from a file.
+    ``keys`` and ``values`` hold one cell after the other, of ggml types ``key_type`` and ``value_type``; every cell of
+    a layer takes the same number of bytes. A layer that stores only keys (DeepSeek's latent attention) has no
+    ``values``; one that uses another layer's cells, or has a state instead, has neither. Without positions this is the
+    state of a layer after ``end``: ``keys`` are what its convolution continues from, ``values`` the rest. The
+    ``digest`` is set for cells read from a file.
     """
 
     layer: int
@@ -90,20 +90,20 @@ def layers_of_rank(rank: int, layers: range) -> range:
 
 
 def shape_of(cells: LayerCells) -> CellShape:
-    """What each of ``cells``, or a state, is made of."""
+    """The shape of each of ``cells``, or of a state."""
     return _shape(
         cells.layer, cells.key_type, cells.value_type, len(cells.keys), len(cells.values), cells.end - cells.start
     )
 
 
 def _shape(layer: int, key_type: int, value_type: int, key_bytes: int, value_bytes: int, count: int) -> CellShape:
-    """That of ``count`` cells, or of a state (0), of so many bytes."""
+    """The shape of ``count`` cells, or of a state (0), with these sizes."""
     each = max(1, count)
     return CellShape(layer, key_type, value_type, key_bytes // each, value_bytes // each, not count)
 
 
 def are_numbers(cells: LayerCells) -> bool:
-    """Whether nothing in ``cells`` is NaN or infinite, as far as their types are known."""
+    """Whether ``cells`` have no NaN or infinite value, as far as their types are known."""
     for kind, data in ((cells.key_type, cells.keys), (cells.value_type, cells.values)):
         place, every, bits = _SCALES.get(kind, (0, 0, 0))
         if every and bytes(data)[place::every].translate(None, _FINITE[bits]):
@@ -129,14 +129,15 @@ _decoder: Final = msgspec.msgpack.Decoder(_Listing)
 
 
 def is_key(text: str) -> bool:
-    """Whether ``text`` has the shape of a block's key; so it is also a file name and no more."""
+    """Whether ``text`` has the form of a block's key; then it is also a plain file name."""
     return _KEY.fullmatch(text) is not None
 
 
 def is_block(block: KvBlock) -> bool:
-    """Whether ``block`` has keys of their shape, and is behind another one unless it is the first, which has positions.
+    """Whether ``block`` has keys of the right form, and is after another block unless it is the first, which has
+    positions.
 
-    Where positions begin and end is judged by who knows how many there are.
+    Callers that know the number of positions check where they begin and end.
     """
     is_behind = is_key(block.before) if block.start else not block.before
     return is_key(block.key) and is_behind and 0 != block.end >= block.start
@@ -150,7 +151,7 @@ def _digest(*parts: Bytes) -> bytes:
 
 
 def pack(block: KvBlock, cells: Sequence[LayerCells]) -> list[Bytes]:
-    """The pieces of the file of ``block`` with ``cells``, one layer behind the other."""
+    """The pieces of the file of ``block`` with ``cells``, one layer after the other."""
     assert cells
     assert all((each.start, each.end) == (block.start, block.end) for each in cells)
     assert all(each.layer == cells[0].layer + i for i, each in enumerate(cells))
@@ -173,7 +174,8 @@ def pack(block: KvBlock, cells: Sequence[LayerCells]) -> list[Bytes]:
 
 
 class CellsFile:
-    """What stands in the open ``file`` of ``size`` bytes. Raises ``CellsError`` unless its index is whole and fits."""
+    """The contents of the open ``file`` of ``size`` bytes. Raises ``CellsError`` unless its index is complete and
+    fits."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file = file
@@ -203,7 +205,7 @@ class CellsFile:
         return range(min(self._places), max(self._places) + 1)
 
     def shapes(self) -> list[CellShape]:
-        """What the cells of each layer are made of."""
+        """The shape of the cells of each layer."""
         count = self.block.end - self.block.start
         return [
             _shape(part.layer, part.key_type, part.value_type, part.key_bytes, part.value_bytes, count)
@@ -211,7 +213,7 @@ class CellsFile:
         ]
 
     def read(self, layers: range) -> list[LayerCells]:
-        """The cells of ``layers``, a part of those that the file has. Raises ``CellsError`` when some are damaged."""
+        """The cells of ``layers``, a part of those in the file. Raises ``CellsError`` when some are damaged."""
         found = [self._places[layer] for layer in layers]
         base = found[0][0]
         self._file.seek(base)
@@ -234,7 +236,7 @@ class CellsFile:
 
 
 def unpack(data: Bytes) -> tuple[KvBlock, list[LayerCells]]:
-    """What ``pack`` was given. Raises ``CellsError``."""
+    """Return the arguments of ``pack``. Raises ``CellsError``."""
     file = CellsFile(BytesIO(data), len(data))
     return file.block, file.read(file.layers)
 
@@ -249,7 +251,7 @@ def _read(file: BinaryIO, size: int) -> bytes:
 def _judge(listing: _Listing) -> None:
     block, parts = listing.block, listing.parts
     if not is_block(block) or block.start < 0 or block.end > MAX_POSITIONS:
-        raise CellsError(f"a block of KV cells that is none, at positions {block.start} to {block.end}")
+        raise CellsError(f"an invalid block of KV cells, at positions {block.start} to {block.end}")
     if not parts or parts[0].layer < 0 or parts[-1].layer >= LAYER_NUMBERS:
         raise CellsError("a file of KV cells has no layers, or layers that no model has")
     if any(part.layer != parts[0].layer + i for i, part in enumerate(parts)):
@@ -257,7 +259,7 @@ def _judge(listing: _Listing) -> None:
     cells = block.end - block.start
     for part in parts:
         if not (0 <= part.key_type <= _MAX_TYPE and 0 <= part.value_type <= _MAX_TYPE):
-            raise CellsError(f"the KV cells of layer {part.layer} have a type that is none")
+            raise CellsError(f"the KV cells of layer {part.layer} have an invalid type")
         for size in (part.key_bytes, part.value_bytes):
             maximum = MAX_STATE_BYTES if block.is_state else cells * MAX_CELL_BYTES
             if size % max(1, cells) or not 0 <= size <= maximum:

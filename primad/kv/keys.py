@@ -1,11 +1,13 @@
-"""By what the KV cells of a run of positions are known.
+"""How the KV cells of a run of positions are identified.
 
-What a cell holds follows from all tokens up to it, from the model, and, in the last bits, from which rows were computed
-together. So a *block*, the cells of positions ``start <= p < end`` of a sequence, is known by a digest over the block before
-it, its tokens and the ends of the steps that computed them. Blocks make a chain: the key of the last one names all of them.
+The contents of a cell follow from all tokens up to it, from the model, and, in the last bits, from which rows were
+computed together. So a *block*, the cells of positions ``start <= p < end`` of a sequence, is identified by a digest
+over the block before it, its tokens and the ends of the steps that computed them. Blocks make a chain: the key of the
+last one names all of them.
 
-Some layers have one state of all tokens before, in place of cells or beside them. Behind a block of cells there may be one
-of that state, which has no positions. It is no link of the chain: cells go on behind cells, whether there is a state or not.
+Some layers have one state of all earlier tokens, instead of cells or in addition to them. A block of cells may be
+followed by a block with that state, which has no positions. It is not a link of the chain: cells follow cells, whether
+there is a state or not.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 KEY_HEX = 32
-"""A key is so many lower-case hexadecimal digits."""
+"""Number of lower-case hexadecimal digits of a key."""
 
 
 class KvBlock(msgspec.Struct, frozen=True, array_like=True):
-    """Positions ``start <= p < end`` of a sequence, known by ``key``, behind the block ``before`` (empty: the first).
+    """Positions ``start <= p < end`` of a sequence, with key ``key``, after the block ``before`` (empty: the first).
 
-    Without positions it is the state behind the cells of ``before``.
+    Without positions it is the state after the cells of ``before``.
     """
 
     key: str
@@ -32,14 +34,15 @@ class KvBlock(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_state(self) -> bool:
-        """Whether it has a state in place of cells."""
+        """Whether it has a state instead of cells."""
         return self.start == self.end
 
 
 def block(root: str, before: KvBlock | None, tokens: Sequence[int], ends: Sequence[int]) -> KvBlock:
-    """The block of ``tokens`` (at least one) behind ``before``, computed in steps that ended at positions ``ends``.
+    """The block of ``tokens`` (at least one) after ``before``, computed in steps that ended at positions ``ends``.
 
-    ``root`` says whose cells they are: the model, the types of its cells, and, where prefixes are not shared, who asked.
+    ``root`` identifies whose cells they are: the model, the types of its cells, and the owner where prefixes are not
+    shared.
     """
     start = before.end if before is not None else 0
     assert tokens
@@ -49,19 +52,19 @@ def block(root: str, before: KvBlock | None, tokens: Sequence[int], ends: Sequen
 
 
 def state_behind(cells: KvBlock) -> KvBlock:
-    """The block of the state behind ``cells``."""
+    """The block of the state after ``cells``."""
     body = msgspec.msgpack.encode(("state", cells.key))
     key = hashlib.blake2b(body, digest_size=KEY_HEX // 2).hexdigest()
     return KvBlock(key=key, before=cells.key, start=cells.end, end=cells.end)
 
 
 def last_cells(chain: Sequence[KvBlock]) -> KvBlock | None:
-    """The last block of ``chain`` that is no state."""
+    """The last block of ``chain`` that is not a state."""
     return next((each for each in reversed(chain) if not each.is_state), None)
 
 
 def follows(chain: Sequence[KvBlock], block: KvBlock) -> bool:
-    """Whether ``block`` is the next one of ``chain``, or the state behind its last cells."""
+    """Whether ``block`` is the next one of ``chain``, or the state after its last cells."""
     if block.is_state and chain and chain[-1].is_state:
         return False
     last = last_cells(chain)
@@ -80,7 +83,7 @@ def is_chain(blocks: Iterable[KvBlock]) -> bool:
 
 
 def up_to_lacking(chain: Iterable[KvBlock], is_held: Callable[[KvBlock], bool]) -> list[KvBlock]:
-    """The blocks of ``chain`` that are held, up to the first cells that are not: a state may be lacking."""
+    """The blocks of ``chain`` that are held, up to the first missing cells: a state may be missing."""
     found = []
     for each in chain:
         if is_held(each):

@@ -1,4 +1,4 @@
-"""The ring process's side of the store of KV cells: a thread writes what is kept, and its own one only copies it."""
+"""The ring process's side of the KV store: a second thread writes the kept cells, its own thread only copies them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from primad.kv.store import KvStore
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES: Final = 64 << 20
-"""More than this, and a state, does not wait to be written: whoever keeps more waits for the disk."""
+"""No more than this, and a state, waits to be written; beyond that, the ring's thread waits for the disk."""
 PATIENCE_S: Final = 10.0
-"""A disk that takes longer has stopped; what would wait for it is not kept."""
+"""A disk that takes longer has stopped; cells that would wait for it are not kept."""
 
 
 class KvWriter:
-    """Keeps blocks in ``store`` and gives them back, for windows whose cells are made of ``shapes``.
+    """Keeps blocks in ``store`` and returns them, for windows whose cells have ``shapes``.
 
-    One thread uses it; ``close`` ends the other.
+    One thread uses it; ``close`` ends the writing thread.
     """
 
     def __init__(self, store: KvStore, shapes: Sequence[CellShape] = ()) -> None:
@@ -43,7 +43,7 @@ class KvWriter:
         self._writer.start()
 
     def keep(self, block: KvBlock, cells: Sequence[LayerCells]) -> None:
-        """Have ``cells`` of ``block`` written. Waits while the disk is far behind, and no longer than it may be."""
+        """Have ``cells`` of ``block`` written. Waits while the disk is far behind, at most ``PATIENCE_S``."""
         size_bytes = sum(len(each.keys) + len(each.values) for each in cells)
         with self._changed:
             if not self._changed.wait_for(lambda: self._has_room(size_bytes), PATIENCE_S):
@@ -54,9 +54,9 @@ class KvWriter:
             self._changed.notify_all()
 
     def chain(self, key: str, first: int, last: int) -> list[list[LayerCells]]:
-        """Layers ``first <= layer < last`` of the blocks from position 0 to the one of ``key``; none if one is lacking.
+        """Layers ``first <= layer < last`` of the blocks from position 0 to block ``key``; empty if one is missing.
 
-        Raises ``DiskError`` when the disk refuses to read them.
+        Raises ``DiskError`` when the disk cannot read them.
         """
         self.flush()
         chain: list[list[LayerCells]] = []
@@ -69,7 +69,7 @@ class KvWriter:
         return chain[::-1]
 
     def flush(self) -> bool:
-        """Wait until what was kept is written, no longer than a disk may take; whether it is."""
+        """Wait until everything kept is written, at most ``PATIENCE_S``; return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting_bytes, PATIENCE_S)
 
@@ -88,7 +88,7 @@ class KvWriter:
             pass
 
     def _write_next(self) -> bool:
-        """Write what was kept next; False at the end. Holds no cells while it waits."""
+        """Write the next block; return False at the end. Holds no cells while it waits."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closed)
             if not self._waiting:
@@ -104,7 +104,7 @@ class KvWriter:
         return True
 
     def _failed(self, block: KvBlock, why: str) -> None:
-        """Nothing depends on a block that is lacking but time; one line is enough."""
+        """Log one line, which is enough: a missing block only costs time."""
         logger.log(
             logging.DEBUG if self._has_failed else logging.WARNING,
             "positions %d to %d of an answer are not kept: %s; what is not kept is computed again when it is needed",

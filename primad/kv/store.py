@@ -1,13 +1,13 @@
 """The KV cells that a device holds: files by the key of their block.
 
-    <folder>/<key>/<first>-<last>.cells    the block's cells of layers first <= layer < last, as this device computed them;
+    <folder>/<key>/<first>-<last>.cells    the block's cells of layers first <= layer < last, computed by this device;
                                            the folder's modification time is when the block was last used
-    <folder>/<key>/<first>-<last>.copy     the same of another device; where both have a layer, its own is read
+    <folder>/<key>/<first>-<last>.copy     cells computed by another device; if both have a layer, the .cells file is read
 
-The file system is the shared truth: a ring process writes, its daemon serves and fetches. Both only ever see whole files,
-of mode 0600. They are not flushed to the disk: what a power cut leaves half-written is found out when it is read, and
-whatever is damaged counts as not there and is removed. Layers are numbered as in the whole model, shares of them by rank
-(``layers_of_rank``).
+The file system is the shared truth: a ring process writes, its daemon serves and fetches. Both only ever see complete
+files, of mode 0600. They are not flushed to the disk: a file that a power cut left incomplete is detected when it is
+read, and any damaged file counts as missing and is removed. Layers are numbered as in the whole model, shares of them
+by rank (``layers_of_rank``).
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ logger = logging.getLogger(__name__)
 _FILE: Final = re.compile(r"(\d{1,5})-(\d{1,5})\.(cells|copy)")
 _COPY: Final = ".copy"
 _COUNT_SHARE: Final = 16
-"""What others write is counted again after a 16th of the limit was written here, and so much goes at once."""
+"""What other processes write is counted again after a 16th of the limit was written here; eviction frees this share as
+well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBlock:
-    """A block in the store: what it takes, when it was last used (Unix time), and whether it is leased."""
+    """A block in the store: its size, when it was last used (Unix time), and whether it is leased."""
 
     key: str
     size_bytes: int
@@ -60,10 +61,10 @@ class StoredBlock:
 
 
 class KvStore:
-    """The blocks under ``folder``, at most ``limit_bytes`` of them beside what is leased (None: nothing is evicted).
+    """The blocks under ``folder``, at most ``limit_bytes`` in addition to leased ones (None: nothing is evicted).
 
-    One process has the limit and the leases; others may write, read and forget beside it. Every method but ``lease`` may
-    block on the disk, and raises ``DiskError`` where it refuses.
+    One process has the limit and the leases; others may write, read and forget at the same time. Every method but
+    ``lease`` may block on the disk, and raises ``DiskError`` if the disk fails.
     """
 
     def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
@@ -71,14 +72,14 @@ class KvStore:
         self.limit_bytes = limit_bytes
         self._leases: dict[str, frozenset[str]] = {}
         self._shapes: dict[int, dict[tuple[int, bool], CellShape]] = {}
-        """Of each ring by layer, and whether it is that of a state."""
+        """For each ring, by layer and whether it is the shape of a state."""
         self._numbers = count()
         self._counted_bytes: int | None = None
         self._written_bytes = 0
 
     def expect(self, shapes: Iterable[CellShape], *, of: int = 0) -> None:
-        """This device's windows in a ring have such cells from now on: copies of other forms in their layers are not taken,
-        and go."""
+        """Set the shapes of the cells of this device's windows in ring ``of``: copies with other shapes in their layers
+        are refused, and removed."""
         self._shapes.pop(of, None)
         if own := {(shape.layer, shape.is_state): shape for shape in shapes}:
             self._shapes[of] = own
@@ -86,7 +87,7 @@ class KvStore:
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
     def put(self, block: KvBlock, cells: Sequence[LayerCells]) -> None:
-        """Keep ``cells`` of ``block`` as this device computed them. Evicts what the limit asks for."""
+        """Keep ``cells`` of ``block`` as this device computed them. Evicts blocks if the limit requires it."""
         self._put(block, cells, "cells")
 
     def _put(self, block: KvBlock, cells: Sequence[LayerCells], kind: str) -> None:
@@ -100,13 +101,13 @@ class KvStore:
         self._keep_to_limit()
 
     def held(self, key: str, first: int, last: int, *, verify: bool = False) -> bool:
-        """Whether layers ``first <= layer < last`` of a block are here; with ``verify``, also whole."""
+        """Whether layers ``first <= layer < last`` of a block are here; with ``verify``, also undamaged."""
         if verify:
             return first >= last or bool(self.read(key, first, last))
         return self.layers(key).issuperset(range(first, last))
 
     def layers(self, key: str) -> frozenset[int]:
-        """The layers of a block that are here, by the names of its files and, of copies, by what they are made of."""
+        """The layers of a block that are here, by the names of its files, and for copies also by their shapes."""
         return frozenset(layer for path, layers in self._files(key) if self._fits(path, key) for layer in layers)
 
     def _fits(self, path: Path, key: str) -> bool:
@@ -123,11 +124,11 @@ class KvStore:
                 raise CellsError(f"KV cells of layer {shape.layer} have other types or sizes than those of this device")
 
     def read(self, key: str, first: int, last: int) -> list[LayerCells]:
-        """The cells of layers ``first <= layer < last``, in order, verified; none when not all of them are here."""
+        """The cells of layers ``first <= layer < last``, in order, verified; empty unless all of them are here."""
         return self.read_block(key, first, last)[1]
 
     def read_block(self, key: str, first: int, last: int) -> tuple[KvBlock | None, list[LayerCells]]:
-        """The block beside what ``read`` gives of it; None where none of these layers is here."""
+        """The block, together with what ``read`` returns of it; None if none of these layers is here."""
         found: dict[int, LayerCells] = {}
         block: KvBlock | None = None
         for path, layers in self._files(key):
@@ -140,14 +141,15 @@ class KvStore:
         return block, [found[layer] for layer in range(first, last)] if len(found) == last - first else []
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Remove these blocks, where they are here and not leased."""
+        """Remove these blocks, if they are here and not leased."""
         leased = self._leased()
         for key in keys:
             if is_key(key) and key not in leased:
                 self._remove(key)
 
     def touch(self, keys: Sequence[str]) -> None:
-        """The chain ``keys`` is used now; its end is the first to go, since it is worth nothing without its beginning."""
+        """Note that the chain ``keys`` is used now; its end is evicted first, since it is worthless without its
+        beginning."""
         now = time.time_ns()
         for i, key in enumerate(filter(is_key, keys)):
             with contextlib.suppress(OSError):  # not here
@@ -156,9 +158,9 @@ class KvStore:
     # ---- between devices ---------------------------------------------------------------------------------------------
 
     def part(self, key: str, first: int, last: int) -> bytes | None:
-        """What is here of layers ``first <= layer < last`` of a block: the first run of them, as ``add_part`` takes it in.
+        """What is here of layers ``first <= layer < last`` of a block: the first run of them, as ``add_part`` takes it.
 
-        None when none of them is here.
+        None if none of them is here.
         """
         runs = _runs_of(layer for layer in self.layers(key) if first <= layer < last)
         if not runs:
@@ -167,9 +169,11 @@ class KvStore:
         return b"".join(pack(block, cells)) if cells and block is not None else None
 
     def add_part(self, block: KvBlock, part: Bytes, asked: range) -> range:
-        """Keep a part of ``block`` that came from another device, which was ``asked`` for these layers; those it has.
+        """Keep a part of ``block`` that came from another device, which was ``asked`` for these layers; return its
+        layers.
 
-        What is here stays as it is. Raises ``CellsError`` for what is none, was not asked for, or no window could use.
+        Layers that are here already stay as they are. Raises ``CellsError`` for a part that is invalid, was not asked
+        for, or fits no window.
         """
         found, cells = unpack(part)
         if found != block:
@@ -188,13 +192,14 @@ class KvStore:
     # ---- use and room ------------------------------------------------------------------------------------------------
 
     def lease(self, owner: str, keys: Iterable[str]) -> None:
-        """Neither evict nor forget ``keys``, instead of what ``owner`` held before; none ends it."""
+        """Protect ``keys`` from eviction and removal, in place of those that ``owner`` held before; an empty list ends
+        the lease."""
         self._leases[owner] = frozenset(keys)
         if not self._leases[owner]:
             del self._leases[owner]
 
     def list(self) -> list[StoredBlock]:
-        """What is here, least recently used first."""
+        """The blocks that are here, least recently used first."""
         leased, found = self._leased(), []
         with self._disk_errors("cannot be listed"):
             for folder in self.folder.iterdir() if self.folder.exists() else ():
@@ -209,7 +214,8 @@ class KvStore:
         return sorted(found, key=lambda block: (block.used_s, block.key))
 
     def lacking(self) -> str:
-        """In words what is free, if what the limit allows has no room there; else empty. Raises ``DiskError``."""
+        """Describe the free space if it is too small for what the limit allows; otherwise empty. Raises
+        ``DiskError``."""
         if self.limit_bytes is None:
             return ""
         held_bytes = sum(block.size_bytes for block in self.list())
@@ -217,11 +223,12 @@ class KvStore:
             return lacking_room(self.folder, max(0, self.limit_bytes - held_bytes))
 
     def clear(self) -> None:
-        """Remove everything but what is leased."""
+        """Remove everything that is not leased."""
         self.forget(block.key for block in self.list())
 
     def evict(self) -> None:
-        """Hold the limit, also of what others wrote: the least recently used go, so many that there is room for a while."""
+        """Enforce the limit, also on what others wrote: evict the least recently used blocks, and some more, so that
+        there is room for a while."""
         assert self.limit_bytes is not None
         blocks = self.list()
         left_bytes = sum(block.size_bytes for block in blocks)
@@ -246,7 +253,7 @@ class KvStore:
         return frozenset().union(*self._leases.values())
 
     def _files(self, key: str) -> Sequence[tuple[Path, range]]:
-        """The block's files and the layers that their names say, its own first, then the largest."""
+        """The block's files and the layers in their names, own ones first, then the largest."""
         if not is_key(key):
             return []
         found = []
@@ -258,14 +265,15 @@ class KvStore:
 
     @contextmanager
     def _opened(self, path: Path, key: str, block: KvBlock | None = None) -> Iterator[CellsFile | None]:
-        """The file, if it has what its name says of ``block``; one that proves damaged in the ``with`` block is removed."""
+        """Open the file if it has what its name says of ``block``; if it proves damaged in the ``with`` block it is
+        removed."""
         try:
             with path.open("rb") as file:
                 try:
                     cells = CellsFile(file, os.fstat(file.fileno()).st_size)
                     name = f"{cells.layers.start}-{cells.layers.stop}"
                     if cells.block.key != key or path.stem != name or block not in (None, cells.block):
-                        raise CellsError("a file of KV cells has another's name")
+                        raise CellsError("a file of KV cells has the name of another one")
                     if path.suffix == _COPY:
                         self._judge(cells.shapes())
                 except CellsError as exc:
@@ -286,7 +294,7 @@ class KvStore:
             path.unlink()
 
     def _write(self, folder: Path, name: str, pieces: Sequence[Bytes]) -> None:
-        """Put ``pieces`` in place of ``name`` at once, readable by their owner alone from the first byte."""
+        """Replace file ``name`` with ``pieces`` atomically, readable only by its owner from the first byte."""
         self._check_disk(sum(map(len, pieces)))
         partial = folder / f".{os.getpid()}-{next(self._numbers)}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -309,10 +317,10 @@ class KvStore:
     def _remove(self, key: str) -> bool:
         folder = self.folder / key
         try:
-            while folder.exists():  # whoever removes it too may have taken a file in between, and not be done
+            while folder.exists():  # another process that removes it too may not be done
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(folder)
-        except OSError as exc:  # somebody else writes or reads there
+        except OSError as exc:  # another process writes or reads there
             logger.warning("%s: block %s cannot be removed: %s", self.folder, key, exc.strerror or exc)
             return False
         return True
@@ -329,7 +337,7 @@ class KvStore:
 
 
 def _runs_of(layers: Iterable[int]) -> list[range]:
-    """``layers`` in runs of some that follow each other."""
+    """Group ``layers`` into runs of consecutive ones."""
     runs: list[range] = []
     for layer in sorted(layers):
         if runs and runs[-1].stop == layer:

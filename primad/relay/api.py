@@ -17,8 +17,8 @@ from primad.trust.identity import Identity
 
 
 class RelayedApi:
-    """The API of ``device`` at ``place``, which it relays to the head that it follows. Raises ``ConfigError`` if the port
-    is taken."""
+    """The API of ``device`` at ``place``, which relays requests to the head that it follows. Raises ``ConfigError`` if
+    the port is taken."""
 
     def __init__(self, identity: Identity, device: str, place: ApiPlace, timings: ApiTimings) -> None:
         self._listener = bind_http(place.host, place.port, "--api-port")
@@ -29,7 +29,7 @@ class RelayedApi:
         self._server = http_server(self._relay.guarded((place.host, *own_names(), *place.allowed_hosts)), timings)
 
     def follow(self, place: HeadPlace | None) -> None:
-        """From now on requests go to the head at ``place``; None: there is no head."""
+        """Send requests to the head at ``place`` from now on; None: there is no head."""
         self._relay.follow(place)
 
     @asynccontextmanager

@@ -42,14 +42,14 @@ logger = logging.getLogger(__name__)
 
 ALIVE_S: Final = 1.0
 _REFUSED_AFTER: Final = 2
-"""Refused connections in a row until the head's process counts as ended."""
+"""Number of refused connections in a row after which the head's process counts as ended."""
 _WATCHED: Final = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 )
 
 
 class _Open:
-    """A request that the head has: its replies that wait, and the room for its body."""
+    """A request that the head has: its waiting replies, and the room for its body."""
 
     def __init__(self) -> None:
         self.replies: asyncio.Queue[ResponseStart | ResponsePart | None] = asyncio.Queue()
@@ -57,7 +57,7 @@ class _Open:
         self.window = SendWindow()
 
     def end(self) -> None:
-        """The head does not have it any more."""
+        """End the request, which the head does not have any more."""
         self.replies.put_nowait(None)
         self.window.close()
 
@@ -118,7 +118,7 @@ class HeadLink:
             self._send(BodyTaken(number=number, size=cost_of(reply.data)))
         if start is None:
             raise RingError(f"{self.broken or f'the head {self.place.name} dropped this request'}; try again later")
-        if start.broken:  # without it the connection just ends, as the body is not whole
+        if start.broken:  # without it the connection ends, with an incomplete body
             await send({"type": "http.response.body", "body": start.broken, "more_body": False})
 
     async def _hear(self) -> None:
@@ -145,7 +145,7 @@ class HeadLink:
                 found.replies.put_nowait(reply)
 
     async def _keep_alive(self) -> None:
-        """Compare the open requests with the head's; without any this costs nothing."""
+        """Compare the open requests with the head's; costs nothing while there are none."""
         while True:
             await self._is_busy.wait()
             await asyncio.sleep(ALIVE_S)
@@ -158,7 +158,7 @@ class HeadLink:
                 self._is_busy.clear()
 
     async def _watch(self) -> None:
-        """What is open when the connection breaks is lost; without anything open it is just made again."""
+        """End open requests when the connection breaks; without any the connection is made again."""
         is_made, refused, head = False, 0, f"the head {self.place.name}"
         while True:
             event = (await recv_monitor_message(self._monitor))["event"]
@@ -175,13 +175,13 @@ class HeadLink:
         send_now(self._socket, [encode(message)])
 
     def end(self, why: str) -> None:
-        """End all that is open."""
+        """End all open requests."""
         self.broken = self.broken or why
         for request in self._open.values():
             request.end()
 
     async def close(self, why: str) -> None:
-        """End all that is open, and the connection."""
+        """End all open requests, and the connection."""
         self.end(why)
         for task in self._tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""The head that a device relays requests to, and who has to know it."""
+"""The head that a device relays requests to, and the API that has to know it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class HeadPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiPlace:
-    """Where a device takes requests for its head, from clients that name an IP address, its own names or one of
-    ``allowed_hosts``."""
+    """The address where a device accepts requests for its head, from clients that name an IP address, its own names or
+    one of ``allowed_hosts``."""
 
     host: str
     port: int
@@ -36,4 +36,4 @@ class FollowsHead(Protocol):
     listens_at: str
 
     def follow(self, place: HeadPlace | None) -> None:
-        """From now on requests go to the head at ``place``; None: there is no head."""
+        """Send requests to the head at ``place`` from now on; None: there is no head."""

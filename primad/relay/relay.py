@@ -1,7 +1,8 @@
-"""The API of a device that computes for a head: each request is the head's, whichever head that is at the time.
+"""The API of a device that computes for a head: it relays each request to the device's current head.
 
 The device checks only what the head cannot: that the host name is one of its own (``HostGuard``), and that connections
-stay bounded. Keys, rights, limits and errors are the head's, which knows by the device's key that another machine asks.
+stay bounded. Keys, rights, limits and errors are the head's, which knows by the device's key that the request comes
+from another machine.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class Relay:
         self._closing = Tasks()
 
     def guarded(self, hosts: Collection[str]) -> ASGIApp:
-        """This, for clients that name an IP address, localhost or one of ``hosts``."""
+        """This application, for clients that name an IP address, localhost or one of ``hosts``."""
         return HostGuard(self, hosts, refuse)
 
     def follow(self, place: HeadPlace | None) -> None:
-        """From now on requests go to the head at ``place``; None: there is no head."""
+        """Send requests to the head at ``place`` from now on; None: there is no head."""
         if place != self._place:
             self._drop("the head went away")
             self._place = place
@@ -69,7 +70,7 @@ class Relay:
             self._link = None
 
     async def close(self) -> None:
-        """End all that is open."""
+        """End all open requests."""
         self._place = None
         self._drop("this device ends")
         await self._closing.wait()

@@ -1,8 +1,8 @@
-"""The head's side: requests that devices relay to it are requests of its own HTTP application.
+"""The head's side of the relay: requests that devices relay to it are requests of its own HTTP application.
 
-The application gets each as if the client had asked here, with the client's address, and marked as relayed: it comes from
-another machine, whose device checked the host name. Keys, limits and errors are the application's. A device is admitted by
-its key, like for layers; no header can claim what the connection proves.
+The application gets each as if the client had asked here, with the client's address, and marked as relayed: it comes
+from another machine, whose device checked the host name. Keys, limits and errors are the application's. A device is
+admitted by its key, like for layers; no header can claim what the connection proves.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from primad.trust.identity import Identity
 logger = logging.getLogger(__name__)
 
 MAX_RELAYED: Final = 1024
-"""Requests at a time; machines share them."""
+"""Limit of concurrent requests; machines share them."""
 LOOK_S: Final = 1.0
 GRACE_S: Final = 1.0
 """How long an ending head waits for open responses."""
@@ -76,10 +76,10 @@ class RelayServer:
         limits = {
             "max_bytes": MAX_RELAY_BYTES,
             "unsent": 0,
-        }  # a message over it would be lost; windows bound what waits
+        }  # a larger message would be lost; windows bound what waits
         self._socket, self.port = listen(context, zmq.ROUTER, host, None, identity=identity, **limits)
         self._devices: dict[bytes, _Device] = {}
-        """By connection, those with requests a moment ago."""
+        """By connection, devices that had requests recently."""
         self._is_busy = asyncio.Event()
         self._places = Shares(MAX_RELAYED)
         self._tasks = Tasks()
@@ -123,7 +123,7 @@ class RelayServer:
                     here[number].leave()
                 self._send(peer, RelayAlive(newest=newest, open=sorted(here)))
             case _ if device is None or message.number not in device.open:
-                return  # it has ended meanwhile
+                return  # the request has ended meanwhile
             case RequestPart():
                 device.open[message.number].put(message)
             case BodyTaken():
@@ -197,26 +197,26 @@ class _Request:
         self._broken = b""
 
     def put(self, part: RequestPart) -> None:
-        """The next part of the body. Raises ``ProtocolError`` if the device exceeds its window."""
+        """Add the next part of the body. Raises ``ProtocolError`` if the device exceeds its window."""
         self._waiting_bytes += cost_of(part.data)
         if self._waiting_bytes > WINDOW_BYTES:
             self.leave()
-            raise ProtocolError("a relayed body of which more is on its way than was allowed")
+            raise ProtocolError("more of a relayed body is in flight than was allowed")
         self._parts.append(part)
         self._changed.set()
 
     def leave(self) -> None:
-        """The client is gone."""
+        """Note that the client is gone."""
         self._has_left = True
         self._changed.set()
         self.window.close()
 
     def note_broken(self, error: bytes) -> None:
-        """The bytes of ``error`` end this stream if the head goes away."""
+        """Set ``error``, bytes that end this stream if the head goes away."""
         self._broken = error[:PIECE_BYTES]
 
     async def receive(self) -> Message:
-        """What the application receives."""
+        """Return the next message for the application."""
         while not self._parts and not self._has_left:
             self._changed.clear()
             await self._changed.wait()
@@ -229,7 +229,8 @@ class _Request:
         return {"type": "http.request", "body": part.data, "more_body": part.more}
 
     async def send(self, message: Message) -> None:
-        """What the application sends; it waits for a client that reads slowly, and nothing reaches one that left."""
+        """Relay a message of the application; waits for a client that reads slowly, and sends nothing to one that
+        left."""
         if message["type"] == "http.response.start":
             headers = [(bytes(name), bytes(value)) for name, value in message.get("headers", ())]
             start = ResponseStart(number=self.number, status=message["status"], headers=headers, broken=self._broken)
@@ -237,7 +238,7 @@ class _Request:
             return
         for data, more in pieces(message.get("body", b""), more=message.get("more_body", False)):
             if not await self.window.take(data):
-                await asyncio.sleep(0)  # an application may go on sending until it hears of it
+                await asyncio.sleep(0)  # an application may keep sending until it notices
                 return
             self._reply(ResponsePart(number=self.number, data=data, more=more))
             self.is_complete = not more

@@ -1,4 +1,5 @@
-"""Bodies on their way between two devices: in pieces, and no more of them than the receiver's memory has room for."""
+"""Request and response bodies in flight between two devices: in pieces, and no more than the receiver has memory
+for."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from primad.network.relay_messages import PIECE_BYTES, WINDOW_BYTES, cost_of
 
 
 class SendWindow:
-    """The sender's room for the parts of one body; it waits until the receiver took enough of them."""
+    """The sender's room for the parts of one body; it waits until the receiver has taken enough of them."""
 
     def __init__(self) -> None:
         self._left_bytes = WINDOW_BYTES
@@ -29,19 +30,19 @@ class SendWindow:
         return self._is_open
 
     def give_back(self, size: int) -> None:
-        """The receiver took parts that cost ``size`` bytes."""
+        """Return the room of parts that the receiver took, ``size`` bytes in all."""
         self._left_bytes = min(WINDOW_BYTES, self._left_bytes + size)
         self._changed.set()
 
     def close(self) -> None:
-        """The receiver is gone."""
+        """Note that the receiver is gone."""
         self._is_open = False
         self._changed.set()
 
 
 def send_now(socket: zmq.asyncio.Socket, frames: Sequence[bytes]) -> None:
-    """Send ``frames`` on a socket without a high-water mark, so that it need not wait; what cannot be sent is lost, as
-    with a connection."""
+    """Send ``frames`` on a socket without a high-water mark, without waiting; what cannot be sent is lost, as with a
+    broken connection."""
     if not socket.closed:
         asyncio.ensure_future(socket.send_multipart(frames, zmq.NOBLOCK)).add_done_callback(_sent)
 
@@ -52,6 +53,6 @@ def _sent(sending: asyncio.Future[Any]) -> None:
 
 
 def pieces(data: bytes, *, more: bool) -> Iterator[tuple[bytes, bool]]:
-    """``data`` in parts that fit a message, each with whether others follow; one if it is empty."""
+    """Split ``data`` into parts that fit a message, each with whether others follow; one part if it is empty."""
     for begin in range(0, max(1, len(data)), PIECE_BYTES):
         yield data[begin : begin + PIECE_BYTES], more or begin + PIECE_BYTES < len(data)

@@ -1,13 +1,13 @@
-"""Where a sequence can go back to if its cells cannot be cut: behind which of its positions the windows keep a state.
+"""Where a sequence can go back to if its cells cannot be cut: the positions after which the windows keep a state.
 
-Some layers remember one state of all tokens before, which goes on from row to row. So the next turn of a chat can go on only
-where a state was kept. States are kept where that is likely: behind a whole prompt, since it may be asked again; before its
-last two chunks, since a message begins there and the next turn, or the same one written anew, is alike up to it; and behind
-every so many tokens of a long prompt.
+Some layers have one state of all earlier tokens, which is updated from row to row. So the next turn of a chat can only
+continue where a state was kept. States are kept where that is likely: after a whole prompt, since it may be asked
+again; before its last two chunks, since a message begins there and the next turn, or an edited version of the same one,
+is the same up to it; and at intervals of a long prompt.
 
 States take memory, 60 to 230 MB each for a model of 27 billion weights, so there are few: the oldest of the sequence
-that has most goes for another one, those behind whole prompts first. Only the head decides that, and every window does it
-with the same steps.
+with the most is replaced first, those after whole prompts before others. Only the head decides that, and every window
+does it with the same steps.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from primad.ring.chunks import Chunking
 from primad.ring.messages import StateKeep, StateRestore
 
 EVERY_TOKENS: Final = 4096
-"""Of a long prompt: computing so many again is what a change in its middle costs at most."""
+"""Interval in a long prompt: a change in its middle costs at most this many tokens computed again."""
 _NEW: Final = -1
-"""The number of one that has none yet."""
+"""The number of a checkpoint that has none yet."""
 
 
 @dataclass(slots=True)
@@ -32,11 +32,12 @@ class _Checkpoint:
     end: int
     used: int
     is_whole: bool
-    """It is behind a whole prompt."""
+    """Whether it is after a whole prompt."""
 
 
 class Checkpoints:
-    """The states that are kept, by number: at most ``count``. With 0 sequences can be cut anywhere, and none is kept."""
+    """The states that are kept, by number: at most ``count``. With 0 sequences can be cut anywhere, and none is
+    kept."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -44,11 +45,11 @@ class Checkpoints:
 
     @property
     def are_needed(self) -> bool:
-        """Whether a sequence goes back only to where a state of it was kept."""
+        """Whether a sequence can go back only to a kept state."""
         return self._count > 0
 
     def last(self, sequence: int, end: int) -> int:
-        """Up to which of its first ``end`` positions ``sequence`` can go back; 0: it begins anew."""
+        """The last of the first ``end`` positions to which ``sequence`` can go back; 0: it starts over."""
         return max(
             (each.end for each in self._kept.values() if each.sequence == sequence and each.end <= end), default=0
         )
@@ -62,7 +63,8 @@ class Checkpoints:
         return self.are_needed and (left >= len(prompt) or is_far)
 
     def keep(self, sequence: int, end: int, step: int, *, is_whole: bool) -> list[StateKeep]:
-        """``step`` computed a chunk up to ``end`` in ``sequence``, its whole prompt or not: keep the state of there."""
+        """Keep the state at ``end`` of ``sequence``, where ``step`` computed a chunk to; ``is_whole``: it ends the
+        prompt."""
         self._kept[_NEW] = _Checkpoint(sequence, end, step, is_whole)
         free = next((i for i in range(self._count) if i not in self._kept), None)
         number = self._first_to_go() if free is None else free
@@ -73,19 +75,20 @@ class Checkpoints:
         return [StateKeep(sequence, number, end)]
 
     def restore(self, sequence: int, end: int, step: int, *, target: int | None = None) -> StateRestore:
-        """Have ``sequence``, or a ``target`` with its cells, end behind ``end``, where a state of ``sequence`` was kept."""
+        """Restore ``sequence``, or a ``target`` with its cells, to position ``end``, where a state of ``sequence`` was
+        kept."""
         number = next(i for i, each in self._kept.items() if (each.sequence, each.end) == (sequence, end))
         self._kept[number].used = step
         return StateRestore(sequence if target is None else target, number, end)
 
     def cut(self, sequence: int, end: int) -> None:
-        """``sequence`` has other tokens behind its first ``end``."""
+        """Forget states of ``sequence`` after its first ``end`` positions, where it has other tokens now."""
         gone = [i for i, each in self._kept.items() if each.sequence == sequence and each.end > end]
         for number in gone:
             del self._kept[number]
 
     def _first_to_go(self) -> int:
-        """The one that is given up."""
+        """The number of the state to give up."""
         held = Counter(each.sequence for each in self._kept.values())
         return min(
             self._kept,

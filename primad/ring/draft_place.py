@@ -1,8 +1,8 @@
-"""Where the model of ``--draft`` drafts for this head: in a process beside its ring process, or on another device.
+"""Where the model of ``--draft`` drafts for this head: in a process next to its ring process, or on another device.
 
-What another device drafts comes through the daemons of both, over the link that they have anyway, encrypted as all else on
-it. It is as good as a process of this device a little further away: nobody waits for it, and where it is lost the drafting
-goes on here.
+Drafts of another device come through both daemons, over the link that they have anyway, encrypted as everything on it.
+Such a device is like a local process a little further away: nothing waits for it, and if it is lost drafting continues
+here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from primad.system.children.channel import RingChannel
 
 
 class DraftPlace:
-    """Where the model drafts, if there is one: in a process of this one, or on a device that is reached through the daemon.
+    """Runs the draft model, if there is one: in a process of this device, or on another device through the daemon.
 
-    If it does not while the ring computes, it has no use for more drafts than a step has.
+    A model that does not draft while the ring computes needs no more drafts than a step has.
     """
 
     def __init__(self, part: HeadPart, channel: RingChannel[RingCommand]) -> None:
@@ -47,16 +47,16 @@ class DraftPlace:
 
     @property
     def connection(self) -> int | None:
-        """What is readable when the process of this one has something to say."""
+        """The descriptor that becomes readable when the local draft process sends something."""
         return None if self._link is None else self._link.connection
 
     def arrived(self, sockets: Collection[object]) -> None:
-        """Some of what is watched is readable."""
+        """Note that some of the watched descriptors are readable."""
         if self._link is not None and self._link.connection in sockets:
             self._link.receive()
 
     def move(self, place: DraftPlaceName) -> None:
-        """From now on it drafts there."""
+        """Draft at ``place`` from now on."""
         if self._model is None or self.drafters is None:
             raise RingError("a head without a draft model was told where that is")
         self.close()
@@ -69,12 +69,12 @@ class DraftPlace:
                 self.drafters.end()
 
     def heard(self, drafted: Drafted) -> None:
-        """The device elsewhere drafts so."""
+        """Take drafts of the model on another device."""
         if self.drafters is not None and self._link is None:
             self.drafters.heard(drafted)
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """End the draft process, if there is one."""
         if self._link is not None:
             self._link.close()
             self._link = None

@@ -1,6 +1,6 @@
-"""Load with less on the GPU where it has no room, and look at what it has free while a ring serves.
+"""Loads with less on the GPU where it has no room, and watches its free memory while a ring serves.
 
-Looks at what a GPU has free while a ring serves: others take of it, and layers on it do not give way by themselves.
+Other programs take GPU memory while a ring serves, and layers on the GPU do not give way by themselves.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ logger = logging.getLogger(__name__)
 
 _Loaded = TypeVar("_Loaded")
 _LOST: Final = re.compile(r"device ?lost", re.IGNORECASE)
-"""What backends say of a GPU that is no more, which is no lack of memory."""
+"""What backends report of a GPU that is gone, which is not a lack of memory."""
 LOOK_S: Final = 2.0
 LOOKS: Final = 2
-"""It is short of memory that was at so many looks, one behind the other: programs also begin with more than they keep."""
+"""Number of consecutive checks with too little memory until the GPU is short: programs also start with more than they
+keep."""
 
 
 def load_what_fits(
@@ -40,11 +41,12 @@ def load_what_fits(
     notify: Callable[[GpuLoaded], None],
     free_bytes: Callable[[str], int],
 ) -> _Loaded:
-    """What ``load`` makes of ``opening``, or of one with less on the GPU where llama.cpp cannot load it: first it helps with
-    no prompts, then it has fewer layers.
+    """Return what ``load`` makes of ``opening``, or of one with less on the GPU if llama.cpp cannot load it: first
+    without prefill offload, then with fewer layers.
 
-    ``notify`` hears how many there are, if the GPU was to do anything, and what it (as llama.cpp calls it) has less of
-    ``free_bytes`` since. Raises the ``EngineError`` of a load without a GPU, or of one whose driver has lost its device.
+    ``notify`` gets the number of layers, if the GPU was to be used, and by how much ``free_bytes`` of each GPU (by
+    llama.cpp's name) has shrunk since. Raises the ``EngineError`` of a load without a GPU, or of one whose driver has
+    lost its device.
     """
     planned, asked, why = _on_gpu(opening), opening, ""
     if not _uses_gpu(opening):
@@ -67,7 +69,7 @@ def load_what_fits(
 
 
 def gpus_of(opening: Open) -> list[str]:
-    """What llama.cpp calls the GPUs that anything of ``opening`` is on. None that the device has not."""
+    """llama.cpp's names for the GPUs that anything of ``opening`` is on, only GPUs that the device has."""
     options = opening.options
     names, found = (options.gpu, *options.other_gpus), list[str]()
     for assignment in (window.assignment for window in opening.windows):
@@ -79,7 +81,7 @@ def gpus_of(opening: Open) -> list[str]:
 
 
 def without_offload(opening: Open) -> Open:
-    """``opening`` with the prompts of all layers in RAM computed by the processor."""
+    """``opening`` with prefill of all layers in RAM on the CPU."""
     windows = [
         msgspec.structs.replace(window, assignment=replace(window.assignment, prefill_offload=False))
         for window in opening.windows
@@ -96,9 +98,9 @@ def _uses_gpu(opening: Open) -> bool:
 
 
 def fewer_on_gpu(opening: Open) -> Open:
-    """``opening`` with three quarters of each window's GPU layers, one less at least; an output matrix leaves last.
+    """``opening`` with three quarters of each window's GPU layers, at least one less; an output matrix leaves last.
 
-    Of shares of layers with none: a part of a sum that went to another memory as a copy would stay a part.
+    Shares of layers leave the GPU altogether: a part of a sum that was copied to another memory would remain a part.
     """
     has_file = opening.head is not None and opening.route == 1 and opening.group is None
     whole = open_model(Path(opening.head.model)) if opening.head is not None and has_file else None
@@ -117,7 +119,7 @@ def _on_gpu(opening: Open) -> int:
 
 
 def _count(assignment: WindowAssignment) -> int:
-    """Layers on the GPU; an output matrix is one, as to llama.cpp."""
+    """Layers on the GPU; an output matrix counts as one, as in llama.cpp."""
     return assignment.gpu_layers + (assignment.output == "gpu")
 
 
@@ -149,10 +151,10 @@ def _size(units: WindowUnits) -> int:
 
 
 class GpuWatch:
-    """A GPU that has ``free_bytes()`` of ``total_bytes`` free, with layers of a ring on it: ``look`` at it now and then.
+    """Watches a GPU with layers of a ring, of whose ``total_bytes`` ``free_bytes()`` are free.
 
-    What plans leave to others is to stay free, as far as it was when the layers were loaded; less than half of that is
-    too little. ``other`` names it where it is not the device's first.
+    The reserve that plans leave to other programs is to stay free, as far as it was free when the layers were loaded;
+    less than half of it is too little. ``other`` names the GPU if it is not the device's first.
     """
 
     def __init__(self, free_bytes: Callable[[], int], total_bytes: int, other: str = "") -> None:
@@ -161,9 +163,9 @@ class GpuWatch:
         self._looked_s, self._short, self._is_reported = -math.inf, 0, False
 
     def look(self, now: float) -> GpuLow | None:
-        """What to tell at ``now`` (seconds on any scale that goes on); nothing within ``LOOK_S`` of the last look.
+        """Return what to report at ``now`` (seconds on any increasing scale); None within ``LOOK_S`` of the last check.
 
-        A lack is told once until it is over.
+        A lack is reported once until it is over.
         """
         if now - self._looked_s < LOOK_S:
             return None
@@ -180,7 +182,7 @@ class GpuWatch:
 
 
 def watch_gpus(opening: Open) -> list[GpuWatch]:
-    """A watch over each GPU that ``opening`` has put something on, but for those with the processor's memory."""
+    """A watch over each GPU that ``opening`` put something on, except those that share the CPU's memory."""
     found = {gpu: own_memory_of(gpu) for gpu in gpus_of(opening)}
     first = opening.options.gpu
     return [GpuWatch(*memory, "" if gpu == first else gpu) for gpu, memory in found.items() if memory is not None]

@@ -1,12 +1,12 @@
 """How long ring passes take, and which one takes much longer than it should.
 
-Every hop keeps the order of the steps, so of all that are out only the one that left first can be late; the others wait
-behind it. Its clock starts when it left, or when the step before it came back. Ring passes of one row (decode) and of
-several (prefill) are told apart: the first are expected to take as long as the longest of late, the others that and a
-time for each row. "Of late" is a maximum that fades, so that one bad ring pass does not excuse the next for ever.
+Every hop keeps the order of the steps, so only the step in flight that left first can be late; the others wait after
+it. Its clock starts when it left, or when the step before it came back. Ring passes of one row (decode) and of several
+(prefill) are measured separately: the former are expected to take as long as the longest recent one, the latter that
+plus a time for each row. The recent maximum fades, so that one bad ring pass does not excuse later ones for ever.
 
-Before any ring pass was measured nothing is known of a ring that may load from a slow disk as it computes, so the first
-one is given longer; the first of several rows as long as its rows would take one by one.
+Before any ring pass was measured nothing is known of the ring, which may load from a slow disk while it computes, so
+the first one is given longer; the first of several rows gets as long as its rows would take one by one.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Final
 from primad.ring.messages import Overdue
 
 TIMEOUT_FACTOR: Final = 8.0
-"""A ring pass may take so many times what is expected of it."""
+"""A ring pass may take this many times its expected time."""
 MIN_WAIT_S: Final = 1.0
-"""No ring pass is late before that, however quick ring passes are."""
+"""No ring pass is late before this, however fast ring passes are."""
 FIRST_WAIT_S: Final = 5.0
-"""The first ring pass, and the first of several rows, is not late before that."""
+"""The first ring pass, and the first of several rows, is not late before this."""
 FADE: Final = 0.9
-"""What is left of a maximum at the next ring pass."""
+"""Share of a maximum that is left at the next ring pass."""
 
 
 class Lateness:
-    """The steps that are out, in the order in which they left. Time is passed in, in seconds on any scale."""
+    """The steps in flight, in the order in which they left. Time is passed in, in seconds on any scale."""
 
     def __init__(self) -> None:
         self._out: dict[int, tuple[int, float]] = {}
@@ -38,11 +38,11 @@ class Lateness:
         self._per_row_s: float | None = None
 
     def left(self, step: int, rows: int, now: float) -> None:
-        """``step`` left for the next device."""
+        """Note that ``step`` left for the next device."""
         self._out[step] = (rows, now)
 
     def back(self, step: int, now: float) -> None:
-        """``step`` came back; what it took is learned from."""
+        """Note that ``step`` came back, and learn from its time."""
         rows, left_s = self._out.pop(step)
         self._learn(rows, now - max(left_s, self._returned_s))
         self._returned_s = now
@@ -50,7 +50,7 @@ class Lateness:
         self._notices = 0
 
     def expected_s(self, rows: int) -> float | None:
-        """What a ring pass of ``rows`` rows took of late; None before one like it was measured."""
+        """Recent time of a ring pass of ``rows`` rows; None before such a ring pass was measured."""
         if rows <= 1:
             return self._one_row_s
         if self._per_row_s is None:
@@ -58,7 +58,7 @@ class Lateness:
         return (self._one_row_s or 0.0) + rows * self._per_row_s
 
     def due_s(self) -> float:
-        """When ``overdue`` has something to say next; infinity when nothing is out."""
+        """The time at which ``overdue`` has something to report next; infinity when no step is in flight."""
         if not self._out:
             return math.inf
         rows, left_s = next(iter(self._out.values()))
@@ -71,7 +71,7 @@ class Lateness:
         return max(FIRST_WAIT_S, rows * (self._one_row_s or 0.0))
 
     def overdue(self, now: float) -> Overdue | None:
-        """The step that is late, at first and at each doubling of the wait; None otherwise."""
+        """Report the late step, at first and at each doubling of the wait; None otherwise."""
         if not self._out or now < self.due_s():
             return None
         while self.due_s() <= now:

@@ -1,19 +1,19 @@
 """The ZeroMQ side of a ring process: one PULL for what arrives, one PUSH to the next device, both encrypted.
 
-Every ring process makes a key pair for itself when it listens (CurveZMQ); the secret never leaves the process. Only who was
-told the public key gets as far as a handshake, and of those only the device before this one gets in: libzmq asks for each
-connection (ZAP, RFC 27), and the process's own loop answers, since handshakes are rare and a thread for them would cost
-every hop. Questions that come before the sender is known wait for it, so it does not matter which device of a ring is linked
-first.
+Every ring process makes its own key pair when it listens (CurveZMQ); the secret key never leaves the process. Only a
+peer that knows the public key gets as far as a handshake, and of those only the previous device is admitted: libzmq
+asks for each connection (ZAP, RFC 27), and the process's own loop replies, since handshakes are rare and a thread for
+them would cost every hop. Requests that come before the sender is known wait for it, so it does not matter which device
+of a ring is linked first.
 
-Both sockets have high-water marks, so a slow device pushes back on the one before it instead of filling memory. A step that
-the next device does not take yet is kept, one at a time, and nothing here ever blocks: whoever sends waits for ``watched``,
-together with all else that may happen. A hidden state is a frame of its own: it is computed into one buffer and handed to
-ZeroMQ from there, and on the other side given to llama.cpp from the frame it arrived in. ZeroMQ sets TCP_NODELAY on every
-connection.
+Both sockets have high-water marks, so a slow device pushes back on the previous one instead of filling memory. A step
+that the next device does not take yet is kept, one at a time, and nothing here ever blocks: the caller waits on
+``watched``, together with all other events. A hidden state is a frame of its own: it is computed into one buffer and
+handed to ZeroMQ from there, and on the other side given to llama.cpp from the frame it arrived in. ZeroMQ sets
+TCP_NODELAY on every connection.
 
-ZeroMQ's own thread may run on every core that the daemon may. The process's first thread is bound to one, where another ring
-process of this machine may compute just when a step arrives.
+ZeroMQ's own thread may run on every core that the daemon may use. The process's first thread is bound to one, where
+another ring process of this machine may be computing at the moment a step arrives.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ HIGH_WATER_STEPS: Final = 64
 KEEPALIVE_IDLE_S: Final = 10
 RECONNECT_MAX_S: Final = 1.0
 CURVE_BYTES: Final = 33
-"""What encryption adds to a frame: command name, nonce, flags and authenticator."""
+"""Bytes that encryption adds to a frame: command name, nonce, flags and authenticator."""
 
 _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN: Final = b"primad-ring"
 
 
 class Links:
-    """The sockets of a ring process. ``endpoint`` is where the device before it sends to, ``key`` its public key.
+    """The sockets of a ring process. The previous device sends to ``endpoint``; ``key`` is this process's public key.
 
-    ``pull`` is readable when a step may have arrived, ``zap`` when ``admit`` is to be called.
-    The next device is late when it has not taken a step within ``timings.send_timeout_s``.
+    ``pull`` is readable when a step may have arrived, ``zap`` when ``admit`` is to be called. The next device is late
+    when it has not taken a step within ``timings.send_timeout_s``.
     """
 
     def __init__(self, host: str, limits: StepLimits, *, timings: RingTimings = RingTimings()) -> None:
@@ -105,14 +105,15 @@ class Links:
         return socket
 
     def connect(self, address: str, key: str, sender: str) -> None:
-        """Send to ``address``, whose owner has the public key ``key``, and take steps of the owner of ``sender`` only.
+        """Send to ``address``, whose owner has the public key ``key``, and accept steps only from the owner of
+        ``sender``.
 
-        A step that is still waiting goes to the new address. Raises ``RingError`` for what is no ZeroMQ endpoint or no key.
+        A waiting step goes to the new address. Raises ``RingError`` for an invalid ZeroMQ endpoint or key.
         """
         if not _is_key(sender):
-            raise RingError("cannot take steps of the device before this one: what was given as its public key is none")
+            raise RingError("cannot take steps of the device before this one: its public key is invalid")
         if not _is_key(key):
-            raise RingError(f"cannot send to the next device at {address!r}: what was given as its public key is none")
+            raise RingError(f"cannot send to the next device at {address!r}: its public key is invalid")
         push = self._socket(zmq.PUSH)
         push.setsockopt(zmq.SNDHWM, HIGH_WATER_STEPS)
         push.setsockopt(zmq.IMMEDIATE, 1)
@@ -137,7 +138,7 @@ class Links:
         return self._waiting is not None
 
     def wait_s(self) -> float:
-        """Seconds until ``overdue`` has something to say; infinity when no step waits."""
+        """Seconds until ``overdue`` has something to report; infinity when no step waits."""
         return math.inf if self._waiting is None else max(0.0, self._due_s - time.monotonic())
 
     def overdue(self) -> Overdue | None:
@@ -155,9 +156,9 @@ class Links:
         self._waiting, self._due_s = (step, hidden, since_s), since_s + self._timings.send_timeout_s
 
     def watched(self, *, receiving: bool) -> list[tuple[zmq.Socket[bytes], int]]:
-        """The sockets and events (as ``zmq.zmq_poll`` takes them) that there is something to do for.
+        """The sockets and events to wait for (as ``zmq.zmq_poll`` takes them).
 
-        Steps that arrive are among them when ``receiving``.
+        Arriving steps are among them when ``receiving``.
         """
         watched: list[tuple[zmq.Socket[bytes], int]] = []
         if self._sender is not None:
@@ -177,12 +178,12 @@ class Links:
             self._wait(step, hidden)
 
     def overtake(self, skip: Skip) -> None:
-        """Give ``skip`` to the next device if it takes it now: one that is lost costs time and nothing else."""
+        """Send ``skip`` to the next device if it takes it now: a lost one costs only time."""
         if self._push is not None and self._waiting is None:
             self._send(skip, np.empty(0, np.float32))
 
     def flush(self) -> bool:
-        """Whether nothing waits any more: send the waiting step if the next device takes it now."""
+        """Send the waiting step if the next device takes it now; return whether none waits any more."""
         if self._waiting is not None and self._send(*self._waiting[:2]):
             self._waiting = None
         return self._waiting is None
@@ -198,9 +199,9 @@ class Links:
         return True
 
     def admit(self) -> None:
-        """Answer libzmq's questions who may connect; call it when ``watched`` says that there are some.
+        """Reply to libzmq's requests to admit a connection; call this when ``watched`` reports some.
 
-        The refusal is that of a temporary failure: a device that was told another sender's key first tries again.
+        A refusal has the code of a temporary failure: a device that got another sender's key first tries again.
         """
         while self._sender is not None:
             try:
@@ -215,12 +216,13 @@ class Links:
             self.zap.send_multipart([version, number, *reply, b""])
 
     def receive(self) -> tuple[Step, Hidden] | Skip | None:
-        """What has arrived next, or None. What is not of the device before this one is refused with a log line.
+        """Return the next message that has arrived, or None. Messages of other devices than the previous one are
+        refused with a log line.
 
-        Raises ``SenderError`` for a message of that device which is nothing valid. Keys and connections are new with each
-        epoch, so one of another epoch is not merely late.
+        Raises ``SenderError`` for an invalid message of the previous device. Keys and connections are new with each
+        epoch, so a message of another epoch is not merely late.
         """
-        while int(self.pull.get(zmq.EVENTS)) & zmq.POLLIN:  # quicker than an error where there is nothing
+        while int(self.pull.get(zmq.EVENTS)) & zmq.POLLIN:  # faster than an error if there is nothing
             try:
                 frames = [self.pull.recv(zmq.NOBLOCK, copy=False)]
                 while frames[-1].more:  # a message of several frames is there as a whole
@@ -237,14 +239,14 @@ class Links:
                 payload = frames[1].buffer
                 message = decode_route(frames[0].buffer, payload.nbytes, self._limits)
             except ProtocolError as exc:
-                raise SenderError(f"{SENDER} sent what is no step of this ring: {exc}") from exc
+                raise SenderError(f"{SENDER} sent something that is not a step of this ring: {exc}") from exc
             if isinstance(message, Skip):
                 return message
             return message, np.frombuffer(payload, np.float32).reshape(message.payload_shape)
         return None
 
     def close(self) -> None:
-        """Close the sockets; what was not sent yet is dropped."""
+        """Close the sockets; unsent messages are dropped."""
         if self._push is not None:
             self._push.close()
         self.pull.close()

@@ -1,4 +1,4 @@
-"""Load the windows of a ring process: what ``Open`` says becomes windows of llama.cpp."""
+"""Loads the windows of a ring process: an ``Open`` becomes windows of llama.cpp."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from primad.ring.speculation.predicted import PredictedDrafters
 from primad.ring.speculation.speculation import BeginsDrafter
 
 OnLoaded = Callable[[int], None]
-"""Hears how many windows are loaded."""
+"""Gets the number of windows that are loaded."""
 OnGpuLoaded = Callable[[GpuLoaded], None]
-"""Hears what is on the GPU, where anything is to be."""
+"""Gets what is on the GPU, if anything is to be."""
 _Window = FirstWindow | MiddleWindow | TailWindow | WholeModel
 
 
@@ -43,7 +43,7 @@ def limits_of(
     ring: int, epoch: int, windows: Iterable[int], width: int, options: EngineOptions, *, follows: bool = False
 ) -> StepLimits:
     """What a process that holds ``windows`` (route indices) accepts in epoch ``epoch`` of ring ``ring``; one that
-    ``follows`` the first rank of its group hears of the first window's steps too."""
+    ``follows`` the first rank of its group receives steps of the first window too."""
     return StepLimits(
         ring=ring,
         epoch=epoch,
@@ -58,14 +58,14 @@ def limits_of(
 
 
 def limits_of_open(opening: Open) -> StepLimits:
-    """``limits_of`` what ``opening`` asks for."""
+    """The limits of a process that ``opening`` opens."""
     windows = (window.window for window in opening.windows)
     follows = opening.group is not None and opening.group.rank > 0
     return limits_of(opening.ring, opening.epoch, windows, opening.width, opening.options, follows=follows)
 
 
 def _streams(opening: Open, header: Header | None) -> Streams:
-    """What looks after the units of the windows but those of which llama.cpp makes copies; ``header`` for a whole model."""
+    """Manages the units of all windows except those that llama.cpp copies; ``header`` is given for a whole model."""
 
     predicts = opening.head is not None and opening.head.predicts
 
@@ -89,7 +89,7 @@ def _streams(opening: Open, header: Header | None) -> Streams:
 
 @contextmanager
 def _released_on_error(windows: Collection[_Window]) -> Iterator[None]:
-    """Windows that are loaded when another one cannot be give back their memory: there may be another try."""
+    """Release the windows already loaded when another one cannot be: loading may be tried again."""
     try:
         yield
     except EngineError:
@@ -99,9 +99,9 @@ def _released_on_error(windows: Collection[_Window]) -> Iterator[None]:
 
 
 def open_kv_writer(opening: Open, windows: Iterable[RouteWindow]) -> KvWriter | None:
-    """Where this process keeps KV cells; None without a folder for them, or where a window cannot hand them out.
+    """The writer of this process's KV cells; None without a folder for them, or if a window cannot export them.
 
-    The daemon holds the store to its limit.
+    The daemon keeps the store within its limit.
     """
     windows = list(windows)
     if opening.cells is None or not all(window.kv_supported for window in windows):
@@ -119,7 +119,8 @@ def share_scratch(windows: Collection[_Window]) -> None:
 def open_worker(
     opening: Open, loaded: OnLoaded, on_gpu: OnGpuLoaded, exchange: GroupExchange | None = None
 ) -> tuple[dict[int, HiddenWindow], Streams]:
-    """A worker's windows by route index, and what streams. It leads a group of ``exchange``.
+    """Load a worker's windows; return them by route index, and what streams. It leads the group of ``exchange``, if
+    any.
 
     Raises ``EngineError`` when llama.cpp cannot load one.
     """
@@ -143,7 +144,8 @@ def _open_worker(
 def open_follower(
     opening: Open, loaded: OnLoaded, on_gpu: OnGpuLoaded, exchange: GroupExchange
 ) -> tuple[dict[int, RouteWindow], Streams]:
-    """The shares of a rank but the first one, by route index. Raises ``EngineError`` when llama.cpp cannot load one."""
+    """The shares of a rank other than the first, by route index. Raises ``EngineError`` when llama.cpp cannot load
+    one."""
     return load_what_fits(opening, lambda each: _open_follower(each, loaded, exchange), on_gpu, free_bytes)
 
 
@@ -170,7 +172,8 @@ def open_head(
     drafter: BeginsDrafter = PromptLookup,
     exchange: GroupExchange | None = None,
 ) -> tuple[Head, Streams]:
-    """The head with its windows, and what streams. Drafts are those of a ``drafter``. It leads a group of ``exchange``.
+    """Load the head with its windows; return it, and what streams. A ``drafter`` makes its drafts. It leads the group
+    of ``exchange``, if any.
 
     Raises ``ModelError`` and ``EngineError`` when the model cannot be loaded.
     """
@@ -273,17 +276,17 @@ def _open_head(
 
 
 def _predicting(header: Header) -> int:
-    """How many layers of the model, or window, are for multi-token prediction."""
+    """Number of layers of the model, or window, that are for multi-token prediction."""
     return block_count(header) - layer_count(header)
 
 
 def _embedding(part: HeadPart, header: Header) -> TokenEmbedding:
-    """What the head looks up for tokens, which may lie in a file of its own. Raises ``ModelError``."""
+    """The token embedding, which may be in its own file. Raises ``ModelError``."""
     table = header if part.embedding is None else read_header(Path(part.embedding))
     return TokenEmbedding.of(header, table, _embedding_adapters(part, header))
 
 
 def _embedding_adapters(part: HeadPart, header: Header) -> list[EmbeddingAdapter]:
-    """What changes the rows of the token embedding, in the order in which llama.cpp adds it."""
+    """The adapters of the token embedding, in the order in which llama.cpp adds them."""
     adapters = [open_adapter(Path(each.path), each.scale, header) for each in part.adapters]
     return [EmbeddingAdapter(each) for each in reversed(adapters) if each.embedding is not None and each.scale]

@@ -1,4 +1,4 @@
-"""What a ring process counts of its own work."""
+"""What a ring process measures of its own work."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from primad.ring.messages import MAX_HOPS, DecodeStatus, DraftStatus, MemoryStat
 
 TOKENS_KEPT: Final = 32
 CHUNKS_KEPT: Final = 8
-"""Of the chunks of prompts the quickest counts: the first of a prompt has the least to attend to."""
+"""Of this many chunks of prompts the fastest counts: the first chunk of a prompt has the least to attend to."""
 LARGE_ROWS: Final = 64
-"""Chunks of so many rows take about as long a row as any larger ones."""
+"""Chunks of this many rows take about as long per row as any larger ones."""
 
 
 class _Visit(msgspec.Struct, frozen=True):
-    """One row in one window: seconds of computing and of waiting for the disk, and what was read since the visit before."""
+    """One row in one window: seconds of computing and of waiting for the disk, and bytes read since the visit
+    before."""
 
     compute_s: float
     stall_s: float
@@ -29,7 +30,7 @@ class _Visit(msgspec.Struct, frozen=True):
 
 
 class Meter:
-    """What ``Status`` reports."""
+    """Measures what ``Status`` reports."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -38,18 +39,19 @@ class Meter:
         self.hop_s: deque[float] = deque(maxlen=MAX_HOPS)
         self._visits: dict[int, deque[_Visit]] = {}
         self._chunks: dict[int, deque[tuple[float, int]]] = {}
-        """By visit the seconds a row and the rows of the latest large chunks."""
+        """By visit: seconds per row and number of rows of the latest large chunks."""
         self._token_s: deque[float] = deque(maxlen=TOKENS_KEPT)
         self._drawn: tuple[int, float] | None = None
         self._disk: tuple[float, int] | None = None
 
     def computed(self, visit: int, rows: int, seconds: float, streams: Streams) -> None:
-        """A step of ``rows`` was computed in ``seconds``; ``visit`` tells the visits of a step to this device apart."""
+        """Note that a step of ``rows`` was computed in ``seconds``; ``visit`` distinguishes the visits of a step to
+        this device."""
         self.steps += 1
         self.rows += rows
         self.compute_s += seconds
         before, self._disk = self._disk, _disk(streams)
-        if before is None:  # what was read before the first visit was read to load
+        if before is None:  # bytes read before the first visit were read to load
             return
         waited_s, read_bytes = self._disk[0] - before[0], max(0, self._disk[1] - before[1])
         if rows >= LARGE_ROWS:
@@ -60,13 +62,13 @@ class Meter:
             kept.append(_Visit(seconds - waited_s, waited_s, read_bytes))
 
     def drew(self, request: int, now: float, *, alone: bool) -> None:
-        """A token of ``request`` was drawn. What tokens take is counted while one row has the ring ``alone``."""
+        """Note a sampled token of ``request``. Its time is counted only while one row has the ring ``alone``."""
         if alone and self._drawn is not None and self._drawn[0] == request:
             self._token_s.append(now - self._drawn[1])
         self._drawn = (request, now) if alone else None
 
     def decode(self) -> DecodeStatus:
-        """What the latest tokens cost."""
+        """The cost of the latest tokens."""
         visits = self._visits.values()
         return DecodeStatus(
             tokens=min(map(len, visits), default=0),
@@ -77,7 +79,7 @@ class Meter:
         )
 
     def prompt(self) -> PromptStatus | None:
-        """What a row of the latest prompts cost; None before the first large chunk."""
+        """The cost of a row of the latest prompts; None before the first large chunk."""
         quickest = [min(chunks) for chunks in self._chunks.values()]
         if not quickest:
             return None
@@ -86,7 +88,7 @@ class Meter:
         )
 
     def status(self, refused: int, streams: Streams, drafts: DraftStatus | None = None) -> Status:
-        """The figures until now; ``streams`` looks after the weights, and so much became of ``drafts``."""
+        """The figures so far; ``streams`` manages the weights, ``drafts`` are the counts of drafts."""
         memory = psutil.Process().memory_info()
         return Status(
             steps=self.steps,
@@ -104,7 +106,8 @@ class Meter:
 
 
 def _disk(streams: Streams) -> tuple[float, int]:
-    """Seconds waited for the disk and bytes read until now; to ask for these takes a while, so only where layers stream."""
+    """Seconds waited for the disk and bytes read so far; asking takes a while, so it is done only where layers
+    stream."""
     streamer = streams.streamer
     if streamer is None:
         return 0.0, 0

@@ -1,8 +1,8 @@
-"""A picture's rows in a prompt: each has an id below 0, which says of what file it is, in place of a token.
+"""A picture's rows in a prompt: each has an id below 0, derived from the picture's file, in place of a token.
 
-So whatever is decided by tokens is decided for pictures as well: prompts that begin with the same picture share its cells,
-KV blocks are known by it, and a ring that is formed anew computes it again. The rows themselves come beside the prompt, and
-no other device has them.
+So everything that depends on tokens works for pictures as well: prompts that begin with the same picture share its
+cells, KV blocks are identified by it, and a ring that is formed again computes it again. The rows themselves come
+separately from the prompt, and no other device has them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _LOOKS_AHEAD: Final = 2
 
 
 class PictureRows(msgspec.Struct, frozen=True, array_like=True):
-    """What stands from position ``first`` of a prompt on: rows of float32, little-endian, of a ``layout`` in ``columns``."""
+    """The rows of a picture from position ``first`` of a prompt on: float32, little-endian, of a ``layout`` in
+    ``columns``."""
 
     first: int
     rows: int
@@ -32,14 +33,14 @@ class PictureRows(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def positions(self) -> int:
-        """By how much those behind it are turned further."""
+        """The number of RoPE positions that the rows take."""
         return max(self.columns, self.rows // self.columns) if self.layout == "grid" else self.rows
 
 
 def picture_ids(digest: str, run: int, rows: int, *, looks_ahead: bool) -> list[int]:
-    """Ids, all below 0, of the ``rows`` of run ``run`` of the picture that is known by ``digest``.
+    """Ids, all below 0, of the ``rows`` rows of run ``run`` of the picture with digest ``digest``.
 
-    They have 29 bits of a hash each: two pictures of 16 rows have the same ones by chance once in 2^464.
+    Each id has 29 bits of a hash: two pictures of 16 rows have the same ids by chance once in 2^464.
     """
     seed = f"{digest} {run}".encode()
     words = hashlib.shake_128(seed).digest(4 * rows)
@@ -49,7 +50,7 @@ def picture_ids(digest: str, run: int, rows: int, *, looks_ahead: bool) -> list[
 
 
 def placed(picture: EncodedPicture, first: int) -> tuple[list[int], list[PictureRows]]:
-    """What stands for ``picture`` in a prompt from position ``first`` on, and its rows."""
+    """The tokens and ids for ``picture`` in a prompt from position ``first`` on, and its rows."""
     prompt, pictures = list[int](), list[PictureRows]()
     for number, run in enumerate(picture.runs):
         if isinstance(run, TokenRun):
@@ -61,22 +62,22 @@ def placed(picture: EncodedPicture, first: int) -> tuple[list[int], list[Picture
 
 
 def looks_ahead(token: int) -> bool:
-    """Whether it is a picture's row that sees those behind it: its run belongs in one step."""
+    """Whether ``token`` is a picture's row that attends to those after it: its run belongs in one step."""
     return token < 0 and bool(~token & _LOOKS_AHEAD)
 
 
 def run_end(prompt: Sequence[int], first: int) -> int:
-    """The end of the run of a picture's rows in which ``first`` is."""
+    """The end of the run of a picture's rows that contains ``first``."""
     return next((at for at in range(first + 1, len(prompt)) if prompt[at] >= 0 or ~prompt[at] & _BEGINS), len(prompt))
 
 
 def text_end(prompt: Sequence[int], first: int, last: int) -> int:
-    """Where the tokens from ``first`` on end, ``last`` at the latest."""
+    """The end of the text tokens from ``first`` on, at most ``last``."""
     return next((at for at in range(first, last) if prompt[at] < 0), last)
 
 
 def longest_run(prompt: Sequence[int]) -> int:
-    """Rows of the longest run that belongs in one step; 0 where there is none."""
+    """Number of rows of the longest run that belongs in one step; 0 if there is none."""
     firsts = (at for at, token in enumerate(prompt) if looks_ahead(token) and ~token & _BEGINS)
     return max((run_end(prompt, at) - at for at in firsts), default=0)
 
@@ -89,11 +90,11 @@ def content_of(pictures: Sequence[PictureRows], first: int, last: int) -> bytes:
 
 
 def rope_of(pictures: Sequence[PictureRows], positions: Sequence[int]) -> list[int]:
-    """The four numbers by which each row is turned that stands at ``positions`` of a prompt with ``pictures``: its time,
-    row, column and one more; none where they all are what they are of tokens alone.
+    """The four RoPE numbers of each row at ``positions`` of a prompt with ``pictures``: time, row, column and one more;
+    empty if they are all the same as for tokens alone.
 
-    What is behind a picture comes as far behind it as its longer side is long, which are fewer than its rows; in the cache
-    each row has a cell of its own all the same.
+    Tokens after a picture come as far after it as its longer side is long, which is less than its number of rows; in
+    the KV cache each row still has its own cell.
     """
     if not any(each.layout for each in pictures):
         return []

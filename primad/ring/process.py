@@ -1,7 +1,8 @@
-"""The ring process: receives steps, computes, sends. Started by the daemon (``system/children/spawn.py``), one a device.
+"""The ring process: receives steps, computes, sends. The daemon starts it (``system/children/spawn.py``), one a device.
 
-It is synchronous and has one thread of its own. It waits for everything at once, the daemon's commands, the steps of the
-ring and a next device that is slow to take one, and for nothing longer than the next deadline. It ends when the daemon does.
+It is synchronous and has one thread of its own. It waits for everything together, the daemon's commands, the steps of
+the ring and a next device that is slow to take one, and never longer than until the next deadline. It ends when the
+daemon does.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from primad.system.terminal import start_logging
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S: Final = 5.0
-"""A quiet ring process looks up from its sockets this often; every real event wakes it at once."""
+"""Interval at which an idle ring process wakes up; every real event wakes it immediately."""
 
 
 def _await_open(channel: RingChannel[RingCommand]) -> tuple[Open, list[RingCommand]] | None:
-    """The first command, and what came right behind it; None when the daemon went away instead."""
+    """Return the first command, and those that came right after it; None if the daemon went away instead."""
     while channel.is_open:
         commands = channel.commands()
         if commands:
@@ -81,13 +82,13 @@ def main() -> None:
     """Entry point of ``python -m primad.ring.process FD``; everything it needs comes through that socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start_logging(os.environ.get("PRIMAD_LOG", "WARNING"), "%(levelname)s ring process %(process)d: %(message)s")
-    faulthandler.enable()  # weights are read where they are mapped: a file that is cut short then is a SIGBUS
+    faulthandler.enable()  # weights are memory-mapped: a file that is cut short is a SIGBUS
     channel: RingChannel[RingCommand] = RingChannel(inherited(sys.argv[1]), command_decoder)
     try:
         _serve(channel, Timings().ring)
     except PrimadError as exc:
         channel.notify(broken_by(exc))
-    except Exception as exc:  # the top of the process: whatever it is, the daemon must hear of it
+    except Exception as exc:  # the top of the process: the daemon must hear of any error
         logger.exception("the ring process failed")
         channel.notify(RingBroken(f"internal error in the ring process: {type(exc).__name__}: {exc}", None))
 

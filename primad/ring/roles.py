@@ -1,8 +1,8 @@
-"""What a ring process does once it is open: the worker's part, and the head's.
+"""What a ring process does once it is open: the worker's role, the head's, and that of a group's other ranks.
 
-A part is driven by the process's loop: ``command`` and ``arrived`` when something came, ``turn`` for one piece of work,
-``watched`` and ``wait_s`` for what to wait for. No part ever blocks: a step that the next device does not take yet is waited
-for by the loop, which hears the daemon meanwhile.
+The process's loop drives a role: ``command`` and ``arrived`` when something came, ``turn`` for one piece of work,
+``watched`` and ``wait_s`` for what to wait for. No role ever blocks: the loop waits for the next device to take a step,
+and meanwhile hears the daemon.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from primad.ring.group.place import GroupPlace
 
 TAIL: Final = -1
-"""The visit of a step to the head that ends it, whatever the number of windows."""
+"""The visit of a step to the head that ends it, for any number of windows."""
 Watched = list[tuple[zmq.Socket[bytes] | int, int]]
 RoleCommand = (
     Reopen | Connect | JoinGroup | Generate | Choices | Cancel | Drain | Report | DraftPlaceChanged | DraftsHeard
@@ -64,32 +64,33 @@ class Role(Protocol):
     """One device's role in the ring."""
 
     def opened(self) -> Opened:
-        """Where the device before this one reaches it."""
+        """The address at which the previous device reaches this one."""
 
     def command(self, command: RoleCommand) -> None:
-        """Do what the daemon says. Raises ``RingError`` when that is not this part's to do."""
+        """Execute a command of the daemon. Raises ``RingError`` if it is not for this role."""
 
     def arrived(self, sockets: Collection[object], received_s: float) -> None:
-        """Some of the ``watched`` sockets are ready since ``received_s``."""
+        """Note that some of the ``watched`` sockets are ready, since ``received_s``."""
 
     def turn(self) -> bool:
-        """Do one piece of work; whether there was one. Raises ``PrimadError`` when the ring breaks."""
+        """Do one piece of work; return whether there was any. Raises ``PrimadError`` when the ring breaks."""
 
     def watched(self) -> Watched:
         """What the next ``turn`` may wait for, besides time."""
 
     def wait_s(self) -> float:
-        """Seconds until the next ``turn`` has something to do, or to say, though nothing came."""
+        """Seconds until the next ``turn`` has something to do or to report even if nothing comes."""
 
     def close(self) -> None:
         """Close the links; the windows end with the process."""
 
 
 class WorkerRole:
-    """Computes what arrives. All that has come is taken before a step is computed, so that what is to be skipped is known.
+    """Computes what arrives. All messages that have come are read before a step is computed, so that skipped steps are
+    known.
 
-    A next device that takes nothing is told as ``Overdue`` and waited for: what this process has loaded is worth more than
-    the ring, and the daemon can reopen it for another one.
+    A next device that takes no step is reported as ``Overdue`` and waited for: the windows loaded here are worth more
+    than the ring, and the daemon can reopen this process for another ring.
     """
 
     def __init__(self, opening: Open, channel: RingChannel[RingCommand], timings: RingTimings) -> None:
@@ -126,7 +127,7 @@ class WorkerRole:
             case Report():
                 self._channel.notify(self._meter.status(self._links.refused, self._streams))
             case JoinGroup():
-                raise RingError("a worker that follows nobody was told to join a group")
+                raise RingError("a worker that follows no first rank was told to join a group")
             case Generate() | Choices() | Cancel() | Drain() | DraftPlaceChanged() | DraftsHeard():
                 raise RingError(f"a worker was given {type(command).__name__}, which is the head's")
 
@@ -176,7 +177,8 @@ class WorkerRole:
         return True
 
     def _receive(self) -> None:
-        """Take what has arrived, some at a time: a device that never stops sending must not keep this one from computing."""
+        """Take what has arrived, a limited number at a time: a device that never stops sending must not keep this one
+        from computing."""
         for _ in range(HIGH_WATER_STEPS - len(self._arrived)):
             if (message := self._links.receive()) is None:
                 return
@@ -243,7 +245,7 @@ class HeadRole:
                 if self._group is None:
                     raise RingError("a device that is in no group was told to join one")
                 self._group.join(command)
-                self._is_connected = self._links is None  # else steps have nowhere to go yet
+                self._is_connected = self._links is None  # otherwise steps have nowhere to go yet
             case Generate():
                 self._head.submit(command)
             case Choices():
@@ -292,13 +294,14 @@ class HeadRole:
             case Notify(events, rows):
                 self._channel.notify(*events)
                 self._count(events, start)
-                if not rows:  # news, such as that a step is late: who looks for one asks what was computed
+                if not rows:  # events such as a late step: whoever looks for one asks what was computed
                     return True
         self._meter.computed(visit, rows, time.perf_counter() - start, self._streams)
         return True
 
     def _count(self, events: Sequence[HeadEvent], now: float) -> None:
-        """The tokens among ``events``. Where drafts were computed since the last one they are no measure of a ring pass."""
+        """Count the tokens among ``events``. If drafts were computed since the last one, they are no measure of a ring
+        pass."""
         drafted = self._head.drafted
         for event in events:
             if isinstance(event, Sampled):
@@ -307,7 +310,7 @@ class HeadRole:
                 self._drafted = drafted
 
     def _receive(self) -> None:
-        """As a worker does."""
+        """Take what has arrived, as a worker does."""
         for _ in range(HIGH_WATER_STEPS):
             if self._links is None or (message := self._links.receive()) is None:
                 return
@@ -349,7 +352,7 @@ class HeadRole:
 
 
 class FollowerRole:
-    """A rank of a group but the first one: computes what the first one does (``group/follower.py``)."""
+    """A rank of a group other than the first: computes what the first one does (``group/follower.py``)."""
 
     def __init__(self, opening: Open, channel: RingChannel[RingCommand]) -> None:
         from primad.ring.group.follower import GroupFollower
@@ -377,7 +380,7 @@ class FollowerRole:
                 raise RingError(f"a device of a group was given {type(command).__name__}, which is not for it")
 
     def arrived(self, sockets: Collection[object], received_s: float) -> None:
-        """Steps are taken by ``turn``."""
+        """Do nothing: ``turn`` takes the steps."""
 
     def turn(self) -> bool:
         _notify_memory_low(self._streams, self._channel)
@@ -412,7 +415,7 @@ def _group_place(opening: Open) -> GroupPlace | None:
 
 
 def _notify_memory_low(streams: Streams, channel: RingChannel[RingCommand]) -> None:
-    """Tell the daemon when there is nothing left to give back and memory is still short."""
+    """Report to the daemon when nothing is left to give back and memory is still short."""
     needed_bytes = streams.streamer.take_replan() if streams.streamer is not None else None
     if needed_bytes is not None:
         channel.notify(ProcessMemoryLow(needed_bytes))
@@ -430,7 +433,7 @@ def _opened(links: Links | None, kv_writer: WritesKv | None, group: GroupPlace |
 
 
 def _within(timings: RingTimings, step_timeout_s: float) -> RingTimings:
-    """The next device may take nothing for as long as ``timings`` say, and no longer than a whole step may take."""
+    """Limit how long the next device may take nothing, to ``timings`` and to the time that a whole step may take."""
     return replace(timings, send_timeout_s=min(timings.send_timeout_s, step_timeout_s))
 
 
@@ -451,7 +454,7 @@ def _forget(window: HiddenWindow, options: EngineOptions) -> None:
 
 
 def open_role(opening: Open, channel: RingChannel[RingCommand], timings: RingTimings) -> Role:
-    """Load what ``opening`` asks for and listen. Raises ``PrimadError`` when that fails."""
+    """Load the windows of ``opening`` and listen. Raises ``PrimadError`` when that fails."""
     if opening.head is not None:
         return HeadRole(opening, channel, timings)
     if opening.group is not None and opening.group.rank:

@@ -1,7 +1,7 @@
-"""One device's part of the ring: apply a step to a window, compute its rows, say what goes on to the next window.
+"""One device's part of the ring: apply a step to a window, compute its rows, and return what goes to the next window.
 
-Pure but for the windows themselves: steps and hidden states in, steps and hidden states out. The head uses the same two
-functions for its own windows, so every window of a route obeys the step log in the same way.
+Pure except for the windows themselves: steps and hidden states in, steps and hidden states out. The head uses the same
+two functions for its own windows, so every window of a route follows the step log in the same way.
 """
 
 from __future__ import annotations
@@ -35,35 +35,36 @@ from primad.system.wire import encode
 
 
 class WritesKv(Protocol):
-    """Where a ring process puts KV cells, and finds them; ``shapes`` says what those of its windows are made of."""
+    """A ring process's store of KV cells; ``shapes`` are the shapes of the cells of its windows."""
 
     shapes: list[CellShape]
 
     def keep(self, block: KvBlock, cells: Sequence[LayerCells]) -> None:
-        """Hand over ``cells``, those of ``block`` in some layers that follow each other."""
+        """Hand over ``cells``, those of ``block`` in some consecutive layers."""
 
     def chain(self, key: str, first: int, last: int) -> Sequence[Sequence[LayerCells]]:
-        """Layers ``first <= layer < last`` of the blocks from position 0 to that of ``key``; none where one is lacking."""
+        """Return layers ``first <= layer < last`` of the blocks from position 0 to block ``key``; empty if one is
+        missing."""
 
     def flush(self) -> bool:
-        """Wait, within bounds, until what was handed over can be read by others; whether it can."""
+        """Wait, within bounds, until what was handed over can be read by others; return whether it can."""
 
     def close(self) -> None:
         """Write what was handed over, and end."""
 
 
 def apply(window: RouteWindow, step: Step, kv_writer: WritesKv | None) -> None:
-    """Apply the KV operations of ``step``. One without rows ends when what it keeps is there for others.
+    """Apply the KV operations of ``step``. A step without rows waits until the cells it keeps can be read by others.
 
-    Where ``window`` is a share of its layers, the other ranks of its group hear of the step first (``ring/group``).
+    If ``window`` has a share of its layers, the step is first sent to the other ranks of its group (``ring/group``).
 
-    Raises ``RingError`` for KV cells that are to be loaded and are not here, ``EngineError`` where the window cannot.
+    Raises ``RingError`` if KV cells to load are not here, ``EngineError`` if the window fails.
     """
     if window.exchange is not None and window.exchange.rank == 0:
         window.exchange.lead(encode(step))
     skipped = {sequence for of in step.sequences for sequence in of} if step.skipped else set()
     for op in step.ops:
-        if not (isinstance(op, StateKeep) and op.sequence in skipped):  # that of rows which are not here
+        if not (isinstance(op, StateKeep) and op.sequence in skipped):  # its rows are not here
             _apply(window, op, kv_writer)
     if kv_writer is not None and not step.shape[0]:
         kv_writer.flush()
@@ -87,7 +88,8 @@ def _apply(window: RouteWindow, op: KvOp, kv_writer: WritesKv | None) -> None:
 
 
 def _chain(window: RouteWindow, op: KvLoad, kv_writer: WritesKv | None) -> Sequence[Sequence[LayerCells]]:
-    """What ``op`` loads. The ring is formed again without a block that is not here, so the error names it."""
+    """Return the blocks that ``op`` loads. If a block is not here the ring is formed again without it, so the error
+    names it."""
     layers = window.kv_layers
     blocks = kv_writer.chain(op.key, layers.start, layers.stop) if kv_writer is not None else []
     if not blocks or blocks[-1][0].end != op.end:
@@ -98,7 +100,7 @@ def _chain(window: RouteWindow, op: KvLoad, kv_writer: WritesKv | None) -> Seque
 
 
 def rows_of(step: Step, content: Tokens | Hidden) -> Rows:
-    """The rows of ``step`` as a window takes them."""
+    """The rows of ``step`` in the form that a window takes."""
     return Rows(
         content=content,
         positions=step.positions,
@@ -110,21 +112,22 @@ def rows_of(step: Step, content: Tokens | Hidden) -> Rows:
 
 
 FEW_NUMBERS: Final = 8192
-"""A row of most models; BLAS adds up many more in several threads."""
+"""One row of most models; BLAS sums many more in several threads."""
 NOT_NUMBERS: Final = "values that are not numbers (NaN or infinity)"
 
 
 def is_finite(hidden: Hidden) -> bool:
-    """Whether all are numbers. So they are where the sum of their squares is one, which of few takes half as long."""
+    """Whether all values are finite. They are if the sum of their squares is, which takes half as long for few
+    values."""
     is_sure = hidden.size <= FEW_NUMBERS and math.isfinite(np.vdot(hidden, hidden))
     return is_sure or bool(np.isfinite(hidden).all())
 
 
 def check_sent(step: Step, hidden: Hidden) -> None:
-    """Look at hidden states that arrived before they reach a KV cache: one NaN there spoils what is computed after it.
+    """Check hidden states that arrived before they reach a KV cache: one NaN there spoils everything computed after it.
 
-    Costs 5 us for a row and 0.3 to 2 ms for 512 (width 4096 and 8192), less than 1 % of what computing them takes. Raises
-    ``SenderError``.
+    Costs 5 us for a row and 0.3 to 2 ms for 512 (width 4096 and 8192), less than 1 % of the time of computing them.
+    Raises ``SenderError``.
     """
     if not is_finite(hidden):
         raise SenderError(f"{SENDER} sent {NOT_NUMBERS} in step {step.step}")
@@ -133,9 +136,11 @@ def check_sent(step: Step, hidden: Hidden) -> None:
 def visit(
     window: HiddenWindow, step: Step, content: Tokens | Hidden, kv_writer: WritesKv | None
 ) -> tuple[Step, Hidden]:
-    """Let ``step`` visit ``window``: the step for the next window of the route, and its hidden states (rows, width).
+    """Compute ``step`` in ``window``; return the step for the next window of the route, and its hidden states (rows,
+    width).
 
-    Raises ``NotFiniteError`` rather than have the next device find what is not finite: only this one knows whose it is.
+    Raises ``NotFiniteError`` for results that are not finite, rather than let the next device find them: only this
+    device knows that they are its own.
     """
     apply(window, step, kv_writer)
     if not step.rows:
@@ -147,7 +152,7 @@ def visit(
 
 
 def not_finite(window: RouteWindow) -> NotFiniteError:
-    """The error of a window that was given numbers and gave none."""
+    """The error of a window that got finite values and returned others."""
     layers = window.layers
     return NotFiniteError(
         f"layers {layers.start} to {layers.stop - 1} gave {NOT_NUMBERS}: the model file is damaged, or the GPU or memory of "
@@ -156,41 +161,42 @@ def not_finite(window: RouteWindow) -> NotFiniteError:
 
 
 def skipped(step: Step) -> Step:
-    """``step`` with its operations, and rows that are not computed from here on."""
+    """Return ``step`` with its operations, but with rows that are not computed from here on."""
     return msgspec.structs.replace(step, skipped=True)
 
 
 class Worker:
     """The windows of one worker. Steps that arrive are visits to one of them, in the order of the step log, from 0 on.
 
-    Every hop keeps the order and loses nothing while its connection holds. One that breaks takes along what was on its way:
-    then a number is missing, and to go on would be to compute without what that step would have left here.
+    Every hop keeps the order and loses nothing while its connection holds. A connection that breaks loses the messages
+    in flight: a step number is then missing, and continuing would compute without the cells that step would have left
+    here.
 
-    What is skipped is looked at when a step comes to a window. From then on none of that sequence's drafts behind it is
+    Whether a step is skipped is checked when it comes to a window. From then on none of that sequence's later drafts is
     computed there, so that no window has a hole where another one has cells.
 
-    A step comes to the first of neighbouring windows, and to no window before it was in all before that: where it had not
-    been, later steps would not find the cells that it leaves.
+    A step comes to the first of neighbouring windows, and to no window before it was in all earlier ones: otherwise
+    later steps would not find the cells that it leaves.
     """
 
     def __init__(self, windows: Mapping[int, HiddenWindow], kv_writer: WritesKv | None = None) -> None:
         self._windows = windows
         entries = [window for window in sorted(windows) if window - 1 not in windows]
         self._before = dict(zip(entries, [None, *entries], strict=False))
-        """By window that steps come to: the one that they come to before."""
+        """By window that steps come to: the previous window that they come to."""
         self._kv_writer = kv_writer
         self._following: dict[int, int] = {}
         self._skips: deque[int] = deque(maxlen=4 * MAX_SKIPPED)
 
     def skip(self, skip: Skip) -> None:
-        """Do not compute these steps where they have not been yet."""
+        """Do not compute these steps in windows that they have not reached yet."""
         self._skips.extend(skip.steps)
 
     def receive(self, step: Step, hidden: Hidden) -> tuple[Step, Hidden]:
-        """Compute ``step``, which is already judged (``decode_route``); what to send to the next device.
+        """Compute ``step``, which ``decode_route`` has checked; return what to send to the next device.
 
-        Raises ``SenderError`` when a step before it was lost, it was to be elsewhere first, or it has no numbers;
-        ``EngineError`` when the window fails.
+        Raises ``SenderError`` if an earlier step was lost, the step had to visit another window first, or it has values
+        that are not finite; ``EngineError`` if the window fails.
         """
         expected = self._following.get(step.window, 0)
         if step.step != expected:

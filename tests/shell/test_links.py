@@ -370,7 +370,7 @@ def test_what_is_no_step_breaks_the_ring_by_the_device_before_this_one(receiver,
     with stranger(receiver) as push:
         push.send_multipart(frames)
         with pytest.raises(
-            SenderError, match="the device before this one sent what is no step of this ring: "
+            SenderError, match="the device before this one sent something that is not a step of this ring: "
         ) as caught:
             wait_step(receiver)
     assert len(str(caught.value)) < 500

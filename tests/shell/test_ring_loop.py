@@ -354,7 +354,10 @@ def test_a_worker_is_reopened_in_another_place_of_another_epoch_without_its_past
             assert (status.steps, status.refused) == (1, 0), "the meter starts anew"
             before.send(a_step(1, start=1), hidden(model, [4, 5]))
             exchange(before, later, until=lambda: not before.is_waiting)
-            assert "sent what is no step of this ring: step of ring 1 epoch 1; serving 1 9" in process.failed()
+            assert (
+                "sent something that is not a step of this ring: step of ring 1 epoch 1; serving 1 9"
+                in process.failed()
+            )
 
 
 def test_a_reopening_ends_the_wait_for_a_next_device_and_drops_the_step(model, windows):
