@@ -1,4 +1,4 @@
-"""llama.cpp's functions as ``llama_cpp`` binds them, its backends begun, and what it complains of."""
+"""llama.cpp's functions as bound by ``llama_cpp``, with its backends initialised and its last warnings kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ with without_top("llama_cpp"):
 
 
 def _nextn() -> Any:
-    """What is bound of layers for multi-token prediction; None where the installed build has another binding, or none."""
+    """Return the binding of multi-token prediction layers; None where the installed build has another, or none."""
     try:
         with without_top("llama_cpp"):
             from llama_cpp import llama_cpp_ext
@@ -41,19 +41,19 @@ def _log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
 
 
 def hear_llama() -> None:
-    """Have what llama.cpp logs go to this module's logger: a process has one callback, and the last one set has it."""
+    """Send llama.cpp's log to this module's logger. A process has one callback; the last one set wins."""
     llama.llama_log_set(_log, ctypes.c_void_p(0))
 
 
 def why(fallback: str) -> str:
-    """What llama.cpp complained of last, once."""
+    """Return llama.cpp's last warning or error, and forget it; ``fallback`` if there is none."""
     reason = _recent_log[-1] if _recent_log else fallback
     forget()
     return reason
 
 
 def forget() -> None:
-    """Whatever it complained of is over."""
+    """Forget earlier warnings and errors."""
     _recent_log.clear()
 
 

@@ -1,4 +1,4 @@
-"""Which llama.cpp this device has, found out without loading it: the daemon stays free of it."""
+"""Identifies the installed llama.cpp without loading it, so that the daemon stays free of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGE = "llama-cpp-python"
 
 
 def build_id() -> str:
-    """Package version and a digest of its libraries' names and sizes, which tells builds apart.
+    """Return the package version and a digest of its libraries' names and sizes, which distinguishes builds.
 
     Raises ``EngineError`` when llama-cpp-python is not installed.
     """

@@ -1,4 +1,4 @@
-"""What the head and its embedding process say to each other, in frames of msgpack; vectors are float32, little-endian."""
+"""Messages between the head and its embedding process, in frames of msgpack; vectors are little-endian float32."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import msgspec
 
 
 class LoadEmbedder(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """Load the model file ``path`` for so many compute ``threads``; answered with ``EmbedderReady``."""
+    """Load the model file ``path`` with this number of compute ``threads``; answered with ``EmbedderReady``."""
 
     path: str
     threads: int
 
 
 class CheckTexts(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
-    """Whether all texts, or lists of token ids, can be embedded; answered with ``TextsChecked``.
+    """Check whether all texts, or lists of token ids, can be embedded; answered with ``TextsChecked``.
 
-    What is too long is cut if ``cuts``, and else refused.
+    Texts that are too long are cut if ``cuts``, else refused.
     """
 
     texts: list[str | list[int]]
@@ -23,14 +23,14 @@ class CheckTexts(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
 
 
 class EmbedText(msgspec.Struct, frozen=True, kw_only=True, tag="embed"):
-    """Embed one of them; answered with ``EmbeddedText``."""
+    """Embed one text; answered with ``EmbeddedText``."""
 
     text: str | list[int]
     cuts: bool
 
 
 class EmbedderReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """Vectors have ``width`` numbers, a text at most ``max_text_tokens``; the process holds so many ``bytes``."""
+    """Vectors have ``width`` numbers, a text at most ``max_text_tokens``; the process uses ``bytes`` of memory."""
 
     width: int
     max_text_tokens: int
@@ -38,7 +38,7 @@ class EmbedderReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class TextsChecked(msgspec.Struct, frozen=True, kw_only=True, tag="checked"):
-    """The tokens of all texts together, of those that will be computed."""
+    """Number of tokens of all texts together, after cutting."""
 
     tokens: int
 
@@ -50,14 +50,14 @@ class EmbeddedText(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
 
 
 class TextRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    """What is wrong with the text ``index``."""
+    """Why the text at ``index`` is refused."""
 
     index: int
     error: str
 
 
 class EmbedderFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """What llama.cpp cannot do."""
+    """What llama.cpp failed at."""
 
     error: str
 

@@ -1,6 +1,6 @@
-"""The embedding process: ``python -m primad.engine.embedding_process`` embeds the texts of its daemon.
+"""The embedding process: ``python -m primad.engine.embedding_process`` embeds texts for its daemon.
 
-It ends with its standard input, whatever it computes: then whoever asked is gone.
+It ends when its standard input closes, even during a computation: then the daemon is gone.
 """
 
 from __future__ import annotations

@@ -1,24 +1,33 @@
-"""llama.cpp's KV cache cell by cell: a sequence's cells are read by position, and put back as if they had been computed.
+"""Access to llama.cpp's KV cache cell by cell: cells are read by position, and restored as if they had been computed.
 
-llama.cpp saves and restores whole sequences (``llama_state_seq_*``). To save one costs in proportion to its length, too much
-to do after every few tokens. So cells are read where they lie:
+llama.cpp saves and restores whole sequences (``llama_state_seq_*``). Saving one costs in proportion to its length, too
+much
+to do after every few tokens. So cells are read in place:
 
 * **Where.** Every node of a graph that writes or reads the cache is a view of a tensor ``cache_k_l<layer>`` or
-  ``cache_v_l<layer>``, which stays where it is as long as its context. The evaluation callback is shown the nodes anyway.
-* **Which cell.** Position p of a sequence is cell p of its stream: each sequence has a stream of its own (or there is only
-  one), rows come in the order of their positions, only tails are forgotten, and llama.cpp goes on at the first cell that is
-  free. A small cache of sliding windows uses its cells again: there it is cell p modulo their number, and one of another
-  position once so many are behind it.
-* **Putting back** is llama.cpp's own restore of a state that is written here. Cells that a sliding window has passed are
-  put back with the others, so that each comes to stand where it was: attention adds in the order of the cells
-  (``llama/sliding_cells.py`` says how in a small cache).
+  ``cache_v_l<layer>``, which stays in place as long as its context. The evaluation callback sees the nodes anyway.
+* **Which cell.** Position p of a sequence is cell p of its stream: each sequence has its own stream (or there is only
+one),
+  tokens come in the order of their positions, only tails are forgotten, and llama.cpp continues at the first free cell.
+A
+  small cache of sliding windows reuses its cells: there position p is in cell p modulo the number of cells, until a
+later
+  position overwrites it.
+* **Restoring** uses llama.cpp's own restore, with a state that is written here. Cells that a sliding window has passed
+are
+  restored too, so that each is where it was: attention adds in the order of the cells (``llama/sliding_cells.py``
+explains
+  the small cache).
 
-The layout of a state belongs to a build of llama.cpp (this is 0.3.36's): u32 magic, u32 sequence, then for each cache (two
+The layout of a state depends on the build of llama.cpp (this is 0.3.36's): u32 magic, u32 sequence, then for each cache
+(two
 where layers slide) u32 streams, for each stream u32 cells and, if there are any, for each i32 position, u32 1, three
-numbers more where positions have several parts, i32 sequence; u32 whether values are transposed, u32 layers; each layer's
-keys: i32 type, u64 bytes a cell, cells; each layer's values: the same, or, transposed, i32 type, u32 bytes an element, u32
-elements a cell, for each element all cells. A cache without values (DeepSeek's latent attention) has none of the last.
-``KvCache`` finds out whether this build agrees.
+more
+numbers where positions have several parts, i32 sequence; u32 whether values are transposed, u32 layers; each layer's
+keys: i32 type, u64 bytes a cell, cells; each layer's values: the same, or, transposed, i32 type, u32 bytes an element,
+u32
+elements a cell, for each element all cells. A cache without values (DeepSeek's latent attention) lacks the last part.
+``KvCache`` checks whether this build agrees.
 """
 
 from __future__ import annotations
@@ -47,29 +56,29 @@ with without_top("llama_cpp"):
 _NAME: Final = re.compile(rb"cache_([kvrs])_l(\d+)")
 _MAGIC: Final = 0xAF143CD8
 _PROBED: Final = 2
-"""Cells of the round trip: so many that keys and values which are stored the other way round do not look the same."""
+"""Cells of the round trip: enough that keys and values stored in the other order look different."""
 
 PLACES: Final = np.dtype([("position", "<i4"), ("count", "<u4"), ("sequence", "<i4")])
 PLACES_2D: Final = np.dtype(
     [("position", "<i4"), ("count", "<u4"), ("x", "<i4"), ("y", "<i4"), ("token", "<i4"), ("sequence", "<i4")]
 )
-"""Of models whose positions have several parts, which are equal for text."""
+"""For models whose positions have several parts, which are equal for text."""
 
 Raw = NDArray[np.uint8]
 
 
 class CacheTensors:
-    """Where the keys and values of a window's layers lie, as far as its graphs have shown. ``ggml`` is libggml-base."""
+    """The tensors of a window's keys and values, as far as its graphs have shown them. ``ggml`` is libggml-base."""
 
     def __init__(self, ggml: ctypes.CDLL) -> None:
         self._ggml = ggml
         self.keys: dict[int, int] = {}
         self.values: dict[int, int] = {}
         self.recurrent: set[int] = set()
-        """Layers with a state."""
+        """Layers with a recurrent state."""
 
     def note(self, node: int, name: bytes) -> None:
-        """``node``, which is called ``name``, is a tensor of a graph."""
+        """Record ``node`` of a graph, called ``name``, if it belongs to a cache."""
         if not name.startswith(b"cache_"):
             return
         tensor = Tensor.from_address(node)
@@ -92,8 +101,9 @@ def bind(ggml: ctypes.CDLL) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The keys or the values of one layer: ``cell_bytes`` a cell, in elements of ``element_bytes`` (of a block where
-    quantised); those of one stream lie ``stream_bytes`` behind those of the one before it."""
+    """The keys or the values of one layer: ``cell_bytes`` a cell, in elements of ``element_bytes`` (a block's bytes
+    where
+    quantised); each stream begins ``stream_bytes`` after the one before it."""
 
     tensor: int
     kind: int
@@ -118,13 +128,15 @@ class _Part:
 
 
 class KvCache:
-    """The KV cache of ``context``, whose ``tensors`` are known, of a window of layers from ``first`` on, of which the last
-    ``sharing`` use the cells of others: their own are empty, and so are those of layers with a state alone. Those that slide
-    have so many ``window_cells``, or as many as the others (None). Cells of layers that stand behind the window's are
-    nobody's: zeros are put back there.
+    """The KV cache of ``context``, for a window of ``layers`` layers from ``first`` on.
 
-    Made while ``sequence`` has no cells: a round trip of two made-up cells there finds out how this build stores them.
-    Raises ``EngineError`` when it stores them in no known way.
+    ``tensors`` are known. The last ``sharing`` layers use the cells of others: their own are empty, and so are those of
+    layers that have only a state. Sliding layers have ``window_cells`` cells, or (None) as many as the others. Layers
+    after
+    the window's last have cells that are not used: zeros are restored there.
+
+    Create it while ``sequence`` has no cells: a round trip of two made-up cells finds out how this build stores them.
+    Raises ``EngineError`` if it stores them in no known way.
     """
 
     def __init__(
@@ -156,7 +168,7 @@ class KvCache:
         sizes, streams = {part.cells for part in parts} - {window_cells}, {part.streams for part in parts}
         if len(sizes) > 1 or len(streams) > 1 or not (streams or self._states):
             raise EngineError("the caches of llama.cpp's layers have different sizes")
-        self._cells = sizes.pop() if sizes else MAX_POSITIONS  # where all slide positions are bounded by none
+        self._cells = sizes.pop() if sizes else MAX_POSITIONS  # where all layers slide, positions have no bound
         self._streams = streams.pop() if streams else 0
         self._caches: list[list[int]] = []
         self._transposed = False
@@ -165,13 +177,13 @@ class KvCache:
             self._find_layout(sequence)
 
     def shapes(self) -> list[CellShape]:
-        """What the cells of each layer are made of, and the states of those that have some."""
+        """The types and sizes of each layer's cells, and of the states of layers that have one."""
         states = self._states.shapes() if self._states is not None else []
         return [*(self._shape(layer) for layer in range(self._layers)), *states]
 
     @property
     def _kind(self) -> int:
-        """The type of cells that are none."""
+        """The type that layers without cells of their own report."""
         return next((part.kind for _, part in sorted(self._keys.items())), 0)
 
     def _shape(self, layer: int) -> CellShape:
@@ -188,8 +200,10 @@ class KvCache:
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def read(self, sequence: int, start: int, end: int) -> list[LayerCells]:
-        """The cells at positions ``start <= p < end``, of every layer, or the state behind all. Raises ``EngineError`` where
-        there are none."""
+        """Return the cells at positions ``start <= p < end`` of every layer, or with ``start == end`` the state there.
+
+        Raises ``EngineError`` where there are none.
+        """
         if start == end and self._states is not None:
             llama.llama_synchronize(self._context)
             return self._states.read(sequence, end)
@@ -204,14 +218,14 @@ class KvCache:
         return [next(own) if layer in self._keys else self._none(layer, start, end) for layer in range(self._layers)]
 
     def _none(self, layer: int, start: int, end: int) -> LayerCells:
-        """The cells of a layer that uses those of another, or has none."""
+        """Return the empty cells of a layer that uses another's cells, or has none."""
         kind = self._kind
         return LayerCells(
             layer=self._first + layer, start=start, end=end, key_type=kind, value_type=kind, keys=b"", values=b""
         )
 
     def _read(self, sequence: int, start: int, end: int, layers: Iterable[int]) -> list[LayerCells]:
-        """Those of ``layers`` that have some."""
+        """Return the cells of those of ``layers`` that have some."""
         stream = sequence if self._streams > 1 else 0
         found = []
         for layer in filter(self._keys.__contains__, layers):
@@ -237,12 +251,12 @@ class KvCache:
     def _taken(
         self, take: Callable[[_Part, int, int, int], Raw], part: _Part, stream: int, start: int, end: int
     ) -> Raw:
-        """What ``take`` gives of positions ``start <= p < end``: mostly one run of cells, which is not copied again."""
+        """Read positions ``start <= p < end`` with ``take``: mostly one run of cells, which is not copied again."""
         runs = [take(part, stream, *run) for run in self._pieces(part, start, end)]
         return runs[0] if len(runs) == 1 else _joined([run.data for run in runs])
 
     def _pieces(self, part: _Part, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """The cells of positions ``start <= p < end``, as runs of them."""
+        """Split positions ``start <= p < end`` into runs of adjacent cells."""
         while start < end:
             cell = start % part.cells
             count = min(end - start, part.cells - cell)
@@ -262,12 +276,13 @@ class KvCache:
         self._ggml.ggml_backend_tensor_get_2d(part.tensor, raw.ctypes.data, offset, size, count, stride, size)
         return np.ascontiguousarray(raw.transpose(1, 0, 2)).reshape(-1)
 
-    # ---- putting back ------------------------------------------------------------------------------------------------
+    # ---- restoring ---------------------------------------------------------------------------------------------------
 
     def restore(self, sequence: int, blocks: Sequence[Sequence[LayerCells]]) -> None:
-        """Forget ``sequence``; ``blocks`` follow each other from position 0 on, each with every layer of the window.
+        """Forget ``sequence``, then restore ``blocks``, contiguous from position 0, each with every layer of the
+        window.
 
-        Where layers have a state the last one is that behind the others.
+        Where layers have a state, the last of ``blocks`` is the state after the others.
 
         Raises ``EngineError`` for cells that are not this window's, or too many; then the sequence has none.
         """
@@ -306,7 +321,8 @@ class KvCache:
                 raise EngineError(f"the KV cells of layer {cells.layer} have other types or sizes than this window's")
 
     def _write(self, sequence: int, blocks: Sequence[Sequence[LayerCells]], state: Sequence[LayerCells] = ()) -> bool:
-        """Whether llama.cpp takes ``blocks`` and the ``state`` behind; where it does not, the sequence has no cells."""
+        """Restore ``blocks`` and the ``state`` after them. Returns False, with no cells left, if llama.cpp refuses
+        them."""
         pieces = self._pieces_of(sequence, blocks)
         if self._states is not None:
             pieces += self._states.pieces(state, blocks[-1][0].end) if state else [self._states.empty]
@@ -319,14 +335,14 @@ class KvCache:
         return False
 
     def _cut(self, sequence: int, end: int) -> bool:
-        """Where a small cache has a position that is to come, forget it: the next row is to lie there."""
+        """In a small cache, forget the future position written by ``_pieces_of``: the next token is to use its cell."""
         return self._window_cells is None or bool(llama.llama_memory_seq_rm(self._memory, sequence, end, -1))
 
     def _forget(self, sequence: int) -> None:
         llama.llama_memory_seq_rm(self._memory, sequence, -1, -1)
 
     def _pieces_of(self, sequence: int, blocks: Sequence[Sequence[LayerCells]]) -> list[Any]:
-        """``blocks`` in llama.cpp's layout."""
+        """Return ``blocks`` in llama.cpp's layout."""
         count = blocks[-1][0].end
         own = sequence if self._streams > 1 else 0
         pieces: list[Any] = [struct.pack("<Ii", _MAGIC, sequence)]
@@ -368,7 +384,7 @@ class KvCache:
     # ---- the layout of this build ------------------------------------------------------------------------------------
 
     def _find_layout(self, sequence: int) -> None:
-        """Try the layouts that there are; llama.cpp refuses one that is not its own, and takes it back with others."""
+        """Try the known layouts; llama.cpp refuses one that is not its own, and forgets it when it gets the next."""
         size, each = llama.llama_state_seq_get_size(self._context, sequence) - 8, 4 + 4 * self._streams
         size -= len(self._states.empty) if self._states is not None else 0
         if size not in (each, 2 * each):
@@ -386,15 +402,16 @@ class KvCache:
         raise EngineError("llama.cpp takes no state in a known form")
 
     def _narrow_values(self) -> dict[int, _Part]:
-        """The values where each layer has as many as keys: llama.cpp makes room for the most of any layer if transposed."""
+        """Return the values with at most a key's bytes a cell: if transposed, llama.cpp allocates the largest size of
+        any
+        layer for all."""
         return {
             layer: replace(part, cell_bytes=min(part.cell_bytes, self._keys[layer].cell_bytes))
             for layer, part in self._values.items()
         }
 
     def _orders(self) -> Iterator[list[list[int]]]:
-        """What layers may be in the one cache and in the other: some and the rest, where all take as much, else those that
-        take as much."""
+        """Yield the possible splits of the layers over two caches: by size of their cells, else at any layer."""
         layers = sorted(self._keys)
         sizes = [(self._keys[i].cell_bytes, self._values[i].cell_bytes if i in self._values else 0) for i in layers]
         for size in dict.fromkeys(sizes):
@@ -403,7 +420,7 @@ class KvCache:
             yield [list(layers[:base]), list(layers[base:])]
 
     def _recognise(self, sequence: int, marks: list[LayerCells]) -> None:
-        """Which layers' cells went where; leaves the cells that it found zero, as they were."""
+        """Find out which layers' cells went where. Leaves the cells zero, as it found them."""
         took = {
             (bytes(cells.keys), bytes(cells.values)): cells.layer - self._first
             for cells in self._read(sequence, 0, _PROBED, sorted(self._keys))
@@ -422,7 +439,7 @@ class KvCache:
         self._forget(sequence)
 
     def _marks(self, *, blank: bool = False) -> list[LayerCells]:
-        """Two cells of each layer as no other one has them."""
+        """Return two cells of each layer that differ from those of every other."""
         return [
             self._mark(layer, blank=blank) if layer in self._keys else self._none(layer, 0, _PROBED)
             for layer in range(max(self._layers - 1, *self._keys) + 1)
@@ -430,7 +447,7 @@ class KvCache:
 
     def _mark(self, layer: int, *, blank: bool = False) -> LayerCells:
         keys, values = self._keys[layer], self._values.get(layer)
-        chance = random.Random(layer)  # that of NumPy takes 14 ms to load
+        chance = random.Random(layer)  # NumPy's generator takes 14 ms to load
         sizes = [_PROBED * part.cell_bytes if part is not None else 0 for part in (keys, values)]
         raw = [bytes(size) if blank else chance.randbytes(size) for size in sizes]
         return LayerCells(
@@ -445,7 +462,7 @@ class KvCache:
 
 
 def positions_of(end: int, cells: int | None) -> NDArray[np.int64]:
-    """The positions of a sequence of ``end`` in the order of its cells; there are as many, or at most ``cells``."""
+    """Return the positions that a sequence of ``end`` tokens still has, in cell order: all, or at most ``cells``."""
     held = end if cells is None else min(end, cells)
     positions = np.arange(end - held, end)
     found = np.empty(held, np.int64)
@@ -454,7 +471,8 @@ def positions_of(end: int, cells: int | None) -> NDArray[np.int64]:
 
 
 def places_of(positions: NDArray[np.int64], sequence: int, form: np.dtype[np.void]) -> NDArray[np.void]:
-    """What llama.cpp's state says of cells that have these ``positions`` of ``sequence``, in the ``form`` of its build."""
+    """Return the entries of llama.cpp's state for cells at these ``positions`` of ``sequence``, in the build's
+    ``form``."""
     places = np.zeros(len(positions), form)
     places["position"], places["count"], places["sequence"] = positions, 1, sequence
     if form is PLACES_2D:
@@ -463,12 +481,12 @@ def places_of(positions: NDArray[np.int64], sequence: int, form: np.dtype[np.voi
 
 
 def _zeros(block: Sequence[LayerCells], part: _Part) -> bytes:
-    """Cells of a layer that no ``block`` has."""
+    """Return zeros for a layer that no ``block`` has."""
     return bytes((block[0].end - block[0].start) * part.cell_bytes)
 
 
 def _in_order(pieces: Sequence[Bytes], positions: NDArray[np.int64], end: int) -> Sequence[Bytes]:
-    """Of ``pieces``, the cells of positions before ``end``, those of ``positions`` in that order."""
+    """Pick ``positions``, in that order, from ``pieces``, which hold the cells of all positions before ``end``."""
     if len(positions) == end and (not end or positions[0] == 0):
         return pieces
     raw = _joined(pieces)
@@ -476,7 +494,7 @@ def _in_order(pieces: Sequence[Bytes], positions: NDArray[np.int64], end: int) -
 
 
 def _joined(pieces: Sequence[Bytes]) -> Raw:
-    """``pieces`` behind each other: hundreds of MB, for which numpy takes large pages where there are some."""
+    """Concatenate ``pieces``: hundreds of MB, for which numpy uses huge pages where available."""
     raw = np.empty(sum(map(len, pieces)), np.uint8)
     view, at = raw.data, 0
     for piece in pieces:

@@ -1,8 +1,8 @@
-"""Where a long text may be cut so that its tokens are those of its pieces, one behind the other. Pure.
+"""Cuts a long text so that the tokens of its pieces, concatenated, are the tokens of the text. Pure.
 
-The work of llama.cpp's search for markers (special tokens written as text) grows with the square of their number: 8,000
-short messages took 6 s. Text between markers becomes tokens by itself, so a text may be cut in front of a marker, unless
-another marker lies across the cut.
+The cost of llama.cpp's search for markers (special tokens written as text) grows with the square of their number: 8,000
+short messages took 6 s. Text between markers is tokenised separately, so a text may be cut before a marker, unless
+another marker spans the cut.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ PIECE_CHARS: Final = 1 << 16
 
 
 def pieces(text: str, markers: Sequence[str], piece_chars: int) -> Iterator[str]:
-    """``text`` in pieces, each but the first of which begins with one of ``markers`` and each but the last of which has at
-    least ``piece_chars``. Only markers that occur early in the text are cut at."""
+    """Yield ``text`` in pieces. All but the first begin with one of ``markers``; all but the last have at least
+    ``piece_chars`` characters. Only markers that occur early in the text are used."""
     begin = 0
     near = text[:piece_chars]
     found = [marker for marker in markers if not marker[0].isspace() and marker in near]
@@ -37,7 +37,7 @@ def _next_cut(text: str, at: int, found: Sequence[str], markers: Sequence[str]) 
 
 
 def _is_crossed(text: str, cut: int, markers: Sequence[str]) -> bool:
-    """Whether a marker begins before ``cut`` and ends behind it."""
+    """Whether a marker begins before ``cut`` and ends after it."""
     longest = max(map(len, markers))
     around = text[max(0, cut - longest) : cut + longest]
     middle = min(cut, longest)

@@ -1,11 +1,14 @@
-"""Which tokens may come next: a grammar, and the tokens that end an answer.
+"""Decides which tokens may come next: by a grammar, and by when a completion may end.
 
-A grammar's matcher (llguidance) stands where the answer stands. The mask of the next token is made in a thread as soon as a
-token was sampled, so that it is there when the ring has computed the logits: the token does not wait for it. The matcher's
-state is a function of the tokens so far; whoever takes an answer over is given those, and replays them.
+A grammar's matcher (llguidance) follows the completion. A thread computes the mask of the next token as soon as a token
+is
+sampled, so that the mask is ready when the ring has computed the logits. The matcher's state is a function of the
+tokens so
+far: a process that takes over a completion gets these tokens and replays them.
 
-Whoever takes the likeliest token asks whether it is one of those, and mostly it is: which they are costs more than to know
-that, and is looked up where it is needed alone.
+Greedy sampling first checks whether the mask allows the most likely token, as it mostly does: listing the allowed
+tokens
+costs more, and is done only where needed.
 """
 
 from __future__ import annotations
@@ -28,24 +31,25 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MASK_TIMEOUT_S: Final = 10.0
-"""How long a mask may take; llguidance has bounds of its own, which are met in a fraction of it."""
+"""Time limit for a mask; llguidance has its own limits, which it reaches in a fraction of this."""
 MAX_LEXER_STATES: Final = 50_000
-"""Some 2 kB each."""
+"""About 2 kB each."""
 MAX_ITEMS: Final = 20_000
-"""Of Earley's algorithm in one mask, some 3 us each: schemas of hundreds of properties need 2,000, ambiguous rules more."""
+"""Items of Earley's algorithm in one mask, about 3 us each: schemas with hundreds of properties need 2,000, ambiguous
+rules more."""
 WORK_AT_ONCE_S: Final = 3.0
 WORK_A_TOKEN_S: Final = 0.01
-"""What masks usually take is a hundredth of it to a tenth, on a slow device."""
+"""Masks usually take a hundredth to a tenth of it, on a slow device."""
 MAX_TEXT_CHARS: Final = 256
-"""So many at a time of what a grammar leaves no choice about become tokens. llama.cpp's pre-tokenizers recurse once a
-character, and a schema may have a constant of 100,000: that ended the ring process."""
+"""Characters that are tokenised together where a grammar leaves no choice. llama.cpp's pre-tokenizers recurse once a
+character, and a schema may have a constant of 100,000, which would crash the ring process."""
 
 Candidates = NDArray[np.int64]
 """Token ids, ascending."""
 
 
 class TokenSet:
-    """Tokens, a bit for each of the vocabulary."""
+    """A set of tokens, one bit for each of the vocabulary."""
 
     def __init__(self, bits: bytes) -> None:
         self._bits = bits
@@ -53,14 +57,14 @@ class TokenSet:
 
     @classmethod
     def of(cls, tokens: Collection[int], vocabulary: int) -> TokenSet:
-        """``tokens`` of a ``vocabulary`` of that size."""
+        """Return the set of ``tokens`` for a ``vocabulary`` of that size."""
         bits = np.zeros(vocabulary, np.bool_)
         bits[list(tokens)] = True
         return cls(np.packbits(bits, bitorder="little").tobytes())
 
     @classmethod
     def all_of(cls, vocabulary: int) -> TokenSet:
-        """All tokens of a ``vocabulary`` of that size."""
+        """Return the set of all tokens of a ``vocabulary`` of that size."""
         return cls(np.packbits(np.ones(vocabulary, np.bool_), bitorder="little").tobytes())
 
     def __bool__(self) -> bool:
@@ -70,25 +74,25 @@ class TokenSet:
         return bool(self._bits[token >> 3] >> (token & 7) & 1)
 
     def without(self, others: TokenSet) -> TokenSet:
-        """Those that are not among ``others``."""
+        """Return the tokens that are not among ``others``."""
         count = len(self._bits)
         rest = int.from_bytes(self._bits, "little") & ~int.from_bytes(others._bits, "little")
         return TokenSet(rest.to_bytes(count, "little"))
 
     @property
     def ids(self) -> Candidates:
-        """All of them."""
+        """Token ids of the set, ascending."""
         if self._ids is None:
-            # as booleans, which numpy looks through several times faster than through bytes (7 to 32 us, not 65 to 210)
+            # numpy searches booleans several times faster than bytes (7 to 32 us, not 65 to 210)
             bits = np.unpackbits(np.frombuffer(self._bits, np.uint8), bitorder="little").view(np.bool_)
             self._ids = np.flatnonzero(bits)
         return self._ids
 
 
 def likeliest(logits: NDArray[np.float32], allowed: TokenSet | None) -> int:
-    """The token with the highest of ``logits`` among those ``allowed``, None for all; the first of equals.
+    """Return the token with the highest of ``logits`` among ``allowed`` (None: all); the first of equals.
 
-    The likeliest of all is looked at first: mostly it is one of them, and to pick the logits of many costs more.
+    The most likely token of all is tried first: it is mostly allowed, and gathering the logits of many costs more.
     """
     token = int(logits.argmax())
     if allowed is None or token in allowed:
@@ -98,33 +102,33 @@ def likeliest(logits: NDArray[np.float32], allowed: TokenSet | None) -> int:
 
 
 class ModelTokens(Protocol):
-    """A vocabulary, as grammars and llama.cpp's samplers need it."""
+    """A model's vocabulary, as grammars and llama.cpp's samplers need it."""
 
     size: int
 
     @property
     def ends(self) -> frozenset[int]:
-        """The tokens that end an answer."""
+        """The tokens that end a completion."""
 
     @property
     def handle(self) -> Any:
-        """llama.cpp's own."""
+        """llama.cpp's handle of the vocabulary."""
 
     def piece(self, token: int) -> bytes:
-        """The bytes that ``token`` adds to a text; none for control tokens."""
+        """Return the bytes that ``token`` adds to a text; none for control tokens."""
 
     def name(self, token: int) -> str:
-        """A printable name of any token."""
+        """Return a printable name of any token."""
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Token ids of ``text``."""
+        """Return the token ids of ``text``."""
 
     def release(self) -> None:
-        """Give back its memory."""
+        """Free its memory."""
 
 
 class Words:
-    """The vocabulary of a model file, which is read when an answer needs it for the first time."""
+    """The vocabulary of a model file, read when a completion first needs it."""
 
     def __init__(self, load: Callable[[], ModelTokens]) -> None:
         self._load = load
@@ -133,14 +137,14 @@ class Words:
         self._tokenizer: LLTokenizer | None = None
 
     def tokens(self) -> ModelTokens:
-        """The vocabulary. Raises ``EngineError`` when its file cannot be read."""
+        """Return the vocabulary. Raises ``EngineError`` when its file cannot be read."""
         with self._lock:
             if self._tokens is None:
                 self._tokens = self._load()
             return self._tokens
 
     def tokenizer(self) -> LLTokenizer:
-        """The vocabulary as llguidance takes it. Raises ``EngineError`` when its file cannot be read."""
+        """Return the vocabulary as llguidance takes it. Raises ``EngineError`` when its file cannot be read."""
         tokens = self.tokens()
         with self._lock:
             if self._tokenizer is None:
@@ -148,7 +152,7 @@ class Words:
             return self._tokenizer
 
     def release(self) -> None:
-        """Give back its memory; no sampler may be in use."""
+        """Free its memory; no sampler may be in use."""
         with self._lock:
             tokens, self._tokens, self._tokenizer = self._tokens, None, None
         if tokens is not None:
@@ -156,7 +160,7 @@ class Words:
 
 
 class _Wrapped:
-    """A vocabulary in the shape that llguidance asks for. A token without text is a special one, which no grammar means."""
+    """A vocabulary in llguidance's interface. A token without text is special; no grammar refers to it."""
 
     def __init__(self, tokens: ModelTokens) -> None:
         pieces = [tokens.piece(token) for token in range(tokens.size)]
@@ -167,7 +171,8 @@ class _Wrapped:
         self._vocabulary = tokens
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """The tokens of ``text``. Some tokenizers put a space before each text, or change it: then the longest tokens."""
+        """Return the tokens of ``text``. Where the tokenizer changes it, say by a leading space, take the longest
+        tokens."""
         data = text.encode() if isinstance(text, str) else text
         text = data.decode("utf-8", errors="replace")
         pieces = [text[at : at + MAX_TEXT_CHARS] for at in range(0, len(text), MAX_TEXT_CHARS)]
@@ -176,7 +181,7 @@ class _Wrapped:
         return tokens if b"".join(map(self._vocabulary.piece, tokens)) == data else self._longest(data) or tokens
 
     def _longest(self, data: bytes) -> list[int]:
-        """The longest token that ``data`` begins with, and so on; none where there is no such token."""
+        """Split ``data`` greedily into the longest tokens; empty where no token fits."""
         found, at = list[int](), 0
         while at < len(data):
             ends = range(min(at + self._max_bytes, len(data)), at, -1)
@@ -206,16 +211,17 @@ def _tokenizer(tokens: ModelTokens) -> LLTokenizer:
 
 
 class WorkBudget:
-    """Processor time for the masks of one answer: some at once, for a grammar that is read, and some with each token.
+    """Processor time for the masks of one completion: an initial amount, for parsing the grammar, and more per token.
 
-    Nobody else waits for a mask that is late; the processor is everybody's, so one that is much work ends its answer.
+    A late mask delays only its own completion. Processor time is shared, so a grammar that costs too much ends its
+    completion.
     """
 
     def __init__(self) -> None:
         self._left_s = WORK_AT_ONCE_S
 
     def spend(self, work_s: float, tokens: int) -> None:
-        """So many ``tokens`` took ``work_s``. Raises ``GrammarError`` when it was too much."""
+        """Subtract ``work_s``, spent on ``tokens`` tokens. Raises ``GrammarError`` when the budget is exceeded."""
         self._left_s = min(WORK_AT_ONCE_S, self._left_s + tokens * WORK_A_TOKEN_S - work_s)
         if self._left_s < 0:
             raise GrammarError(
@@ -225,9 +231,9 @@ class WorkBudget:
 
 
 class GrammarMask:
-    """Where one answer stands in its grammar. ``sampled`` are the tokens that it has; ``clock`` is processor time.
+    """The position of one completion in its grammar. ``sampled`` are its tokens so far; ``clock`` gives processor time.
 
-    It ``lists`` those that may come next where all of them will be gone through.
+    With ``lists``, the allowed ids are listed in the thread, for samplers that go through all of them.
     """
 
     def __init__(
@@ -244,7 +250,7 @@ class GrammarMask:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
         self._matcher: LLMatcher | None = None
         self._mask = b""
-        """The last one, and the tokens that it allows: in the middle of a text it is often the next one too."""
+        """The last mask, and the tokens that it allows: inside a text the next mask is often the same."""
         self._allowed = TokenSet(b"")
         self._due_s = time.monotonic() + MASK_TIMEOUT_S
         self._next: Future[TokenSet] = self._thread.submit(self._begin, grammar, list(sampled))
@@ -256,7 +262,7 @@ class GrammarMask:
         return self._next.done() or time.monotonic() >= self._due_s
 
     def allowed(self) -> TokenSet:
-        """The tokens that may come next; those that end the answer are among them where it may end.
+        """Return the tokens that may come next, with those that end the completion where it may end.
 
         Raises ``GrammarError`` when the grammar is wrong, or too much work.
         """
@@ -266,12 +272,12 @@ class GrammarMask:
             raise GrammarError(f"the grammar gave no token within {MASK_TIMEOUT_S:g} s; make it simpler") from exc
 
     def took(self, token: int) -> None:
-        """``token``, one of those that were allowed, comes next."""
+        """Advance by ``token``, which was allowed."""
         self._due_s = time.monotonic() + MASK_TIMEOUT_S
         self._next = self._thread.submit(self._follow, token)
 
     def release(self) -> None:
-        """End its thread, which may have a mask to finish."""
+        """End its thread, which may still finish a mask."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, grammar: str, sampled: list[int]) -> TokenSet:
@@ -281,7 +287,7 @@ class GrammarMask:
         tokenizer, began_s = self._words.tokenizer(), self._clock()
         self._matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         self._check()
-        for token in sampled:  # one by one, since the interpreter stands meanwhile
+        for token in sampled:  # one by one: each call holds the interpreter lock
             if not self._matcher.consume_token(token):
                 break
         return self._compute(began_s, 1 + len(sampled))
@@ -313,7 +319,7 @@ class GrammarMask:
 
 
 class Allowed:
-    """Which tokens of an answer may come next, by its grammar and by when it may end. Where only its end may, it ends."""
+    """Which tokens of a completion may come next, by its grammar and by when it may end."""
 
     def __init__(
         self, sampling: Sampling, ends: frozenset[int], sampled: int, mask: GrammarMask | None, *, vocabulary: int
@@ -328,12 +334,12 @@ class Allowed:
 
     @property
     def has_grammar(self) -> bool:
-        """Whether what may come next hangs on the tokens before it."""
+        """Whether the tokens allowed next depend on the tokens before."""
         return self._mask is not None
 
     @property
     def leaves_out(self) -> bool:
-        """Whether there may be tokens that may not come next."""
+        """Whether some tokens may be forbidden."""
         return self._mask is not None or self._must_go_on
 
     @property
@@ -345,19 +351,19 @@ class Allowed:
         return self._mask is None or self._mask.is_ready(wait_s)
 
     def next(self) -> TokenSet | None:
-        """The tokens that may come next, None for all. Raises ``GrammarError``."""
+        """Return the tokens that may come next, None for all. Raises ``GrammarError``."""
         if self._mask is None:
             return self._all_but_ends if self._must_go_on else None
         allowed = self._mask.allowed()
         return allowed if not self._must_go_on else allowed.without(self._ends) or allowed
 
     def took(self, token: int) -> None:
-        """``token`` was sampled."""
+        """Count the sampled ``token``."""
         self._sampled += 1
         if self._mask is not None and token not in self._ends:
             self._mask.took(token)
 
     def release(self) -> None:
-        """Give back what it holds."""
+        """Release the grammar."""
         if self._mask is not None:
             self._mask.release()

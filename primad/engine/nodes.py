@@ -1,6 +1,6 @@
-"""The nodes of a model's graph, in the order in which llama.cpp computes them.
+"""Lists the nodes of a model's graph, in the order in which llama.cpp computes them.
 
-For child processes, as ``wanted.py``: llama.cpp may abort over a file.
+Use it in child processes, like ``wanted.py``: llama.cpp may abort on a file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CONTEXT: Final = 256
 
 
 def graph_nodes(path: Path) -> Iterator[tuple[str, bool]]:
-    """Each node's name, and whether it is of the shape of its rows' hidden states. Raises ``EngineError``."""
+    """Yield each node's name, and whether it has the shape of its tokens' hidden states. Raises ``EngineError``."""
     params = llama.llama_model_default_params()
     params.n_gpu_layers = 0
     params.use_extra_bufts = False

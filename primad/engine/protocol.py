@@ -1,11 +1,12 @@
-"""What a window can do: the one interface between the ring's core and llama.cpp.
+"""The interface between the ring's core and llama.cpp: what a window can do.
 
-A window is a contiguous run of layers with its own KV cache. It takes rows (tokens or hidden states) and gives hidden
-states; the tail window, and the window that is the whole model, keep logits instead, from which a ``Sampler`` draws.
+A window is a contiguous run of layers with its own KV cache. It takes tokens or hidden states and returns hidden
+states.
+The tail window, and a window that is the whole model, keep logits instead, from which a ``Sampler`` samples.
 Everything is synchronous and belongs to one thread. ``engine/llama`` is the implementation; ``tests/fakes/engine.py``
-is a strict one that remembers every layer and position.
+is a strict fake that remembers every layer and position.
 
-Daemons speak of options and files and never see an array, so numpy is not loaded for them.
+Daemons use options and files and never see an array, so numpy is not loaded for them.
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ Tokens: TypeAlias = "NDArray[np.int32]"
 """Token ids, shape (rows,)."""
 
 LogitsRow: TypeAlias = "NDArray[np.float32]"
-"""Of one row, shape (vocabulary,)."""
+"""Logits of one token, shape (vocabulary,)."""
 
 
 MIN_TEMPERATURE: Final = 1e-5
-"""Below, the most likely token is taken: logits divided by less are no numbers any more."""
+"""Below this temperature the most likely token is taken: logits divided by less would overflow."""
 
 
 _BIAS: Final = struct.Struct("<if")
 
 
 def packed_biases(biases: Iterable[tuple[int, float]]) -> bytes:
-    """``biases`` by token as a ``Sampling`` has them: int32 and float32 for each."""
+    """Pack ``biases`` by token as ``Sampling`` stores them: int32 and float32 each."""
     return b"".join(starmap(_BIAS.pack, biases))
 
 
 def biases_in(packed: bytes) -> list[tuple[int, float]]:
-    """The biases by token of a ``Sampling``."""
+    """Unpack the biases by token of a ``Sampling``."""
     return list(_BIAS.iter_unpack(packed))
 
 
@@ -57,13 +58,19 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     ``temperature`` 0 is greedy; ``top_k`` 0 keeps every token; ``top_p`` 1 and ``min_p`` 0 keep everything;
     ``repeat_penalty`` 1 and the two other penalties 0 change nothing; penalties look at the last ``penalty_tokens``
-    tokens of prompt and answer. ``seed`` is 0 to 2**32 - 2. The others are llama.cpp's of those names: ``top_n_sigma`` 0,
-    ``typical_p`` 1, ``temperature_range`` 0, ``dry_multiplier`` 0, ``xtc_probability`` 0 and ``mirostat`` 0 (or 1 or 2, in
-    place of everything but bias and temperature) do nothing. ``mirostat_mu`` is what mirostat learnt from
-    the tokens of before; None: there are none.
+    tokens of prompt and completion. ``seed`` is 0 to 2**32 - 2. The others are llama.cpp's parameters of the same
+    names:
+    ``top_n_sigma`` 0, ``typical_p`` 1, ``temperature_range`` 0, ``dry_multiplier`` 0, ``xtc_probability`` 0 and
+    ``mirostat``
+    0 do nothing; ``mirostat`` 1 or 2 replaces everything but bias and temperature. ``mirostat_mu`` is mirostat's state
+    after
+    the tokens so far; None before the first token.
 
-    An answer ends at ``min_tokens`` tokens at the earliest, and with ``ignore_eos`` where it is full. ``grammar`` (as
-    llguidance reads it: Lark, or its JSON form) bounds what is sampled; where it says that the answer is over, it is.
+    A completion has at least ``min_tokens`` tokens, and with ``ignore_eos`` ends only at its token limit. ``grammar``
+    (in
+    llguidance's form: Lark, or its JSON form) restricts the sampled tokens; where it says that the text is complete,
+    the
+    completion ends.
     """
 
     temperature: float
@@ -76,7 +83,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     repeat_penalty: float
     penalty_tokens: int
     logit_bias: bytes
-    """``packed_biases``: a request may have one for each token, and 128 choices that have it."""
+    """``packed_biases``: a request may have one for each token, shared by its 128 choices."""
     top_n_sigma: float = 0.0
     typical_p: float = 1.0
     temperature_range: float = 0.0
@@ -103,18 +110,18 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def penalises(self) -> bool:
-        """Whether tokens of before are made rarer or more frequent, by how often they were there."""
+        """Whether penalties change a token's logit by how often it occurred before."""
         penalised = self.repeat_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return penalised and self.penalty_tokens != 0
 
     @property
     def breaks_loops(self) -> bool:
-        """Whether tokens that would repeat a run of before are made rarer (DRY)."""
+        """Whether DRY penalises tokens that would repeat an earlier run of tokens."""
         return self.dry_multiplier != 0 and self.dry_base >= 1 and self.dry_tokens != 0
 
     @property
     def changes_logits(self) -> bool:
-        """Whether bias or penalties change the order of the tokens."""
+        """Whether bias or penalties may change the order of the tokens."""
         return bool(self.logit_bias) or self.penalises or self.breaks_loops
 
 
@@ -130,30 +137,32 @@ GREEDY: Final = Sampling(
     penalty_tokens=0,
     logit_bias=b"",
 )
-"""The likeliest token, nothing cut or penalised."""
+"""The most likely token; nothing is cut or penalised."""
 
 
 KvType = Literal["f16", "q8_0", "q4_0"]
 """Types of KV cache."""
 
 Wire = Literal["f32", "f16"]
-"""Types of values that a group exchanges."""
+"""Types in which the ranks of a group exchange values."""
 
 KV_CELL_PADDING: Final = 256
-"""llama.cpp rounds the KV cache up to whole groups of so many cells."""
+"""llama.cpp rounds the KV cache up to a multiple of this number of cells."""
 PREDICTOR_CELLS: Final = 16_384
-"""The KV cache of layers for multi-token prediction has room for so many tokens, or for the whole context."""
+"""Tokens for which the KV cache of multi-token prediction layers has room; less where the context is smaller."""
 
 _MASK_64: Final = (1 << 64) - 1
 
 
 def sampling_seed(seed: int, index: int) -> int:
-    """The seed (0 to 2**32 - 2) of the draw of token ``index`` of an answer whose sampling has ``seed``.
+    """Return the seed (0 to 2**32 - 2) for sampling token ``index`` of a completion whose sampling has ``seed``.
 
-    Each draw has a generator of its own, so that what is sampled depends on the tokens before it and on nothing that a ring
-    process remembers: another process that is given those tokens draws the same. The mix is that of splitmix64 (Steele,
-    Lea and Flood, "Fast splittable pseudorandom number generators", 2014): number ``index`` of the stream that starts at
-    ``seed``, of which the upper half is taken. 2**32 - 1 asks llama.cpp for a random seed and becomes 0.
+    Each token is sampled by its own generator, so the result depends on the tokens before it and not on state of a ring
+    process: another process that gets those tokens samples the same one. The mix is splitmix64's (Steele, Lea and
+    Flood,
+    "Fast splittable pseudorandom number generators", 2014): the upper half of number ``index`` of the stream that
+    starts at
+    ``seed``. 2**32 - 1 asks llama.cpp for a random seed and becomes 0.
     """
     mixed = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _MASK_64
     mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & _MASK_64
@@ -164,15 +173,22 @@ def sampling_seed(seed: int, index: int) -> int:
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How windows are opened on this device.
 
-    ``context`` cells of KV cache of type ``kv_type`` for each of ``sequences`` sequences; at most ``rows`` rows a step;
+    ``context`` cells of KV cache of type ``kv_type`` for each of ``sequences`` sequences; at most ``rows`` tokens a
+    step;
     ``threads`` for decode and ``batch_threads`` for prefill. ``lock`` pins resident weights to memory (mlock). Without
-    ``flash`` attention keeps the scores of all cells, where the KV cache allows it. ``gpu`` is what llama.cpp calls the GPU
-    that layers are to lie on first ("": the first there is), ``other_gpus`` are the device's others, ``offloading_gpu`` is
-    the one that helps with prompts ("": the first). Beside a single sequence there may be so many ``branches`` of it, which
-    are numbered behind it and share its cells: rows are then not bit for bit what they are in a sequence of their own.
-    With ``small_windows`` layers with a sliding window have little more cells than that, and go back to kept states alone.
-    So many ``states`` may be kept. Where layers have one, so many rows of a sequence's last step can be taken back
-    (``rollback``), as long as one of them stays and no step of several sequences came since.
+    ``flash``, attention keeps the scores of all cells, where the KV cache allows it. ``gpu`` is llama.cpp's name of the
+    GPU
+    that gets layers first ("": the first one), ``other_gpus`` are the device's others, ``offloading_gpu`` is the one
+    for
+    prefill offload ("": the first one). A single sequence may have ``branches``, which are numbered after it and share
+    its
+    cells; their tokens are then not bit-identical to those of a separate sequence. With ``small_windows``, layers with
+    a
+    sliding window have few more cells than the window, and go back only to kept states. At most ``states`` states are
+    kept.
+    ``rollback`` is the number of tokens of a sequence's last step that can be taken back where layers have a state, as
+    long
+    as one of them stays and no step with several sequences came since.
     """
 
     context: int
@@ -198,23 +214,24 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def numbers(self) -> int:
-        """How many numbers of sequences there are."""
+        """Number of sequence ids, branches included."""
         return self.sequences + self.branches
 
 
 class AdapterFile(msgspec.Struct, frozen=True):
-    """A LoRA adapter of a window: its file, and how much of it is added."""
+    """A LoRA adapter of a window: its file, and the scale with which it is added."""
 
     path: str
     scale: float
 
 
 class WindowSource(msgspec.Struct, frozen=True, kw_only=True):
-    """What window ``window`` of the route is loaded from: its files in split order. The whole model is its own file as
+    """The files that window ``window`` of the route is loaded from, in split order. The whole model is one file:
     ``metadata`` alone.
 
-    ``assignment`` says what of it goes to the GPU and how much stays in memory. ``extra_buffers`` lets llama.cpp keep
-    repacked or AMX copies of its weights. ``adapters`` change them.
+    ``assignment`` says which layers go to the GPU and how many bytes stay in memory. ``extra_buffers`` lets llama.cpp
+    keep
+    repacked or AMX copies of the weights. ``adapters`` change the weights.
     """
 
     window: int
@@ -226,13 +243,16 @@ class WindowSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rows(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows of one step as one window sees them.
+    """The tokens of one step as one window sees them.
 
     ``content`` is (rows,) int32 token ids for the route's first window, (rows, width) float32 hidden states for all
-    others. For the first window it is (rows, width) as well where the rows are a picture's. Row ``i`` stands at
-    ``positions[i]``, belongs to ``sequences[i]`` and wants logits when ``outputs[i]``. Rows that ``look_ahead`` see those
-    behind them in the step too. Where a model's positions have four parts and those of a row are not its position, as in a
-    picture and behind it, ``rope`` has all of them, row by row: its keys are turned by these.
+    others. Tokens of a picture are (rows, width) for the first window as well. Row ``i`` is at position
+    ``positions[i]``,
+    belongs to ``sequences[i]`` and needs logits if ``outputs[i]``. With ``look_ahead``, rows also attend to later rows
+    of
+    the step. ``rope`` is for models with four-part positions, where a row's parts differ from its position, as in a
+    picture
+    and after it: it has all parts, row by row, and keys are rotated by these.
     """
 
     content: Tokens | Hidden
@@ -247,7 +267,7 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupExchange(Protocol):
-    """What a window swaps numbers with, where each rank of a group has a share of its layers (``engine/llama/sums.py``).
+    """How the ranks of a group, each with a share of the window's layers, exchange values (``engine/llama/sums.py``).
 
     All ranks call the same methods in the same order. Each method raises ``PrimadError`` where another rank is late, gone
     or sends something else.
@@ -255,19 +275,19 @@ class GroupExchange(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank's number in the group; the first one, 0, has the logits."""
+        """This rank's number in the group; rank 0 has the logits."""
 
     def lead(self, message: bytes) -> None:
-        """On the first rank: have the others do what ``message`` says, before this one does it."""
+        """On rank 0: have the other ranks do what ``message`` says, before this one does it."""
 
     def spread(self, values: Hidden) -> None:
-        """Put the first rank's ``values`` (n,) in the place of those of every other one."""
+        """Replace ``values`` (n,) of every other rank by those of rank 0."""
 
     def sum(self, values: Hidden) -> None:
-        """Put the total over all ranks in the place of ``values`` (n,): added up in the order of ranks, so equal on all."""
+        """Replace ``values`` (n,) by the total over all ranks, added in the order of ranks, so equal on all."""
 
     def gather(self, values: Hidden) -> list[Hidden]:
-        """The ``values`` (n,) of every rank, in order, on the first rank; none on the others."""
+        """Return the ``values`` (n,) of every rank, in order, on rank 0; nothing on the others."""
 
 
 class EngineWindow(Protocol):
@@ -279,44 +299,50 @@ class EngineWindow(Protocol):
 
     @property
     def exchange(self) -> GroupExchange | None:
-        """What it swaps numbers with, where it is a share of its layers."""
+        """How its rank exchanges values, where the window is a share of its layers; else None."""
 
     @property
     def kv_supported(self) -> bool:
-        """Whether ``kv_cells`` and ``kv_restore`` work here. To be asked before rows are computed: it is tried then."""
+        """Whether ``kv_cells`` and ``kv_restore`` work here. Ask before anything is computed: the first call tries
+        it."""
 
     @property
     def kv_layers(self) -> range:
-        """The numbers under which its cells are kept: those of its layers, or of its share of them."""
+        """The layer numbers under which its KV cells are stored: those of its layers, or of its share of them."""
 
     @property
     def kv_shapes(self) -> list[CellShape]:
-        """What the cells of each layer are made of; only where ``kv_supported``."""
+        """The types and sizes of each layer's cells; only where ``kv_supported``."""
 
     def kv_remove(self, sequence: int, start: int, end: int) -> None:
         """Forget positions ``start <= p < end`` of ``sequence``; ``end = -1`` means to the end."""
 
     def kv_copy(self, source: int, target: int, end: int) -> None:
-        """Forget ``target``, and let it have the cells that ``source`` has at positions before ``end``.
+        """Forget ``target``, then give it the cells of ``source`` at positions before ``end``.
 
-        Where ``source`` has more, and its state cannot be cut back, one of ``end`` is put back next.
+        Where ``source`` has more positions and its state cannot be cut back, the caller restores the state of ``end``
+        next.
         """
 
     def kv_cells(self, sequence: int, start: int, end: int) -> list[LayerCells]:
-        """The cells of ``sequence`` at positions ``start <= p < end``, for each layer of the window, copied."""
+        """Return copies of the cells of ``sequence`` at positions ``start <= p < end``, for each layer of the
+        window."""
 
     def kv_restore(self, sequence: int, blocks: Sequence[Sequence[LayerCells]]) -> None:
-        """Forget ``sequence``, and let it have ``blocks``: positions from 0 on, without a hole, each for all layers."""
+        """Forget ``sequence``, then fill it from ``blocks``: contiguous positions from 0, each block with all
+        layers."""
 
     def state_keep(self, number: int, sequence: int, end: int) -> None:
-        """Keep what cannot be cut back of ``sequence``, which has ``end`` positions, as ``number``, in place of another."""
+        """Keep the part of ``sequence`` that cannot be cut back, at ``end`` positions, as ``number``; replace that
+        one."""
 
     def state_restore(self, number: int, sequence: int, end: int) -> None:
-        """Go back: ``sequence`` has its first ``end`` positions again, behind which its state was kept as ``number``, unless
-        it has no more of them."""
+        """Cut ``sequence`` back to its first ``end`` positions, with the state kept there as ``number``, unless it
+        already
+        has no more."""
 
     def state_forget(self) -> None:
-        """Keep no state of any sequence any more."""
+        """Drop all kept states."""
 
     def release(self) -> None:
         """Give back all memory; the window must not be used again."""
@@ -330,22 +356,24 @@ class HiddenWindow(EngineWindow, Protocol):
 
 
 class Sampler(Protocol):
-    """Draws tokens for one generation; remembers what it drew. Token ``i`` of the answer is sampled with
-    ``sampling_seed``."""
+    """Samples tokens for one generation and remembers them. Token ``i`` is sampled with ``sampling_seed``."""
 
     def is_ready(self, wait_s: float) -> bool:
-        """Whether ``sample`` would not wait, now or within ``wait_s``: the mask of its grammar is there."""
+        """Whether ``sample`` would not wait, now or within ``wait_s``, for the mask of its grammar."""
 
     def sample(self, row: int, kept: LogitsRow | None = None) -> int:
-        """The next token from the logits of row ``row`` of the last ``LogitsWindow.forward``, or from ``kept`` ones."""
+        """Sample the next token from the logits of row ``row`` of the last ``LogitsWindow.forward``, or from
+        ``kept``."""
 
     def peek(self, logits: LogitsRow, index: int) -> int | None:
-        """Token ``index`` of the answer, if it is drawn from such ``logits`` as far as its history is known. Nothing is
-        drawn, or remembered. None where the likeliest token comes next as well as any: a draft needs no draw then."""
+        """Return the token that would be sampled at ``index`` from ``logits``, given the history known so far. Nothing
+        is
+        sampled or remembered. None where the most likely token is as good a draft."""
 
     @property
     def mirostat_mu(self) -> float | None:
-        """What a sampler that goes on behind the last token must be told in ``Sampling``; None without mirostat."""
+        """The value that a sampler which continues after the last token needs in ``Sampling``; None without
+        mirostat."""
 
     def release(self) -> None:
         """Give back its memory."""
@@ -355,40 +383,43 @@ class LogitsWindow(EngineWindow, Protocol):
     """The tail window or the whole model: ends in logits, which stay with it until the next ``forward``."""
 
     def forward(self, rows: Rows) -> None:
-        """Compute ``rows`` and keep the logits of those that want output."""
+        """Compute ``rows`` and keep the logits of those with output."""
 
     def logits(self, row: int) -> LogitsRow:
         """Logits (vocabulary,) of row ``row`` of the last forward; a view that the next forward overwrites."""
 
     def sampler(self, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]) -> Sampler:
-        """A sampler that goes on behind ``prompt`` and the tokens ``sampled`` for it so far: its penalties know them all."""
+        """Return a sampler that continues after ``prompt`` and the tokens ``sampled`` so far; its penalties count
+        both."""
 
     def is_end(self, token: int) -> bool:
         """Whether ``token`` ends a generation."""
 
 
 class Predictor(Protocol):
-    """A model's own layers for multi-token prediction, beside its tail. Every method raises ``EngineError``."""
+    """A model's own layers for multi-token prediction, next to its tail. Every method raises ``EngineError``."""
 
     @property
     def cells(self) -> int:
-        """Rows that it has room for."""
+        """Number of tokens for which it has room."""
 
     def state(self, row: int) -> Hidden:
-        """The state (width,) that the tail's last forward left of ``row``, which has logits."""
+        """Return the state (width,) of ``row``, which has logits, from the tail's last forward."""
 
     def keep_all(self, *, keeps: bool) -> None:
-        """Whether the tail's next forwards, in which no row wants logits, leave the ``states`` of all rows."""
+        """Set whether the tail's next forwards without output rows keep the ``states`` of all rows."""
 
     def states(self, rows: int) -> Hidden:
-        """Those (rows, width) of the last forward."""
+        """Return the states (rows, width) of the last forward."""
 
     def read(self, tokens: Sequence[int], states: Sequence[Hidden] | Hidden, first: int) -> None:
-        """Know ``tokens`` from position ``first`` on, each with the state that it was drawn from. What was there and behind
-        is forgotten."""
+        """Add ``tokens`` from position ``first`` on, each with the state from which it was sampled. Earlier content
+        from
+        ``first`` on is forgotten."""
 
     def predict(self, tokens: Sequence[int], states: Sequence[Hidden] | Hidden, first: int) -> tuple[LogitsRow, Hidden]:
-        """The same; logits (vocabulary,) of what follows the last of them, until the next call, and its state."""
+        """Do as ``read``, and return the logits (vocabulary,) after the last token, valid until the next call, and its
+        state."""
 
 
 RouteWindow = HiddenWindow | LogitsWindow

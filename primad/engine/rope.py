@@ -1,7 +1,6 @@
-"""How positions become angles, where it is to be otherwise than the model says: llama.cpp's parameters of a context.
+"""RoPE parameters that override the model's: llama.cpp's parameters of a context.
 
-All devices of a ring compute with the same ones, which are part of what a ring process has loaded and of the keys of KV
-cells.
+All devices of a ring use the same ones. They are part of what a ring process has loaded, and of the keys of KV blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _Factor = Annotated[float, Meta(ge=-1, le=MAX)]
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters by llama.cpp's names. As they are by default they leave everything to the model."""
+    """RoPE parameters under llama.cpp's names. The defaults leave everything to the model."""
 
     scaling: RopeScaling | None = None
     freq_base: _Positive = 0.0
@@ -33,13 +32,13 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_changed(self) -> bool:
-        """Whether anything is otherwise than the model says."""
+        """Whether anything differs from the model."""
         return self != AS_IN_THE_MODEL
 
     def reach(self, trained_tokens: int, original_tokens: int) -> int:
-        """The longest context; 0 where that is not known, as with another base.
+        """Return the longest context; 0 where it is not known, as with another base.
 
-        ``trained_tokens`` is that of the model, stretched from ``original_tokens`` if its file says so.
+        ``trained_tokens`` is the model's own, stretched from ``original_tokens`` if its file says so.
         """
         if self.freq_base:
             return 0

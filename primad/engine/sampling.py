@@ -1,14 +1,14 @@
-"""Drawing tokens with llama.cpp's samplers, in the order in which its own programs use them.
+"""Samples tokens with llama.cpp's samplers, in the order in which its own programs use them.
 
-Bias, penalties, DRY, top-n-sigma, top-k, typical, top-p, min-p, XTC, temperature, draw; with mirostat bias, temperature,
-mirostat. Where not every token may come next, the samplers see only those that may.
+Bias, penalties, DRY, top-n-sigma, top-k, typical, top-p, min-p, XTC, temperature, sampling; with mirostat: bias,
+temperature, mirostat. Where only some tokens are allowed, the samplers see only those.
 
-What draws (XTC, mirostat and the last sampler) is made anew for each token with a seed of its own (``sampling_seed``),
-so that the token depends on the text before it and on nothing that a ring process remembers. Mirostat alone has a
-memory, ``mu``: the surprise that it bounds the next token by, which follows from the probabilities of all tokens
-before. llama.cpp neither tells nor takes it, but begins with twice the ``tau`` it is made with. So each token's sampler
-is made with half of ``mu``, and ``mu`` is moved here, by the same rule; it goes with the tokens to whoever takes an
-answer over.
+Random samplers (XTC, mirostat and the last one) are created for each token with its own seed (``sampling_seed``), so
+the
+token depends on the text before it and not on state of a ring process. Only mirostat has a state, ``mu``: the bound on
+the next token's surprise, which follows from the probabilities of all tokens before. llama.cpp neither exposes nor
+accepts it, but starts with twice the ``tau`` of its creation. So each token's sampler is created with half of ``mu``,
+and ``mu`` is updated here, by the same rule; whichever process continues a completion gets it with the tokens.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ with without_top("llama_cpp"):
     from llama_cpp import llama_cpp as llama
 
 MIROSTAT_WINDOW: Final = 100
-"""Tokens by which mirostat 1 estimates the distribution's shape; what llama.cpp's programs use."""
+"""Tokens from which mirostat 1 estimates the distribution's shape; llama.cpp's programs use this number."""
 _PEEKED: Final = 1024
-"""So many likely tokens are sorted for a draft."""
+"""Number of likely tokens that are sorted for a draft."""
 _MIN_P: Final = 1e-30
 _BIAS: Final = np.dtype([("token", "<i4"), ("bias", "<f4")])
 """As ``packed_biases`` packs them."""
@@ -42,7 +42,7 @@ _ENTRY: Final = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.floa
 
 
 class HasLogits(Protocol):
-    """What has computed the logits."""
+    """A source of logits."""
 
     def logits(self, row: int) -> LogitsRow:
         """Logits (vocabulary,) of row ``row``."""
@@ -68,16 +68,16 @@ class GreedySampler:
         return token
 
     def peek(self, logits: LogitsRow, index: int) -> None:
-        """The likeliest token is the best draft."""
+        """Return None: the most likely token is the best draft."""
 
     def release(self) -> None:
-        """Give back what it holds."""
+        """Free the grammar."""
         if self._allowed is not None:
             self._allowed.release()
 
 
 class DryBase:
-    """A DRY sampler without a text, of which each answer has a copy; it goes with who holds it last."""
+    """A DRY sampler without a text, copied for each completion; freed with its last reference."""
 
     def __init__(self, handle: Any) -> None:
         if not handle:
@@ -87,9 +87,9 @@ class DryBase:
 
 
 class DrySamplers:
-    """DRY samplers of one window. llama.cpp looks through the vocabulary for each breaker, which may take a second.
+    """DRY samplers of one window. llama.cpp searches the vocabulary for each breaker, which may take a second.
 
-    So that is done in a thread, while the prompt is computed, and once for all choices of a request.
+    So that runs in a thread, during prefill, and once for all choices of a request.
     """
 
     def __init__(self, words: Words) -> None:
@@ -99,7 +99,7 @@ class DrySamplers:
         self._base: Future[DryBase] | None = None
 
     def begin(self, sampling: Sampling) -> Future[DryBase]:
-        """Make the one of ``sampling``, unless the last one was the same."""
+        """Start to build the sampler of ``sampling``, unless the last one was the same."""
         breakers = tuple(dict.fromkeys(sampling.dry_breakers))
         wanted = (
             sampling.dry_multiplier,
@@ -118,15 +118,16 @@ class DrySamplers:
         return DryBase(llama.llama_sampler_init_dry(handle, multiplier, base, length, tokens, texts, len(breakers)))
 
     def release(self) -> None:
-        """End its thread, before the vocabulary goes."""
+        """End the thread, before the vocabulary is freed."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._base = None
 
 
 class ChainSampler:
-    """llama.cpp's sampler chain over the logits of ``window``, of ``context_tokens``. They lie in ``context``, or elsewhere.
+    """llama.cpp's sampler chain over the logits of ``window``, which are in ``context`` or elsewhere.
 
-    No sampler looks farther back: llama.cpp takes memory for all tokens that one is to look at.
+    No sampler looks further back than ``context_tokens``: llama.cpp allocates memory for all tokens that it may look
+    at.
     """
 
     def __init__(
@@ -151,8 +152,9 @@ class ChainSampler:
         self._vocabulary = allowed.vocabulary
         self._biases = np.frombuffer(sampling.logit_bias, _BIAS)
         self._is_biased_here = allowed.leaves_out and bool(sampling.logit_bias)
-        """llama.cpp looks through all biases for each token that it is shown, unless it is shown all tokens in their order:
-        with a grammar and 25,000 biases each token of the ring took 0.3 s."""
+        """llama.cpp searches all biases for each token that it sees, unless it sees all tokens in order: with a grammar
+        and
+        25,000 biases each token took the ring 0.3 s."""
         self._mu = 2 * sampling.mirostat_tau if sampling.mirostat_mu is None else sampling.mirostat_mu
         known = [*prompt, *sampled]
         reach = max(
@@ -163,7 +165,8 @@ class ChainSampler:
         self._chain: Any = None
 
     def _begin(self) -> None:
-        """Make what stays from token to token, with the first token: by then all of it is ready."""
+        """Create the samplers that stay from token to token. Runs at the first token, when all their inputs are
+        ready."""
         self._chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
         for sampler in self._shaping(self._vocabulary):
             self._add(sampler)
@@ -178,7 +181,7 @@ class ChainSampler:
         llama.llama_sampler_chain_add(self._chain, sampler)
 
     def _shaping(self, vocabulary: int) -> Iterable[Any]:
-        """What stays from token to token."""
+        """Yield the samplers that stay from token to token."""
         sampling = self._sampling
         if sampling.logit_bias and not self._is_biased_here:
             biases = ctypes.cast(self._biases.ctypes.data, ctypes.POINTER(llama.llama_logit_bias))
@@ -212,7 +215,7 @@ class ChainSampler:
             yield llama.llama_sampler_init_min_p(sampling.min_p, 1)
 
     def _drawing(self, index: int) -> Iterable[Any]:
-        """What is made for token ``index`` of the answer."""
+        """Yield the samplers that are created for token ``index`` of the completion."""
         sampling = self._sampling
         if sampling.is_greedy:
             return
@@ -243,7 +246,7 @@ class ChainSampler:
 
     @property
     def mirostat_mu(self) -> float | None:
-        """Mirostat's memory behind the last token."""
+        """Mirostat's state after the last token."""
         return self._mu if self._is_mirostat else None
 
     def is_ready(self, wait_s: float) -> bool:
@@ -267,7 +270,7 @@ class ChainSampler:
         return token
 
     def _draw_at(self, index: int) -> None:
-        """Have the chain draw token ``index``."""
+        """Set up the chain to sample token ``index``."""
         while (count := llama.llama_sampler_chain_n(self._chain)) > self._kept:
             llama.llama_sampler_free(llama.llama_sampler_chain_remove(self._chain, count - 1))
         for sampler in self._drawing(index):
@@ -285,11 +288,11 @@ class ChainSampler:
 
     @property
     def _sorts(self) -> bool:
-        """Whether the chain sorts all tokens that it is shown: 10 ms of 150,000."""
+        """Whether the chain sorts all tokens that it sees: 10 ms for 150,000."""
         return self._sampling.top_k <= 0 and (self._sampling.top_p < 1 or self._sampling.typical_p < 1)
 
     def _drawn(self, candidates: Candidates, logits: LogitsRow) -> Any:
-        """One of ``candidates``, the only ones that the chain sees."""
+        """Sample one of ``candidates``; the chain sees only these."""
         entries = np.zeros(len(candidates), _ENTRY)
         if self._is_biased_here:
             logits = logits.copy()
@@ -302,7 +305,7 @@ class ChainSampler:
         return llama.llama_token_data.from_buffer_copy(shown.data[max(shown.selected, 0)])
 
     def _choose(self, candidates: Candidates, logits: LogitsRow) -> int:
-        """The next token, one of ``candidates``."""
+        """Sample the next token from ``candidates``, and accept it."""
         chosen = self._drawn(candidates, logits)
         if self._is_mirostat:
             surprise = -math.log2(max(chosen.p, _MIN_P)) if len(candidates) > 1 else 0.0

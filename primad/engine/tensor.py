@@ -1,4 +1,4 @@
-"""A tensor of llama.cpp's graphs, as far as its build agrees with the struct of 0.3.36's (ggml.h)."""
+"""The struct of a tensor in llama.cpp's graphs, as in 0.3.36 (ggml.h)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import ctypes
 
 
 class Tensor(ctypes.Structure):
-    """The leading fields of ``struct ggml_tensor``. Where ``name`` is what ``ggml_get_name`` says, those before it agree."""
+    """The leading fields of ``struct ggml_tensor``. If ``name`` equals ``ggml_get_name``, the fields before it agree
+    too."""
 
     _fields_ = (
         ("type", ctypes.c_int32),
