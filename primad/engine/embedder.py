@@ -1,9 +1,9 @@
 """A model loaded whole for embeddings, with llama.cpp.
 
-A model that was made to write has an output matrix, and llama.cpp multiplies every row of a text by it before it pools:
-2 GB for 2,048 rows of Gemma, and 2 GB more to copy them to, which nobody reads. So the graph of such a model is stopped at
-the norm before, as ``llama`` stops that of a window, and the rows are pooled here. Since its rows do not look ahead, a
-text is computed in parts, for which less is copied.
+A generative model has an output matrix, and llama.cpp multiplies every token of a text by it before it pools: 2 GB for
+2,048 tokens of Gemma, and 2 GB more for a copy, which nothing reads. So the graph of such a model is stopped at the
+norm before, as ``llama`` stops that of a window, and pooling is done here. If its attention is causal, a text is also
+computed in parts, for which less is copied.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ with without_top("llama_cpp"):
     from llama_cpp import llama_cpp as llama
 
 MAX_TOKENS: Final = 2048
-"""Of a text: where llama.cpp pools, it needs all of it in one step."""
+"""Limit for a text: where llama.cpp pools, it needs the whole text in one step."""
 PART_ROWS: Final = 128
-"""Rows that are computed in one step where they are pooled here."""
+"""Tokens in one step where pooling is done here."""
 _NORM: Final = b"result_norm"
 _LOGITS: Final = b"result_output"
 _ROWS: Final = b"result_embd_pooled"
-"""What the norm is called where nothing pools."""
+"""The norm's name where llama.cpp does not pool."""
 _POOLINGS: Final = (llama.LLAMA_POOLING_TYPE_MEAN, llama.LLAMA_POOLING_TYPE_CLS, llama.LLAMA_POOLING_TYPE_LAST)
 
 
 class _NormTap(dict[int, bool]):
-    """The evaluation callback: stops a graph that does not pool before its logits if it ``stops``; tells what there is."""
+    """The evaluation callback: records which nodes exist, and if ``stops``, stops a graph without pooling before its
+    logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,16 +48,16 @@ class _NormTap(dict[int, bool]):
         self.has_norm |= name == _NORM
         self.has_logits |= name == _LOGITS
         if not self.stops or name != _ROWS:
-            return False  # not kept: the next text's graph has its nodes elsewhere
+            return False  # not cached: the next text's graph has its nodes elsewhere
         self._asked = not self._asked
         return self._asked
 
 
 class Embedder:
-    """Pools as the model file says, by the mean where it says nothing.
+    """Computes embeddings. Pooling is the model file's, or the mean where the file names none.
 
-    Each text is computed alone: in one step with others its vector would differ from the third digit on. The weights are
-    read into memory of this process and not mapped: so they are seen to be taken by whoever plans with the rest.
+    Each text is computed alone: in one step with others its vector would differ from the third digit on. The weights
+    are read into this process's memory and not mapped, so that planners see this memory as used.
     """
 
     def __init__(self, path: str, *, threads: int) -> None:
@@ -70,7 +71,7 @@ class Embedder:
         self._vocabulary = LlamaVocabulary(Path(path), self._model)
         longest = self._vocabulary.longest_chars
         self._max_chars = None if longest is None else self.max_text_tokens * longest
-        """More characters are more tokens than may be, however they are cut into tokens."""
+        """A longer text has too many tokens however it is tokenised."""
         self._threads = threads
         self._step_rows = self.max_text_tokens
         self._batch: Any = llama.llama_batch_init(self.max_text_tokens, 0, 1)
@@ -109,9 +110,9 @@ class Embedder:
         params.n_seq_max = 1
         params.n_threads = params.n_threads_batch = self._threads
         params.embeddings = params.no_perf = True
-        params.offload_kqv = params.op_offload = False  # a GPU is the ring's
+        params.offload_kqv = params.op_offload = False  # GPUs belong to the ring
         params.pooling_type = pooling
-        params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED  # as stock llama-cpp-python: its vectors are ours
+        params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED  # for the same vectors as stock llama-cpp-python
         params.cb_eval = ctypes.cast(self._callback, type(params.cb_eval))
         context = llama.llama_init_from_model(self._model, params)
         if not context:
@@ -119,9 +120,9 @@ class Embedder:
         return context
 
     def read(self, text: str | list[int], *, cuts: bool) -> list[int]:
-        """The tokens of ``text``, as many as fit if it ``cuts``.
+        """Return the tokens of ``text``, cut to the maximum if ``cuts``.
 
-        Raises ``ValueError`` saying what is wrong with a text that is empty or too long, or a token that is none.
+        Raises ``ValueError`` with the reason for a text that is empty or too long, or an id that is not a token.
         """
         if not text:
             raise ValueError("is empty; there is nothing to embed")
@@ -143,7 +144,7 @@ class Embedder:
         return tokens[: self.max_text_tokens - ends] + tokens[len(tokens) - ends :]
 
     def embed(self, tokens: list[int]) -> NDArray[np.float32]:
-        """The vector of a text that was ``read``, of length 1."""
+        """Return the vector, of length 1, of a text that was ``read``."""
         memory = llama.llama_get_memory(self._context)
         if memory:  # encoders have none
             llama.llama_memory_clear(memory, True)
@@ -156,7 +157,7 @@ class Embedder:
         return vector / length if length > 0 else vector
 
     def _compute(self, tokens: list[int], first: int) -> NDArray[np.float32]:
-        """The rows of ``tokens``, of which the first has the position ``first``; one row where llama.cpp pools."""
+        """Return the hidden states of ``tokens``, at positions from ``first`` on; one row where llama.cpp pools."""
         batch, stops = self._batch, self._tap.stops
         for row, token in enumerate(tokens):
             batch.token[row], batch.pos[row], batch.n_seq_id[row] = token, first + row, 1

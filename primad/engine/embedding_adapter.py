@@ -1,8 +1,8 @@
-"""What a LoRA adapter adds to rows of the token embedding, computed by ggml as llama.cpp's graph does.
+"""Adds a LoRA adapter's part to rows of the token embedding, computed by ggml as llama.cpp's graph does.
 
-ggml computes the product, its scale and the sum, with as many rows at once as the step has: so they are llama.cpp's, bit for
-bit. Of the adapter's first matrix, which has a row for each token, those of the step are looked up in its file; the second
-is held.
+ggml computes the product, its scale and the sum for all tokens of the step together, so the result is bit-identical to
+llama.cpp's. Rows of the adapter's first matrix, one for each token, are looked up in its file; the second matrix is in
+memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from primad.gguf.adapter import Adapter
 
 _F32: Final = 0
 _ROOM_BYTES: Final = 1 << 20
-"""For a graph and its tensors, without what these hold."""
+"""Memory for a graph and its tensors, without the tensors' data."""
 
 
 class _InitParams(ctypes.Structure):
@@ -55,7 +55,7 @@ class _Calls:
 
 
 class _Memory:
-    """A ggml context whose tensors lie in a buffer of their own. Its owner frees it."""
+    """A ggml context with its own buffer for the tensors. Its owner frees it."""
 
     def __init__(self, calls: _Calls) -> None:
         self._calls = calls
@@ -63,7 +63,7 @@ class _Memory:
         self._buffer: Any = None
 
     def fill(self, backend: Any) -> None:
-        """Give all tensors of the context their memory. Raises ``EngineError``."""
+        """Allocate all tensors of the context. Raises ``EngineError``."""
         self._buffer = self._calls.allocate(self.context, backend)
         if not self._buffer:
             raise EngineError("ggml has no memory for an adapter of the token embedding")
@@ -75,7 +75,7 @@ class _Memory:
 
 
 class EmbeddingAdapter:
-    """The part of ``adapter`` that changes the token embedding. Raises ``EngineError`` where ggml cannot compute it."""
+    """The part of ``adapter`` that changes the token embedding. Raises ``EngineError`` if ggml cannot compute it."""
 
     def __init__(self, adapter: Adapter) -> None:
         assert adapter.embedding is not None
@@ -101,7 +101,7 @@ class EmbeddingAdapter:
         self._calls.set(self._matrix, weights, 0, len(weights))
 
     def add(self, hidden: Hidden, tokens: NDArray[np.int32]) -> None:
-        """Add to ``hidden`` (rows, width) what the adapter has for its ``tokens``."""
+        """Add the adapter's part for ``tokens`` to ``hidden`` (rows, width)."""
         calls, count = self._calls, len(tokens)
         looked_up = self._tokens.rows(tokens)
         memory = _Memory(calls)

@@ -1,33 +1,24 @@
 """Access to llama.cpp's KV cache cell by cell: cells are read by position, and restored as if they had been computed.
 
 llama.cpp saves and restores whole sequences (``llama_state_seq_*``). Saving one costs in proportion to its length, too
-much
-to do after every few tokens. So cells are read in place:
+much to do after every few tokens. So cells are read in place:
 
 * **Where.** Every node of a graph that writes or reads the cache is a view of a tensor ``cache_k_l<layer>`` or
   ``cache_v_l<layer>``, which stays in place as long as its context. The evaluation callback sees the nodes anyway.
 * **Which cell.** Position p of a sequence is cell p of its stream: each sequence has its own stream (or there is only
-one),
-  tokens come in the order of their positions, only tails are forgotten, and llama.cpp continues at the first free cell.
-A
-  small cache of sliding windows reuses its cells: there position p is in cell p modulo the number of cells, until a
-later
-  position overwrites it.
+  one), tokens come in the order of their positions, only tails are forgotten, and llama.cpp continues at the first free
+  cell. A small cache of sliding windows reuses its cells: there position p is in cell p modulo the number of cells,
+  until a later position overwrites it.
 * **Restoring** uses llama.cpp's own restore, with a state that is written here. Cells that a sliding window has passed
-are
-  restored too, so that each is where it was: attention adds in the order of the cells (``llama/sliding_cells.py``
-explains
-  the small cache).
+  are restored too, so that each is where it was: attention adds in the order of the cells (``llama/sliding_cells.py``
+  explains the small cache).
 
 The layout of a state depends on the build of llama.cpp (this is 0.3.36's): u32 magic, u32 sequence, then for each cache
-(two
-where layers slide) u32 streams, for each stream u32 cells and, if there are any, for each i32 position, u32 1, three
-more
-numbers where positions have several parts, i32 sequence; u32 whether values are transposed, u32 layers; each layer's
-keys: i32 type, u64 bytes a cell, cells; each layer's values: the same, or, transposed, i32 type, u32 bytes an element,
-u32
-elements a cell, for each element all cells. A cache without values (DeepSeek's latent attention) lacks the last part.
-``KvCache`` checks whether this build agrees.
+(two where layers slide) u32 streams, for each stream u32 cells and, if there are any, for each i32 position, u32 1,
+three more numbers where positions have several parts, i32 sequence; u32 whether values are transposed, u32 layers; each
+layer's keys: i32 type, u64 bytes a cell, cells; each layer's values: the same, or, transposed, i32 type, u32 bytes an
+element, u32 elements a cell, for each element all cells. A cache without values (DeepSeek's latent attention) lacks the
+last part. ``KvCache`` checks whether this build agrees.
 """
 
 from __future__ import annotations
@@ -102,8 +93,7 @@ def bind(ggml: ctypes.CDLL) -> None:
 @dataclass(frozen=True, slots=True)
 class _Part:
     """The keys or the values of one layer: ``cell_bytes`` a cell, in elements of ``element_bytes`` (a block's bytes
-    where
-    quantised); each stream begins ``stream_bytes`` after the one before it."""
+    where quantised); each stream begins ``stream_bytes`` after the one before it."""
 
     tensor: int
     kind: int
@@ -132,8 +122,7 @@ class KvCache:
 
     ``tensors`` are known. The last ``sharing`` layers use the cells of others: their own are empty, and so are those of
     layers that have only a state. Sliding layers have ``window_cells`` cells, or (None) as many as the others. Layers
-    after
-    the window's last have cells that are not used: zeros are restored there.
+    after the window's last have cells that are not used: zeros are restored there.
 
     Create it while ``sequence`` has no cells: a round trip of two made-up cells finds out how this build stores them.
     Raises ``EngineError`` if it stores them in no known way.
@@ -403,8 +392,7 @@ class KvCache:
 
     def _narrow_values(self) -> dict[int, _Part]:
         """Return the values with at most a key's bytes a cell: if transposed, llama.cpp allocates the largest size of
-        any
-        layer for all."""
+        any layer for all."""
         return {
             layer: replace(part, cell_bytes=min(part.cell_bytes, self._keys[layer].cell_bytes))
             for layer, part in self._values.items()

@@ -1,14 +1,11 @@
 """Decides which tokens may come next: by a grammar, and by when a completion may end.
 
 A grammar's matcher (llguidance) follows the completion. A thread computes the mask of the next token as soon as a token
-is
-sampled, so that the mask is ready when the ring has computed the logits. The matcher's state is a function of the
-tokens so
-far: a process that takes over a completion gets these tokens and replays them.
+is sampled, so that the mask is ready when the ring has computed the logits. The matcher's state is a function of the
+tokens so far: a process that takes over a completion gets these tokens and replays them.
 
 Greedy sampling first checks whether the mask allows the most likely token, as it mostly does: listing the allowed
-tokens
-costs more, and is done only where needed.
+tokens costs more, and is done only where needed.
 """
 
 from __future__ import annotations

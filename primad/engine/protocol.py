@@ -1,8 +1,7 @@
 """The interface between the ring's core and llama.cpp: what a window can do.
 
 A window is a contiguous run of layers with its own KV cache. It takes tokens or hidden states and returns hidden
-states.
-The tail window, and a window that is the whole model, keep logits instead, from which a ``Sampler`` samples.
+states. The tail window, and a window that is the whole model, keep logits instead, from which a ``Sampler`` samples.
 Everything is synchronous and belongs to one thread. ``engine/llama`` is the implementation; ``tests/fakes/engine.py``
 is a strict fake that remembers every layer and position.
 
@@ -59,18 +58,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     ``temperature`` 0 is greedy; ``top_k`` 0 keeps every token; ``top_p`` 1 and ``min_p`` 0 keep everything;
     ``repeat_penalty`` 1 and the two other penalties 0 change nothing; penalties look at the last ``penalty_tokens``
     tokens of prompt and completion. ``seed`` is 0 to 2**32 - 2. The others are llama.cpp's parameters of the same
-    names:
-    ``top_n_sigma`` 0, ``typical_p`` 1, ``temperature_range`` 0, ``dry_multiplier`` 0, ``xtc_probability`` 0 and
-    ``mirostat``
-    0 do nothing; ``mirostat`` 1 or 2 replaces everything but bias and temperature. ``mirostat_mu`` is mirostat's state
-    after
-    the tokens so far; None before the first token.
+    names: ``top_n_sigma`` 0, ``typical_p`` 1, ``temperature_range`` 0, ``dry_multiplier`` 0, ``xtc_probability`` 0 and
+    ``mirostat`` 0 do nothing; ``mirostat`` 1 or 2 replaces everything but bias and temperature. ``mirostat_mu`` is
+    mirostat's state after the tokens so far; None before the first token.
 
     A completion has at least ``min_tokens`` tokens, and with ``ignore_eos`` ends only at its token limit. ``grammar``
-    (in
-    llguidance's form: Lark, or its JSON form) restricts the sampled tokens; where it says that the text is complete,
-    the
-    completion ends.
+    (in llguidance's form: Lark, or its JSON form) restricts the sampled tokens; where it says that the text is
+    complete, the completion ends.
     """
 
     temperature: float
@@ -159,10 +153,8 @@ def sampling_seed(seed: int, index: int) -> int:
 
     Each token is sampled by its own generator, so the result depends on the tokens before it and not on state of a ring
     process: another process that gets those tokens samples the same one. The mix is splitmix64's (Steele, Lea and
-    Flood,
-    "Fast splittable pseudorandom number generators", 2014): the upper half of number ``index`` of the stream that
-    starts at
-    ``seed``. 2**32 - 1 asks llama.cpp for a random seed and becomes 0.
+    Flood, "Fast splittable pseudorandom number generators", 2014): the upper half of number ``index`` of the stream
+    that starts at ``seed``. 2**32 - 1 asks llama.cpp for a random seed and becomes 0.
     """
     mixed = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _MASK_64
     mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & _MASK_64
@@ -174,21 +166,15 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How windows are opened on this device.
 
     ``context`` cells of KV cache of type ``kv_type`` for each of ``sequences`` sequences; at most ``rows`` tokens a
-    step;
-    ``threads`` for decode and ``batch_threads`` for prefill. ``lock`` pins resident weights to memory (mlock). Without
-    ``flash``, attention keeps the scores of all cells, where the KV cache allows it. ``gpu`` is llama.cpp's name of the
-    GPU
-    that gets layers first ("": the first one), ``other_gpus`` are the device's others, ``offloading_gpu`` is the one
-    for
-    prefill offload ("": the first one). A single sequence may have ``branches``, which are numbered after it and share
-    its
-    cells; their tokens are then not bit-identical to those of a separate sequence. With ``small_windows``, layers with
-    a
-    sliding window have few more cells than the window, and go back only to kept states. At most ``states`` states are
-    kept.
-    ``rollback`` is the number of tokens of a sequence's last step that can be taken back where layers have a state, as
-    long
-    as one of them stays and no step with several sequences came since.
+    step; ``threads`` for decode and ``batch_threads`` for prefill. ``lock`` pins resident weights to memory (mlock).
+    Without ``flash``, attention keeps the scores of all cells, where the KV cache allows it. ``gpu`` is llama.cpp's
+    name of the GPU that gets layers first ("": the first one), ``other_gpus`` are the device's others,
+    ``offloading_gpu`` is the one for prefill offload ("": the first one). A single sequence may have ``branches``,
+    which are numbered after it and share its cells; their tokens are then not bit-identical to those of a separate
+    sequence. With ``small_windows``, layers with a sliding window have few more cells than the window, and go back only
+    to kept states. At most ``states`` states are kept. ``rollback`` is the number of tokens of a sequence's last step
+    that can be taken back where layers have a state, as long as one of them stays and no step with several sequences
+    came since.
     """
 
     context: int
@@ -230,8 +216,7 @@ class WindowSource(msgspec.Struct, frozen=True, kw_only=True):
     ``metadata`` alone.
 
     ``assignment`` says which layers go to the GPU and how many bytes stay in memory. ``extra_buffers`` lets llama.cpp
-    keep
-    repacked or AMX copies of the weights. ``adapters`` change the weights.
+    keep repacked or AMX copies of the weights. ``adapters`` change the weights.
     """
 
     window: int
@@ -247,12 +232,9 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
 
     ``content`` is (rows,) int32 token ids for the route's first window, (rows, width) float32 hidden states for all
     others. Tokens of a picture are (rows, width) for the first window as well. Row ``i`` is at position
-    ``positions[i]``,
-    belongs to ``sequences[i]`` and needs logits if ``outputs[i]``. With ``look_ahead``, rows also attend to later rows
-    of
-    the step. ``rope`` is for models with four-part positions, where a row's parts differ from its position, as in a
-    picture
-    and after it: it has all parts, row by row, and keys are rotated by these.
+    ``positions[i]``, belongs to ``sequences[i]`` and needs logits if ``outputs[i]``. With ``look_ahead``, rows also
+    attend to later rows of the step. ``rope`` is for models with four-part positions, where a row's parts differ from
+    its position, as in a picture and after it: it has all parts, row by row, and keys are rotated by these.
     """
 
     content: Tokens | Hidden
@@ -269,8 +251,8 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
 class GroupExchange(Protocol):
     """How the ranks of a group, each with a share of the window's layers, exchange values (``engine/llama/sums.py``).
 
-    All ranks call the same methods in the same order. Each method raises ``PrimadError`` where another rank is late, gone
-    or sends something else.
+    All ranks call the same methods in the same order. Each method raises ``PrimadError`` where another rank is late,
+    gone or sends something else.
     """
 
     @property
@@ -338,8 +320,7 @@ class EngineWindow(Protocol):
 
     def state_restore(self, number: int, sequence: int, end: int) -> None:
         """Cut ``sequence`` back to its first ``end`` positions, with the state kept there as ``number``, unless it
-        already
-        has no more."""
+        already has no more."""
 
     def state_forget(self) -> None:
         """Drop all kept states."""
@@ -367,8 +348,7 @@ class Sampler(Protocol):
 
     def peek(self, logits: LogitsRow, index: int) -> int | None:
         """Return the token that would be sampled at ``index`` from ``logits``, given the history known so far. Nothing
-        is
-        sampled or remembered. None where the most likely token is as good a draft."""
+        is sampled or remembered. None where the most likely token is as good a draft."""
 
     @property
     def mirostat_mu(self) -> float | None:
@@ -414,8 +394,7 @@ class Predictor(Protocol):
 
     def read(self, tokens: Sequence[int], states: Sequence[Hidden] | Hidden, first: int) -> None:
         """Add ``tokens`` from position ``first`` on, each with the state from which it was sampled. Earlier content
-        from
-        ``first`` on is forgotten."""
+        from ``first`` on is forgotten."""
 
     def predict(self, tokens: Sequence[int], states: Sequence[Hidden] | Hidden, first: int) -> tuple[LogitsRow, Hidden]:
         """Do as ``read``, and return the logits (vocabulary,) after the last token, valid until the next call, and its

@@ -4,9 +4,8 @@ Bias, penalties, DRY, top-n-sigma, top-k, typical, top-p, min-p, XTC, temperatur
 temperature, mirostat. Where only some tokens are allowed, the samplers see only those.
 
 Random samplers (XTC, mirostat and the last one) are created for each token with its own seed (``sampling_seed``), so
-the
-token depends on the text before it and not on state of a ring process. Only mirostat has a state, ``mu``: the bound on
-the next token's surprise, which follows from the probabilities of all tokens before. llama.cpp neither exposes nor
+the token depends on the text before it and not on state of a ring process. Only mirostat has a state, ``mu``: the bound
+on the next token's surprise, which follows from the probabilities of all tokens before. llama.cpp neither exposes nor
 accepts it, but starts with twice the ``tau`` of its creation. So each token's sampler is created with half of ``mu``,
 and ``mu`` is updated here, by the same rule; whichever process continues a completion gets it with the tokens.
 """
@@ -153,8 +152,7 @@ class ChainSampler:
         self._biases = np.frombuffer(sampling.logit_bias, _BIAS)
         self._is_biased_here = allowed.leaves_out and bool(sampling.logit_bias)
         """llama.cpp searches all biases for each token that it sees, unless it sees all tokens in order: with a grammar
-        and
-        25,000 biases each token took the ring 0.3 s."""
+        and 25,000 biases each token took the ring 0.3 s."""
         self._mu = 2 * sampling.mirostat_tau if sampling.mirostat_mu is None else sampling.mirostat_mu
         known = [*prompt, *sampled]
         reach = max(

@@ -1,13 +1,13 @@
-"""The states of recurrent layers, layer by layer: taken out of a sequence, and put together for llama.cpp.
+"""The states of recurrent layers, layer by layer: split from a sequence's state, and joined for llama.cpp.
 
-llama.cpp gives the state of a sequence for a window whole (``llama_state_seq_get_data_ext`` with
-``LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY``). A device of another ring has other windows, so here it is cut into layers. They are
-``LayerCells`` without positions, of which ``keys`` and ``values`` are what llama.cpp calls R and S.
+llama.cpp returns the state of a sequence for a whole window (``llama_state_seq_get_data_ext`` with
+``LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY``). Devices of another ring have other windows, so it is split into layers here.
+These are ``LayerCells`` without positions, whose ``keys`` and ``values`` are what llama.cpp calls R and S.
 
-The layout belongs to a build, as that of cells does (``kv_cache.py``): u32 magic, u32 sequence, u32 cells, which is 0 or 1,
-and for that one i32 position, u32 0; u32 whether S is transposed, which it never is, u32 layers; of each layer with a state
-i32 type of R, u64 bytes, R; then the same of S. In the state of a whole sequence it stands, from the cells on, behind the
-caches of layers that attend.
+The layout depends on the build, as that of cells does (``kv_cache.py``): u32 magic, u32 sequence, u32 cells (0 or 1),
+and for that one cell i32 position, u32 0; u32 whether S is transposed, which it never is, u32 layers; for each layer
+with a state i32 type of R, u64 bytes, R; then the same for S. In the state of a whole sequence the part from the cells
+on follows the caches of attention layers.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _PART: Final = struct.Struct("<iQ")
 
 
 class StateCells:
-    """The states of ``recurrent`` layers, numbered in the window of ``layers`` layers from ``first`` on, of ``context``.
-    That of one that stands behind the window's is nobody's: zeros are put back there.
+    """The states of ``recurrent`` layers of ``context``, numbered within the window of ``layers`` layers from ``first``
+    on. The state of a layer after the window's last is not used: zeros are restored there.
 
-    Made while ``sequence`` is empty. Raises ``EngineError`` when this build gives states in another form.
+    Create it while ``sequence`` is empty. Raises ``EngineError`` if this build returns states in another form.
     """
 
     def __init__(self, context: Any, recurrent: Collection[int], *, first: int, layers: int, sequence: int) -> None:
@@ -45,12 +45,12 @@ class StateCells:
         if len(empty) != at + 2 * count * _PART.size or empty[_HEAD.size : _HEAD.size + 8] != bytes(8):
             raise EngineError(f"llama.cpp's state of {count} layers of {layers} has an unknown form")
         self.empty: Final = empty[_HEAD.size :]
-        """What stands in the state of a whole sequence that has none."""
+        """The state's part in the data of a whole sequence that has no state."""
         parts = [_PART.unpack_from(empty, at + number * _PART.size) for number in range(2 * count)]
         self._parts = dict(zip(self._recurrent, zip(parts[:count], parts[count:], strict=True), strict=True))
 
     def shapes(self) -> list[CellShape]:
-        """What the state of each layer is made of."""
+        """Return the types and sizes of each layer's state."""
         found = []
         for layer in range(self._layers):
             keys, values = self._parts.get(layer, ((0, 0), (0, 0)))
@@ -58,7 +58,8 @@ class StateCells:
         return found
 
     def read(self, sequence: int, end: int) -> list[LayerCells]:
-        """The state of ``sequence`` behind its ``end`` positions, of every layer. Raises ``EngineError`` at other ones."""
+        """Return the state of ``sequence`` after ``end`` positions, for every layer. Raises ``EngineError`` if it is
+        elsewhere."""
         state = self._given(sequence)
         at = _HEAD.size + 4
         size = at + _CELL.size + len(self.empty) - 4 + sum(r + s for (_, r), (_, s) in self._parts.values())
@@ -87,7 +88,10 @@ class StateCells:
         ]
 
     def pieces(self, state: Sequence[LayerCells], end: int) -> list[Bytes]:
-        """``state`` as it stands in that of a whole sequence of ``end`` positions. Raises ``EngineError`` for another's."""
+        """Return ``state`` as laid out in the state of a whole sequence of ``end`` positions.
+
+        Raises ``EngineError`` if it belongs to another window or position.
+        """
         for each, shape in zip(state, self.shapes(), strict=False):
             found = (each.layer, each.key_type, each.value_type, len(each.keys), len(each.values))
             if (each.start, each.end) != (end, end) or CellShape(*found, is_state=True) != shape:

@@ -13,15 +13,15 @@ from primad.engine.marker_cuts import PIECE_CHARS, pieces
 from primad.errors import EngineError
 
 KEPT_PIECES: Final = 4096
-"""Of so many tokens the bytes are kept, most of a text's among them: asking llama.cpp takes a tenth of the head's processor
-time for a token."""
+"""Number of tokens whose bytes are cached, enough for most of a text: asking llama.cpp takes a tenth of the head's
+processor time for a token."""
 
 PIECE_BYTES: Final = 64
 """Room for the bytes of nearly every token."""
 
 
 class LlamaVocabulary:
-    """The tokenizer of a model file, loaded without its weights, or of a ``model`` of llama.cpp that is loaded already."""
+    """The tokenizer of a model file, loaded without its weights, or of a loaded llama.cpp ``model``."""
 
     def __init__(self, path: Path, model: Any = None) -> None:
         params = llama.llama_model_default_params()
@@ -38,7 +38,7 @@ class LlamaVocabulary:
 
     @property
     def handle(self) -> Any:
-        """llama.cpp's own, for its samplers; valid until ``release``."""
+        """llama.cpp's handle, for its samplers; valid until ``release``."""
         return self._vocab
 
     def _special(self, token: int) -> str:
@@ -51,7 +51,7 @@ class LlamaVocabulary:
 
     @cached_property
     def longest_chars(self) -> int | None:
-        """No token stands for more characters of a text; None where a text may lose some before it becomes tokens."""
+        """The most characters that a token covers; None where the tokenizer may drop characters."""
         if llama.llama_vocab_type(self._vocab) not in (llama.LLAMA_VOCAB_TYPE_BPE, llama.LLAMA_VOCAB_TYPE_SPM):
             return None
         if not self._tokenize("  ", False, False):  # blanks are dropped
@@ -63,7 +63,8 @@ class LlamaVocabulary:
 
     @property
     def fill_in_ids(self) -> tuple[int, int, int, int]:
-        """The tokens before what precedes a gap, before what follows it, for its middle, and before a file; -1 for none."""
+        """The fill-in-the-middle tokens: before the prefix, before the suffix, before the middle, before a file; -1 for
+        none."""
         named = (
             llama.llama_vocab_fim_pre,
             llama.llama_vocab_fim_suf,
@@ -75,12 +76,13 @@ class LlamaVocabulary:
 
     @property
     def adds_end(self) -> bool:
-        """Whether the model wants a token at the end of a text."""
+        """Whether the model expects a token at the end of a text."""
         return bool(llama.llama_vocab_get_add_eos(self._vocab) or llama.llama_vocab_get_add_sep(self._vocab))
 
     @cached_property
     def _cut_markers(self) -> list[str]:
-        """The markers in front of which a text may be cut: none where what stands before one is not read by itself."""
+        """The markers before which a text may be cut: none if the text before a marker is not tokenised
+        independently."""
         kind = llama.llama_vocab_type(self._vocab)
         if kind not in (llama.LLAMA_VOCAB_TYPE_BPE, llama.LLAMA_VOCAB_TYPE_SPM) or self.adds_end:
             return []
@@ -92,7 +94,8 @@ class LlamaVocabulary:
         return [text for token in marks if (text := self.name(token))]
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Token ids of ``text``; ``add_special`` adds what the model wants at the ends, ``parse_special`` reads markers."""
+        """Return token ids of ``text``; ``add_special`` adds the model's start and end tokens, ``parse_special`` reads
+        markers."""
         if not parse_special or len(text) <= 2 * PIECE_CHARS:
             return self._tokenize(text, add_special, parse_special)
         tokens: list[int] = []
@@ -112,22 +115,23 @@ class LlamaVocabulary:
         raise EngineError(f"llama.cpp cannot tokenise a text of {len(data)} bytes")
 
     def piece(self, token: int) -> bytes:
-        """The bytes that ``token`` adds to a text; none for control tokens."""
+        """Return the bytes that ``token`` adds to a text; none for control tokens."""
         return self._piece(token, False)
 
     def piece_or_marker(self, token: int) -> bytes:
-        """As ``piece``, and for a control token its name, unless it ends answers."""
+        """Return ``piece``, or for a control token its name, unless it ends a generation."""
         piece = self.piece(token)
         if piece or llama.llama_vocab_is_eog(self._vocab, token):
             return piece
         return self._piece(token, True)
 
     def name(self, token: int) -> str:
-        """A printable name of any token, control tokens included."""
+        """Return a printable name of any token, control tokens included."""
         return self._piece(token, True).decode("utf-8", errors="replace")
 
     def all_tokens(self) -> Iterator[tuple[bytes, bool, bool]]:
-        """Each token in order: the bytes of its name, whether it is a control token, and whether it ends a generation."""
+        """Yield for each token in order its name's bytes, whether it is a control token, and whether it ends a
+        generation."""
         buffer, ends, longest = ctypes.create_string_buffer(PIECE_BYTES), self.ends, 0
         for token in range(self.size):
             piece = self._read_piece(token, False, buffer)
@@ -147,6 +151,6 @@ class LlamaVocabulary:
             room, buffer = -count, None
 
     def release(self) -> None:
-        """Give back its memory; it must not be used again."""
+        """Free its memory; it must not be used again."""
         llama.llama_model_free(self._model)
         del self._model, self._vocab

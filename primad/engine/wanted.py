@@ -1,7 +1,6 @@
-"""Which tensors llama.cpp wants for a model of some metadata, asked of llama.cpp itself: it makes such a model without a
-file.
+"""Asks llama.cpp which tensors a model with some metadata has: llama.cpp can create such a model without a file.
 
-It may abort over metadata that it does not understand, so what strangers wrote is asked about in a child process.
+It may abort on metadata that it does not understand, so untrusted metadata is checked in a child process.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ ggml_base.gguf_init_from_file.argtypes = [ctypes.c_char_p, _InitParams]
 ggml_base.gguf_free.restype, ggml_base.gguf_free.argtypes = None, [ctypes.c_void_p]
 _NORMS: Final = ("enorm", "hnorm", "shared_head_norm")
 _MATRICES: Final = ("embed_tokens", "shared_head_head")
-"""Of a layer for multi-token prediction, besides those of any layer."""
+"""Tensors that only a multi-token prediction layer has."""
 
 
 def wanted_tensors(values: Mapping[str, Value]) -> dict[str, TensorShape]:
-    """Names and shapes of all tensors that a model of this metadata has or may have.
+    """Return names and shapes of all tensors that a model of this metadata has or may have.
 
-    Layers for multi-token prediction are asked for as others, which they hold. Raises ``EngineError`` where llama.cpp
-    does not take the metadata.
+    Multi-token prediction layers contain an ordinary layer, so they are queried as one. Raises ``EngineError`` if
+    llama.cpp does not accept the metadata.
     """
     name = str(values["general.architecture"].scalar())
     predicting = int(values[f"{name}.nextn_predict_layers"].scalar()) if f"{name}.nextn_predict_layers" in values else 0

@@ -12,11 +12,12 @@ from primad.engine.binding import llama
 from primad.engine.protocol import Rows
 
 POSITION_PARTS: Final = 4
-"""Of rows that are no tokens llama.cpp reads as many numbers as its model's positions have parts, at most these."""
+"""Numbers that llama.cpp reads for the position of a hidden state: as many as the model's positions have parts, at most
+these."""
 
 
 class LlamaBatch:
-    """One ``llama_batch`` over numpy arrays, filled anew for each forward."""
+    """One ``llama_batch`` over numpy arrays, refilled for each forward."""
 
     def __init__(self, rows: int, sequences: int) -> None:
         self._tokens = np.zeros(rows, np.int32)
@@ -40,12 +41,12 @@ class LlamaBatch:
         return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
 
     def fill(self, rows: Rows, *, fed: bool, every_row_out: bool) -> Any:
-        """The batch holding ``rows``; valid until the next ``fill``. ``rows.content`` must stay alive meanwhile.
+        """Return the batch holding ``rows``; valid until the next ``fill``. ``rows.content`` must stay alive meanwhile.
 
-        ``fed``: it is not in the batch, which has a token for each row instead.
+        With ``fed``, the content enters elsewhere, and the batch has a token 0 for each row instead.
         """
         count = len(rows)
-        if count == 1:  # numpy takes a list in several times as long
+        if count == 1:  # numpy takes several times as long for a list
             self._positions[0], self._logits[0] = rows.positions[0], every_row_out or rows.outputs[0]
         else:
             self._positions[:count] = rows.positions
@@ -75,7 +76,7 @@ class LlamaBatch:
         return self._pointer(content, ctypes.c_float)
 
     def _row_of(self, content: NDArray[Any]) -> Any:
-        """A copy of one row, whose place is known: to ask an array for its own takes longer."""
+        """Copy one row to a buffer whose address is known: asking an array for its address takes longer."""
         if self._row is None or self._row.shape != content.shape:
             self._row = np.empty(content.shape, np.float32)
             self._row_at = self._floats(self._row)

@@ -1,4 +1,4 @@
-"""The first hidden states, looked up in the model file itself."""
+"""Looks up the first hidden states in the model file itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TO_FLOAT = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_in
 
 
 class TokenRows:
-    """A matrix of a file with a row for each token, or position, of which rows are looked up."""
+    """A matrix of a file with a row for each token or position, whose rows are looked up."""
 
     def __init__(self, tensor: TensorInfo) -> None:
         self.width, self.count = tensor.shape
@@ -45,9 +45,9 @@ class TokenRows:
             raise EngineError(f"{tensor.path}: llama.cpp cannot read rows of type {tensor.type.name}")
 
     def rows(self, tokens: NDArray[np.int32]) -> Hidden:
-        """Rows (rows, width) of ``tokens``, as llama.cpp looks them up.
+        """Return rows (rows, width) of ``tokens``, as llama.cpp looks them up.
 
-        Raises ``WeightsError`` when somebody wrote to the file.
+        Raises ``WeightsError`` if the file was written to.
         """
         self._check()
         packed = self._table[tokens]
@@ -61,7 +61,8 @@ class TokenRows:
         return found
 
     def _check(self) -> None:
-        """A file that was cut short would end this process where it is read, one that was overwritten change the answer."""
+        """Check the file: reading one that was cut short would crash the process, an overwritten one would change
+        results."""
         status = os.fstat(self._file)
         if status.st_mtime_ns != self._changed_ns and is_still_whole(str(self._path)):
             self._changed_ns = status.st_mtime_ns  # a layer file's header, for another window
@@ -70,17 +71,17 @@ class TokenRows:
 
 
 class ChangesRows(Protocol):
-    """Changes looked up rows of the token embedding."""
+    """Changes rows that were looked up in the token embedding."""
 
     def add(self, hidden: Hidden, tokens: NDArray[np.int32]) -> None:
-        """Add to ``hidden`` (rows, width) what it has for its ``tokens``."""
+        """Add its part for ``tokens`` to ``hidden`` (rows, width)."""
 
 
 class TokenEmbedding:
-    """Looks up the first hidden states in the model file itself, which ``adapters`` change in their order.
+    """Looks up the first hidden states in the model file itself; ``adapters`` change them in order.
 
-    A row of ``positions`` is added to each, where the model has them. ``layers`` have inputs of their own. Where
-    ``scales_tokens_alone`` a picture's rows are not multiplied by ``scale`` as well.
+    If the model has position embeddings, a row of ``positions`` is added to each. ``layers`` is the table of per-layer
+    inputs. With ``scales_tokens_alone``, a picture's rows are not multiplied by ``scale``.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class TokenEmbedding:
 
     @classmethod
     def of(cls, header: Header, table: Header | None = None, adapters: Sequence[ChangesRows] = ()) -> TokenEmbedding:
-        """What the head looks up of the model of ``header``; its tensors may be in the file of ``table``."""
+        """Return the embedding of the model of ``header``; its tensors may be in the file of ``table``."""
         file = header if table is None else table
         layers = None
         if each := layer_inputs(header):
@@ -121,7 +122,8 @@ class TokenEmbedding:
         )
 
     def first(self, rows: Rows) -> Hidden:
-        """What the first window takes of tokens, or of a picture's rows: hidden states, and what goes beside them."""
+        """Return the first window's input for tokens or a picture's rows: hidden states, with per-layer inputs if
+        any."""
         if rows.content.dtype == np.float32:
             hidden = self.of_picture(rows.content)  # type: ignore[arg-type]
             return hidden if self.layers is None else self.layers.of_picture(hidden)
@@ -130,13 +132,14 @@ class TokenEmbedding:
         return hidden if self.layers is None else self.layers.joined(hidden, tokens)
 
     def of_picture(self, rows: Hidden) -> Hidden:
-        """Hidden states of a picture's ``rows``, as llama.cpp makes them of embeddings."""
+        """Return hidden states of a picture's ``rows``, as llama.cpp computes them from embeddings."""
         return rows if self._picture_scale == 1 else rows * self._picture_scale
 
     def rows(self, tokens: NDArray[np.int32], positions: Sequence[int]) -> Hidden:
-        """Hidden states (rows, width) of ``tokens`` at ``positions``, as llama.cpp computes them from token input.
+        """Return hidden states (rows, width) of ``tokens`` at ``positions``, as llama.cpp computes them from token
+        input.
 
-        Raises ``WeightsError`` when somebody wrote to the file, ``EngineError`` for a position that the model does not know.
+        Raises ``WeightsError`` if the file was written to, ``EngineError`` for a position beyond the model's.
         """
         hidden = self._table.rows(tokens)
         for adapter in self._adapters:

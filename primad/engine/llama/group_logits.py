@@ -1,4 +1,4 @@
-"""The logits of a group's tail, of which each rank computes those of its own tokens."""
+"""The logits of a group's tail, where each rank computes those of its own part of the vocabulary."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from primad.errors import EngineError
 
 
 class GroupLogits:
-    """Brings the logits of all ranks together on the first one, which knows ``vocabulary`` tokens."""
+    """Gathers the logits of all ranks on rank 0. The model has ``vocabulary`` tokens."""
 
     def __init__(self, exchange: GroupExchange, vocabulary: int) -> None:
         self._exchange, self._vocabulary = exchange, vocabulary
         self._rows: dict[int, LogitsRow] = {}
 
     def gather(self, own: Mapping[int, LogitsRow]) -> None:
-        """Swap this rank's logits, by row. Raises ``EngineError`` where those of the group are not one for each token."""
+        """Exchange this rank's logits, by row. Raises ``EngineError`` if the group's do not add up to the
+        vocabulary."""
         self._rows = {}
         if not own:
             return
@@ -31,7 +32,7 @@ class GroupLogits:
         self._rows = dict(zip(own, logits, strict=True))
 
     def row(self, row: int) -> LogitsRow:
-        """Those of ``row``. Raises ``EngineError`` where it has none here."""
+        """Return the logits of ``row``. Raises ``EngineError`` if it has none here."""
         if row not in self._rows:
             raise EngineError(f"row {row} of the last step has no logits on this device")
         return self._rows[row]

@@ -1,4 +1,4 @@
-"""A loaded llama.cpp model with one context: its parameters, its adapters, and where its tensors lie."""
+"""A loaded llama.cpp model with one context: its parameters, its adapters, and the devices of its tensors."""
 
 from __future__ import annotations
 
@@ -49,26 +49,26 @@ _KV_TYPES: Final[dict[KvType, int]] = {
 }
 
 _LAZY: Final = 2
-"""llama.cpp's LLAMA_LAZY_MODE_ON: stand-ins of zeros are not read ahead."""
+"""llama.cpp's LLAMA_LAZY_MODE_ON: placeholder tensors of zeros are not read ahead."""
 _BUCKETS: Final = 13
-"""Of a ``std::unordered_map`` of libstdc++ with 1 to 13 entries."""
+"""Buckets of a ``std::unordered_map`` of libstdc++ with 1 to 13 entries."""
 _MAX_LOADS: Final = 100
-"""Of one adapter, until it lies where it is to."""
+"""Attempts to load one adapter until its address suits."""
 
 
 _LOOKED: Final = -1
-"""The number of a state that is put back at once."""
+"""The number of a state that is restored immediately."""
 _STOP: Final = llama.ggml_abort_callback(lambda _: True)
 _GO_ON: Final = llama.ggml_abort_callback()
 
 
 def n_gpu_layers(assignment: WindowAssignment, predicting: int = 0) -> int:
-    """What llama.cpp is told, for the layers and the output matrix of a window that go to the GPU.
+    """Return llama.cpp's ``n_gpu_layers`` for a window's layers and output matrix on the GPU.
 
-    It counts the output as one more layer, the last of all, and offloads from the end: n + 1 is the last n layers and the
-    output, 1 the output alone, and layers without the output cannot be asked for. A window that ends in hidden states has a
-    stand-in of one row in the place of the output, which may lie on the GPU as well. Behind the layers of a whole model may
-    be some that are ``predicting`` tokens: llama.cpp does not load them, but counts them.
+    It counts the output as one more layer, the last of all, and offloads from the end: n + 1 is the last n layers and
+    the output, 1 the output alone; layers without the output cannot be requested. A window that ends in hidden states
+    has a placeholder of one row as output, which may be on the GPU as well. After the layers of a whole model there may
+    be ``predicting`` more, for multi-token prediction: llama.cpp does not load them, but counts them.
     """
     if assignment.gpu_layers:
         return assignment.gpu_layers + predicting + 1
@@ -76,7 +76,7 @@ def n_gpu_layers(assignment: WindowAssignment, predicting: int = 0) -> int:
 
 
 def _turn(params: Any, rope: Rope) -> None:
-    """Set what ``rope`` says in the parameters of a context."""
+    """Set ``rope`` in the parameters of a context."""
     if rope.scaling is not None:
         params.rope_scaling_type = ROPE_SCALINGS.index(rope.scaling)
     params.rope_freq_base, params.rope_freq_scale = rope.freq_base, rope.freq_scale
@@ -92,10 +92,11 @@ class _TensorPlace(ctypes.Structure):
 
 
 def gpus_in_order(assignment: WindowAssignment, options: EngineOptions) -> list[tuple[str, int]]:
-    """The GPUs of a window with their layers, in llama.cpp's order: that of the layers, so the device's first comes last.
+    """Return the GPUs of a window with their layer counts, in llama.cpp's order: by layer, so the device's first GPU is
+    last.
 
-    An output matrix is on the last one. The first one also computes prompts through layers in RAM: where another is to do
-    that it stands there without layers. Raises ``EngineError`` where the plan has more GPUs than the device.
+    The last one has the output matrix. The first one also does prefill offload: if another is to do that, it is added
+    in front without layers. Raises ``EngineError`` if the plan has more GPUs than the device.
     """
     if not assignment.uses_gpu:
         return []
@@ -114,20 +115,21 @@ def gpus_in_order(assignment: WindowAssignment, options: EngineOptions) -> list[
 
 
 def tensor_split(layers: Sequence[int], n_gpu_layers: int) -> Any:
-    """What llama.cpp is told of several GPUs: how many layers each has, the output among those of the last one.
+    """Return llama.cpp's ``tensor_split``: the number of layers of each GPU, the output counted with the last one's.
 
-    llama.cpp adds the numbers up and compares quotients by their sum with a layer's number over ``n_gpu_layers``. The sum is
-    that too, so both quotients of a boundary are the same number and each layer lies where it is to.
+    llama.cpp divides the running sum of the numbers by their total, and compares it with a layer's number divided by
+    ``n_gpu_layers``. The total is ``n_gpu_layers`` too, so both quotients of a boundary are equal and each layer is on
+    its GPU.
     """
     counts = [*layers[:-1], n_gpu_layers - sum(layers[:-1])] if layers else []
     return (ctypes.c_float * max(int(llama.llama_max_devices()), len(counts)))(*counts)
 
 
 def _tensor_places(assignment: WindowAssignment, *, is_split: bool) -> Any:
-    """Where llama.cpp is to put the tensors of layers on the GPU that are to be in RAM; the last entry is empty.
+    """Return overrides that keep tensors of GPU layers in RAM; the last entry is empty.
 
-    Where a window ``is_split`` over GPUs there is a place for no tensor: with any llama.cpp does not keep inputs of several
-    steps on each GPU at once, of which a ring has one.
+    A window that ``is_split`` over GPUs has at least one override, which matches no tensor: with any, llama.cpp does
+    not keep the inputs of several steps on each GPU, of which a ring has one.
     """
     layers = range(assignment.cpu_layers, assignment.ram_layers)
     cpu = ggml_base.ggml_backend_cpu_buffer_type()
@@ -137,14 +139,14 @@ def _tensor_places(assignment: WindowAssignment, *, is_split: bool) -> Any:
 
 
 def _text_of(model: Any, key: bytes) -> str:
-    """The value of a key of text in the metadata of ``model``; empty for none."""
+    """Return the text at a key in the metadata of ``model``; empty if there is none."""
     buffer = ctypes.create_string_buffer(128)
     size = llama.llama_model_meta_val_str(model, key, buffer, len(buffer))
     return buffer.value.decode(errors="replace") if size > 0 else ""
 
 
 def _architecture_of(model: Any) -> Architecture | None:
-    """What ``model`` says of its graph, which the head derived, or what the table knows."""
+    """Return the architecture that the head wrote to the metadata of ``model``, else the table's."""
     name = _text_of(model, b"general.architecture")
     entry, leaves, leaves_last = (_text_of(model, key.encode()) for key in (ENTRY_KEY, EXIT_KEY, LAST_EXIT_KEY))
     if not entry:
@@ -153,11 +155,12 @@ def _architecture_of(model: Any) -> Architecture | None:
 
 
 def load_adapters(model: Any, adapters: Sequence[AdapterFile]) -> list[Any]:
-    """LoRA adapters, which end with ``model``. They are loaded before there is a context, which has room for them then.
+    """Load LoRA adapters, which are freed with ``model``. Load them before the context, which then reserves memory for
+    them.
 
-    llama.cpp adds up what they give in the order of a hash map of their addresses. libstdc++'s has so many buckets that each
-    of ours can have its own, and then it is the last one first; so one that would share a bucket is loaded once more.
-    Raises ``EngineError``.
+    llama.cpp adds the adapters' results in the order of a hash map of their addresses. libstdc++'s has enough buckets
+    for each adapter to have its own; then the order is last one first. So an adapter that would share a bucket is
+    loaded again. Raises ``EngineError``.
     """
     loaded: list[Any] = []
     taken: set[int] = set()
@@ -179,18 +182,18 @@ def load_adapters(model: Any, adapters: Sequence[AdapterFile]) -> list[Any]:
 
 
 def _count_of(model: Any, architecture: Architecture, key: str) -> int:
-    """The count at ``key`` in the metadata of ``model``; 0 for none."""
+    """Return the count at ``key`` in the metadata of ``model``; 0 if there is none."""
     return int(_text_of(model, f"{architecture.name}.{key}".encode()) or 0) if key else 0
 
 
 def _shape(rows: Rows, *, is_fed: bool, every_row_out: bool) -> tuple[object, ...]:
-    """What steps of one graph have in common: rows by sequence, how many have an output, and where they go in."""
+    """Return what determines a step's graph: tokens by sequence, number of outputs, and how the input enters."""
     by_sequence = tuple((tuple(key), sum(1 for _ in each)) for key, each in groupby(rows.sequences))
     return by_sequence, len(rows) if every_row_out else sum(rows.outputs), is_fed, rows.look_ahead
 
 
 class LlamaModel:
-    """A loaded llama.cpp model with one context: the part that every kind of window shares."""
+    """A loaded llama.cpp model with one context: the part that all kinds of windows share."""
 
     _takes_tokens: ClassVar = False
 
@@ -210,17 +213,18 @@ class LlamaModel:
         self._tap = tap
         self.exchange: Final = exchange
         tap.share(exchange)
-        # A bound method of a dict subclass: see the tap's docstring. Kept alive beside the context.
+        # A bound method of a dict subclass: see the tap's docstring. It must live as long as the context.
         self._callback = EVAL_CALLBACK(tap.__getitem__)
         self._inputs: LayerInputs | None = None
         self._deeper: dict[int, Hidden] = {}
-        """What layers of the window add to their outputs."""
+        """Values that layers of the window add to their outputs."""
         params = llama.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers(source.assignment, predicting)
         params.lazy_mode = params.lazy_mode if self._takes_tokens else _LAZY
         if predicts:
             params.load_mtp = True
-        # Whoever names no device gets them all: their memory for what the CPU computes, and layers spread over several.
+        # With no device named, llama.cpp takes all: memory on each for what the CPU computes, and layers spread over
+        # several.
         gpus = gpus_in_order(source.assignment, options)
         devices = (ctypes.c_void_p * (len(gpus) + 1))(*(find_gpu(gpu) for gpu, _ in gpus), None)
         params.devices = ctypes.cast(devices, ctypes.c_void_p)
@@ -230,7 +234,7 @@ class LlamaModel:
         if len(places) > 1:
             params.tensor_buft_overrides = ctypes.cast(places, ctypes.c_void_p)
         params.use_extra_bufts = source.extra_buffers
-        params.no_host = True  # else a GPU's buffers in RAM come before them; files are mapped, so no weights lie there
+        params.no_host = True  # else a GPU's buffers in RAM take precedence; files are mapped, so no weights are there
         paths = (source.metadata, *source.layers)
         names = (ctypes.c_char_p * len(paths))(*(path.encode() for path in paths))
         self._model = (
@@ -252,7 +256,7 @@ class LlamaModel:
         self._each = 0 if known is None or self._takes_tokens else _count_of(self._model, known, known.layer_inputs)
         self._sharing = 0 if known is None else _count_of(self._model, known, known.shares_cells)
         params = self._context_params(outputs)
-        # Without, the CPU computes its layers, of prompts too. A GPU would read a projection's input before it is there.
+        # Else the CPU computes its layers, for prefill too. A GPU would read a projection's input before it is there.
         params.op_offload = source.assignment.prefill_offload and not self._each
         self._context = llama.llama_init_from_model(self._model, params)
         if not self._context:
@@ -281,12 +285,12 @@ class LlamaModel:
 
     @cached_property
     def _window_cells(self) -> int | None:
-        """The cells of sliding layers, where there are fewer than of others; None where all can be cut back."""
+        """The number of cells of sliding layers where they have fewer than others; None where all can be cut back."""
         window, options = int(llama.llama_model_n_swa(self._model)), self._options
         return window_cells(options.context, window, options.rows) if options.small_windows and window else None
 
     def _begins_window_cells(self, positions: Sequence[int]) -> bool:
-        """Whether the cells of sliding layers are used again from the first on, with one of ``positions``."""
+        """Whether one of ``positions`` uses the first cell of sliding layers, again or for the first time."""
         return self._window_cells is not None and any(position % self._window_cells == 0 for position in positions)
 
     def _context_params(self, outputs: int) -> Any:
@@ -295,8 +299,8 @@ class LlamaModel:
         params.n_ctx = -(-options.context // KV_CELL_PADDING) * KV_CELL_PADDING * options.sequences
         rows = options.rows
         if self._is_recurrent:
-            rows = max(rows, options.rollback + 2)  # else llama.cpp aborts
-            rows = -(-rows // options.numbers) * options.numbers  # over Kimi Linear as well
+            rows = max(rows, options.rollback + 2)  # with fewer llama.cpp aborts
+            rows = -(-rows // options.numbers) * options.numbers  # with other numbers it aborts over Kimi Linear
             params.n_rs_seq = options.rollback
         params.n_batch = params.n_ubatch = rows
         params.n_seq_max = options.numbers
@@ -304,25 +308,25 @@ class LlamaModel:
         params.n_outputs_max_per_seq = params.n_outputs_max
         params.n_threads = options.threads
         params.n_threads_batch = options.batch_threads
-        params.kv_unified = options.sequences == 1  # else each sequence has cells of its own, and its bits
-        params.swa_full = not options.small_windows  # a small one uses its cells again
+        params.kv_unified = options.sequences == 1  # else each sequence has its own cells, and the bits it has alone
+        params.swa_full = not options.small_windows  # a small one reuses its cells
         params.no_perf = True
         params.type_k = params.type_v = _KV_TYPES[options.kv_type]
-        if options.kv_type != "f16":  # llama.cpp quantises values only for it
+        if options.kv_type != "f16":  # llama.cpp quantises values only with flash attention
             params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
         elif not options.flash:
             params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
         _turn(params, options.rope)
-        params.offload_kqv = True  # keys and values lie where their layer does
+        params.offload_kqv = True  # keys and values are on their layer's device
         params.cb_eval = ctypes.cast(self._callback, type(params.cb_eval))
         return params
 
     def share_scratch(self) -> None:
-        """Other windows of this process need scratch memory as well: give it back after every large step."""
+        """Free scratch memory after every large step: other windows of this process need it as well."""
         self._tap.shares_scratch = True
 
     def attach(self, stream: WindowStream | None) -> None:
-        """Stream this window's units from now on; None: all are in memory, whatever the system does."""
+        """Stream this window's units from now on; None: all are in memory."""
         self._tap.stream = stream
 
     def kv_remove(self, sequence: int, start: int, end: int) -> None:
@@ -336,13 +340,13 @@ class LlamaModel:
             raise EngineError(f"llama.cpp cannot forget positions {start} to {end} of sequence {sequence}")
 
     def kv_copy(self, source: int, target: int, end: int) -> None:
-        # Sequences with cells of their own are copied whole: llama.cpp aborts where a part is asked for. Of one that shares
-        # them what it had before is not forgotten.
+        # Sequences with separate cells are copied whole: llama.cpp aborts on a part. One that shares cells keeps its
+        # earlier ones, which are removed first.
         self._last_rows.forget(target)
         if self._options.sequences == 1:
             self.kv_remove(target, 0, -1)
         llama.llama_memory_seq_cp(self._memory, source, target, -1, -1)
-        if not self._is_recurrent:  # where the source goes on behind ``end``, a state of there is put back next
+        if not self._is_recurrent:  # where the source continues after ``end``, a state of ``end`` is restored next
             self.kv_remove(target, end, -1)
         self._is_copying = self._options.sequences > 1
 
@@ -350,7 +354,7 @@ class LlamaModel:
         self._states.keep(number, sequence, end)
 
     def state_restore(self, number: int, sequence: int, end: int) -> None:
-        if self._is_copying and self._window_cells is not None:  # else what is copied comes over what is put back
+        if self._is_copying and self._window_cells is not None:  # else the pending copy would overwrite the state
             self._look(0, stops=True)
         self._last_rows.forget(sequence)
         self._states.restore(number, sequence, end)
@@ -360,7 +364,8 @@ class LlamaModel:
 
     @property
     def kv_supported(self) -> bool:
-        """Whether KV cells can be taken out and put back. Tried when first asked, which must be before rows are computed."""
+        """Whether KV cells can be read and restored. The first call tries it, and must come before anything is
+        computed."""
         return self._kv is not None
 
     @property
@@ -393,7 +398,7 @@ class LlamaModel:
                     sequence=sequence,
                     window_cells=self._window_cells,
                 )
-            except EngineError as exc:  # the first time, of layers that a step which stops does not come to
+            except EngineError as exc:  # the first try may stop before some layers
                 why_not = exc
             finally:
                 forget()
@@ -409,7 +414,7 @@ class LlamaModel:
         self._settled().restore(sequence, blocks)
 
     def _settled(self) -> KvCache:
-        """The cells as they are: llama.cpp puts off copying a sequence until the next step."""
+        """Return the cells after pending copies: llama.cpp defers copying a sequence until the next step."""
         if self._kv is None:
             raise EngineError("this build of llama.cpp does not give or take the KV cells of this window")
         if self._is_copying:
@@ -417,9 +422,9 @@ class LlamaModel:
         return self._kv
 
     def _look(self, sequence: int, *, stops: bool) -> None:
-        """Have llama.cpp prepare a step of one row and, if it ``stops``, not compute it, where its backend can leave it."""
+        """Have llama.cpp prepare a step of one token. With ``stops``, a backend that can abort does not compute it."""
         position = llama.llama_memory_seq_pos_max(self._memory, sequence) + 1
-        if self._is_recurrent and position:  # what it would leave there cannot be cut
+        if self._is_recurrent and position:  # the step's effect on the state cannot be cut back
             self._states.keep(_LOOKED, sequence, position)
         hidden = np.zeros((1, llama.llama_model_n_embd(self._model)), np.float32)
         content = np.zeros(1, np.int32) if self._takes_tokens or self._is_fed else hidden
@@ -446,21 +451,21 @@ class LlamaModel:
         del self._context, self._model, self._memory, self._quiet, self._states
 
     def _shared(self, rows: Rows) -> Hidden:
-        """What the window is given, which only the first rank of a group has before: the others' is overwritten."""
+        """Return the window's input. In a group only rank 0 has it before; the others' is overwritten."""
         content: Hidden = rows.content  # type: ignore[assignment]
         if self.exchange is not None:
             self.exchange.spread(content.reshape(-1))
         return content
 
     def _look_ahead(self, *, looks_ahead: bool) -> None:
-        """Whether rows see those behind them in their step. With the change llama.cpp builds its graph anew."""
+        """Set whether tokens attend to later tokens of their step. llama.cpp then rebuilds its graph."""
         self._looks_ahead = looks_ahead
         llama.llama_set_causal_attn(self._context, not looks_ahead)
         self._tap.clear()
         self._quiet.end()
 
     def _decode(self, rows: Rows, *, every_row_out: bool) -> None:
-        is_hidden = rows.content.dtype == np.float32 and not self._takes_tokens  # a picture's rows are yet to be scaled
+        is_hidden = rows.content.dtype == np.float32 and not self._takes_tokens  # a picture is scaled later
         feed = rows.content if is_hidden and (self._is_fed or len(rows) > LARGE_ROWS) else None
         rope = np.array(rows.rope, np.int32).reshape(-1, POSITION_PARTS).T.copy() if rows.rope else None
         self._tap.begin(len(rows), feed, self._inputs, rope, self._deeper)  # type: ignore[arg-type]

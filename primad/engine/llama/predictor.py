@@ -1,17 +1,18 @@
-"""The layers for multi-token prediction (MTP) that a model file may have behind the others: a token and the state that it
-was drawn from give what may follow it.
+"""The multi-token prediction (MTP) layers that a model file may have after the others. From a token and the state that
+it was sampled from they predict the next token.
 
-What llama.cpp wants, tried with 0.3.36 on tiny models:
+What llama.cpp requires, tried with 0.3.36 on tiny models:
 
-- A model loaded with ``load_mtp`` takes a second context of type MTP, which needs no link to the first one. Its memory holds
-  the cells of these layers alone, the first context's those of all others. The logits of that stay what they were, bit for
-  bit.
-- The first context leaves the states with ``llama_set_embeddings_nextn``. ``masked``, those of rows with logits; else of all
-  rows, but then the last layer is computed otherwise, and the last bits of logits may differ. So that is for steps without
-  logits: the KV cells of the last layer are the same, since only what is behind its attention is left out for other rows.
-- A row is token p and the state of row p - 1, at position p. A plain ``llama_batch`` with both ``token`` and ``embd`` has
-  them. The state that such a row leaves stands for that of token p, where several are drafted one behind the other.
-- Positions begin anywhere. A gap behind is refused (-1); ``llama_memory_seq_rm`` takes back any number of rows.
+- A model loaded with ``load_mtp`` takes a second context of type MTP, which needs no link to the first one. Its memory
+  holds the cells of these layers only, the first context's those of all others, whose logits stay bit-identical.
+- The first context keeps the states with ``llama_set_embeddings_nextn``: with ``masked``, of tokens with logits; else
+  of all tokens, but then the last layer is computed differently, and the last bits of logits may differ. So that is for
+  steps without logits: the KV cells of the last layer are the same, since only the part after its attention is skipped
+  for the other tokens.
+- An entry is token p and the state of token p - 1, at position p. A plain ``llama_batch`` with both ``token`` and
+  ``embd`` holds them. When several tokens are drafted in sequence, the state that an entry leaves is used as that of
+  token p.
+- Positions begin anywhere. A later gap is refused (-1); ``llama_memory_seq_rm`` removes any number of entries.
 - Tokens are looked up in ``token_embd.weight``, or in the layer's own table, so a tail window needs the real one.
 """
 
@@ -31,7 +32,7 @@ _PART_ROWS: Final = 64
 
 
 class LlamaPredictor:
-    """The context of these layers of ``model``, whose states the ``context`` of all others leaves from now on."""
+    """The context of the MTP layers of ``model``; from now on ``context``, of all other layers, keeps its states."""
 
     def __init__(self, model: Any, context: Any, params: Any, options: EngineOptions) -> None:
         self._context: Any = None
@@ -56,7 +57,7 @@ class LlamaPredictor:
         self._batch: Any = llama.llama_batch_init(_PART_ROWS, 0, 1)
 
     def state(self, row: int) -> Hidden:
-        """The state (width,) of ``row`` of the last step, which has logits."""
+        """Return the state (width,) of ``row`` of the last step, which has logits."""
         return self._state_of(self._of, row)
 
     def _state_of(self, context: Any, row: int) -> Hidden:
@@ -67,12 +68,12 @@ class LlamaPredictor:
         return np.ctypeslib.as_array(pointer, (self._width,)).copy()
 
     def keep_all(self, *, keeps: bool) -> None:
-        """Whether the next steps, in which no row wants logits, leave the ``states`` of all rows."""
+        """Set whether the next steps, without output rows, keep the ``states`` of all rows."""
         assert nextn is not None
         nextn.llama_set_embeddings_nextn(self._of, True, not keeps)
 
     def states(self, rows: int) -> Hidden:
-        """Those (rows, width) of the last step."""
+        """Return the states (rows, width) of the last step."""
         assert nextn is not None
         pointer = nextn.llama_get_embeddings_nextn(self._of)
         if not pointer:
@@ -80,12 +81,12 @@ class LlamaPredictor:
         return np.ctypeslib.as_array(pointer, (rows, self._width)).copy()
 
     def read(self, tokens: Sequence[int], states: Sequence[Hidden] | Hidden, first: int) -> None:
-        """Know ``tokens`` from position ``first`` on, each with the state that it was drawn from. What was there and behind
-        is forgotten."""
+        """Add ``tokens`` from position ``first`` on, each with the state from which it was sampled. Earlier content
+        from ``first`` on is forgotten."""
         self._read(tokens, states, first, is_last=False)
 
     def _read(self, tokens: Sequence[int], states: Sequence[Hidden] | Hidden, first: int, *, is_last: bool) -> int:
-        """The number of the last row in its batch; ``is_last``: it is to have logits."""
+        """Return the number of the last row in its batch, which gets logits if ``is_last``."""
         llama.llama_memory_seq_rm(self._memory, 0, first, -1)
         row = 0
         for begin in range(0, len(tokens), _PART_ROWS):
@@ -95,7 +96,8 @@ class LlamaPredictor:
         return row
 
     def predict(self, tokens: Sequence[int], states: Sequence[Hidden] | Hidden, first: int) -> tuple[LogitsRow, Hidden]:
-        """The same; logits (vocabulary,) of what follows the last of them, until the next call, and its state."""
+        """Do as ``read``, and return the logits (vocabulary,) after the last token, valid until the next call, and its
+        state."""
         row = self._read(tokens, states, first, is_last=True)
         pointer = llama.llama_get_logits_ith(self._context, row)
         if not pointer:
@@ -103,7 +105,7 @@ class LlamaPredictor:
         return np.ctypeslib.as_array(pointer, (self._vocabulary,)), self._state_of(self._context, row)
 
     def _compute(self, tokens: Sequence[int], states: Sequence[Hidden] | Hidden, first: int, *, is_last: bool) -> int:
-        """Compute one batch; the number of its last row."""
+        """Compute one batch; return the number of its last row."""
         batch, content = self._batch, np.ascontiguousarray(states, np.float32)
         batch.n_tokens = len(tokens)
         for row, token in enumerate(tokens):
@@ -112,12 +114,12 @@ class LlamaPredictor:
             batch.logits[row] = is_last and row == len(tokens) - 1
         batch.embd = content.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         code = llama.llama_decode(self._context, batch)
-        batch.embd = None  # it is not llama.cpp's to free
+        batch.embd = None  # llama.cpp must not free it
         if code != 0:
             raise EngineError(f"llama.cpp failed to draft with the model's own layers (code {code})")
         return len(tokens) - 1
 
     def release(self) -> None:
-        """Give back its memory, before that of its model."""
+        """Free its memory, before that of its model."""
         llama.llama_batch_free(self._batch)
         llama.llama_free(self._context)

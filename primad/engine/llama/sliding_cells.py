@@ -1,12 +1,12 @@
-"""The state of a small cache of sliding windows, put back so that each position lies in the cell where it lay.
+"""Restores the state of a small cache of sliding windows, with each position in the cell where it was.
 
-Layers with a sliding window may have a cache of little more than that (``EngineOptions.small_windows``), whose cells are
-used again: position p lies in cell p modulo their number. Attention adds up in the order of the cells, so the last bits
-depend on it. llama.cpp gives out the cells of the window in their order, and puts them into the first ones that are free.
+Layers with a sliding window may have a cache little larger than the window (``EngineOptions.small_windows``), whose
+cells are reused: position p is in cell p modulo their number. Attention adds in the order of the cells, so the last
+bits depend on it. llama.cpp returns the cells of the window in their order, and restores them to the first free cells.
 
-So what it is given back here has all cells from the first on, those that the window has passed with zeros, which no row
-attends to. The next row is to lie in the cell behind that of the last position. llama.cpp begins to look at the first cell
-that was freed last: so a position that is to come lies there, which is forgotten with all that is behind the state.
+So the state that is restored here has all cells from the first on; those that the window has passed are zeros, which no
+token attends to. The next token must get the cell after that of the last position. llama.cpp starts its search at the
+cell that was freed last: so a future position is put there, and then forgotten with everything after the state.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ _MAX_LAYERS: Final = 1024
 
 
 def window_cells(cells: int, window: int, rows: int) -> int:
-    """Cells of the cache of a ``window`` of tokens, beside one of ``cells``, where a step has at most ``rows`` rows."""
+    """Return the number of cells for a ``window`` of tokens, at most the main cache's ``cells``, with ``rows`` tokens a
+    step."""
     padded = -(-(window + rows) // KV_CELL_PADDING) * KV_CELL_PADDING
     return min(-(-cells // KV_CELL_PADDING) * KV_CELL_PADDING, padded)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The keys or values of a layer: a line of ``count`` cells for each of ``lines``, as ``head`` says it."""
+    """The keys or values of a layer: in each line the data of all cells, after the bytes ``head``."""
 
     head: bytes
     data: Raw  # (lines, cells, bytes)
@@ -56,7 +57,8 @@ class _Reader:
 
 
 def placed(state: Raw, end: int, cells: int) -> Raw:
-    """``state`` of a sequence of ``end`` positions, as llama.cpp gave it, for a cache of so many ``cells``.
+    """Rearrange ``state``, as llama.cpp returned it for a sequence of ``end`` positions, for a cache of ``cells``
+    cells.
 
     Raises ``EngineError`` for one of an unknown form.
     """

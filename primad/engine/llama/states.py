@@ -1,13 +1,14 @@
-"""The states that layers have of a sequence at one position, kept beside it: what llama.cpp cannot cut back.
+"""Keeps states of a sequence at some positions, for layers whose memory llama.cpp cannot cut back.
 
-A recurrent layer's state goes on from row to row. To go back, the state of an earlier position is put back whole, and the
-cells of layers that attend are cut there. So it is with the small cache of sliding windows (``sliding_cells.py``), which has
-lost what it would need (``llama_state_seq_*_ext`` with ``LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY``).
+A recurrent layer's state changes with each token. To go back, the whole state of an earlier position is restored, and
+the cells of attention layers are cut there. The same holds for the small cache of sliding windows
+(``sliding_cells.py``), which has overwritten what it would need (``llama_state_seq_*_ext`` with
+``LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY``).
 
-Some architectures also leave the states behind the last rows of a step (``n_rs_seq``), so that these are taken back.
-llama.cpp does not know how many rows the step had: further back, or behind all of them, it answers that it went back, and
-what is computed from there on is wrong. A step of several sequences may move what others left, but for those states. So that
-is for ``LastRows`` to know.
+For some architectures llama.cpp also keeps the states after the last tokens of a step (``n_rs_seq``), so that these can
+be taken back. It does not know how many tokens the step had: asked to go further back, or past all of them, it reports
+success, and what it computes from there on is wrong. A step with several sequences may move the kept states of others.
+So ``LastRows`` keeps track of what can be taken back.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _PARTIAL = llama.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 class SequenceStates:
     """States of sequences of ``context``, by number.
 
-    Where sliding windows have a cache of their own, it has so many ``window_cells``.
+    If sliding windows have a separate cache, it has ``window_cells`` cells.
     """
 
     def __init__(self, context: Any, window_cells: int | None = None) -> None:
@@ -38,7 +39,7 @@ class SequenceStates:
         self._held: dict[int, tuple[int, NDArray[np.uint8]]] = {}
 
     def keep(self, number: int, sequence: int, end: int) -> None:
-        """Keep that of ``sequence``, which has ``end`` positions, as ``number``."""
+        """Keep the state of ``sequence``, which has ``end`` positions, as ``number``."""
         has = llama.llama_memory_seq_pos_max(self._memory, sequence) + 1
         if has != end:
             raise EngineError(f"sequence {sequence} has {has} positions; its state is to be kept behind {end}")
@@ -54,8 +55,10 @@ class SequenceStates:
         self._held[number] = end, held
 
     def restore(self, number: int, sequence: int, end: int) -> None:
-        """Put ``number`` back, which was kept of this ``sequence`` behind ``end`` positions; what is behind is forgotten.
-        Where nothing is, since it was skipped, nothing need be kept."""
+        """Restore state ``number``, kept of this ``sequence`` after ``end`` positions; later positions are forgotten.
+
+        Without later positions, as after a skipped step, there is nothing to restore and the state need not exist.
+        """
         if llama.llama_memory_seq_pos_max(self._memory, sequence) + 1 == end:
             return
         kept, held = self._held.get(number, (0, np.empty(0, np.uint8)))
@@ -68,24 +71,24 @@ class SequenceStates:
             raise EngineError(f"llama.cpp does not take back the state of sequence {sequence} that it gave")
 
     def drop(self, number: int) -> None:
-        """Keep ``number`` no more."""
+        """Drop state ``number``."""
         del self._held[number]
 
     def forget(self) -> None:
-        """Keep none any more."""
+        """Drop all states."""
         self._held.clear()
 
 
 class LastRows:
-    """Which rows can be taken back, ``maximum`` at most: those of the last step of a sequence but for its first one, once,
-    until there is a step of several other sequences."""
+    """Which tokens can be taken back, at most ``maximum``: all but the first of a sequence's last step, once, until a
+    step with several sequences comes."""
 
     def __init__(self, maximum: int) -> None:
         self._maximum = maximum
         self._of: dict[int, range] = {}
 
     def computed(self, rows: Rows) -> None:
-        """``rows`` are those of a step."""
+        """Record the tokens of a step."""
         firsts = {
             sequence: rows.positions[row] for row, of in reversed([*enumerate(rows.sequences)]) for sequence in of
         }
@@ -95,11 +98,11 @@ class LastRows:
         self._of |= {sequence: range(first, lasts[sequence] + 1) for sequence, first in firsts.items()}
 
     def forget(self, sequence: int) -> None:
-        """None of ``sequence`` can be taken back."""
+        """Allow no token of ``sequence`` to be taken back."""
         self._of.pop(sequence, None)
 
     def take_back(self, sequence: int, start: int, end: int) -> None:
-        """Those of ``sequence`` from ``start`` to ``end`` are taken back. Raises ``EngineError`` where that cannot be."""
+        """Take back positions ``start`` to ``end`` of ``sequence``. Raises ``EngineError`` if that is impossible."""
         last = self._of.pop(sequence, range(0))
         if not (last.start < start < last.stop == end and end - start <= self._maximum):
             raise EngineError(

@@ -1,13 +1,13 @@
 """Sums over the ranks of a tensor-parallel group, in the middle of llama.cpp's graph.
 
-What a rank's columns make of its rows is a part of a sum, and stays one through whatever is linear: a scale, a bias that the
-first rank alone has, weights of experts, the choice of rows that want output, the sum of two parts. Where something else
-reads it, a norm or the residual, the total has to stand there. No names are needed for that, which llama.cpp gives to some
-of these nodes alone: a matrix that was cut by columns is known by its own name, and what follows by the graph.
+A rank multiplies its activations by its columns of a matrix; the result is a part of a sum. It stays one through linear
+operations: a scale, a bias that only rank 0 has, weights of experts, the selection of output rows, the sum of two
+parts. Where something else reads it, a norm or the residual, it must be the total. llama.cpp names only some of these
+nodes, so names are not used: a matrix that was cut by columns is known by its own name, and what follows by the graph.
 
-Nothing says in advance who reads a node. So a graph that is new is stopped at each part: by the time that another node is
-asked about, which reads it, the part is computed, and the total is put in its place. The next step of the same shape has
-the same graph, and is stopped at the parts that were exchanged, and nowhere else.
+Nothing says in advance which node reads another. So a new graph is stopped at each part: when the callback is called
+for another node, which reads the part, the part is computed, and the total replaces it. The next step of the same shape
+has the same graph, and is stopped only at the parts that were exchanged.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from primad.errors import EngineError, PrimadError
 _COLUMNS: Final = re.compile(
     rb"blk\.(\d+)\.(attn_output|ssm_out|shortconv\.out_proj|time_mix_output|ffn_down(_exps|_shexp|_chexps)?)\.weight\b"
 )
-"""Matrices that are cut by columns, or zeros on all ranks but the first (``gguf/share_rules.py``), also as a copy on another
-device calls them."""
+"""Matrices that are cut by columns, or are zero on all ranks but the first (``gguf/share_rules.py``); the pattern also
+matches the name of a copy on another device."""
 _SHARED_BIAS: Final = re.compile(rb"blk\.\d+\.(attn_output|ffn_down(_exps|_shexp|_chexps)?)\.bias\b")
 _MATRIX: Final = frozenset((b"MUL_MAT", b"MUL_MAT_ID"))
 _MOVES: Final = frozenset((b"VIEW", b"RESHAPE", b"PERMUTE", b"TRANSPOSE", b"CONT", b"GET_ROWS", b"SUM_ROWS"))
@@ -35,10 +35,11 @@ _ADDS: Final = frozenset((b"ADD", b"ADD_ID"))
 
 
 class Sums:
-    """Exchanges the parts of sums of one window with the other ranks. ``ggml`` is libggml-base.
+    """Exchanges the partial sums of one window with the other ranks. ``ggml`` is libggml-base.
 
-    With the other ranks' parts of layer ``last`` the first one has the window's result. So they leave once ``prove`` has
-    found the weights to be the model's; else it raises ``EngineError``. None: the result is gathered after the step.
+    With the other ranks' parts of layer ``last``, rank 0 has the window's result. So they are sent only after ``prove``
+    has checked that the weights are the model's; it raises ``EngineError`` if not. None: the result is gathered after
+    the step.
     """
 
     def __init__(
@@ -48,14 +49,15 @@ class Sums:
         self._last = None if last is None or exchange.rank == 0 else b"%d" % last
         self._prove = prove
         self._layer = b""
-        """Of the matrix that made the latest part."""
+        """Layer of the matrix that made the latest part."""
         self._proven: set[int] = set()
-        """Parts of the last layer."""
+        """Parts of the last layer, sent only after ``prove``."""
         self._shape: Hashable = None
         self._seen: dict[int, bool] = {}
-        """Of each node of the graph that is asked about whether it is a part of a sum."""
+        """For each node seen in this graph, whether it is a part of a sum."""
         self._unread: set[int] = set()
-        """Parts that no node has read yet. One that stays so went elsewhere as a copy, between two devices' memories."""
+        """Parts that no node has read yet. One that stays here went elsewhere as a copy between two devices'
+        memories."""
         self._graphs = 0
         self._order: list[int] = []
         """The nodes that were exchanged, in order."""
@@ -64,7 +66,7 @@ class Sums:
         self._next = 0
         self._awaited: int | None = None
         self.is_known = False
-        """Whether the graph is that of the step before."""
+        """Whether the graph is the same as in the step before."""
         self.error: PrimadError | None = None
         ggml.ggml_backend_buffer_is_host.restype = ctypes.c_bool
         ggml.ggml_backend_buffer_is_host.argtypes = [ctypes.c_void_p]
@@ -72,7 +74,7 @@ class Sums:
         self._values: Hidden = np.empty(0, np.float32)
 
     def begin(self, shape: Hashable) -> None:
-        """A step of this ``shape`` is about to be computed: equal ones have equal graphs."""
+        """Prepare for a step of this ``shape``: equal shapes have equal graphs."""
         self.is_known = shape == self._shape and self._graphs == 1 and bool(self._order)
         self._shape, self._next, self._awaited = shape, 0, None
         self._computed.clear()
@@ -84,14 +86,14 @@ class Sums:
             self._proven.clear()
 
     def check(self) -> None:
-        """Raises what an exchange raised."""
+        """Raise the error of an exchange."""
         error, self.error = self.error, None
         if error is not None:
             self._shape = None
             raise error
 
     def end(self) -> None:
-        """The step was computed. Raises ``EngineError`` where a sum was passed by."""
+        """Finish a computed step. Raises ``EngineError`` if a sum was missed."""
         if not self._order or self._unread or (self.is_known and self._next != len(self._order)):
             self._shape = None
             raise EngineError(
@@ -99,16 +101,16 @@ class Sums:
             )
 
     def forget(self) -> None:
-        """The next graph is another one."""
+        """Expect another graph in the next step."""
         self._shape = None
 
     @property
     def waits(self) -> bool:
-        """Whether a node was wanted, and is reported next."""
+        """Whether a node was requested, and is reported next."""
         return self._awaited is not None
 
     def wants(self, node: int) -> bool:
-        """Whether ``node``, which is computed next, is to be reported then."""
+        """Return whether ``node``, which is computed next, is to be reported afterwards."""
         if self.error is not None:
             is_wanted = True
         elif self.is_known:
@@ -119,7 +121,7 @@ class Sums:
         return is_wanted
 
     def computed(self, node: int) -> bool:
-        """``node``, which was wanted, is computed. False: the rest need not be."""
+        """Handle the computed ``node``, which was requested. Returns False to stop the graph after an error."""
         self._awaited = None
         if self.is_known and self.error is None:
             self._computed.add(node)
@@ -160,22 +162,22 @@ class Sums:
         return is_part or self.error is not None
 
     def _settle(self, place: int) -> None:
-        """The total stands at ``place``, for each node that sees it there."""
+        """Mark each node that reads memory at ``place`` as a total."""
         for node, is_part in self._seen.items():
             if is_part and Tensor.from_address(node).data == place:
                 self._seen[node] = False
 
     def _is_linear(self, tensor: Tensor, op: bytes, parts: list[int]) -> bool:
-        """Whether the node makes a part of a sum of ``parts``, as it would make the total of the totals."""
+        """Whether the node turns ``parts`` into a part, as it would turn their totals into its total."""
         if op in _MOVES:
             return True
         if op == b"SCALE":
-            return not tensor.op_params[1]  # else something is added
+            return not tensor.op_params[1]  # else it adds a bias
         others = [source for source in tensor.sources if source and source not in parts]
         if op in _ADDS:
             bias = others[:1]
             return not bias or _SHARED_BIAS.search(self._name(bias[0])) is not None
-        if op == b"MUL_MAT_ID":  # of experts the second matrix of an adapter, which the first one's result goes through
+        if op == b"MUL_MAT_ID":  # the second matrix of an experts' adapter, applied to the first one's result
             return parts == [tensor.sources[1]] and b".lora_b" in self._name(tensor.sources[0])
         return op in (b"MUL", b"MUL_MAT") and len(parts) == 1 and bool(others)
 
@@ -194,7 +196,7 @@ class Sums:
             return
         place = Tensor.from_address(node)
         is_here = place.buffer and self._ggml.ggml_backend_buffer_is_host(place.buffer)
-        if is_here:  # a prompt's are megabytes
+        if is_here:  # no copy: prefill has megabytes
             floats = (ctypes.c_float * count).from_address(place.data)
             values: Hidden = np.frombuffer(floats, np.float32)  # type: ignore[call-overload]
         else:
@@ -207,7 +209,7 @@ class Sums:
                 self._prove()
             self._exchange.sum(values)
         except PrimadError as exc:
-            self.error = exc  # through C it would be lost
+            self.error = exc  # it cannot propagate through C
             return
         if not is_here:
             self._ggml.ggml_backend_tensor_set(node, values.ctypes.data, 0, size)
