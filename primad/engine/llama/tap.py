@@ -1,4 +1,4 @@
-"""ggml's calls that llama_cpp does not bind, and the evaluation callback that takes hidden states out."""
+"""ggml's calls that llama_cpp does not bind, and the evaluation callback that copies hidden states out of the graph."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from primad.gguf.architectures.table import SUPPORTED
 _ENTRIES: Final = frozenset(
     (b"embd", b"attn_norm_in-0", SCALED, b"inp_embd_scaled", b"model.input_embed", b"model.embed_tokens")
 )
-"""What llama.cpp's graphs call the first hidden state: the rows of the embedding, and those of them that are scaled."""
+"""Names of the first hidden state in llama.cpp's graphs: the rows of the embedding, plain or scaled."""
 
 
 _OP_OFFSET: Final = Tensor.op.offset
 EMPTY: Final[Mapping[int, Hidden]] = {}
 _TURNED_BY: Final = b"inp_pos"
-"""What they call the input by which they turn keys and queries; a GPU's copy has it in its name."""
+"""The graph's name of the positions that rotate keys and queries; the name of a GPU's copy contains it."""
 _POSITIONS: Final = b"pos_embd"
-"""What they call the rows of the positions' own embedding."""
+"""The graph's name of the rows of a position embedding."""
 
 
 def _ggml() -> ctypes.CDLL:
@@ -92,7 +92,7 @@ ggml_base: Final = _ggml()
 
 
 def node_name(node: int) -> bytes:
-    """What llama.cpp calls a node of its graph, as its evaluation callback is given it."""
+    """Return llama.cpp's name of a graph node, as the evaluation callback gets it."""
     name: bytes = ggml_base.ggml_get_name(node)
     return name
 
@@ -100,10 +100,10 @@ def node_name(node: int) -> bytes:
 class Tap(dict[int, bool]):
     """The evaluation callback of one window: finds the output of layer ``last``, copies it and stops the graph there.
 
-    Keys are addresses of graph nodes that are not wanted. llama.cpp builds its graph anew when its shape changes, so an
-    address may come to mean another node; ``forward`` then sees that nothing was taken, calls ``clear`` and repeats.
-    On the way the layers' outputs that stand for borders of streamed units are told. One that is missed for the same
-    reason costs page faults, no more; so the keys are forgotten whenever the number of rows changes.
+    Keys are addresses of graph nodes that are not wanted. llama.cpp rebuilds its graph when its shape changes, so an
+    address may come to mean another node; ``forward`` then sees that nothing was taken, calls ``clear`` and repeats the
+    step. The callback also reports the outputs of layers after which a streamed unit begins or ends. One that is missed
+    for the same reason costs only page faults; so the keys are cleared whenever the number of tokens changes.
     """
 
     def __init__(self, last: int | None) -> None:
@@ -119,7 +119,7 @@ class Tap(dict[int, bool]):
         self._rope: NDArray[np.int32] | None = None
         self._is_turned = self._only_turns = False
         self._turning_nothing: set[int] = set()
-        """Kinds of nodes of which the first one that was seen is not turned."""
+        """Kinds of nodes (ops) whose first seen node does not apply RoPE."""
         self._scaled: int | None = None
         self._awaited: set[bytes] = set()
         self._cut_points: dict[bytes, int] = {}
@@ -129,7 +129,7 @@ class Tap(dict[int, bool]):
         self._scratch = Scratch(ggml_base)
         self.cache = CacheTensors(ggml_base)
         self.looks = False
-        """Whether the graph is only looked at: nothing is taken, fed or told."""
+        """Whether the graph is only inspected: nothing is taken, fed or reported."""
         self.shares_scratch = False
         self.stream: WindowStream | None = None
         self.sums: Sums | None = None
@@ -137,7 +137,7 @@ class Tap(dict[int, bool]):
         self.find(SUPPORTED["llama"], 0, 0)
 
     def find(self, architecture: Architecture, layers: int, width: int, *, is_whole: bool = False) -> None:
-        """The graph is this one's, of so many ``layers`` of this ``width``, or the ``whole`` model's."""
+        """Set the graph's ``architecture``, and its ``layers`` of this ``width``; ``is_whole`` for the whole model."""
         self._architecture, self._layers, self._width = architecture, layers, width
         self._row = np.empty((1, width), np.float32)
         self._row_at = self._row.ctypes.data
@@ -157,9 +157,9 @@ class Tap(dict[int, bool]):
         rope: NDArray[np.int32] | None = None,
         deeper: Mapping[int, Hidden] = EMPTY,
     ) -> None:
-        """``rows`` rows are about to be computed, of ``feed`` unless the batch says of what; ``inputs`` are beside them.
-        Their keys are turned by ``rope`` (parts, rows), unless by the batch's positions. To the outputs of layers is added
-        what is ``deeper`` by their number.
+        """Prepare a step of ``rows`` tokens: ``feed`` are their hidden states unless the batch has them, ``inputs``
+        their per-layer inputs. Keys are rotated by ``rope`` (parts, rows), or by the batch's positions. ``deeper`` is
+        added to the outputs of layers, by number.
 
         Raises ``EngineError`` when the first unit cannot be read.
         """
@@ -187,7 +187,7 @@ class Tap(dict[int, bool]):
         self.stream.arrive()
 
     def share(self, exchange: GroupExchange | None) -> None:
-        """The window is a share of layers; ``exchange`` makes sums of its parts and the other ranks'. None: it is whole."""
+        """Sum the parts of a share of layers with the other ranks' by ``exchange``. None: the window is whole."""
         self.sums = None if exchange is None else Sums(ggml_base, exchange, last=self._last, prove=self._prove)
 
     def _prove(self) -> None:
@@ -195,7 +195,7 @@ class Tap(dict[int, bool]):
             self.stream.prove()
 
     def begin_sums(self, shape: Hashable) -> None:
-        """A step of this ``shape`` is about to be computed; where it is not that of the one before its graph is another."""
+        """Prepare the sums of a step of this ``shape``; after another shape the graph is a new one."""
         if self.sums is not None:
             self.sums.begin(shape)
             if not self.sums.is_known:
@@ -203,23 +203,23 @@ class Tap(dict[int, bool]):
 
     @property
     def must_see(self) -> bool:
-        """Whether something of the step that begins, or just ended, is to be seen besides its end."""
+        """Whether the step that begins, or just ended, needs the callback before the graph's end."""
         is_given = self._feed is not None or self._rope is not None or bool(self._deeper)
         return bool(self._cut_points or self._routers or self.sums) or is_given or self._scratch.is_full
 
     def cut(self) -> None:
-        """What the next step's graph has behind the output of ``last`` is to be left out of it."""
+        """Remove the nodes after the output of ``last`` from the next step's graph."""
         self.clear()  # else nodes there may go unnoticed
         self._cuts = True
 
     @property
     def has_cut(self) -> bool:
-        """Whether the graph that was computed last now ends with the output of ``last``: it is asked once."""
+        """Whether the last graph now ends with the output of ``last``. Reading it resets it."""
         was_cut, self._cuts = self._cuts and self._end is not None, False
         return was_cut
 
     def check(self) -> None:
-        """Raises the ``EngineError`` of a border that could not be crossed, or what an exchange raised."""
+        """Raise the ``EngineError`` of a unit that could not be read, or the error of an exchange."""
         error, self.error = self.error, None
         if error is not None:
             raise error
@@ -227,7 +227,7 @@ class Tap(dict[int, bool]):
             self.sums.check()
 
     def end(self) -> None:
-        """The rows were computed. Raises ``EngineError`` when a weight file is not the model's any more."""
+        """Finish a step. Raises ``EngineError`` when a weight file is no longer the model's."""
         self._feed = None
         if self.sums is not None:
             self.sums.end()
@@ -240,25 +240,25 @@ class Tap(dict[int, bool]):
                 "llama.cpp computed a window without a picture's positions; its build is unknown to primad"
             )
         if self.stream is not None and not self.stream.depart():
-            self.clear()  # a router stood at an address that was another node's
+            self.clear()  # a router was at an address that had been another node's
 
     @property
     def is_scratch_full(self) -> bool:
-        """Whether scratch memory is to be given back when the next step is not large, or belongs to another window."""
+        """Whether to free scratch memory: the next step is not large, or belongs to another window."""
         return self._scratch.is_full and (self._rows <= LARGE_ROWS or self.shares_scratch)
 
     def give_back(self) -> None:
-        """Nothing of the last step is needed any more: let the system have its scratch memory."""
+        """Free the scratch memory of the last step, whose values are no longer needed."""
         if self._scratch.give_back() and self.stream is not None:
             self.stream.streamer.spare(self._scratch.size)
 
     def take(self) -> Hidden | None:
-        """What the last computation left, once; None when the graph never came by the wanted tensor."""
+        """Return the last computation's output, once; None when the wanted tensor was not seen."""
         hidden, self._hidden = self._hidden, None
         return hidden
 
     def read(self) -> Hidden | None:
-        """What the last computation left where the graph ends that was cut."""
+        """Return the last computation's output at the end of a graph that was cut."""
         if self._end is not None:
             self._copy(self._end)
         return self.take()
@@ -269,7 +269,7 @@ class Tap(dict[int, bool]):
             and not self.looks
             and ctypes.c_int32.from_address(node + _OP_OFFSET).value in self._turning_nothing
         ):
-            return False  # with each token behind a picture of a whole model hundreds of nodes come here
+            return False  # after a picture, each token of a whole model brings hundreds of nodes here
         self._scratch.note(node)
         name = ggml_base.ggml_get_name(node)
         self.cache.note(node, name)
@@ -325,7 +325,7 @@ class Tap(dict[int, bool]):
     def _enter(self, node: int, feed: Hidden | None, what: bytes) -> bool:
         assert feed is not None
         if ggml_base.ggml_nbytes(node) != feed.nbytes:
-            return False  # of another shape than known: ``end`` says so
+            return False  # of an unexpected shape: ``end`` raises
         ggml_base.ggml_backend_tensor_set(node, feed.ctypes.data, 0, feed.nbytes)
         self._awaited.discard(what)
         return True
@@ -337,12 +337,12 @@ class Tap(dict[int, bool]):
         return self._scaled is not None and self._enter(self._scaled, self._inputs.embedding, name)
 
     def _turn(self, node: int, name: bytes, rope: NDArray[np.int32]) -> None:
-        """Have ``node`` turn what it turns by ``rope``. Asked whether it is wanted it is not computed yet, and nothing but
-        such nodes reads the positions: cells, and what sees what, have those of the batch.
+        """Have ``node``, if it applies RoPE, use ``rope``. When the callback asks about it, it is not computed yet, and
+        only such nodes read the positions: cells and the attention mask use those of the batch.
         """
         op = ctypes.c_int32.from_address(node + _OP_OFFSET).value
         if op in self._turning_nothing:
-            return  # of hundreds of nodes of a step some ten turn
+            return  # of hundreds of nodes of a step about ten apply RoPE
         tensor = Tensor.from_address(node)
         source = tensor.sources[1] if tensor.name == name else None
         self._turning_nothing.add(op)
@@ -352,13 +352,13 @@ class Tap(dict[int, bool]):
             self._turning_nothing.discard(op)
 
     def _zero_positions(self, node: int) -> None:
-        """Have the rows of positions, which the head has added, looked up in a matrix of one row, which is 0.
+        """Have position embeddings, which the head has added, looked up as row 0 of a matrix of one row of zeros.
 
-        Asked whether it is wanted, ``node`` is not computed yet, and nothing else reads the numbers that it looks up.
+        When the callback asks about ``node``, it is not computed yet, and only it reads these indices.
         """
         tensor = Tensor.from_address(node)
         if tensor.name != _POSITIONS:
-            return  # of a build with another struct
+            return  # a build with another struct
         size = ggml_base.ggml_nbytes(tensor.sources[1])
         zeros = np.zeros(size, np.uint8)
         ggml_base.ggml_backend_tensor_set(tensor.sources[1], zeros.ctypes.data, 0, size)
@@ -368,12 +368,13 @@ class Tap(dict[int, bool]):
         try:
             self.stream.streamer.reach(unit)
         except EngineError as exc:
-            self.error = exc  # through C it would be lost
+            self.error = exc  # it cannot propagate through C
             return False
         return True
 
     def _pick(self, node: int, place: int, experts: int) -> bool:
-        """The node is a view of the experts in order of preference, all of them, a row for each row; it sees the first."""
+        """Report the picked experts. The node is a view of all experts by preference, one row a token; it shows the
+        first."""
         rows, elements, size = (
             ggml_base.ggml_nrows(node),
             ggml_base.ggml_nelements(node),
@@ -382,7 +383,7 @@ class Tap(dict[int, bool]):
         used = elements // max(rows, 1)
         picks = np.zeros((rows, experts), np.int32)
         if rows and size != 4 * ((rows - 1) * experts + used):
-            return True  # of another shape than known: the experts come by page faults
+            return True  # of an unexpected shape: the experts are read by page faults
         ggml_base.ggml_backend_tensor_get(node, picks.ctypes.data, 0, size)
         assert self.stream is not None
         try:
@@ -394,7 +395,7 @@ class Tap(dict[int, bool]):
 
     def _copy(self, node: int) -> None:
         size = ggml_base.ggml_nbytes(node)
-        if size == self._row.nbytes:  # to ask where an array lies takes longer than to copy a row
+        if size == self._row.nbytes:  # asking for an array's address takes longer than copying a row
             ggml_base.ggml_backend_tensor_get(node, self._row_at, 0, size)
             self._hidden = self._row.copy()
             return

@@ -35,28 +35,28 @@ logger = logging.getLogger(__name__)
 
 
 MAX_OUTPUT_ROWS: Final = 64
-"""Rows of one step that may want logits: bounds the logits buffer (vocabulary * 4 bytes each)."""
+"""Tokens of one step that may want logits: bounds the logits buffer (vocabulary * 4 bytes each)."""
 
 
 def _give_back_zeros(header: Header) -> None:
-    """Of the layers that stand in llama.cpp has read the zeros, which are all that its first split has of any layer."""
+    """Free the zeros that llama.cpp read for placeholder layers, which are all layer tensors of its first split."""
     zeros = [tensor for name, tensor in header.tensors.items() if layer_of(name) is not None]
     begin, end = min(each.offset for each in zeros), max(each.offset + each.bytes for each in zeros)
     pages = Pages([FileRange(str(header.path), begin, end - begin)])
-    with suppress(EngineError):  # of a GPU they are not mapped any more
+    with suppress(EngineError):  # those for a GPU are no longer mapped
         pages.find()
         pages.release()
     pages.close()
 
 
 class _HiddenWindow(LlamaModel):
-    """Layers from hidden state to hidden state."""
+    """A window with hidden states as input and output."""
 
     def __init__(self, source: WindowSource, options: EngineOptions, exchange: GroupExchange | None = None) -> None:
         assert source.assignment.output != "gpu"
         layers = source.assignment.layers
         header = read_header(Path(source.metadata))
-        behind = block_count(header) - layers  # layers that stand in, and are not computed
+        behind = block_count(header) - layers  # placeholder layers, which are not computed
         super().__init__(
             source, options, tap=Tap(layers - 1), outputs=options.rows, predicting=behind, exchange=exchange
         )
@@ -78,9 +78,9 @@ class _HiddenWindow(LlamaModel):
 
     def _forward(self, rows: Rows) -> Hidden:
         if len(rows) > 1 and self._begins_window_cells(rows.positions):
-            self._tap.clear()  # what is computed twice would lie in other cells
+            self._tap.clear()  # a repeated step would use other cells
         hidden = self._compute(rows)
-        if hidden is None and self._tap.sums is None:  # else other ranks do not repeat it
+        if hidden is None and self._tap.sums is None:  # the other ranks would not repeat it
             self._repeat(rows)
             hidden = self._tap.take()
         if hidden is None or len(hidden) != len(rows):
@@ -90,7 +90,7 @@ class _HiddenWindow(LlamaModel):
         return hidden
 
     def _compute(self, rows: Rows) -> Hidden | None:
-        """The output; None where the graph was built anew and has it at an address that was another node's."""
+        """Compute the output; None where the graph was rebuilt and has the output at another node's old address."""
         self._decode(rows, every_row_out=True)
         has_same_graph = self._quiet.kept_graph()
         if self._quiet.is_on:
@@ -103,7 +103,7 @@ class _HiddenWindow(LlamaModel):
         return self._tap.take()
 
     def _repeat(self, rows: Rows) -> None:
-        """Compute ``rows`` once more with a callback that knows no node yet: the graph was built anew."""
+        """Compute ``rows`` again with an empty callback cache: the graph was rebuilt."""
         logger.debug("graph rebuilt: repeating a step of %d rows", len(rows))
         self._tap.clear()
         for position, sequences in zip(rows.positions, rows.sequences, strict=True):
@@ -113,7 +113,7 @@ class _HiddenWindow(LlamaModel):
 
 
 class FirstWindow(_HiddenWindow):
-    """The route's first window: token ids, or a picture's rows, in, hidden states out."""
+    """The route's first window: input is token ids or a picture's rows, output hidden states."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class FirstWindow(_HiddenWindow):
 
 
 class MiddleWindow(_HiddenWindow):
-    """Any window but the first and the tail: hidden states in, hidden states out."""
+    """Any window but the first and the tail: input and output are hidden states."""
 
 
 class _LogitsWindow(LlamaModel):
@@ -173,7 +173,7 @@ class _LogitsWindow(LlamaModel):
         self._dry = DrySamplers(self._words)
 
     def _open_predictor(self) -> LlamaPredictor | None:
-        """What drafts with the model's own layers; without it answers go on as well."""
+        """Open the drafter that uses the model's own layers; without it generation continues."""
         try:
             return LlamaPredictor(self._model, self._context, self._context_params(MAX_OUTPUT_ROWS), self._options)
         except EngineError as exc:
@@ -191,11 +191,11 @@ class _LogitsWindow(LlamaModel):
         return self._own_logits(row) if self._logits is None else self._logits.row(row)
 
     def _own_logits(self, row: int) -> NDArray[np.float32]:
-        """Logits of ``row`` as they are here, of a share's own tokens."""
+        """Return this window's logits of ``row``; in a share those of its part of the vocabulary."""
         address = ctypes.c_void_p.from_buffer(llama.llama_get_logits_ith(self._context, row)).value
         if address is None:
             raise EngineError(f"row {row} of the last step has no logits")
-        if address != self._logits_at:  # mostly they lie where those of the last token did
+        if address != self._logits_at:  # mostly the address is that of the last token's
             self._logits_at = address
             self._last_logits = np.frombuffer(self._logits_type.from_address(address), np.float32)  # type: ignore[call-overload]
         return self._last_logits
@@ -232,21 +232,21 @@ class _LogitsWindow(LlamaModel):
 
 
 class TailWindow(_LogitsWindow):
-    """The route's last window: hidden states in, logits out. The ``embedding`` has what its layers take beside them."""
+    """The route's last window: hidden states in, logits out. ``embedding`` has the table of per-layer inputs."""
 
     def forward(self, rows: Rows) -> None:
         content = self._shared(rows)
         if self._each:
             self._inputs = self._beside(content, rows.positions)
             rows = replace(rows, content=np.ascontiguousarray(content[:, : self._width]))
-        elif content.ndim > 1 and content.shape[1] > self._width:  # a tail that has all layers takes tokens
+        elif content.ndim > 1 and content.shape[1] > self._width:  # a tail with all layers gets token ids
             hidden, self._deeper = parts_of(content, self._width, self.layers)
             rows = replace(rows, content=hidden)
         super().forward(rows)
         self._deeper = {}
 
     def _beside(self, content: Hidden, positions: Sequence[int]) -> LayerInputs:
-        """What its layers take, which of a group the first rank looks up for all."""
+        """Return the per-layer inputs; in a group rank 0 looks them up for all."""
         if self.exchange is None or self.exchange.rank == 0:
             assert self._embedding is not None
             assert self._embedding.layers is not None
@@ -262,8 +262,8 @@ class TailWindow(_LogitsWindow):
 
 
 class ShareWindow(TailWindow):
-    """A share of the tail, or of the whole model, which on the first rank of its group ``takes_tokens`` and pictures' rows.
-    Other ranks have no logits and so no ``vocabulary``."""
+    """A share of the tail, or of the whole model; the latter ``takes_tokens`` and pictures' rows on rank 0 of its
+    group. Other ranks have no logits and so no ``vocabulary``."""
 
     def __init__(
         self,
@@ -298,9 +298,9 @@ class ShareWindow(TailWindow):
 
 
 class WholeModel(_LogitsWindow):
-    """The single window of a single-device plan: the user's file as it is, token ids in, logits out.
+    """The single window of a single-device plan: the user's file unchanged, token ids in, logits out.
 
-    The last ``predicting`` of its layers are for multi-token prediction and no part of its window.
+    The last ``predicting`` layers are for multi-token prediction and not part of the window.
     """
 
     _takes_tokens: ClassVar = True

@@ -1,1 +1,1 @@
-"""What stays in memory, what streams from the disk, and when it is read."""
+"""Decides what stays in memory and what streams from disk, and reads it in time."""

@@ -1,9 +1,9 @@
 """Streaming by expert: carries out what a ``Pool`` of experts decides.
 
-The computing thread tells what each layer's router picked (``pick``) and waits for those experts that are not in memory; it
-reads them itself, all at once, since nothing else can be done meanwhile. A thread beside it reads the next layer's likely
-experts while the disk is idle, and stands back while picked ones are read; it also fills the pool where the system took
-experts back, and saves now and then how often each was used.
+The computing thread reports what each layer's router picked (``pick``) and waits for those experts that are not in
+memory; it reads them itself, all concurrently, since it has nothing else to do. Another thread reads the next layer's
+likely experts while the disk is idle, and pauses while picked ones are read; it also refills the pool where the system
+evicted experts, and saves from time to time how often each was used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAVE_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ExpertTensor:
-    """A tensor of ``count`` experts of one size, which fill ``whole`` one behind the other."""
+    """A tensor of ``count`` experts of equal size, stored one after the other in ``whole``."""
 
     whole: FileRange
     count: int
@@ -38,7 +38,7 @@ class ExpertTensor:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFiles:
-    """The expert tensors of one layer (none: it has no experts); ``key`` names the layer's weights from run to run."""
+    """The expert tensors of one layer (none: it has no experts); ``key`` identifies its weights across runs."""
 
     key: str
     tensors: tuple[ExpertTensor, ...]
@@ -55,10 +55,10 @@ class ExpertFiles:
 
 
 class ExpertLoader:
-    """The experts of all ``layers`` of a ring process, by unit. ``start`` it once llama.cpp has loaded them.
+    """The experts of all ``layers`` of a ring process, by unit. Call ``start`` once llama.cpp has loaded them.
 
-    ``lock`` pins those that are held to memory, as long as they are.
-    ``arrive``, ``pick`` and ``depart`` belong to the computing thread, everything else may be called by any.
+    ``lock`` pins experts to memory while the pool holds them. ``arrive``, ``pick`` and ``depart`` belong to the
+    computing thread; any thread may call the others.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ExpertLoader:
         timings: StreamingTimings = StreamingTimings(),
     ) -> None:
         self.units = frozenset(layers)
-        """The units that these are experts of."""
+        """The units that contain these experts."""
         self._files = tuple(layers[unit] for unit in sorted(layers))
         self._usage, self._lock, self._timings = usage, lock, timings
         self._slices = [[Slices(tensor.whole, tensor.count) for tensor in layer.tensors] for layer in self._files]
@@ -93,28 +93,29 @@ class ExpertLoader:
         self._next_look = 0
         self._saved_s = self._looked_s = self._departed_s = time.monotonic()
         self.asked_bytes = 0
-        """Bytes that were read until now."""
+        """Bytes read so far."""
         self.picked_bytes = 0
-        """Those of them that a step waited for."""
+        """The part of ``asked_bytes`` that a step waited for."""
         self.evicted_bytes = 0
-        """Bytes that the system took back until now."""
+        """Bytes that the system evicted so far."""
 
     @property
     def pool(self) -> Pool:
-        """What is held."""
+        """The pool of experts in memory."""
         return self._pool
 
     def loaded_pages(self) -> list[Pages]:
-        """What is to be given back when it is loaded; open until ``start`` or ``close``.
+        """Return the pages to release after loading; open until ``start`` or ``close``.
 
-        All experts: the system keeps pages that were read with many others in large groups, and drops a group only as a
-        whole, so that one expert that stays would keep its neighbours. Read one by one they come in single pages.
+        These are all experts: the system keeps pages that were read together in large groups, and drops only whole
+        groups, so an expert that stays would keep its neighbours. Experts that are read one by one come in single
+        pages.
         """
         self._loaded = [Pages([tensor.whole for tensor in files.tensors]) for files in self._files]
         return self._loaded
 
     def start(self) -> None:
-        """Have the most used experts in memory and begin to read ahead.
+        """Read the most used experts and start to read ahead.
 
         Raises ``EngineError`` where one is not mapped or cannot be locked.
         """
@@ -130,14 +131,14 @@ class ExpertLoader:
     # ---- the computing thread ------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """A window is about to be computed."""
+        """Prepare for a window."""
         if time.monotonic() - self._departed_s > IDLE_S:
             with self._condition:
                 for layer in range(len(self._files)):
                     self._look_at(layer)
 
     def pick(self, layer: int, picks: Picks) -> None:
-        """The router of ``layer`` picked these experts, a row for each row; returns when they are in memory.
+        """Report the experts that the router of ``layer`` picked, one row a token; returns when they are in memory.
 
         Raises ``EngineError`` when they cannot be read.
         """
@@ -170,9 +171,9 @@ class ExpertLoader:
                 self._condition.notify_all()
 
     def depart(self, layers: Iterable[int]) -> bool:
-        """A window with these layers was computed; whether all of them told what they picked.
+        """Finish a window with these layers. Returns whether all of them reported their picks.
 
-        One that did not has read its experts by page faults; they are given back where they are not held.
+        A layer that did not has read its experts by page faults; those not held are released.
         """
         with self._condition:
             unreported = set(layers) - self._reported
@@ -187,13 +188,13 @@ class ExpertLoader:
     # ---- any thread ----------------------------------------------------------------------------------------------------
 
     def resize(self, pool_bytes: int) -> None:
-        """Hold at most so many bytes from now on."""
+        """Hold at most ``pool_bytes`` from now on."""
         with self._condition:
             self._release(self._pool.resize(pool_bytes))
             self._condition.notify_all()
 
     def close(self) -> None:
-        """End the thread, save what is known of the experts' use, and let the files go."""
+        """End the thread, save the experts' usage, and close the files."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
@@ -217,7 +218,7 @@ class ExpertLoader:
         return (piece for tensor in self._slices[layer] for piece in tensor.pieces(number))
 
     def _read_at_once(self, experts: Iterable[Expert]) -> int:
-        """Ask the disk for all before waiting for any; bytes that were read."""
+        """Ask the disk for all before waiting for any; return the bytes that were read."""
         pieces = [piece for expert in experts for piece in self._pieces(expert)]
         missing = [(piece, piece.missing()) for piece in pieces]
         for piece, gone in missing:
@@ -228,7 +229,7 @@ class ExpertLoader:
         return sum(gone for _, gone in missing)
 
     def _pin(self, experts: Iterable[Expert]) -> None:
-        """Lock those of ``experts``, which are in memory, that are held. Raises ``EngineError``."""
+        """Lock those of ``experts``, which are in memory, that the pool holds. Raises ``EngineError``."""
         if not self._lock:
             return
         for layer, number in experts:
@@ -237,7 +238,7 @@ class ExpertLoader:
                     tensor.lock(number)
 
     def _try_to_pin(self, experts: Iterable[Expert]) -> None:
-        """As ``_pin``; what cannot be locked any more is not worth an answer that is under way."""
+        """Do as ``_pin``, but only warn on failure: it is no reason to fail a running request."""
         try:
             self._pin(experts)
         except EngineError as exc:
@@ -251,7 +252,7 @@ class ExpertLoader:
                 tensor.release(number, held)
 
     def _look_at(self, layer: int) -> None:
-        """Forget those experts of a layer that the system took back."""
+        """Drop the experts of a layer that the system evicted."""
         held = self._pool.held(layer)
         gone = np.max([tensor.missing() for tensor in self._slices[layer]], axis=0)
         lost = [int(e) for e in np.flatnonzero(held & (gone > COLD)) if (layer, int(e)) not in self._arriving]
@@ -302,7 +303,7 @@ class ExpertLoader:
                 self._condition.wait(IDLE_S)
 
     def _likely(self) -> tuple[Expert, ...]:
-        """What to read for the layer that picks next."""
+        """Return what to read for the layer that picks next."""
         if self._next is None:
             return ()
         layer, rows = self._next
@@ -311,7 +312,7 @@ class ExpertLoader:
         return change.read
 
     def _read_ahead(self, expert: Expert, target: tuple[int, int] | None) -> bool:
-        """Read one expert; False where a step got ahead of it, or of the ``target`` for which it is read."""
+        """Read one expert. Returns False where a step overtook it, or the ``target`` for which it is read."""
         with self._condition:
             self._condition.wait_for(lambda: not self._urgent or self._closing)
             if self._closing or (target is not None and self._next != target):
@@ -322,12 +323,12 @@ class ExpertLoader:
             self._arriving.discard(expert)
             if self._pool.held(expert[0])[expert[1]]:
                 self._try_to_pin([expert])
-            else:  # it had to leave before it was there
+            else:  # it was dropped before it was read
                 self._release([expert])
         return True
 
     def _give_up(self, experts: Sequence[Expert]) -> None:
-        """Do not hold these, unless a step picked and so read them meanwhile."""
+        """Drop these, except those that a step has picked and so read meanwhile."""
         with self._condition:
             self._arriving -= set(experts)
             for layer, number in experts:

@@ -1,7 +1,7 @@
-"""How often the experts of each layer were picked, kept from run to run: one small file a layer.
+"""Keeps across runs how often the experts of each layer were picked: one small file a layer.
 
-A file that is damaged or of another kind is as good as none, and a disk that refuses costs the memory of one run. When files
-were added those that were not written for longest go, so that the folder never grows without bound.
+A damaged or unknown file counts as missing, and a disk error loses the counts of one run. When files were added, those
+that were written longest ago are removed, so that the folder stays bounded.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from primad.engine.streaming.experts import ExpertUsage
 from primad.system.files import write_whole
 
 MAX_FILES: Final = 4096
-"""Of some fifty models with as many layers as the largest have; some 8 MB."""
+"""Enough for about fifty models with as many layers as the largest; about 8 MB."""
 MAX_AGE_S: Final = 180 * 86_400.0
 LEFT_S: Final = 3600.0
-"""A file that is not complete after so long was left by a process that was killed."""
+"""A file that is incomplete after this time was left by a killed process."""
 
 
 class StoredUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``counts`` of picks of each expert in ``rows`` rows that picked ``used`` each; older rows count less."""
+    """``counts`` of picks of each expert over ``rows`` tokens that picked ``used`` each; older tokens count less."""
 
     counts: list[float]
     rows: float
@@ -37,7 +37,7 @@ class StoredUsage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def whole_model_key(model: Path, layer: int) -> str:
-    """The key of layer ``layer`` of the file ``model`` where that is computed whole; else it is the layer file's digest."""
+    """Return the key of layer ``layer`` of a whole-model file; for a layer file the key is its digest."""
     path = model.resolve()
     text = f"{path}\n{path.stat().st_size}\n{layer}"
     return blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
@@ -47,14 +47,14 @@ _decoder = msgspec.json.Decoder(StoredUsage)
 
 
 class UsageFolder:
-    """The files in ``folder``, one for each key; nothing is kept where it is None."""
+    """The files in ``folder``, one for each key; with None nothing is stored."""
 
     def __init__(self, folder: Path | None, *, max_files: int = MAX_FILES) -> None:
         self._folder, self._max_files = folder, max_files
         self._grew = False
 
     def load(self, key: str, experts: int) -> ExpertUsage:
-        """What is known of the layer ``key`` of so many ``experts``."""
+        """Return the stored usage of the layer ``key`` with ``experts`` experts."""
         if self._folder is None:
             return ExpertUsage(experts)
         try:
@@ -69,7 +69,7 @@ class UsageFolder:
         return ExpertUsage.stored(stored.counts, stored.rows, stored.used)
 
     def save(self, key: str, usage: ExpertUsage) -> None:
-        """Keep ``usage`` of the layer ``key``."""
+        """Store ``usage`` of the layer ``key``."""
         if self._folder is None or not usage.used:
             return
         path = self._folder / f"{key}.json"
@@ -80,7 +80,7 @@ class UsageFolder:
             write_whole(path, msgspec.json.encode(StoredUsage(counts, round(usage.rows, 3), usage.used)))
 
     def bound(self) -> None:
-        """Let go of the oldest files if some were added since and there are too many."""
+        """Remove the oldest files if some were added and there are too many."""
         if self._folder is not None and self._grew:
             self._grew = False
             remove(excess(stored(self._folder), time.time(), max_files=self._max_files))
@@ -95,16 +95,16 @@ class StoredFile:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it may be read; another one is being written, or was when its process was killed."""
+        """Whether the file may be read; otherwise it is being written, or its writer was killed."""
         return self.path.suffix == ".json"
 
 
 def stored(folder: Path) -> list[StoredFile]:
-    """All files in ``folder``, of which there may be none."""
+    """Return all files in ``folder``, which may not exist."""
     found = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            with contextlib.suppress(OSError):  # it was replaced or removed meanwhile
+            with contextlib.suppress(OSError):  # replaced or removed meanwhile
                 status = entry.stat(follow_symlinks=False)
                 found.append(StoredFile(folder / entry.name, status.st_mtime))
     return found
@@ -117,7 +117,8 @@ def excess(
     max_files: int = MAX_FILES,
     max_age_s: float = MAX_AGE_S,
 ) -> list[StoredFile]:
-    """Which of ``files`` are too old or too many at ``now``, and what processes that were killed left; the newest stay."""
+    """Return those of ``files`` that are too old or too many at ``now``, or left by killed processes; the newest
+    stay."""
     chosen, count = [], 0
     for file in sorted(files, key=lambda each: (-each.written_s, each.path.name)):
         age_s = now - file.written_s
@@ -131,7 +132,7 @@ def excess(
 
 
 def remove(files: Iterable[StoredFile]) -> None:
-    """Remove ``files``; who reads one next begins anew."""
+    """Remove ``files``; a later run counts from zero."""
     for file in files:
         with contextlib.suppress(OSError):
             file.path.unlink(missing_ok=True)

@@ -1,14 +1,15 @@
-"""Which experts of the layers that stream by expert stay in memory, leave it, and are read ahead: values in, values out.
+"""Decides which experts stay in memory, are evicted, or are read ahead, for layers that stream by expert: values in,
+values out.
 
-The experts of all these layers share one pool of bounded bytes. An expert that the router picks has to be there; what was
-picked least often leaves for it, be it one that was picked just now. So the experts used most stay, and neither a rare one
-nor a prompt, whose rows together pick nearly all, drives them out for good. Of equal bytes in the pool the one worth most is
-the one picked most often, since holding it saves most reads a token; that needs no regard to layers or sizes.
+The experts of all these layers share one pool of bounded bytes. A picked expert must be in memory; the one picked least
+often is evicted for it, even if it was picked a moment ago. So the most used experts stay, and neither a rare one nor a
+prompt, whose tokens together pick nearly all, displaces them for good. Per byte of the pool, the expert picked most
+often is worth most, since holding it saves most reads a token; neither layer nor size matters.
 
-How often an expert is picked is estimated online: picks are counted, and earlier rows count less with every row. Before
-anything was counted all experts of a layer are taken for alike. An expert of the next layer is read ahead where that is
-more likely needed than not: because nearly every row picks it, because there are many rows, or because the step before
-picked it and picks are seen to repeat.
+How often an expert is picked is estimated online: picks are counted, and earlier tokens count less with every token.
+Before anything was counted, all experts of a layer count as equal. An expert of the next layer is read ahead if it is
+more likely needed than not: because nearly every token picks it, because there are many tokens, or because the step
+before picked it and picks tend to repeat.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 DECAY: Final = 0.999
-"""What a row's picks still count one row later: half after 700 rows."""
+"""Weight of a token's picks one token later: half after 700 tokens."""
 PRIOR_ROWS: Final = 16.0
-"""Rows in which all experts were picked alike, taken for granted before anything is counted."""
+"""Tokens of an assumed history in which all experts were picked equally."""
 REPEAT_DECAY: Final = 0.95
-"""What a step says about repeated picks still counts one step later."""
+"""Weight of a step's share of repeated picks one step later."""
 LIKELY: Final = 0.5
-"""An expert that is needed with no smaller probability is worth reading before it is picked."""
+"""An expert that is needed with at least this probability is worth reading before it is picked."""
 
 Picks = NDArray[np.int32]
-"""The experts that each row picked, shape (rows, experts a row)."""
+"""The experts that each token picked, shape (rows, experts a token)."""
 
 
 class ExpertUsage:
-    """How often the rows of the past picked each of the ``count`` experts of one layer."""
+    """How often past tokens picked each of the ``count`` experts of one layer."""
 
     def __init__(self, count: int) -> None:
         self.counts: NDArray[np.float64] = np.zeros(count)
@@ -46,7 +47,7 @@ class ExpertUsage:
 
     @classmethod
     def stored(cls, counts: Sequence[float], rows: float, used: int) -> ExpertUsage:
-        """What ``counts``, ``rows`` and ``used`` of another one say."""
+        """Return usage with these stored ``counts``, ``rows`` and ``used``."""
         usage = cls(len(counts))
         usage.counts = np.array(counts, np.float64)
         usage.rows, usage._used = rows, used
@@ -54,15 +55,15 @@ class ExpertUsage:
 
     @property
     def used(self) -> int:
-        """Experts that a row picks; 0 before the first."""
+        """Number of experts that a token picks; 0 before the first."""
         return self._used
 
     def expect(self, used: int) -> None:
-        """A row will pick so many, as the rows of another layer did."""
+        """Assume that a token picks ``used`` experts, as in another layer."""
         self._used = self._used or used
 
     def note(self, picks: Picks) -> None:
-        """The rows of one step picked these."""
+        """Count the ``picks`` of one step."""
         rows, self._used = picks.shape
         kept = DECAY**rows
         found = np.bincount(picks.ravel(), minlength=len(self.counts))
@@ -76,12 +77,12 @@ class ExpertUsage:
         self._last = now
 
     def share(self) -> NDArray[np.float64]:
-        """The estimated probability of each expert that a row picks it."""
+        """Return for each expert the estimated probability that a token picks it."""
         prior = PRIOR_ROWS * self._used / len(self.counts)
         return np.minimum((self.counts + prior) / (self.rows + PRIOR_ROWS), 1.0)
 
     def likely(self, rows: int) -> NDArray[np.float64]:
-        """The estimated probability of each expert that a step of ``rows`` rows, which is the next one, needs it."""
+        """Return for each expert the estimated probability that the next step, of ``rows`` tokens, needs it."""
         by_use = 1 - (1 - self.share()) ** rows
         return np.where(self._last, np.maximum(by_use, self._repeat), by_use)
 
@@ -95,12 +96,12 @@ class LayerExperts:
 
 
 Expert = tuple[int, int]
-"""Layer (by its place among those of the pool) and number."""
+"""Layer (its index in the pool) and number of the expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What to give back, and then to read; both are counted as done in the pool already."""
+    """Experts to release, and then experts to read; the pool already counts both as done."""
 
     release: tuple[Expert, ...]
     read: tuple[Expert, ...]
@@ -109,8 +110,8 @@ class Change:
 class Pool:
     """The experts of ``layers`` within ``capacity`` bytes.
 
-    More is held only where one step of one layer picks more than that, and only until the next layer's picks. ``usages`` say
-    what is known of each layer's experts before the first step.
+    It holds more only where one step of one layer picks more than that, and only until the next layer's picks.
+    ``usages`` are the layers' known usages before the first step.
     """
 
     def __init__(self, layers: Sequence[LayerExperts], capacity: int, usages: Sequence[ExpertUsage]) -> None:
@@ -130,13 +131,13 @@ class Pool:
         self._early = np.zeros(len(self._sizes), np.bool_)
         self._held_bytes = 0
         self.picked = 0
-        """Experts that steps picked until now."""
+        """Experts that steps picked so far."""
         self.found = 0
-        """Those of them that were held, or on their way, when they were picked."""
+        """Those of them that were held, or being read, when they were picked."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of what is held."""
+        """Bytes of the held experts."""
         return self._held_bytes
 
     @property
@@ -145,13 +146,14 @@ class Pool:
         return int(self._sizes.sum())
 
     def held(self, layer: int) -> NDArray[np.bool_]:
-        """For each expert of ``layer`` whether it is held; a view."""
+        """Return for each expert of ``layer`` whether it is held; a view."""
         return self._held[self._starts[layer] : self._starts[layer + 1]]
 
     def fill(self, max_bytes: int | None = None) -> tuple[Expert, ...]:
-        """Absent experts to read into what room is left, the likeliest first; together at most ``max_bytes`` or one.
+        """Return absent experts to read into free room, the most likely first, of at most ``max_bytes`` or one expert.
 
-        Among equals those of all layers take turns. Room for less than the largest expert is left to those that are picked.
+        Equally likely ones of different layers alternate. Room for less than the largest expert is left for picked
+        ones.
         """
         room = self.capacity - self._held_bytes
         absent = np.flatnonzero(~self._held)
@@ -171,7 +173,7 @@ class Pool:
         return self._named(chosen)
 
     def pick(self, layer: int, picks: Picks) -> Change:
-        """The router of ``layer`` picked these for the rows of a step."""
+        """Count the picks of the router of ``layer`` for the tokens of a step; return the change."""
         start = int(self._starts[layer])
         if not self.usages[layer].used:
             for usage in self.usages:
@@ -190,14 +192,15 @@ class Pool:
         return Change(self._named(released), self._named(missing))
 
     def depart(self) -> tuple[Expert, ...]:
-        """The layer that picked last was computed, and none follows it at once; what to give back."""
+        """Finish the layer that picked last, with no other directly after it; return what to release."""
         self._needed[:] = False
         return self._named(self._make_room(0))
 
     def ahead(self, layer: int, rows: int, max_bytes: int) -> Change:
-        """What to read of ``layer`` before its router picks for ``rows`` rows: the likeliest of at most ``max_bytes``.
+        """Return what to read of ``layer`` before its router picks for ``rows`` tokens: the likeliest, of at most
+        ``max_bytes``.
 
-        It takes the place of experts that are less likely to be picked by a row, never of those that a step needs now.
+        They replace experts that a token picks with lower probability, never those that a step needs now.
         """
         start = int(self._starts[layer])
         likely = self.usages[layer].likely(rows)
@@ -228,12 +231,12 @@ class Pool:
         return Change(self._named(released), self._named(chosen))
 
     def lost(self, layer: int, experts: Iterable[int]) -> None:
-        """These are not in memory any more: the system took them."""
+        """Drop ``experts`` that the system evicted."""
         start = int(self._starts[layer])
         self._drop([start + expert for expert in experts if self._held[start + expert]])
 
     def unless_picked(self, layer: int, expert: int) -> bool:
-        """Drop an expert that was to be read ahead, but not one that a step needs now; whether it was dropped."""
+        """Drop an expert that was to be read ahead, unless a step needs it now. Returns whether it was dropped."""
         each = int(self._starts[layer]) + expert
         if not self._held[each] or self._needed[each]:
             return False
@@ -241,12 +244,13 @@ class Pool:
         return True
 
     def resize(self, capacity: int) -> tuple[Expert, ...]:
-        """Hold at most ``capacity`` bytes from now on; what to give back for it."""
+        """Hold at most ``capacity`` bytes from now on; return what to release."""
         self.capacity = capacity
         return self._named(self._make_room(0))
 
     def _victims(self, excess: int) -> list[int]:
-        """What may leave so that ``excess`` bytes do, the least used first; all that may where that is not enough."""
+        """Return experts whose eviction frees ``excess`` bytes, the least used first; all candidates if that is not
+        enough."""
         if excess <= 0:
             return []
         free = np.flatnonzero(self._held & ~self._needed & ~self._early)
@@ -258,7 +262,7 @@ class Pool:
         return [int(each) for each in free[np.argsort(shares, kind="stable")]]
 
     def _make_room(self, size: int) -> list[int]:
-        """Drop the least used until ``size`` bytes more fit, or only what the step needs is left."""
+        """Drop the least used experts until ``size`` more bytes fit, or only those that the step needs are left."""
         excess = self._held_bytes + size - self.capacity
         if excess <= 0:
             return []

@@ -1,11 +1,11 @@
-"""Ranges of weight files and their pages: where they are mapped here, read ahead, given back, asked for, pinned.
+"""Ranges of weight files and their pages: find their mappings, read ahead, release, query and pin them.
 
-llama.cpp maps weight files; what it mapped is worked on in place, so that a layer that was read ahead costs the computing
-threads no page fault. Linux says where a file is mapped (``/proc/self/maps``) and reads a range with
-``MADV_POPULATE_READ``: one call, large requests, errors told. There a range is given back by dropping its pages from the
-mapping and then from the page cache; the second alone does nothing to mapped pages. Elsewhere a mapping of our own serves:
-the system is told what will be needed and the page is touched, which brings it into the one page cache; giving back is a
-hint at most, and which pages are in memory is not known.
+llama.cpp maps weight files; these mappings are used in place, so that a layer that was read ahead costs the computing
+threads no page fault. Linux shows where a file is mapped (``/proc/self/maps``) and reads a range with
+``MADV_POPULATE_READ``: one call, large requests, errors reported. There a range is released by dropping its pages from
+the mapping and then from the page cache; the second step alone has no effect on mapped pages. Other systems get a
+second mapping: the range is announced and its pages are touched, which brings them into the shared page cache;
+releasing is at most a hint, and which pages are in memory is not known.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ if sys.platform != "win32":
     import resource
 
 PIECE_BYTES: Final = 8 << 20
-"""A range is read in pieces of this size: large enough for the disk, small enough to change one's mind in between."""
+"""A range is read in pieces of this size: large enough for the disk, small enough to change course in between."""
 ASK_BYTES: Final = 512 << 10
-"""The system reads no more than its largest request for one advice, and forgets the rest of it."""
+"""For one advice the system reads at most its largest request, and forgets the rest."""
 IDLE_S: Final = 1.0
-"""After so long without a step weights that shall be in memory are looked at before they are used."""
+"""After this time without a step, weights that must be in memory are checked before use."""
 COLD: Final = 0.02
-"""What misses a larger share is not in memory and read again; single pages come by themselves."""
+"""If more than this share is missing, a range is read again; single pages come by page faults."""
 SMALL_BYTES: Final = 32 << 20
-"""Of a range that is smaller the system would read too large a share of what is behind it: some megabytes each time."""
+"""For a smaller range, the system would read too large a share of what follows it: several megabytes each time."""
 GROUP_BYTES: Final = 2 << 20
-"""The system keeps pages of files in groups of up to this size, aligned in the file, and drops whole groups only."""
+"""The system keeps file pages in groups of up to this size, aligned in the file, and drops only whole groups."""
 _PAGE: Final = mmap.PAGESIZE
 POPULATE_READ: Final = 22
 """``MADV_POPULATE_READ`` (Linux 5.14), which Python does not name."""
 HUGEPAGE: Final = 14
-"""``MADV_HUGEPAGE``: pages of files are read in groups of ``GROUP_BYTES`` at once, where the file system knows groups.
+"""``MADV_HUGEPAGE``: file pages are read in groups of ``GROUP_BYTES``, where the file system supports groups.
 
-(Measured on ext4, Linux 6.18: parts of 4 to 28 MB come at 1.5 to 2.1 GB/s, without it at 0.7 to 1.1; they are given back in
-a hundredth of the time; and little is read behind them.)
+(Measured on ext4, Linux 6.18: parts of 4 to 28 MB are read at 1.5 to 2.1 GB/s, without it at 0.7 to 1.1; releasing
+takes a hundredth of the time; and little is read beyond them.)
 """
 _DONTNEED: Final = 4
 _RANDOM: Final = 1
@@ -87,7 +87,7 @@ _LIBC: Final = _libc()
 
 
 def _knows_groups() -> bool:
-    """Whether ``MADV_HUGEPAGE`` says anything of files: since Linux 5.18; before, it was taken and ignored."""
+    """Whether ``MADV_HUGEPAGE`` affects files: since Linux 5.18; earlier kernels accept and ignore it."""
     found = re.match(r"(\d+)\.(\d+)", platform.release()) if sys.platform == "linux" else None
     return found is not None and (int(found[1]), int(found[2])) >= (5, 18)
 
@@ -97,7 +97,7 @@ KNOWS_GROUPS: Final = _knows_groups()
 
 @dataclass(frozen=True, slots=True)
 class _Mapping:
-    """Addresses ``start <= a < end`` of this process show a file from ``offset``."""
+    """Addresses ``start <= a < end`` of this process map a file from ``offset``."""
 
     start: int
     end: int
@@ -105,7 +105,7 @@ class _Mapping:
 
 
 def _mappings(paths: Iterable[str]) -> dict[str, list[_Mapping]]:
-    """Where this process has mapped ``paths``; a file that is not mapped is absent. Linux only."""
+    """Return where this process has mapped ``paths``, without those that are not mapped. Linux only."""
     if sys.platform != "linux":
         return {}
     wanted: dict[tuple[str, str] | str, str] = {}
@@ -114,7 +114,7 @@ def _mappings(paths: Iterable[str]) -> dict[str, list[_Mapping]]:
             status = Path(path).stat()
             device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
             wanted[device, str(status.st_ino)] = path
-            wanted[os.path.realpath(path)] = path  # some file systems show another device there
+            wanted[os.path.realpath(path)] = path  # some file systems show another device in maps
     found: dict[str, list[_Mapping]] = {}
     with Path("/proc/self/maps").open(encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
@@ -129,7 +129,8 @@ def _mappings(paths: Iterable[str]) -> dict[str, list[_Mapping]]:
 
 
 def disk_read_bytes() -> int | None:
-    """Bytes that this process had read from disk, by calls, by page faults and ahead; None where nobody counts them."""
+    """Bytes that this process read from disk, by calls, page faults and read-ahead; None where the system does not
+    count."""
     with contextlib.suppress(OSError, ValueError), Path("/proc/self/io").open(encoding="ascii") as file:
         for line in file:
             if line.startswith("read_bytes:"):
@@ -145,35 +146,36 @@ class ByteRange:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Length in bytes."""
         return self.end - self.begin
 
     def pieces(self) -> Iterator[ReadCall]:
-        """It in pieces of at most ``PIECE_BYTES``, in order."""
+        """Yield the range in pieces of at most ``PIECE_BYTES``, in order."""
         for span in self.pages.spans(self.begin, self.end):
             for start in range(0, span.size, PIECE_BYTES):
                 yield ReadCall(span, start, min(PIECE_BYTES, span.size - start))
 
     def read(self) -> int:
-        """Have everything in memory, reading by range what is not; bytes that were read. Raises ``EngineError``."""
+        """Bring the whole range into memory; return the bytes that were read. Raises ``EngineError``."""
         return sum(piece.read() for piece in self.pieces())
 
     def missing(self) -> int:
-        """Bytes that are not in memory; 0 where the system does not say."""
+        """Return the bytes that are not in memory; 0 where the system does not say."""
         return sum(span.missing() for span in self.pages.spans(self.begin, self.end))
 
     def has_last_page(self) -> bool:
-        """Whether the last page is in memory: llama.cpp, which fills its mappings in order, is done with it."""
+        """Whether the last page is in memory: then llama.cpp, which fills its mappings in order, is done with the
+        range."""
         return any(span.has_last_page() for span in self.pages.spans(self.end - 1, self.end))
 
     def release(self) -> None:
-        """Give the pages back, but those that another range has a share in."""
+        """Release the pages, except those shared with another range."""
         for span in self.pages.spans(self.begin, self.end):
             begin, length = span.inner()
             span.release(begin, begin + length)
 
     def lock(self) -> None:
-        """Pin the pages to memory. Raises ``EngineError`` when the system does not allow so much."""
+        """Pin the pages to memory. Raises ``EngineError`` when the system does not allow this much."""
         for span in self.pages.spans(self.begin, self.end):
             span.lock()
 
@@ -184,7 +186,7 @@ class ByteRange:
 
 
 class Pages(ByteRange):
-    """The pages of some ranges of files, which llama.cpp has mapped."""
+    """The pages of ranges of files that llama.cpp has mapped."""
 
     def __init__(self, ranges: Sequence[FileRange]) -> None:
         super().__init__(self, 0, sum(part.size for part in ranges))
@@ -193,7 +195,7 @@ class Pages(ByteRange):
         self._spans: list[_Span] = []
 
     def find(self) -> None:
-        """Find where the ranges are mapped; to be called when llama.cpp has loaded them, and again to look anew.
+        """Find the mappings of the ranges; call it when llama.cpp has loaded them, and again to refresh.
 
         Raises ``EngineError`` when a range is not mapped (on Linux; elsewhere it is mapped here).
         """
@@ -219,7 +221,7 @@ class Pages(ByteRange):
         self._spans = spans
 
     def mapped(self) -> bool:
-        """Whether all ranges are mapped already; asked while llama.cpp loads them."""
+        """Whether all ranges are mapped already; called while llama.cpp loads them."""
         try:
             self.find()
         except EngineError:
@@ -227,11 +229,11 @@ class Pages(ByteRange):
         return True
 
     def part(self, begin: int, end: int) -> ByteRange:
-        """The bytes from ``begin`` to ``end``, counted along the ranges."""
+        """Return the bytes from ``begin`` to ``end``, counted along the ranges."""
         return ByteRange(self, begin, end)
 
     def cuts(self) -> tuple[int, ...]:
-        """Where a part may begin or end and share no group of pages with what is before or behind it."""
+        """Return where a part may begin or end without sharing a group of pages with its neighbours."""
         found, before = [], 0
         for part in self.ranges:
             first = -(-part.offset // GROUP_BYTES) * GROUP_BYTES
@@ -240,42 +242,42 @@ class Pages(ByteRange):
         return tuple(found)
 
     def spans(self, begin: int, end: int) -> Iterator[_Span]:
-        """Where the bytes from ``begin`` to ``end`` are mapped."""
+        """Yield where the bytes from ``begin`` to ``end`` are mapped."""
         for span in self._spans:
             first, last = max(begin - span.place, 0), min(end - span.place, span.size)
             if first < last:
                 yield replace(span, offset=span.offset + first, size=last - first, place=span.place + first)
 
     def in_groups(self) -> None:
-        """Have the system read large groups of pages at a time; to be called after ``find``."""
+        """Have the system read large groups of pages at a time; call it after ``find``."""
         if KNOWS_GROUPS:
             self._spans = [replace(span, in_groups=span.advise(HUGEPAGE)) for span in self._spans]
 
     def at_random(self) -> None:
-        """Say that single rows will be read, so that nothing is read around them."""
+        """Announce that single rows will be read, so that nothing around them is."""
         for span in self._spans:
             span.advise(_RANDOM)
 
     def changed(self) -> list[str]:
-        """The files that somebody wrote to since they were opened or were ``trusted``."""
-        files = self._files.items()  # asked after each visit of a step, so all in one line
+        """Return the files that were written to since they were opened or ``trusted``."""
+        files = self._files.items()  # called after each visit of a step, so all in one line
         return [path for path, file in files if stamp_of(os.fstat(file.descriptor)) != file.stamp]
 
     def trust(self, path: str) -> None:
-        """Take the file as it is now: its weights were looked at and are the same."""
+        """Accept the file in its current state: its weights were checked and are unchanged."""
         self._files[path].trust()
 
     def close(self) -> None:
-        """Let the files go."""
+        """Close the files."""
         self._spans = []
         for file in self._files.values():
             file.close()
 
 
 class Slices:
-    """``count`` slices of one size that follow each other in a range of a file, asked for, read and released one by one.
+    """``count`` adjacent slices of equal size in a range of a file, queried, read and released one by one.
 
-    A page that two of them share is read with either, and released with the second. Thread-safe like ``Pages``.
+    A page shared by two slices is read with either, and released with the second. Thread-safe like ``Pages``.
     """
 
     def __init__(self, whole: FileRange, count: int) -> None:
@@ -287,11 +289,11 @@ class Slices:
         self._locks = False
 
     def find(self) -> None:
-        """As ``Pages.find``."""
+        """Find the mappings, as ``Pages.find`` does."""
         self._pages.find()
 
     def pieces(self, number: int) -> Iterator[ReadCall]:
-        """One slice in pieces of at most ``PIECE_BYTES``, in order."""
+        """Yield one slice in pieces of at most ``PIECE_BYTES``, in order."""
         start = self._whole.offset + number * self.slice_bytes
         for span in self._pages._spans:
             first, last = max(start, span.offset), min(start + self.slice_bytes, span.offset + span.size)
@@ -299,16 +301,17 @@ class Slices:
                 yield ReadCall(span, at - span.offset, min(PIECE_BYTES, last - at))
 
     def lock(self, number: int) -> None:
-        """Pin one slice to memory until it is released. Raises ``EngineError`` when the system does not allow so much."""
+        """Pin one slice to memory until it is released. Raises ``EngineError`` when the system does not allow this
+        much."""
         for piece in self.pieces(number):
             piece.lock()
         self._locks = True
 
     def release(self, number: int, held: NDArray[np.bool_]) -> None:
-        """Give a slice back, locked or not; ``held`` says of all slices which are still used.
+        """Release a slice, locked or not; ``held`` tells for all slices which are still used.
 
-        The system keeps pages in groups and drops whole groups only, so those of neighbours that were given back before
-        go along, as far as they had a share in a group of this one.
+        The system keeps pages in groups and drops only whole groups, so pages of released neighbours in the same groups
+        are released again with it.
         """
         used = np.flatnonzero(held)
         place = int(np.searchsorted(used, number))
@@ -324,7 +327,7 @@ class Slices:
             span.release(max(first, begin), min(last, begin + length))
 
     def missing(self) -> NDArray[np.float64]:
-        """The share of each slice that is not in memory; 0 where the system does not say."""
+        """Return the share of each slice that is not in memory; 0 where the system does not say."""
         gone = np.zeros(self.count)
         if _LIBC is None:
             return gone
@@ -338,12 +341,12 @@ class Slices:
         return np.minimum(gone, 1.0)
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         self._pages.close()
 
 
 class _File:
-    """An open weight file, with its stamp; without ``/proc`` also mapped here."""
+    """An open weight file with its stamp; on systems without ``/proc`` also mapped here."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -360,13 +363,14 @@ class _File:
         self.stamp = stamp_of(os.fstat(self.handle.fileno()))
 
     def own_address(self) -> int:
-        """The address of a mapping of our own, less nothing: it shows the file from its beginning."""
+        """Return the address of this class's own mapping, which shows the file from its beginning."""
         if self._map is None:
             self._map = mmap.mmap(self.handle.fileno(), 0, access=mmap.ACCESS_READ)
         return int(np.frombuffer(self._map, np.uint8).ctypes.data)
 
     def own_touch(self, offset: int, size: int) -> None:
-        """Ask for a range and read a byte of each of its pages. Raises ``WeightsError`` when the file ends before it."""
+        """Announce a range and read a byte of each of its pages. Raises ``WeightsError`` when the file ends before
+        it."""
         assert self._map is not None
         self.check_length(offset, size)
         start = offset - offset % _PAGE
@@ -381,12 +385,13 @@ class _File:
         np.frombuffer(self._map, np.uint8, count=length, offset=start)[::_PAGE].max()
 
     def check_length(self, offset: int, size: int) -> None:
-        """Raises ``WeightsError`` when the file ends before the range does: touching its pages would end this process."""
+        """Raise ``WeightsError`` if the file ends before the range does: touching its pages would crash this
+        process."""
         if os.fstat(self.handle.fileno()).st_size < offset + size:
             raise self.error(offset, size)
 
     def error(self, offset: int, size: int) -> WeightsError:
-        """Why a range cannot be read, found out by reading it in the ordinary way."""
+        """Return why a range cannot be read, found out by an ordinary read."""
         why = "the system does not say why"
         try:
             if os.fstat(self.handle.fileno()).st_size < offset + size:
@@ -407,7 +412,7 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """``size`` bytes of a file from ``offset``, mapped at ``base`` + offset, behind ``place`` bytes of the ranges."""
+    """``size`` bytes of a file from ``offset``, mapped at ``base`` + offset, after ``place`` bytes of the ranges."""
 
     file: _File
     offset: int
@@ -417,14 +422,14 @@ class _Span:
     in_groups: bool = False
 
     def outer(self, start: int, size: int) -> tuple[int, int]:
-        """File offset and length of all pages that a part of this span has a share in."""
+        """Return file offset and length of all pages that overlap a part of this span."""
         first = self.offset + start
         begin = first - first % _PAGE
         end = -(-(first + size) // _PAGE) * _PAGE
         return begin, end - begin
 
     def inner(self) -> tuple[int, int]:
-        """File offset and length of the pages that nothing else has a share in."""
+        """Return file offset and length of the pages that lie wholly in this span."""
         begin = -(-self.offset // _PAGE) * _PAGE
         end = (self.offset + self.size) // _PAGE * _PAGE
         return begin, max(0, end - begin)
@@ -446,7 +451,7 @@ class _Span:
         return _absent(self.base + begin, length) == 0
 
     def release(self, first: int, last: int) -> None:
-        """Give back the pages of the file from offset ``first`` to ``last``."""
+        """Release the pages of the file from offset ``first`` to ``last``."""
         if sys.platform != "linux" or _LIBC is None or last <= first:
             return
         _LIBC.madvise(self.base + first, last - first, _DONTNEED)
@@ -475,17 +480,17 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class ReadCall:
-    """A part of a range that is read with one call."""
+    """A part of a range that is read in one call."""
 
     span: _Span
     start: int
     size: int
 
     def ask(self) -> None:
-        """Have the disk begin with it, among others; ``read`` waits for it.
+        """Have the disk start to read this part concurrently with others; ``read`` waits for it.
 
-        Where single slices are read, this is more than haste: a range that is only populated makes the system read on
-        behind it, several megabytes at a time.
+        For single slices this is needed for more than speed: on a populated range alone, the system reads on past it,
+        several megabytes at a time.
         """
         if _LIBC is None:
             return
@@ -494,18 +499,18 @@ class ReadCall:
             _LIBC.madvise(self.span.base + begin + at, min(ASK_BYTES, length - at), _WILLNEED)
 
     def lock(self) -> None:
-        """Pin it to memory. Raises ``EngineError`` when the system does not allow so much."""
+        """Pin the part to memory. Raises ``EngineError`` when the system does not allow this much."""
         self.span.lock_part(self.start, self.size)
 
     def missing(self) -> int:
-        """Bytes that are not in memory; all where the system does not say."""
+        """Return the bytes that are not in memory; all where the system does not say."""
         if _LIBC is None:
             return self.size
         begin, length = self.span.outer(self.start, self.size)
         return _absent(self.span.base + begin, length)
 
     def read(self) -> int:
-        """Have it in memory; bytes that were not. Raises ``WeightsError`` when the disk does not give them."""
+        """Bring the part into memory; return the bytes that were missing. Raises ``WeightsError`` on a disk error."""
         span = self.span
         if _LIBC is None:
             span.file.own_touch(span.offset + self.start, self.size)
@@ -513,7 +518,7 @@ class ReadCall:
         begin, length = span.outer(self.start, self.size)
         missing = _absent(span.base + begin, length)
         if missing and not span.in_groups and (self.size < PIECE_BYTES or span.size < SMALL_BYTES):
-            self.ask()  # the end of a range, or near it: nothing behind it is to be read
+            self.ask()  # at the end of a range or near it, nothing beyond is to be read
         with _own_faults:
             while _LIBC.madvise(span.base + begin, length, POPULATE_READ) != 0:
                 code = ctypes.get_errno()
@@ -527,7 +532,7 @@ class ReadCall:
 
 
 class _OwnFaults:
-    """Counts the page faults of ranges that are read on purpose, which the system counts like any other."""
+    """Counts the page faults of deliberate reads, which the system counts like any other."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -554,7 +559,7 @@ _own_faults: Final = _OwnFaults()
 
 
 def major_faults() -> int | None:
-    """Major page faults of this process, without those of ranges that it read on purpose; None where nobody counts them."""
+    """Return this process's major page faults, without those of deliberate reads; None where they are not counted."""
     count = None
     if sys.platform != "win32":
         count = max(0, resource.getrusage(resource.RUSAGE_SELF).ru_majflt - _own_faults.count)
@@ -562,7 +567,7 @@ def major_faults() -> int | None:
 
 
 def _touch(address: int, length: int, span: _Span) -> None:
-    """Read a range by advice and by a byte of each page."""
+    """Read a range by advice and by touching each page."""
     if sys.platform == "linux":
         begin = address - span.base
         os.posix_fadvise(span.file.handle.fileno(), begin, length, os.POSIX_FADV_WILLNEED)
@@ -571,13 +576,13 @@ def _touch(address: int, length: int, span: _Span) -> None:
 
 
 def _absent(address: int, length: int) -> int:
-    """Bytes of a mapped range that are not in memory."""
+    """Return the bytes of a mapped range that are not in memory."""
     present = _present(address, length)
     return int(len(present) - np.count_nonzero(present)) * _PAGE
 
 
 def _present(address: int, length: int) -> NDArray[np.bool_]:
-    """For each page of a mapped range whether it is in memory; said of all where the system does not answer."""
+    """Return for each page of a mapped range whether it is in memory; True for all if the system call fails."""
     assert _LIBC is not None
     present = np.empty(length // _PAGE, np.uint8)
     if _LIBC.mincore(address, length, present.ctypes.data) != 0:
@@ -586,7 +591,7 @@ def _present(address: int, length: int) -> NDArray[np.bool_]:
 
 
 def _prefetch_virtual_memory(address: int, length: int) -> None:
-    """Windows: ask for a range of a mapping; where the call is missing, touching does it."""
+    """Windows: announce a range of a mapping; where the call is missing, touching the pages suffices."""
     if sys.platform == "win32":
 
         class Range(ctypes.Structure):
