@@ -1,7 +1,7 @@
-"""Halda: given profiles of devices, links and a model, say which device computes which layers.
+"""Halda: decides which device computes which layers, given profiles of devices, links and a model.
 
-A pure library: profiles in, ``Plan`` out. No I/O, no clock, no import of primad. The solver itself, which takes a third of a
-second to load, is imported when something is solved.
+A pure library: profiles in, ``Plan`` out. No I/O, no clock, no import of primad. The solver itself takes a third of a
+second to load and is imported on the first solve.
 """
 
 from typing import TYPE_CHECKING, Any

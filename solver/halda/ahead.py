@@ -1,11 +1,13 @@
-"""What rows ahead of the next token give: drafts in steps of their own, several of them in the ring at once.
+"""Simulate drafts that are verified in steps of their own, several of which are in the ring at the same time.
 
-Steps may be blocks of several rows, the next token's as well: they cost less than so many steps, and the head drafts longer
-before each. Where layers have a state, what was right of a block is computed again if another step was behind it.
+A step may be a block of several tokens, the next token's step too. A block costs less than as many single steps, and
+the head drafts longer before each one. Where layers have a state, the accepted tokens of a block are computed again if
+another step followed it.
 
-Each draft holds behind those that did in a ``share`` of cases. Behind one that did not the ring begins anew: devices end
-what they compute and drop what waits. The head ends a window before it takes a step that came back, so a draft that it
-begins too soon delays the token that decides. How much that is depends on where the windows are, so it is played.
+Each draft is accepted with probability ``share`` if all drafts before it were. After a rejected draft the ring
+restarts: devices finish what they are computing and drop what waits. The head finishes a window before it takes a step
+that came back, so a draft that it starts too early delays the deciding token. That delay depends on where the windows
+are, so it is simulated.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ TOKENS: Final = 400
 def tokens_ahead(
     plan: Plan, instance: Instance, room: int, share: float, *, block: int = 1, draft_s: float = 0.0
 ) -> float:
-    """Tokens a second where so many steps of ``block`` rows of one answer are in the ring at most. The head computes each
-    draft in ``draft_s``."""
+    """Return tokens per second with at most ``room`` steps of ``block`` tokens of one request in the ring. The head
+    computes each draft in ``draft_s``."""
     return _Played(plan, instance, room, share, block, draft_s).tokens_per_s()
 
 
 class _Played:
-    """The steps on their way, the next token's first: those that are dropped are in none of the lists."""
+    """The steps in flight, the next token's first. Dropped steps are in none of the lists."""
 
     def __init__(self, plan: Plan, instance: Instance, room: int, share: float, block: int, draft_s: float) -> None:
         hosts = {instance.devices[m].device: here for here in instance.processors for m in here}
@@ -44,7 +46,7 @@ class _Played:
         self._seconds = route_s(plan, replace(instance, decode_rows=block))
         self._block, self._draft_s, self._has_state = block, draft_s, instance.model.is_recurrent
         self._known: dict[int, int] = {}
-        """By step: its rows before the first draft."""
+        """Known tokens of each step, that is, tokens before its first draft."""
         self._room, self._share, self._random = room, share, random.Random(1)
         self._numbers, self._events = count(), list[tuple[float, int, int, bool]]()
         self._flight: list[int] = []
@@ -66,13 +68,13 @@ class _Played:
         return tokens / now
 
     def _begin(self, now: float, known: int = 1) -> None:
-        """A step for a token that is known, the last of so many."""
+        """Start a step whose first ``known`` tokens are not drafts."""
         self._flight = [next(self._numbers)]
         self._known[self._flight[0]] = known
         heappush(self._events, (now, self._flight[0], 0, False))
 
     def _leave(self, now: float, step: int, stop: int) -> int:
-        """How many tokens that gives."""
+        """Move the step on from ``stop`` and return the number of tokens that this yields."""
         if step not in self._flight:
             return 0
         if stop + 1 < len(self._hosts):
@@ -94,7 +96,7 @@ class _Played:
         return self._random.random() < self._share
 
     def _serve(self, host: tuple[int, ...], now: float) -> None:
-        """What came furthest first; the head begins a draft where it has nothing else to do."""
+        """Start the waiting step that is furthest along; the head starts a draft when it is otherwise idle."""
         self._waits[host] = waits = [each for each in self._waits[host] if -each[1] in self._flight]
         if host in self._busy:
             return
@@ -114,5 +116,5 @@ class _Played:
         heappush(self._events, (now + took_s, step, stop, True))
 
     def _has_left(self, now: float) -> bool:
-        """Whether no step is about to come to the head in this moment."""
+        """Whether no step is about to reach the head at time ``now``."""
         return all(at > now or self._hosts[stop] != self._hosts[0] or leaves for at, _, stop, leaves in self._events)

@@ -1,4 +1,4 @@
-"""Windows set by hand: layers a round become a route."""
+"""Manual windows: turn layers per round into a route."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def arrange(
     rounds: int,
     model: ModelProfile,
 ) -> Plan:
-    """The plan in which device ``i`` computes ``layers_per_round[i]`` layers in each of ``rounds`` rounds.
+    """Return the plan in which device ``i`` computes ``layers_per_round[i]`` layers in each of ``rounds`` rounds.
 
-    The head (``devices[0]``) also has the tail window with the layers that are left. When these are too few, the head's
-    window of the last round gives some. Raises ``Infeasible`` when the windows do not fit the model.
+    The head (``devices[0]``) also has the tail window with the remaining layers. If these are too few, the head's
+    window of the last round gives up some. Raises ``Infeasible`` when the windows do not fit the model.
     """
     assert len(devices) == len(layers_per_round)
     total = len(model.layers)

@@ -1,8 +1,8 @@
-"""What each device keeps of a plan: the one form in which a window goes from the plan to the engine.
+"""What each device keeps of a plan, in the only form in which windows go from the plan to the engine.
 
-An ``Assignment`` says how many bytes of each window stay; which of them follows from that number
-(``primad.engine.streaming``). The same share of each layer streams; layers with experts stream by expert, and those used
-most stay.
+An ``Assignment`` gives the number of resident bytes of each window; which bytes these are follows from the number
+(``primad.engine.streaming``). The same share of each layer streams. Layers with experts stream by expert, and the most
+used experts stay.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from halda.profile import ModelProfile
 from halda.streaming import smallest_read_ahead_bytes
 
 MAX_GPUS: Final = 16
-"""Of a device besides the first; llama.cpp takes no more. Assignments come from other devices, so this is checked."""
+"""Maximum number of GPUs besides a device's first, llama.cpp's limit. Checked because assignments come from other
+devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowAssignment:
-    """The layers ``first <= layer < last``, of which the last ``gpu_layers`` are on the GPU, and the place of the output.
+    """The layers ``first <= layer < last``, of which the last ``gpu_layers`` are on GPUs, and the place of the output
+    matrix.
 
-    Of these ``other_gpus`` are on the device's second GPU, third, ..., as in ``Window``. Of the first ``cpu_experts`` of
-    those on GPUs the experts are in RAM. ``layer_bytes`` are the weights that the CPU computes, such experts among them,
-    ``output_bytes`` those of an output matrix there (0 without). Of both together ``resident_bytes`` stay in memory; the
-    rest is read each time it is used. Where ``prefill_offload`` a GPU computes prompts through these layers too.
+    ``other_gpus`` counts the layers on the device's second GPU, third, ..., as in ``Window``. The first ``cpu_experts``
+    GPU layers have their experts in RAM. ``layer_bytes`` are the weights that the CPU computes, including these
+    experts, ``output_bytes`` those of an output matrix on the CPU (0 without). ``resident_bytes`` of their sum stay in
+    memory; the rest is read for each use. With ``prefill_offload`` a GPU computes prompts through these layers too.
     """
 
     first: int
@@ -45,32 +47,32 @@ class WindowAssignment:
 
     @property
     def layers(self) -> int:
-        """How many layers the window has."""
+        """Number of layers in the window."""
         return self.last - self.first
 
     @property
     def cpu_layers(self) -> int:
-        """How many of them the CPU computes."""
+        """Number of layers that the CPU computes."""
         return self.layers - self.gpu_layers
 
     @property
     def ram_layers(self) -> int:
-        """Of how many of them the CPU computes something, the first ones."""
+        """Number of layers, the first ones, of which the CPU computes at least a part."""
         return self.cpu_layers + self.cpu_experts
 
     @property
     def on_each_gpu(self) -> tuple[int, ...]:
-        """How many each GPU computes."""
+        """Number of layers that each GPU computes."""
         return (self.gpu_layers - sum(self.other_gpus), *self.other_gpus)
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether a GPU computes anything of it."""
+        """Whether a GPU computes any part of the window."""
         return self.gpu_layers > 0 or self.output == "gpu" or self.prefill_offload
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes that do not stay."""
+        """Bytes that are not resident."""
         return self.layer_bytes + self.output_bytes - self.resident_bytes
 
 
@@ -83,7 +85,7 @@ def in_memory(
     other_gpus: tuple[int, ...] = (),
     output: OutputPlace = "none",
 ) -> WindowAssignment:
-    """A window of which nothing streams, for who does not ask how large it is."""
+    """Return a window without streaming, for callers that do not need its size."""
     return WindowAssignment(
         first=first,
         last=last,
@@ -99,22 +101,22 @@ def in_memory(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBytes:
-    """What a rank of a group has of a model's weights: of each layer, and of the output matrix."""
+    """Bytes that a rank of a group has of each layer and of the output matrix."""
 
     layers: tuple[int, ...]
     output: int
 
 
 ShareBytes: TypeAlias = Callable[[tuple[int, ...]], Sequence[RankBytes]]
-"""What each rank of a group has, by the weights of all."""
+"""Maps the weights of all ranks of a group to the bytes of each rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """The ``windows`` of one device in the order of the route, and its ``share`` of their weights.
+    """The ``windows`` of one device in route order, and its ``share`` of their weights.
 
-    ``read_ahead_bytes`` are read ahead of what streams; 0 where experts stream one by one, as they are known only when their
-    layer's turn has come. The output matrix streams only where memory pressure asks for it.
+    ``read_ahead_bytes`` is the read-ahead of streamed weights; 0 where experts stream, as these are known only when
+    their layer's router has picked. The output matrix streams only under memory pressure.
     """
 
     windows: tuple[WindowAssignment, ...]
@@ -123,60 +125,61 @@ class Assignment:
 
     @property
     def layers(self) -> int:
-        """How many layers the device computes."""
+        """Number of layers that the device computes."""
         return sum(window.layers for window in self.windows)
 
     @property
     def gpu_layers(self) -> int:
-        """How many of them the GPU computes."""
+        """Number of layers that its GPUs compute."""
         return sum(window.gpu_layers for window in self.windows)
 
     @property
     def on_each_gpu(self) -> tuple[int, ...]:
-        """How many each GPU computes."""
+        """Number of layers that each GPU computes."""
         return tuple(map(sum, zip_longest(*(window.on_each_gpu for window in self.windows), fillvalue=0)))
 
     @property
     def layer_bytes(self) -> int:
-        """Weights that the CPU computes."""
+        """Bytes of weights that the CPU computes."""
         return sum(window.layer_bytes for window in self.windows)
 
     @property
     def output_bytes(self) -> int:
-        """Those of an output matrix that the CPU has."""
+        """Bytes of the output matrix if the CPU has it."""
         return sum(window.output_bytes for window in self.windows)
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that stay of what the CPU computes."""
+        """Bytes that stay of the weights that the CPU computes."""
         return sum(window.resident_bytes for window in self.windows)
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes that do not stay."""
+        """Bytes that are not resident."""
         return sum(window.streamed_bytes for window in self.windows)
 
     @property
     def streamed_layers(self) -> int:
-        """How many layers' worth streams."""
+        """Streamed bytes as a number of layers."""
         return layers_worth(self.streamed_bytes, self.layer_bytes, sum(window.ram_layers for window in self.windows))
 
     @property
     def resident_layers(self) -> int:
-        """How many layers' worth stays, those on the GPU among them."""
+        """Resident bytes as a number of layers, including GPU layers."""
         return self.layers - self.streamed_layers
 
 
 def layers_worth(streamed_bytes: int, layer_bytes: int, layers: int) -> int:
-    """How many of ``layers`` with ``layer_bytes`` in all stream where ``streamed_bytes`` of them do; one where few do."""
+    """Convert ``streamed_bytes`` to a number of ``layers`` with ``layer_bytes`` in total; at least one if any byte
+    streams."""
     if streamed_bytes <= 0 or not layer_bytes:
         return 0
     return max(1, round(layers * min(1.0, streamed_bytes / layer_bytes)))
 
 
 def assignments(plan: Plan, model: ModelProfile, share_bytes: ShareBytes | None = None) -> dict[str, Assignment]:
-    """What each device of ``plan`` keeps. Ranks have what ``share_bytes`` says; where no file is known, as much as their
-    shares of attention and network."""
+    """Return what each device of ``plan`` keeps. The bytes of ranks come from ``share_bytes``; without a model file
+    they follow from the ranks' shares of attention and feed-forward."""
     return {name: _assignment(plan, model, name, share_bytes) for name in plan.devices}
 
 
@@ -208,14 +211,14 @@ def _assignment(plan: Plan, model: ModelProfile, name: str, share_bytes: ShareBy
                 prefill_offload=name in plan.prefill_offload and size > 0,
             )
         )
-    # A device of which nothing streams may have to, when memory gets short.
+    # A device that does not stream may have to when memory gets short.
     read_ahead = streaming.read_ahead_bytes if streaming.streamed_bytes else smallest_read_ahead_bytes(model)
     share = 1.0 if held is None else sum(_of_layers(window.layers, held) for window in windows) / max(whole, 1)
     return Assignment(windows=tuple(found), read_ahead_bytes=read_ahead, share=share)
 
 
 def _rank_bytes(plan: Plan, model: ModelProfile, name: str, share_bytes: ShareBytes | None) -> RankBytes:
-    """What the rank ``name`` has of the weights."""
+    """Return the bytes of weights that the rank ``name`` has."""
     ranks = plan.group_of(name)
     number = [rank.device for rank in ranks].index(name)
     if share_bytes is not None:
@@ -232,6 +235,6 @@ def _of_layers(layers: range, held: RankBytes) -> int:
 
 
 def _ram_bytes(window: Window, model: ModelProfile) -> int:
-    """Weights of a window that the CPU computes."""
+    """Bytes of a window's weights that the CPU computes."""
     experts = sum(model.layers[layer].expert_bytes for layer in window.experts_on_cpu)
     return experts + sum(model.layers[layer].size_bytes for layer in window.on_cpu)

@@ -1,4 +1,4 @@
-"""How many rows of a prompt are computed at a time: what suits a plan that was found best."""
+"""Choose the chunk size of prompts that suits the best plan found."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from halda.instance import Instance
 from halda.solution import Solution
 
 CHUNKS: Final = (128, 256, 1024, 2048)
-"""Rows of a chunk of the prompt that may be better than those asked for where layers stream: what is read serves more of
-them, or a smaller buffer leaves more room for layers."""
+"""Chunk sizes (tokens) that may beat the requested one where layers stream: larger chunks use each read for more
+tokens, smaller buffers leave more room for layers."""
 MAX_CHUNK_S: Final = 60.0
-"""A chunk that takes longer is not made larger: nothing else is computed meanwhile, and a ring whose step does not come back
+"""Chunks that take longer are not enlarged: nothing else is computed meanwhile, and a ring whose step does not return
 counts as broken after a while."""
 RING_CHUNKS: Final = (256, 128, 64, 32)
-"""Rows of a chunk with which a ring may have a prompt sooner: one device computes a chunk while another has the next.
-Buffers stay as they are."""
+"""Chunk sizes (tokens) with which a ring may finish a prompt sooner, as devices compute different chunks concurrently.
+Buffers keep their size."""
 RING_GAIN: Final = 0.01
-"""Share of the time to the first token that each smaller chunk must gain then; other prompts are hardly slower with it."""
+"""Share of TTFT that each smaller chunk size must gain; other prompts are hardly slower with it."""
 FEWER_GAIN: Final = 0.05
-"""Share of the objective that fewer rows must gain: with other prompts than the typical one they may be slower."""
+"""Share of the objective that smaller chunks must gain, since they may slow down prompts unlike the typical one."""
 _SAME: Final = 1e-9
-"""Relative difference that is no difference."""
+"""Relative difference below which values count as equal."""
 
 
 def in_smaller_chunks(found: Solution, question: Instance) -> Solution:
-    """``found`` with the chunks of a prompt with which its ring has the first token soonest."""
+    """Return ``found`` with the chunk size that gives its ring the lowest TTFT."""
     best, work = found, question.workload
     for rows in RING_CHUNKS:
         if rows >= min(work.chunk_rows, work.prompt_tokens):
@@ -42,9 +42,10 @@ def in_smaller_chunks(found: Solution, question: Instance) -> Solution:
 
 
 def other_chunks(found: Solution, question: Instance, chunks: Sequence[int]) -> list[int]:
-    """How many rows of a chunk are best for the plan that was found, as it then has to stream, if others are than it has.
+    """Return the best chunk size for the plan found, with the streaming it then needs; empty if its present one is
+    best.
 
-    Fewer rows have to be clearly better, and more rows than a prompt has are of no use.
+    Smaller chunks must be clearly better. Chunks longer than the prompt are not tried.
     """
     rows, work = question.workload.chunk_rows, question.workload
     if not found.plan.streaming:
@@ -65,7 +66,7 @@ def other_chunks(found: Solution, question: Instance, chunks: Sequence[int]) -> 
 
 
 def in_best_chunks(found: Solution, question: Instance) -> Solution:
-    """``found``, a plan whose windows are set, with the chunks of a prompt with which it is best."""
+    """Return ``found``, a plan with fixed windows, with its best chunk size."""
     answer = question.workload.answer_tokens
     for rows in other_chunks(found, question, CHUNKS):
         other = question.with_rows(rows)

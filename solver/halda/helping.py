@@ -1,12 +1,13 @@
-"""Whose GPU computes prompts through layers that stay in RAM (llama.cpp's ``op_offload``).
+"""Choose the devices that use prefill offload: their GPU computes prompts through layers in RAM (llama.cpp's
+``op_offload``).
 
-It is decided for a plan that was found: a device is helped if its GPU is faster at a chunk of a prompt than its processor,
-nothing of the device streams, the VRAM that the plan leaves is enough, and what the plan is for takes no longer. A token
-takes as long as before, unless the device had extra buffers, which help excludes.
+This is decided for a plan that was found. A device offloads if its GPU computes a prompt chunk faster than its CPU, it
+streams nothing, the VRAM that the plan leaves suffices, and the objective does not get worse. Decode takes as long as
+before, unless the device had extra buffers, which offload excludes.
 
-Where the first token counts, other layers may suit devices that are helped. So plans are also solved in which all of them
-are, with the memory that this takes, and where they are few each alone; the best is the answer. It is not proven to be the
-best of all that have help.
+For objectives with TTFT another split of layers may suit offloading devices. So plans are also solved with offload on
+all able devices, including the memory that this takes, and, where these are few, on each of them singly. The best plan
+is taken, without proof that it is the best of all plans with offload.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from halda.instance import Instance
 from halda.solution import Solution
 
 OF_FIRST_TOKEN: Final[frozenset[Objective]] = frozenset(("ttft", "balanced"))
-"""What takes less where prompts do."""
+"""Objectives that improve when prompts take less time."""
 MAX_ALONE: Final = 3
-"""Of so many devices that could be helped each is tried alone, too; with more it would take too long."""
+"""Up to this number of able devices each is also tried singly; with more this would take too long."""
 _SAME: Final = 1e-9
-"""Relative difference that is no difference."""
+"""Relative difference below which values count as equal."""
 
 
 def able_to_offload(question: Instance) -> frozenset[str]:
-    """The devices of which a GPU is faster than their processor at a chunk of a prompt through layers in RAM."""
+    """Return the devices with a GPU that computes a prompt chunk through layers in RAM faster than their CPU."""
     known = frozenset(device.device for device in question.devices if any(gpu.prefill_offload for gpu in device.gpus))
     pairs = zip(question.members, replace(question, prefill_offload=known).members, strict=True)
 
@@ -42,13 +43,13 @@ def able_to_offload(question: Instance) -> frozenset[str]:
 
 
 def others_to_try(able: frozenset[str]) -> list[frozenset[str]]:
-    """Who is helped in the plans that are solved besides the one without help."""
+    """Return the sets of offloading devices to solve for, besides the empty one."""
     alone = [frozenset({name}) for name in sorted(able)] if 1 < len(able) <= MAX_ALONE else []
     return [able, *alone] if able else []
 
 
 def with_offload(found: Solution, question: Instance, able: frozenset[str]) -> Solution:
-    """``found``, of ``question``, in which those of the devices ``able`` to be helped are for which that is better."""
+    """Return ``found``, a solution of ``question``, with offload on those of the ``able`` devices that gain from it."""
     question = question.with_rows(found.prediction.chunk_rows, found.prediction.step_rows)
     plan, prediction = found.plan, found.prediction
 

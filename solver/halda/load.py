@@ -1,13 +1,14 @@
-"""What a plan gives several sequences at once.
+"""Forecast the throughput of a plan with several concurrent sequences.
 
-Their next tokens are computed in steps of b rows, each of another sequence, of which several are in the ring: G where a
-token passes G machines, so that none of them waits; one where weights stream, since every step reads all of them. Of n
-sequences n / b such steps follow each other, so that all together write
+The next tokens are computed in steps of b tokens, each of another sequence. G steps are in the ring at the same time:
+as many as the machines a token passes, so that none of them waits, or one where weights stream, since every step reads
+all of them. n sequences need n / b such steps in turn, so their total throughput is
 
-    X = b / max(T(b) / G, busiest machine, disk or link with b rows) tokens a second,
+    X = b / max(T(b) / G, busiest machine, disk or link with b tokens) tokens per second,
 
-and each waits n / X for its next one. T(b) is what a step of b rows takes to pass the ring (``evaluate``). Where tokens make
-several rounds and nothing streams, steps wait for each other besides, as they are played (``play.py``).
+and a sequence waits n / X for its next token. T(b) is the time that a step of b tokens takes through the ring
+(``evaluate``). With several rounds per token and nothing streamed, steps also wait for each other, which is simulated
+(``play.py``).
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from halda.play import simulated_period_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnderLoad:
-    """``sequences`` at once: steps of ``rows`` rows, of which ``machines`` fill the ring and ``steps`` make a round.
+    """Forecast with ``sequences`` concurrent: steps of ``rows`` tokens, G of which (``machines``) fill the ring;
+    ``steps`` serve all sequences once.
 
-    All write ``tokens_per_s``; one waits ``tbt_s`` between two tokens, and ``ttft_s`` for the first one of a typical request
-    that comes while the others write.
+    Together the sequences produce ``tokens_per_s``. One waits ``tbt_s`` between two tokens, and a typical request that
+    arrives while the others decode has a TTFT of ``ttft_s``.
     """
 
     sequences: int
@@ -39,7 +41,8 @@ class UnderLoad:
 
 
 def under_load(plan: Plan, instance: Instance, *, sequences: int, max_rows: int | None = None) -> UnderLoad:
-    """What ``plan`` gives so many ``sequences``, with at most ``max_rows`` rows a step, or as many as are of use."""
+    """Return the forecast of ``plan`` with ``sequences`` concurrent and at most ``max_rows`` tokens a step (None: no
+    limit)."""
     machines = (
         1
         if plan.streaming

@@ -1,4 +1,4 @@
-"""A plan: the windows in the order of the route, what streams, and who is left out."""
+"""A plan: the windows in route order, what streams, and which devices are left out."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 OutputPlace = Literal["none", "cpu", "gpu"]
-"""Where a device or a window has the output matrix, if it has it."""
+"""Where a device or a window has the output matrix, if at all."""
 
 
 class Infeasible(Exception):  # noqa: N818  (the solver's word for it)
-    """No plan exists; the text says which limit is short and by how much, ``short_bytes`` how much in all."""
+    """No plan exists. The message names the limit and the shortage; ``short_bytes`` is the total shortage."""
 
     def __init__(self, message: str, *, short_bytes: int = 0) -> None:
         super().__init__(message)
@@ -19,20 +19,20 @@ class Infeasible(Exception):  # noqa: N818  (the solver's word for it)
 
 
 class NotBelow(Exception):  # noqa: N818
-    """No plan was found that takes less than was asked for; there may be others."""
+    """No plan was found below the requested objective; others may exist."""
 
 
 class CutOff(Infeasible):
-    """No plan of the devices that must take part does without a link that does not work."""
+    """Every plan of the devices that must take part needs a link that does not work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The layers ``first <= layer < last`` that ``device`` computes when a step reaches it once.
+    """The layers ``first <= layer < last`` that ``device`` computes in one visit of a step.
 
-    The last ``gpu_layers`` of them on its GPUs (paper: n of w); of the first ``cpu_experts`` of these the experts are in
-    RAM, and the processor computes them. A device with several GPUs has ``other_gpus`` of them on the second, third, ...;
-    its first GPU has the last layers, the second those before them, and so on.
+    The last ``gpu_layers`` of them are on its GPUs (paper: n of w). The first ``cpu_experts`` GPU layers have their
+    experts in RAM, where the CPU computes them. With several GPUs ``other_gpus`` counts the layers on the second,
+    third, ...; the first GPU has the last layers, the second those before them, and so on.
     """
 
     device: str
@@ -49,33 +49,33 @@ class Window:
 
     @property
     def on_cpu(self) -> range:
-        """Those that the CPU computes."""
+        """Layers that the CPU computes."""
         return range(self.first, self.last - self.gpu_layers)
 
     @property
     def on_gpu(self) -> range:
-        """Those that the GPU computes, the ones without their experts among them."""
+        """Layers that GPUs compute, including those without their experts."""
         return range(self.last - self.gpu_layers, self.last)
 
     @property
     def on_each_gpu(self) -> tuple[range, ...]:
-        """Those that each GPU computes."""
+        """Layers that each GPU computes."""
         return tuple(split_layers(self.on_gpu, self.other_gpus))
 
     @property
     def experts_on_cpu(self) -> range:
-        """Those on the GPU whose experts are on the CPU."""
+        """GPU layers whose experts are on the CPU."""
         return self.on_gpu[: self.cpu_experts]
 
     def more_on_gpu(self, gpu_layers: int, gpu: int) -> Window:
-        """The window with so many on GPUs, those that come on that ``gpu``."""
+        """Return the window with ``gpu_layers`` on GPUs in total; the added ones are on ``gpu``."""
         others = [*self.other_gpus, *[0] * (gpu - len(self.other_gpus))]
         if gpu:
             others[gpu - 1] += gpu_layers - self.gpu_layers
         return replace(self, gpu_layers=gpu_layers, other_gpus=without_zeros(others))
 
     def fewer_on_gpu(self, gpu_layers: int) -> Window:
-        """The window with no more than so many on GPUs: the first of them leave."""
+        """Return the window with ``gpu_layers`` on GPUs in total; the first GPU layers leave."""
         others, over = list(self.other_gpus), self.gpu_layers - gpu_layers
         for i in reversed(range(len(others))):
             gone = min(over, others[i])
@@ -85,12 +85,13 @@ class Window:
 
     @property
     def in_ram(self) -> range:
-        """Those of which the CPU computes something: weights of theirs are in RAM, or stream."""
+        """Layers of which the CPU computes a part: some of their weights are in RAM or stream."""
         return range(self.first, self.experts_on_cpu.stop)
 
 
 def split_layers(layers: range, others: Sequence[int]) -> Iterator[range]:
-    """The layers of each GPU, where the second, third, ... have as many as ``others``, and the first the last ones."""
+    """Yield the layers of each GPU: the second, third, ... have the numbers in ``others``, the first has the last
+    layers."""
     end = layers.stop
     for count in (len(layers) - sum(others), *others):
         yield range(end - count, end)
@@ -98,19 +99,20 @@ def split_layers(layers: range, others: Sequence[int]) -> Iterator[range]:
 
 
 def on_gpus_of(first: int, others: Sequence[int], cpu_experts: int) -> dict[str, Any]:
-    """As a ``Window`` has them: layers on the first GPU and on others, and of how many of them experts are on the CPU."""
+    """Return the fields of a ``Window`` for layers on the first GPU and on others, and the layers with experts on the
+    CPU."""
     return {"gpu_layers": first + sum(others), "cpu_experts": cpu_experts, "other_gpus": without_zeros(others)}
 
 
 def without_zeros(others: Sequence[int]) -> tuple[int, ...]:
-    """``others`` without the GPUs at the end that have nothing."""
+    """Return ``others`` without trailing zeros."""
     used = [i for i, count in enumerate(others, 1) if count]
     return tuple(others[: max(used, default=0)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """A device that gets nothing, and why."""
+    """A device without layers, and the reason."""
 
     device: str
     reason: str
@@ -118,10 +120,10 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streaming:
-    """Of what the CPU of ``device`` computes ``streamed_bytes`` are read from disk each time they are used.
+    """Streaming of ``device``: ``streamed_bytes`` of the weights that its CPU computes are read from disk for each use.
 
-    The same share of each layer. At most ``read_ahead_bytes`` of them are in memory at a time, read ahead of their use.
-    (0 where layers have experts, which stream one by one: what is read of a layer is known only when its router has picked.)
+    The same share of each layer streams. At most ``read_ahead_bytes`` of them are in memory at a time. (0 where layers
+    have experts, which stream one by one: what is read of a layer is known only when its router has picked.)
     """
 
     device: str
@@ -131,10 +133,11 @@ class Streaming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """A device of a tensor-parallel group: of each layer it has a share in proportion to ``weight``.
+    """A device of a tensor-parallel group; its share of each layer is proportional to ``weight``.
 
-    Heads and blocks of the quantisation are cut whole, so it really has ``heads`` of the attention and ``values`` of the
-    network; 0 where that is not known. All of its share is ``on_gpu``, the first of the device, or on the processor.
+    Attention heads and quantisation blocks are not split, so the real shares are ``heads`` of the attention and
+    ``values`` of the feed-forward network; 0 where unknown. The whole share is on the device's first GPU (``on_gpu``)
+    or on the CPU.
     """
 
     device: str
@@ -144,7 +147,7 @@ class Rank:
     on_gpu: bool = False
 
     def shares(self, total: int) -> tuple[float, float]:
-        """Its shares of attention and network, where the weights of all are ``total``."""
+        """Return its shares of attention and feed-forward, with ``total`` the weights of all ranks."""
         by_weight = self.weight / total
         return self.heads or by_weight, self.values or by_weight
 
@@ -154,13 +157,13 @@ class Plan:
     """Which device computes which layers.
 
     ``route`` holds the windows in the order a step visits them, without gaps; the first and the last are the head's. A
-    route of one window is the whole model on one device. ``rounds`` is the number of ring passes a token makes (paper: k).
-    ``output_on_gpu``: the output matrix is on the GPU of the head; llama.cpp puts it there before any layer of the tail
-    window, and may put it there alone. ``streaming`` names the devices that stream; all layers of the others are resident,
-    and the output matrix always is. Of the devices that are ``prefill_offload`` the GPU computes prompts through layers
-    in RAM too; these do not stream. The devices of each of ``groups`` have shares of each layer of its windows, which are
-    those of the first of them in the route, where they are without GPUs; each rank that is not on a GPU streams as it has
-    memory.
+    route of one window is the whole model on one device. ``rounds`` is the number of ring passes a token makes (paper:
+    k). ``output_on_gpu``: the output matrix is on the head's GPU; llama.cpp puts it there before any layer of the tail
+    window, and may put it there without any. ``streaming`` names the devices that stream; all layers of the others are
+    resident, and the output matrix always is. On ``prefill_offload`` devices the GPU computes prompts through layers in
+    RAM too; these devices do not stream. The devices of each of ``groups`` share every layer of the group's windows.
+    The route lists these windows under the group's first device, without GPU layers. Each rank that is not on a GPU
+    streams as its memory requires.
     """
 
     rounds: int
@@ -211,34 +214,35 @@ class Plan:
 
     @property
     def gpu_layers(self) -> int:
-        """How many layers GPUs compute."""
+        """Number of layers that GPUs compute."""
         return sum(window.gpu_layers for window in self.route)
 
     @property
     def cpu_experts(self) -> int:
-        """Of how many of them processors compute the experts."""
+        """Number of GPU layers whose experts CPUs compute."""
         return sum(window.cpu_experts for window in self.route)
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether GPUs compute anything."""
+        """Whether GPUs compute any part."""
         in_groups = any(rank.on_gpu for ranks in self.groups for rank in ranks)
         return self.output_on_gpu or self.gpu_layers > 0 or bool(self.prefill_offload) or in_groups
 
     def output_place(self, device: str) -> OutputPlace:
-        """Where ``device`` has the output matrix: the head's tail window ends in it."""
+        """Return where ``device`` has the output matrix; the head has it, after the tail window."""
         if self.place_of(device) != self.head:
             return "none"
         return "gpu" if self.output_on_gpu or self._is_on_gpu(device) else "cpu"
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The devices that steps go between, in the order in which a step first reaches them: of a group the first one."""
+        """The devices between which steps travel, in the order a step first reaches them; a group counts as its first
+        device."""
         return tuple(dict.fromkeys(window.device for window in self.route))
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """All devices, by ``places``, each group's behind its first one; the head comes first."""
+        """All devices in the order of ``places``; a group's other ranks follow its first. The head comes first."""
         if not self.groups:
             return self.places
         return tuple(name for place in self.places for name in self._names(place))
@@ -247,12 +251,12 @@ class Plan:
         return tuple(rank.device for rank in self.group_of(place)) or (place,)
 
     def group_of(self, device: str) -> tuple[Rank, ...]:
-        """The group of ``device``; empty where it has its layers for itself."""
+        """Return the group of ``device``; empty if it is in none."""
         return next((ranks for ranks in self.groups if any(rank.device == device for rank in ranks)), ())
 
     def place_of(self, device: str) -> str:
-        """Whose windows in the route ``device`` computes: those of its group's first one, or its own."""
-        ranks = self.group_of(device) if self.groups else ()  # asked for each window that is judged
+        """Return the device whose windows in the route ``device`` computes: the first of its group, or itself."""
+        ranks = self.group_of(device) if self.groups else ()  # called for each window that is judged
         return ranks[0].device if ranks else device
 
     def windows_of(self, device: str) -> tuple[tuple[int, Window], ...]:
@@ -269,38 +273,39 @@ class Plan:
         return any(rank.on_gpu for rank in self.group_of(device) if rank.device == device)
 
     def of_rank(self, device: str) -> Plan:
-        """The plan as it is for ``device``, a rank of a group, which has its windows for itself."""
+        """Return the plan from the view of ``device``, a rank of a group, as if the group's windows were its own."""
         own, output = dict(self.windows_of(device)), self.output_place(device)
         route = tuple(own.get(i, window) for i, window in enumerate(self.route))
         return replace(self, route=route, output_on_gpu=output == "gpu", prefill_offload=(), groups=())
 
     def heads_of(self, device: str) -> float:
-        """The share of the attention of each of its layers that ``device`` has, and so of its cells: 1 without a group."""
+        """Return the share of the attention, and so of the KV cache, that ``device`` has of its layers: 1 without a
+        group."""
         ranks = self.group_of(device)
         total = sum(rank.weight for rank in ranks)
         return next((rank.shares(total)[0] for rank in ranks if rank.device == device), 1.0)
 
     def layers_of(self, device: str) -> int:
-        """How many layers ``device`` computes."""
+        """Return the number of layers that ``device`` computes."""
         return sum(len(window.layers) for _, window in self.windows_of(device))
 
     def streaming_of(self, device: str) -> Streaming:
-        """What ``device`` streams."""
+        """Return what ``device`` streams; 0 bytes if nothing."""
         for streaming in self.streaming:
             if streaming.device == device:
                 return streaming
         return Streaming(device=device, streamed_bytes=0, read_ahead_bytes=0)
 
     def ram_layers_of(self, device: str) -> int:
-        """Of how many of them its processor computes something, or its GPU from RAM."""
+        """Return the number of layers that its CPU computes in part, or its GPU from RAM."""
         return sum(len(window.in_ram) for _, window in self.windows_of(device))
 
     def with_offload(self, devices: Iterable[str]) -> Plan:
-        """The plan in which exactly these devices are helped."""
+        """Return the plan with prefill offload on exactly these devices."""
         names = set(devices)
         return replace(self, prefill_offload=tuple(name for name in self.devices if name in names))
 
     def after(self, device: str) -> str:
-        """The place that receives what the place of ``device`` sends: the next one in the ring."""
+        """Return the next place in the ring, which receives what the place of ``device`` sends."""
         order = self.places
         return order[(order.index(self.place_of(device)) + 1) % len(order)]

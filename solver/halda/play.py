@@ -1,8 +1,8 @@
-"""What several steps take that follow each other through a ring in which nothing streams, several rounds a token.
+"""Simulate several steps that follow each other through a ring with several rounds per token and no streaming.
 
-With one round a step is back before the device that it waits for has the next one, and the closed form holds (``evaluate``).
-With more a device has several stops of each step, and a step may find another one there at each of them. So it is played:
-whoever comes first is served first, by a machine, by a link, and by the air.
+With one round, a step returns before the device it waits for has the next one, and the closed form holds
+(``evaluate``). With more rounds a device has several stops per step, and a step may find another one at any of them. So
+it is simulated: a machine, a link and the shared air each serve first come, first served.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _AIR: Final = -1
 
 
 def simulated_period_s(plan: Plan, instance: Instance, steps: int) -> float:
-    """Seconds between the ends of two of so many ``steps``, once they follow each other as they do from then on."""
+    """Return seconds between the ends of two of ``steps`` concurrent steps in steady state."""
     assert not plan.streaming
     stops = _stops(plan, instance)
     hops = hops_of(plan, instance)
     free_s = defaultdict[object, float](float)
     ends_s: list[list[float]] = [[] for _ in range(steps)]
-    # When, whose, at which stop, and whether it is on its way to it or there.
+    # Time, step, stop, and whether the step leaves the stop (or arrives at it).
     due = [(0.0, step, 0, False) for step in range(steps)]
     heapify(due)
     while due:
@@ -50,7 +50,8 @@ def simulated_period_s(plan: Plan, instance: Instance, steps: int) -> float:
 
 
 def _stops(plan: Plan, instance: Instance) -> list[tuple[str, tuple[int, ...], float]]:
-    """Device, machine and seconds of each stop of a token. The tail and the next token's first window are one."""
+    """Return device, machine and seconds of each stop of a token. The tail and the next token's first window are one
+    stop."""
     hosts = {instance.devices[m].device: here for here in instance.processors for m in here}
     windows = zip(plan.route, route_s(plan, instance), strict=True)
     stops = [
@@ -64,7 +65,8 @@ def _stops(plan: Plan, instance: Instance) -> list[tuple[str, tuple[int, ...], f
 
 
 def hops_of(plan: Plan, instance: Instance) -> dict[str, tuple[object, float, float]]:
-    """By the device that sends: what a hop passes, for how many seconds, and how long it is on its way behind that."""
+    """Return for each sending device: the medium of its hop, seconds that it occupies the medium, and seconds of delay
+    after that."""
     index = {device.device: i for i, device in enumerate(instance.devices)}
     rows, width = instance.decode_rows, instance.model.hop_values
     hops: dict[str, tuple[object, float, float]] = {}

@@ -1,4 +1,4 @@
-"""How many bytes a weight takes in each quantisation type of GGUF."""
+"""Bytes per weight of each GGUF quantisation type."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ BYTES_PER_WEIGHT: Final = {
     "TQ2_0": 66 / 256,
     "MXFP4": 17 / 32,
 }
-"""Block bytes over block weights."""
+"""Bytes of a block divided by its number of weights."""
 
 
 def family(kind: str) -> str:
-    """The types whose kernels are made alike: blocks of 32 weights, K-quants, those with tables, floats."""
+    """Return the group of types with similar kernels: blocks of 32 weights, K-quants, types with tables, floats."""
     if kind.endswith("_K"):
         return "K"
     if kind.startswith("IQ"):
@@ -44,5 +44,5 @@ def family(kind: str) -> str:
 
 
 def bytes_per_weight(kind: str) -> float:
-    """Bytes of one weight; a type that is not listed (newer than this table) counts as one byte."""
+    """Return bytes per weight; a type newer than the table counts as one byte."""
     return BYTES_PER_WEIGHT.get(kind, 1.0)

@@ -1,8 +1,9 @@
-"""How the chunks of a prompt follow each other through the rounds of a ring: one rule for the forecast and the program.
+"""How prompt chunks follow each other through the rounds of a ring: one rule for the forecast and the integer program.
 
-All chunks are there at the beginning, and nothing overtakes: a device computes all chunks in one round before the first in
-the next. So it is enough to follow the first and the last chunk. At a stop the first begins when it has come and the last
-one of the round before is through; the last leaves as long after it as the others take, or after its own way here.
+All chunks are ready at the start and none overtakes another: a device computes all chunks of one round before the first
+of the next. So it is enough to follow the first and the last chunk. At a stop, the first chunk starts when it has
+arrived and the last chunk of the previous round is done. The last chunk leaves after the first one's end plus the time
+of the others, or after its own arrival and computation, whichever is later.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 Time = Any
-"""Seconds or milliseconds, or an expression of a program."""
+"""Seconds, milliseconds or an expression of the integer program."""
 
 
 class Stop(NamedTuple):
-    """What a chunk takes at a device in one round, and what it takes the device's machine in that round."""
+    """Time of a chunk at a device in one round, and the time that it occupies the device's machine in that round."""
 
     own: Time
     machine: Time
 
 
 class Hop(NamedTuple):
-    """What a chunk takes to the next device, and how long it occupies the link meanwhile, or in a round the air."""
+    """Time of a chunk to the next device, and how long it occupies the link, or per round the shared air."""
 
     takes: Time
     occupied: Time
@@ -35,10 +36,10 @@ def all_chunks(
     chunks: int,
     largest: Callable[..., Time],
 ) -> Time:
-    """When the last of ``chunks`` leaves the tail.
+    """Return the time at which the last of ``chunks`` leaves the tail.
 
-    ``ring_passes`` are the rounds with the stops of each device in ring order, the head first; ``hops`` follow them.
-    ``largest`` of some times is not before any of them.
+    ``ring_passes`` are the rounds, each with the stops of the devices in ring order, the head first; ``hops`` follow
+    the stops. ``largest`` returns a time that is no earlier than any of its arguments.
     """
     others, first, last = chunks - 1, 0, 0
     free, sent = list[Sequence[Time]](), list[Time]()

@@ -1,4 +1,5 @@
-"""The answer of the solver. It stands apart from ``search.py``, so that code that only reads an answer loads no solver."""
+"""The result of the solver. It is separate from ``search.py``, so that code that only reads a result does not load the
+solver."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from halda.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenUp:
-    """What a quicker plan would have taken, for which the objective is so many seconds longer."""
+    """A requirement of a faster plan that this one avoids, and the seconds by which that lengthens the objective."""
 
     what: str
     objective_s: float
@@ -18,10 +19,11 @@ class GivenUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """The plan to take. ``bound_s`` is below the objective of every plan; ``proven``: none is quicker than the best found.
+    """The chosen plan. ``bound_s`` is a lower bound of the objective of every plan; ``proven``: no plan beats the best
+    found.
 
-    What is taken may be slower than that by ``given_up_s``, since it fills the ring or asks less of some devices
-    (``given_up``).
+    The chosen plan may be slower than the best by ``given_up_s``, since it fills the ring better or requires less of
+    some devices (``given_up``).
     """
 
     plan: Plan
@@ -35,10 +37,10 @@ class Solution:
 
     @property
     def quickest_s(self) -> float:
-        """The objective of the quickest plan found."""
+        """Objective of the fastest plan found."""
         return self.objective_s - self.given_up_s
 
     @property
     def gap(self) -> float:
-        """How far below the objective the best plan may be at most, as a share; 0 when proven."""
+        """Largest share by which the best plan may be below the objective; 0 when proven."""
         return 0.0 if self.proven else max(0.0, 1 - self.bound_s / self.quickest_s)

@@ -1,4 +1,4 @@
-"""Time that a search may take: of the processor, so that what else a machine does makes no plan worse."""
+"""Time limit of a search, in processor time, so that other load on the machine makes no plan worse."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class TimeLimit:
-    """Seconds of the processor from now on, whatever they are spent on."""
+    """A budget of processor seconds that starts now."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -14,9 +14,9 @@ class TimeLimit:
 
     @property
     def left_s(self) -> float:
-        """What is left; less than 0 where it was not kept to."""
+        """Seconds left; negative once the limit is exceeded."""
         return self._end_s - time.process_time()
 
     def part(self, share: float, seconds: float = float("inf")) -> TimeLimit:
-        """A ``share`` of what is left, and at most so many ``seconds``."""
+        """Return a limit of a ``share`` of the seconds left, at most ``seconds``."""
         return TimeLimit(min(seconds, share * self.left_s))

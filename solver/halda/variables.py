@@ -1,4 +1,4 @@
-"""What every program is made of: variables and expressions of PuLP. Times are in milliseconds."""
+"""Variables and expressions of PuLP that all integer programs use. Times are in milliseconds."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ Expression = Any
 
 
 def positive(problem: Any, name: str) -> Any:
-    """A number of at least 0."""
+    """Add a variable of at least 0."""
     return problem.add_variable(name, 0)
