@@ -1,6 +1,6 @@
-"""One question to the solver, with every cost that does not depend on the plan worked out once.
+"""One question to the solver, with every cost that does not depend on the plan computed once.
 
-Layers that are alike (same bytes by type, same KV cache) are one kind; most models have one or two.
+Layers that are alike (same bytes by type, same KV cache) are one kind; most models have one or two kinds.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from halda.profile import (
 )
 
 ExpertPlace = Literal["auto", "cpu", "gpu"]
-"""Where the experts of layers on a GPU are: in RAM, in its memory, or where the plan has them."""
+"""Where GPU layers have their experts: in RAM, in VRAM, or as the plan decides."""
 EXPERT_PLACES: Final[tuple[ExpertPlace, ...]] = get_args(ExpertPlace)
 DEFAULT_ROUND_TRIP_S: Final = 0.002
 DEFAULT_LINK_BYTES_PER_S: Final = 100e6
-"""What a link is taken for that was not measured: a home network of 1 Gbit/s."""
+"""Assumed figures of a link that was not measured: a home network of 1 Gbit/s."""
 NO_LIMITS: Final = Limits()
 _OF_MODEL: Final = frozenset(
     (
@@ -47,44 +47,44 @@ _OF_MODEL: Final = frozenset(
         *("expert_bytes", "streamable", "reserve_bytes", "pool_bytes", "window_counts"),
     )
 )
-"""What of a question follows from its model alone."""
+"""Properties of a question that follow from its model alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Seconds of decode (one row) or of prefill (one chunk of a prompt), and what streaming reads for it."""
+    """Seconds of decode (one token) or of prefill (one prompt chunk), and what streaming reads for it."""
 
     rows: float
     cpu: tuple[float, ...]
-    """One layer of each kind on the CPU."""
+    """Seconds of one layer of each kind on the CPU."""
     gpu: tuple[float, ...]
-    """One layer of each kind on the first GPU, then of each kind on the second, and so on."""
+    """Seconds of one layer of each kind on the first GPU, then on the second, and so on."""
     experts_on_cpu: tuple[float, ...]
-    """What that takes more where its experts are on the CPU; below 0 where it takes less."""
+    """Extra seconds of a GPU layer with its experts on the CPU; negative if it takes less."""
     gpu_steps_s: tuple[float, ...]
-    """What a window costs besides its layers for each GPU that it uses: copies to and fro, from one GPU to the next too."""
+    """Seconds of a window besides its layers for each GPU that it uses: copies to and from it, also between GPUs."""
     spare_bytes: int
-    """So much less streams than the plan says: room that is free meanwhile keeps it."""
+    """Bytes that need not stream although the plan says so: free room keeps them meanwhile."""
     read_lines: tuple[streaming.ReadLine, ...]
-    """What is read of what streams."""
+    """Lines that give the bytes read of what streams."""
 
     @property
     def edge_s(self) -> float:
-        """Seconds of a stop that waits for its disk beside reading."""
+        """Seconds that a stop waiting for its disk needs besides reading."""
         return streaming.edge_s(self.cpu)
 
     def streamed_bytes(self, plan_bytes: float) -> float:
-        """What streams in this phase where ``plan_bytes`` do in a plan."""
+        """Return the bytes that stream in this phase when ``plan_bytes`` stream in the plan."""
         return max(0.0, plan_bytes - self.spare_bytes)
 
     def read_bytes(self, plan_bytes: float, streamable_bytes: float) -> float:
-        """What is read where ``plan_bytes`` of ``streamable_bytes`` stream in a plan."""
+        """Return the bytes read when ``plan_bytes`` of ``streamable_bytes`` stream in the plan."""
         return streaming.read_bytes(self.read_lines, self.streamed_bytes(plan_bytes), streamable_bytes)
 
 
 @dataclass(frozen=True)
 class Member:
-    """One device as the solver sees it: seconds, and bytes that it may fill."""
+    """One device as the solver sees it: its times, and the bytes that it may use."""
 
     profile: DeviceProfile
     decode: Phase
@@ -96,7 +96,7 @@ class Member:
     cpu_output_s: float
     gpu_output_s: float
     read_ahead_steps: tuple[streaming.ReadAheadStep, ...]
-    """What has to be read ahead, by the share that streams."""
+    """Required read-ahead by the share that streams."""
     has_own_host: bool
     """Whether no other device of the question is on its machine."""
     offloads_prefill: bool = False
@@ -108,28 +108,28 @@ class Member:
 
     @property
     def step_s(self) -> float:
-        """Seconds a window costs a step besides its layers."""
+        """Seconds per step of a window besides its layers."""
         return self.profile.cpu.step_s
 
     @property
     def gpu_step_s(self) -> float:
-        """Seconds a window costs a step in addition on a device that uses its first GPU."""
+        """Additional seconds per step of a window on a device that uses its first GPU."""
         return self.profile.gpu.step_s if self.profile.gpu is not None else 0.0
 
     @property
     def gpu_count(self) -> int:
-        """How many GPUs it has."""
+        """Number of its GPUs."""
         return len(self.profile.gpus)
 
     @property
     def vram_limit(self) -> int:
-        """Of all GPUs together."""
+        """VRAM limit of all its GPUs together."""
         return sum(self.vram_limits)
 
     @property
     def offloading_gpu(self) -> int | None:
-        """The GPU that computes prompts through layers in RAM. llama.cpp takes the one that has a window's first GPU layers,
-        so it is the last of those that can."""
+        """The GPU that computes prompts through layers in RAM. llama.cpp takes the one with a window's first GPU
+        layers, so it is the last GPU that can."""
         able = [i for i, gpu in enumerate(self.profile.gpus) if gpu.prefill_offload]
         return able[-1] if self.offloads_prefill else None
 
@@ -140,7 +140,7 @@ class Member:
 
     @property
     def slows_s_per_byte(self) -> float:
-        """What each byte that is read meanwhile adds to the time of computing."""
+        """Computing time added per byte that is read meanwhile."""
         return self.profile.disk.slows_s_per_byte
 
     @property
@@ -153,17 +153,17 @@ class Member:
         return self.profile.gpu is not None and self.profile.gpu.unified_memory
 
     def are_alike(self, one: int, other: int) -> bool:
-        """Whether nothing changes if these GPUs change places."""
+        """Whether swapping these GPUs changes nothing."""
         here, there = self.profile.gpus[one], self.profile.gpus[other]
         is_same = replace(here, id=there.id, pci=there.pci) == there
         return is_same and self.vram_limits[one] == self.vram_limits[other] and self.offloading_gpu not in (one, other)
 
     def gpu_name(self, gpu: int) -> str:
-        """How a limit of that GPU is named: of several by llama.cpp's name for it."""
+        """Return the name of that GPU in messages about limits: with llama.cpp's name if there are several."""
         return f"{self.name} ({self.profile.gpus[gpu].id or gpu})" if self.gpu_count > 1 else self.name
 
     def in_ram(self, vram: Sequence[Any]) -> list[Any]:
-        """What of ``vram``, by GPU, is in RAM."""
+        """Return the items of ``vram``, by GPU, that are in RAM."""
         return [size for gpu, size in zip(self.profile.gpus, vram, strict=True) if gpu.unified_memory]
 
 
@@ -171,11 +171,11 @@ class Member:
 class Instance:
     """Devices (the first is the head), links, model, workload and the owners' limits.
 
-    ``crowded`` are the machines of which a part of a question does not have every device. A step of decode has
-    ``decode_rows`` rows, each of another sequence. Of devices that are ``prefill_offload`` the GPU computes prompts
-    through layers in RAM: these have no extra buffers, since what is in them cannot be copied, and do not stream, since
-    they would travel twice. ``experts`` says where those of layers on a GPU are. Devices that are ``shared`` compute for
-    other models as well, now and then.
+    ``crowded`` are machines of which this part of a question has only some devices. A decode step has ``decode_rows``
+    tokens, each of another sequence. On ``prefill_offload`` devices the GPU computes prompts through layers in RAM:
+    these devices have no extra buffers, whose contents cannot be copied, and do not stream, since weights would travel
+    twice. ``experts`` says where GPU layers have their experts. ``shared`` devices sometimes compute for other models
+    as well.
     """
 
     devices: tuple[DeviceProfile, ...]
@@ -200,24 +200,24 @@ class Instance:
 
     @cached_property
     def sample(self) -> ModelProfile:
-        """The model with one layer of each kind, for what no number of layers matters to."""
+        """The model with one layer of each kind, for costs that do not depend on the number of layers."""
         return replace(self.model, layers=self.kinds)
 
     @cached_property
     def kind_of(self) -> tuple[int, ...]:
-        """For each layer the index of its kind."""
+        """Index of the kind of each layer."""
         return tuple(self.kinds.index(layer) for layer in self.model.layers)
 
     @cached_property
     def kinds_before(self) -> tuple[tuple[int, ...], ...]:
-        """For each kind how many layers of it are before each layer, and before the end."""
+        """For each kind, the number of its layers before each layer, and before the end."""
         return tuple(
             tuple(accumulate((kind == each for each in self.kind_of), initial=0)) for kind in range(len(self.kinds))
         )
 
     @cached_property
     def kind_totals(self) -> tuple[int, ...]:
-        """How many layers of each kind there are."""
+        """Number of layers of each kind."""
         return tuple(self.kind_of.count(kind) for kind in range(len(self.kinds)))
 
     @cached_property
@@ -227,7 +227,7 @@ class Instance:
 
     @cached_property
     def largest_layer_bytes(self) -> int:
-        """Those of the largest: the unit in which programs count memory."""
+        """Bytes of the largest layer: the unit in which integer programs count memory."""
         return max(self.size_bytes)
 
     @cached_property
@@ -237,37 +237,37 @@ class Instance:
 
     @cached_property
     def checkpoint_bytes(self) -> tuple[int, ...]:
-        """What RAM keeps of the states of one layer of each kind."""
+        """RAM for kept states of one layer of each kind."""
         return tuple(cost.checkpoint_bytes(kind, self.workload) for kind in self.kinds)
 
     @cached_property
     def by_expert(self) -> bool:
-        """Whether what streams are experts, one by one."""
+        """Whether experts stream, one by one."""
         return streaming.by_expert(self.sample)
 
     @property
     def parts(self) -> bool:
-        """Whether experts may be on the CPU where their layer is on a GPU."""
+        """Whether GPU layers may have their experts on the CPU."""
         return self.by_expert and self.experts != "gpu"
 
     @cached_property
     def expert_bytes(self) -> tuple[int, ...]:
-        """The experts of a layer of each kind."""
+        """Bytes of the experts of one layer of each kind."""
         return tuple(kind.expert_bytes for kind in self.kinds)
 
     @cached_property
     def streamable(self) -> tuple[int, ...]:
-        """What of a layer of each kind may stream."""
+        """Bytes of one layer of each kind that may stream."""
         return tuple(streaming.streamable_bytes(kind, self.sample) for kind in self.kinds)
 
     @cached_property
     def reserve_bytes(self) -> int:
-        """What a device that streams leaves free."""
+        """Bytes that a streaming device leaves free."""
         return streaming.reserve_bytes(self.sample)
 
     @cached_property
     def pool_bytes(self) -> int:
-        """What of it a device that streams keeps in any case."""
+        """Streamable bytes that a streaming device keeps in any case."""
         return streaming.pool_bytes(self.sample) if self.by_expert else 0
 
     @cached_property
@@ -281,7 +281,7 @@ class Instance:
         return self.crowded | {self.devices[host[0]].host for host in self.hosts if len(host) > 1}
 
     def only(self, members: Sequence[int]) -> Instance:
-        """The part of the question with these members alone, which cost what they do here."""
+        """Return the part of the question with only these members, at the same costs."""
         part = self.changed(devices=tuple(self.devices[m] for m in members), crowded=self.shared_hosts)
         vars(part)["members"] = tuple(self.members[m] for m in members)
         return part
@@ -293,16 +293,16 @@ class Instance:
 
     @cached_property
     def processors(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the members of each processor: those of one machine, unless they are bound to cores of their own."""
+        """Indices of the members of each processor: those of one machine, unless they are bound to different cores."""
         return sharing_cores(self.devices)
 
     @cached_property
     def disks(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the members of each disk: what one of them reads the others wait for."""
+        """Indices of the members of each disk: while one reads, the others wait."""
         return grouped(disk_of(device) for device in self.devices)
 
     def with_head(self, head: str) -> Instance:
-        """The same question with ``head`` in front."""
+        """Return the same question with ``head`` first."""
         ordered = sorted(range(len(self.devices)), key=lambda m: self.devices[m].device != head)
         found = self.changed(devices=tuple(self.devices[m] for m in ordered))
         vars(found)["members"] = tuple(self.members[m] for m in ordered)
@@ -310,14 +310,15 @@ class Instance:
         return found
 
     def changed(self, **changes: Any) -> Instance:
-        """The question with ``changes`` that are not of the model: what follows from that alone is kept."""
+        """Return the question with ``changes`` that do not affect the model; values that follow from the model alone
+        are kept."""
         found, _ = replace(self, **changes), (self.largest_layer_bytes, self.kinds_before, self.window_counts)
         vars(found).update({name: value for name, value in vars(self).items() if name in _OF_MODEL})
         return found
 
     @cached_property
     def costing_as(self) -> Mapping[str, str]:
-        """For each device the one of those with the same figures that is named first."""
+        """For each device, the first by name of the devices with the same figures."""
         found, figures = dict[str, str](), list[tuple[str, object]]()
         for member in sorted(self.members, key=lambda each: each.name):
             own = replace(member, profile=replace(member.profile, device="", host=""))
@@ -329,21 +330,22 @@ class Instance:
 
     @cached_property
     def prices(self) -> dict[Any, Any]:
-        """What windows of devices were found to cost, whoever is head (``cuts.py``)."""
+        """Cache of the costs of devices' windows, valid for any head (``cuts.py``)."""
         return {}
 
     @cached_property
     def window_counts(self) -> dict[Any, Any]:
-        """How many layers of each kind a window has where (``evaluate.py``)."""
+        """Cache of the number of layers of each kind that windows have on CPU and GPUs (``evaluate.py``)."""
         return {}
 
     @cached_property
     def shared_places(self) -> dict[Any, Any]:
-        """The question with groups as places of it, by groups (``shared.py``)."""
+        """Cache of questions in which each group is one place, by groups (``shared.py``)."""
         return {}
 
     def unlike(self, heads: Sequence[str]) -> list[str]:
-        """``heads`` without those that make the same question as one before: like devices with like links."""
+        """Return ``heads`` without those that give the same question as an earlier one: like devices with like
+        links."""
         found: list[str] = []
         for head in heads:
             if not any(self.are_alike(head, before) for before in found):
@@ -351,7 +353,7 @@ class Instance:
         return found
 
     def are_alike(self, one: str, other: str) -> bool:
-        """Whether nothing changes if the two change places."""
+        """Whether swapping the two devices changes nothing."""
         if one == other:
             return True
         here, there = ({device.device: device for device in self.devices}[name] for name in (one, other))
@@ -371,16 +373,16 @@ class Instance:
         return True
 
     def with_rows(self, chunk_rows: int, step_rows: int = 0) -> Instance:
-        """The same question with chunks of so many rows, and buffers of as many or of ``step_rows``."""
+        """Return the same question with chunks of ``chunk_rows``, and buffers for as many or for ``step_rows``."""
         return self.changed(workload=self.workload.with_rows(chunk_rows, step_rows))
 
     def offloading(self, plan: Plan) -> Instance:
-        """The same question where those devices of ``plan`` are helped that are in it."""
+        """Return the same question with prefill offload on the devices that ``plan`` says."""
         differ = self.prefill_offload.symmetric_difference(plan.prefill_offload).intersection(plan.devices)
         return self.changed(prefill_offload=frozenset(plan.prefill_offload)) if differ else self
 
     def gpu_rooms(self, member: int, windows: int) -> list[int]:
-        """How many layers each GPU of a member with so many windows, or more, can hold at most; one 0 without any."""
+        """Return the maximum layers on each GPU of a member with at least ``windows`` windows; one 0 without GPUs."""
         sizes = zip(self.kinds, self.kv_bytes, strict=True)
         smallest = max(1, min(kind.size_bytes + kv - kind.expert_bytes * self.parts for kind, kv in sizes))
         found, total = self.members[member], len(self.model.layers)
@@ -389,24 +391,24 @@ class Instance:
 
     @cached_property
     def vram_groups(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Member and number of each GPU that several members of one machine have: they share its memory."""
+        """Member and GPU number of each GPU that several members of one machine have: they share its memory."""
         found = [(m, i) for m, device in enumerate(self.devices) for i in range(len(device.gpus))]
         keys = [(self.devices[m].host, gpu_of(self.devices[m].gpus[i])) for m, i in found]
         return tuple(tuple(found[at] for at in here) for here in grouped(keys) if len(here) > 1)
 
     @property
     def chunks(self) -> int:
-        """Chunks of a typical prompt."""
+        """Number of chunks of a typical prompt."""
         return cost.prefill_chunks(self.workload)[0]
 
     @cached_property
     def buffer_bytes(self) -> int:
-        """Compute buffer of a window while it computes a chunk of a prompt."""
+        """Compute buffer of a window during a prompt chunk."""
         return cost.compute_buffer_bytes(self.sample, self.workload)
 
     @cached_property
     def gpu_buffer_bytes(self) -> int:
-        """The same on a GPU, which may have no flash attention for the model's heads."""
+        """The same on a GPU, which may lack flash attention for the model's heads."""
         has_flash = all(self._has_flash(gpu) for device in self.devices for gpu in device.gpus)
         return cost.compute_buffer_bytes(self.sample, replace(self.workload, flash=has_flash))
 
@@ -415,55 +417,57 @@ class Instance:
 
     @cached_property
     def window_bytes(self) -> int:
-        """What each window takes of RAM besides weights and KV cache."""
+        """RAM per window besides weights and KV cache."""
         return cost.window_bytes(self.sample, self.workload)
 
     def runtime_bytes(self, windows: int) -> int:
-        """RAM of a device with so many windows besides weights and KV cache.
+        """Return the RAM of a device with ``windows`` windows besides weights and KV cache.
 
-        Of its windows one at a time has a full compute buffer: the engine gives its pages back before the next one computes.
+        Only one of its windows at a time has a full compute buffer: the engine returns its pages before the next one
+        computes.
         """
         moving = cost.hidden_bytes(self.model, self.workload)
         return cost.RUNTIME_BYTES + moving + windows * self.window_bytes + self.buffer_bytes
 
     def gpu_besides(self, member: Member, gpu: int, windows: int) -> int:
-        """VRAM of a GPU of ``member`` that it uses in so many windows, besides weights and KV cache."""
+        """Return the VRAM of a used GPU of ``member`` besides weights and KV cache, with ``windows`` windows."""
         context = member.profile.gpus[gpu].context_bytes or cost.GPU_RUNTIME_BYTES
         return self.gpu_runtime_bytes(windows, offloads=gpu == member.offloading_gpu, context_bytes=context)
 
     def gpu_runtime_bytes(
         self, windows: int, *, offloads: bool = False, context_bytes: int = cost.GPU_RUNTIME_BYTES
     ) -> int:
-        """VRAM of a device that uses its GPU, besides weights and KV cache.
+        """Return the VRAM of a device that uses its GPU, besides weights and KV cache.
 
-        The compute buffer of each of its windows stays there, and has room for what is copied where the GPU
-        ``offloads``. One without layers or output on the GPU takes nothing, but counts: all windows of a device are
-        alike, but for the head's last.
+        The compute buffer of each window stays there, with room for copied weights if the GPU ``offloads``. A window
+        without layers or output on the GPU takes nothing but counts: all windows of a device are alike, except the
+        head's last.
         """
         stand_in = cost.stand_in_vram_bytes(self.model, self.workload)
         return context_bytes + windows * (self.gpu_buffer_bytes + self.copied_bytes * offloads + stand_in)
 
     @cached_property
     def copied_bytes(self) -> int:
-        """What a window that is helped needs for copies."""
+        """VRAM for copies of a window with prefill offload."""
         return cost.copied_bytes(self.sample, self.workload)
 
     @property
     def output_copy_bytes(self) -> int:
-        """What the head's last window needs besides, if it is helped and its processor has the output matrix.
+        """Additional VRAM of the head's last window if it uses prefill offload and its CPU has the output matrix.
 
-        That is copied for a step of which many rows want logits, so llama.cpp keeps room for it.
+        The matrix is copied in a step in which many tokens want logits, so llama.cpp keeps room for it.
         """
         return max(0, self.model.output_bytes - self.copied_bytes)
 
     def head_bytes(self, windows: int) -> int:
-        """RAM of the head besides, the output matrix aside: what logits take beyond the compute buffer they are in, and the
-        vocabulary where it has one window, and so all layers."""
+        """Return the additional RAM of the head without the output matrix: for logits beyond the compute buffer that
+        they are in, and for the vocabulary where it has one window and so all layers."""
         logits = max(0, cost.logits_bytes(self.model, self.workload) - self.buffer_bytes)
         return logits + (cost.RING_HEAD_BYTES if windows > 1 else cost.VOCABULARY_BYTES * self.model.vocabulary)
 
     def link(self, source: int, target: int) -> LinkProfile:
-        """The link between two members; on one machine with what it costs that the cores change between processes."""
+        """Return the link between two members; on one machine including the cost of switching cores between
+        processes."""
         here, there = self.devices[source], self.devices[target]
         found = self.links.get((here.device, there.device)) or LinkProfile(
             source=here.device,
@@ -480,35 +484,35 @@ class Instance:
 
     @cached_property
     def hops_s(self) -> list[list[float]]:
-        """Seconds of the hop from each member to each other with a step of decode; infinite to itself."""
+        """Seconds of the hop between each two members with a decode step; infinite to itself."""
         return self._hops(lambda link: cost.hop_s(link, self.decode_rows, self.model.hop_values))
 
     @cached_property
     def chunk_hops_s(self) -> list[list[float]]:
-        """The same with a chunk of a prompt."""
+        """Seconds of the hop between each two members with a prompt chunk."""
         return self._hops(lambda link: cost.hop_s(link, self.members[0].prefill.rows, self.model.hop_values))
 
     @cached_property
     def transfers_s(self) -> list[list[float]]:
-        """Seconds that a hop with one row occupies each link."""
+        """Seconds that a hop with one token occupies each link."""
         return self._hops(lambda link: cost.transfer_s(link, 1, self.model.hop_values))
 
     def in_air(self, source: int, target: int) -> bool:
-        """Whether what one member sends to another passes the air that all wireless devices share."""
+        """Whether messages from one member to another use the air that all wireless devices share."""
         here, there = self.devices[source], self.devices[target]
         return here.host != there.host and (here.wireless or there.wireless)
 
     def occupied_s(self, ring: Sequence[int]) -> float:
-        """Seconds that one round of one row around ``ring`` occupies the medium that is occupied longest.
+        """Return the seconds that one round of one token around ``ring`` occupies the busiest medium.
 
-        A wire carries every hop of a ring apart, and both directions at once. The air carries one message at a time, whoever
-        sends it: hops from and to wireless devices add up. Between two of them a message passes the air twice, to the access
-        point and from it; so did those that the link was measured with, so that its rate has both in it.
+        A wire carries each hop of a ring separately, and both directions concurrently. The air carries one message at a
+        time: hops from and to wireless devices add up. Between two wireless devices a message uses the air twice, to
+        the access point and from it. The measured messages did too, so the link's rate includes both.
         """
         return max(self._links_s(ring))
 
     def chunk_links_s(self, ring: Sequence[int]) -> list[float]:
-        """The same of each hop of ``ring`` with a chunk of a prompt: its link, or the air."""
+        """Return the same for each hop of ``ring`` with a prompt chunk: the seconds of its link, or of the air."""
         return [self.members[0].prefill.rows * seconds for seconds in self._links_s(ring)]
 
     def _links_s(self, ring: Sequence[int]) -> list[float]:
@@ -619,7 +623,7 @@ def instance(
     limits: Mapping[str, Limits],
     head: str | None = None,
 ) -> Instance:
-    """The question with ``head`` (None: the first device) in front."""
+    """Return the question with ``head`` first (None: the first device)."""
     names = [device.device for device in devices]
     assert devices
     assert len(set(names)) == len(names)
@@ -634,17 +638,17 @@ def instance(
 
 
 def _unnamed(link: LinkProfile) -> LinkProfile:
-    """The figures of a link, whosever it is."""
+    """Return the figures of a link without its devices."""
     return replace(link, source="", target="", address="")
 
 
 def disk_of(device: DeviceProfile) -> tuple[str, str]:
-    """Equal for devices whose layer caches lie on one disk."""
+    """Return a key that is equal for devices whose layer caches are on one disk."""
     return device.host, device.disk.disk_id
 
 
 def grouped(keys: Iterable[Hashable]) -> tuple[tuple[int, ...], ...]:
-    """The places of equal keys, in the order of the first of each."""
+    """Return the indices of equal keys, ordered by the first of each."""
     found: dict[Hashable, list[int]] = {}
     for place, key in enumerate(keys):
         found.setdefault(key, []).append(place)
@@ -652,7 +656,7 @@ def grouped(keys: Iterable[Hashable]) -> tuple[tuple[int, ...], ...]:
 
 
 def sharing_cores(devices: Sequence[DeviceProfile]) -> tuple[tuple[int, ...], ...]:
-    """The places of devices that compute on the same cores, in the order of the first of each."""
+    """Return the indices of devices that compute on the same cores, ordered by the first of each."""
     found: list[list[int]] = []
     for place, device in enumerate(devices):
         shared = [here for here in found if any(device.shares_cores(devices[other]) for other in here)]
@@ -662,14 +666,15 @@ def sharing_cores(devices: Sequence[DeviceProfile]) -> tuple[tuple[int, ...], ..
 
 
 def gpu_of(gpu: GpuProfile) -> tuple[str, ...]:
-    """Equal for what two daemons of a machine know of the same GPU: its address, else its names. A process that sees one of
-    several calls that the first whichever it is."""
+    """Return a key that is equal for two daemons' views of one GPU: its address, else its names. A process that sees
+    only one of several GPUs calls it the first, whichever it is."""
     return (gpu.pci,) if gpu.pci else (gpu.id, gpu.name)
 
 
 def _vram_limits(gpus: Sequence[GpuProfile], limit: int | None, *, only_able: bool) -> tuple[int, ...]:
-    """What may be used of each GPU, of all together ``limit``, of the first ones first; nothing of those that are not known
-    to help with prompts if ``only_able``: llama.cpp has the one help that has a window's first layers on a GPU."""
+    """Return the usable VRAM of each GPU. ``limit`` is for all together and goes to the first ones first. If
+    ``only_able``, GPUs that are not known to gain from prefill offload get nothing: llama.cpp offloads to the GPU with
+    a window's first GPU layers."""
     found = list[int]()
     for gpu in gpus:
         left = None if limit is None else limit - sum(found)

@@ -1,7 +1,7 @@
-"""What the solver is told: measured devices and links, the model that was read, the work to do. Required fields, SI units.
+"""Inputs of the solver: measured devices and links, the model, the workload. Required fields, SI units.
 
-A speed belongs to a quantisation type: kernels differ more between types than their sizes do. Weights are counted in bytes
-as stored, so ``bytes / rate`` is a time whatever the type.
+Speeds are per quantisation type, as kernels differ more between types than the types' sizes do. Weights are counted in
+bytes as stored, so ``bytes / rate`` is a time for any type.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal, get_args
 
 BATCH_ROWS: Final = 8
-"""Rows of the middle measurement of a ``TypeSpeed``."""
+"""Tokens of the middle measurement of a ``TypeSpeed``."""
 PREFILL_ROWS: Final = 512
-"""Rows of the largest measurement of a ``TypeSpeed``."""
+"""Tokens of the largest measurement of a ``TypeSpeed``."""
 CacheType = Literal["f16", "q8_0", "q4_0"]
-"""What the KV cache holds its values in."""
+"""Type of the values in the KV cache."""
 KV_TYPES: Final[tuple[CacheType, ...]] = get_args(CacheType)
 """The largest first."""
 OFFLOAD_FEW_ROWS: Final = 64
-"""Rows of the smaller measurement of a ``OffloadSpeed``."""
+"""Tokens of the smaller measurement of an ``OffloadSpeed``."""
 RATE_WIDTH: Final = 2048
-"""Values of a row of the matrices that ``TypeSpeed`` is measured with."""
+"""Row length of the matrices with which ``TypeSpeed`` is measured."""
 MIN_HEAD_WIDTH: Final = 64
-"""Channels of a head of attention, as narrow as they are in most models."""
+"""Channels of an attention head, as few as in most models."""
 ATTENTION_SHARE: Final = 1 / 3
-"""Of the weights of layers, in most models."""
+"""Attention's share of the weights of layers in most models."""
 KV_BLOCK: Final = 32
-"""Values of a block of a quantised KV cache: the heads of a model must be whole blocks wide."""
+"""Values of a block of a quantised KV cache. Head widths must be multiples of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSpeed:
-    """Bytes of weights a second with so many ``rows``, between one and ``PREFILL_ROWS``."""
+    """Bytes of weights per second with ``rows`` tokens, between one and ``PREFILL_ROWS``."""
 
     rows: int
     bytes_per_s: float
@@ -40,9 +40,10 @@ class RowSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WidthCost:
-    """What one row of a layer of ``weights`` takes of each byte over what the rates say, which hold for big layers.
+    """Time per byte of a layer of ``weights`` weights relative to the rates, which hold for big layers: ``ratio`` with
+    one token.
 
-    ``many_ratio`` is the same of several rows.
+    ``many_ratio`` is the same with several tokens.
     """
 
     weights: int
@@ -52,8 +53,8 @@ class WidthCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCost:
-    """What one row takes of each byte over what the rates say, where a token reads no more than so many ``bytes``: caches
-    hold some of them from token to token."""
+    """Time per byte relative to the rates, with one token, when a token reads at most ``bytes``: CPU caches keep some
+    of them from token to token."""
 
     bytes: int
     ratio: float
@@ -61,13 +62,13 @@ class CacheCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeSpeed:
-    """How fast weights of one quantisation type are computed, as measured on windows of llama.cpp layers.
+    """Speed at which weights of one quantisation type are computed, measured on windows of llama.cpp layers.
 
-    ``decode_bytes_per_s``: bytes of weights a second with 1 row; ``batch_bytes_per_s``: with ``BATCH_ROWS`` rows;
-    ``prefill_flop_per_s``: 2 FLOP a weight and row, with ``PREFILL_ROWS`` rows. ``extra_buffers``: whether these figures
-    hold with llama.cpp's repacked or AMX copies. The spreads are (largest - smallest) / median of the runs, 0 where
-    nothing was measured. ``rows`` are more counts of rows; without them costs lie on straight lines between the three.
-    ``plain`` is the speed without extra buffers, where these figures are with them.
+    ``decode_bytes_per_s``: bytes of weights per second with 1 token; ``batch_bytes_per_s``: with ``BATCH_ROWS`` tokens;
+    ``prefill_flop_per_s``: 2 FLOP per weight and token, with ``PREFILL_ROWS`` tokens. ``extra_buffers``: whether these
+    figures hold with llama.cpp's repacked or AMX copies. The spreads are (largest - smallest) / median of the runs, 0
+    where nothing was measured. ``rows`` are measurements with further token counts; between measured counts costs are
+    linear. ``plain`` is the speed without extra buffers, if the other figures are with them.
     """
 
     type: str
@@ -83,10 +84,10 @@ class TypeSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadSpeed:
-    """How fast a chunk of a prompt is computed where a GPU helps: the weights stay in RAM and are copied to it each time.
+    """Speed of prefill offload, where the weights stay in RAM and are copied to the GPU for each chunk.
 
-    ``few_bytes_per_s``: bytes of weights a second with ``OFFLOAD_FEW_ROWS`` rows, most of which is copying;
-    ``prefill_flop_per_s``: 2 FLOP a weight and row, with ``PREFILL_ROWS`` rows. Fixed costs are in both.
+    ``few_bytes_per_s``: bytes of weights per second with ``OFFLOAD_FEW_ROWS`` tokens, mostly copying;
+    ``prefill_flop_per_s``: 2 FLOP per weight and token, with ``PREFILL_ROWS`` tokens. Both include fixed costs.
     """
 
     type: str
@@ -96,11 +97,11 @@ class OffloadSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeRows:
-    """What layers of one quantisation type compute bit for bit the same.
+    """Batch sizes up to which layers of one quantisation type give bit-identical results.
 
-    Of a step of up to ``rows`` rows, each of another sequence, each is computed as it is alone; so it is in a step of up to
-    ``replay_rows`` of one sequence with flash attention. A chunk of a prompt may be cut at multiples of ``piece_rows``
-    without flash attention if its last piece is no smaller; 0: not at any that is known.
+    In a step of up to ``rows`` tokens, each of another sequence, every token is computed exactly as in a batch of one;
+    so it is in a step of up to ``replay_rows`` tokens of one sequence with flash attention. Without flash attention a
+    prompt chunk may be cut at multiples of ``piece_rows`` if its last piece is no smaller; 0: at no known place.
     """
 
     type: str
@@ -110,16 +111,16 @@ class TypeRows:
 
 
 StateKind = Literal["delta", "scan", "convolution"]
-"""How layers that keep a state compute it, of those that are compared: by a gated delta rule, a scan as Mamba 2 has it, or
-a short convolution alone."""
+"""How the compared layers with a state compute it: by a gated delta rule, a scan as in Mamba 2, or a short convolution
+alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingCost:
-    """What a layer with experts costs besides their bytes: the router, picking, and collecting rows for each expert.
+    """Cost of a layer with experts besides their bytes: the router, picking, and collecting tokens for each expert.
 
-    ``layer_s`` is what it costs a step, ``row_s`` each row more. ``many_ratio`` is what a byte of an expert takes over what
-    the rates say where an expert has several rows: each expert has some of its own, and few of them fill no kernel.
+    ``layer_s`` is per step, ``row_s`` per further token. ``many_ratio`` is the time per byte of an expert with several
+    tokens relative to the rates: each expert has tokens of its own, too few to fill a kernel.
     """
 
     layer_s: float = 0.0
@@ -129,18 +130,19 @@ class RoutingCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuProfile:
-    """The processor. ``threads`` and ``batch_threads`` are the counts that the speeds hold for (decode, prefill).
+    """The CPU. ``threads`` and ``batch_threads`` are the thread counts at which the speeds were measured (decode,
+    prefill).
 
-    ``step_s`` is what a window costs a step besides its layers, ``layer_s`` what a layer costs a step besides its bytes.
-    ``token_s`` is what a head does for a token besides computing it (plan the step, draw, tell the daemon), ``value_s``
-    more for each token of the vocabulary. ``wake_s`` is what it costs that the cores computed for another process just
-    before: of use only where devices share a machine. ``widths`` corrects the rates for layers of other sizes, ``caches``
-    for models so small that caches hold some of them. ``row_s`` is what each row of a matrix costs besides its bytes, of
-    which rates hold for rows of ``RATE_WIDTH`` values; ``attention_s`` what a token in the KV cache costs for each channel
-    of the queries of one row, ``plain_attention_s`` the same without flash attention, ``rows_attention_s`` where rows of a
-    sequence are computed as a matrix (0: as its products are). ``exact_rows`` are of the types that were compared, with
-    extra buffers and without; ``exact_states`` those of layers that keep a state, by its kind. ``routing`` is what layers
-    with experts cost besides.
+    ``step_s`` is the cost of a window per step besides its layers, ``layer_s`` the cost of a layer per step besides its
+    bytes. ``token_s`` is the head's work per token besides computing it (plan the step, sample, notify the daemon),
+    ``value_s`` the addition to it per entry of the vocabulary. ``wake_s`` is the cost when the cores computed for
+    another process immediately before; it matters only where devices share a machine. ``widths`` corrects the rates for
+    layers of other sizes, ``caches`` for models so small that CPU caches hold some of them. ``row_s`` is the cost of
+    each matrix row besides its bytes; the rates hold for rows of ``RATE_WIDTH`` values. ``attention_s`` is the cost per
+    token in the KV cache and channel of the queries, for one token of the batch; ``plain_attention_s`` is the same
+    without flash attention, ``rows_attention_s`` where several tokens of a sequence are computed as a matrix (0: as its
+    products are). ``exact_rows`` are of the compared types, with extra buffers and without; ``exact_states`` are of
+    layers with a state, by its kind. ``routing`` is the further cost of layers with experts.
     """
 
     name: str
@@ -164,7 +166,8 @@ class CpuProfile:
     routing: RoutingCost = RoutingCost()
 
     def with_extra_buffers(self, types: Collection[str]) -> CpuProfile:
-        """The processor that has extra buffers for weights of ``types`` at most; others it computes as they lie in files."""
+        """Return the CPU with extra buffers at most for weights of ``types``; other weights are computed as stored in
+        files."""
         return replace(self, speeds=tuple(at if at.type in types else at.plain or at for at in self.speeds))
 
 
@@ -172,13 +175,13 @@ class CpuProfile:
 class GpuProfile:
     """One GPU as its backend reports it. ``unified_memory``: its memory is the RAM of the device.
 
-    ``step_s`` is what a window with layers on this GPU costs a step besides them (copies to and fro among it). ``id`` is
-    what llama.cpp calls it ("CUDA0"): the only name that two of one kind do not share. ``prefill_offload`` is how fast
-    it computes prompts through layers that stay in RAM, by type; empty where it is not known to help.
-    ``attention_flop_per_s`` is how fast it computes attention of many rows (0: as products of F16), ``routing`` what
-    layers with experts cost besides. ``context_bytes`` is what a process that computes on it takes of its memory besides
-    buffers (context, kernels; 0: not measured), ``pci`` its address, empty where it has none: two daemons of a machine know
-    by it that they share a GPU.
+    ``step_s`` is the cost per step of a window with layers on this GPU besides these layers (including copies in both
+    directions). ``id`` is llama.cpp's name for it ("CUDA0"), the only name in which two GPUs of one model differ.
+    ``prefill_offload`` is its speed at prompts through layers that stay in RAM, by type; empty where it is not known to
+    gain. ``attention_flop_per_s`` is its speed at attention of many tokens (0: as products of F16), ``routing`` the
+    further cost of layers with experts. ``context_bytes`` is the GPU memory of a process besides its buffers (context,
+    kernels; 0: not measured). ``pci`` is its address, empty if it has none; two daemons of a machine recognise a shared
+    GPU by it.
     """
 
     name: str
@@ -200,12 +203,12 @@ class GpuProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskProfile:
-    """The file system that holds the layer cache, the page cache bypassed.
+    """The file system that holds the layer cache, measured without the page cache.
 
-    ``prefetch_bytes_per_s``: large ranges with the call that the engine prefetches with; ``fault_bytes_per_s``: the same
-    ranges by page faults; ``random_bytes_per_s``: 4 kB reads at random places. ``slows_s_per_byte``: what each byte that is
-    read meanwhile adds to the time of computing, as memory and cores serve both. ``disk_id`` is equal for devices of one
-    machine whose layer caches lie on one disk; where it is not known (empty), the disk counts as the machine's.
+    ``prefetch_bytes_per_s``: large ranges, read with the engine's prefetch call; ``fault_bytes_per_s``: the same ranges
+    by page faults; ``random_bytes_per_s``: 4 kB reads at random places. ``slows_s_per_byte``: computing time added per
+    byte that is read meanwhile, as memory and cores serve both. ``disk_id`` is equal for devices of one machine whose
+    layer caches are on one disk; if unknown (empty), the disk counts as the machine's.
     """
 
     prefetch_bytes_per_s: float
@@ -218,14 +221,14 @@ class DiskProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """One device. Every figure was measured on it; who is head is the plan's business.
+    """One device. Every figure was measured on it; which device is the head is up to the plan.
 
-    ``host`` is equal for devices that are processes on one machine: they share its memory and its cores, and
-    its disk unless that has other names (``disk.disk_id``).
-    ``ram_available_bytes`` respects limits of cgroups; ``ram_read_bytes_per_s`` is what all cores together read.
-    ``cores`` are those of the machine that it is bound to; none: it may use all.
-    ``wireless`` devices of a cluster share one air: a cluster is one subnet, and so, as a rule, one access point.
-    ``gpu`` is the fastest GPU, ``other_gpus`` are the others, the faster ones first.
+    ``host`` is equal for devices that are processes on one machine: they share its memory and its cores, and its disk
+    unless ``disk.disk_id`` differs.
+    ``ram_available_bytes`` respects cgroup limits; ``ram_read_bytes_per_s`` is the read rate of all cores together.
+    ``cores`` are the machine's cores that the device is bound to; empty: it may use all.
+    ``wireless`` devices of a cluster share the air: a cluster is one subnet, and so usually one access point.
+    ``gpu`` is the fastest GPU, ``other_gpus`` are the others, fastest first.
     """
 
     device: str
@@ -253,21 +256,21 @@ class DeviceProfile:
         return () if self.gpu is None else (self.gpu, *self.other_gpus)
 
     def with_gpus(self, gpus: Sequence[GpuProfile]) -> DeviceProfile:
-        """The device with these GPUs instead."""
+        """Return the device with these GPUs instead."""
         return replace(self, gpu=gpus[0] if gpus else None, other_gpus=tuple(gpus[1:]))
 
     def with_extra_buffers(self, types: Collection[str]) -> DeviceProfile:
-        """The device whose processor has extra buffers for weights of ``types`` at most."""
+        """Return the device whose CPU has extra buffers at most for weights of ``types``."""
         return replace(self, cpu=self.cpu.with_extra_buffers(types))
 
     def without_extra_buffers(self) -> DeviceProfile:
-        """The device whose processor does without them, as all do with what streams."""
+        """Return the device whose CPU has no extra buffers, as with streamed weights."""
         return self.with_extra_buffers(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageTime:
-    """What a message of ``size_bytes`` takes one way beyond an empty one, as a rule (the median)."""
+    """Median one-way time of a message of ``size_bytes`` beyond that of an empty one."""
 
     size_bytes: int
     beyond_s: float
@@ -275,15 +278,15 @@ class MessageTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkProfile:
-    """The link from ``source`` to ``target``; that from ``target`` to ``source`` has figures of its own.
+    """The link from ``source`` to ``target``; the opposite direction has its own figures.
 
-    ``address`` is the address of ``target`` that ``source`` reaches it by best; empty where nothing was measured.
-    ``round_trip_s`` is an empty message there and back, as a rule (the median). ``bytes_per_s`` is the rate of large
-    messages that follow each other, and so what a byte occupies of the link. ``late_s``: one message of twenty comes so much
-    later than the median or more (the 95th percentile). ``messages`` were measured, by size; without them a message takes
-    its bytes at ``bytes_per_s`` beyond an empty one. Where it does not ``work`` the figures are not measured: they lead the
-    search away from it, and no plan that sends over it is an answer. ``network_s`` is what the network takes of
-    ``round_trip_s`` on average, without the programs at both ends; None where that was not measured.
+    ``address`` is the address of ``target`` that works best from ``source``; empty where nothing was measured.
+    ``round_trip_s`` is the median round trip of an empty message. ``bytes_per_s`` is the rate of large messages in a
+    row, and so determines how long a byte occupies the link. ``late_s`` is the distance from the median to the 95th
+    percentile. ``messages`` were measured, by size; without them a message takes its bytes at ``bytes_per_s`` beyond an
+    empty one. If ``work`` is false the figures are not measured: they lead the search away from the link, and no result
+    sends over it. ``network_s`` is the network's average part of ``round_trip_s``, without the programs at both ends;
+    None if not measured.
     """
 
     source: str
@@ -299,7 +302,7 @@ class LinkProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the owner of a device allows; None is no limit besides what is free."""
+    """Limits set by a device's owner; None: no limit besides what is free."""
 
     ram_bytes: int | None = None
     vram_bytes: int | None = None
@@ -310,17 +313,15 @@ class Limits:
 class LayerProfile:
     """One layer: bytes of weights by quantisation type, and bytes of KV cache (F16) per token of context.
 
-    A recurrent layer has ``state_bytes`` for each sequence instead, whatever its length, and does not attend. (One without
-    cells of its own may attend to those of another layer.) ``query_width`` counts the channels of its queries, 0 for as many
-    as the model says. ``row_values`` are those that a row
-    has in the compute buffer, at the least if it is recurrent; 0 where they are estimated from the weights.
-    ``adapter_bytes`` are those of adapters and of what makes its inputs, which lie in memory beside it, also where it
-    streams; ``adapter_reads`` what a row reads of them, by type.
-
-    With ``window_tokens`` it attends to so many of the last tokens alone; 0: to all.
-
-    ``bytes_by_type`` are the weights that every row uses, ``expert_bytes_by_type`` those of all experts, of which a row uses
-    ``experts_used`` of ``experts``.
+    A recurrent layer has ``state_bytes`` per sequence instead, whatever its length, and does not attend. (One without a
+    KV cache of its own may attend to the cache of another layer.) ``query_width`` is the number of channels of its
+    queries, 0 for the model's. ``row_values`` is the number of values per token in the compute buffer, a lower bound if
+    the layer is recurrent; 0 where they are estimated from the weights.
+    ``adapter_bytes`` is the size of adapters and of what makes their inputs, which stay in memory even if the layer
+    streams; ``adapter_reads`` is what a token reads of them, by type.
+    With ``window_tokens`` it attends to that number of the last tokens only; 0: to all.
+    ``bytes_by_type`` are the weights that every token uses, ``expert_bytes_by_type`` those of all experts, of which a
+    token uses ``experts_used`` of ``experts``.
     """
 
     bytes_by_type: Mapping[str, int]
@@ -341,25 +342,25 @@ class LayerProfile:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of all experts that a router picks from; 0 for a dense layer."""
+        """Bytes of all routed experts; 0 for a dense layer."""
         return sum(self.expert_bytes_by_type.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
-    """What of a model matters to the plan.
+    """Facts about a model that matter to the plan.
 
-    ``embedding_bytes`` is the table that tokens are looked up in; ``output_bytes_by_type`` is the matrix that gives logits
-    (the same bytes again where the two are tied). ``width`` is that of the hidden state, ``context_tokens`` what the model
-    was trained for, ``experts`` 0 for a dense model. ``query_width`` counts the channels of the queries of all heads of a
-    layer, 0 for as many as the hidden state has; ``heads`` are those heads, 0 where that is not known. ``cell_bytes`` are
-    those of the compute buffer that a row has for each cell of the KV cache besides masks. ``kv_head_width``
-    divides the widths of all heads in the KV cache. A window behind the first may begin only at a multiple of
-    ``cut_multiple`` layers and ``cut_offset`` more, which is less than a multiple, and the last of several has
-    ``tail_layers`` at least. ``beside_values`` go from window to window with each hidden state. ``expert_use`` says how
-    likely a row picks an expert of each of as many groups, which have as many experts each; without it all are alike.
-    Behind a window's layers there may be one that is not computed, which takes as much as ``stand_in``. Of the weights of
-    layers ``attention_share`` belongs to their attention, 0 where that is not known.
+    ``embedding_bytes`` is the size of the token embedding table; ``output_bytes_by_type`` is the matrix that gives
+    logits (the same bytes again where the two are tied). ``width`` is that of the hidden state, ``context_tokens`` the
+    context the model was trained for, ``experts`` 0 for a dense model. ``query_width`` is the number of channels of the
+    queries of all heads of a layer, 0 for as many as the hidden state has; ``heads`` is the number of these heads, 0 if
+    unknown. ``cell_bytes`` is the compute buffer per token and KV cell besides masks. ``kv_head_width`` divides the
+    widths of all heads in the KV cache. Windows after the first may begin only at a multiple of ``cut_multiple`` layers
+    plus ``cut_offset``, which is smaller than ``cut_multiple``; the last of several windows has at least
+    ``tail_layers``. ``beside_values`` travel from window to window with each hidden state. ``expert_use`` gives, for
+    equally large groups of experts, the probability that a token picks an expert of the group; without it all are
+    alike. A window's layers may be followed by one that is not computed, whose size is ``stand_in``.
+    ``attention_share`` is attention's share of the weights of layers, 0 if unknown.
     """
 
     name: str
@@ -387,69 +388,70 @@ class ModelProfile:
 
     @property
     def last_cut(self) -> int:
-        """The last layer at which a window may begin, but for ``cut_multiple`` and ``cut_offset``."""
+        """Last layer at which a window may begin, apart from ``cut_multiple`` and ``cut_offset``."""
         return max(len(self.layers) - self.tail_layers, 0)
 
     @property
     def hop_values(self) -> int:
-        """Values of a row that goes from window to window."""
+        """Values per token that travel from window to window."""
         return self.width + self.beside_values
 
     @property
     def attention_part(self) -> float:
-        """``attention_share``, or what it is of most models."""
+        """``attention_share``, or its value in most models."""
         return self.attention_share or ATTENTION_SHARE
 
     @property
     def attention_width(self) -> int:
-        """Channels of all heads' queries: as many as the hidden state is wide where the model says nothing else."""
+        """Channels of all heads' queries; by default the width of the hidden state."""
         return self.query_width or self.width
 
     @property
     def attention_heads(self) -> int:
-        """Heads of queries: as many as of ``MIN_HEAD_WIDTH`` channels where the model says nothing else."""
+        """Number of query heads; by default ``MIN_HEAD_WIDTH`` channels each."""
         return self.heads or -(-self.attention_width // MIN_HEAD_WIDTH)
 
     @property
     def cut_points(self) -> range:
-        """The layers at which windows behind the first may begin."""
+        """Layers at which windows after the first may begin."""
         return range(self.cut_offset or self.cut_multiple, self.last_cut + 1, self.cut_multiple)
 
     @property
     def cut_missing(self) -> int:
-        """Layers that the first window has less than a multiple of ``cut_multiple``."""
+        """Layers by which the first window falls short of a multiple of ``cut_multiple``."""
         return -self.cut_offset % self.cut_multiple
 
     @property
     def max_rounds(self) -> int:
-        """Rounds for which there may be places. With an offset those of a second round would be at twice as much of it."""
+        """Maximum rounds that the cut points allow. With an offset those of a second round would be at twice the
+        offset."""
         return min(len(self.cut_points), 1) if self.cut_offset else len(self.cut_points)
 
     @property
     def uncut(self) -> ModelProfile:
-        """The same model, in one window."""
+        """The same model with no cut points."""
         return replace(self, cut_multiple=max(len(self.layers), 1), cut_offset=0)
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether some layers keep a state, which goes on from row to row and cannot be cut back."""
+        """Whether some layers keep a state, which carries over from token to token and cannot be truncated."""
         return any(layer.state_bytes for layer in self.layers)
 
     @property
     def has_windows(self) -> bool:
-        """Whether some layers attend to a window of the last tokens alone."""
+        """Whether some layers attend to a sliding window only."""
         return any(layer.window_tokens for layer in self.layers)
 
     @property
     def kept_on_cpu(self) -> int:
-        """Layers that a window behind the first has on the CPU at the least."""
+        """Minimum number of CPU layers of a window after the first."""
         return int(self.beside_values > 0)
 
     def openable(self, layers: range, on_gpu: int) -> int:
-        """How many of ``layers``, the last ones and at most ``on_gpu``, a GPU can have.
+        """Return how many of ``layers`` a GPU can have: the last ones, at most ``on_gpu``.
 
-        llama.cpp opens no KV cache that is empty where some layers of a window are. (That of a recurrent model counts only
-        those that attend.) Where values go beside hidden states they are taken in by the CPU, in a window's first layer.
+        llama.cpp does not open an empty KV cache where some layers of a window are. (In recurrent models only attending
+        layers count.) Where values travel with hidden states, the CPU takes them in, in a window's first layer.
         """
         if layers.start:
             on_gpu = min(on_gpu, len(layers) - self.kept_on_cpu)
@@ -479,15 +481,16 @@ class ModelProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What the plan is for: ``sequences`` at once, each with ``context_tokens`` of KV cache of type ``kv_type``.
+    """What the plan is for: ``sequences`` concurrent requests, each with ``context_tokens`` of KV cache of type
+    ``kv_type``.
 
-    A typical request has ``prompt_tokens`` and ``answer_tokens``; prompts are computed ``chunk_rows`` rows at a time.
-    Buffers hold as many, or ``buffer_rows`` if that is more: a ring that follows may go on with larger chunks. They hold
-    ``whole_rows`` in any case: a picture's, where each sees them all.
-    Attention is llama.cpp's ``flash`` attention, or keeps the scores of all tokens: that takes more memory, and on a CPU
-    less time for a token. With ``small_windows`` layers that attend to a window have little more of a KV cache than that.
-    Layers with a state have as many more of a sequence as rows can be taken back (``rollback``). Devices that share layers
-    exchange sums in ``wire``.
+    A typical request has ``prompt_tokens`` and ``answer_tokens``; prompts are computed in chunks of ``chunk_rows``
+    tokens. Buffers have room for a chunk, or for ``buffer_rows`` if that is more, as a later ring may resume with
+    larger chunks. They always have room for ``whole_rows``: an image's tokens, which all attend to each other.
+    ``flash`` selects llama.cpp's flash attention; without it the scores of all tokens are kept, which takes more memory
+    and, on a CPU, less time per token. With ``small_windows`` the KV cache of sliding-window layers is hardly larger
+    than the window. Layers with a state keep as many further states per sequence as tokens can be rolled back
+    (``rollback``). Devices that share layers exchange sums in the type ``wire``.
     """
 
     context_tokens: int
@@ -505,9 +508,9 @@ class Workload:
 
     @property
     def step_rows(self) -> int:
-        """Rows that a step may have."""
+        """Maximum tokens of a step."""
         return max(self.chunk_rows, self.buffer_rows, self.whole_rows)
 
     def with_rows(self, chunk_rows: int, step_rows: int = 0) -> Workload:
-        """The same work with chunks of so many rows, and buffers of as many or of ``step_rows``."""
+        """Return the same workload with chunks of ``chunk_rows``, and buffers for as many or for ``step_rows``."""
         return replace(self, chunk_rows=chunk_rows, buffer_rows=step_rows if step_rows > chunk_rows else 0)
