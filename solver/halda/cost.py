@@ -1,13 +1,13 @@
-"""The latency model, one function a term.
+"""The latency model, one function per term.
 
-A token passes every window of the route once, so its latency is the sum of what the devices compute and of the hops between
-them, unless a disk cannot deliver streamed layers as fast as they are used. All times are seconds of one pass of ``rows``
-rows (1 for decode, a chunk of the prompt for prefill).
+A token visits every window of the route once, so its latency is the sum of the devices' computing times and of the hops
+between them, unless a disk cannot deliver streamed layers as fast as they are used. All times are seconds of one pass
+of ``rows`` tokens (1 for decode, a prompt chunk for prefill).
 
-What the paper (prima.cpp, section 3) models and we take over: time by weights and quantisation type, KV reads, hops, copies
-between CPU and GPU as a fixed cost of a window, the output matrix on the head. What we add: rows between 1 and 512 by
-interpolation between measurements, experts of which a row uses few, fixed costs of a layer and of a window, what is held of
-weights that stream (``streaming.py``).
+From the paper (prima.cpp, section 3): time by weights and quantisation type, KV reads, hops, copies between CPU and GPU
+as a fixed cost of a window, the output matrix on the head. Added here: token counts between 1 and 512 by interpolation
+between measurements, experts of which a token uses few, fixed costs of a layer and of a window, memory of streamed
+weights (``streaming.py``).
 """
 
 from __future__ import annotations
@@ -40,38 +40,39 @@ from halda.quantisation import bytes_per_weight, family
 HIDDEN_VALUE_BYTES: Final = 4
 """Hidden states travel as float32."""
 LATE_SHARE: Final = 0.185
-"""Weight of the 95th percentile in a mean. E. S. Pearson and J. W. Tukey (1965): the mean of a skewed distribution is about
-0.63 of its median and 0.185 of each of its 5th and 95th percentiles. The 5th of a message is close to its median, since
-nothing comes before the way is done: median + 0.185 (95th percentile - median)."""
+"""Weight of the 95th percentile in a mean. E. S. Pearson and J. W. Tukey (1965): the mean of a skewed distribution is
+about 0.63 of its median and 0.185 of each of its 5th and 95th percentiles. The 5th percentile of a message is close to
+its median, since no message is faster than the way: median + 0.185 (95th percentile - median)."""
 RUNTIME_BYTES: Final = 40 << 20
-"""What a ring process holds whatever it computes: Python, llama.cpp and, in the kernel, page tables and buffers of sockets.
-(Measured: 29 to 33 MB in the process, 5 to 10 beside it.)"""
+"""Fixed memory of a ring process: Python, llama.cpp and, in the kernel, page tables and socket buffers. (Measured: 29
+to 33 MB in the process, 5 to 10 outside it.)"""
 RING_HEAD_BYTES: Final = 10 << 20
-"""What the head of a ring holds besides. (Measured: 7 MB.)"""
+"""Additional memory of the head of a ring. (Measured: 7 MB.)"""
 VOCABULARY_BYTES: Final = 300
-"""What llama.cpp holds of each token of a vocabulary, in a device that computes alone. (Measured: 160 without merges, 440
-for each of 49,000 with as many.)"""
+"""llama.cpp's memory per entry of the vocabulary, on a device that computes alone. (Measured: 160 without merges, 440
+for each of 49,000 with as many merges.)"""
 WINDOW_BYTES: Final = 2 << 20
-"""What a window holds besides: graphs, and what one row fills of its compute buffer. (Measured: 1.1 to 1.6 MB.)"""
+"""Additional memory of a window: graphs, and the part of its compute buffer that one token fills. (Measured: 1.1 to 1.6
+MB.)"""
 HIDDEN_COPIES: Final = 3
-"""Hidden states of a chunk of a prompt that are on their way in or out of a process."""
+"""Copies of a prompt chunk's hidden states on their way into or out of a process."""
 GPU_RUNTIME_BYTES: Final = 256 << 20
-"""What a GPU backend keeps for itself (context, kernels)."""
+"""Memory that a GPU backend keeps for itself (context, kernels)."""
 BUS_BYTES_PER_S: Final = 6e9
-"""What the bus of a GPU is taken for where it was not measured: PCIe 3.0 with 8 lanes."""
+"""Assumed bus rate of a GPU where it was not measured: PCIe 3.0 with 8 lanes."""
 OFFLOAD_ROWS: Final = 32
-"""With fewer rows llama.cpp copies no weights to a GPU: the processor computes them."""
+"""With fewer tokens llama.cpp copies no weights to a GPU: the CPU computes them."""
 COPIED_SHARE: Final = 1 / 2
-"""Of a layer the largest matrix has at most so much: 0.45 where two of feed-forward's are stored as one (Phi-3), 0.28 of an
-8B; of a layer with experts a third is the matrix of all of them."""
+"""Upper bound of the largest matrix's share of a layer: 0.45 where two of feed-forward's matrices are stored as one
+(Phi-3), 0.28 of an 8B; in a layer with experts the matrix of all of them is a third."""
 ACTIVATION_BYTES: Final = 4
-"""A value of a compute buffer: float32."""
+"""Bytes of a value of a compute buffer: float32."""
 MASK_BYTES: Final = 2
-"""A value of an attention mask of flash attention; without, it is as any other."""
+"""Bytes of a value of flash attention's mask; without flash attention a mask value has ``ACTIVATION_BYTES``."""
 TILE_ROWS: Final = 64
-"""From so many rows on llama.cpp's flash attention computes several at once on a CPU."""
+"""From this number of tokens on llama.cpp's flash attention computes several at once on a CPU."""
 LOGIT_ROWS: Final = 64
-"""Rows of a step that may want logits."""
+"""Tokens of a step that may want logits."""
 TWO_MASKS: Final = frozenset(
     (
         "afmoe",
@@ -96,50 +97,51 @@ TWO_MASKS: Final = frozenset(
         "step35",
     )
 )
-"""Architectures with layers that attend to a sliding window only: they have a mask of their own, as large."""
+"""Architectures with sliding-window layers, which have their own mask of the same size."""
 PLAIN_READ: Final = 0.25
 """Without flash attention a GPU reads keys and values at this share of its speed: 0.16 with Metal and 0.23 with CUDA in
 llama.cpp of 2024, 0.5 with Vulkan in 2026."""
 WITHOUT_FLASH: Final = frozenset(("grok",))
-"""Architectures that llama.cpp has no flash attention for, whatever it is told."""
+"""Architectures for which llama.cpp has no flash attention, whatever its options."""
 _CUDA_HEADS: Final = frozenset((40, 64, 72, 80, 96, 112, 128, 192, 256, 320, 512, 576))
 FLASH_HEADS: Final[Mapping[str, frozenset[int]]] = {
     "CUDA": _CUDA_HEADS,
     "ROCm": _CUDA_HEADS,
     "Metal": _CUDA_HEADS | {32, 48},
 }
-"""Widths of heads that llama.cpp has flash attention for on these backends; a context with other ones there does without.
-(Vulkan's has all that are multiples of 8; of others attention is computed on the CPU.)"""
+"""Head widths for which llama.cpp has flash attention on these backends; a context with other widths does without it
+there. (Vulkan supports all multiples of 8; attention of other widths is computed on the CPU.)"""
 CELL_PADDING: Final = 256
-"""llama.cpp rounds the cells of a small cache up to so many."""
+"""llama.cpp rounds the number of cells of a small cache up to a multiple of this."""
 CHECKPOINTS_BEYOND: Final = 3
-"""Of one user: before the last two chunks of a prompt, behind it, and one before these."""
+"""Kept states of one user: before each of the last two chunks of a prompt and after the last; one more before these."""
 STATE_PASSES: Final = 12
-"""How often a token's step reads or writes the state of a layer that has one. It is gathered, goes through operations
-of its own (decay, what the key finds, update, what the query finds) and is put back; each reads or writes all of it."""
+"""Number of times that a token's step reads or writes the state of a layer that has one. It is gathered, goes through
+several operations (decay, what the key finds, update, what the query finds) and is put back; each reads or writes all
+of it."""
 KV_VALUE_BYTES: Final[Mapping[CacheType, Fraction]] = {
     "f16": Fraction(2),
     "q8_0": Fraction(34, 32),
     "q4_0": Fraction(18, 32),
 }
-"""Bytes of a value in the KV cache: those of a block over its values."""
+"""Bytes per value in the KV cache: bytes of a block divided by its number of values."""
 
 
 AnySpeed = TypeVar("AnySpeed", TypeSpeed, OffloadSpeed)
 
 
 def speed_of(speeds: Sequence[AnySpeed], kind: str) -> AnySpeed:
-    """The speed of type ``kind``; where it was not measured, as it follows from the nearest one.
+    """Return the speed of type ``kind``, or one derived from the nearest measured type.
 
-    One row reads a byte of either in the same time. What more rows take besides is computing, which takes as long for a
-    weight: so a byte with more weights takes longer.
+    With one token a byte of either type takes the same time. Further tokens add computing time, which is the same per
+    weight; so it is higher for bytes with more weights.
     """
     found = nearest_speed(speeds, kind)
     return found if found.type == kind else _as_type(found, kind)
 
 
 def nearest_speed(speeds: Sequence[AnySpeed], kind: str) -> AnySpeed:
-    """The measured speed of type ``kind``, or that of the nearest size, in its own family if there is one."""
+    """Return the measured speed of type ``kind``, or of the type nearest in size, from the same family if possible."""
     size, its = bytes_per_weight(kind), family(kind)
 
     def distance(speed: AnySpeed) -> tuple[bool, bool, float]:
@@ -149,7 +151,7 @@ def nearest_speed(speeds: Sequence[AnySpeed], kind: str) -> AnySpeed:
 
 
 def _as_type(speed: AnySpeed, kind: str) -> AnySpeed:
-    """``speed`` as that of ``kind``, of which a weight takes as long to compute."""
+    """Convert ``speed`` to type ``kind``, whose weights take the same computing time each."""
     if isinstance(speed, OffloadSpeed):
         return replace(speed, type=kind)
     weights, one_s = bytes_per_weight(speed.type) / bytes_per_weight(kind), 1 / speed.decode_bytes_per_s
@@ -162,8 +164,8 @@ def _as_type(speed: AnySpeed, kind: str) -> AnySpeed:
 
 
 def seconds_per_byte(speed: TypeSpeed, rows: float, ratio: float = 1.0, many_ratio: float = 1.0) -> float:
-    """Seconds that a byte of weights takes with ``rows`` rows: straight lines between what was measured, and never less than
-    fewer rows take. ``ratio`` corrects what one row takes, ``many_ratio`` what more do."""
+    """Return seconds per byte of weights with ``rows`` tokens: linear between measurements, and never less than with
+    fewer tokens. ``ratio`` corrects the cost with one token, ``many_ratio`` the cost with more."""
     many = many_ratio * 2 * PREFILL_ROWS / bytes_per_weight(speed.type) / speed.prefill_flop_per_s
     between = sorted([(BATCH_ROWS, 1 / speed.batch_bytes_per_s), *((at.rows, 1 / at.bytes_per_s) for at in speed.rows)])
     count, taken_s = 1, ratio / speed.decode_bytes_per_s
@@ -176,9 +178,9 @@ def seconds_per_byte(speed: TypeSpeed, rows: float, ratio: float = 1.0, many_rat
 
 
 def width_ratio(widths: Sequence[WidthCost], weights: float) -> tuple[float, float]:
-    """What a layer of so many weights takes of a byte over what the rates say, with one row and with many.
+    """Return the time per byte of a layer of ``weights`` weights relative to the rates, with one token and with many.
 
-    Even in the logarithm between the sizes that were measured, as at the nearest beyond them; 1 where none was.
+    Linear in the logarithm between the measured sizes, constant beyond them; 1 without measurements.
     """
     if not widths or weights <= 0:
         return 1.0, 1.0
@@ -198,10 +200,11 @@ def width_ratio(widths: Sequence[WidthCost], weights: float) -> tuple[float, flo
 
 
 def cached(cpu: CpuProfile, model: ModelProfile) -> CpuProfile:
-    """``cpu`` as one row of ``model`` finds it: quicker where its caches hold some of what a token reads.
+    """Return ``cpu`` with the rates for one token of ``model``: faster where CPU caches hold some of the weights that a
+    token reads.
 
-    A machine may have all of the model to compute or a part of it, which is known only with the plan; all is counted. Even
-    between the sizes that were measured, the rates hold beyond them.
+    A machine may have all of the model to compute or only a part, which is known only with the plan; all of it is
+    counted. The ratio is linear between the measured sizes; beyond them the rates hold.
     """
     ratio = _cache_ratio(cpu.caches, read_bytes(model)) if cpu.caches else 1.0
     if ratio == 1:
@@ -223,7 +226,7 @@ def _cache_ratio(caches: Sequence[CacheCost], size_bytes: float) -> float:
 
 
 def read_bytes(model: ModelProfile) -> float:
-    """Bytes of weights that a token reads."""
+    """Return the bytes of weights that a token reads."""
     used = model.experts_used / model.experts if model.experts else 0.0
     layers = sum(layer.size_bytes - (1 - used) * layer.expert_bytes for layer in model.layers)
     return layers + model.output_bytes
@@ -236,14 +239,15 @@ def weights_s(
     ratio: float = 1.0,
     many_ratio: float = 1.0,
 ) -> float:
-    """Seconds that weights take which every row uses; the ratios as in ``seconds_per_byte``."""
+    """Return the seconds of weights that every token uses; the ratios as in ``seconds_per_byte``."""
     return sum(
         size * seconds_per_byte(speed_of(speeds, kind), rows, ratio, many_ratio) for kind, size in bytes_by_type.items()
     )
 
 
 def experts_s(processor: CpuProfile | GpuProfile, layer: LayerProfile, model: ModelProfile, rows: float) -> float:
-    """Seconds that the routed experts take: of those that any row picked, each with the rows that picked it; and routing."""
+    """Return the seconds of the routed experts that any token picked, each with the tokens that picked it, and of
+    routing."""
     if not layer.expert_bytes_by_type:
         return 0.0
     touched, rows_each = _picked(model, rows)
@@ -253,7 +257,7 @@ def experts_s(processor: CpuProfile | GpuProfile, layer: LayerProfile, model: Mo
 
 
 def _picked(model: ModelProfile, rows: float) -> tuple[float, float]:
-    """The share of a layer's experts that any of ``rows`` rows picked, and with how many rows each."""
+    """Return the share of a layer's experts that any of ``rows`` tokens picks, and the tokens per picked expert."""
     picked = model.experts_used / model.experts
     touched: float = 1 - (1 - picked) ** rows
     return touched, max(1.0, rows * picked / touched)
@@ -271,11 +275,13 @@ def attention_s(
     flash: bool = True,
     chunk: bool = False,
 ) -> float:
-    """Seconds of attention over ``kv`` tokens: the KV cache read once, and what is computed for each row, token and channel.
+    """Return seconds of attention over ``kv`` tokens: one read of the KV cache, and computing per token, cached token
+    and channel.
 
-    That is measured on a CPU: for one row, as which llama.cpp computes those of several sequences, and all with flash
-    attention below ``TILE_ROWS``; and for the rows of a ``chunk`` of one sequence, else 4 FLOP. So a few more rows may take
-    less. A layer that does not attend computes nothing of it; one with a state reads and writes that, some times.
+    Computing is measured on a CPU for one token. llama.cpp computes tokens of several sequences this way, and with
+    flash attention all steps below ``TILE_ROWS``. The cost of a ``chunk`` of one sequence is measured too; otherwise 4
+    FLOP count. So a few more tokens may take less. A layer that does not attend has no such cost; one with a state
+    reads and writes it several times.
     """
     if not layer.attends:
         return (1 if chunk else rows) * STATE_PASSES * layer.state_bytes / read_bytes_per_s
@@ -294,7 +300,7 @@ def attention_s(
 
 
 def query_width(layer: LayerProfile, model: ModelProfile) -> int:
-    """Channels of the queries of a layer."""
+    """Return the number of channels of a layer's queries."""
     return layer.query_width or model.attention_width
 
 
@@ -316,9 +322,10 @@ def layer_s(
     flash: bool = True,
     chunk: bool = False,
 ) -> float:
-    """Seconds of one layer on one processor (paper: alpha, of which beta is the difference between GPU and CPU).
+    """Return the seconds of one layer on one processor (paper: alpha, of which beta is the difference between GPU and
+    CPU).
 
-    This is C(b), the cost of ``b`` rows of as many sequences, or of a ``chunk`` of one: more rows never take less.
+    This is C(b), the cost of ``b`` tokens of as many sequences, or of a ``chunk`` of one: more tokens never take less.
     """
     widths = processor.widths if isinstance(processor, CpuProfile) else ()
     ratio, many_ratio = width_ratio(widths, _weights(layer.bytes_by_type))
@@ -340,10 +347,10 @@ def experts_on_cpu_s(
     *,
     prefill_offload: GpuProfile | None = None,
 ) -> float:
-    """What a layer on the GPU takes more where its experts are in RAM; below 0 where that is quicker.
+    """Return the extra seconds of a GPU layer with its experts in RAM; negative where that is faster.
 
-    The CPU computes them, or for a chunk the GPU ``prefill_offload``. The hidden states go there and back, as
-    those of a window do that has layers on the GPU.
+    The CPU computes them, or for a chunk the GPU ``prefill_offload``. The hidden states go to RAM and back, as in a
+    window with GPU layers.
     """
     if not layer.expert_bytes:
         return 0.0
@@ -357,10 +364,11 @@ def experts_on_cpu_s(
 def offloaded_layer_s(
     gpu: GpuProfile, layer: LayerProfile, model: ModelProfile, rows: float, kv: float, kv_type: CacheType
 ) -> float:
-    """Seconds of one layer in RAM for a chunk of ``rows`` rows, at least ``OFFLOAD_ROWS``, that ``gpu`` computes.
+    """Return the seconds of one layer in RAM for a chunk of ``rows`` tokens, at least ``OFFLOAD_ROWS``, computed by
+    ``gpu``.
 
-    All of it is computed there, attention too, for which keys and values are copied as weights are. Of experts those are
-    copied that a row of the chunk picked.
+    The GPU computes all of it, including attention, for which keys and values are copied like weights. Only experts
+    that a token of the chunk picked are copied.
     """
     total = gpu.layer_s + sum(
         size * _offloaded_s_per_byte(speed_of(gpu.prefill_offload, kind), rows)
@@ -372,7 +380,7 @@ def offloaded_layer_s(
 
 
 def offloaded_experts_s(gpu: GpuProfile, layer: LayerProfile, model: ModelProfile, rows: float) -> float:
-    """Seconds of the experts of a layer in RAM that the GPU computes for a chunk of ``rows`` rows."""
+    """Return the seconds of the experts of a layer in RAM that the GPU computes for a chunk of ``rows`` tokens."""
     if not layer.expert_bytes_by_type:
         return 0.0
     touched, rows_each = _picked(model, rows)
@@ -384,9 +392,10 @@ def offloaded_experts_s(gpu: GpuProfile, layer: LayerProfile, model: ModelProfil
 
 
 def _offloaded_s_per_byte(speed: OffloadSpeed, rows: float) -> float:
-    """Copying and computing add up, so seconds lie on one straight line; few rows count as ``OFFLOAD_FEW_ROWS``.
+    """Return seconds per byte. Copying and computing add up, so time is linear in tokens; fewer count as
+    ``OFFLOAD_FEW_ROWS``.
 
-    Computing alone is no quicker with fewer rows than in proportion.
+    Computing alone is no faster with fewer tokens than in proportion.
     """
     many_s = 2 * PREFILL_ROWS / bytes_per_weight(speed.type) / speed.prefill_flop_per_s
     few_s = max(1 / speed.few_bytes_per_s, many_s * OFFLOAD_FEW_ROWS / PREFILL_ROWS)
@@ -395,28 +404,29 @@ def _offloaded_s_per_byte(speed: OffloadSpeed, rows: float) -> float:
 
 
 def between_gpus_s(gpu: GpuProfile, rows: float, width: int) -> float:
-    """Seconds in which hidden states go from ``gpu`` to the next one of its device, by way of RAM.
+    """Return the seconds in which hidden states go from ``gpu`` to the next GPU of its device, through RAM.
 
-    What ``step_s`` has of it is that of one row. Weights that are copied for a prompt tell the rate of its bus.
+    ``step_s`` already includes this for one token. The rate of the bus follows from the copying of weights for prompts.
     """
     rate = max((speed.few_bytes_per_s for speed in gpu.prefill_offload), default=BUS_BYTES_PER_S)
     return 2 * rows * width * HIDDEN_VALUE_BYTES / rate
 
 
 def copied_bytes(model: ModelProfile, workload: Workload) -> int:
-    """VRAM that a window needs for what is copied there, where a GPU helps with layers in RAM.
+    """Return the VRAM that a window with prefill offload needs for copies.
 
-    llama.cpp's scheduler begins a new part of its graph at each matrix that has to be copied, and gives the room of the copy
-    back behind that part, so one is there at a time: the largest matrix of a layer, or the keys and values of one layer.
+    llama.cpp's scheduler starts a new part of its graph at each matrix that it copies and frees the copy after that
+    part. So there is one at a time: the largest matrix of a layer, or the keys and values of one layer.
     """
     return max(max(math.ceil(COPIED_SHARE * layer.size_bytes), kv_bytes(layer, workload)) for layer in model.layers)
 
 
 def output_s(cpu: CpuProfile, processor: CpuProfile | GpuProfile, model: ModelProfile, rows: int = 1) -> float:
-    """Seconds from ``rows`` last hidden states to tokens; prefill wants the logits of one row only (paper: part of kappa).
+    """Return the seconds from ``rows`` final hidden states to tokens; prefill wants the logits of one token only
+    (paper: part of kappa).
 
-    ``processor`` has the output matrix, whose rows cost more than their bytes where they are short; the ``cpu`` draws the
-    token and tells it.
+    ``processor`` has the output matrix, whose rows cost more than their bytes where they are short; the ``cpu`` samples
+    the token and reports it.
     """
     matrix_s = weights_s(processor.speeds, model.output_bytes_by_type, rows)
     if isinstance(processor, CpuProfile):
@@ -425,23 +435,23 @@ def output_s(cpu: CpuProfile, processor: CpuProfile | GpuProfile, model: ModelPr
 
 
 def short_rows_s(cpu: CpuProfile, rows: float, width: int) -> float:
-    """Seconds that ``rows`` rows of a matrix of ``width`` values take besides what the rates say of their bytes."""
+    """Return the seconds of ``rows`` matrix rows of ``width`` values beyond what the rates give for their bytes."""
     return cpu.row_s * rows * max(0.0, 1 - width / RATE_WIDTH)
 
 
 def hop_s(link: LinkProfile, rows: float, width: int) -> float:
-    """Seconds from one device to the next (paper: t_comm), on average.
+    """Return the average seconds from one device to the next (paper: t_comm).
 
-    A token makes as many hops as rounds times devices, and what they take adds up: the mean of the sum is the sum of the
-    means, while hardly ever are all hops as late as the 95th percentile. So a hop counts with its mean, in which the 95th
-    percentile has the weight ``LATE_SHARE``: next to nothing on a wire, often most of a hop on Wi-Fi.
+    A token makes rounds times devices hops, whose times add up. The mean of the sum is the sum of the means, while all
+    hops are hardly ever as late as the 95th percentile. So a hop counts with its mean, in which the 95th percentile has
+    the weight ``LATE_SHARE``: next to nothing on a wire, often most of a hop on Wi-Fi.
     """
     return message_s(link, rows * width * HIDDEN_VALUE_BYTES) + LATE_SHARE * link.late_s
 
 
 def message_s(link: LinkProfile, size_bytes: float) -> float:
-    """Seconds of a message one way, as a rule: straight lines between the sizes that were measured, and beyond the largest
-    the link's rate. Never less than its bytes at that rate."""
+    """Return the median seconds of a message one way: linear between measured sizes, at the link's rate beyond the
+    largest, and never less than its bytes at that rate."""
     size, taken_s = 0, 0.0
     for point in link.messages:
         if size_bytes < point.size_bytes:
@@ -454,28 +464,28 @@ def message_s(link: LinkProfile, size_bytes: float) -> float:
 
 
 def transfer_s(link: LinkProfile, rows: float, width: int) -> float:
-    """Seconds that a hop occupies the link, or the air."""
+    """Return the seconds that a hop occupies the link, or the air."""
     return rows * width * HIDDEN_VALUE_BYTES / link.bytes_per_s
 
 
 def prefill_chunks(workload: Workload) -> tuple[int, float]:
-    """Number of chunks of a typical prompt and rows of each, taken as equal."""
+    """Return the number of chunks of a typical prompt, and the tokens of each, taken as equal."""
     chunks = max(1, math.ceil(workload.prompt_tokens / workload.chunk_rows))
     return chunks, max(1.0, workload.prompt_tokens / chunks)
 
 
 def decode_kv_tokens(workload: Workload) -> float:
-    """Tokens in the KV cache in the middle of a typical answer."""
+    """Return the tokens in the KV cache in the middle of a typical response."""
     return min(workload.context_tokens, workload.prompt_tokens + workload.answer_tokens / 2)
 
 
 def kv_bytes_per_token(layer: LayerProfile, kv_type: CacheType) -> int:
-    """KV cache of one layer for one token of context."""
+    """Return the KV cache of one layer for one token of context."""
     return math.ceil(layer.kv_bytes_per_token * KV_VALUE_BYTES[kv_type] / KV_VALUE_BYTES["f16"])
 
 
 def kv_cells(layer: LayerProfile, workload: Workload, tokens: float | None = None) -> int:
-    """Cells of the KV cache of one layer that ``tokens`` of a sequence use, or that a whole context does (None)."""
+    """Return the KV cells of one layer that ``tokens`` of a sequence use, or that a full context uses (None)."""
     maximum = workload.context_tokens if tokens is None else tokens
     if workload.small_windows and layer.window_tokens:
         window = layer.window_tokens + workload.step_rows
@@ -484,19 +494,20 @@ def kv_cells(layer: LayerProfile, workload: Workload, tokens: float | None = Non
 
 
 def kv_bytes(layer: LayerProfile, workload: Workload) -> int:
-    """KV cache of one layer, or its state, for all sequences, and adapters, which lie in memory as it does."""
+    """Return the KV cache of one layer, or its state, for all sequences, and its adapters, which are in memory too."""
     states = (1 + workload.rollback) * layer.state_bytes
     each = kv_bytes_per_token(layer, workload.kv_type) * kv_cells(layer, workload) + states
     return each * workload.sequences + layer.adapter_bytes
 
 
 def checkpoints(sequences: int) -> int:
-    """How many states a ring of so many sequences keeps besides theirs, to which sequences go back."""
+    """Return the number of kept states in a ring, in addition to those of its sequences, to which sequences can go
+    back."""
     return sequences + CHECKPOINTS_BEYOND
 
 
 def checkpoint_bytes(layer: LayerProfile, workload: Workload) -> int:
-    """RAM of one layer for what is kept of states, and for one that is on its way to the disk, wherever the layer is."""
+    """Return the RAM of one layer for kept states, and for one being written to disk, wherever the layer is."""
     size, kept = layer.state_bytes, checkpoints(workload.sequences)
     if workload.small_windows and layer.window_tokens:
         size += kv_bytes_per_token(layer, workload.kv_type) * min(layer.window_tokens, workload.context_tokens)
@@ -504,15 +515,15 @@ def checkpoint_bytes(layer: LayerProfile, workload: Workload) -> int:
 
 
 def compute_buffer_bytes(model: ModelProfile, workload: Workload) -> int:
-    """Activations of a chunk of a prompt in one window, with the attention mask (paper: part of c^cpu and c^gpu).
+    """Return the activations of a prompt chunk in one window, with the attention mask (paper: part of c^cpu and c^gpu).
 
-    Measured as what llama.cpp allocates: a row of a dense layer with gates takes 4 bytes for three feed-forward widths and
-    four widths, and 2 bytes for each cell of the KV cache. Profiles of files say how many values a row has; where only the
-    bytes of a layer are known, this estimate is 1 to 5 % above it for Llama of 135M to 8B, Qwen2, Gemma 3, Mixtral and Qwen3
-    MoE, 5 to 30 % for other mixtures of experts, and 25 to 50 % where feed-forward has no gate or there are as many keys as
-    queries (StarCoder2, Phi-3). Without flash attention a row has a score for each head and cell, its queries twice, keys
-    and values, at another time than feed-forward's values (0 to 2 % above for Llama, Qwen3 MoE, Gemma 3, gpt-oss, 5 % for
-    Grok). The states of a recurrent layer are there once more.
+    Measured as what llama.cpp allocates: a token of a dense layer with gates takes 4 bytes for three feed-forward
+    widths and four widths, and 2 bytes for each cell of the KV cache. Profiles of files say how many values a token
+    has; where only the bytes of a layer are known, this estimate is 1 to 5 % above it for Llama of 135M to 8B, Qwen2,
+    Gemma 3, Mixtral and Qwen3 MoE, 5 to 30 % for other mixtures of experts, and 25 to 50 % where feed-forward has no
+    gate or there are as many keys as queries (StarCoder2, Phi-3). Without flash attention a token has a score for each
+    head and cell, its queries twice, keys and values, at another time than feed-forward's values (0 to 2 % above for
+    Llama, Qwen3 MoE, Gemma 3, gpt-oss, 5 % for Grok). The states of a recurrent layer are in the buffer once more.
     """
     cells, values = workload.context_tokens, max(_values_a_row(layer, model) for layer in model.layers)
     masks = cells
@@ -530,26 +541,26 @@ def compute_buffer_bytes(model: ModelProfile, workload: Workload) -> int:
 
 
 def lacks_flash(backend: str, model: ModelProfile) -> bool:
-    """Whether llama.cpp's ``backend`` has no flash attention for the heads of ``model``, as far as both are known."""
+    """Whether llama.cpp's ``backend`` has no flash attention for the heads of ``model``; False if unknown."""
     known, width = FLASH_HEADS.get(backend), model.attention_width / model.attention_heads
     return known is not None and bool(model.heads and model.query_width) and width not in known
 
 
 def _largest_rows(workload: Workload) -> int:
-    """Rows of the largest step: those of a chunk, or all that the context holds."""
+    """Return the tokens of the largest step: of a chunk, or all that the context holds."""
     return min(workload.step_rows, workload.context_tokens * workload.sequences)
 
 
 def hidden_bytes(model: ModelProfile, workload: Workload) -> int:
-    """Hidden states of a chunk that are on their way through a process."""
+    """Return the bytes of a chunk's hidden states on their way through a process."""
     return HIDDEN_COPIES * _largest_rows(workload) * model.hop_values * HIDDEN_VALUE_BYTES
 
 
 def window_bytes(model: ModelProfile, workload: Workload) -> int:
-    """What a window keeps of RAM besides weights, KV cache and compute buffer, once it has computed a chunk of a prompt.
+    """Return the RAM of a window besides weights, KV cache and compute buffer, once it has computed a prompt chunk.
 
-    llama.cpp keeps the rows in which it converts the inputs of a matrix multiplication to the type that suits the weights,
-    the widest of a layer: feed-forward's. (Measured as its size: 4.2 MB for 256 rows of an 8B.)
+    llama.cpp keeps the rows in which it converts the inputs of a matrix multiplication to the type that suits the
+    weights. The widest of a layer is feed-forward's. (Measured as its size: 4.2 MB for 256 tokens of an 8B.)
     """
     widest = max(_converted_bytes_a_row(layer, model) for layer in model.layers)
     stand_in = 0
@@ -559,12 +570,13 @@ def window_bytes(model: ModelProfile, workload: Workload) -> int:
 
 
 def stand_in_vram_bytes(model: ModelProfile, workload: Workload) -> int:
-    """What the layer behind those of a window takes of a GPU, its weights included."""
+    """Return the VRAM of the layer after those of a window, including its weights."""
     return 0 if model.stand_in is None else kv_bytes(model.stand_in, workload) + model.stand_in.size_bytes
 
 
 def _converted_bytes_a_row(layer: LayerProfile, model: ModelProfile) -> float:
-    """Bytes of the widest row: feed-forward's, of attention as good as nothing, or those of all experts that it uses."""
+    """Return the bytes of the widest row: feed-forward's (attention counts as next to nothing), or those of all used
+    experts."""
     value_bytes = 2 if {"F16", "BF16"} & {*layer.bytes_by_type, *layer.expert_bytes_by_type} else 292 / 256  # Q8_K
     always = max(model.width, _weights(layer.bytes_by_type) / (3 * model.width) - 5 / 6 * model.width)
     experts = 0.0
@@ -574,11 +586,11 @@ def _converted_bytes_a_row(layer: LayerProfile, model: ModelProfile) -> float:
 
 
 def _values_a_row(layer: LayerProfile, model: ModelProfile) -> float:
-    """Values that a row has in the compute buffer at the most, as the layer says.
+    """Return the maximum values per token in the compute buffer, as given by the layer.
 
-    Where it does not, or keeps a state, they are estimated from the weights that it uses.
-    Attention counts as feed-forward, which is a width and a third more than there is. Experts have a row for each that is
-    used, and what comes out of them is kept apart until it is added up.
+    Without a figure, or where the layer keeps a state, they are estimated from the weights that it uses. Attention
+    counts as feed-forward, which is a width and a third more than there is. Experts have a row for each that is used,
+    and their outputs are kept separately until they are added up.
     """
     if layer.row_values and not layer.state_bytes:
         return layer.row_values
@@ -598,6 +610,6 @@ def _weights(bytes_by_type: Mapping[str, int]) -> float:
 
 
 def logits_bytes(model: ModelProfile, workload: Workload) -> int:
-    """Compute buffer of the window with the output matrix when its layers are done: logits of a few rows and what they
-    come from. Of the embedding, which is mapped, single rows are read."""
+    """Return the compute buffer of the window with the output matrix after its layers: logits of a few tokens and their
+    inputs. Single rows of the embedding, which is mapped, are read."""
     return min(LOGIT_ROWS, workload.step_rows) * (model.vocabulary + 4 * model.width) * ACTIVATION_BYTES

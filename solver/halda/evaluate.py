@@ -1,16 +1,16 @@
-"""What a plan costs: the one evaluator that every plan is judged by, whoever made it.
+"""The cost of a plan: the one evaluator by which every plan is judged, whatever made it.
 
-Each device takes for the windows of a token what they compute or wait for its disk (``streaming.py``), so a token takes
+Each device takes the time in which a token's windows compute or wait for its disk (``streaming.py``), so a token takes
 
-    TPOT = max(sum of V_m + hops, what the slowest disk reads),
+    TPOT = max(sum of V_m + hops, read time of the slowest disk),
 
-and more where a disk could not read between its stops what it has to.
+and more where a disk cannot read all it has to between its stops.
 
-Prefill is the same for a chunk of rows. Chunks follow each other through the ring, so after the first each costs what the
-busiest machine, disk or link needs for one, and the output matrix is computed once. Where layers stream by expert windows
-differ from round to round, and chunks are followed stop by stop (``ring_passes.py``). Devices on one machine share cores
-and disk.
-``tests.solver.simulator`` plays the same ring event by event and says where the two part.
+Prefill is the same for a chunk of tokens. Chunks follow each other through the ring, so each after the first costs the
+time that the busiest machine, disk or link needs for one, and the output matrix is computed once. Where layers stream
+by expert, windows differ from round to round, and chunks are followed stop by stop (``ring_passes.py``). Devices on one
+machine share cores and disk.
+``tests.solver.simulator`` simulates the same ring event by event and reports where the two differ.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from halda.streaming import held_read_ahead, is_held
 Objective = Literal["latency", "ttft", "throughput", "balanced"]
 OBJECTIVES: Final[tuple[Objective, ...]] = ("latency", "ttft", "throughput", "balanced")
 _READ_AHEAD_TRIALS: Final = (0.25, 0.5, 0.75, 1.0)
-"""Of what makes waiting needless."""
+"""Shares of the read-ahead with which nothing waits."""
 
 
 class RequestWeights(NamedTuple):
-    """What a second of decode and of a prompt's chunk counts for in an objective, where times of devices add up."""
+    """Weights of a second of decode and of a prompt chunk in an objective, where times of devices add up."""
 
     decode: float
     prefill: float
 
 
 def request_weights(objective: Objective, workload: Workload) -> RequestWeights:
-    """The weights that stand for ``objective``."""
+    """Return the weights for ``objective``."""
     match objective:
         case "latency" | "throughput":
             return RequestWeights(1.0, 0.0)
@@ -53,7 +53,7 @@ def request_weights(objective: Objective, workload: Workload) -> RequestWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuPrediction:
-    """One GPU of a device under a plan: layers on it and bytes of its memory, of which plans may have so many."""
+    """One GPU of a device under a plan: its layers, its used memory, and the memory that plans may use."""
 
     name: str
     id: str
@@ -66,8 +66,9 @@ class GpuPrediction:
 class DevicePrediction:
     """One device under a plan. Seconds and disk bytes are those of one token in decode.
 
-    ``window_s`` is compute and stall; ``hop_s`` belongs to what the device sends; ``shard_bytes`` is what its disk holds.
-    Where a token takes as long as a disk reads, what others do not take of it is the stall of the device that reads longest.
+    ``window_s`` is compute and stall; ``hop_s`` is of the device's outgoing hops; ``shard_bytes`` is on its disk. Where
+    a disk's read time limits a token, the difference to the sum of the other times is the stall of the device that
+    reads longest.
     """
 
     device: str
@@ -111,10 +112,11 @@ class Short:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a plan costs: ``tpot_s`` a token, ``ttft_s`` to the first one, ``period_s`` between tokens of all sequences.
+    """The cost of a plan: ``tpot_s`` per token, ``ttft_s`` to the first one, ``period_s`` between tokens of all
+    sequences.
 
-    Prompts are computed ``chunk_rows`` rows at a time, of which a chunk takes ``prefill_chunk_s``; a step may have
-    ``step_rows``.
+    Prompts are computed in chunks of ``chunk_rows`` tokens, each in ``prefill_chunk_s``; a step has at most
+    ``step_rows`` tokens.
     """
 
     tpot_s: float
@@ -132,15 +134,15 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all sequences together."""
+        """Throughput of all sequences together."""
         return 1 / self.period_s
 
     def exchange_s(self, answer_tokens: int) -> float:
-        """Seconds of a request with an answer of that length."""
+        """Return the seconds of a request with a response of ``answer_tokens``."""
         return self.ttft_s + answer_tokens * self.tpot_s
 
     def objective_s(self, objective: Objective, answer_tokens: int) -> float:
-        """The seconds that ``objective`` makes small."""
+        """Return the seconds that ``objective`` minimises."""
         match objective:
             case "latency":
                 return self.tpot_s
@@ -154,9 +156,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one device has under a plan: layers on CPU and GPU by kind, windows, and what of the CPU's layers streams.
+    """What one device has under a plan: layers on CPU and GPU by kind, windows, and the streamed bytes of its CPU
+    layers.
 
-    Those on GPUs as in ``Phase``: by kind for each GPU after the other.
+    GPU layers are as in ``Phase``: by kind on the first GPU, then on the second, and so on.
     """
 
     member: Member
@@ -170,47 +173,48 @@ class _Share:
     tail_cpu: tuple[int, ...]
     tail_gpu: tuple[int, ...]
     experts_on_cpu: tuple[int, ...]
-    """Layers among those on the GPU whose experts are on the CPU."""
+    """GPU layers whose experts are on the CPU."""
     tail_experts_on_cpu: tuple[int, ...]
 
     def of_gpu(self, counts: tuple[int, ...], gpu: int) -> tuple[int, ...]:
-        """Those of ``counts`` that are on that GPU, by kind."""
+        """Return the items of ``counts`` on that GPU, by kind."""
         kinds = len(self.cpu)
         return counts[gpu * kinds : (gpu + 1) * kinds]
 
     def uses_gpu(self, plan: Plan, gpu: int) -> bool:
-        """Whether anything of this device is on that GPU: the first has the output matrix."""
+        """Whether any part of this device's share is on that GPU; the first GPU has the output matrix."""
         return any(self.of_gpu(self.gpu, gpu)) or (gpu == 0 and self.is_head and plan.output_on_gpu)
 
     @property
     def uses_cpu(self) -> bool:
-        """Whether its processor computes anything of a layer."""
+        """Whether its CPU computes any part of a layer."""
         return any(self.cpu) or any(self.experts_on_cpu)
 
     def step_s(self, plan: Plan, phase: Phase) -> float:
-        """Seconds a window costs besides its layers: on the processor where that has some of them, on GPUs likewise."""
+        """Return the seconds of a window besides its layers: on the CPU if it has any of them, and on each GPU
+        likewise."""
         on_gpus = sum(seconds * self.uses_gpu(plan, gpu) for gpu, seconds in enumerate(phase.gpu_steps_s))
         return self.member.step_s * self.uses_cpu + on_gpus
 
     def output_s(self, plan: Plan) -> float:
-        """Seconds of the output matrix."""
+        """Return the seconds of the output matrix."""
         if not self.is_head:
             return 0.0
         return self.member.gpu_output_s if plan.output_on_gpu else self.member.cpu_output_s
 
     def compute_s(self, phase: Phase, plan: Plan) -> float:
-        """Seconds of all windows, the output matrix aside."""
+        """Return the seconds of all windows without the output matrix."""
         layers_s = (
             _dot(self.cpu, phase.cpu) + _dot(self.gpu, phase.gpu) + _dot(self.experts_on_cpu, phase.experts_on_cpu)
         )
         return layers_s + self.windows * self.step_s(plan, phase)
 
     def read_bytes(self, phase: Phase) -> float:
-        """What is read for a token or a chunk."""
+        """Return the bytes read for a token or a chunk."""
         return phase.read_bytes(self.streamed_bytes, self.streamable_bytes)
 
     def token_s(self, plan: Plan, instance: Instance, output_s: float) -> float:
-        """Seconds of all windows of a token and of the output matrix, computing or waiting for the disk."""
+        """Return the seconds of a token's windows and of the output matrix, computing or waiting for the disk."""
         phase = self.member.decode
         compute_s, read = self.compute_s(phase, plan) + output_s, self.read_bytes(phase)
         if instance.by_expert:
@@ -220,9 +224,10 @@ class _Share:
         return self._reading_s(phase, compute_s, self.rest_s(phase, plan, output_s), read, plan.rounds)
 
     def chunk_s(self, plan: Plan, instance: Instance, chunks: int = 1) -> tuple[float, float]:
-        """Seconds for a chunk of a prompt, computing or waiting for the disk: of all windows but the tail, and of the tail.
+        """Return the seconds of a prompt chunk, computing or waiting for the disk: of all windows but the tail, and of
+        the tail.
 
-        Of ``chunks`` that follow each other without a pause each takes so long, on average.
+        This is the average over ``chunks`` that follow each other without a pause.
         """
         phase, read, layers = self.member.prefill, self.read_bytes(self.member.prefill), sum(self.cpu)
         tail_s = self.tail_s(phase, plan) if self.is_head else 0.0
@@ -248,7 +253,8 @@ class _Share:
     def _reading_s(
         self, phase: Phase, compute_s: float, rest_s: float, read: float, stops: int, within: float = 0.0
     ) -> float:
-        """Seconds of ``stops`` stops that compute and read; for ``within`` bytes layers wait for each other."""
+        """Return the seconds of ``stops`` stops that compute and read; layers wait for each other for ``within``
+        bytes."""
         waiting, disk = read - stops * self.read_ahead_bytes, self.member.disk_bytes_per_s
         compute_s += self.slowed_s(read, stops) + within / disk
         if waiting <= 0:
@@ -256,25 +262,27 @@ class _Share:
         return max(compute_s, rest_s + stops * phase.edge_s + waiting / disk)
 
     def picking_s(self, window: Window, plan: Plan, instance: Instance) -> float:
-        """Seconds of a window for a chunk where layers stream by expert: computing, and reading what is picked."""
+        """Return the seconds of a window for a chunk where layers stream by expert: computing, and reading the picked
+        experts."""
         phase, in_ram = self.member.prefill, _by_kind(window.in_ram, instance)
         read = self.read_bytes(phase) * _total(in_ram, instance.streamable) / max(1, self.streamable_bytes)
         return self.window_s(window, phase, plan, instance) + read / self.member.disk_bytes_per_s
 
     def window_s(self, window: Window, phase: Phase, plan: Plan, instance: Instance) -> float:
-        """Seconds that a window computes."""
+        """Return the seconds that a window computes."""
         counts = _counts(window, self.member, instance)
         layers_s = _dot(counts.cpu, phase.cpu) + _dot(counts.gpu, phase.gpu)
         return layers_s + _dot(counts.experts_on_cpu, phase.experts_on_cpu) + self.step_s(plan, phase)
 
     def has_long_stop(self, plan: Plan) -> bool:
-        """Whether one of a token's stops here has the tail besides a window."""
+        """Whether one of a token's stops here has the tail in addition to a window."""
         return self.is_head and plan.rounds > 1
 
     def stops_s(self, plan: Plan, output_s: float) -> tuple[float, float]:
-        """Seconds of the head's stop with the tail and the next token's first window, and of its other stops together.
+        """Return the seconds of the head's stop with the tail and the next token's first window, and of its other stops
+        together.
 
-        Layers are told apart by their number alone: the other windows are as long as each other.
+        Only the number of layers counts: the other windows are taken as equally long.
         """
         phase, others, layers, in_tail = self.member.decode, plan.rounds - 1, sum(self.cpu), sum(self.tail_cpu)
         read, tail_s = self.read_bytes(phase), self.tail_s(phase, plan)
@@ -289,21 +297,21 @@ class _Share:
         return max(first_s, tail_s + output_s + other_s), others * other_s
 
     def slowed_s(self, read: float, stops: int) -> float:
-        """Seconds that computing in so many stops takes longer because of what of ``read`` is read meanwhile."""
+        """Return the seconds that bytes of ``read`` read during computing add to it, in ``stops`` stops."""
         return self.member.slows_s_per_byte * (
             max(0.0, read - stops * self.read_ahead_bytes) if self.member.has_own_host else read
         )
 
     def rest_s(self, phase: Phase, plan: Plan, output_s: float) -> float:
-        """What is computed beside the CPU's layers and adds to reading for sure."""
+        """Return the seconds of computing besides the CPU's layers that certainly add to reading."""
         rest_s = _dot(self.gpu, phase.gpu) + self.windows * self.step_s(plan, phase) + output_s
         if self.is_head and len(plan.route) > 1:
-            # Reading may go on behind the tail, so nothing of it is sure to add up.
+            # Reading may continue after the tail, so none of the tail certainly adds up.
             rest_s -= sum(self.tail_gpu) * max(phase.gpu) + self.step_s(plan, phase) + output_s
         return rest_s
 
     def tail_s(self, phase: Phase, plan: Plan) -> float:
-        """Seconds of the head's last window, if that is not its only one."""
+        """Return the seconds of the head's last window, 0 if it is its only one."""
         if len(plan.route) == 1:
             return 0.0
         layers_s = (
@@ -315,7 +323,7 @@ class _Share:
 
 
 def evaluate(plan: Plan, instance: Instance) -> Prediction:
-    """What ``plan`` costs in ``instance``, and which limits it breaks. The heads of both are the same device."""
+    """Return the cost of ``plan`` in ``instance`` and the limits it breaks. The heads of both are the same device."""
     assert plan.head == instance.devices[0].device
     if plan.groups:
         return _of_groups(plan, instance)
@@ -382,7 +390,8 @@ def evaluate(plan: Plan, instance: Instance) -> Prediction:
 
 
 def _of_groups(plan: Plan, instance: Instance) -> Prediction:
-    """The cost of a plan with groups: that of one with a device in the place of each, and what each rank holds."""
+    """Return the cost of a plan with groups: the cost with one device in the place of each, and what each rank
+    holds."""
     places, shared = places_of(instance.offloading(plan), plan.groups)
     found = evaluate(_of_places(plan, places, shared), places)
     exchange_s = sum(place.exchange_s(plan) for place in shared.values())
@@ -404,7 +413,7 @@ def _of_groups(plan: Plan, instance: Instance) -> Prediction:
 
 
 def _of_places(plan: Plan, places: Instance, shared: Mapping[str, SharedPlace]) -> Plan:
-    """``plan`` with a device in the place of each group, that streams as long as its ranks do."""
+    """Return ``plan`` with a device in the place of each group, which streams for as long as the group's ranks do."""
     streaming = [each for each in plan.streaming if not plan.group_of(each.device)]
     found = replace(plan, groups=(), streaming=tuple(streaming))
     for share in _shares(found, places):
@@ -415,7 +424,7 @@ def _of_places(plan: Plan, places: Instance, shared: Mapping[str, SharedPlace]) 
 
 
 def _ranks(plan: Plan, place: SharedPlace, found: DevicePrediction) -> list[DevicePrediction]:
-    """The ranks of ``place``, which is taken for one device in ``found``: the first has its hops and exchanges."""
+    """Return the ranks of ``place``, which is one device in ``found``: the first rank has its hops and exchanges."""
     exchange_s, made = place.exchange_s(plan), list[DevicePrediction]()
     for number, (alone, own, share) in enumerate(_of_ranks(plan, place)):
         output_s, read, vram = (
@@ -447,7 +456,7 @@ def _ranks(plan: Plan, place: SharedPlace, found: DevicePrediction) -> list[Devi
 
 
 def _short_ranks(plan: Plan, instance: Instance, devices: Sequence[DevicePrediction]) -> list[Short]:
-    """The ranks that are short of memory, and the machines whose RAM several devices share, where one of them is a rank."""
+    """Return the ranks that lack memory, and the machines that lack RAM for several devices of which one is a rank."""
     found, uses = list[Short](), {each.device: each for each in devices}
     limits = {member.name: member for member in instance.members}
     for ranks in plan.groups:
@@ -485,7 +494,8 @@ def _each_gpu(share: _Share, vram: Sequence[int]) -> tuple[GpuPrediction, ...]:
 
 
 def prompt_row_s(plan: Plan, instance: Instance, rows: float) -> dict[str, float]:
-    """Seconds that each device of ``plan`` computes a row of the first chunk of a prompt, if that has ``rows`` rows."""
+    """Return the seconds per token that each device of ``plan`` computes for a first prompt chunk of ``rows``
+    tokens."""
     asked = replace(
         instance, workload=replace(instance.workload, prompt_tokens=math.ceil(rows), chunk_rows=math.ceil(rows))
     )
@@ -500,10 +510,12 @@ def _waiting_between(
     hops_s: float,
     output_s: float,
 ) -> list[float]:
-    """What each device waits besides ``windows_s``, as a disk reads ahead only while there is room: one of them does.
+    """Return how long each device waits besides ``windows_s`` because reading ahead needs room: at most one device
+    waits.
 
-    From the beginning of its first stop to the end of its last one pass all rounds but one, and its disk has to read
-    all but what was held before. The stop with the tail is in no such time: all that may be read ahead is there by then.
+    All rounds but one pass between the beginning of its first stop and the end of its last one, and its disk has to
+    read everything except what was held before. The stop with the tail is outside this time: by then all permitted
+    read-ahead is in memory.
     """
     waiting, others = [0.0] * len(shares), plan.rounds - 1
     if not others or instance.by_expert:
@@ -526,7 +538,7 @@ def _prompt_s(
     occupied_s: float,
     chunks: int,
 ) -> float:
-    """Seconds in which ``chunks`` chunks of a prompt pass the ring, the output matrix aside."""
+    """Return the seconds in which ``chunks`` prompt chunks pass the ring, without the output matrix."""
     if instance.by_expert and len(plan.route) > 1:
         return _picking_prompt_s(plan, instance, shares, chunks)
     rounds, tail_s = plan.rounds, chunk_s[0][1]
@@ -547,7 +559,8 @@ def _prompt_s(
             reading_s[i] = max(0.0, read - share.read_ahead_bytes) / disk
             if not read or instance.by_expert:
                 continue
-            # From the beginning of its first stop to the end of its last one a disk reads what was not there.
+            # Between the beginning of its first stop and the end of its last one a disk reads everything that was not
+            # in memory.
             around_s = ring_pass_s - stops[i] + tail_s if i else 0.0
             within_s = (2 * read - (chunks * sum(share.cpu) + 1) * share.read_ahead_bytes) / disk
             all_read_s = phase.edge_s + (read - share.read_ahead_bytes) / disk
@@ -561,7 +574,7 @@ def _prompt_s(
 
 
 def _picking_prompt_s(plan: Plan, instance: Instance, shares: Sequence[_Share], chunks: int) -> float:
-    """The same where layers stream by expert: nothing is read ahead, so each window takes what it takes by itself."""
+    """Return the same where layers stream by expert: without read-ahead each window takes its own time."""
     count, index = len(shares), {device.device: i for i, device in enumerate(instance.devices)}
     *windows, tail = plan.route
     tail_s = shares[0].picking_s(tail, plan, instance)
@@ -588,10 +601,10 @@ def _picking_prompt_s(plan: Plan, instance: Instance, shares: Sequence[_Share], 
 def residency(
     plan: Plan, instance: Instance, value: Callable[[Prediction], float] = lambda prediction: prediction.tpot_s
 ) -> Plan:
-    """``plan`` with the streaming that its memory needs, for a plan that was made without a thought of it.
+    """Return ``plan`` with the streaming that its memory needs, for a plan made without regard to streaming.
 
-    What is read ahead is the least, or so much more that ``value`` is smallest, as far as a few trials show. The result
-    may still break limits.
+    The read-ahead is the minimum, or the larger amount that minimises ``value`` among a few trials. The result may
+    still break limits.
     """
     bare = replace(plan, streaming=())
     over = {
@@ -621,10 +634,10 @@ def stream(
     *,
     wide: bool = False,
 ) -> Plan:
-    """``plan`` with each device streaming what its memory does not hold, and ``minimum`` in any case.
+    """Return ``plan`` with each device streaming what its memory does not hold, and at least ``minimum``.
 
-    Of what streams ``read_ahead`` is read ahead by name, or what the engine needs where that is more, or two parts
-    where it is to be ``wide``. All streams where that is not enough.
+    The read-ahead is ``read_ahead`` by device name, or the engine's minimum where that is more, or two parts if
+    ``wide``. Everything streams where that is not enough.
     """
     plan, found = replace(plan, streaming=()), []
     for alone, own, share in _with_ranks(plan, instance):
@@ -647,18 +660,18 @@ def stream(
 
 
 def regular_tails(rounds: int) -> tuple[int, int]:
-    """By how many layers the tail of a head that streams may be longer than its other windows: at least, at most.
+    """Return by how many layers the tail of a streaming head may be longer than its other windows: minimum, maximum.
 
-    So the head can have any number of layers, and one of its stops is not much longer than the others.
+    So the head can have any number of layers, and none of its stops is much longer than the others.
     """
     return -(rounds // 2), (rounds + 1) // 2
 
 
 def is_regular(plan: Plan, instance: Instance) -> bool:
-    """Whether a program could have made ``plan``: only such plans are looked for.
+    """Whether an integer program could have made ``plan``: only such plans are searched.
 
-    In several rounds a head that streams has about as many layers on the CPU in its tail as in each window; and what is
-    read ahead is what a step needs, or wide.
+    With several rounds the tail of a streaming head has about as many CPU layers as each of its windows; and the
+    read-ahead is what some step needs, or wide.
     """
     if instance.by_expert:
         return True
@@ -673,7 +686,7 @@ def is_regular(plan: Plan, instance: Instance) -> bool:
 
 
 def route_s(plan: Plan, instance: Instance) -> list[float]:
-    """Seconds that each window of the route computes for a token, the last one with the output matrix."""
+    """Return the seconds that each window of the route computes for a token, the last one with the output matrix."""
     shares, seconds = {share.member.name: share for share in _shares(plan, instance)}, list[float]()
     for window in plan.route:
         share = shares[window.device]
@@ -691,7 +704,7 @@ def _shares(plan: Plan, instance: Instance) -> list[_Share]:
 
 
 def _with_ranks(plan: Plan, instance: Instance) -> Iterator[tuple[Plan, Instance, _Share]]:
-    """What each device has, in which plan, and the question that is of: that of a rank is of its share of the model."""
+    """Yield each device's share, with its plan and its question; a rank's question is about its share of the model."""
     _, shared = places_of(instance.offloading(plan), plan.groups) if plan.groups else (instance, {})
     for share in _shares(plan, instance):
         if (place := shared.get(share.member.name)) is None:
@@ -701,7 +714,7 @@ def _with_ranks(plan: Plan, instance: Instance) -> Iterator[tuple[Plan, Instance
 
 
 def _of_ranks(plan: Plan, place: SharedPlace) -> Iterator[tuple[Plan, Instance, _Share]]:
-    """What each rank of ``place`` has, as ``_with_ranks``."""
+    """Yield the share of each rank of ``place``, as ``_with_ranks`` does."""
     for rank, own in zip(place.ranks, place.own, strict=True):
         alone = plan.of_rank(rank.device)
         yield alone, own, _share(alone, own, own.members[0])
@@ -770,7 +783,7 @@ def _by_kind(layers: range, instance: Instance) -> tuple[int, ...]:
 
 
 def _by_gpu(window: Window, layers: range, gpus: int, instance: Instance) -> tuple[int, ...]:
-    """``layers`` of ``window``, all on GPUs, by kind for each of so many GPUs."""
+    """Return ``layers`` of ``window``, all on GPUs, by kind for each of ``gpus`` GPUs."""
     on_each = window.on_each_gpu
     assert len(on_each) <= gpus
     both = (range(max(here.start, layers.start), min(here.stop, layers.stop)) for here in on_each)
@@ -796,7 +809,8 @@ def _by_disk(shares: Sequence[_Share]) -> tuple[tuple[int, ...], ...]:
 
 
 def _hops(plan: Plan, instance: Instance) -> tuple[list[float], float, tuple[float, float]]:
-    """Seconds of each device's hops for a token; of all for a chunk; of the busiest link or the air, too."""
+    """Return seconds of each device's hops for a token, of all hops for a chunk, and of the busiest link or the air for
+    both."""
     index = {device.device: i for i, device in enumerate(instance.devices)}
     order = [index[name] for name in plan.devices]
     if len(order) == 1:
@@ -810,8 +824,8 @@ def _hops(plan: Plan, instance: Instance) -> tuple[list[float], float, tuple[flo
 
 
 def _ring_passes(plan: Plan) -> int:
-    """How often a token goes around: a round less where the tail has all of the head's last window, and the only worker
-    two windows one after the other."""
+    """Return how often a token goes around: one round less where the tail has all of the head's last window, and the
+    only worker has two windows in a row."""
     return sum(window.device == plan.head for window in plan.route[:-1])
 
 
@@ -839,7 +853,7 @@ def _ram_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
 
 
 def _vram_bytes(plan: Plan, instance: Instance, share: _Share) -> list[int]:
-    """Of each GPU."""
+    """Return the used bytes of each GPU."""
     return [_bytes_of_gpu(plan, instance, share, gpu) for gpu in range(share.member.gpu_count)]
 
 
@@ -858,7 +872,7 @@ def _bytes_of_gpu(plan: Plan, instance: Instance, share: _Share, gpu: int) -> in
 
 
 def _shard_bytes(plan: Plan, instance: Instance, share: _Share) -> int:
-    """Bytes of layer files; the head needs none when it computes the model file alone."""
+    """Return bytes of layer files; 0 for a head that computes the whole model from its file."""
     return 0 if len(plan.route) == 1 else _layer_files(instance, share)
 
 

@@ -1,15 +1,15 @@
-"""Of plans that take a request about as long, the one that fills the ring.
+"""Among plans with about the same request time, choose the one that fills the ring best.
 
-Any split of a model between like devices takes one user's token the same time. What differs is what several requests at
-once, drafts, and the chunks of a prompt get of it: they follow each other as fast as the busiest machine computes. So a
-second of that for a typical request counts as ``WEIGHT`` seconds of the request itself while plans are compared, and as
-``WEIGHT_AT_ONCE`` for each of the requests that are expected at once when the best one is known, which may then take
-``GAIN`` longer.
+Any split of a model between like devices gives one user's token the same time. Splits differ in the speed of several
+concurrent requests, drafts, and prompt chunks: these follow each other as fast as the busiest machine computes. So a
+second of the busiest machine for a typical request counts as ``WEIGHT`` seconds of the request itself while plans are
+compared. Once the best plan is known it counts as ``WEIGHT_AT_ONCE`` for each expected concurrent request, and the plan
+may then take ``simpler.GAIN`` longer.
 
-Layers go one cut at a time from the busiest machine to one that does not become as busy, where that costs the request
-least. Where a layer costs a device the same wherever it is, no plan with the same busiest machine is quicker than one on
-that path: the device with the cheapest layers is always full. The best plan of the path is taken. Where layers stream
-every step reads all of them, so nothing follows anything; such plans stay as they are.
+Layers move one cut at a time from the busiest machine to one that does not become as busy, where that costs the request
+least. Where a layer costs a device the same in any place, no plan with the same busiest machine is faster than the one
+on that path: the device with the cheapest layers is always full. The best plan of the path is taken. Where layers
+stream every step reads all of them, so steps do not follow each other; such plans stay as they are.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from halda.plan import Plan, Window
 WEIGHT: Final = 0.05
 """Seconds of a request that a second of the busiest machine is worth."""
 WEIGHT_AT_ONCE: Final = 0.1
-"""The same for each request at once: as though for a tenth of the time so many were answered, which wait for each other."""
+"""The same per expected concurrent request: as if for a tenth of the time that many requests ran and waited for each
+other."""
 EVEN_COST: Final = 0.005
-"""Share of a request that windows of the same length at both ends of a ring may cost: layers differ a little."""
+"""Maximum share of a request's time that equal windows at both ends of a ring may cost: layers differ slightly."""
 _SAME: Final = 1e-9
 
 
@@ -38,7 +39,7 @@ class _Tried:
     plan: Plan
     objective_s: float
     busy_s: dict[str, float]
-    """By device: what all devices compute for a request that share its processor."""
+    """For each device, the computing time per request of all devices that share its processor."""
 
     @property
     def busiest_s(self) -> float:
@@ -51,8 +52,8 @@ class _Tried:
 def filled(
     plan: Plan, question: Instance, objective: Objective, *, weight: float = WEIGHT, longest_s: float = math.inf
 ) -> Plan:
-    """``plan``, or one of the same ring that is about as good for ``objective`` and has a less busy machine, each second
-    of which is worth ``weight``. It takes ``longest_s`` at most."""
+    """Return ``plan``, or one of the same ring that is about as good for ``objective`` with a less busy machine, each
+    second of which is worth ``weight``. Its objective is at most ``longest_s``."""
     if plan.streaming or plan.rounds > 1 or len(plan.devices) == 1:
         return plan
     now = _tried(plan, question, objective)
@@ -73,11 +74,11 @@ def filled(
 
 
 def evened(plan: Plan, question: Instance, objective: Objective) -> Plan:
-    """``plan`` with the head's layers in windows of about the same length at both ends, where that costs the request no more
-    than ``EVEN_COST``.
+    """Return ``plan`` with the head's layers split about evenly between both ends, if that costs the request at most
+    ``EVEN_COST``.
 
-    The head computes the end of a chunk and the beginning of a later one by turns: with a long window at one end the others
-    wait for it, or it for them.
+    The head alternates between the end of one chunk and the beginning of a later one: with a long window at one end the
+    others wait for it, or it for them.
     """
     now, cut = _tried(plan, question, objective), question.model.cut_multiple
     sizes = [len(window.layers) for window in plan.route]
@@ -95,7 +96,8 @@ def evened(plan: Plan, question: Instance, objective: Objective) -> Plan:
 
 
 def busy_s(prediction: Prediction, question: Instance, objective: Objective) -> dict[str, float]:
-    """By device of the plan: seconds in which a typical request keeps its processor busy, whoever computes there."""
+    """Return, for each device of the plan, the seconds that a typical request keeps its processor busy, on any device
+    there."""
     of_token, of_chunk = request_weights(objective, question.workload)
     own = {
         each.device: of_token * each.compute_s + of_chunk * question.chunks * each.prefill_s
@@ -118,14 +120,14 @@ def _tried(plan: Plan, question: Instance, objective: Objective) -> _Tried | Non
 
 
 def _is_less_busy(trial: _Tried, before: _Tried) -> bool:
-    """Whether nothing became as busy as the busiest device was, and of those that were as busy one is no longer."""
+    """Whether the set of devices at least as busy as the busiest before lost a member and gained none."""
     at_most = before.busiest_s * (1 - _SAME)
     were = {name for name, seconds in before.busy_s.items() if seconds > at_most}
     return {name for name, seconds in trial.busy_s.items() if seconds > at_most} < were
 
 
 def _with_less_of_busiest(now: _Tried, question: Instance) -> Iterator[Plan]:
-    """Plans in which one of the busiest devices has a cut less, and one that is not busy a cut more."""
+    """Yield plans in which one of the busiest devices has a cut less, and one that is not busy a cut more."""
     busiest_s, route = now.busiest_s * (1 - _SAME), now.plan.route
     sources = [i for i, window in enumerate(route) if now.busy_s[window.device] > busiest_s]
     takers = [i for i, window in enumerate(route) if now.busy_s[window.device] <= busiest_s]
@@ -135,7 +137,7 @@ def _with_less_of_busiest(now: _Tried, question: Instance) -> Iterator[Plan]:
 
 
 def _moved(plan: Plan, question: Instance, source: int, taker: int) -> Iterator[Plan]:
-    """``plan`` with a cut of layers of window ``source`` in window ``taker``, on its processor or on its GPU."""
+    """Yield ``plan`` with a cut of layers moved from window ``source`` to window ``taker``, on its CPU or on a GPU."""
     model, cut = question.model, question.model.cut_multiple
     sizes = [len(window.layers) for window in plan.route]
     sizes[source] -= cut
@@ -158,7 +160,7 @@ def _moved(plan: Plan, question: Instance, source: int, taker: int) -> Iterator[
 
 
 def _experts(taken: Window, on_gpu: int, question: Instance) -> set[int]:
-    """Of how many of so many layers ``on_gpu`` the experts may be in RAM."""
+    """Return how many of ``on_gpu`` GPU layers may have their experts in RAM."""
     if not question.parts:
         return {taken.cpu_experts}
     return {on_gpu} if question.experts == "cpu" else {taken.cpu_experts, taken.cpu_experts + on_gpu - taken.gpu_layers}

@@ -1,8 +1,8 @@
-"""Ring orders: in which order the devices that take part pass hidden states on.
+"""Ring orders: the order in which participating devices pass on hidden states.
 
-Up to ``EXACT_DEVICES`` devices every order of every subset is looked at once, and those that no other order of the same
-subset beats in every respect are kept; the program chooses among them, so device selection and order are exact together.
-Above that one order of all devices is taken, by nearest neighbour and 2-opt.
+Up to ``EXACT_DEVICES`` devices every order of every subset is examined, and those that no other order of the same
+subset beats in every respect are kept; the integer program chooses among them, so device selection and order are exact
+together. Above that one order of all devices is taken, by nearest neighbour and 2-opt.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ EXACT_DEVICES: Final = 8
 class RingOrder:
     """The members of a ring in order, the head (0) first; seconds of one round.
 
-    ``hops_s`` and ``chunk_hops_s`` are the sums of all hops for one row and for a chunk; ``link_s`` and
-    ``chunk_link_s`` what the busiest link, or the air, is occupied.
+    ``hops_s`` and ``chunk_hops_s`` are the sums of all hops with one token and with a chunk; ``link_s`` and
+    ``chunk_link_s`` are the seconds that the busiest link, or the air, is occupied.
     """
 
     members: tuple[int, ...]
@@ -34,7 +34,7 @@ class RingOrder:
 
 
 def _costs(order: RingOrder, objective: Objective, chunks: int) -> tuple[float, ...]:
-    """What of an order's costs ``objective`` looks at; links are occupied by several chunks only."""
+    """Return the costs of an order that matter to ``objective``; occupied links matter only with several chunks."""
     busy = (order.chunk_link_s,) if chunks > 1 else ()
     match objective:
         case "latency":
@@ -48,14 +48,14 @@ def _costs(order: RingOrder, objective: Objective, chunks: int) -> tuple[float, 
 
 
 class HopShare(NamedTuple):
-    """What of a round's hops is laid to one member: seconds for one row and for a chunk."""
+    """A member's share of a round's hops: seconds with one token and with a chunk."""
 
     hops_s: float
     chunk_hops_s: float
 
 
 def ring_order(instance: Instance, members: Sequence[int]) -> RingOrder:
-    """The costs of the ring ``members``; a ring of the head alone has no hop."""
+    """Return the costs of the ring ``members``; a ring of only the head has no hop."""
     pairs = list(zip(members, [*members[1:], members[0]], strict=True)) if len(members) > 1 else []
     link_s = instance.occupied_s(members)
     return RingOrder(
@@ -68,7 +68,7 @@ def ring_order(instance: Instance, members: Sequence[int]) -> RingOrder:
 
 
 def exact_orders(instance: Instance, objective: Objective) -> list[RingOrder]:
-    """Every order of two devices or more that is not beaten for ``objective`` by another of the same devices."""
+    """Return every order of at least two devices that no other order of the same devices beats for ``objective``."""
     others = range(1, len(instance.devices))
     alike = _links_are_alike(instance)
     found = []
@@ -82,7 +82,7 @@ def exact_orders(instance: Instance, objective: Objective) -> list[RingOrder]:
 
 
 def induced_orders(instance: Instance, sequence: Sequence[int]) -> list[RingOrder]:
-    """Every subset of two devices or more in the order of ``sequence``, which begins with the head."""
+    """Return every subset of at least two devices in the order of ``sequence``, which begins with the head."""
     return [
         ring_order(instance, (0, *subset))
         for count in range(1, len(sequence))
@@ -91,14 +91,14 @@ def induced_orders(instance: Instance, sequence: Sequence[int]) -> list[RingOrde
 
 
 def device_sequences(instance: Instance) -> list[tuple[int, ...]]:
-    """All orders of all devices, the head first, those with the shortest hops first."""
+    """Return all orders of all devices, the head first, sorted by the sum of hops."""
     others = range(1, len(instance.devices))
     sequences = [(0, *order) for order in permutations(others)]
     return sorted(sequences, key=lambda sequence: ring_order(instance, sequence).hops_s)
 
 
 def good_order(instance: Instance, members: Sequence[int]) -> RingOrder:
-    """A short ring through ``members``: nearest neighbour from the head, then 2-opt until nothing gets shorter."""
+    """Return a short ring through ``members``: nearest neighbour from the head, then 2-opt until it gets no shorter."""
     left, tour = set(members) - {0}, [0]
     while left:
         nearest = min(sorted(left), key=lambda member: instance.hops_s[tour[-1]][member])
@@ -118,7 +118,8 @@ def good_order(instance: Instance, members: Sequence[int]) -> RingOrder:
 
 
 def min_hops(instance: Instance) -> list[HopShare]:
-    """For each member a lower bound of its share in the hops of any ring: half its best way in and out (decode, chunk)."""
+    """Return a lower bound of each member's share in the hops of any ring: half of its best hops in and out (decode,
+    chunk)."""
     members = range(len(instance.devices))
     return [
         HopShare(
@@ -129,9 +130,9 @@ def min_hops(instance: Instance) -> list[HopShare]:
 
 
 def hops_around(instance: Instance, ring: RingOrder) -> list[HopShare]:
-    """For each member its share in the hops of ``ring``: half its way in and out, or what taking it in would cost.
+    """Return each member's share in the hops of ``ring``: half of its hops in and out, or the cost of adding it.
 
-    A head alone hops nowhere.
+    A ring of only the head has no hops.
     """
     tour = ring.members
     pairs = list(zip(tour, [*tour[1:], tour[0]], strict=True))
