@@ -1,6 +1,6 @@
-"""A prompt where layers stream by expert, in a program: stop by stop, since rounds differ where layers do.
+"""Prompts in an integer program where layers stream by expert: stop by stop, since rounds differ where layers do.
 
-Which layers a window has is known from its columns: column i of a round holds the layers i, W + i, 2 W + i ...
+The layers of a window follow from its columns: column i of a round holds the layers i, W + i, 2 W + i ...
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from halda.variables import MS, Expression, positive
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A place in the windows of a member, or in the tail: its kind of layer in each round, and whether it is the member's,
-    on the CPU or on each GPU, there with its experts on the CPU (0, 1 or an expression)."""
+    """A place in a member's windows or in the tail: its layer kind in each round, and whether the member has it on the
+    CPU, on each GPU, and there with its experts on the CPU (0, 1 or an expression)."""
 
     kinds: Sequence[int]
     cpu: Expression
@@ -31,14 +31,14 @@ class Column:
 
     @property
     def in_ram(self) -> Expression:
-        """Whether the CPU computes something of it."""
+        """Whether the CPU computes any part of it."""
         return self.cpu + sum(self.experts_on_cpu)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuStairs:
-    """Where in a window the layers of each GPU begin, those of the last GPU first, and where the window ends: each boundary
-    as staircases of 0 and 1. ``wholes`` are the same, but no further than experts are on the CPU."""
+    """Where the layers of each GPU begin in a window, those of the last GPU first, and where the window ends: each
+    boundary is a staircase of 0 and 1. ``wholes`` are the same, clipped to where experts are on the CPU."""
 
     bounds: Sequence[Sequence[Expression]]
     wholes: Sequence[Sequence[Expression]]
@@ -54,7 +54,7 @@ class Columns:
 
 
 def columns_between(kinds: Sequence[Sequence[int]], before: Sequence[Expression], stairs: GpuStairs) -> list[Column]:
-    """The columns from boundary ``before`` on, to the last one of ``stairs``."""
+    """Return the columns from boundary ``before`` to the last one of ``stairs``."""
 
     def between(bounds: Sequence[Sequence[Expression]], i: int) -> list[Expression]:
         return [high[i] - low[i] for low, high in reversed([*pairwise(bounds)])]
@@ -66,7 +66,7 @@ def columns_between(kinds: Sequence[Sequence[int]], before: Sequence[Expression]
 
 
 def fixed_columns(instance: Instance, plan: Plan, sequence: Sequence[int]) -> Columns:
-    """The columns of ``plan``, whose windows are the same in each round."""
+    """Return the columns of ``plan``, whose windows are the same in each round."""
 
     def columns(windows: Sequence[Window]) -> list[Column]:
         first = windows[0]
@@ -87,8 +87,8 @@ def fixed_columns(instance: Instance, plan: Plan, sequence: Sequence[int]) -> Co
 
 @dataclass(frozen=True, slots=True)
 class PickedPrompt:
-    """What a prompt takes in a program: of each member whether it takes part, what a window costs besides its layers, and
-    what it reads for a chunk, in milliseconds; the ring orders and which of them is picked."""
+    """Time of a prompt in an integer program: whether each member takes part, the cost of its windows besides layers,
+    and its reading per chunk, in milliseconds; the ring orders and which of them is picked."""
 
     problem: Any
     instance: Instance
@@ -101,7 +101,7 @@ class PickedPrompt:
     picked: Sequence[Expression]
 
     def takes(self) -> Expression:
-        """Milliseconds of all chunks, as ``evaluate`` has it."""
+        """Return the milliseconds of all chunks, as ``evaluate`` counts them."""
         stops, tails = list[list[Expression]](), list[Expression]()
         for m, windows in enumerate(self.columns.windows):
             *ring_passes, tail = self._stops(m, windows, self.columns.tail if m == 0 else [])
@@ -123,9 +123,9 @@ class PickedPrompt:
         return all_chunks(ring_passes, self._hops(), tails[0], self.instance.chunks, largest)
 
     def _stops(self, m: int, windows: Sequence[Column], tail: Sequence[Column]) -> list[Expression]:
-        """Of each window of ``m``, and at last of its tail.
+        """Return the milliseconds of each window of ``m``, and finally of its tail.
 
-        The same share of each layer is read. That is a product where it is open whether a column is the member's.
+        The same share of each layer is read. That is a product where it is undecided whether a column is the member's.
         """
         member = self.instance.members[m]
         phase, unit_ms = member.prefill, MS / member.disk_bytes_per_s
@@ -146,7 +146,7 @@ class PickedPrompt:
         return [pulp.lpSum(terms) for terms in found]
 
     def _part(self, name: str, share: Any, column: Column) -> Expression:
-        """``share`` of a layer where it is read: of experts on the CPU."""
+        """Return ``share`` of a layer where it is read: for experts on the CPU."""
         in_ram = column.in_ram
         if isinstance(in_ram, int) or not any(self.instance.streamable[kind] for kind in column.kinds):
             return share * in_ram if isinstance(in_ram, int) else 0 * share
@@ -157,7 +157,7 @@ class PickedPrompt:
         return part
 
     def _of_machine(self, m: int, r: int, stops: Sequence[Sequence[Expression]]) -> Expression:
-        """What the machine of ``m`` computes in round ``r``; less than nothing if ``m`` takes no part."""
+        """Return the computing time of ``m``'s machine in round ``r``; negative if ``m`` takes no part."""
         host = next(here for here in self.instance.processors if m in here)
         if len(host) == 1:
             return stops[m][r]
@@ -170,7 +170,7 @@ class PickedPrompt:
         return busy
 
     def _max_s(self, m: int) -> float:
-        """No window of ``m`` takes longer."""
+        """Return an upper bound of the seconds of any window of ``m``."""
         member, instance = self.instance.members[m], self.instance
         phase = member.prefill
         on_gpu = [one + max(0.0, more) for one, more in zip(phase.gpu, phase.experts_on_cpu, strict=True)]
@@ -182,7 +182,7 @@ class PickedPrompt:
         return layers + member.step_s + sum(phase.gpu_steps_s)
 
     def _hops(self) -> list[Hop]:
-        """Behind each member; nothing behind one that takes no part."""
+        """Return the hop after each member; zero for one that takes no part."""
         takes = {m: pulp.LpAffineExpression() for m in self.columns.sequence}
         occupied = {m: pulp.LpAffineExpression() for m in self.columns.sequence}
         for z, order in zip(self.picked, self.orders, strict=True):
