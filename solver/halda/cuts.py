@@ -1,14 +1,14 @@
-"""Where to cut a model: a shortest path over window boundaries, near the best in milliseconds.
+"""Where to cut a model: a shortest path over window boundaries, near the best plan in milliseconds.
 
-Every search begins with such plans. Where layers differ they also stand in for the integer program of the even layout: it
-knows how many layers a device should have, but not which, and a real window may then not fit.
+Every search begins with such plans. Where layers differ they also replace the integer program of the even layout, which
+knows how many layers a device should have but not which, so a real window may not fit.
 
-The devices stand in a fixed order, and each window range is priced by itself: as many layers on the GPU as fit, or none, or
-as many as fit without their experts, and then as many experts as fit; what overflows the RAM streams with as little read
-ahead as can be, or so much that nothing waits; the hops are shared out among the devices. The cheapest chain of windows is
-found exactly under these prices, and it leaves out whom it does without. How much is then read ahead is left to a program.
-Several GPUs of a device count as one of their size in one round, and are filled one after the other; in more rounds the
-first one counts.
+The devices have a fixed order, and each window range is priced by itself: with as many layers on the GPU as fit, or
+none, or as many as fit without their experts and then as many experts as fit. What exceeds the RAM streams, with the
+smallest read-ahead or one with which nothing waits. The hops are divided among the devices. The cheapest chain of
+windows under these prices is found exactly, and it leaves out devices that it does not need. The final read-ahead is
+left to an integer program. With one round, several GPUs of a device count as one of their total size and are then
+filled in turn; with more rounds only the first counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from halda.plan import Window, without_zeros
 Floats = NDArray[np.float64]
 _DISK_TRIALS: Final = 6
 _READ_AHEAD_TRIALS: Final = (0.5, 1.0)
-"""Of what makes waiting needless, in several rounds."""
+"""Shares of the read-ahead with which nothing waits, for several rounds."""
 _MAX_TAILS: Final = 6
 _MAX_TAILS_OF_ROUNDS: Final = 3
 
@@ -39,7 +39,8 @@ _MAX_TAILS_OF_ROUNDS: Final = 3
 def good_cuts(
     instance: Instance, orders: Iterable[Sequence[int]], rounds: int, objective: Objective, required: frozenset[int]
 ) -> list[tuple[float, tuple[Window, ...]]]:
-    """Routes of ``rounds`` rounds through members in ``orders``, the head first, with their prices, the best first.
+    """Return routes of ``rounds`` rounds through members in ``orders``, the head first, with their prices, cheapest
+    first.
 
     Members that are not ``required`` are left out where that is cheaper.
     """
@@ -55,14 +56,14 @@ def good_cuts(
 
 
 def _shapes(instance: Instance, devices: int, rounds: int) -> Iterator[tuple[int, int]]:
-    """Layers of a round and where the tail begins, the shortest tails first."""
+    """Yield the layers of a round and the start of the tail, the shortest tails first."""
     model = instance.model
     if rounds > model.max_rounds:
         return
     cut, missing = model.cut_multiple, model.cut_missing
     longest = (model.last_cut + missing) // (rounds * cut) * cut - missing
     for step in range(_MAX_TAILS if rounds == 1 else _MAX_TAILS_OF_ROUNDS):
-        # In one round a longer tail only moves windows, so sizes far apart are looked at.
+        # In one round a longer tail only moves windows, so sizes far apart are tried.
         columns = longest - cut * ((1 << step) - 1 if rounds == 1 else step)
         if columns + missing < devices * cut:
             return
@@ -85,7 +86,7 @@ def _route(
 
 
 def _spread(instance: Instance, order: Sequence[int], route: Sequence[Window]) -> tuple[Window, ...]:
-    """``route`` with the layers of each device on its GPUs, of which one is filled after the other, by the tail first."""
+    """Return ``route`` with each device's GPU layers on its GPUs, filled in turn, starting with the tail's layers."""
     left: dict[str, list[int]] = {}
     for m in order:
         member, windows = instance.members[m], 1 + (m == order[0])
@@ -98,7 +99,7 @@ def _spread(instance: Instance, order: Sequence[int], route: Sequence[Window]) -
 
 
 def _on_gpus(instance: Instance, window: Window, left: list[int]) -> Window:
-    """``window`` on GPUs that have so much ``left``; what has no place stays on the first."""
+    """Return ``window`` on GPUs with ``left`` free bytes each; layers that fit nowhere stay on the first."""
     counts, at = [0] * len(left), 0
     for layer in reversed(window.on_gpu):
         kind = instance.kind_of[layer]
@@ -111,7 +112,7 @@ def _on_gpus(instance: Instance, window: Window, left: list[int]) -> Window:
 
 
 class _Cut(NamedTuple):
-    """Where a member's window ends, its layers on the GPU and those of them apart; the same of the tail."""
+    """End of a member's window, its GPU layers and those with experts on the CPU; the same for the tail."""
 
     end: int
     gpu: int
@@ -121,19 +122,19 @@ class _Cut(NamedTuple):
 
     @property
     def on_gpu(self) -> dict[str, Any]:
-        """As a ``Window`` has it."""
+        """Fields of the ``Window``."""
         return {"gpu_layers": self.gpu, "cpu_experts": self.experts_on_cpu}
 
     @property
     def tail_on_gpu(self) -> dict[str, Any]:
-        """As the last ``Window`` has it."""
+        """Fields of the last ``Window``."""
         return {"gpu_layers": self.tail_gpu, "cpu_experts": self.tail_experts_on_cpu}
 
 
 @dataclass(frozen=True, slots=True)
 class _Priced:
-    """For every first column i and end j of one member: price, seconds of its disk, layers on the GPU and those apart, of
-    the window and of the tail."""
+    """For each first column i and end j of one member: price, disk seconds, GPU layers and those with experts on the
+    CPU, of the window and of the tail."""
 
     price: Floats
     disk_s: Floats
@@ -143,13 +144,13 @@ class _Priced:
     tail_experts_on_cpu: Any
 
     def first(self, columns: int) -> _Priced:
-        """The same for so many columns."""
+        """Return the same for ``columns`` columns."""
         if len(self.price) == columns + 1:
             return self
         return _Priced(*(getattr(self, name)[: columns + 1, : columns + 1] for name in self.__slots__))
 
     def cut(self, first: int, end: int) -> _Cut:
-        """The window from ``first`` to ``end``."""
+        """Return the window from ``first`` to ``end``."""
         found = (
             int(each[first, end]) for each in (self.gpu, self.experts_on_cpu, self.tail_gpu, self.tail_experts_on_cpu)
         )
@@ -158,8 +159,7 @@ class _Priced:
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """Several GPUs as one: bytes that are taken besides layers and that are free, the share of them in RAM, and the share
-    that each has of it."""
+    """Several GPUs as one: bytes used besides layers and free bytes, the share in RAM, and each GPU's share."""
 
     besides: int
     free: float
@@ -168,16 +168,15 @@ class _Pool:
     kinds: int
 
     def of(self, seconds: Sequence[float]) -> Floats:
-        """A layer of each kind, on average."""
+        """Return the average seconds of a layer of each kind."""
         each = np.array(seconds).reshape(-1, self.kinds)[: len(self.shares)]
         mean: Floats = self.shares @ each
         return mean
 
 
 class _Need(NamedTuple):
-    """What windows take: seconds of the layers on the CPU and of the rest, bytes that do not fit and that may stream, layers
-    on the CPU.
-    """
+    """Needs of windows: seconds of the CPU layers and of the rest, bytes that do not fit, bytes that may stream, CPU
+    layers."""
 
     compute: Floats
     rest: Floats
@@ -189,7 +188,7 @@ class _Need(NamedTuple):
 class _Pricing:
     """Prices of windows for rounds of ``columns`` layers and a tail from layer ``tail`` on.
 
-    In one round fewer columns are the first ones of the ``widest``.
+    In one round, the prices for fewer columns are the first ones of the ``widest``.
     """
 
     def __init__(
@@ -220,9 +219,9 @@ class _Pricing:
         self._priced: dict[tuple[int, int], _Priced] = {}
 
     def cheapest(self, order: Sequence[int], required: frozenset[int]) -> tuple[float, list[_Cut]] | None:
-        """The cheapest chain for the members ``order``, with its price.
+        """Return the cheapest chain for the members ``order``, with its price.
 
-        One that is left out ends where the one before it does.
+        A member that is left out ends where the previous one does.
         """
         hops = hops_around(self._instance, ring_order(self._instance, order))
         priced = []
@@ -235,7 +234,7 @@ class _Pricing:
         best = self._chain(priced, math.inf)
         if best is None or not self._weights.decode:
             return best
-        # A disk may take longer than all windows together: look for the least time in which both are done.
+        # A disk may take longer than all windows together: find the least time in which both are done.
         low, high = best[0], max(best[0], self._slowest_disk(priced, best[1]) * self._weights.decode)
         for _ in range(_DISK_TRIALS if high > low * 1.001 else 0):
             middle = (low + high) / 2
@@ -247,9 +246,10 @@ class _Pricing:
         return high, best[1]
 
     def _beside(self, m: int, order: Sequence[int]) -> _Priced:
-        """Member ``m``, of a machine that it shares with others of ``order`` with an equal share of the memory.
+        """Return the prices of member ``m``, with an equal share of the memory if others of ``order`` are on its
+        machine.
 
-        What it costs hangs on the tail where it is the head; else others with the same figures cost as much.
+        The head's prices depend on the tail; other members with the same figures cost the same.
         """
         here = next(host for host in self._instance.hosts if m in host)
         count = sum(other in order for other in here)
@@ -265,7 +265,7 @@ class _Pricing:
         return priced.first(self._columns)
 
     def _shared(self, m: int, count: int) -> _Priced:
-        """Member ``m`` with the memory of a machine over ``count``."""
+        """Return the prices of member ``m`` with a machine's memory divided by ``count``."""
         member = self._instance.members[m]
         vram = tuple(limit // count for limit in member.vram_limits)
         share = replace(member, ram_limit=member.ram_limit // count, vram_limits=vram)
@@ -298,7 +298,7 @@ class _Pricing:
         )
 
     def _member(self, member: Member, *, is_head: bool) -> _Priced:
-        """The cheapest way to hold each range: with the GPU as full as it gets, or without it; the tail on it or not."""
+        """Return the cheapest way to hold each range: the GPU as full as possible or unused; the tail on it or not."""
         ways = [self._way(member, is_head=is_head, gpus=0, tail_on_gpu=False, parts=False)]
         counts = {1, member.gpu_count} if self._rounds == 1 else {1}
         place = self._instance.experts if self._instance.by_expert else "gpu"
@@ -383,7 +383,7 @@ class _Pricing:
         )
 
     def _pool(self, member: Member, windows: int, gpus: int, *, output_copy: bool) -> _Pool:
-        """The first ``gpus`` GPUs of ``member``, and the one that helps with prompts, as one."""
+        """Return the first ``gpus`` GPUs of ``member``, and the one that offloads prefill, as one."""
         instance, kinds = self._instance, len(self._instance.kinds)
         used = [i for i in range(member.gpu_count) if i < gpus or i == member.offloading_gpu]
         taken = [instance.gpu_besides(member, i, windows) for i in used]
@@ -400,7 +400,8 @@ class _Pricing:
         return _Pool(sum(taken), sum(of_layers) if min(free, default=0.0) >= 0 else -1.0, in_ram, shares, kinds)
 
     def _streamed(self, member: Member, phase: Phase, need: _Need) -> tuple[Floats, Floats]:
-        """Seconds of the windows and of the disk when ``overflow`` bytes do not fit; infinite where nothing helps."""
+        """Return the seconds of windows and disk when ``overflow`` bytes do not fit; infinite if streaming does not
+        help."""
         seconds, disk_s = need.compute + need.rest, np.zeros(need.compute.shape)
         short = (need.overflow > 0) & self._allowed
         seconds[need.overflow > 0] = math.inf
@@ -410,7 +411,7 @@ class _Pricing:
         return seconds, disk_s
 
     def _read(self, member: Member, phase: Phase, need: _Need) -> tuple[Floats, Floats]:
-        """The same where something does not fit."""
+        """Return the same for windows that do not fit."""
         compute, rest, overflow, streamable, layers = need
         instance, k, rate = self._instance, self._rounds, member.disk_bytes_per_s
         over, highest = overflow + instance.reserve_bytes, streamable - instance.pool_bytes
@@ -421,7 +422,7 @@ class _Pricing:
                 ways += [(step, np.maximum(step.wide_bytes, part * over / (k - 1))) for part in _READ_AHEAD_TRIALS]
             elif not instance.by_expert:
                 ways.append((step, step.wide_bytes))
-        # All ways are one array: there are few ranges, and numpy takes longer to begin than to compute.
+        # All ways are in one array: there are few ranges, and numpy's overhead exceeds the computing.
         share = np.array([[step.share] for step, _ in ways])
         read_ahead = np.empty((len(ways), len(over)))
         for row, (_, way) in zip(read_ahead, ways, strict=True):
@@ -447,12 +448,14 @@ class _Pricing:
         return best_s, np.where(np.isfinite(best_s), disk_s, 0.0)
 
     def _gpu_starts(self, vram: float, held: Floats) -> Any:
-        """For each end j the first column from which on all up to j, of what is ``held``, fit into ``vram`` bytes."""
+        """Return for each end j the first column from which all columns to j, of size ``held``, fit into ``vram``
+        bytes."""
         sums = self._sum(held, np.zeros(1, int), self._at)
         return np.searchsorted(sums, sums - vram, side="left")
 
     def _whole_from(self, start: Any, vram: float, experts: Floats) -> Any:
-        """For each end j the first column from which on experts fit too, beside the rest of the layers from ``start`` on."""
+        """Return for each end j the first column from which experts fit too, next to the rest of the layers from
+        ``start`` on."""
         ends = self._at[None, :]
         if self._instance.experts == "cpu":
             return np.broadcast_to(ends, start.shape)
@@ -461,12 +464,12 @@ class _Pricing:
         return np.clip(np.searchsorted(sums, sums[None, :] - left, side="left"), start, np.maximum(start, ends))
 
     def _sum(self, values: Floats, first: Any, end: Any) -> Floats:
-        """The sum of ``values`` by kind over all layers of the columns from ``first`` to ``end``."""
+        """Return the sum of ``values`` by kind over all layers of the columns from ``first`` to ``end``."""
         sums = np.concatenate([[0.0], np.cumsum(values[self._by_column].sum(axis=0))])
         difference: Floats = sums[end] - sums[first]
         return difference
 
 
 def _at(short: NDArray[np.bool_], values: Any) -> Any:
-    """The ``values`` where something is ``short``; most of them have its shape."""
+    """Return the ``values`` where ``short`` is true; most have its shape."""
     return (values if np.shape(values) == short.shape else np.broadcast_to(values, short.shape))[short]

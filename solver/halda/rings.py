@@ -1,12 +1,11 @@
-"""The best plan with one head and one size of chunks: over rounds, ring orders and who takes part.
+"""Find the best plan with one head and one chunk size: over rounds, ring orders and participating devices.
 
-The head alone comes first, then rings of k = 1, 2, ... rounds. Before k rounds are solved, a program that lets go of
-everything that more rounds could win (waiting for slots, equal rounds) bounds all k that are left: more rounds only
-add hops, so the search mostly ends after a few. Where layers differ, the even layout is itself only a bound; what it leaves
-open is settled by cutting exactly, one ring order at a time.
+The head alone comes first, then rings of k = 1, 2, ... rounds. Before k rounds are solved, a relaxed program without
+all that more rounds could improve (waiting for slots, equal rounds) bounds all remaining k: more rounds only add hops,
+so the search mostly ends after a few. Where layers differ, the even layout is itself only a bound; the rest is settled
+by exact cuts, one ring order at a time.
 
-Before all rings come the plans that are quick to make (``cuts.py``): a program looks only for what is better than they
-are.
+Before all rings come the plans that are quick to make (``cuts.py``): a program only searches for better ones.
 """
 
 from __future__ import annotations
@@ -43,43 +42,44 @@ from halda.time_limit import TimeLimit
 from halda.variables import MS
 
 NEAR: Final = 1.1
-"""Nor of those that are dearer by so much than the best plan of other questions takes."""
+"""Quick plans are skipped whose price exceeds the best objective of other questions by this factor."""
 SAME: Final = 1e-9
-"""Relative difference that is no difference."""
+"""Relative difference below which values count as equal."""
 PROVEN: Final = 1e-6
 """Relative gap below which a plan counts as the best."""
 EXACT_CUTS: Final = 160
-"""Binaries up to which windows are cut exactly where layers differ; beyond, the gap is reported."""
+"""Binaries up to which windows are cut exactly where layers differ; beyond that the gap is reported."""
 _HOP_TRIALS: Final = 3
 _CUTS_TRIED: Final = 5
 _ORDERS_OF: Final = 5
 _MIN_S: Final = 0.05
 _FIRST_S: Final = 5.0
 _LONG_S: Final = 1.5
-"""With more devices than orders are tried of, a program ends after so long. By then its plans are near the best, and so is
-its bound."""
+"""Time limit of a program when there are too many devices to try all orders. By then its plans and its bound are near
+the best."""
 _STEEP_S: Final = 1000.0
-"""Where the best plan takes so long, milliseconds stand beside hours."""
+"""Objective from which the program's figures range from milliseconds to hours."""
 _SHORT_S: Final = 0.8
-"""What is missing is looked for so long, or until there is an answer."""
+"""Time limit of the search for what is short; it continues until there is a result."""
 _ELASTIC_ORDERS: Final = 6
 _MIN_BYTES: Final = 0.5
-"""What is less is what the solver takes for nothing."""
+"""Smaller amounts are within the solver's tolerance of zero."""
 _POLISHED: Final = 3
-"""Plans that are quick to make of which streaming is settled by a program of its own."""
+"""Number of quick plans whose streaming is settled by a program of its own."""
 _KEPT_OF_ROUNDS: Final = 4
-"""Of so many quick plans of as many rounds, the cheapest by their prices, it is worked out what streams."""
+"""Quick plans per number of rounds, the cheapest by price, for which streaming is worked out."""
 _FAR_PRICE: Final = 1.5
-"""Not of those that are dearer by so much than the cheapest of as many rounds or fewer."""
+"""Plans are skipped whose price exceeds the cheapest with as many rounds or fewer by this factor."""
 _NEAR_ROUNDS: Final = 2
-"""Between plans of about as good questions there are so many rounds at most, as a rule."""
+"""Usual maximum difference in rounds between the best plans of similarly good questions."""
 _WORSE_ROUNDS: Final = 4
-"""After so many more rounds without a better price no quick plans of still more are made."""
+"""After this number of further rounds without a better price no quick plans with more rounds are made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is looked for with every head: what is made small, who must take part, other chunks, and whether it fills."""
+    """What is searched for with every head: the objective, required devices, other chunk sizes, and whether to fill the
+    ring."""
 
     objective: Objective
     require: frozenset[str]
@@ -88,7 +88,7 @@ class Goal:
 
 
 class Search:
-    """One search: what was found, what is left of the time, and below what no plan can be."""
+    """One search: its best plan, the time left, and the lower bound of all plans."""
 
     def __init__(
         self,
@@ -110,30 +110,30 @@ class Search:
         self._best_is_quick = False
         self._open_bound_s = float("inf")
         self._min_s = 0.0
-        """No ring of as many rounds as were looked at last, or more, is better."""
+        """Lower bound of rings with at least the number of rounds examined last."""
 
     @property
     def found(self) -> bool:
-        """Whether there is a plan, of those below the bound."""
+        """Whether a plan below the bound was found."""
         return self._best is not None
 
     @property
     def bound_s(self) -> float:
-        """No plan is better, as far as is known."""
+        """Known lower bound of all plans."""
         return min(self._best_s, self._open_bound_s)
 
     @property
     def quick_s(self) -> float:
-        """The objective of the best plan so far."""
+        """Objective of the best plan so far."""
         return math.inf if self._best is None else self._best[0]
 
     @property
     def quick_rounds(self) -> int:
-        """Its rounds; 0 without one."""
+        """Rounds of the best plan so far; 0 without one."""
         return 0 if self._best is None else self._best[1].rounds
 
     def run(self, budget: TimeLimit, below_s: float = math.inf, near_rounds: int = 0) -> None:
-        """Look for the best plan, of those with an objective of less than ``below_s``; quick ones as in ``begin``."""
+        """Search for the best plan with an objective below ``below_s``; quick plans as in ``begin``."""
         self._budget, self._below_s, self.is_begun = budget, below_s, True
         if not self._required - {0} and not self._is_one_round:
             self._single_device()
@@ -143,7 +143,7 @@ class Search:
             )
             is_unlikely = orders is None or (below_s < math.inf and not self._has_quick)
             if is_unlikely and not self._may_win(1, orders):
-                return  # with many devices it takes seconds to look for plans that there are not
+                return  # with many devices a futile search takes seconds
             self.begin(below_s, near_rounds)
             self._polish()
             first = 1 if self._is_one_round else max(1, self.quick_rounds)
@@ -156,15 +156,16 @@ class Search:
                 self._more_rounds(orders, {first})
 
     def _leave_more_rounds(self, orders: Sequence[RingOrder] | None) -> None:
-        """Of more rounds only the bound is of interest: how much better they might be."""
+        """Compute only the bound of more rounds: how much better they might be."""
         if self._instance.model.max_rounds > 1 and self._may_win(2, orders):
             self._open_bound_s = min(self._open_bound_s, self._min_s)
 
     def _more_rounds(self, orders: Sequence[RingOrder] | None, done: set[int]) -> None:
-        """Rings of two rounds or more: first of as many as the best so far has: others are then soon known to be worse.
+        """Try rings of two or more rounds, first with as many as the best so far: others are then soon known to be
+        worse.
 
-        More rounds add only hops and memory to what the bound leaves open: where it cannot win the search ends. It is asked
-        at numbers of rounds half as large again, and when there is a better plan.
+        More rounds only add hops and memory to what the bound leaves open: the search ends when the bound cannot win.
+        It is computed at numbers of rounds that grow by half, and after each better plan.
         """
         asked_of, ask_at = math.inf, 2
         for rounds in range(2, self._instance.model.max_rounds + 1):
@@ -178,12 +179,12 @@ class Search:
                     self._rounds(each, orders)
 
     def begin(self, below_s: float = math.inf, near_rounds: int = 0) -> None:
-        """Keep the best of the plans that are quick to make: of one round, and of more as long as more rounds help.
+        """Keep the best of the plans that are quick to make: with one round, and with more as long as more rounds help.
 
-        Of those with an objective of less than ``below_s`` alone, and, where it is known of how many rounds other
-        questions' best plan is, near these.
+        Only plans with an objective below ``below_s`` count, and only near ``near_rounds`` rounds where other
+        questions' best plan is known.
 
-        All of them have equal rounds and a tail, as the programs' plans have, so a search that proves its answer the best
+        All of them have equal rounds and a tail, like the programs' plans, so a search that proves its result the best
         proves it against the same plans.
         """
         question = self._instance
@@ -214,7 +215,7 @@ class Search:
                 break
 
     def _polish(self) -> None:
-        """Settle what streams of the best quick plans."""
+        """Settle the streaming of the best quick plans."""
         for price, rounds, route in sorted(self._quick, key=lambda each: each[0])[:_POLISHED]:
             if price <= self._near_s:
                 self._offer(rounds, route)
@@ -225,11 +226,11 @@ class Search:
 
     @property
     def _near_s(self) -> float:
-        """Quick plans of a larger price are not looked at. A price has one chunk of a prompt, and all of a token."""
+        """Price above which quick plans are skipped. A price counts one prompt chunk, and all of a token."""
         return math.inf if self._objective == "throughput" else NEAR * self._below_s
 
     def solution(self) -> Solution:
-        """The best plan."""
+        """Return the best plan."""
         assert self._best is not None
         plan = self._without_needless_streaming(self._best[1])
         prediction = evaluate(plan, self._instance)
@@ -245,10 +246,10 @@ class Search:
         )
 
     def _without_needless_streaming(self, plan: Plan) -> Plan:
-        """``plan`` where no device streams more than its memory asks for, if that is no slower.
+        """Return ``plan`` with no device streaming more than its memory requires, if that is no slower.
 
-        What a disk reads while others compute costs nothing in the model, and what streams leaves memory free; but a disk
-        that need not work shall not.
+        In the model, reading while others compute costs nothing, and streaming frees memory; but a disk should not work
+        needlessly.
         """
         value = self._objective_s(evaluate(plan, self._instance))
         minimum = stream(plan, self._instance, {})
@@ -284,7 +285,7 @@ class Search:
             self._offer(1, (Window(device=name, first=0, last=total, **_on_gpus(bounds, whole)),))
 
     def _may_win(self, rounds: int, orders: Sequence[RingOrder] | None) -> bool:
-        """Whether any ring of ``rounds`` rounds or more can be better than the best so far."""
+        """Whether any ring of at least ``rounds`` rounds can beat the best plan so far."""
         problem = new_problem("bound")
         layout = self._even(problem, rounds, orders, loose=True)
         outcome, _ = self._run(problem, layout, max_s=self._max_s(orders))
@@ -298,11 +299,12 @@ class Search:
 
     @staticmethod
     def _max_s(orders: Sequence[RingOrder] | None) -> float:
-        """Seconds that a program over these ring orders may take; none are those of too many devices to try."""
+        """Return the time limit of a program over these ring orders; None means too many devices to try all orders."""
         return math.inf if orders is not None else _LONG_S
 
     def _rounds(self, rounds: int, orders: Sequence[RingOrder] | None) -> None:
-        """Look for the best ring of ``rounds`` rounds; what the even layout leaves open is cut exactly, or stays open."""
+        """Search for the best ring of ``rounds`` rounds; what the even layout leaves open is cut exactly, or stays
+        open."""
         problem = new_problem(f"rounds_{rounds}")
         layout = self._even(problem, rounds, orders)
         outcome, program = self._run(problem, layout, max_s=self._max_s(orders))
@@ -329,12 +331,12 @@ class Search:
         loose: bool = False,
         columns: int | None = None,
     ) -> Layout:
-        """The even layout; of hops that have no order yet the least that they can be."""
+        """Return the even layout; without orders, hops count with their lower bound."""
         shares = min_hops(self._instance) if orders is None else None
         return even_layout(problem, self._instance, rounds, orders, loose=loose, columns=columns, shares=shares)
 
     def _try_hops(self, rounds: int, ring: Sequence[int]) -> None:
-        """With many devices: lay the hops of a good ring to its members, solve again, and again from what comes out."""
+        """With many devices: assign the hops of a good ring to its members, solve, and repeat from the result."""
         for _ in range(_HOP_TRIALS):
             shares = hops_around(self._instance, good_order(self._instance, ring))
             problem = new_problem("hops")
@@ -347,7 +349,7 @@ class Search:
                 return
 
     def _offer_cuts(self, rounds: int, ring: Sequence[int]) -> None:
-        """Where layers differ: windows cut for the ring that the even layout chose, in several orders."""
+        """Where layers differ: offer windows cut for the ring that the even layout chose, in several orders."""
         others = permutations(ring[1:]) if len(ring) <= _ORDERS_OF else [ring[1:]]
         orders = [(0, *order) for order in others]
         for _, route in good_cuts(self._instance, orders, rounds, self._objective, self._required)[:_CUTS_TRIED]:
@@ -392,7 +394,7 @@ class Search:
     def _cut_route(
         self, program: Program, rounds: int, sequence: Sequence[int], order: RingOrder
     ) -> tuple[Window, ...]:
-        """Read windows off the staircases."""
+        """Read the windows from the staircases."""
         found, names = program.layout.variables, [device.device for device in self._instance.devices]
         columns, route, before = found["columns"], [], 0
         shape = []
@@ -411,7 +413,7 @@ class Search:
         return (*route, Window(device=names[0], first=tail_first, last=total, **on_gpus))
 
     def _take_even(self, program: Program) -> tuple[int, ...]:
-        """Make a plan of an even layout's solution. Answers its ring."""
+        """Make a plan from an even layout's solution. Return its ring."""
         layout, names = program.layout, [device.device for device in self._instance.devices]
         found = layout.variables
         w = [round(pulp.value(value)) for value in found["w"]]
@@ -441,7 +443,7 @@ class Search:
         return good_order(self._instance, [m for m in range(len(w)) if w[m]]).members
 
     def _offer(self, rounds: int, route: tuple[Window, ...]) -> None:
-        """Keep the plan with these windows, and the streaming that suits them best, if it is the best so far."""
+        """Keep the plan with these windows and their best streaming if it is the best so far."""
         plan, problem = self._plan(rounds, route), new_problem("fixed")
         in_memory = self._in_memory(plan)
         if in_memory is not None:
@@ -463,7 +465,8 @@ class Search:
         self._keep(stream(plan, self._instance, read_ahead, minimum), is_quick=False)
 
     def _in_memory(self, plan: Plan) -> Plan | None:
-        """``plan`` with the better place for the output matrix, if RAM is enough for all; None where something streams."""
+        """Return ``plan`` with the better place for the output matrix if the RAM suffices for all; None if anything
+        streams."""
         here = evaluate(plan, self._instance)
         if any(short.what == "RAM" for short in here.short):
             return None
@@ -475,9 +478,9 @@ class Search:
         return other if here.short or (is_better and not there.short) else plan
 
     def _plan(self, rounds: int, route: tuple[Window, ...]) -> Plan:
-        """A plan with these windows that streams nothing; all are helped that the question says.
+        """Return a plan with these windows, without streaming, with prefill offload where the question says.
 
-        Of their layers as many are on a GPU as llama.cpp can have there.
+        The GPUs have as many of the layers as llama.cpp can place there.
         """
         route = tuple(self._openable(window) for window in route)
         on_gpu = route[-1].gpu_layers > 0
@@ -488,12 +491,12 @@ class Search:
         return window.fewer_on_gpu(self._instance.model.openable(window.layers, window.gpu_layers))
 
     def _is_on_shared_machine(self, name: str) -> bool:
-        """Whether what ``name`` holds is bounded by what others of its machine hold."""
+        """Whether other devices on the machine of ``name`` limit its memory."""
         host = next(device.host for device in self._instance.devices if device.device == name)
         return sum(device.host == host for device in self._instance.devices) > 1
 
     def _keep(self, plan: Plan, *, is_quick: bool) -> None:
-        """Keep ``plan`` if it holds all limits and is the best so far, or as good and better to have."""
+        """Keep ``plan`` if it respects all limits and is the best so far, or as good and preferable."""
         if not is_regular(plan, self._instance):
             return
         prediction = evaluate(plan, self._instance)
@@ -503,9 +506,9 @@ class Search:
             self._best, self._best_is_quick = (value, plan), is_quick
 
     def _wins_ties(self, rounds: int) -> bool:
-        """Whether a program's plan of ``rounds`` rounds is the one to take if the best so far is as good.
+        """Whether a program's plan of ``rounds`` rounds replaces an equally good best plan.
 
-        Of plans of as many rounds a program's leaves the most memory, which a quick one's need not.
+        Among plans with equal rounds a program's plan leaves the most memory; a quick one's may not.
         """
         return self._best is not None and (rounds < self._best[1].rounds or self._best_is_quick)
 
@@ -516,7 +519,7 @@ class Search:
         return prediction.objective_s(self._objective, self._instance.workload.answer_tokens)
 
     def _note(self, outcome: Outcome) -> None:
-        """Remember what an unfinished program leaves open."""
+        """Record what an unfinished program leaves open."""
         if not outcome.proven:
             self._open_bound_s = min(self._open_bound_s, outcome.bound / MS)
 
@@ -542,12 +545,12 @@ class Search:
         if cutoff and is_known:
             slack = self._best_s * MS * SAME
             maximum = self._best_s * MS + (slack + EVEN_MS if self._wins_ties(layout.rounds) else -slack)
-        # Without any plan yet a program gets time enough to find one.
+        # Without any plan yet a program gets enough time to find one.
         limit_s = max(_MIN_S if is_known else _FIRST_S, min(max_s, self._budget.left_s))
         return run(problem, limit_s, maximum=maximum, is_steep=_STEEP_S < self._best_s < math.inf), program
 
     def infeasible(self) -> Infeasible:
-        """Which limit is short for the plan of one round that is closest to fitting."""
+        """Return which limit is short for the plan of one round that is closest to fitting."""
         shortages = [self._elastic(*program) for program in self._elastic_layouts()]
         found = [shortage for shortage in shortages if shortage is not None]
         if not found:
@@ -600,13 +603,13 @@ class Search:
         )
 
     def _named(self, place: str) -> str:
-        """The member that a name of ``add_memory`` stands for, or its GPU."""
+        """Return the name of the member, or of its GPU, for a name of ``add_memory``."""
         m, _, gpu = place.partition("g")
         member = self._instance.members[int(m)]
         return member.gpu_name(int(gpu)) if gpu else member.name
 
     def _advice(self) -> str:
-        """What else than more memory helps: less of a KV cache, which never streams."""
+        """Return advice besides more memory: a smaller KV cache, which never streams."""
         work = self._instance.workload
         size = sum(self._instance.kv_bytes[kind] for kind in self._instance.kind_of)
         if not size:
@@ -621,13 +624,13 @@ def _height(stairs: Sequence[Any]) -> int:
 
 
 def _counted(on_gpus: Sequence[Any], experts_on_cpu: Sequence[Any]) -> dict[str, Any]:
-    """What a window has on each GPU, as ``Window`` has it, from the variables of a layout."""
+    """Return the fields of a ``Window`` for its GPUs from the variables of a layout."""
     first, *others = (round(pulp.value(count)) for count in on_gpus)
     experts = sum(round(pulp.value(count)) for count in experts_on_cpu)
     return on_gpus_of(first, others, experts)
 
 
 def _on_gpus(bounds: Sequence[int], whole: int) -> dict[str, Any]:
-    """The same from the boundaries between GPUs, the last GPU's first, and to where experts are on the CPU."""
+    """Return the same from the boundaries between GPUs, the last GPU's first, and the end of the experts on the CPU."""
     first, *others = reversed([high - low for low, high in pairwise(bounds)])
     return on_gpus_of(first, others, whole - bounds[0])

@@ -1,7 +1,8 @@
-"""From profiles to the best plan: over heads, sizes of chunks and whose GPUs help with prompts.
+"""From profiles to the best plan: over heads, chunk sizes and the devices that use prefill offload.
 
-Each of these is a search of its own (``rings.py``). Quick plans tell with which to begin; every other one only looks for
-what is better than the best so far, and mostly ends by its first bound. What time was too short for is looked at again.
+Each combination is a search of its own (``rings.py``). Quick plans tell with which to begin; every later search only
+looks for plans better than the best so far, and mostly ends by its first bound. Searches that ran out of time are
+resumed.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from halda.solution import Solution
 from halda.time_limit import TimeLimit
 
 _OVERLAP_ROWS: Final = 128
-"""With chunks of so many rows it is looked for rings that are worth having for prompts alone."""
+"""Chunk size with which rings are tried that pay off only for prompts."""
 _EARLY_SHARE: Final = 0.65
-"""Of the time that is left, for each head and each set of devices that are helped: the likely ones come first."""
+"""Share of the time left for each head and each set of offloading devices: the likely ones come first."""
 _MAIN_SHARE: Final = 0.75
-"""Of the time that there is, before simpler plans are looked for."""
+"""Share of the total time before simpler plans are searched."""
 _SIMPLER_SHARE: Final = 0.1
-"""For each of them."""
+"""Share of the time for each simpler plan."""
 _FIRST_SHARE: Final = 0.6
-"""Of the time for a head, with the chunks that were asked for."""
+"""Share of the time of a head for the requested chunk size."""
 _AGAIN_SHARE: Final = 0.7
-"""Of what is then left, with each other size of chunks."""
+"""Share of the time then left for each other chunk size."""
 
 
 def solve(
@@ -63,18 +64,18 @@ def solve(
     other: Solution | None = None,
     shared: frozenset[str] = frozenset(),
 ) -> Solution:
-    """The plan that makes ``objective`` smallest, with the best of ``heads`` (none: the first device) as head.
+    """Return the plan that minimises ``objective``, with the best of ``heads`` (none: the first device) as head.
 
-    They share the time limit, which is of the processor's time; of those that are alike one is tried. ``require`` names
-    devices that must take part. Where layers stream, a chunk of the prompt may have as many rows as one of ``chunks``
-    says instead of ``workload.chunk_rows``; where there is no plan, those with the fewest rows come first. With
-    ``offloads`` GPUs may help with prompts, as in ``helping.py``; where it is known which (``prefill_offload``) only that
-    is tried. ``experts`` of layers on a GPU are where the plan has them, or all in its memory, or all in RAM. Where it
-    ``settles`` for a plan about as good, that fills the ring for so many requests ``at_once`` (``filling.py``) and, if it
-    ``simplifies``, asks less of devices (``simpler.py``), also of those that are ``shared`` with other models. Raises
-    ``Infeasible``, which says which limit is short and by how much, ``CutOff`` where a link that does not work would be
-    needed, and ``NotBelow`` where a plan is of interest only if it takes less than ``below_s``, and none does. The ``other``
-    plan to which it is compared tells which chunks are likely.
+    All heads share the time limit, which is in processor time; of heads that are alike one is tried. ``require`` names
+    devices that must take part. Where layers stream, prompt chunks may have one of the sizes in ``chunks`` instead of
+    ``workload.chunk_rows``; without any plan the smallest sizes are tried first. With ``offloads`` GPUs may use prefill
+    offload, as in ``helping.py``; if the offloading devices are given (``prefill_offload``) only these are tried.
+    ``experts`` of GPU layers are where the plan decides, or all in VRAM, or all in RAM. If it ``settles``, it returns a
+    plan that is about as good, fills the ring for ``at_once`` concurrent requests (``filling.py``) and, if it
+    ``simplifies``, requires less of devices (``simpler.py``), including those ``shared`` with other models. Raises
+    ``Infeasible``, which says which limit is short and by how much, ``CutOff`` if a link that does not work would be
+    needed, and ``NotBelow`` if the objective must be below ``below_s`` and no plan's is. The ``other`` plan, to which
+    the result is compared, tells which chunk sizes are likely.
     """
     question = replace(instance(devices, links, model, workload, limits or {}), experts=experts, shared=shared)
     heads, budget = heads or [devices[0].device], TimeLimit(time_limit_s)
@@ -110,7 +111,7 @@ def solve(
 
 @dataclass(frozen=True, slots=True)
 class _Beaten:
-    """Plans are looked for that take less than ``below_s``; the best of others so far is ``best``."""
+    """Plans must have an objective below ``below_s``; ``best`` is the best of others so far."""
 
     below_s: float = math.inf
     best: Solution | None = None
@@ -125,9 +126,9 @@ def _with_offload(
     tried: Sequence[frozenset[str]],
     able: frozenset[str],
 ) -> Solution | None:
-    """The best plan with prompts helped as in one of ``tried``; None where none beats what is to be ``beaten``.
+    """Return the best plan with prefill offload on one of the sets ``tried``; None if none beats ``beaten``.
 
-    Raises ``Infeasible`` where there is none, whatever it takes.
+    Raises ``Infeasible`` if there is no plan at all.
     """
     best: Solution | None = None
     searches = list[_Heads]()
@@ -153,7 +154,7 @@ def _with_offload(
 
 
 def _check_links(ring: Sequence[str], question: Instance) -> None:
-    """Raise ``CutOff`` where ``ring`` sends over a link of ``question`` that does not work."""
+    """Raise ``CutOff`` if ``ring`` sends over a link of ``question`` that does not work."""
     for pair in zip(ring, (*ring[1:], ring[0]), strict=True):
         link = question.links.get(pair)
         if link is not None and not link.works:
@@ -163,10 +164,10 @@ def _check_links(ring: Sequence[str], question: Instance) -> None:
 
 
 class _Heads:
-    """The best plan of a question among heads and sizes of chunks. Only what is better than the best so far is looked for.
+    """The best plan of a question over heads and chunk sizes. Only plans better than the best so far are searched.
 
-    A plan whose buffers are for fewer rows than were asked for has to gain ``FEWER_GAIN``: with other prompts than the
-    typical one it may be slower. So objectives are compared as ``_weighed_s``.
+    A plan with smaller buffers than requested must gain ``FEWER_GAIN``, since prompts unlike the typical one may be
+    slower with it. So objectives are compared after weighting (``_handicap``).
     """
 
     def __init__(self, question: Instance, goal: Goal, beaten: _Beaten) -> None:
@@ -177,12 +178,12 @@ class _Heads:
         self._without_plan: list[Search] = []
         self._asked: set[tuple[str, Workload]] = set()
         self._open: list[tuple[Search, Callable[[TimeLimit], object]]] = []
-        """Searches that time was too short for, and how to look again."""
+        """Searches that ran out of time, and how to resume each."""
         self._is_usual = False
-        """Whether there are plans with the chunks that were asked for."""
+        """Whether there are plans with the requested chunk size."""
 
     def best_of(self, heads: Sequence[str], budget: TimeLimit) -> Solution | None:
-        """The plan with the best of ``heads``; None where none is better than what is to be beaten."""
+        """Return the plan with the best of ``heads``; None if none is better than what must be beaten."""
         questions = [self._question.with_head(head) for head in self._question.unlike(heads)]
         todo = self._searches(questions, budget)
         self._begin(todo, budget)
@@ -198,7 +199,8 @@ class _Heads:
         return self._proven(self._best)
 
     def again(self, beaten: _Beaten, budget: TimeLimit) -> Solution | None:
-        """A plan that is better than what was found meanwhile, where time was too short; None where there is none."""
+        """Resume searches that ran out of time. Return a plan better than the best found meanwhile; None if there is
+        none."""
         self._best, self._beaten = None, beaten
         unsettled, self._open, self._asked = self._open, [], set()
         for search, look in sorted(unsettled, key=lambda each: each[0].bound_s):
@@ -214,20 +216,20 @@ class _Heads:
         return replace(best, bound_s=min(self._bound_s, best.quickest_s), proven=proven)
 
     def infeasible(self) -> Infeasible:
-        """Which limit is short with the head that is closest to a plan."""
+        """Return which limit is short with the head that is closest to a plan."""
         return min((search.infeasible() for search in self._without_plan), key=lambda failure: failure.short_bytes)
 
     def _searches(self, questions: Iterable[Instance], budget: TimeLimit) -> list[Search]:
-        """A search for each of ``questions`` that there was none for."""
+        """Return a search for each of ``questions`` that had none yet."""
         new = {(each.devices[0].device, each.workload): each for each in questions}
         found = [Search(each, self._goal, budget) for key, each in new.items() if key not in self._asked]
         self._asked.update(new)
         return found
 
     def _begin(self, todo: list[Search], budget: TimeLimit) -> None:
-        """Begin the searches, and sort them: their quick plans tell which is likely to have the best one.
+        """Begin the searches and sort them: their quick plans tell which is likely to have the best plan.
 
-        Others can then be given up early.
+        The others can then be given up early.
         """
         if len(todo) == 1 or len(self._question.devices) > EXACT_DEVICES or self._beaten.best is not None:
             return
@@ -241,10 +243,10 @@ class _Heads:
         todo.sort(key=self._weighed_s)
 
     def _in_other_rows(self, search: Search, questions: Sequence[Instance]) -> Iterator[Instance]:
-        """Of all ``questions``, those with larger chunks where the plan of ``search`` streams, and those with smaller
-        buffers where it misses memory, or there is none.
+        """Yield variants of ``questions``: larger chunks if the plan of ``search`` streams, smaller buffers if it lacks
+        memory or there is none.
 
-        With another buffer other windows, more layers of a GPU or other layers that stream may be the best.
+        With another buffer, other windows, more GPU layers or other streamed layers may be best.
         """
         question, chunks, usual = search.question, self._goal.chunks, self._question.workload.chunk_rows
         is_usual = question.workload.chunk_rows == usual
@@ -270,7 +272,7 @@ class _Heads:
 
     @property
     def _best_s(self) -> float:
-        """What others have to be below, weighed."""
+        """Weighted objective that others must beat."""
         best = self._best_yet
         seconds = self._beaten.below_s if self._best is None else self._best.objective_s
         return seconds if best is None else seconds / self._handicap(best.prediction.step_rows)
@@ -284,7 +286,7 @@ class _Heads:
         return 0 if self._best_yet is None else self._best_yet.plan.rounds
 
     def _look(self, search: Search, budget: TimeLimit) -> None:
-        """Look for a better plan with the head and the chunks of ``search``."""
+        """Look for a better plan with the head and the chunk size of ``search``."""
         question, before = search.question, self._best_yet
         usual, chunks = question.workload.chunk_rows == self._question.workload.chunk_rows, self._goal.chunks
         part = budget.part(_FIRST_SHARE)
@@ -305,9 +307,9 @@ class _Heads:
     def _searched(
         self, search: Search, budget: TimeLimit, *, gain: float = 0.0, is_certain: bool = True
     ) -> Solution | None:
-        """What ``search`` finds that is better than the best so far, by a share of ``gain``; filled where that is asked.
+        """Return what ``search`` finds better than the best so far by a share of ``gain``, filled if requested.
 
-        What it leaves open counts where the search ``is_certain`` to be for all plans that might be the best.
+        What it leaves open counts if the search ``is_certain`` to cover all plans that might be the best.
         """
         below_s = self._best_s * self._handicap(search.question.workload.step_rows) * (1 - gain)
         search.run(budget, below_s, self._rounds)
@@ -327,12 +329,12 @@ class _Heads:
             self._best = found
 
     def _overlap(self, found: Solution | None, question: Instance, budget: TimeLimit, *, is_first: bool) -> None:
-        """Look for a plan that has a prompt sooner, as several devices compute smaller chunks of it at the same time.
+        """Look for a plan with a lower TTFT, as several devices compute smaller chunks concurrently.
 
-        In one round: with more of them chunks follow each other a little closer, and tokens go round more often.
+        Only with one round: with more, chunks follow each other slightly closer, but tokens go round more often.
         """
         if found is not None:
-            # Of like splits one in which no machine has most of a chunk gains most from smaller ones.
+            # Among like splits, one in which no machine has most of a chunk gains most from smaller ones.
             even = found if self._goal.fills else _filled(found, question)
             self._take(in_smaller_chunks(even, question))
         best, work = self._best_yet, question.workload
@@ -349,7 +351,7 @@ class _Heads:
                 wanted += self._with_rows(rows, question, budget)
 
     def _with_rows(self, rows: int, question: Instance, budget: TimeLimit) -> list[int]:
-        """Look for a better ring with chunks of so many rows. Answers with how many it is best."""
+        """Look for a better ring with chunks of ``rows`` tokens. Return the chunk size that suits it best."""
         best, work = self._best_yet, question.workload
         assert best is not None
         is_usual = best is self._best and best.prediction.chunk_rows == work.chunk_rows
@@ -370,12 +372,12 @@ class _Heads:
 
 
 def _filled(found: Solution, question: Instance, *, weight: float = WEIGHT, longest_s: float = math.inf) -> Solution:
-    """``found``, or a plan about as good that fills the ring."""
+    """Return ``found``, or a plan about as good that fills the ring."""
     return _with(filled(found.plan, question, found.objective, weight=weight, longest_s=longest_s), found, question)
 
 
 def _with(plan: Plan, found: Solution, question: Instance) -> Solution:
-    """``found`` with ``plan``, which is about as good."""
+    """Return ``found`` with ``plan``, which is about as good."""
     if plan is found.plan:
         return found
     prediction = evaluate(plan, question)
@@ -385,6 +387,6 @@ def _with(plan: Plan, found: Solution, question: Instance) -> Solution:
 
 
 def _is_short(plan: Plan, question: Instance) -> bool:
-    """Whether more memory would be of use: something streams, or is computed beside a GPU."""
+    """Whether more memory would help: something streams, or is computed by a CPU despite a GPU."""
     has_gpu = any(member.has_gpu for member in question.members)
     return bool(plan.streaming) or (has_gpu and any(len(window.in_ram) for window in plan.route))

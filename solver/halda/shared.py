@@ -1,10 +1,10 @@
-"""Groups as places of a question: what devices that share each layer cost together, as if they were one device.
+"""Groups as places of a question: the joint cost of devices that share each layer, as if they were one device.
 
-Each rank computes its share of a layer's attention and of its network, and waits twice for the sums of all. So a layer takes
-what the slowest rank takes for the one, what the slowest takes for the other, and two exchanges. What a group can hold is
-what its tightest rank can hold of its share; what streams is read on all of their disks at once, and the slowest is waited
-for. A rank on a GPU has its share in that memory. For each sum the GPU stops, and copies to and fro: that is counted as what
-a window costs there besides its layers. With one member for each group a plan costs what any ring costs.
+Each rank computes its share of a layer's attention and feed-forward, and waits twice for the sums of all ranks. So a
+layer takes the slowest rank's attention time, the slowest rank's feed-forward time, and two exchanges. A group can hold
+what its tightest rank can hold of its share. Streamed weights are read on all ranks' disks concurrently, and the group
+waits for the slowest. A rank on a GPU has its share in VRAM. For each sum the GPU stops and copies in both directions,
+which counts as a window's cost there besides its layers. With one member per group a plan costs as much as any ring.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from halda.plan import Plan, Rank, Streaming
 from halda.profile import DeviceProfile, ModelProfile
 
 SUMS: Final = 2
-"""Of a layer: behind its attention and behind its network."""
+"""Sums per layer: after its attention and after its feed-forward."""
 ECHO_SHARE: Final = 0.5
-"""Of what a program does for a token (``token_s``): what programs at both ends take of an echo one way. A rank polls its
-connection itself, without a thread or an event loop in between, and takes ``SUM_SHARE``. (Measured on x86-64: 0.04 ms for
-2 to 8 kB, where ``token_s`` is 0.36 ms; a program that has just computed is slower.)"""
+"""Share of ``token_s`` that the programs at both ends need for an echo one way. A rank polls its connection itself,
+without a thread or an event loop in between, and needs ``SUM_SHARE``. (Measured on x86-64: 0.04 ms for 2 to 8 kB, where
+``token_s`` is 0.36 ms; a program that has just computed is slower.)"""
 SUM_SHARE: Final = 0.15
 MIN_DELAY_SHARE: Final = 0.2
-"""Of an echo, at least, is the network."""
+"""Minimum share of an echo that is the network."""
 VALUE_BYTES: Final = 4
 HALVING_S: Final = 5e-9
-"""For a value that is sent in 16 bits; measured on x86-64."""
+"""Seconds per value that is sent in 16 bits; measured on x86-64."""
 SLICED_BYTES: Final = 1 << 16
-"""As the exchange does (``ring/group/exchange.py``)."""
+"""The same limit as in the exchange (``ring/group/exchange.py``)."""
 
 
 @dataclass(frozen=True)
 class SharedPlace:
-    """The place of a group: the question of each of its ranks, as one device with its share of the model, and seconds of
-    what is exchanged: a sum in decode and in a chunk of a prompt, a step's rows, and the logits of the tail."""
+    """The place of a group: the question of each rank, as one device with its share of the model, and the seconds of
+    exchanges: a sum in decode and in a prompt chunk, a step's tokens, and the logits of the tail."""
 
     ranks: tuple[Rank, ...]
     own: tuple[Instance, ...]
@@ -50,7 +50,7 @@ class SharedPlace:
     gather_s: float
 
     def streaming_of(self, plan: Plan) -> Streaming:
-        """What the place streams as one device: as much as takes it as long as the slowest disk of its ranks."""
+        """Return the streaming of the place as one device: bytes that take it as long as the ranks' slowest disk."""
         found = [plan.streaming_of(rank.device) for rank in self.ranks]
         disks = grouped(disk_of(own.members[0].profile) for own in self.own)
 
@@ -67,7 +67,7 @@ class SharedPlace:
         return Streaming(device=self.ranks[0].device, streamed_bytes=streamed, read_ahead_bytes=max(0, streamed - late))
 
     def exchange_s(self, plan: Plan) -> float:
-        """Seconds of a token's exchanges."""
+        """Return the seconds of a token's exchanges."""
         windows = plan.windows_of(self.ranks[0].device)
         layers = sum(len(window.layers) for _, window in windows)
         gather_s = self.gather_s if plan.place_of(self.ranks[0].device) == plan.head else 0.0
@@ -75,7 +75,8 @@ class SharedPlace:
 
 
 def places_of(question: Instance, groups: Sequence[tuple[Rank, ...]]) -> tuple[Instance, dict[str, SharedPlace]]:
-    """``question`` in which each of ``groups`` is one device, named as its first rank, and what it is made of."""
+    """Return ``question`` with each of ``groups`` as one device, named as its first rank, and the places by these
+    names."""
     key = tuple(groups)
     found: tuple[Instance, dict[str, SharedPlace]] | None = question.shared_places.get(key)
     if found is None:
@@ -141,7 +142,7 @@ def _total(ranks: Sequence[Rank]) -> int:
 
 
 def _step_s(own: Instance) -> float:
-    """What a window costs a rank besides its layers; it has a GPU where its share is there."""
+    """Return the cost of a window for a rank besides its layers; the rank has a GPU if its share is there."""
     member = own.members[0]
     return member.gpu_step_s if member.has_gpu else member.step_s
 
@@ -152,9 +153,9 @@ def _output_s(own: Instance) -> float:
 
 
 class _Group:
-    """The members ``at`` these places of ``question``, which are ``ranks``, as questions of their own: with all that each
-    has, and as if it had its share of the attention of everything, or its share of the network. Cells and states are those
-    of its attention in each. One whose share is on its GPU has that, and others none."""
+    """The members ``at`` these indices of ``question``, which are ``ranks``, as questions of their own: with all that
+    each has, with its attention share of everything, and with its feed-forward share. KV cache and states are those of
+    its attention in each. A rank whose share is on its GPU has that GPU, the others have none."""
 
     def __init__(self, question: Instance, at: Sequence[int], ranks: Sequence[Rank]) -> None:
         self._question, self.at = question, at
@@ -178,7 +179,7 @@ class _Group:
         self._processors = _taking_turns(profiles)
 
     def copy_s(self, values: float) -> float:
-        """Seconds that a sum of so many values takes the ranks that have it on a GPU, of a step and of copies."""
+        """Return the seconds that GPU ranks add to a sum of ``values`` values: a step and copies."""
         on_gpus = [own.members[0] for own in self.own if own.members[0].has_gpu]
         return max(
             (each.gpu_step_s + cost.between_gpus_s(each.profile.gpus[0], 1, round(values)) for each in on_gpus),
@@ -186,12 +187,12 @@ class _Group:
         )
 
     def slowest(self, questions: Sequence[Instance], seconds: Callable[[Instance], float]) -> float:
-        """What the slowest of them takes; those on one processor, or GPU, take turns."""
+        """Return the time of the slowest rank; ranks on one processor or GPU take turns."""
         each = [seconds(own) for own in questions]
         return max(sum(each[rank] for rank in here) for here in self._processors)
 
     def layers_s(self, phase: Callable[[Member], Phase], sum_s: float) -> tuple[float, ...]:
-        """Seconds of a layer of each kind, with its sums."""
+        """Return the seconds of a layer of each kind, with its sums."""
 
         def seconds(own: Instance, layer: int) -> float:
             found = phase(own.members[0])
@@ -205,14 +206,14 @@ class _Group:
 
     @property
     def ram_limit(self) -> int:
-        """Bytes of whole layers of which each has memory for its share."""
+        """Bytes of whole layers for whose shares the ranks have memory."""
         besides = self._question.runtime_bytes(1) + self._question.head_bytes(1)
         whole = _layers_bytes(self._question)
         return int(besides + min(_room_bytes(own) * whole / _layers_bytes(own) for own in self.own))
 
     @property
     def disk_bytes_per_s(self) -> float:
-        """Bytes of whole layers of which each reads its share in a second; those on one disk take turns."""
+        """Bytes of whole layers whose shares the ranks read per second; ranks on one disk take turns."""
         disks = grouped(disk_of(own.members[0].profile) for own in self.own)
         return min(
             self.own[disk[0]].members[0].disk_bytes_per_s / sum(self._shares[rank] for rank in disk) for disk in disks
@@ -220,18 +221,18 @@ class _Group:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of whole layers of which each has room for its share while tokens are drawn."""
+        """Bytes of whole layers for whose shares the ranks have room during decode."""
         rooms = (own.members[0].decode.spare_bytes / share for own, share in zip(self.own, self._shares, strict=True))
         return int(min(rooms))
 
     @property
     def disk_limit(self) -> int:
-        """The same of their disks."""
+        """Bytes of whole layers for whose shares the ranks have disk space."""
         return int(min(own.members[0].disk_limit / share for own, share in zip(self.own, self._shares, strict=True)))
 
 
 def _taking_turns(profiles: Sequence[DeviceProfile]) -> tuple[tuple[int, ...], ...]:
-    """The places of ranks that compute on the same cores, or on the same GPU."""
+    """Return the indices of ranks that compute on the same cores, or on the same GPU."""
     on_cpu = [rank for rank, device in enumerate(profiles) if device.gpu is None]
     cores = [tuple(on_cpu[place] for place in here) for here in sharing_cores([profiles[rank] for rank in on_cpu])]
     on_gpu = [rank for rank, device in enumerate(profiles) if device.gpu is not None]
@@ -240,7 +241,7 @@ def _taking_turns(profiles: Sequence[DeviceProfile]) -> tuple[tuple[int, ...], .
 
 
 def _room_bytes(own: Instance) -> int:
-    """What a rank has for its share of layers: of its GPU's memory, or the RAM."""
+    """Return the memory of a rank for its share of layers: VRAM or RAM."""
     member = own.members[0]
     if member.has_gpu:
         return member.vram_limits[0] - own.gpu_besides(member, 0, 1) - own.model.output_bytes
@@ -248,7 +249,8 @@ def _room_bytes(own: Instance) -> int:
 
 
 def _attention_parts(model: ModelProfile) -> tuple[float, float]:
-    """What attention has of the weights of layers that every row uses, and of all that a row uses, some experts among it."""
+    """Return attention's share of the layer weights that every token uses, and of all that a token uses, including some
+    experts."""
     experts = sum(layer.expert_bytes for layer in model.layers)
     dense = sum(layer.size_bytes for layer in model.layers) - experts
     attention = min(dense, model.attention_part * (dense + experts))
@@ -257,13 +259,14 @@ def _attention_parts(model: ModelProfile) -> tuple[float, float]:
 
 
 def _own(question: Instance, dense: float, values: float, heads: float) -> Instance:
-    """The question of a rank with its share of the model, as ``share_of_model`` has it; on whichever device."""
+    """Return the question of a rank with its share of the model, as ``share_of_model`` gives it; the device does not
+    matter."""
     model = share_of_model(question, dense, values, heads)
     return replace(question, devices=question.devices[:1], links={}, model=model, prefill_offload=frozenset())
 
 
 def _layers_bytes(question: Instance) -> int:
-    """What all layers take in memory: weights, cells and states."""
+    """Return the memory of all layers: weights, KV cache and states."""
     work = question.workload
     return sum(
         layer.size_bytes + cost.kv_bytes(layer, work) + cost.checkpoint_bytes(layer, work)
@@ -272,7 +275,8 @@ def _layers_bytes(question: Instance) -> int:
 
 
 def _sum_s(question: Instance, ranks: Sequence[int], values: float) -> float:
-    """Seconds until each of ``ranks`` has the sum of so many values of each: large ones go slice by slice."""
+    """Return the seconds until each of ``ranks`` has the sum of ``values`` values of each: large sums go slice by
+    slice."""
     sent = 1.0 if values * VALUE_BYTES < SLICED_BYTES else 2 / len(ranks)
     halving_s = 0.0
     if question.workload.wire == "f16":
@@ -289,20 +293,20 @@ def _sum_s(question: Instance, ranks: Sequence[int], values: float) -> float:
 
 
 def message_s(question: Instance, source: int, target: int, values: float) -> float:
-    """Seconds of a message between ranks: what an echo of the same size takes, without the programs that were asked. What
-    these take is estimated where the network was not measured alone."""
+    """Return the seconds of a message between ranks: an echo of the same size without the programs that answer it.
+    Their time is estimated if the network was not measured alone."""
     link, tokens_s = question.link(source, target), [question.devices[i].cpu.token_s for i in (source, target)]
     echo_s = link.round_trip_s / 2
     programs_s = min(SUM_SHARE * max(tokens_s), echo_s)
-    if link.network_s is not None:  # programs that are asked are late as well, on a busy machine above all
+    if link.network_s is not None:  # answering programs are late as well, above all on a busy machine
         return cost.message_s(link, values * VALUE_BYTES) - echo_s + link.network_s / 2 + programs_s
     delay_s = max(MIN_DELAY_SHARE * echo_s, echo_s - ECHO_SHARE * sum(tokens_s) / 2)
     return cost.hop_s(link, values, 1) - echo_s + delay_s + programs_s
 
 
 def share_of_model(question: Instance, dense: float, values: float, heads: float) -> ModelProfile:
-    """What of the model a rank has: such shares of weights that every row uses, of experts and the output matrix, and of
-    what its attention remembers."""
+    """Return the part of the model that a rank has: its shares of weights that every token uses, of experts and the
+    output matrix, and of the KV cache and states of its attention."""
 
     def of(sizes: Mapping[str, int], share: float) -> dict[str, int]:
         return {kind: math.ceil(share * size) for kind, size in sizes.items()}

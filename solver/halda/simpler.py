@@ -1,9 +1,9 @@
-"""No price for a small gain: of plans that take nearly as long, the one that asks less of its devices.
+"""Prefer plans that require less of devices if they are nearly as fast.
 
-A device on Wi-Fi roams and sleeps, and takes the ring with it; as head it takes every request along. One whose memory is
-nearly full has to give it back as soon as its owner needs some. One that has another model too is slower while that
-computes. So a plan without them is taken if it takes at most ``GAIN`` longer than the quickest, and says what was given up.
-Devices that must take part do.
+A device on Wi-Fi roams and sleeps, and takes the ring down with it; as head it takes every request down. A device with
+nearly full memory must give some back as soon as its owner needs it. A device that has another model too is slower
+while that computes. So a plan without such devices is taken if its objective is at most ``GAIN`` above the best, and
+reports what was given up. Devices that must take part stay.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from halda.plan import LeftOut
 from halda.solution import GivenUp, Solution
 
 GAIN: Final = 0.05
-"""Share of the objective that what a plan asks of such devices must gain."""
+"""Share of the objective that a plan must gain by using such devices."""
 FULL: Final = 0.95
-"""A device of whose memory a plan takes more is nearly full."""
+"""Share of a device's memory above which it counts as nearly full."""
 MAX_TRIED: Final = 4
 _SAME: Final = 1e-9
 
 Ask = Callable[[Instance, Sequence[str], Solution, float], Solution | None]
-"""Solve a question with the best of some heads, given the quickest plan; None where none takes less than so many seconds."""
+"""Solves a question with the best of some heads, given the fastest plan; None if no plan is below the given seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Simpler:
-    """A question that asks less of devices, and what would be given up for that."""
+    """A question that requires less of devices, and what would be given up for that."""
 
     what: str
     question: Instance
@@ -37,7 +37,7 @@ class _Simpler:
 
 
 def simpler(found: Solution, question: Instance, heads: Sequence[str], require: frozenset[str], ask: Ask) -> Solution:
-    """``found``, the best plan of ``question`` with one of ``heads``, or a simpler one that takes hardly longer."""
+    """Return ``found``, the best plan of ``question`` with one of ``heads``, or a simpler one that is hardly slower."""
     taken, quickest_s, given_up = found, found.quickest_s, list[GivenUp]()
     tried, asked = set[str](), _Simpler("", question, tuple(heads))
     while len(tried) < MAX_TRIED:
@@ -76,12 +76,12 @@ def _wireless(found: Solution, question: Instance) -> list[str]:
 
 
 def _shared(found: Solution, question: Instance) -> list[str]:
-    """Devices with other models, but the head, which is where it is."""
+    """Return devices that have other models too, except the head."""
     return [name for name in found.plan.devices if name in question.shared and name != found.plan.head]
 
 
 def _full(found: Solution, question: Instance) -> list[str]:
-    """Devices of which the plan takes nearly all memory. Where layers stream it takes whatever it can have."""
+    """Return devices of which the plan takes nearly all memory. Where layers stream the plan takes all it can get."""
     limits = {member.name: member.ram_limit for member in question.members}
     return [
         each.device
@@ -91,14 +91,14 @@ def _full(found: Solution, question: Instance) -> list[str]:
 
 
 def _burdens(found: Solution, question: Instance) -> tuple[bool, int]:
-    """What the plan asks of devices, to be compared: of one that streams, its disks too."""
+    """Return the demands of the plan on devices, for comparison: whether it streams, and their number."""
     wireless, full, shared = _wireless(found, question), _full(found, question), _shared(found, question)
     return bool(found.plan.streaming), len(wireless) + (found.plan.head in wireless) + len(full) + len(shared)
 
 
 def _with_less(found: Solution, whole: Instance, asked: _Simpler, require: frozenset[str]) -> Iterator[_Simpler]:
-    """Parts of the ``whole`` question whose plans ask less than ``found``: of a head, of wireless and shared devices, of
-    full ones."""
+    """Yield parts of the ``whole`` question whose plans require less than ``found``: of a head, of wireless and shared
+    devices, of full ones."""
     plan, question = found.plan, asked.question
     wireless, full = _wireless(found, question), _full(found, whole)
     others = tuple(head for head in asked.heads if head not in wireless)

@@ -1,10 +1,10 @@
 """Run one integer program with HiGHS.
 
-Versions 1.13 to 1.15 call plans the best that are not (their presolve loses better ones); 1.16 does where it may begin a
-program anew and presolve it once more, and where its presolve substitutes variables (it calls programs infeasible that are
-not, and loses better plans), so it may do neither. Where times of hours stand beside those of milliseconds, presolve may
-never end, whatever its time limit; it is left out there. It writes a line about itself to the process's standard output,
-once, which is where callers print their answers.
+Versions 1.13 to 1.15 report plans as optimal that are not (their presolve loses better ones). Version 1.16 does so if
+it may restart a program and presolve it again, and if its presolve substitutes variables (it also reports feasible
+programs as infeasible), so both are disabled. With times of hours next to times of milliseconds, presolve may never
+end, whatever its time limit; it is disabled there. HiGHS writes a line about itself to the process's standard output,
+once, where callers print their results.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _IN_VAIN: Final = ("rins", "rens", "feasibility_jump")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a program ended: ``found`` a solution (its values are in the variables), ``proven`` the best one.
+    """How a program ended: ``found`` a solution (its values are in the variables), ``proven`` optimal.
 
-    ``bound`` is below every solution; it is infinite for a program without any.
+    ``bound`` is a lower bound of every solution; infinite for a program without any.
     """
 
     found: bool
@@ -49,15 +49,16 @@ class Outcome:
 
 
 def run(problem: Any, time_limit_s: float, *, maximum: float = math.inf, is_steep: bool = False) -> Outcome:
-    """Solve ``problem`` in at most ``time_limit_s`` of the processor; ``is_steep``: its figures are of very different sizes.
+    """Solve ``problem`` in at most ``time_limit_s`` of processor time; ``is_steep``: its figures differ greatly in
+    size.
 
-    Solutions above ``maximum`` are not looked for, and none is found of a program whose figures HiGHS does not take.
+    Solutions above ``maximum`` are not searched, and none is found if HiGHS rejects the program's figures.
     """
     _let_it_introduce_itself()
     budget = TimeLimit(time_limit_s)
     if maximum < math.inf:
         problem.addConstraint(problem.objective <= maximum, "no solution above the most")
-    maximum -= float(problem.objective.constant)  # HiGHS does not know of it
+    maximum -= float(problem.objective.constant)  # HiGHS does not know the constant
     variables = problem.variables()
     model = _model(problem, variables)
     highs = _highs(maximum, presolve="off" if is_steep else "choose")
@@ -65,7 +66,7 @@ def run(problem: Any, time_limit_s: float, *, maximum: float = math.inf, is_stee
         return Outcome(False, False, math.inf, 0.0)
     _solve(highs, budget)
     if not is_steep and highs.getModelStatus() == highspy.HighsModelStatus.kSolveError:
-        # What its presolve made smaller does not always hold in the whole program, by less than counts.
+        # The presolved solution may violate the whole program by a negligible amount.
         highs = _highs(maximum, presolve="off")
         highs.passModel(model)
         _solve(highs, budget)
@@ -83,7 +84,7 @@ def run(problem: Any, time_limit_s: float, *, maximum: float = math.inf, is_stee
 
 @cache
 def _let_it_introduce_itself() -> None:
-    """Have HiGHS write its line to nowhere, before anything is solved."""
+    """Let HiGHS write its line to nowhere, before anything is solved."""
     begin: Any = highspy.Highs
     if sys.platform == "win32":
         begin()  # another C library's buffer: the line comes through
@@ -103,7 +104,8 @@ def _let_it_introduce_itself() -> None:
 
 
 def _model(problem: Any, variables: Sequence[Any]) -> highspy.HighsLp:
-    """``problem`` as HiGHS takes it at once: PuLP would pass row by row, which takes as long as small programs do."""
+    """Return ``problem`` as HiGHS takes it in one call: PuLP passes row by row, which takes as long as small programs
+    do."""
     place = {id(variable): i for i, variable in enumerate(variables)}
     starts, columns, values, lower, upper = [0], list[int](), list[float](), list[float](), list[float]()
     for row in problem._constraints.values():
@@ -134,7 +136,7 @@ def _model(problem: Any, variables: Sequence[Any]) -> highspy.HighsLp:
 
 
 def _solve(highs: highspy.Highs, budget: TimeLimit) -> None:
-    """Run ``highs`` until ``budget`` ends: its own limit is of the time on the wall."""
+    """Run ``highs`` until ``budget`` ends: its own limit is in wall-clock time."""
 
     def look(_kind: object, _message: str, _out: object, into: Any, _data: object) -> None:
         into.user_interrupt = budget.left_s <= 0
@@ -146,8 +148,8 @@ def _solve(highs: highspy.Highs, budget: TimeLimit) -> None:
 
 
 def _highs(maximum: float, *, presolve: str) -> highspy.Highs:
-    # HiGHS cuts off more with the bound than with the constraint alone. Where the two say that nothing is left to find but
-    # what is better than a plan near the best, it looks for that in vain in smaller programs, and by jumps.
+    # HiGHS prunes more with the bound than with the constraint alone. Where both leave only plans better than a
+    # near-optimal one, its sub-MIP heuristics and feasibility jump search in vain.
     searches = {} if maximum == math.inf else {f"mip_heuristic_run_{name}": False for name in _IN_VAIN}
     highs = highspy.Highs()  # type: ignore[no-untyped-call]
     options: dict[str, Any] = {
