@@ -1,4 +1,4 @@
-"""The whole program: a layout with its memory and its times, and what is made small."""
+"""The whole program: a layout with its memory and its times, and the objective."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from halda.milp.time import READ_TIE, ProgramTime
 from halda.variables import Expression, positive
 
 EVEN_MS: Final = 2e-6
-"""Of plans that take the same time, the one that leaves the fullest device the most memory is better."""
+"""Tie-breaker: among plans with the same time, the one that leaves the fullest device the most memory is better."""
 
 
 @dataclass(slots=True)
 class Program:
-    """The program with the variables that a plan is read from."""
+    """The program, with the variables from which a plan is read."""
 
     problem: Any
     layout: Layout
@@ -32,7 +32,7 @@ class Program:
 def build(
     problem: Any, instance: Instance, layout: Layout, objective: Objective, required: frozenset[int], *, elastic: bool
 ) -> Program:
-    """Memory, streaming and time over ``layout``. ``elastic`` asks instead how little memory would have to be added."""
+    """Build memory, streaming and time over ``layout``. ``elastic`` minimises the memory to be added instead."""
     members = range(len(instance.devices))
     streams = add_streaming(problem, instance, layout)
     uses_gpu = [uses_of_gpus(problem, instance, layout, m) for m in members]

@@ -1,4 +1,4 @@
-"""How layers are given to devices, as variables of the program: all alike, one order, or fixed."""
+"""How layers are assigned to devices, as variables of the program: evenly, in one order, or fixed."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ _Tail = tuple[list[Expression], list[Expression], list[Expression]]
 
 @dataclass(slots=True)
 class Layout:
-    """How many layers each member has, as expressions. Lists run over members, inner lists over kinds of layers, of those on
-    GPUs over the kinds of each GPU after the other.
+    """Number of layers of each member, as expressions. Lists run over members, inner lists over kinds of layers; for
+    GPU layers over the kinds on the first GPU, then on the second, and so on.
 
-    ``used[m]`` is 1 for a member that takes part; ``windows[m]`` is its number of windows a token, where ``loose`` the least
-    that it may be. ``experts_on_cpu`` are those of the layers on the GPU whose experts are on the CPU. ``tail_on_gpu``
-    counts the layers of the head's last window that are on its GPU. ``tail`` are its layers on the CPU, on the GPU and
-    of these the ones apart, by kind, or one count where it is not known of which kinds they are; None without a ring.
-    ``window_in_ram`` counts those of each of its other windows of which the CPU computes something, None where that is not
-    asked.
-    ``orders`` with ``picked``: which ring. ``columns`` is None where it is not known which layers a window has.
+    ``used[m]`` is 1 for a member that takes part; ``windows[m]`` is its number of windows per token, the minimum if
+    ``loose``. ``experts_on_cpu`` are the GPU layers whose experts are on the CPU. ``tail_on_gpu`` is the number of GPU
+    layers of the head's last window. ``tail`` are that window's layers on the CPU, on the GPU, and on the GPU with
+    experts on the CPU, by kind, or one count each if their kinds are unknown; None without a ring. ``window_in_ram`` is
+    the number of layers of each other window of the head of which the CPU computes a part, None if not needed.
+    ``orders`` with ``picked``: which ring. ``columns`` is None if it is unknown which layers a window has.
     """
 
     rounds: int
@@ -49,19 +48,19 @@ class Layout:
     variables: dict[str, Any] = field(default_factory=dict)
 
     def in_ram(self, m: int) -> list[Expression]:
-        """Layers of ``m`` of which its CPU computes something, by kind."""
+        """Return the layers of ``m`` of which its CPU computes a part, by kind."""
         kinds = len(self.cpu[m])
         return [cpu + pulp.lpSum(self.experts_on_cpu[m][g::kinds]) for g, cpu in enumerate(self.cpu[m])]
 
     @property
     def tail_in_ram(self) -> Expression:
-        """Those of the tail."""
+        """Layers of the tail of which the CPU computes a part."""
         assert self.tail is not None
         return pulp.lpSum(self.tail[0]) + pulp.lpSum(self.tail[2])
 
 
 def new_problem(name: str) -> Any:
-    """An empty program that minimises."""
+    """Return an empty program that minimises."""
     return pulp.LpProblem(name, pulp.LpMinimize)
 
 
@@ -80,9 +79,9 @@ def even_layout(
     columns: int | None = None,
     shares: Sequence[HopShare] | None = None,
 ) -> Layout:
-    """``w`` layers a round for each member; ``orders`` None: any subset of the members, whose order is chosen later.
+    """Return ``w`` layers a round for each member; ``orders`` None: any subset of the members, ordered later.
 
-    ``shares`` are then what each adds to the hops. ``columns`` fixes the layers of a round (W).
+    ``shares`` are then each member's addition to the hops. ``columns`` fixes the layers of a round (W).
     """
     members, total = range(len(instance.devices)), len(instance.model.layers)
     cut, missing, last_cut = instance.model.cut_multiple, instance.model.cut_missing, instance.model.last_cut
@@ -167,19 +166,19 @@ def even_layout(
 
 
 def _of_gpu(name: str, gpu: int) -> str:
-    """The name of a variable of a GPU."""
+    """Return the name of a variable of a GPU."""
     return f"{name}_gpu{gpu}" if gpu else name
 
 
 def _of_number(counts: Sequence[Expression], gpu: int, gpus: int) -> Sequence[Expression]:
-    """Those of ``counts``, which are by kind for each of so many GPUs, that are of one of them."""
+    """Return the items of one GPU from ``counts``, which are by kind for each of ``gpus`` GPUs."""
     kinds = len(counts) // gpus
     return counts[gpu * kinds : (gpu + 1) * kinds]
 
 
 def _number_experts_on_cpu(problem: Any, instance: Instance, name: str, on_gpus: Sequence[Any]) -> list[Expression]:
-    """How many of so many layers on each GPU of a window have their experts on the CPU: its first ones, so those of a GPU
-    only if those of the one behind it in the profile, which are before them in the window, have too."""
+    """Return how many layers on each GPU of a window have their experts on the CPU. These are the window's first ones,
+    so a GPU has some only if all layers of the next GPU in the profile, which come earlier in the window, do."""
     if not instance.parts:
         return [pulp.lpSum(0) for _ in on_gpus]
     if instance.experts == "cpu":
@@ -197,7 +196,7 @@ def _number_experts_on_cpu(problem: Any, instance: Instance, name: str, on_gpus:
 def _experts_on_cpu_by_kind(
     problem: Any, instance: Instance, name: str, count: Expression, gpu: Sequence[Expression]
 ) -> list[Expression]:
-    """Which kinds they are of: any of those on the GPU."""
+    """Return them by kind: any of the GPU layers' kinds."""
     if len(gpu) == 1:
         return [count]
     if not instance.parts:
@@ -212,7 +211,7 @@ def _experts_on_cpu_by_kind(
 def _by_kind(
     problem: Any, instance: Instance, layers: Sequence[Expression], on_gpu: Sequence[Sequence[Expression]]
 ) -> tuple[list[list[Expression]], list[list[Expression]]]:
-    """Which kinds the layers are of: any, as long as every layer has one place."""
+    """Return the layers by kind: any kinds, as long as every layer has one place."""
     members, kinds = range(len(layers)), range(len(instance.kinds))
     if len(kinds) == 1:
         return [[layers[m] - pulp.lpSum(on_gpu[m])] for m in members], [[*on_gpu[m]] for m in members]
@@ -239,11 +238,11 @@ def _by_kind(
 def cut_layout(
     problem: Any, instance: Instance, rounds: int, orders: Sequence[RingOrder], sequence: Sequence[int], columns: int
 ) -> Layout:
-    """The members in the order of ``sequence``; column i of ``columns`` stands for the layers i, W + i, 2 W + i ...
+    """Return the members in the order of ``sequence``; column i of ``columns`` is the layers i, W + i, 2 W + i ...
 
-    ``end[m][i]`` is 1 when the windows of m and of those before it hold column i; ``gpu_from[m][i]`` when column i lies
-    before the GPU layers of m. In one round the columns may end before the model does: the rest is the tail. ``orders`` are
-    subsets in the order of ``sequence``.
+    ``end[m][i]`` is 1 if the windows of m or of an earlier member hold column i; ``gpu_from[m][i]`` if column i is
+    before the GPU layers of m. With one round the columns may end before the model does: the rest is the tail.
+    ``orders`` are subsets in the order of ``sequence``.
     """
     total, cut, missing = len(instance.model.layers), instance.model.cut_multiple, instance.model.cut_missing
     picked = [integer(problem, f"z_{i}", 0, 1) for i in range(len(orders))]
@@ -275,7 +274,7 @@ def cut_layout(
         problem += width >= (cut if m else cut - missing) * used[m], f"{m} has a window if it takes part"
         problem += width <= columns * used[m], f"{m} has none if it does not"
         ends[m], starts[m], parted[m], before = end, stairs.bounds, stairs.wholes[-1], end
-    # The tail: what is left in one round, a fixed range in several.
+    # The tail: the remaining layers with one round, a fixed range with several.
     rest = [[instance.kind_of[layer]] for layer in range(rounds * columns, total)]
     tail_columns = in_columns + rest if rounds == 1 else rest
     tail_before = [*before, *([0] * len(rest))] if rounds == 1 else [0] * len(rest)
@@ -322,7 +321,7 @@ def cut_layout(
 def _gpu_stairs(
     problem: Any, instance: Instance, m: int, name: str, before: Sequence[Expression], end: Sequence[Expression]
 ) -> GpuStairs:
-    """Where between two boundaries the layers on the GPUs of ``m`` begin, and those that are on them with their experts."""
+    """Return where the layers on each GPU of ``m`` begin between two boundaries, and those on it with their experts."""
     if not instance.members[m].has_gpu:
         return GpuStairs([end, end], [end, end])
     bounds: list[Sequence[Expression]] = [_staircase(problem, f"gpu_{name}", len(end), 1, before, end)]
@@ -340,7 +339,7 @@ def _gpu_stairs(
 
 
 def _both(problem: Any, name: str, one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
-    """The lower one of two staircases."""
+    """Return the lower one of two staircases."""
     found = [integer(problem, f"{name}_{i}", 0, 1) for i in range(len(one))]
     for i, (a, b, both) in enumerate(zip(one, other, found, strict=True)):
         problem += both <= a, f"{name} is below the one at {i}"
@@ -352,13 +351,15 @@ def _both(problem: Any, name: str, one: Sequence[Any], other: Sequence[Any]) -> 
 def _counts_of_gpus(
     instance: Instance, columns: Sequence[Sequence[int]], bounds: Sequence[Sequence[Expression]]
 ) -> list[Expression]:
-    """Layers of each kind between two of ``bounds`` after the other, of the last two, which are the first GPU's, first."""
+    """Return the layers of each kind between consecutive ``bounds``, starting with the last two, which are the first
+    GPU's."""
     pairs = reversed([*pairwise(bounds)])
     return [count for low, high in pairs for count in _counts(instance, columns, low, high)]
 
 
 def fixed_layout(instance: Instance, plan: Plan) -> Layout:
-    """The layers of ``plan`` as they are: only who streams what is open. The members are those of ``instance``, all used."""
+    """Return the fixed layers of ``plan``: only streaming is undecided. The members are those of ``instance``, all
+    used."""
     kinds = len(instance.kinds)
     cpu = [[0] * kinds for _ in instance.devices]
     gpu, experts_on_cpu = ([[0] * (kinds * max(1, m.gpu_count)) for m in instance.members] for _ in range(2))
@@ -392,7 +393,7 @@ def fixed_layout(instance: Instance, plan: Plan) -> Layout:
 
 
 def _tail(instance: Instance, plan: Plan) -> _Tail | None:
-    """The layers of the last window of ``plan`` by kind."""
+    """Return the layers of the last window of ``plan`` by kind."""
     if len(plan.route) == 1:
         return None
 
@@ -413,7 +414,7 @@ def _tail(instance: Instance, plan: Plan) -> _Tail | None:
 
 
 def single_device_layout(problem: Any, instance: Instance) -> Layout:
-    """The only device computes the model in one window; the last layers on its GPU."""
+    """Return the layout of a single device with one window; the last layers are on its GPU."""
     total = len(instance.model.layers)
     every = [1] * total
     stairs = _gpu_stairs(problem, instance, 0, "alone", [0] * total, every)
@@ -446,9 +447,10 @@ def _staircase(
     *,
     missing: int = 0,
 ) -> list[Any]:
-    """Binaries that are 1 up to a boundary and 0 behind it, boundaries at multiples of ``step``, between two others.
+    """Return binaries that are 1 up to a boundary and 0 after it; boundaries are multiples of ``step``, between two
+    others.
 
-    The first block has as many less as are ``missing``.
+    The first block is shorter by ``missing``.
     """
     blocks = [integer(problem, f"{name}_{i}", 0, 1) for i in range(-(-(length + missing) // step))]
     stairs = [blocks[(i + missing) // step] for i in range(length)]
@@ -456,7 +458,7 @@ def _staircase(
         problem += before >= after, f"{name} goes down at {i}"
     for i in range(length):
         if high is None and i and (i + missing) % step:
-            continue  # its block was
+            continue  # compared at the start of its block
         if not isinstance(low[i], int) or low[i]:
             problem += stairs[i] >= low[i], f"{name} begins after the one before at {i}"
         if high is not None and not isinstance(high[i], int):
@@ -470,7 +472,7 @@ def _staircase(
 def _counts(
     instance: Instance, columns: Sequence[Sequence[int]], before: Sequence[Expression], end: Sequence[Expression]
 ) -> list[Expression]:
-    """Layers of each kind in the columns from boundary ``before`` to boundary ``end``."""
+    """Return the layers of each kind in the columns from boundary ``before`` to boundary ``end``."""
     return [
         pulp.lpSum(column.count(g) * (b - a) for column, a, b in zip(columns, before, end, strict=True) if g in column)
         for g in range(len(instance.kinds))

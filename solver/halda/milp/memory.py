@@ -1,4 +1,4 @@
-"""Memory: what fits, what streams, and what is read ahead of it."""
+"""Memory: what fits, what streams, and its read-ahead."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from halda.variables import Expression, positive
 
 @dataclass(slots=True)
 class StreamVariables:
-    """Per member: ``streams`` is 1 where it streams, ``bytes`` of them with ``read_ahead`` read ahead (in units of memory).
+    """For each member: ``streams`` is 1 if it streams, ``bytes`` the streamed bytes, ``read_ahead`` their read-ahead
+    (in units of memory).
 
-    ``steps`` has for each of the least that may be read ahead whether that is, and no more. ``decode`` is what streams while
-    tokens are drawn.
+    ``steps`` says for each minimum read-ahead whether it applies and no larger one does. ``decode`` is what streams
+    during decode.
     """
 
     streams: list[Any] = field(default_factory=list)
@@ -29,7 +30,7 @@ class StreamVariables:
 
 
 def uses_of_gpus(problem: Any, instance: Instance, layout: Layout, m: int) -> list[Any]:
-    """Whether anything of member ``m`` is on each of its GPUs. Of GPUs that are alike the first ones are used."""
+    """Return whether each GPU of member ``m`` is used. Of GPUs that are alike the first ones are used."""
     member, found = instance.members[m], list[Any]()
     for i, room in enumerate(instance.gpu_rooms(m, layout.windows[m])):
         uses = integer(problem, f"gpu_used_{m}" if not i else f"gpu_used_{m}_{i}", 0, int(member.has_gpu))
@@ -48,7 +49,8 @@ def _of_gpu(instance: Instance, counts: Sequence[Expression], gpu: int) -> Seque
 def uses_of_cpu(
     problem: Any, instance: Instance, layout: Layout, uses_gpu: Sequence[Sequence[Any]]
 ) -> list[Expression]:
-    """Whether the processor of each member computes anything of a layer: without a GPU it does if it takes part."""
+    """Return whether the CPU of each member computes any part of a layer: without a GPU it does if the member takes
+    part."""
     found: list[Expression] = []
     for m, member in enumerate(instance.members):
         if not member.has_gpu:
@@ -62,7 +64,7 @@ def uses_of_cpu(
 
 
 def add_streaming(problem: Any, instance: Instance, layout: Layout) -> StreamVariables:
-    """Who streams how much, with how much read ahead."""
+    """Add which members stream, how much, and with how much read-ahead."""
     unit, found = instance.largest_layer_bytes, StreamVariables()
     streamable = [size / unit for size in instance.streamable]
     total = sum(count * size for count, size in zip(instance.kind_totals, streamable, strict=True))
@@ -115,9 +117,10 @@ def add_memory(
     *,
     elastic: bool,
 ) -> list[Expression]:
-    """RAM, VRAM and disk of every device and machine are hard limits; the slacks where ``elastic``. Unit: largest layers.
+    """Make RAM, VRAM and disk of every device and machine hard limits. Return the slacks if ``elastic``. Unit: largest
+    layers.
 
-    ``fullest`` is at least the share of its RAM that each device gives.
+    ``fullest`` is at least each device's used share of its RAM.
     """
     unit = instance.largest_layer_bytes
     sizes = [size / unit for size in instance.size_bytes]

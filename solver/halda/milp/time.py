@@ -17,16 +17,16 @@ from halda.picking import PickedPrompt
 from halda.variables import MS, Expression, positive
 
 TIE: Final = 1e-8
-"""Of plans with the same time to the first token or between tokens, the one with the quicker token is better."""
+"""Tie-breaker: among plans with the same TTFT or time between tokens, the one with the lower TPOT is better."""
 
 
 READ_TIE: Final = 1e-8
-"""A millisecond of reading counts so much besides: of plans that take the same time, the one that reads less is better."""
+"""Tie-breaker, per millisecond of reading: among plans with the same time, the one that reads less is better."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Lengths:
-    """Numbers of layers ``what`` of the head may have, each with a binary that says whether it has."""
+    """Possible numbers of layers of ``what`` of the head, each with a binary that is 1 for the actual number."""
 
     what: str
     lengths: range
@@ -35,9 +35,9 @@ class _Lengths:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Milliseconds of a chunk of a prompt: of each member's windows but the tail, and of that.
+    """Milliseconds of a prompt chunk: of each member's windows without the tail, and of the tail.
 
-    ``following`` and ``tails`` are those of one of many chunks that follow each other without a pause.
+    ``following`` and ``tails`` are for one of many chunks that follow each other without a pause.
     """
 
     windows: list[Any] = field(default_factory=list)
@@ -86,7 +86,7 @@ class ProgramTime:
                 return self._first_token() + work.answer_tokens * self._token()
 
     def reading(self) -> Expression:
-        """Milliseconds that all disks read for a token."""
+        """Return the milliseconds that all disks read for a token."""
         return pulp.lpSum(self._disks(self._decode))
 
     def _token(self) -> Expression:
@@ -107,7 +107,7 @@ class ProgramTime:
         return token
 
     def _first_token(self) -> Expression:
-        """As ``evaluate`` counts it; where layouts know less of it, no more than that."""
+        """Return TTFT as ``evaluate`` counts it; a lower bound where the layout is less precise."""
         problem, chunks, rounds = self._problem, self._instance.chunks, self._layout.rounds
         prompt, chunk = positive(problem, "prompt"), self._chunk()
         hops = self._hops(lambda order: order.chunk_hops_s, lambda share: share.chunk_hops_s)
@@ -161,7 +161,7 @@ class ProgramTime:
     def _uneven_stops(
         self, prompt: Any, chunk: _Chunk, passing: Expression, hops: Expression, link: Expression
     ) -> None:
-        """Have ``prompt`` be as ``ring_passes.py`` has it; where a window's layers are unknown, no more than that."""
+        """Constrain ``prompt`` as ``ring_passes.py`` computes it; to a lower bound if a window's layers are unknown."""
         problem, layout, chunks, rounds = self._problem, self._layout, self._instance.chunks, self._layout.rounds
         if layout.columns is not None:
             prompt_of = PickedPrompt(
@@ -198,12 +198,12 @@ class ProgramTime:
             problem += prompt >= busy * chunks + (1 - of_tail) * around, f"machine {i} is busy with a prompt"
 
     def _max_of_tail(self) -> Expression:
-        """What the head's tail reads for a chunk at the most."""
+        """Return an upper bound of what the head's tail reads for a chunk."""
         largest = max(self._instance.streamable) / self._unit
         return self._layout.tail_in_ram * (largest * self._unit_ms(0))
 
     def _min_stops(self) -> list[Expression]:
-        """What a window of each member takes at the least, whichever layers it has."""
+        """Return a lower bound of the time of each member's window, whichever layers it has."""
         found, minimum = self._layout.variables, []
         for m, (phase, w, n, a) in enumerate(zip(self._prefill, found["w"], found["n"], found["a"], strict=True)):
             layers = (w - pulp.lpSum(n)) * min(phase.cpu)
@@ -214,7 +214,8 @@ class ProgramTime:
         return minimum
 
     def _read_all(self, m: int, prompt: Any, around: Expression, chunks: int) -> None:
-        """From the beginning of its first stop to the end of its last one ``m`` reads what was not there."""
+        """Count that ``m`` reads, between the beginning of its first stop and the end of its last one, all that was not
+        in memory."""
         phase = self._prefill[m]
         edge = self._streams.streams[m] * (phase.edge_s * MS)
         self._problem += prompt >= around + edge + self._first_read(m, chunks, 1), f"all chunks are read by {m}"
@@ -224,11 +225,11 @@ class ProgramTime:
             self._problem += prompt >= around + chunks * computing + waiting, f"all chunks are read by {m} and wait {i}"
 
     def _first_read(self, m: int, chunks: int, rounds: int) -> Expression:
-        """Milliseconds of reading of a stop, if there are as many as ``rounds``, for all chunks of a prompt that begins."""
+        """Return the milliseconds of reading of one of ``rounds`` stops for all chunks of a prompt that begins."""
         return self._read(m, self._prefill[m]) * (chunks / rounds) - self._streams.read_ahead[m] * self._unit_ms(m)
 
     def _tail(self, name: str, phase: Phase) -> Expression:
-        """Milliseconds of computing the tail. Where it is unknown which layers it has, what suits best counts."""
+        """Return the milliseconds of computing the tail. If its layers are unknown, the most favourable ones count."""
         if self._layout.tail is None:
             return 0
         found, minimum, maximum = self._steps(0, phase, 1), [], []
@@ -259,7 +260,7 @@ class ProgramTime:
         return period
 
     def _token_windows(self) -> list[Any]:
-        """V_m: the milliseconds of all windows of each member for a token, computing or waiting for the disk."""
+        """V_m: return the milliseconds of each member's windows for a token, computing or waiting for the disk."""
         windows = []
         for m, phase in enumerate(self._decode):
             window = positive(self._problem, f"decode_ms_{m}")
@@ -276,7 +277,7 @@ class ProgramTime:
         return windows
 
     def _chunk(self) -> _Chunk:
-        """The milliseconds of all windows for a chunk of a prompt."""
+        """Return the milliseconds of all windows for a prompt chunk."""
         rounds, tail, found = self._layout.rounds, self._tail("chunk", self._prefill[0]), _Chunk()
         for m, phase in enumerate(self._prefill):
             layers, rest = self._computing(m, phase)
@@ -312,9 +313,10 @@ class ProgramTime:
         layers: Expression,
         stops: int,
     ) -> tuple[Any, Any]:
-        """Milliseconds of so many stops of a chunk, and of one of many chunks that follow each other without a pause.
+        """Return the milliseconds of ``stops`` stops of a chunk, and of one of many chunks that follow each other
+        without a pause.
 
-        Where less than two of their parts are read ahead, a chunk's ``layers`` on the CPU wait for each other.
+        Where fewer than two of their parts are read ahead, a chunk's CPU ``layers`` wait for each other.
         """
         problem, chunks, phase = self._problem, self._instance.chunks, self._prefill[m]
         window = positive(problem, f"{name}_ms_{m}")
@@ -333,7 +335,7 @@ class ProgramTime:
         return window, following
 
     def _within(self, m: int, size: Expression, layers: Expression, passes: int = 1) -> list[Expression]:
-        """Milliseconds that ``layers`` wait for each other, of which ``size`` is read: at least these."""
+        """Return lower bounds of the milliseconds that ``layers``, of which ``size`` is read, wait for each other."""
         unit_ms = self._unit_ms(m)
         max_ms = 2 * passes * self._total * unit_ms
         return [
@@ -352,9 +354,10 @@ class ProgramTime:
         size: Expression,
         stops: int,
     ) -> list[Expression]:
-        """Have ``stop`` be milliseconds of ``stops`` stops that compute, or read ``size`` beside what is ``sure``.
+        """Constrain ``stop`` to milliseconds of ``stops`` stops that compute, or read ``size`` in addition to what is
+        ``sure``.
 
-        Answers what they compute at the least: nothing read meanwhile, and longer because of what is.
+        Returns their minimum computing times: without reading, and slowed down by reading.
         """
         problem, member, unit_ms = self._problem, self._instance.members[m], self._unit_ms(m)
         problem += stop >= computing, f"{name}: {m} computes"
@@ -376,11 +379,11 @@ class ProgramTime:
 
     @property
     def _has_long_stop(self) -> bool:
-        """Whether the head's stop with the tail is told from its others."""
+        """Whether the head's stop with the tail is distinguished from its others."""
         return self._layout.rounds > 1 and not (self._layout.loose or self._instance.by_expert)
 
     def _head_stops(self, phase: Phase, all_ms: Expression, rest: Expression) -> None:
-        """The head's stop with the tail and a window, and all its others."""
+        """Add the head's stop with the tail and a window, and all its others."""
         problem, rounds, output = self._problem, self._layout.rounds, self._output()
         others, tail = rounds - 1, self._tail("token", phase)
         first = self._first_ms = positive(problem, "head_first_ms")
@@ -393,9 +396,10 @@ class ProgramTime:
         self._stops("first", 0, phase, first, tail + output + window, sure, of_tail + of_window, 1)
 
     def _head_parts(self, name: str, size: Expression) -> tuple[Expression, Expression]:
-        """What streams of a window of the head and of its tail, in units of memory: as much of each layer, ``size`` in all.
+        """Return what streams of a window of the head and of its tail, in units of memory: the same of each layer,
+        ``size`` in total.
 
-        Lengths of windows times what of a layer streams, which are products; so a binary stands for each length.
+        These are products of window lengths and the streamed part of a layer; so there is a binary for each length.
         """
         if self._lengths is None:
             layout, window = self._layout, self._layout.window_in_ram
@@ -416,7 +420,7 @@ class ProgramTime:
         return of_window, of_tail
 
     def _of_length(self, what: str, lengths: range, length: Expression) -> _Lengths:
-        """Binaries for ``length``, which is one of ``lengths`` where the head streams."""
+        """Return binaries for ``length``, which is one of ``lengths`` if the head streams."""
         problem, streams, total = self._problem, self._streams.streams[0], len(self._instance.model.layers)
         picked = [integer(problem, f"head_{what}_{i}", 0, 1) for i in range(len(lengths))]
         problem += pulp.lpSum(picked) == streams, f"a {what} of the head that streams has a length"
@@ -426,7 +430,7 @@ class ProgramTime:
         return _Lengths(what, lengths, picked)
 
     def _parts(self, name: str, lengths: _Lengths) -> tuple[Expression, Expression]:
-        """What of a layer of the head streams, and the length that is picked times as much."""
+        """Return the streamed part of a layer of the head, and its product with the picked length."""
         problem, largest = self._problem, max(self._instance.streamable) / self._unit
         parts = [positive(problem, f"{name}_{lengths.what}_part_{i}") for i in range(len(lengths.picked))]
         for i, (is_it, part) in enumerate(zip(lengths.picked, parts, strict=True)):
@@ -434,17 +438,17 @@ class ProgramTime:
         return pulp.lpSum(parts), pulp.lpSum(n * part for n, part in zip(lengths.lengths, parts, strict=True))
 
     def _computing(self, m: int, phase: Phase) -> tuple[Expression, Expression]:
-        """Milliseconds of computing: the layers on the CPU, and the rest without the output matrix."""
+        """Return the milliseconds of computing: the CPU layers, and the rest without the output matrix."""
         rest = dot(self._layout.gpu[m], [s * MS for s in phase.gpu]) + self._steps(m, phase, self._layout.windows[m])
         rest += dot(self._layout.experts_on_cpu[m], [s * MS for s in phase.experts_on_cpu])
         return dot(self._layout.cpu[m], [s * MS for s in phase.cpu]), rest
 
     def _size(self, m: int, phase: Phase) -> Expression:
-        """What of ``m`` streams, in units of memory; below 0 where there is room for more."""
+        """Return what streams of ``m``, in units of memory; negative if there is room for more."""
         return self._streams.bytes[m] - self._streams.streams[m] * (phase.spare_bytes / self._unit)
 
     def _read(self, m: int, phase: Phase) -> Expression:
-        """Milliseconds in which ``m`` reads what a pass needs of what streams."""
+        """Return the milliseconds in which ``m`` reads what a pass needs of what streams."""
         streamed = self._streams.decode[m] if phase.spare_bytes else self._streams.bytes[m]
         picked = self._picked(m, phase, streamed)
         if len(picked) == 1:
@@ -457,28 +461,28 @@ class ProgramTime:
         return self._reads[name]
 
     def _picked(self, m: int, phase: Phase, streamed: Expression) -> list[Expression]:
-        """What ``m`` reads of what is ``streamed``, in units of memory: at least each of these."""
+        """Return lower bounds of what ``m`` reads of ``streamed``, in units of memory."""
         streamable = dot(self._layout.in_ram(m), [size / self._unit for size in self._instance.streamable])
         return [streamed * line.of_streamed + streamable * line.of_streamable for line in phase.read_lines]
 
     def _unit_ms(self, m: int) -> float:
-        """Milliseconds in which ``m`` reads a unit of memory."""
+        """Return the milliseconds in which ``m`` reads a unit of memory."""
         return self._unit / self._instance.members[m].disk_bytes_per_s * MS
 
     def _disks(self, phases: Sequence[Phase]) -> list[Expression]:
-        """Milliseconds that each disk reads."""
+        """Return the milliseconds that each disk reads."""
         reads = [self._read(m, phase) for m, phase in enumerate(phases)]
         return [pulp.lpSum(reads[m] for m in here) for here in self._instance.disks]
 
     def _steps(self, m: int, phase: Phase, windows: float) -> Expression:
-        """What ``windows`` windows cost besides their layers."""
+        """Return the cost of ``windows`` windows besides their layers."""
         per_window = self._uses_cpu[m] * (self._instance.members[m].step_s * MS)
         for uses, seconds in zip(self._uses_gpu[m], phase.gpu_steps_s, strict=False):
             per_window += uses * (seconds * MS)
         return windows * per_window
 
     def _sure_rest(self, m: int, phase: Phase, rest: Expression, output: Expression) -> Expression:
-        """What adds to reading: all that is not a layer on the CPU, in a ring without the tail."""
+        """Return what certainly adds to reading: all computing but the CPU layers, in a ring without the tail."""
         if m:
             return rest
         if len(self._instance.devices) == 1:
@@ -486,12 +490,12 @@ class ProgramTime:
         return rest - self._layout.tail_on_gpu * (max(phase.gpu) * MS) - self._steps(0, phase, 1)
 
     def _output(self) -> Expression:
-        """The output matrix on the head."""
+        """Return the milliseconds of the output matrix on the head."""
         head = self._instance.members[0]
         return head.cpu_output_s * MS + self._output_on_gpu * ((head.gpu_output_s - head.cpu_output_s) * MS)
 
     def _hops(self, of_order: Callable[[RingOrder], float], of_share: Callable[[HopShare], float]) -> Expression:
-        """Milliseconds of k rounds of the ring that is picked, or of the shares of who takes part."""
+        """Return the milliseconds of k rounds of the picked ring, or of the shares of participating members."""
         layout = self._layout
         scale = layout.rounds * MS
         return pulp.lpSum(
