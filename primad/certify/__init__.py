@@ -1,1 +1,2 @@
-"""Is a model cut exactly? Tried on a tiny one of the same layers, in child processes, and kept as a verdict."""
+"""Check whether a model can be cut exactly: tried on a tiny model with the same layers, in child processes; the verdict
+is kept."""

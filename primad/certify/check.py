@@ -1,7 +1,7 @@
-"""Certify instead of trust: a tiny model of the same layers, in windows and whole, bit for bit, in child processes.
+"""Certify that a model can be cut: compute a tiny model with the same layers in windows and whole, compare bit for bit.
 
-What llama.cpp makes of it is an answer, whatever it is: a difference, a refusal, an abort, or no end. Nothing of all this
-computes with the model's weights, so its header is enough.
+Child processes compute. Any outcome in llama.cpp is a result: a difference, a refusal, an abort, or a hang. The model's
+weights are not used, so its header is enough.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ _HUNG: Final = re.compile(r"ended by SIGPROF\b")
 _BUILD_PATH: Final = re.compile(r"\S*/(?=[\w.-]+\.\w+:\d+: )")
 _ANSWER: Final = cast("type[CheckReply]", CheckReply)
 NotifyNext = Callable[[str], None]
-"""Told what is tried next."""
+"""Called with a description of what is tried next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is to be tried: windows that begin at ``cuts`` (none: everywhere), the model cut in two in ``every`` place or
-    in some, for ``time_limit_s``."""
+    """What to try: windows that begin at ``cuts`` (empty: at every possible layer), and two windows, cut in ``every``
+    place or in some, for ``time_limit_s``."""
 
     cuts: tuple[int, ...] = ()
     every: bool = False
@@ -69,9 +69,9 @@ class Wanted:
 
 
 def check(header: Header, wanted: Wanted, advance: NotifyNext) -> CheckVerdict:
-    """Try windows of the model. Raises ``ModelError`` for one that cannot be cut, ``DiskError``, ``EngineError``.
+    """Try windows of the model. Raises ``ModelError`` if it cannot be cut, ``DiskError``, ``EngineError``.
 
-    For an architecture that the table does not know an entry is derived and tried.
+    For an architecture that is not in the table an entry is derived and tried.
     """
     if known(header) is None:
         header = provisional(header)
@@ -94,12 +94,12 @@ def check(header: Header, wanted: Wanted, advance: NotifyNext) -> CheckVerdict:
 
 
 class _TimeOverError(Exception):
-    """Nothing more is tried."""
+    """The time limit has passed."""
 
 
 @dataclass(slots=True)
 class _Check:
-    """One check as it goes on."""
+    """One running check."""
 
     header: Header
     wanted: Wanted
@@ -115,7 +115,7 @@ class _Check:
     shares: str | None = None
 
     def run(self) -> None:
-        """Try everything until the time is over."""
+        """Try everything until the time limit."""
         first = self._windows if self.header.derived is None else self._derive
         parts = (("a tiny model", self._make), ("windows", first), ("keys", self._keys), ("KV types", self._kv))
         later = (("the model cut in two", self._in_two),) if not self.wanted.cuts else ()
@@ -131,7 +131,8 @@ class _Check:
                 self._share()
 
     def _share(self) -> None:
-        """What is not certified is not shared either; and what cannot be shared is certified all the same."""
+        """Try shares of layers, only if windows are certified. A model that cannot be shared is certified all the
+        same."""
         if self.why or self.forbidden:
             return
         self.advance("shares of layers")
@@ -139,7 +140,7 @@ class _Check:
         self.shares = "" if outcome == "equal" else why or outcome
 
     def verdict(self) -> CheckVerdict:
-        """What came of it."""
+        """Return the verdict."""
         unused = [each.key for each in self.keys if each.outcome == "not exercised"]
         why = self.why
         if self.forbidden:
@@ -179,7 +180,7 @@ class _Check:
         self.why = f"no tiny model of it can be computed: {reasons[-1]}"
 
     def _derive(self) -> None:
-        """Find an entry with which windows are exact, at every place where they may begin."""
+        """Find an entry with which windows are exact at every place where they may begin."""
         self.advance("where its graph is cut")
         listed = self._answer(ListNodes(tiny=str(self.tiny)))
         if not isinstance(listed, Listed):
@@ -208,7 +209,7 @@ class _Check:
         self.why = f"windows of it are not exact, wherever they begin: {why}" if why else "it has one layer"
 
     def _differs(self, how: str) -> str:
-        """Why windows between all places where they may begin, or between two, do not equal the whole."""
+        """Return why windows between all possible places, or two windows, do not equal the whole; empty if they do."""
         routes = (route(self.header, cut_points(self.header)), *in_two(self.header, None))
         for number, windows in enumerate(routes, 1):
             self.advance(f"{how}: {number} of {len(routes)} routes")
@@ -239,7 +240,7 @@ class _Check:
         self.forbidden += [ForbiddenCut(layers=layers, why=why) for layers, why in found]
 
     def _finest(self) -> CutRoute:
-        """As many windows as were asked for, or may be."""
+        """Return as many windows as were requested or are possible."""
         cuts = [*self.wanted.cuts] or cut_points(self.header)
         while cuts and not is_allowed(self.header, route(self.header, cuts)):
             cuts = cuts[1::2]
@@ -259,7 +260,7 @@ class _Check:
             self.keys.append(self._try_key(key, windows, is_kept=is_kept))
 
     def _try_key(self, key: str, windows: Sequence[CutRoute], *, is_kept: bool) -> TriedKey:
-        """Other logits say more than a model that cannot be loaded."""
+        """Try ``key`` made wrong. Different logits are stronger evidence than a model that cannot be loaded."""
         how = ""
         for each in windows:
             outcome, why = self._ask(self._cuts(each, "f16", wrong=key))
@@ -302,12 +303,12 @@ class _Check:
         return TryCuts(tiny=str(self.tiny), cuts=windows, kv_type=kv_type, wrong=wrong, derived=self.header.derived)
 
     def _ask(self, task: CheckTask) -> tuple[RouteOutcome, str]:
-        """How a task went. Raises ``_TimeOverError``."""
+        """Return the outcome of a task. Raises ``_TimeOverError``."""
         answer = self._answer(task)
         return ("ended", "the child answered something else") if isinstance(answer, Listed) else answer
 
     def _answer(self, task: CheckTask) -> Listed | tuple[RouteOutcome, str]:
-        """What the child says, or how the task went. Raises ``_TimeOverError``."""
+        """Return the child's list of nodes, or the outcome of the task. Raises ``_TimeOverError``."""
         left_s = self.began + self.wanted.time_limit_s - time.monotonic()
         if left_s <= 0:
             raise _TimeOverError
@@ -331,5 +332,5 @@ class _Check:
         return "ended", self._shown(answer)
 
     def _shown(self, why: str) -> str:
-        """Without the folder of the tiny model, and the one that llama.cpp was built in."""
+        """Return ``why`` without the folder of the tiny model and the build folder of llama.cpp."""
         return printable(_BUILD_PATH.sub("", why.replace(f"{self.tiny.parent}/", "")))

@@ -1,7 +1,7 @@
 """The child process that tries cuts: ``python -m primad.certify.child`` with tasks as lines of JSON on standard input.
 
-It answers each line with one line. llama.cpp may abort or hang in one: that is for its parent (``check.py``) to judge. It
-ends by itself when its parent is gone, and in any case when a task took too long, or too much of the processor.
+It replies to each line with one line. llama.cpp may abort or hang, which its parent (``check.py``) judges. It ends by
+itself when its parent is gone, and in any case when a task takes too long or too much processor time.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from primad.gguf.windows import ModelCutter
 
 LATEST_S: Final = 600
-"""A task that takes longer has no parent any more."""
+"""Seconds after which a task has no parent any more."""
 HANGS_S = 60.0
-"""A task that takes more of the processor than this hangs; a busy machine only makes it late."""
+"""Processor seconds after which a task counts as hanging; a busy machine only makes it late."""
 
 
 class MakeTiny(msgspec.Struct, frozen=True, kw_only=True, tag="make"):
@@ -50,13 +50,13 @@ class TryWhole(msgspec.Struct, frozen=True, kw_only=True, tag="whole"):
 
 
 class ListNodes(msgspec.Struct, frozen=True, kw_only=True, tag="nodes"):
-    """Say what the nodes of the ``tiny`` model's graph are called."""
+    """List the names of the nodes of the ``tiny`` model's graph."""
 
     tiny: str
 
 
 class TryCuts(msgspec.Struct, frozen=True, kw_only=True, tag="cuts"):
-    """Compute the ``tiny`` model in windows between ``cuts`` and whole, with the key ``wrong`` made wrong, if any."""
+    """Compute the ``tiny`` model in windows between ``cuts`` and whole, with the key ``wrong`` corrupted, if any."""
 
     tiny: str
     cuts: tuple[int, ...]
@@ -66,7 +66,7 @@ class TryCuts(msgspec.Struct, frozen=True, kw_only=True, tag="cuts"):
 
 
 class TryShares(msgspec.Struct, frozen=True, kw_only=True, tag="shares"):
-    """Compute the ``tiny`` model in two shares of its layers and whole: next to nothing apart they are ``equal``."""
+    """Compute the ``tiny`` model in two shares of its layers and whole: ``equal`` if they hardly differ."""
 
     tiny: str
     derived: Architecture | None = None
@@ -79,9 +79,10 @@ class Listed(msgspec.Struct, frozen=True, tag="listed"):
 
 
 class Tried(msgspec.Struct, frozen=True, tag="tried"):
-    """How it went: ``equal`` bit for bit, ``different``, or ``refused``, and in words ``why`` it is not equal.
+    """Outcome of a task: ``equal`` bit for bit, ``different``, or ``refused``, and ``why`` it is not equal.
 
-    What is not compared is equal where it computed numbers. ``broken``: this machine could not do it, as on a full disk.
+    A task without a comparison is ``equal`` if it computed numbers. ``broken``: this machine could not do it, for
+    instance because the disk is full.
     """
 
     outcome: Literal["equal", "different", "refused", "broken"]
@@ -93,7 +94,7 @@ CheckReply = Tried | Listed
 
 
 def main() -> None:
-    """Answer tasks until standard input ends."""
+    """Reply to tasks until standard input ends."""
     escape_uncaught()
     decoder = msgspec.json.Decoder(CheckTask)
     for line in sys.stdin.buffer:
@@ -169,7 +170,7 @@ def _cutter(tiny: str, derived: Architecture | None) -> ModelCutter:
 
 
 def _logits(tiny: str, kv_type: KvType, derived: Architecture | None) -> Logits:
-    """One of several entries for a model is about its windows alone, and whether it keeps states."""
+    """Return the whole model's logits. Of several entries for a model only whether it keeps states matters here."""
     return _computed(tiny, kv_type, None if derived is None else _whole_entry(derived))
 
 

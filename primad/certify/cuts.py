@@ -1,4 +1,4 @@
-"""Which windows are tried, and which cut is at fault where they fail."""
+"""Choose the windows to try, and find the cut at fault when they fail."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from primad.gguf.header import Header
 from primad.gguf.windows import window_metadata
 
 CutRoute = tuple[int, ...]
-"""Where windows begin, from 0 on, and the number of layers."""
+"""The layers at which windows begin, starting with 0, and the number of layers."""
 SAMPLED: Final = 8
-"""So many places at which the model is cut in two."""
+"""Number of places at which the model is cut in two."""
 
 
 def route(header: Header, cuts: Iterable[int]) -> CutRoute:
-    """The windows between ``cuts``."""
+    """Return the windows between ``cuts``."""
     return (0, *cuts, layer_count(header))
 
 
 def asked_route(header: Header, cuts: Sequence[int]) -> CutRoute:
-    """The windows that begin at ``cuts``, which somebody asked for.
+    """Return the windows that begin at the requested ``cuts``.
 
-    Raises ``ConfigError`` for layers that cannot be, ``ModelError`` where the architecture's rules refuse them.
+    Raises ``ConfigError`` for impossible layers, ``ModelError`` if the architecture's rules refuse them.
     """
     layers = layer_count(header)
     if [*cuts] != sorted({*cuts}) or not all(0 < cut < layers for cut in cuts):
@@ -41,7 +41,7 @@ def asked_route(header: Header, cuts: Sequence[int]) -> CutRoute:
 
 
 def is_allowed(header: Header, windows: CutRoute) -> bool:
-    """Whether the architecture's rules let the model be cut so."""
+    """Whether the architecture's rules allow these windows."""
     try:
         for first, last in pairwise(windows):
             window_metadata(header, first, last)
@@ -51,7 +51,7 @@ def is_allowed(header: Header, windows: CutRoute) -> bool:
 
 
 def in_two(header: Header, maximum: int | None = SAMPLED) -> list[CutRoute]:
-    """Two windows, cut in as many places as may be, or in ``maximum`` that are spread evenly."""
+    """Return two windows for every possible cut, or for ``maximum`` cuts that are spread evenly."""
     places = [cut for cut in cut_points(header) if is_allowed(header, route(header, (cut,)))]
     if maximum is not None and len(places) > maximum:
         places = [places[i * (len(places) - 1) // max(maximum - 1, 1)] for i in range(maximum)]
@@ -59,10 +59,11 @@ def in_two(header: Header, maximum: int | None = SAMPLED) -> list[CutRoute]:
 
 
 def failing_cuts(cuts: Sequence[int], fails: Callable[[Sequence[int]], str]) -> list[tuple[tuple[int, ...], str]]:
-    """Which of ``cuts`` fail, and why; together they do. ``fails`` says why windows between some do, or nothing.
+    """Return which of ``cuts`` fail, and why; together they do. ``fails`` returns why windows between some fail, or
+    nothing.
 
-    Halves are tried until a cut fails by itself. Where neither half fails it is a window between two of them, or all
-    together.
+    Halves are tried until a cut fails by itself. If neither half fails, a window between two of the cuts is at fault,
+    or all together.
     """
     if len(cuts) == 1:
         return [(tuple(cuts), fails(cuts))]

@@ -1,12 +1,14 @@
-"""An entry for an architecture that the table does not know, from the model's header and the order of its graph's nodes.
+"""Derive an entry for an architecture that is not in the table, from the model's header and the order of its graph's
+nodes.
 
-The metadata is cut as the header lets itself be read: whatever has one value a layer is sliced, and what goes by layer
-number without saying so (layers that slide, rotate or have experts in turn) asks for cuts at a multiple of layers, which is
-tried. Hidden states go in where the graph has looked up tokens: the first node of their shape. What follows it before the
-first layer changes them (a scale, positions, a norm); the route's first window computes that itself, and the others are fed
-behind it. A layer's output is the last node of that shape that has a name with its number, in each layer the same one.
+The metadata is cut as the header suggests: keys with one value per layer are sliced. Properties that depend on the
+layer number implicitly (layers with a sliding window, rotation or experts in turn) require cuts at a multiple of
+layers, which is tried. Hidden states enter where the graph has looked up tokens: the first node of their shape. Nodes
+between it and the first layer change them (a scale, positions, a norm); the route's first window computes these itself,
+and the others are fed after them. A layer's output is the last node of that shape whose name has its number, the same
+name in each layer.
 
-All that is a guess. Whether windows made so equal the whole is for ``check.py`` to try.
+All this is a guess. ``check.py`` tries whether windows made this way equal the whole.
 """
 
 from __future__ import annotations
@@ -36,16 +38,16 @@ _PATTERN: Final = "attention.sliding_window_pattern"
 
 
 class GraphNode(msgspec.Struct, frozen=True):
-    """A node of a model's graph; ``is_hidden``: as large as its rows' hidden states."""
+    """A node of a model's graph; ``is_hidden``: it has the size of its tokens' hidden states."""
 
     name: str
     is_hidden: bool
 
 
 def provisional(header: Header) -> Header:
-    """``header`` with an entry of which the graph's names are still to be found.
+    """Return ``header`` with an entry that still lacks the names of the graph.
 
-    Raises ``NotCutError`` for a model of which is known that it cannot be cut, ``ModelError`` for one that is not complete.
+    Raises ``NotCutError`` for a model that is known not to be cuttable, ``ModelError`` for an incomplete one.
     """
     if not is_unknown(header):
         cuttable(header)
@@ -88,7 +90,7 @@ def _is_above_0(header: Header, key: str) -> bool:
 
 
 def derived(header: Header, names: Architecture, multiple: int) -> Header:
-    """``header``, which is ``provisional``, with the ``names`` of its graph and cuts at this ``multiple``."""
+    """Return ``header``, which is ``provisional``, with the ``names`` of its graph and cuts at this ``multiple``."""
     assert header.derived is not None
     entry = replace(
         header.derived,
@@ -101,7 +103,8 @@ def derived(header: Header, names: Architecture, multiple: int) -> Header:
 
 
 def multiples(header: Header) -> list[int]:
-    """Multiples at which windows may begin, the smallest first; some at most. The header must be ``provisional``."""
+    """Return multiples at which windows may begin, smallest first, limited in number. The header must be
+    ``provisional``."""
     found: list[int] = []
     assert header.derived is not None
     for each in range(1, layer_count(header)):
@@ -112,9 +115,9 @@ def multiples(header: Header) -> list[int]:
 
 
 def named(header: Header, nodes: Sequence[GraphNode]) -> list[Architecture]:
-    """What the graph may call the way in and the ways out, the likeliest first, as entries of which nothing else counts.
+    """Return possible names of the input and output nodes, likeliest first, as entries in which nothing else counts.
 
-    Raises ``ModelError`` where no node can be either.
+    Raises ``ModelError`` if no node can be an input or an output.
     """
     name, layers = header.text("general.architecture"), layer_count(header)
     often = Counter(node.name for node in nodes)
@@ -134,7 +137,7 @@ def named(header: Header, nodes: Sequence[GraphNode]) -> list[Architecture]:
 
 
 def _entries(hidden: Sequence[tuple[int, str]]) -> tuple[str, ...]:
-    """The node of the tokens' rows, and those behind it up to the first layer's."""
+    """Return the node of the tokens' embeddings, and the nodes after it up to the first layer's."""
     found: list[str] = []
     for _, name in hidden:
         if found and _NUMBERED.fullmatch(name):
@@ -145,7 +148,8 @@ def _entries(hidden: Sequence[tuple[int, str]]) -> tuple[str, ...]:
 
 
 def _entries_before(hidden: Sequence[tuple[int, str]], first: int | None) -> tuple[str, ...]:
-    """Those of them that come before the node ``first``, also if they are called as the first layer's and no other's."""
+    """Return those before the node ``first``, including nodes numbered like the first layer whose name no other layer
+    has."""
     often = Counter(match[1] for _, name in hidden if (match := _NUMBERED.fullmatch(name)) is not None)
     found = list(_entries(hidden)[:1])
     for place, name in hidden[1:]:
@@ -167,7 +171,7 @@ def _exits(hidden: Sequence[tuple[int, str]], layers: int) -> Iterator[tuple[str
     complete = [stem for stem, each in places.items() if each.keys() >= set(range(layers - 1))]
     for stem in sorted(complete, key=lambda stem: -places[stem][0])[:_MAX_EXITS]:
         yield f"{stem}-{{layer}}", "" if layers - 1 in places[stem] else behind
-    if hidden and behind:  # a layer's output that is called by what the next one does with it
+    if hidden and behind:  # a layer's output that is named after its use in the next one
         match = _NUMBERED.fullmatch(hidden[0][1])
         if match is not None and match[1] in complete:
             yield f"{match[1]}-{{after}}", behind

@@ -1,7 +1,7 @@
-"""What a head knows of a model's windows when it loads it: by the table, by a kept verdict, or tried now.
+"""What a head knows about a model's windows when it loads the model: from the table, a kept verdict, or a check now.
 
-An architecture of the table needs no check; its tests stand for it. One that nobody knows is certified when it is loaded for
-the first time, before anything is planned. Where it cannot be, one device serves the model.
+An architecture in the table needs no check; its tests cover it. An unknown one is certified when it is loaded for the
+first time, before anything is planned. If that fails, one device serves the model.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _BETWEEN_LINES_S: Final = 5.0
 
 
 def certified(header: Header, home: Path, report_line: Callable[[str], None]) -> tuple[Header, str]:
-    """``header`` with all that its windows need, and why it is not certified if it has to be and is not.
+    """Return ``header`` with all that its windows need, and why it is not certified if it needs to be.
 
-    Raises ``ModelError`` for a file that is no complete model.
+    Raises ``ModelError`` for an incomplete model file.
     """
     if not is_unknown(header):
         return header, ""
@@ -55,7 +55,7 @@ def certified(header: Header, home: Path, report_line: Callable[[str], None]) ->
 
 
 def warning(header: Header, verdict: CheckVerdict | None) -> str:
-    """What the owner should know of a model of the table with the ``verdict`` 'not certified'; empty for none."""
+    """Return a warning for a model in the table whose ``verdict`` is 'not certified'; empty otherwise."""
     if is_unknown(header) or verdict is None or verdict.result != "not certified":
         return ""
     return (
@@ -64,7 +64,7 @@ def warning(header: Header, verdict: CheckVerdict | None) -> str:
 
 
 class _Progress:
-    """Says what is tried, now and then."""
+    """Reports what is tried, now and then."""
 
     def __init__(self, report_line: Callable[[str], None]) -> None:
         self._report_line = report_line

@@ -1,8 +1,8 @@
-"""Which metadata the cutter rewrites, and each of its keys made wrong once.
+"""List the metadata keys that the cutter rewrites, and corrupt each of them once.
 
-Windows that equal the whole say little of a key that nothing computed with. So each key that differs between the model
-and a window is made wrong in the windows: where they still equal the whole it was not exercised. A key that windows do
-without is put back; where that changes nothing llama.cpp ignores it, which is what leaving it out says.
+Windows that equal the whole prove little about a key that no computation used. So each key that differs between the
+model and a window is corrupted in the windows: if they still equal the whole, the key was not exercised. A key that
+windows omit is put back; if that changes nothing, llama.cpp ignores it, as omitting it implies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from primad.gguf.header import Header, Scalar, Value, array_value, scalar_value
 from primad.gguf.windows import window_metadata
 
 KeyChange = Callable[[dict[str, Value], int, int], None]
-"""Changes the metadata of the window of the layers from the first number to before the second."""
+"""Changes the metadata of the window of the layers from the first number up to, but excluding, the second."""
 
 
 def nothing(values: dict[str, Value], first: int, last: int) -> None:
@@ -23,7 +23,8 @@ def nothing(values: dict[str, Value], first: int, last: int) -> None:
 
 
 def rewritten(header: Header, cuts: Sequence[int]) -> dict[str, bool]:
-    """The keys that differ between the model and a window between ``cuts``, and whether one at least has it still.
+    """Return the keys that differ between the model and a window between ``cuts``, and whether at least one window
+    keeps each.
 
     Raises ``ModelError`` for cuts that the architecture's rules refuse.
     """
@@ -37,13 +38,13 @@ def rewritten(header: Header, cuts: Sequence[int]) -> dict[str, bool]:
 
 
 def is_own(header: Header, key: str) -> bool:
-    """Whether ``key`` is one of the architecture's, and not of the file or the tokenizer."""
+    """Whether ``key`` belongs to the architecture, and not to the file or the tokenizer."""
     name = header.text("general.architecture")
     return key.startswith(f"{name}.") or (name in SUPPORTED and key in SUPPORTED[name].by_layer)
 
 
 def made_wrong(header: Header, key: str) -> KeyChange:
-    """Makes ``key`` wrong in every window in which it differs from the model's."""
+    """Return a change that corrupts ``key`` in every window in which it differs from the model's."""
 
     def change(values: dict[str, Value], first: int, last: int) -> None:
         own, value = header.values.get(key), values.get(key)
@@ -61,7 +62,7 @@ def made_wrong(header: Header, key: str) -> KeyChange:
 
 
 def _other(value: Value) -> Value:
-    """A value of the same kind, and of as many items, each of them another one."""
+    """Return a value of the same kind and number of items in which each item differs."""
     if value.is_array:
         return array_value(value.item_type, [_other_item(item) for item in value.items()])
     return scalar_value(value.type, _other_item(value.scalar()))

@@ -1,7 +1,7 @@
-"""Writes a tiny model: its tensors are named as the real one's, as large as llama.cpp wants them, and random.
+"""Write a tiny model: tensors with the real one's names, in the sizes that llama.cpp wants, with random content.
 
-The embedding of token 0 is not a number. Windows after the first are fed through tokens 0, whose rows are overwritten;
-what of them came past that way would be no number either. For child processes: llama.cpp may abort over what a file says.
+The embedding of token 0 is NaN. Windows after the first are fed with tokens 0, whose hidden states are overwritten;
+anything that bypassed this would be NaN too. For child processes: llama.cpp may abort over a file's content.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _TOGETHER: Final = {
     "attn_qkv": ("attn_q", "attn_k", "attn_v"),
     "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps"),
 }
-"""Matrices that some files hold as one and others apart: llama.cpp, asked without a file, names one of both."""
+"""Matrices that some files hold as one and others separately: without a file llama.cpp names one of both forms."""
 
 
 def write_tiny(header: Header, path: Path, way: str) -> None:
-    """Write a tiny model like that of ``header`` to ``path``, as ``tiny_values`` says.
+    """Write a tiny model like that of ``header`` to ``path``, with the metadata of ``tiny_values``.
 
-    Raises ``EngineError`` where llama.cpp does not take its metadata, ``ModelError`` for a tensor that it does not want.
+    Raises ``EngineError`` if llama.cpp rejects its metadata, ``ModelError`` for a tensor that it does not want.
     """
     values = tiny_values(header, way)
     shapes = dict(_shapes(header, wanted_tensors(values)))
@@ -57,7 +57,8 @@ def _shapes(header: Header, wanted: Mapping[str, TensorShape]) -> Iterator[tuple
 
 
 def _together(name: str, wanted: Mapping[str, TensorShape]) -> TensorShape | None:
-    """The shape of matrices, or biases, that are one in the file; or of a half of some that llama.cpp wants as one."""
+    """Return the shape of matrices, or biases, that are one in the file; or of a half of some that llama.cpp wants as
+    one."""
     for one, several in _TOGETHER.items():
         parts = [wanted[each] for each in (name.replace(f".{one}.", f".{part}.") for part in several) if each in wanted]
         if f".{one}." in name and len(parts) > 1:
@@ -71,7 +72,7 @@ def _together(name: str, wanted: Mapping[str, TensorShape]) -> TensorShape | Non
 
 
 def _weights(name: str, shape: TensorShape) -> NDArray[np.float32]:
-    """Such that a row stays about as large as it came in."""
+    """Return random weights that roughly keep the size of a hidden state."""
     noise = np.random.Generator(np.random.SFC64(zlib.crc32(name.encode())))
     content = noise.standard_normal(shape[::-1], np.float32)
     stem = name.removesuffix(".weight").rpartition(".")[2]

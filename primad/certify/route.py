@@ -1,8 +1,8 @@
-"""Computes a tiny model whole and in windows, and compares the logits bit for bit. For child processes.
+"""Compute a tiny model whole and in windows, and compare the logits bit for bit. For child processes.
 
-The steps are those of a ring: a prompt in two chunks that goes past the sliding window, another sequence between them,
-single tokens, two sequences in one step where the model takes that, and a sequence that begins anew while the other one
-goes on.
+The steps are those of a ring: a prompt in two chunks that exceeds the sliding window, another sequence between them,
+single tokens, two sequences in one step if the model supports that, and a sequence that restarts while the other
+continues.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ Logits = list[NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class TinyStep:
-    """``tokens`` of ``sequences`` from ``positions`` on, a row each; the last row of each sequence wants logits."""
+    """One token per item: ``tokens`` of ``sequences`` at ``positions``; the last token of each sequence wants
+    logits."""
 
     tokens: tuple[int, ...]
     positions: tuple[int, ...]
     sequences: tuple[int, ...]
 
     def rows(self, content: NDArray[np.float32] | NDArray[np.int32]) -> Rows:
-        """As a window takes them."""
+        """Return them as a window takes them."""
         outputs = [
             i == len(self.sequences) - 1 or self.sequences[i + 1] != each for i, each in enumerate(self.sequences)
         ]
@@ -54,7 +55,7 @@ class TinyStep:
 
 
 def steps(vocabulary: int, *, together: bool) -> Iterator[TinyStep | int]:
-    """What is computed; a number is a sequence that is forgotten. ``together``: also two sequences in one step."""
+    """Yield what is computed; a number is a sequence to be removed. ``together``: also two sequences in one step."""
     noise, ends = np.random.default_rng(0), [0, 0]
 
     def step(*counts: tuple[int, int]) -> TinyStep:
@@ -83,7 +84,7 @@ def steps(vocabulary: int, *, together: bool) -> Iterator[TinyStep | int]:
 
 
 def steps_of(header: Header) -> list[TinyStep | int]:
-    """Those for the model; a state is computed row by row where answers are written at once."""
+    """Return the steps for the model; with a state, the sequences of concurrent requests are computed one by one."""
     return list(steps(vocabulary_size(header), together=not any(recurrent_layers(header))))
 
 
@@ -99,7 +100,7 @@ def _whole(header: Header, kv_type: KvType) -> WholeModel:
 
 
 def whole_logits(header: Header, kv_type: KvType) -> Logits:
-    """The logits of every step. Raises ``EngineError``."""
+    """Return the logits of every step. Raises ``EngineError``."""
     model, found = _whole(header, kv_type), Logits()
     try:
         for step in steps_of(header):
@@ -115,7 +116,7 @@ def whole_logits(header: Header, kv_type: KvType) -> Logits:
 
 
 def looks_ahead(header: Header) -> bool:
-    """Whether logits depend on later tokens: such a model writes no text token by token. Raises ``EngineError``."""
+    """Whether logits depend on later tokens: such a model cannot generate token by token. Raises ``EngineError``."""
     found = Logits()
     for later in (1, 2):
         model = _whole(header, "f16")
@@ -185,7 +186,7 @@ class TinyRoute:
             self._windows.append(MiddleWindow(files, self._options))
 
     def _file(self, split: int, ref: LayerRef) -> str:
-        """The layer file of ``ref``; only its header says where in which window it is."""
+        """Return the layer file of ``ref``; only its header depends on the window and the place in it."""
         path = self._folder / f"{ref.digest}.gguf"
         header = layer_header(ref.tensors, number=split - 1, split=split)
         if path.exists():
@@ -198,7 +199,7 @@ class TinyRoute:
         return str(path)
 
     def logits(self) -> Iterator[NDArray[np.float32]]:
-        """The logits of every step. Raises ``EngineError``."""
+        """Yield the logits of every step. Raises ``EngineError``."""
         assert self._tail is not None
         for step in steps_of(self._cutter.header):
             if isinstance(step, int):
@@ -213,7 +214,7 @@ class TinyRoute:
             yield from (self._tail.logits(i).copy() for i, wanted in enumerate(rows.outputs) if wanted)
 
     def share_logits(self, steps: Sequence[TinyStep | int]) -> Logits:
-        """The logits of every step of a share, none but on the first rank. Raises ``EngineError``."""
+        """Return the logits of every step of a share, empty except on the first rank. Raises ``EngineError``."""
         assert self._tail is not None
         assert self._exchange is not None
         found = Logits()
@@ -228,15 +229,15 @@ class TinyRoute:
         return found
 
     def release(self) -> None:
-        """Give back all memory."""
+        """Free all memory."""
         for window in (*self._windows, *([self._tail] if self._tail is not None else [])):
             window.release()
 
 
 def difference(found: Iterator[NDArray[np.float32]], expected: Logits) -> str:
-    """In words where logits differ first, and by how much; empty where they are bit for bit the same.
+    """Return in words where logits first differ, and by how much; empty if they are bit-identical.
 
-    Those of token 0 are left out, which is not a number.
+    Logits of token 0, which is NaN, are left out.
     """
     for number, (logits, wanted) in enumerate(zip(found, expected, strict=True)):
         if not np.array_equal(logits[1:], wanted[1:]):
@@ -247,7 +248,7 @@ def difference(found: Iterator[NDArray[np.float32]], expected: Logits) -> str:
 
 
 def is_finite(logits: Logits) -> bool:
-    """Whether all but token 0's are numbers, and not all the same."""
+    """Whether all logits but token 0's are numbers, and not all equal."""
     return all(np.isfinite(each[1:]).all() and each[1:].std() > 0 for each in logits)
 
 

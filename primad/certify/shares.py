@@ -1,6 +1,6 @@
-"""Computes a tiny model as two ranks that have shares of its layers, in threads of one process, and compares the logits.
+"""Compute a tiny model as two ranks with shares of its layers, in threads of one process, and compare the logits.
 
-They cannot be equal bit for bit: sums are added up in another order.
+They cannot be bit-identical: sums are added in another order.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from primad.gguf.windows import ModelCutter
 
 WEIGHTS: Final = (1, 1)
 MAX_DIFFERENCE: Final = 0.01
-"""Of the largest logit: rounding of KV cells makes a tenth of that, a wrong share many times as much."""
+"""As a share of the largest logit: rounding of KV values causes a tenth of that, a wrong share many times as much."""
 _PATIENCE_S: Final = 60.0
 _T = TypeVar("_T")
 
 
 class _Meeting:
-    """Where two ranks swap arrays."""
+    """Point at which two ranks swap arrays."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(len(WEIGHTS), timeout=_PATIENCE_S)
         self._brought: list[Hidden] = [np.empty(0, np.float32) for _ in WEIGHTS]
 
     def swap(self, rank: int, values: Hidden) -> list[Hidden]:
-        """What every rank brought. Raises ``EngineError`` where one does not come."""
+        """Return the arrays of all ranks. Raises ``EngineError`` if one does not arrive."""
         self._brought[rank] = values.copy()
         try:
             self._barrier.wait()
@@ -48,21 +48,21 @@ class _Meeting:
         return found
 
     def leave(self) -> None:
-        """The others need not wait."""
+        """Let the other ranks stop waiting."""
         self._barrier.abort()
 
 
 class _Exchange:
-    """The exchange of ``rank``, as a window knows it."""
+    """The exchange of ``rank``, with the interface that a window uses."""
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
         self._meeting, self.rank = meeting, rank
 
     def lead(self, message: bytes) -> None:
-        """Each rank does all steps by itself."""
+        """Do nothing: each rank does all steps by itself."""
 
     def spread(self, values: Hidden) -> None:
-        """All have them."""
+        """Do nothing: all ranks have the values."""
 
     def sum(self, values: Hidden) -> None:
         found = self._meeting.swap(self.rank, values)
@@ -76,7 +76,7 @@ class _Exchange:
 
 
 def shares_difference(header: Header, folder: Path, kv_type: KvType) -> str:
-    """In words how far the logits of two ranks are from the whole model's; empty where that is next to nothing.
+    """Return in words how far the logits of two ranks are from the whole model's; empty if they hardly differ.
 
     Raises ``NotCutError`` for a model that cannot be shared, ``EngineError``.
     """
@@ -114,7 +114,7 @@ def shares_difference(header: Header, folder: Path, kv_type: KvType) -> str:
 
 
 def _in_threads(run: Callable[[int], _T], meeting: _Meeting) -> list[_T]:
-    """What ``run`` gives of each rank. Raises the first error that is no other's consequence."""
+    """Return the result of ``run`` for each rank. Raises the first error that is not a consequence of another."""
     results, errors = dict[int, _T](), list[Exception]()
 
     def rank(number: int) -> None:

@@ -1,12 +1,11 @@
-"""The metadata of a tiny model with the layers of a real one: as many, of the same kinds, with the same experts.
+"""The metadata of a tiny model with the layers of a real one: the same number, the same kinds, the same experts.
 
-What only says how large something is becomes small: widths, heads, ranks, the sliding window (so that a short prompt goes
-past it) and the vocabulary (unless llama.cpp tells models apart by it). Everything else, and above all what stands for
-each layer, is the model's own. Sizes that differ stay different, and what a block of a quantised KV cache divides stays
-divisible by it.
+Values that only give a size become small: widths, heads, ranks, the sliding window (so that a short prompt exceeds it)
+and the vocabulary (unless llama.cpp tells models apart by it). Everything else, above all per-layer values, is the
+model's own. Sizes that differ stay different, and multiples of a quantised KV block's size stay multiples of it.
 
-What of the sizes belongs together differs by architecture, so there are two ways: ``WAYS[0]`` makes the hidden state as
-narrow as can be, ``WAYS[1]`` keeps its proportion to the heads. llama.cpp itself says which it computes.
+Which sizes are linked differs by architecture, so there are two ways: ``WAYS[0]`` makes the hidden state as narrow as
+possible, ``WAYS[1]`` keeps its proportion to the heads. llama.cpp itself shows which of them it computes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MIN_HEAD: Final = 16
 _KV_BLOCK: Final = 32
 """Values of a block of q8_0 and q4_0."""
 _CELLS: Final = tuple(f"attention.{part}_length{kind}" for part in ("key", "value") for kind in ("", "_swa"))
-"""Widths of what the KV cache holds of a head."""
+"""Widths of a head's keys and values in the KV cache."""
 _HEAD_SIZES: Final = (
     *_CELLS,
     "attention.key_length_mla",
@@ -52,13 +51,13 @@ _FORWARDS: Final = {
 _STATE_HEADS: Final = ("ssm.time_step_rank", "ssm.group_count")
 _INNER, _STATE = "ssm.inner_size", "ssm.state_size"
 _TWICE_THE_WIDTH: Final = frozenset(("jamba",))
-"""Whose states are as many as the hidden state is wide, twice."""
+"""Architectures with twice as many states as the hidden state is wide."""
 
 
 def tiny_values(header: Header, way: str) -> dict[str, Value]:
-    """The metadata of a tiny model like that of ``header``, which must be ``cuttable``, in one of the ``WAYS``.
+    """Return the metadata of a tiny model like that of ``header``, which must be ``cuttable``, in one of the ``WAYS``.
 
-    Raises ``ModelError`` for a size that is no number.
+    Raises ``ModelError`` for a size that is not a number.
     """
     name = header.text("general.architecture")
     sizes = _Sizes(header, name)
@@ -82,7 +81,7 @@ _Change = Callable[[int], int]
 
 
 class _Sizes:
-    """What divides the sizes of one model."""
+    """Divisors of the sizes of one model."""
 
     def __init__(self, header: Header, name: str) -> None:
         self._header, self._name = header, name
@@ -97,7 +96,7 @@ class _Sizes:
             self._size = math.gcd(self._size, _divisor([each // _KV_BLOCK for each in cells], 1))
 
     def _numbers(self, keys: Iterable[str]) -> list[int]:
-        """All whole numbers above 0 at these keys."""
+        """Return all integers above 0 at these keys."""
         found = []
         for key in keys:
             value = self._header.values.get(f"{self._name}.{key}")
@@ -111,7 +110,7 @@ class _Sizes:
         return max(self._width // (self._heads * self._size), 8)
 
     def changes(self, way: str) -> dict[str, _Change]:
-        """By key what becomes of its number, or of each."""
+        """Return for each key the change of its number, or of each of its numbers."""
         heads, size, embedding = self._heads, self._size, self._embedding(way)
         inner, state = self._inner(way)
         changes: dict[str, _Change] = {
@@ -133,7 +132,7 @@ class _Sizes:
         return {f"{self._name}.{key}": change for key, change in changes.items()}
 
     def _inner(self, way: str) -> tuple[int, int]:
-        """What divides heads with a state, and what divides the size of one."""
+        """Return the divisor of the number of heads with a state, and of the size of one."""
         heads = self._numbers(_STATE_HEADS)
         inner, state = self._numbers((_INNER,)), self._numbers((_STATE,))
         if not inner or not heads or self._name in _TWICE_THE_WIDTH:
@@ -143,7 +142,7 @@ class _Sizes:
         return divisor, _divisor([each, *state], _MIN_HEAD)
 
     def added(self, way: str) -> dict[str, Value]:
-        """The size of a head where the model leaves it to its width, which is another one now."""
+        """Return the head size, if the model derives it from its width, which differs now."""
         if way != WAYS[0] or not self._default:
             return {}
         lacking = [f"{self._name}.{key}" for key in _CELLS[::2]]
@@ -152,7 +151,7 @@ class _Sizes:
 
 
 def _divisor(numbers: list[int], minimum: int, others: list[int] | None = None, others_min: int = 1) -> int:
-    """The largest that divides all ``numbers`` and leaves at least ``minimum`` of each, and ``others_min`` of the
+    """Return the largest divisor of all ``numbers`` that leaves at least ``minimum`` of each, and ``others_min`` of the
     ``others``."""
     common = math.gcd(*numbers) if numbers else 1
     room = min((each // minimum for each in numbers), default=1)
@@ -161,14 +160,14 @@ def _divisor(numbers: list[int], minimum: int, others: list[int] | None = None, 
 
 
 def _in_order(numbers: list[int], maximum: int) -> _Change:
-    """The smallest of ``numbers`` becomes ``maximum``, or itself if it is less, and each other one a third more than the one
-    before."""
+    """Return a change: the smallest of ``numbers`` becomes ``maximum``, or stays if it is less, and each further one is
+    a third of that larger than the one before."""
     places = {each: min(each, maximum + place * (maximum // 3)) for place, each in enumerate(numbers)}
     return lambda number: places.get(number, number)
 
 
 def _changed(value: Value, change: _Change) -> Value:
-    """``value`` with each of its whole numbers changed; as it is where it is of a type that does not hold them."""
+    """Return ``value`` with each of its integers changed; unchanged if the type cannot hold them."""
 
     def changed(item: Scalar) -> Scalar:
         return change(item) if isinstance(item, int) and not isinstance(item, bool) else item

@@ -1,8 +1,8 @@
-"""What a check of a model's windows found, kept in the home folder from run to run: one small file a model and cuts.
+"""Verdicts on a model's windows, kept in the home folder from run to run: one small file per model and cuts.
 
-A verdict is of one build of llama.cpp, one architecture, the metadata and tensors that its windows are made from, and the
-cuts; the weights have no part in it, so all quantisations of a model share one. A file that is damaged or of another kind
-counts as none.
+A verdict is for one build of llama.cpp, one architecture, the metadata and tensors of which its windows are made, and
+the cuts. The weights do not matter, so all quantisations of a model share one. A file that is damaged or of another
+kind is ignored.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from primad.settings.config import checks_folder
 from primad.system.files import write_whole
 
 VERSION: Final = 3
-"""Grows when other things are compared."""
+"""Incremented when the comparison changes."""
 MAX_KEPT: Final = 256
 RouteOutcome = Literal["equal", "different", "refused", "ended", "not opened"]
 
 
 class TriedRoute(msgspec.Struct, frozen=True, kw_only=True):
-    """How windows between ``cuts`` compared with the whole: ``equal`` bit for bit, ``different``, ``refused`` by
-    llama.cpp, or the
-    child ``ended`` over it, and ``why``. A KV cache of a type that the whole model does without is ``not opened``."""
+    """Comparison of windows between ``cuts`` with the whole: ``equal`` bit for bit, ``different``, ``refused`` by
+    llama.cpp, or the child ``ended`` over it, and ``why``. ``not opened``: the whole model does not support this type
+    of KV cache."""
 
     cuts: tuple[int, ...]
     kv_type: KvType
@@ -46,9 +46,9 @@ class TriedRoute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TriedKey(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a comparison sees a ``key`` that the cutter rewrites made wrong, and ``how``.
+    """Whether the comparison notices a corrupted ``key`` that the cutter rewrites, and ``how``.
 
-    ``ignored`` is one that windows do without, and that changes nothing where they have it.
+    ``ignored``: windows omit the key, and putting it back changes nothing.
     """
 
     key: str
@@ -57,18 +57,18 @@ class TriedKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForbiddenCut(msgspec.Struct, frozen=True, kw_only=True):
-    """No windows may begin at all of these ``layers``, and ``why``; mostly it is one."""
+    """Windows may not begin at all of these ``layers`` (usually one), and ``why``."""
 
     layers: tuple[int, ...]
     why: str
 
 
 class CheckVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What was compared, and what came of it; ``checked`` is in UTC.
+    """What was compared, and the result; ``checked`` is in UTC.
 
-    Windows of the model may begin at multiples of ``cut_multiple`` and ``cut_offset`` more. ``cuts`` are those that were
-    asked for; none: everywhere. ``left`` says what was not tried when the time had run out. ``entry`` is what was derived
-    for an architecture that the table does not know. ``shares`` says why devices cannot share its layers; None: not tried.
+    Windows of the model may begin at multiples of ``cut_multiple`` plus ``cut_offset``. ``cuts`` are the requested
+    ones; empty: everywhere. ``left`` says what was not tried before the time limit. ``entry`` was derived for an
+    architecture that is not in the table. ``shares`` says why devices cannot share its layers; None: not tried.
     """
 
     version: int
@@ -92,19 +92,19 @@ class CheckVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def day(self) -> str:
-        """When it was found, in UTC."""
+        """Date of the check, in UTC."""
         return self.checked[:10]
 
 
 def verdict_key(header: Header, cuts: Sequence[int] = ()) -> str:
-    """Names what a verdict is of: see the top of this file."""
+    """Return the key of a verdict; see the module's docstring for what it covers."""
     own = sorted((key, value.type, value.raw) for key, value in header.values.items() if is_own(header, key))
     facts = (VERSION, build_id(), header.text("general.architecture"), own, sorted(header.tensors))
     return blake2b(repr((*facts, vocabulary_size(header), tuple(cuts))).encode(), digest_size=16).hexdigest()
 
 
 def load_verdict(home: Path, header: Header, cuts: Sequence[int] = ()) -> CheckVerdict | None:
-    """What was found for windows between these ``cuts``, or else everywhere; None where they were not checked."""
+    """Return the verdict for windows between these ``cuts``, or else for all; None if they were not checked."""
     is_derived = header.text("general.architecture") not in SUPPORTED
     for asked in dict.fromkeys((tuple(cuts), ())):
         try:
@@ -118,7 +118,7 @@ def load_verdict(home: Path, header: Header, cuts: Sequence[int] = ()) -> CheckV
 
 
 def save_verdict(home: Path, header: Header, verdict: CheckVerdict) -> None:
-    """Keep ``verdict``, and of all the latest ``MAX_KEPT``. Raises ``OSError``."""
+    """Keep ``verdict``, and the latest ``MAX_KEPT`` of all. Raises ``OSError``."""
     folder = checks_folder(home)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / f"{verdict_key(header, verdict.cuts)}.json", msgspec.json.encode(verdict))
@@ -128,7 +128,8 @@ def save_verdict(home: Path, header: Header, verdict: CheckVerdict) -> None:
 
 
 def windows_line(home: Path, header: Header, firsts: Iterable[int]) -> str | None:
-    """In one line what is known of windows that begin at the layers ``firsts``; None for the whole model alone."""
+    """Return in one line what is known about windows that begin at ``firsts``; None for the whole model on one
+    device."""
     cuts = sorted({*firsts} - {0})
     verdict = load_verdict(home, header, cuts)
     if verdict is None and is_unknown(header):
@@ -141,15 +142,15 @@ def windows_line(home: Path, header: Header, firsts: Iterable[int]) -> str | Non
 
 
 def _why_whole(header: Header, verdict: CheckVerdict | None) -> str:
-    """Why the model is not cut; empty where it is."""
+    """Return why the model is not cut; empty if it is."""
     if not is_unknown(header):
         return why_whole(header)
     return "" if verdict is None or verdict.result == "certified" else verdict_line(verdict, header.path)
 
 
 def why_not_shared(home: Path, header: Header) -> str:
-    """Why devices do not share layers of the model; empty where nothing is known against it. Of an architecture that the
-    table does not know a check has to have found that shares add up."""
+    """Return why devices cannot share layers of the model; empty if nothing is known against it. For an architecture
+    that is not in the table a check must have found that shares add up."""
     verdict = load_verdict(home, header)
     if verdict is not None and verdict.shares:
         return verdict.shares
@@ -159,7 +160,7 @@ def why_not_shared(home: Path, header: Header) -> str:
 
 
 def verdict_line(verdict: CheckVerdict | None, model: Path) -> str:
-    """The same of ``model``."""
+    """Return in one line the result of checking ``model``."""
     if verdict is None:
         return f"not checked: primad check {printable(model)}"
     if verdict.result == "certified":
@@ -171,9 +172,9 @@ def verdict_line(verdict: CheckVerdict | None, model: Path) -> str:
 
 
 def with_verdict(profile: ModelProfile, header: Header, verdict: CheckVerdict | None) -> ModelProfile:
-    """``profile``, which ``header`` is of, without the cuts that are not exact or that the ``verdict`` on it forbids.
+    """Return the ``profile`` of ``header`` without cuts that are inexact or that the ``verdict`` forbids.
 
-    Of an architecture that the table does not know it is as if every cut were, until there is a verdict.
+    An architecture that is not in the table has no forbidden cuts until there is a verdict.
     """
     if _why_whole(header, verdict):
         return profile.uncut
@@ -186,14 +187,14 @@ def with_verdict(profile: ModelProfile, header: Header, verdict: CheckVerdict | 
 
 
 def _with_cut_points(profile: ModelProfile, places: range) -> ModelProfile:
-    """``profile`` with windows that begin at these ``places``."""
+    """Return ``profile`` with windows that begin at these ``places``."""
     if not places:
         return profile.uncut
     return replace(profile, cut_multiple=places.step, cut_offset=places.start % places.step)
 
 
 def allowed(verdict: CheckVerdict | None, places: range) -> range:
-    """As many of ``places``, at even distances, as there are without a cut that ``verdict`` forbids."""
+    """Return as many evenly spaced ``places`` as possible without a cut that ``verdict`` forbids."""
     forbidden = verdict.forbidden if verdict is not None and not verdict.cuts else ()
     every = (places[step - 1 :: step] for step in range(1, len(places) + 1))
     return next((some for some in every if not any(set(each.layers) <= set(some) for each in forbidden)), places[:0])
