@@ -316,7 +316,7 @@ class _Check:
         try:
             answer: CheckReply | str = self.child.ask(task, _ANSWER)
         except msgspec.DecodeError as exc:
-            answer = f"the child said what is no answer: {exc}"
+            answer = f"the child's reply is invalid: {exc}"
         if isinstance(answer, Listed):
             return answer
         if isinstance(answer, Tried):

@@ -125,9 +125,7 @@ def _answer(task: CheckTask) -> CheckReply:
             from primad.engine.nodes import graph_nodes
 
             if looks_ahead(open_model(Path(task.tiny))):
-                return Tried(
-                    "refused", "a token's logits depend on later ones, so that it writes no text token by token"
-                )
+                return Tried("refused", "a token's logits depend on later ones, so it cannot generate token by token")
             return Listed(tuple(starmap(GraphNode, graph_nodes(Path(task.tiny)))))
         case TryCuts():
             return _cuts(task)
@@ -144,7 +142,7 @@ def _whole(tiny: str, kv_type: KvType, derived: Architecture | None) -> Tried:
 
     if is_finite(_logits(tiny, kv_type, derived)):
         return Tried("equal")
-    return Tried("refused", "the whole model's logits are no numbers, or all the same")
+    return Tried("refused", "the whole model's logits are not finite, or all equal")
 
 
 def _cuts(task: TryCuts) -> Tried:

@@ -242,7 +242,7 @@ def difference(found: Iterator[NDArray[np.float32]], expected: Logits) -> str:
     for number, (logits, wanted) in enumerate(zip(found, expected, strict=True)):
         if not np.array_equal(logits[1:], wanted[1:]):
             if not np.isfinite(logits[1:]).all():
-                return f"logits {number + 1} of {len(expected)} are no numbers: something comes past the way in"
+                return f"logits {number + 1} of {len(expected)} are NaN or infinite: something bypasses the input node"
             return f"logits {number + 1} of {len(expected)} differ by {np.abs(logits[1:] - wanted[1:]).max():.2g}"
     return ""
 

@@ -156,7 +156,7 @@ def why_not_shared(home: Path, header: Header) -> str:
         return verdict.shares
     if not is_unknown(header) or (verdict is not None and verdict.shares is not None):
         return ""
-    return f"that shares of its layers add up to them was not checked: primad check {printable(header.path)}"
+    return f"not checked whether shares of its layers add up: primad check {printable(header.path)}"
 
 
 def verdict_line(verdict: CheckVerdict | None, model: Path) -> str:
@@ -167,7 +167,7 @@ def verdict_line(verdict: CheckVerdict | None, model: Path) -> str:
         where = f", at layers {', '.join(map(str, verdict.cuts))}" if verdict.cuts else ""
         return f"checked bit for bit on {verdict.day}{where}"
     if verdict.result == "not finished":
-        return f"checked in part on {verdict.day}; primad check {printable(model)} goes on with more --time-limit"
+        return f"checked in part on {verdict.day}; primad check {printable(model)} continues with a longer --time-limit"
     return f"not certified on {verdict.day}: {printable(verdict.why)}"
 
 

@@ -1,4 +1,4 @@
-"""Every check at once, each with a deadline; one that fails says so and stops no other."""
+"""Run every check concurrently, each with a deadline; a failing check reports that and stops no other."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ _REPORT_MORE: Final = "primad --verbose doctor"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is examined: this device as its owner set it up.
+    """The device to examine, as its owner set it up.
 
-    ``host`` is the address that its daemons listen on, ``control_port`` None where the owner left it open; ``devices`` are
-    those that the configuration names as host:port, ``threads`` those that it pins, ``models`` its folders with models.
-    ``own_key`` is its public key, "" before it has one; ``trust`` is what is known here of others' keys.
+    ``host`` is the address on which its daemons listen, ``control_port`` None if the owner did not choose one.
+    ``devices`` are those that the configuration names as host:port, ``threads`` the configured number, ``models`` its
+    folders with models. ``own_key`` is its public key, "" before it has one; ``trust`` is what is known here about
+    others' keys.
     """
 
     home: Path
@@ -52,7 +53,7 @@ Check = Callable[[Subject], Awaitable[list[Finding]]]
 
 
 async def examine(subject: Subject, checks: dict[str, Check] | None = None, limit_s: float = LIMIT_S) -> list[Finding]:
-    """All findings, in the order of the checks; ``checks`` by name are all there are when left out."""
+    """Return all findings, in the order of the checks; by default of all ``CHECKS``."""
     chosen = CHECKS if checks is None else checks
     return [
         found

@@ -1,4 +1,4 @@
-"""What a check says, and how it asks the system without ever waiting for long."""
+"""Findings of checks, and queries of the system that never take long."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ COMMAND_TIMEOUT_S: Final = 3.0
 _MAX_OUTPUT: Final = 1 << 20
 
 Severity = Literal["ok", "note", "warning", "error"]
-"""A note is worth knowing, a warning costs something, an error keeps this device from serving."""
+"""A note is information, a warning costs something, an error keeps this device from serving."""
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the report. ``check`` is the group it belongs to, ``next`` the command that helps, or None."""
+    """One line of the report. ``check`` is its group, ``next`` the command that helps, or None."""
 
     check: str
     level: Severity
@@ -35,12 +35,12 @@ def finding(check: str, level: Severity, text: str, next_command: str | None = N
 
 
 def gib(count: int) -> str:
-    """Bytes for people."""
+    """Return bytes in readable form."""
     return f"{count / (1 << 30):.1f} GiB"
 
 
 async def in_thread(ask: Callable[[], _Result]) -> _Result:
-    """``ask`` in a thread that nobody waits for at the end: a dead network file system blocks its reader for good."""
+    """Run ``ask`` in a thread that is not joined at exit: a dead network file system blocks its reader for good."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[_Result] = loop.create_future()
 
@@ -58,7 +58,7 @@ async def in_thread(ask: Callable[[], _Result]) -> _Result:
             result = ask()
         except BaseException as exc:  # noqa: BLE001  (raised again where the answer is awaited)
             error = exc
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody asks any more
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: no one awaits the result
             loop.call_soon_threadsafe(resolve, result, error)
 
     threading.Thread(target=run, name="primad-doctor", daemon=True).start()
@@ -66,7 +66,7 @@ async def in_thread(ask: Callable[[], _Result]) -> _Result:
 
 
 def output_of(*command: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str | None:
-    """What ``command`` prints when it succeeds, in English; None where it is missing, fails or takes too long."""
+    """Return what ``command`` prints when it succeeds, in English; None if it is missing, fails or takes too long."""
     try:
         done = subprocess.run(
             command,

@@ -1,4 +1,5 @@
-"""Does a firewall of this machine keep the others out? Asked without rights, so sometimes it cannot be told."""
+"""Check whether a firewall of this machine blocks other devices. Asked without root, so sometimes the result is
+unknown."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ _EPHEMERAL: Final = (32_768, 60_999)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirewallFacts:
-    """What the system tells of its firewalls; None is what could not be asked.
+    """Facts about the system's firewalls; None is what could not be read.
 
-    ``ufw`` is whether it is on, ``ufw_rules`` its report; ``firewalld_open`` what firewalld lets in (ports and services,
-    None when it does not run); ``nft`` and ``iptables`` their rules; ``present`` the programs that are there;
-    ``profile`` is Windows's or macOS's report.
+    ``ufw`` is whether it is on, ``ufw_rules`` its report; ``firewalld_open`` the ports and services that firewalld lets
+    in (None when it does not run); ``nft`` and ``iptables`` their rules; ``present`` the installed programs;
+    ``profile`` the report of Windows or macOS.
     """
 
     system: str
@@ -41,7 +42,8 @@ class FirewallFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needed:
-    """What must come in: TCP to ``control`` and ``others`` (from, to; links and transfer), UDP 5353; from ``subnets``."""
+    """Required inbound traffic: TCP to ``control`` and ``others`` (from, to; links and transfer), UDP 5353; from
+    ``subnets``."""
 
     control: int
     others: tuple[int, int]
@@ -49,7 +51,7 @@ class Needed:
 
 
 def gather_firewall() -> FirewallFacts:
-    """Files that all may read, and commands that may fail."""
+    """Read world-readable files and run commands that may fail."""
     system = platform.system()
     profile = None
     if system == "Windows":
@@ -71,7 +73,7 @@ def gather_firewall() -> FirewallFacts:
 
 
 def needed(control: int, own: Sequence[Interface]) -> Needed:
-    """What must come in on this machine."""
+    """Return the required inbound traffic of this machine."""
     subnets = [
         str(address.network)
         for found in own
@@ -83,7 +85,7 @@ def needed(control: int, own: Sequence[Interface]) -> Needed:
 
 
 def judge_firewall(facts: FirewallFacts, need: Needed) -> list[Finding]:
-    """One finding a firewall that is on; one that says there is none that drops anything."""
+    """Return one finding per active firewall, or one that says that none drops anything."""
     found: list[Finding] = []
     if facts.system == "Windows":
         return _judge_windows(facts, need)
@@ -105,7 +107,7 @@ def _judge_ufw(facts: FirewallFacts, need: Needed) -> Finding:
         for ports, kind in ((f"{need.control},{need.others[0]}:{need.others[1]}", "tcp"), ("5353", "udp"))
     )
     if facts.ufw_rules is None:
-        text = "ufw is on; what it lets in cannot be told without root. If devices do not find each other:"
+        text = "ufw is on; its rules cannot be read without root. If devices do not find each other:"
         return finding("firewall", "note", text, command)
     rules = [line for line in facts.ufw_rules.splitlines() if "ALLOW" in line]
     if any(str(need.control) in line for line in rules) or any(line.split()[:1] == ["Anywhere"] for line in rules):
@@ -136,7 +138,7 @@ def _judge_firewalld(opened: tuple[str, ...], need: Needed) -> Finding:
 
 
 def _judge_rules(facts: FirewallFacts, need: Needed) -> list[Finding]:
-    """Rules of nftables and iptables that drop what comes in, written by hand or by some other program."""
+    """Judge rules of nftables and iptables that drop inbound traffic, written by hand or by another program."""
     drops = []
     if facts.nft and re.search(r"hook input[^}]*policy (drop|reject)", facts.nft):
         drops.append("nftables")
@@ -152,7 +154,7 @@ def _judge_rules(facts: FirewallFacts, need: Needed) -> list[Finding]:
         return [finding("firewall", "warning", text, command)]
     asked = {"nft": facts.nft, "iptables": facts.iptables}
     if not facts.root and any(asked[name] is None for name in facts.present):
-        text = f"rules of {' and '.join(facts.present)} cannot be told without root"
+        text = f"rules of {' and '.join(facts.present)} cannot be read without root"
         return [
             finding("firewall", "note", text, "sudo nft list ruleset" if "nft" in facts.present else "sudo iptables -S")
         ]
@@ -184,7 +186,7 @@ def _judge_mac(facts: FirewallFacts) -> list[Finding]:
 
 
 def _range(text: str) -> re.Match[str] | None:
-    """firewalld's 7770/tcp or 1025-65535/tcp."""
+    """Match firewalld's 7770/tcp or 1025-65535/tcp."""
     return re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?/tcp", text)
 
 
@@ -204,7 +206,7 @@ def _firewalld() -> tuple[str, ...] | None:
 
 
 def _ephemeral(path: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> tuple[int, int]:
-    """The range from which the system gives ports to who asks for any, as the links do."""
+    """Return the range from which the system assigns free ports, as the links use them."""
     try:
         low, high = (int(part) for part in path.read_text().split())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What llama.cpp was built with, and whether a GPU of this machine stays unused because of it."""
+"""Which backends llama.cpp was built with, and whether a GPU of this machine stays unused because of that."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LIBRARIES: Final = {
     "musa": "MUSA",
     "cann": "CANN",
 }
-"""What a backend's library has in its name, and what the backend is called."""
+"""Parts of library names, and the backends' names."""
 _VENDORS: Final = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
 _SUITED: Final = {
     "NVIDIA": ("CUDA", "Vulkan"),
@@ -38,21 +38,21 @@ _SUITED: Final = {
     "Intel": ("SYCL", "Vulkan"),
     "Apple": ("Metal",),
 }
-"""By vendor the backends that can use its GPUs, the best first."""
+"""For each vendor the backends that can use its GPUs, best first."""
 _INSTALLED: Final = {"NVIDIA": "CUDA", "AMD": "VULKAN", "Intel": "VULKAN", "Apple": "METAL"}
-"""By vendor what to build: Vulkan where the vendor's own needs a large toolkit."""
+"""For each vendor the backend to build: Vulkan where the vendor's own needs a large toolkit."""
 _ROCM: Final = (Path("/opt/rocm/bin/hipcc"), Path("/usr/bin/hipcc"))
 _LOOK: Final = "vulkaninfo --summary"
 _LOOK_BY_BACKEND: Final = {"CUDA": "nvidia-smi", "HIP": "rocminfo", "Metal": "system_profiler SPDisplaysDataType"}
-"""What shows GPUs without llama.cpp."""
+"""Commands that show GPUs without llama.cpp."""
 
 _OTHER_NAMES: Final = {"AMD": ("ROCm",)}
-"""What ggml calls a backend's devices, where that is not the backend's name."""
+"""ggml's names of a backend's devices, where they differ from the backend's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """A GPU that the system knows; ``usable`` is False where its driver does not answer."""
+    """A GPU that the system knows; ``usable`` is False if its driver does not respond."""
 
     vendor: str
     name: str
@@ -63,9 +63,9 @@ class Hardware:
 class EngineFacts:
     """``package`` is the version of llama-cpp-python ("" when missing), ``backends`` those whose libraries it has.
 
-    ``devices`` are the GPUs that llama.cpp itself lists as (backend, name), or in words why it could not be asked; ``runs``
-    says whether it does where it does not look for any. ``left_out`` are GPUs that could not be used when this device was
-    measured, as (name, why). ``has_rocm``: AMD's toolkit is there to build with.
+    ``devices`` are the GPUs that llama.cpp lists as (backend, name), or the reason why it could not be asked; ``runs``
+    says whether it works without looking for GPUs. ``left_out`` are GPUs that could not be used when this device was
+    measured, as (name, why). ``has_rocm``: AMD's toolkit is available for building.
     """
 
     package: str
@@ -78,7 +78,7 @@ class EngineFacts:
 
 
 def gather_engine(home: Path, threads: int | None, timeout_s: float = _LIST_TIMEOUT_S) -> EngineFacts:
-    """Looks at the libraries' names; asks llama.cpp itself for its devices in child processes (a second or two)."""
+    """Look at the libraries' names, and ask llama.cpp for its devices in child processes (a second or two)."""
     try:
         package = version(PACKAGE)
     except PackageNotFoundError:
@@ -90,7 +90,7 @@ def gather_engine(home: Path, threads: int | None, timeout_s: float = _LIST_TIME
         with ThreadPoolExecutor(2) as both:
             seen, without = (both.submit(_devices, timeout_s, gpu=gpu) for gpu in (True, False))
             devices, runs = seen.result(), not isinstance(without.result(), str)
-        with contextlib.suppress(EngineError):  # a damaged package; what it lacks is told besides
+        with contextlib.suppress(EngineError):  # a damaged package; another finding reports it
             left_out = tuple((gpu.name, gpu.why) for gpu in unused_gpus(home, threads))
     return EngineFacts(
         package=package,
@@ -104,7 +104,7 @@ def gather_engine(home: Path, threads: int | None, timeout_s: float = _LIST_TIME
 
 
 def judge_engine(facts: EngineFacts, system: str, python: str) -> list[Finding]:
-    """``python`` is the interpreter to install with. A GPU that no backend can use is the finding that pays most."""
+    """Judge the engine; ``python`` is the interpreter to install with. An unused GPU is the most valuable finding."""
     if not facts.package:
         text = f"{PACKAGE} is not installed: this device cannot compute"
         return [finding("llama.cpp", "error", text, f"{python} -m pip install {PACKAGE}")]
@@ -135,7 +135,7 @@ def judge_engine(facts: EngineFacts, system: str, python: str) -> list[Finding]:
 
 
 def _judge_unused(gpu: Hardware, facts: EngineFacts, system: str, python: str) -> Finding:
-    """Why llama.cpp has no device by any backend that suits ``gpu``."""
+    """Return why llama.cpp has no device by any backend that suits ``gpu``."""
     suited = _SUITED[gpu.vendor]
     look = "nvidia-smi" if gpu.vendor == "NVIDIA" else _LOOK
     if not gpu.usable:
@@ -143,7 +143,7 @@ def _judge_unused(gpu: Hardware, facts: EngineFacts, system: str, python: str) -
         return finding("gpu", "warning", text, look)
     if set(facts.backends).isdisjoint(suited):
         text = f"{gpu.name} stays unused: llama.cpp was built without {' or '.join(suited)}"
-        level: Severity = "note" if gpu.vendor == "Intel" else "warning"  # most are no faster than the CPU beside them
+        level: Severity = "note" if gpu.vendor == "Intel" else "warning"  # most are no faster than the CPU next to them
         backend = "HIP" if gpu.vendor == "AMD" and facts.has_rocm else _INSTALLED[gpu.vendor]
         return finding("gpu", level, text, _install(facts.package, backend, system, python))
     text = f"{gpu.name} stays unused: llama.cpp was built with {', '.join(facts.backends)}, but sees no device by it"
@@ -151,7 +151,7 @@ def _judge_unused(gpu: Hardware, facts: EngineFacts, system: str, python: str) -
 
 
 def _install(package: str, backend: str | None, system: str, python: str) -> str:
-    """The command that builds llama-cpp-python again, with ``backend`` of ggml's options."""
+    """Return the command that rebuilds llama-cpp-python, with ``backend`` of ggml's options."""
     pip = (
         f"{python} -m pip install --force-reinstall --no-cache-dir --no-deps --no-binary {PACKAGE} {PACKAGE}=={package}"
     )
@@ -163,14 +163,14 @@ def _install(package: str, backend: str | None, system: str, python: str) -> str
 
 
 def _devices(timeout_s: float, *, gpu: bool) -> tuple[tuple[str, str], ...] | str:
-    """What the installed llama.cpp lists, in a child that sees GPUs or not: a crash of it is an answer."""
+    """Return the GPUs that the installed llama.cpp lists in a child that sees GPUs or not; a crash is a result too."""
     with child_trials(1, timeout_s=timeout_s, gpu=gpu) as trials:
         answer = trials.gpus()
     return answer if isinstance(answer, str) else tuple((gpu.backend, gpu.name) for gpu in answer)
 
 
 def _backends() -> tuple[str, ...]:
-    """The backends whose libraries lie in the package; nothing is loaded."""
+    """Return the backends whose libraries are in the package; nothing is loaded."""
     spec = find_spec("llama_cpp")
     if spec is None or spec.origin is None:
         return ()
@@ -189,7 +189,7 @@ def _hardware() -> list[Hardware]:
 
 
 def _cards(folder: Path = Path("/sys/class/drm")) -> list[Hardware]:
-    """The GPUs that Linux's kernel knows; NVIDIA's are usable only by the vendor's own driver."""
+    """Return the GPUs that Linux's kernel knows; NVIDIA's are usable only with the vendor's own driver."""
     found: Sequence[Path] = sorted(folder.glob("card[0-9]*/device/vendor"))
     vendors = []
     for path in found:

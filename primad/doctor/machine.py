@@ -30,9 +30,9 @@ _RING_PROCESS: Final = "primad.ring.process"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFacts:
-    """Bytes. ``total_bytes`` and ``available_bytes`` are what this process may use, ``machine_bytes`` all there is.
+    """Bytes. ``total_bytes`` and ``available_bytes`` are what this process may use, ``machine_bytes`` the whole RAM.
 
-    ``own_bytes`` are those of primad's processes here, which hold layers and give them back.
+    ``own_bytes`` are used by primad's processes here, which hold layers and can release them.
     """
 
     machine_bytes: int
@@ -45,14 +45,15 @@ class MemoryFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockFacts:
-    """``synchronized`` is None where the system does not tell; ``behind_s`` is how far the clock is before our install."""
+    """``synchronized`` is None if the system does not say; ``behind_s`` is how far the clock is before the time of the
+    installation."""
 
     synchronized: bool | None
     behind_s: float
 
 
 def gather_memory() -> MemoryFacts:
-    """The memory of now."""
+    """Read the current memory."""
     ours, swap = memory(), psutil.swap_memory()
     return MemoryFacts(
         machine_bytes=int(psutil.virtual_memory().total),
@@ -65,7 +66,7 @@ def gather_memory() -> MemoryFacts:
 
 
 def _own_bytes() -> int:
-    """What primad's ring processes here have in memory, as far as this user may see it; pages of files are available."""
+    """Return the memory of primad's ring processes, as far as this user may see it; page cache counts as available."""
     found = 0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -76,7 +77,7 @@ def _own_bytes() -> int:
 
 
 def judge_memory(facts: MemoryFacts, system: str) -> list[Finding]:
-    """Layers that do not fit into what is available are read from disk for every token."""
+    """Judge memory: layers that do not fit into available memory are read from disk for every token."""
     amount = f"{gib(facts.available_bytes)} of {gib(facts.total_bytes)} are available"
     users = {"Windows": "taskmgr", "Darwin": "top -o mem"}.get(system, "ps aux --sort=-rss | head")
     if facts.own_bytes:
@@ -98,14 +99,14 @@ def judge_memory(facts: MemoryFacts, system: str) -> list[Finding]:
 
 
 def gather_battery() -> tuple[float, bool] | None:
-    """(percent, plugged in), or None without a battery."""
+    """Return (percent, plugged in), or None without a battery."""
     ask = getattr(psutil, "sensors_battery", None)  # not on every system
     battery = ask() if ask is not None else None
     return None if battery is None else (float(battery.percent), battery.power_plugged is not False)
 
 
 def judge_battery(battery: tuple[float, bool] | None) -> list[Finding]:
-    """On battery a device is slower and soon gone."""
+    """Judge the battery: on battery a device is slower and soon gone."""
     if battery is None:
         return []
     percent, plugged = battery
@@ -116,7 +117,7 @@ def judge_battery(battery: tuple[float, bool] | None) -> list[Finding]:
 
 
 def gather_files() -> int | None:
-    """How many files this process may have open; None where that is not limited."""
+    """Return how many files this process may open; None for no limit."""
     if sys.platform == "win32":
         return None
     else:  # for mypy, which knows no resource module there
@@ -125,7 +126,7 @@ def gather_files() -> int | None:
 
 
 def judge_files(limit: int | None) -> list[Finding]:
-    """Each link and each layer file is one."""
+    """Judge the limit of open files: each link and each layer file needs one."""
     if limit is None:
         return []
     if limit >= MIN_FILES:
@@ -135,14 +136,14 @@ def judge_files(limit: int | None) -> list[Finding]:
 
 
 def gather_clock() -> ClockFacts:
-    """What the system says of its clock, and whether it lies before the day that primad was installed."""
+    """Read whether the clock is synchronised, and whether it is before the day of primad's installation."""
     output = output_of("timedatectl", "show", "--property=NTPSynchronized", "--value")
     answer = {"yes": True, "no": False}.get((output or "").strip())
     return ClockFacts(synchronized=answer, behind_s=Path(__file__).stat().st_mtime - time.time())
 
 
 def judge_clock(facts: ClockFacts, system: str) -> list[Finding]:
-    """Nothing that devices agree on hangs on the clock; logs and the dates of trust do."""
+    """Judge the clock. Devices agree on nothing that depends on it; logs and trust dates do."""
     command = {
         "Linux": "sudo timedatectl set-ntp true",
         "Darwin": "sudo sntp -sS time.apple.com",
@@ -162,12 +163,12 @@ def judge_clock(facts: ClockFacts, system: str) -> list[Finding]:
 
 
 def gather_platform() -> tuple[str, str, tuple[int, ...], bool]:
-    """(system, machine, version of Python, whether it is of 64 bits)."""
+    """Return (system, machine, version of Python, whether it is 64-bit)."""
     return platform.system(), platform.machine(), sys.version_info[:3], sys.maxsize > 1 << 32
 
 
 def judge_platform(system: str, machine: str, python: Sequence[int], wide: bool) -> list[Finding]:
-    """What primad is made for."""
+    """Judge whether primad supports the platform."""
     version = ".".join(str(part) for part in python)
     if tuple(python[:2]) < MIN_PYTHON:
         text = f"Python {version} is too old; primad needs {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or later"

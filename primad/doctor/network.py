@@ -24,7 +24,7 @@ _STATIC: Final = "primad serve --model FILE.gguf --device HOST:7770"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MulticastAddress:
-    """An address to speak mDNS through; ``problem`` is "" where what was sent came back."""
+    """An address to use for mDNS; ``problem`` is "" if what was sent came back."""
 
     interface: str
     address: str
@@ -36,8 +36,8 @@ class MulticastAddress:
 class Port:
     """A TCP port that primad uses for ``purpose``; ``flag`` chooses another.
 
-    ``problem`` is what keeps it from being taken ("" when nothing does), ``owner`` the program that has it, if known.
-    ``wanted`` says that the owner of this device asked for just this one.
+    ``problem`` is why it is unavailable ("" if it is free), ``owner`` the program that has it, if known. ``wanted``:
+    the owner of this device asked for exactly this one.
     """
 
     number: int
@@ -49,7 +49,7 @@ class Port:
 
 
 async def gather_places(host: str, interface: str | None) -> list[MulticastAddress]:
-    """Every interface on which a daemon that listens on ``host`` speaks mDNS, tried. Raises ``ClusterError``."""
+    """Try every interface on which a daemon that listens on ``host`` uses mDNS. Raises ``ClusterError``."""
     own = await in_thread(read_interfaces)
     addresses = multicast_addresses(own, host, interface)
     problems = await asyncio.gather(*(wait_for_echo(address, own, ECHO_TIMEOUT_S) for address in addresses))
@@ -62,7 +62,7 @@ async def gather_places(host: str, interface: str | None) -> list[MulticastAddre
 
 
 def judge_places(places: Sequence[MulticastAddress]) -> list[Finding]:
-    """Multicast must work on one ordinary interface; on VPNs and bridges it may fail."""
+    """Judge multicast: it must work on one ordinary interface; on VPNs and bridges it may fail."""
     if not places:
         text = "no interface has an address: this machine is not in a network"
         return [finding("multicast", "error", text, "primad doctor --host 127.0.0.1")]
@@ -86,7 +86,7 @@ def judge_places(places: Sequence[MulticastAddress]) -> list[Finding]:
 
 
 def gather_ports(host: str, control: int, control_wanted: bool, http: int) -> list[Port]:
-    """The control port and the HTTP port, each tried on ``host`` (HTTP on loopback, where it is served by default)."""
+    """Try the control port and the HTTP port on ``host`` (HTTP on loopback, the default)."""
     return [
         _port(host, control, "control", "primad join --port", control_wanted),
         _port("127.0.0.1", http, "HTTP", "primad serve --model FILE.gguf --port", False),
@@ -94,7 +94,7 @@ def gather_ports(host: str, control: int, control_wanted: bool, http: int) -> li
 
 
 def judge_ports(ports: Sequence[Port]) -> list[Finding]:
-    """A port that our own daemon has is as good as a free one."""
+    """Judge ports: a port that our own daemon has is as good as a free one."""
     found = []
     for port in ports:
         what = f"{port.purpose} port {port.number}"
@@ -104,9 +104,9 @@ def judge_ports(ports: Sequence[Port]) -> list[Finding]:
         elif "primad" in port.owner:
             found.append(finding("ports", "ok", f"{what} is taken by primad itself ({port.owner})"))
         else:
-            who = f"taken by {port.owner}" if port.owner else f"not to be had: {port.problem}"
+            who = f"taken by {port.owner}" if port.owner else f"unavailable: {port.problem}"
             if port.purpose == "control" and not port.wanted:
-                text = f"{what} is {who}; primad takes another one, which --device and a firewall must know"
+                text = f"{what} is {who}; primad uses another one, which --device and firewall rules must name"
                 found.append(finding("ports", "note", text, another))
             else:
                 found.append(finding("ports", "warning", f"{what} is {who}", another))
@@ -123,9 +123,9 @@ def _bind_problem(host: str, number: int) -> str:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as found:
-            if os.name == "posix":  # elsewhere the option means: take it whoever has it
+            if os.name == "posix":  # elsewhere the option takes the port from any owner
                 found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:  # as the daemons listen: :: is IPv4, too
+            if family == socket.AF_INET6:  # like the daemons' sockets: :: is IPv4, too
                 found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             found.bind((host, number))
             found.listen(1)
@@ -135,7 +135,7 @@ def _bind_problem(host: str, number: int) -> str:
 
 
 def _listener(number: int) -> str:
-    """The program that listens on port ``number``, with its process number; "" when the system does not tell."""
+    """Return the program that listens on port ``number``, with its process number; "" if the system does not say."""
     try:
         for connection in psutil.net_connections("tcp"):
             if connection.status != psutil.CONN_LISTEN or connection.pid is None or not connection.laddr:

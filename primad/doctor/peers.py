@@ -1,4 +1,4 @@
-"""The devices in sight: do their versions fit, and are they trusted?"""
+"""Judge the visible devices: whether their versions fit, and whether they are trusted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UPDATE: Final = "pip install --upgrade primad"
 
 
 def judge_sight(peers: Sequence[Peer], cluster: str, own_key: str) -> list[Finding]:
-    """Whether anybody else is there at all."""
+    """Judge whether any other device is visible."""
     others = [peer for peer in peers if peer.cluster == cluster and not _is_own(peer, own_key)]
     foreign = sorted({peer.cluster for peer in peers if peer.cluster != cluster})
     found = []
@@ -31,8 +31,8 @@ def judge_sight(peers: Sequence[Peer], cluster: str, own_key: str) -> list[Findi
 
 
 def judge_versions(peers: Sequence[Peer], cluster: str, version: str, *, protocol: int, oldest: int) -> list[Finding]:
-    """We speak ``protocol`` down to ``oldest``. A device of another one does not work with us, but for the next one perhaps,
-    which may speak ours too; another version may differ in bugs."""
+    """Judge versions. We support protocols from ``oldest`` to ``protocol``. Devices with other protocols do not work
+    with us, except perhaps with the next one, which may support ours too; another version may differ in bugs."""
     found = []
     for peer in peers:
         if peer.cluster != cluster:
@@ -53,8 +53,9 @@ def judge_versions(peers: Sequence[Peer], cluster: str, version: str, *, protoco
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownTrust:
-    """What is known here of trust, by key: whom this device ``trusts`` and ``revoked``, and what the daemon that runs here
-    heard of the other side: whom its head ``introduced``, which heads it was ``revoked_by``, who ``refused`` it and why."""
+    """What is known here about trust, by key: which keys this device ``trusts`` and ``revoked``, and what the running
+    daemon learnt from the other side: which devices its head ``introduced``, which heads it was ``revoked_by``, which
+    heads ``refused`` it and why."""
 
     trusts: Callable[[str], bool]
     revoked: frozenset[str] = frozenset()
@@ -64,7 +65,7 @@ class KnownTrust:
 
 
 def judge_trust(peers: Sequence[Peer], cluster: str, own_key: str, trust: KnownTrust) -> list[Finding]:
-    """Devices of our cluster that are not trusted stay outside until a code was typed."""
+    """Judge trust: devices of our cluster that are not trusted stay outside until a code is typed."""
     found = []
     for peer in peers:
         if peer.cluster != cluster or _is_own(peer, own_key):

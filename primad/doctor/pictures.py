@@ -1,4 +1,4 @@
-"""Whether models of this device see and hear: what llama.cpp was built with, and which encoder a model lacks."""
+"""Whether models of this device take images and audio: the libraries of llama.cpp, and encoders that models lack."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REPOSITORY: Final = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureFacts:
-    """``has_mtmd`` is whether llama.cpp is here with its encoders' library (None: not here at all), ``models`` are those of
+    """``has_mtmd`` is whether llama.cpp has its encoders' library (None: llama.cpp is missing), ``models`` are those of
     the library that have an encoder, or could have one."""
 
     has_mtmd: bool | None
@@ -34,7 +34,7 @@ class PictureFacts:
 
 
 def gather_pictures(home: Path, folders: Sequence[Path]) -> PictureFacts:
-    """Looks at the libraries' names and the models' headers; nothing is loaded or written."""
+    """Read the libraries' names and the models' headers; nothing is loaded or written."""
     places = model_places(folders, models_folder(home), os.environ, Path.home(), sys.platform)
     found = read_library(places, HeaderCache(home / "library.json", is_kept=False)).models
     models = [each for each in found if not each.problem and (each.projector is not None or each.lacks_encoder)]
@@ -42,7 +42,7 @@ def gather_pictures(home: Path, folders: Sequence[Path]) -> PictureFacts:
 
 
 def judge_pictures(facts: PictureFacts, python: str) -> list[Finding]:
-    """``python`` is the interpreter to install with."""
+    """Judge encoders; ``python`` is the interpreter to install with."""
     if facts.has_mtmd is None:
         return []  # another check says so
     if not facts.has_mtmd:
@@ -79,12 +79,14 @@ def _judge_refused(model: LibraryModel) -> Finding:
 
 
 def _judge_lacking(model: LibraryModel) -> Finding:
-    text = f"{model.name} could see or hear, but the file {MARK}-….gguf of its publisher is not beside {model.files[0]}"
+    text = (
+        f"{model.name} could see or hear, but the file {MARK}-….gguf of its publisher is not next to {model.files[0]}"
+    )
     return finding("pictures", "note", text, _command(model))
 
 
 def _command(model: LibraryModel) -> str:
-    """What fetches the encoder of ``model``, by the program that keeps it."""
+    """Return the command that fetches the encoder of ``model`` with the program that keeps it."""
     if "Ollama" in model.sources:
         return f"ollama pull {model.name}"
     name = next((each for each in model.names if each.startswith(PREFIX)), "")

@@ -1,6 +1,6 @@
-"""Can the devices that are in sight, or named in the configuration, be reached?
+"""Check whether visible or configured devices can be reached.
 
-What a firewall over there keeps out shows here.
+This shows what a firewall on the other device blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_TARGETS: Final = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """An address of a device. ``named`` says that it stands in the configuration."""
+    """An address of a device. ``named`` says that the configuration has it."""
 
     device: str
     address: str
@@ -30,7 +30,7 @@ class Target:
 
 
 def targets(peers: Sequence[Peer], cluster: str, named: Sequence[str]) -> list[Target]:
-    """The control ports of the workers of ``cluster`` in sight, then the devices that are named as host:port.
+    """Return the control ports of visible workers of ``cluster``, then the devices named as host:port.
 
     A head has no control port; its HTTP port stays on its own machine unless its owner says otherwise.
     """
@@ -48,13 +48,14 @@ def targets(peers: Sequence[Peer], cluster: str, named: Sequence[str]) -> list[T
 
 
 async def gather_reached(wanted: Sequence[Target], timeout_s: float = TIMEOUT_S) -> dict[Target, str]:
-    """Each target, tried at the same time, with "" or in a few words why it cannot be reached."""
+    """Try all targets concurrently; return "" or a short reason why each cannot be reached."""
     problems = await asyncio.gather(*(_connect(target, timeout_s) for target in wanted))
     return dict(zip(wanted, problems, strict=True))
 
 
 def judge_reached(reached: dict[Target, str]) -> list[Finding]:
-    """A device is well when one of its addresses answers; that others do not is usual (bridges, VPNs)."""
+    """Judge reachability: one responding address per device suffices, as others often do not respond (bridges,
+    VPNs)."""
     found = []
     for device in dict.fromkeys(target.device for target in reached):
         own = {target: problem for target, problem in reached.items() if target.device == device}
@@ -91,7 +92,7 @@ async def _connect(target: Target, timeout_s: float) -> str:
 
 
 def _some(texts: Iterable[str]) -> str:
-    """The first three, and how many more there are."""
+    """Return the first three, and the number of the others."""
     listed = list(texts)
     more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
     return ", ".join(listed[:3]) + more

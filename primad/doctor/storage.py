@@ -1,4 +1,4 @@
-"""The home folder: what kind of disk it lies on, how fast and how full that is, and who may read the identity."""
+"""Check the home folder: its kind of disk, speed and free space, and who may read the identity."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ _NETWORK: Final = ("nfs", "cifs", "smb", "sshfs", "fuse.sshfs", "9p", "afpfs", "
 _MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs")
 _SLOW_BYTES_PER_S: Final = 150e6
 _LAYER_BYTES: Final = 132_000_000
-"""A layer of an 8B model of about four bits: what room is told in."""
+"""A layer of an 8B model of about four bits: the unit in which room is reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskFacts:
     """``kind`` is the file system ("" when unknown), ``read_bytes_per_s`` what the profile measured (None: never).
 
-    Of the disk's ``total_bytes`` ``free_bytes`` are free; ``layers`` are here already. This device may use ``memory_bytes``.
+    The disk has ``total_bytes``, of which ``free_bytes`` are free; ``layers`` are here already. This device may use
+    ``memory_bytes``.
     """
 
     home: str
@@ -48,7 +49,7 @@ class DiskFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFacts:
-    """``identity.json``: its mode, and whether another user owns it."""
+    """The mode of ``identity.json``, and whether another user owns it."""
 
     path: str
     mode: int
@@ -56,7 +57,7 @@ class FileFacts:
 
 
 def gather_disk(home: Path) -> DiskFacts:
-    """The disk under ``home``, which need not exist yet."""
+    """Read the disk under ``home``, which need not exist yet."""
     folder = home
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -75,9 +76,9 @@ def gather_disk(home: Path) -> DiskFacts:
 
 
 def judge_disk(facts: DiskFacts) -> list[Finding]:
-    """The disk must take layers, and give those back fast that do not fit into memory.
+    """Judge the disk: it must hold layers, and read those that do not fit into memory fast.
 
-    How much is enough says this device itself: what its memory holds, and which layers it has already.
+    How much is enough depends on this device: what its memory holds, and which layers it has already.
     """
     found = []
     if not facts.writable:
@@ -101,7 +102,7 @@ def _judge_room(facts: DiskFacts) -> Finding:
     held = sum(layer.size_bytes for layer in facts.layers if layer.held)
     text = f"{gib(facts.free_bytes)} are free under {facts.home}"
     if here:
-        text += f" beside {show_count(len(facts.layers), 'layer')} ({gib(here)}) that are here"
+        text += f" in addition to {show_count(len(facts.layers), 'layer')} ({gib(here)}) stored here"
     spare = room + here - held
     if spare < _LAYER_BYTES:
         why = f"as large as those of an 8B model fits, as {gib(min(reserve, facts.free_bytes))} stay free"
@@ -128,7 +129,8 @@ def _judge_speed(rate: float | None) -> list[Finding]:
 
 
 def gather_identity(home: Path) -> FileFacts | None:
-    """The identity file; None before it exists. On Windows a mode says nothing: access lists guard the user's folders."""
+    """Return the identity file's facts; None if there is none. Windows has no useful mode: access lists guard user
+    folders."""
     path = home / FILE_NAME
     try:
         found = path.stat()
@@ -141,20 +143,20 @@ def gather_identity(home: Path) -> FileFacts | None:
 
 
 def judge_identity(facts: FileFacts | None) -> list[Finding]:
-    """Judge who may read the secret key. Whoever has it can pass for this device."""
+    """Judge who may read the secret key. Any program that has it can pose as this device."""
     if facts is None:
         return [finding("identity", "ok", "this device has no identity yet; it is made at first use")]
     if facts.foreign:
         text = f"{facts.path} belongs to another user"
         return [finding("identity", "error", text, f"sudo chown $USER '{facts.path}'")]
     if facts.mode & 0o077:
-        text = f"{facts.path} can be read by others (mode {facts.mode:04o}): who reads it can pose as this device"
+        text = f"{facts.path} can be read by others (mode {facts.mode:04o}): any reader can pose as this device"
         return [finding("identity", "error", text, f"chmod 600 '{facts.path}'")]
     return [finding("identity", "ok", f"{facts.path} is this user's alone")]
 
 
 def _kind(folder: Path) -> str:
-    """The type of the file system that holds ``folder``: that of the deepest mount point above it."""
+    """Return the type of the file system that holds ``folder``, from the deepest mount point above it."""
     best, kind = -1, ""
     for partition in psutil.disk_partitions(all=True):
         mount = Path(partition.mountpoint)
