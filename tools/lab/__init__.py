@@ -1,7 +1,7 @@
-"""A home network on one Linux machine: devices as namespaces behind a bridge, each with limits of its own.
+"""A home network on one Linux machine: devices are namespaces behind a bridge, each with its own limits.
 
-``Homelab(fleet)`` is the context manager that tests use; ``tools/homelab`` is the same from the command line. Never imported
-by primad.
+``Homelab(fleet)`` is the context manager that tests use; ``tools/homelab`` is the same from the command line. Never
+imported by primad.
 """
 
 from tools.lab.fleet import DeviceSpec, Fleet, load_fleet

@@ -1,9 +1,9 @@
-"""The rule that makes a device's profile from data sheets: ``profiles/data_sheets.json`` in, ``DeviceProfile`` out.
+"""The rule that estimates a device's profile from data sheets: ``profiles/data_sheets.json`` in, ``DeviceProfile`` out.
 
-A data sheet has the bandwidth of a memory and the FLOP of cores. What llama.cpp makes of them is much the same for devices
-of one family, so a family has a handful of figures here, and a device has none of its own. They were chosen so that what
-``tools/bench published`` shows comes out, a family's devices and models together: what is left is the error of the rule,
-which ``profiles/README.md`` states.
+A data sheet states the bandwidth of a memory and the FLOP of cores. llama.cpp reaches similar shares of them on devices
+of one family, so a family has a handful of figures here, and a device has none of its own. They were chosen to
+reproduce what ``tools/bench published`` shows, for a family's devices and models together. The remaining difference is
+the error of the rule, which ``profiles/README.md`` states.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from halda.quantisation import bytes_per_weight
 SHEETS: Final = Path(__file__).resolve().parents[2] / "profiles" / "data_sheets.json"
 _GIB: Final = 1 << 30
 _ROWS: Final = 512
-"""Rows of the largest measurement of a type."""
+"""Tokens of the largest measurement of a type."""
 _TYPES: Final[Mapping[str, tuple[float, float]]] = {
     "Q4_K": (1.0, 1.0),
     "Q6_K": (1.0, 0.9),
     "Q8_0": (1.08, 1.1),
     "F16": (1.1, 1.0),
 }
-"""Bytes a second and FLOP a second of a type over those of Q4_K."""
+"""Bytes per second and FLOP per second of a type relative to Q4_K."""
 _OF_BATCH: Final = 0.7
-"""Of the FLOP of a prompt eight rows get so many."""
+"""Share of a prompt's FLOP that a batch of eight tokens reaches."""
 _READ: Final = 0.8
-"""Of the bandwidth of RAM what all cores together read."""
+"""Share of the RAM bandwidth that all cores together read."""
 _OF_RAM: Final = 0.85
 _BYTES_A_FLOP: Final = 0.2
-"""A core takes bytes of Q4_K at the bandwidth less what it computes of them: both times add up."""
+"""A core reads bytes of Q4_K at the bandwidth and then computes with them: both times add up."""
 _CPU_PREFILL: Final = 0.55
 _SLOWED_PASSES: Final = 1.5
-"""What is read from a disk meanwhile passes the memory so often."""
+"""Number of times that bytes read from disk during computing pass through memory."""
 _OF_PCIE: Final = 0.65
 _PCIE_LANE_GB_PER_S: Final = {3: 0.985, 4: 1.97, 5: 3.94}
 _WIDE_MAC_GIB: Final = 36
-"""Up to so much RAM macOS gives two thirds to Metal, beyond three quarters."""
+"""Up to this amount of RAM macOS gives two thirds to Metal, beyond it three quarters."""
 _PC_STEP_S: Final = 0.00015
 _SLOW_STEP_S: Final = 0.0004
 
 
 class Family(NamedTuple):
-    """What llama.cpp makes of GPUs of one family.
+    """llama.cpp's performance on GPUs of one family.
 
-    ``bandwidth`` and ``matrix`` are shares of what the data sheet states, for weights of Q4_K; ``cache`` is the share of the
-    bandwidth for keys and values, ``attention`` that of the FLOP of matrices which attention has. ``layer_s`` and ``step_s``
-    are what a layer and a window cost besides.
+    ``bandwidth`` and ``matrix`` are shares of the data sheet's figures, for weights of Q4_K; ``cache`` is the share of
+    the bandwidth for keys and values, ``attention`` attention's share of the matrix FLOP. ``layer_s`` and ``step_s``
+    are the additional costs of a layer and a window.
     """
 
     backend: str
@@ -82,7 +82,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
 
 
 class GpuSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A GPU: without ``memory_gib`` it uses the RAM of its processor. FLOP are those of float16 matrices, dense."""
+    """A GPU: without ``memory_gib`` it uses its processor's RAM. FLOP are of float16 matrices, dense."""
 
     name: str
     family: str
@@ -94,9 +94,9 @@ class GpuSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class ProcessorSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A processor: ``ghz`` with all ``threads`` busy, FLOP a cycle of a core in float32, the bandwidth of its memory.
+    """A processor: ``ghz`` with all ``threads`` busy, FLOP per cycle and core in float32, the bandwidth of its memory.
 
-    ``cores_gb_per_s`` is what its cores can read, where that is less; ``also`` other names of it.
+    ``cores_gb_per_s`` is what its cores can read, if less; ``also`` are its other names.
     """
 
     name: str
@@ -116,7 +116,7 @@ class ProcessorSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class MachineSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A device: its processor, what it has besides, and what of it is typically free."""
+    """A device: its processor, its other parts, and their typically free share."""
 
     device: str
     processor: str
@@ -140,22 +140,22 @@ class Sheets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machines: tuple[MachineSheet, ...]
 
     def processor(self, machine: MachineSheet) -> ProcessorSheet:
-        """The processor of ``machine``: of several with its name the one with its graphics."""
+        """Return the processor of ``machine``: among those of that name the one with its graphics."""
         named = [each for each in self.processors if each.name == machine.processor]
         return next((each for each in named if each.graphics == machine.graphics), named[0])
 
     def gpu(self, name: str) -> GpuSheet:
-        """The GPU of that name."""
+        """Return the GPU of that name."""
         return next(each for each in self.gpus if each.name == name)
 
 
 def read_sheets(path: Path = SHEETS) -> Sheets:
-    """The data sheets that come with primad."""
+    """Read the data sheets that come with primad."""
     return msgspec.json.decode(path.read_bytes(), type=Sheets)
 
 
 def profiles(sheets: Sheets) -> dict[str, tuple[DeviceProfile, str]]:
-    """The profile of each machine by its name, and how it came about."""
+    """Return the profile of each machine by name, and how it was estimated."""
     found = {}
     for machine in sheets.machines:
         processor = sheets.processor(machine)
@@ -170,7 +170,7 @@ def profiles(sheets: Sheets) -> dict[str, tuple[DeviceProfile, str]]:
 
 
 def with_gpus_more(device: DeviceProfile, gpus: Sequence[GpuProfile]) -> DeviceProfile:
-    """``device`` with ``gpus`` besides, all by the names that llama.cpp gives them."""
+    """Return ``device`` with ``gpus`` added, all with llama.cpp's names."""
     found, counts = list[GpuProfile](), Counter[str]()
     for gpu in (*device.gpus, *gpus):
         family = gpu.id.rstrip("0123456789")
@@ -189,7 +189,7 @@ def _how(processor: ProcessorSheet, gpu: GpuSheet | None) -> str:
 
 
 def profile(machine: MachineSheet, processor: ProcessorSheet, gpu: GpuSheet | None) -> DeviceProfile:
-    """What the rule makes of a machine."""
+    """Return the profile that the rule gives for a machine."""
     read = _READ * 1e9 * (processor.cores_gb_per_s or processor.memory_gb_per_s)
     prefetch = 1e9 * machine.disk_gb_per_s
     return DeviceProfile(
@@ -259,7 +259,7 @@ def _gpu(sheet: GpuSheet, machine: MachineSheet, processor: ProcessorSheet) -> G
 
 
 def _gpu_memory(sheet: GpuSheet, machine: MachineSheet, processor: ProcessorSheet) -> tuple[int, int]:
-    """Bytes that the GPU has, and that are free of them: of RAM what its system lets it have."""
+    """Return the bytes of the GPU's memory and those that are free: in RAM what the system grants it."""
     if sheet.memory_gib:
         return round(sheet.memory_gib * _GIB), round((0.98 * sheet.memory_gib - 0.2) * _GIB)
     of_system = (2 / 3 if machine.ram_gib <= _WIDE_MAC_GIB else 3 / 4) if sheet.family == "apple" else 1 / 2
@@ -286,7 +286,7 @@ def _speeds(rate: float, flop: float) -> tuple[TypeSpeed, ...]:
 
 
 def _offload_speeds(copied: float, flop: float) -> tuple[OffloadSpeed, ...]:
-    """Weights are copied at ``copied`` bytes a second, then computed: both times add up."""
+    """Weights are copied at ``copied`` bytes per second, then computed: both times add up."""
     return tuple(
         OffloadSpeed(
             type=kind,
@@ -302,5 +302,5 @@ def _flop_a_byte(kind: str, rows: int) -> float:
 
 
 def _rounded(figure: float) -> float:
-    """Three digits: more are not known."""
+    """Round to three digits, the known precision."""
     return float(f"{figure:.3g}")

@@ -1,8 +1,8 @@
-"""One device of a lab that is up: what runs on it, and what may happen to it.
+"""One device of a lab that is up: its processes, and faults to inject.
 
-Its processes are strangers to those of other devices: host name, machine id, MAC, network, ``/sys/class/net``, home and
-cache folders are its own. Process ids, ``/tmp`` and the rest of the file system are the machine's, so that one checkout and
-one model serve all devices. A process id is the same inside and outside.
+Its processes are isolated from those of other devices: host name, machine id, MAC, network, ``/sys/class/net``, home
+and cache folders are its own. Process ids, ``/tmp`` and the rest of the file system are the machine's, so that one
+checkout and one model serve all devices. A process id is the same inside and outside.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ Which = Literal["all", "ring", "daemon"]
 
 
 def inside(action: str, settings: Mapping[str, Any], command: Sequence[str] = ()) -> list[str]:
-    """The command line that runs ``inside.py``."""
+    """Return the command line that runs ``inside.py``."""
     return [sys.executable, "-I", "-S", str(INSIDE), action, json.dumps(settings), *command]
 
 
 class Device:
-    """A device; ``home`` is its home folder as it sees it, ``outside`` the same folder as this process sees it."""
+    """A device; ``home`` is its home folder as the device sees it, ``outside`` the same folder as this process sees
+    it."""
 
     def __init__(self, lab: str, cable: Cable, cgroups: Cgroups) -> None:
         self.spec = cable.spec
@@ -50,7 +51,7 @@ class Device:
         self._cgroups = cgroups
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
-        """What its processes find in their environment: folders of its own, nothing of the user's primad."""
+        """Return the environment of its processes: its own folders, nothing of the user's primad."""
         home = str(self.home)
         kept = {key: os.environ[key] for key in _PASSED if key in os.environ}
         folders = {
@@ -67,7 +68,8 @@ class Device:
         return kept | folders | {"HOMELAB": self.lab, "HOMELAB_DEVICE": self.name} | dict(more or {})
 
     def command(self, argv: Sequence[str | Path], folder: Path | None = None) -> list[str]:
-        """The command line that runs ``argv`` on the device, in ``folder`` or its home; needs ``environment``."""
+        """Return the command line that runs ``argv`` on the device, in ``folder`` or its home; needs
+        ``environment``."""
         settings = {
             "groups": [str(path) for path in self._cgroups.procs(self.name)],
             "holder": self._holder,
@@ -106,18 +108,18 @@ class Device:
         return self._cgroups.pids(self.name)
 
     def memory_bytes(self) -> int | None:
-        """What they use, page cache included."""
+        """Return the memory of its processes, page cache included."""
         return self._cgroups.memory_bytes(self.name)
 
     def oom_kills(self) -> int:
-        """How many of its processes died because it was out of memory."""
+        """Return how many of its processes were killed for lack of memory."""
         return self._cgroups.oom_kills(self.name)
 
     def kill(self, which: Which = "all", number: int = signal.SIGKILL) -> set[int]:
-        """Kill -9 its processes, or its primad ring processes or daemons only; those that were killed.
+        """Kill -9 its processes, or its primad ring processes or daemons only. Return the killed ones.
 
-        The kernel lives on, so others see connections end; see ``Homelab.power_off``. Another ``number`` (SIGABRT, say) goes
-        to rings and daemons only. Raises ``LabError`` when there is none to kill.
+        The kernel stays up, so others see connections end; see ``Homelab.power_off``. Another ``number`` (SIGABRT, say)
+        goes to rings and daemons only. Raises ``LabError`` if there is none to kill.
         """
         if which == "all":
             pids = self.pids()
@@ -152,13 +154,13 @@ class Device:
         return bool(pids) and all(state(pid) in "TtZX" for pid in pids)
 
     def slow(self, cpus: float) -> None:
-        """Give it this much CPU time per second from now on."""
+        """Limit it to this much CPU time per second from now on."""
         if not 0.01 <= cpus < 1e6:
             raise LabError(f"{self.name}: {cpus:g} CPUs; give a number from 0.01 on")
         self._cgroups.limit_cpu(self.name, cpus)
 
     def fill_disk(self) -> int:
-        """Leave nothing free where its home lies; the bytes taken. Raises ``LabError`` without a disk of its own."""
+        """Fill the disk of its home. Return the bytes used. Raises ``LabError`` if it has no disk of its own."""
         if self.spec.disk_bytes is None:
             raise LabError(f"{self.name}: has no disk of its own to fill; give it disk_bytes in the fleet")
         return disk.fill(self.outside)
@@ -169,7 +171,7 @@ class Device:
 
 
 def state(pid: int) -> str:
-    """The kernel's letter for what a process does; ``X`` for one that is gone."""
+    """Return the kernel's letter for a process's state; ``X`` if it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -178,7 +180,7 @@ def state(pid: int) -> str:
 
 
 def role(pid: int) -> str:
-    """``ring`` or ``daemon`` for a process of primad, otherwise its command's name."""
+    """Return ``ring`` or ``daemon`` for a process of primad, otherwise its command's name."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except (FileNotFoundError, ProcessLookupError):

@@ -1,7 +1,8 @@
-"""Which encoders of pictures and sound llama.cpp has, as a table: what a file of each is made of, and models for it.
+"""llama.cpp's encoders of images and audio as a table: the contents of a file of each, and models for it.
 
-A line of tensors is ``name:dims``, the outermost dimension first. ``name+`` has a bias of the first dimension beside its
-weight, and ``name=`` is written as it stands. A dimension is a number, a letter of ``Eye.sizes``, or the product of both.
+A line of tensors is ``name:dims``, the outermost dimension first. ``name+`` has a bias of the first dimension in
+addition to its weight, and ``name=`` is written unchanged. A dimension is a number, a letter of ``Eye.sizes``, or a
+product of both.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _KEYLESS: Final = _PLAIN.replace("attn_k+", "attn_k")
 _TO_MODEL: Final = "mm.0+:m,m mm.2+:t,m"
 _QWEN3: Final = _TWO_FRAMES + "v.patch_embd.bias=:w v.position_embd:s,w v.post_ln+:w " + _TO_MODEL + " "
 _HALF_SECTIONS: Final = {"rope.dimension_sections": [2, 1, 1, 0]}
-"""Of models of which 8 values of a head are turned."""
+"""For models that rotate 8 values of a head."""
 _GLM4V: Final = (
     _TWO_FRAMES + "v.patch_embd.bias=:w v.norm_embd:w v.position_embd:s,w v.post_ln:w mm.patch_merger+:t,w,2,2 "
     "mm.model.fc:t,t mm.post_norm+:t mm.up:f,t mm.gate:f,t mm.down:t,f"
@@ -40,7 +41,7 @@ _FRAMES: Final = (
     "a.conv1d.6.weight=:4,4,1,1 a.conv1d.0.bias=:4,1,1 a.conv1d.2.bias=:4,1,1 a.conv1d.3.bias=:4,1,1 "
     "a.conv1d.5.bias=:4,1,1 a.conv1d.6.bias=:4,1,1 a.pre_encode.out+:w,40 "
 )
-"""What makes one row of eight frames of sound, for a conformer."""
+"""Tensors that turn eight audio frames into one token, for a conformer."""
 _CONFORMER: Final = (
     _NORMS + "ffn_norm+:w ffn_norm_1+:w norm_conv+:w conv_norm+:w ffn_up{0}:f,w ffn_down{0}:w,f ffn_up_1{0}:f,w "
     "ffn_down_1{0}:w,f conv_pw1{0}:2w,w conv_pw2{0}:w,w "
@@ -68,7 +69,7 @@ _SAM: Final = (
     "v.sam.neck.3+:16 v.sam.net_2:16,16,3,3 v.sam.net_3:w,16,3,3 v.view_seperator=:t "
     + "".join(
         f"v.sam.blk.{layer}.{part} "
-        for layer in range(3)  # the third sees the whole picture
+        for layer in range(3)  # the third sees the whole image
         for part in _SAM_LAYER.split()
     )
 )
@@ -85,17 +86,17 @@ _MERGE: Final[dict[str, Content]] = {"spatial_merge_size": 2}
 
 
 MEL_BINS: Final = 80
-"""Numbers of a frame of sound."""
+"""Values of an audio frame."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """An encoder by libmtmd's name for its projector, and ``models`` of ``tools/synth.py`` that it is made for.
+    """An encoder by libmtmd's name for its projector, and the ``models`` of ``tools/synth.py`` for which it is made.
 
-    ``layer`` has the tensors of a layer, ``others`` the rest, ``keys`` what stands under ``clip.vision``; those that are
-    named whole are signed.
-    A picture of any size becomes ``side`` squared pixels unless it ``fits`` the picture. Patches have ``patch`` pixels a
-    side; ``merge`` squared of them are one row for the model.
+    ``layer`` has the tensors of a layer, ``others`` the rest, ``keys`` the keys under ``clip.vision``; keys with a full
+    name are used as they are.
+    An image of any size becomes ``side`` squared pixels unless the encoder ``fits`` the image. Patches are ``patch``
+    pixels wide; ``merge`` squared patches are one token for the model.
     """
 
     models: tuple[str, ...]
@@ -107,20 +108,20 @@ class Family:
     merge: int = 2
     layers: int = 2
     model_width: int = 0
-    """Of models that cannot have another; 0: any."""
+    """Required width of the models; 0: any."""
     looks_ahead: bool = False
-    """Whether each row of a picture sees all of them."""
+    """Whether each token of an image attends to all of them."""
     values: Mapping[str, list[int]] = field(default_factory=dict)
-    """What the models have in their metadata besides, without their prefix."""
+    """Additional metadata of the models, without their prefix."""
     projector: str = ""
-    """Its name for llama.cpp, if another."""
+    """llama.cpp's name of it, if different."""
     layout: str = ""
-    """Of a picture's rows, where positions have parts."""
+    """Layout of an image's tokens, where positions have parts."""
     hears: bool = False
-    """Whether it takes sound; its keys stand under ``clip.audio``."""
+    """Whether it takes audio; its keys are then under ``clip.audio``."""
     activation: str = "use_gelu"
     words: tuple[str, ...] = ()
-    """Tokens of the model that stand around a picture or its parts."""
+    """Tokens of the model around an image or its parts."""
 
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -501,11 +502,11 @@ class Eye:
 
     @property
     def rows(self) -> int:
-        """Rows for the model that a picture becomes, if all become ``side`` squared pixels."""
+        """Tokens of an image, if every image becomes ``side`` squared pixels."""
         return (self.side // self.patch // self.merge) ** 2
 
     def sizes(self, model_width: int) -> dict[str, int]:
-        """What the letters in lines of tensors stand for."""
+        """Return the values of the letters in lines of tensors."""
         patches = (self.side // self.patch) ** 2
         return {
             "w": self.width, "h": self.width // self.heads, "f": self.feed_forward, "t": model_width, "k": self.patch,
@@ -514,6 +515,6 @@ class Eye:
 
 
 def eye_of(kind: str) -> Eye:
-    """The sizes that ``kind`` has where nothing else is asked for."""
+    """Return the default sizes of ``kind``."""
     family = FAMILIES[kind]
     return Eye(side=family.side, patch=family.patch, merge=family.merge, layers=family.layers)

@@ -1,7 +1,7 @@
-"""What a bench found: rows of what was measured, the figures that are judged of them, tables, and the file of both.
+"""Results of a bench: measured rows, the figures judged from them, tables, and the file of both.
 
-The file is the same for every bench: ``bench``, the ``machine`` and the ``run`` that it was measured by, ``figures`` and
-``rows``. Figures have their name in ``what``, so those of two files are compared by it.
+The file has the same form for every bench: ``bench``, the ``machine`` and the ``run`` that it was measured by,
+``figures`` and ``rows``. A figure's name is its ``what``, by which the figures of two files are compared.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ out = Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One that is judged: the median of ``values``, which should be at least or at most so much, where anything is said.
+    """A judged figure: the median of ``values``, which should be at least or at most the given value, if any.
 
-    What is no ratio has its unit in ``what``.
+    Unless it is a ratio its unit is in ``what``.
     """
 
     what: str
@@ -70,20 +70,20 @@ class Figure:
 
 
 class Row(SimpleNamespace):
-    """One line of what a bench measured: plain data, which it is made with; a dataclass where that is worth its names.
+    """One row of a bench's results: plain data from its constructor; a dataclass where field names are worth it.
 
-    ``columns`` are what a table shows of it, each ``field=header:format``; format is Python's, or ``MB`` or ``ms``, and a
-    list of numbers is shown by its median. A line without columns is in no table.
+    ``columns`` are those that a table shows, each ``field=header:format``; the format is Python's, or ``MB`` or ``ms``,
+    and a list of numbers is shown by its median. A row without columns is in no table.
     """
 
     columns: ClassVar[str] = ""
 
     def heading(self) -> str:
-        """Rows of one heading share a table."""
+        """Return the heading; rows with the same heading share a table."""
         return ""
 
     def cells(self) -> Mapping[str, str]:
-        """What the table shows, by column."""
+        """Return the table's cells by column."""
         found = {}
         for column in filter(None, (each.strip() for each in self.columns.split(","))):
             name, _, rest = column.partition("=")
@@ -92,23 +92,23 @@ class Row(SimpleNamespace):
         return found
 
     def remarks(self) -> Iterable[str]:
-        """Lines below the table."""
+        """Return lines below the table."""
         return ()
 
     def failures(self) -> Sequence[str]:
-        """What must hold in every run and did not: the command fails for it."""
+        """Return conditions of every run that do not hold: the command fails because of them."""
         return ()
 
     @classmethod
     def figures(cls, rows: Sequence[Self]) -> Iterable[Figure]:
-        """What is judged of all rows of this kind."""
+        """Return the figures judged from all rows of this kind."""
         return ()
 
 
 @dataclass(kw_only=True)
 class Compared(Row):
-    """What was ``found``, run by run, and what stood ``beside`` it in the same rounds: their ratio should be ``at_least`` or
-    ``at_most`` so much. ``is_same``: so are all texts that must be."""
+    """The results ``found`` per run and the results ``beside`` in the same rounds, for comparison: their ratio should
+    be ``at_least`` or ``at_most`` the given value. ``is_same``: all texts that must be equal are."""
 
     columns: ClassVar[str] = "case, devices, what, beside=beside it:.4g, found=measured:.4g"
 
@@ -144,7 +144,7 @@ class Compared(Row):
 
 
 def by_round(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """``ours`` of ``theirs``, each of runs that stood side by side."""
+    """Return ``ours`` divided by ``theirs``, run by run."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
@@ -154,12 +154,12 @@ def median(values: Sequence[float]) -> float | None:
 
 
 def late(values: Sequence[float]) -> float:
-    """95 of 100 are no more."""
+    """Return the 95th percentile."""
     return sorted(values)[round(0.95 * (len(values) - 1))]
 
 
 def shown(value: Any, form: str) -> str:
-    """``value`` in this form, as ``Row.columns`` has it."""
+    """Return ``value`` in a format of ``Row.columns``."""
     if isinstance(value, list | tuple):
         if form == "+":
             return "+".join(map(str, value))
@@ -172,7 +172,7 @@ def shown(value: Any, form: str) -> str:
 
 
 def figures_of(rows: Sequence[Row]) -> list[Figure]:
-    """What is judged of rows of all kinds."""
+    """Return the figures of rows of all kinds."""
     kinds: dict[type[Row], list[Row]] = {}
     for row in rows:
         kinds.setdefault(type(row), []).append(row)
@@ -180,7 +180,7 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Print a table a heading; its columns are those of its rows."""
+    """Print one table per heading; its columns are those of its rows."""
     for (_, heading), group in itertools.groupby(rows, lambda row: (type(row), row.heading())):
         lines = [(row, dict(row.cells())) for row in group]
         table = Table(
@@ -201,7 +201,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def show_figures(figures: Sequence[Figure]) -> None:
-    """Print what is judged."""
+    """Print the figures."""
     for each in figures:
         spread = f" ({min(each.values):.3g} to {max(each.values):.3g})" if len(each.values) > 1 else ""
         wanted = f" (wanted: {each.wanted}{'' if each.holds else ', MISSED'})" if each.wanted else ""
@@ -209,7 +209,7 @@ def show_figures(figures: Sequence[Figure]) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures are measured on, and whether it is idle before."""
+    """Return facts about the machine, and whether it is idle before the run."""
     return {
         "system": platform.platform(),
         "machine": platform.machine(),
@@ -220,7 +220,7 @@ def machine() -> dict[str, Any]:
 
 
 def run_facts(arguments: Sequence[str]) -> dict[str, Any]:
-    """The command, and what it is a command of."""
+    """Return the command and its commit."""
 
     def git(*words: str) -> str:
         return subprocess.run(("git", *words), cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
@@ -240,7 +240,7 @@ def run_facts(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def write_file(path: Path, bench: str, facts: Mapping[str, Any], run: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Keep all that was found."""
+    """Write all results to a file."""
     content = {
         "bench": bench,
         "machine": facts,
@@ -252,7 +252,7 @@ def write_file(path: Path, bench: str, facts: Mapping[str, Any], run: Mapping[st
 
 
 def read_figures(content: Mapping[str, Any]) -> list[Figure]:
-    """The figures of such a file."""
+    """Return the figures of such a file."""
     return [
         Figure(what=each["what"], values=tuple(each["values"]), at_least=each["at_least"], at_most=each["at_most"])
         for each in content["figures"]
@@ -260,7 +260,7 @@ def read_figures(content: Mapping[str, Any]) -> list[Figure]:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """What ``write_file`` kept. Raises ``LabError``."""
+    """Read a file of ``write_file``. Raises ``LabError``."""
     try:
         content: dict[str, Any] = json.loads(path.read_text())
         read_figures(content)
@@ -270,7 +270,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def show_against(content: Mapping[str, Any], figures: Sequence[Figure]) -> None:
-    """Print each figure beside that of the same name in a file that was kept."""
+    """Print each figure next to the figure of the same name in an earlier file."""
     before = {each.what: each for each in read_figures(content)}
     out.print(f"against {content['run']['day']}, commit {content['run']['commit']}:")
     for each in figures:

@@ -1,8 +1,8 @@
-"""The frame of every bench: its command line, its models, systems that take turns, and its exit code.
+"""The frame of every bench: its command line, its models, alternating systems, and its exit code.
 
-A ``Bench`` declares its options and how one model is measured. ``measure`` loads what it compares, has it take turns
-(``Run.alternate``) and adds rows; all else is the same for every bench. The exit code is 0 where it was measured, whether
-the figures are as wanted or not, and 1 where something ended early, or a row failed.
+A ``Bench`` declares its options and how one model is measured. ``measure`` loads the systems to compare, alternates
+them (``Run.alternate``) and adds rows; the rest is the same for every bench. The exit code is 0 if it was measured,
+whether the figures are as wanted or not, and 1 if something ended early or a row failed.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ Flag = tuple[tuple[str, ...], Mapping[str, Any]]
 
 
 def flag(*names: str, **how: Any) -> Flag:
-    """An option of a bench, as argparse takes it."""
+    """Return an option of a bench, as argparse takes it."""
     return names, how
 
 
 def threads_flag(default: int | None = CORES) -> Flag:
-    """Threads of each process."""
+    """Return the option of threads per process."""
     return flag("--threads", type=int, default=default, help="threads a process")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """``measure`` is called for each model: those of ``--model``, or ``models`` by name or as a function finds them; once
-    with None where it has no models. ``quick`` has the options that ``--quick`` sets, and the models it is content with.
-    ``all_quick`` are arguments in ``tools/bench all --quick``; None where it is not among them.
+    """``measure`` is called for each model: those of ``--model``, or ``models`` by name or from a function; once with
+    None if there are no models. ``quick`` has the options that ``--quick`` sets, and the models that it uses.
+    ``all_quick`` are arguments in ``tools/bench all --quick``; None if it is not part of it.
     """
 
     help: str
@@ -62,13 +62,13 @@ class Bench:
 
 
 class Run:
-    """One command: its options, and the rows that were measured so far, which are kept as they come."""
+    """One command: its options, and the rows measured so far, which are written as they come."""
 
     def __init__(self, name: str, bench: Bench, options: argparse.Namespace) -> None:
         self.name, self.options = name, options
         self.rows: list[Row] = []
         self.stack = AsyncExitStack()
-        """Of the model that is measured."""
+        """Resources of the current model."""
         self._all = ExitStack()
         self._homes: list[Path] = []
         self._bench = bench
@@ -83,18 +83,18 @@ class Run:
         out.print(text, markup=False)
 
     def add(self, *rows: Row) -> None:
-        """Rows that were measured."""
+        """Add measured rows."""
         self.rows += rows
         if self.options.json is not None:
             figures.write_file(self.options.json, self.name, self._machine, self._facts, self.rows)
 
     def folder(self, place: str | Path | None = None) -> Path:
-        """One that is gone when the model is measured."""
+        """Return a folder that is removed after the current model."""
         return Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="primad-bench-", dir=place)))
 
     @asynccontextmanager
     async def part(self) -> AsyncIterator[None]:
-        """What is loaded and made inside is gone at its end; the rest of the model's is there still."""
+        """Remove what is loaded and made inside at the end; the model's other resources stay."""
         whole = self.stack
         try:
             async with AsyncExitStack() as self.stack:
@@ -103,15 +103,15 @@ class Run:
             self.stack = whole
 
     def homes(self) -> Path:
-        """A new folder for homes of daemons, all of a command beside each other: they are profiled once."""
+        """Return a new folder for homes of daemons, next to the others of this command: they are profiled once."""
         if not self._homes:
             self._homes.append(Path(self._all.enter_context(tempfile.TemporaryDirectory(prefix="primad-bench-"))))
         self._homes.append(self._homes[0] / str(len(self._homes)))
         return self._homes[-1]
 
     def head(self, model: Path, devices: int, *options: str, **how: Any) -> HttpServer:
-        """What ``primad serve`` with ``options`` makes of so many devices, of which all take part; ``how`` as ``head_here``
-        has it. It ends with the part or the model that is measured."""
+        """Return ``primad serve`` with ``options`` on ``devices`` devices, all taking part; ``how`` as in
+        ``head_here``. It ends with the part or the current model."""
         workers = [f"w{place}" for place in range(1, devices)]
         all_take_part = ["--use-all"] if workers and "--windows" not in options else []
         head = [*options, *all_take_part]
@@ -120,8 +120,8 @@ class Run:
     async def alternate(
         self, systems: Mapping[K, Callable[[int], Awaitable[V]]], rounds: int | None = None
     ) -> dict[K, list[V]]:
-        """What each of ``systems`` gave, round by round; each is told the round's number. Round 0 warms up and does not
-        count. All take turns, so that whatever else the machine does disturbs all of them alike.
+        """Return what each of ``systems`` returned, round by round; each gets the round's number. Round 0 warms up and
+        does not count. All take turns, so that other load on the machine disturbs all alike.
         """
         found: dict[K, list[V]] = {name: [] for name in systems}
         for number in range((self.options.rounds if rounds is None else rounds) + 1):
@@ -150,18 +150,18 @@ class Run:
 
 
 def in_thread(call: Callable[[int], V]) -> Callable[[int], Awaitable[V]]:
-    """A system that blocks, for ``Run.alternate``."""
+    """Wrap a blocking system for ``Run.alternate``."""
     return lambda number: asyncio.to_thread(call, number)
 
 
 def model_named(name: str) -> Path:
-    """A test model, or a synthetic one, which is written where it is not there."""
+    """Return a test model, or a synthetic one, which is written if missing."""
     known = synthetic.MODELS.resolve() / f"{name}.gguf"
     return known if name not in PRESETS else synthetic.write(synthetic.model_path(name), name)
 
 
 def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], name: str, bench: Bench) -> None:
-    """Adds a bench to the command line."""
+    """Add a bench to the command line."""
     one = benches.add_parser(name, help=bench.help)
     if bench.models is not None:
         which = "" if callable(bench.models) else f" (default: {', '.join(bench.models)})"
@@ -176,7 +176,7 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], name
 
 
 def execute(name: str, bench: Bench, options: argparse.Namespace) -> int:
-    """Measure what the command line asks for, print and keep it; the exit code."""
+    """Measure what the command line requests, print and write it. Return the exit code."""
     before = None if options.against is None else figures.read_file(options.against)
     run, failed = Run(name, bench, options), False
     try:

@@ -1,8 +1,9 @@
-"""Building a lab and taking it down, whatever happened in between.
+"""Build a lab and take it down, whatever happened in between.
 
-Nothing of a lab is in this machine's own namespaces but cgroups, a folder and processes: interfaces, mounts and loop
-devices live in namespaces that processes hold, and go with them. So taking down is: kill what is in the lab's cgroups,
-remove those, remove the folder. That works as well half-way through building and after a crash, and when done already.
+The only parts of a lab in this machine's own namespaces are cgroups, a folder and processes: interfaces, mounts and
+loop devices live in namespaces that processes hold, and vanish with them. So taking down is: kill everything in the
+lab's cgroups, remove these, remove the folder. That also works half-way through building, after a crash, and when
+already done.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _OWN: Final = "lab"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStatus:
-    """How a device is; ``link`` is ``up``, ``cut``, ``half-open`` or the segment of a partition."""
+    """State of a device; ``link`` is ``up``, ``cut``, ``half-open`` or the segment of a partition."""
 
     name: str
     ip: str
@@ -45,7 +46,8 @@ class DeviceStatus:
 
 
 class Homelab:
-    """A lab. As a context manager it is up inside the block and gone after it; a crash's remains go with the next one."""
+    """A lab. As a context manager it is up inside the block and gone after it; the next lab removes a crashed one's
+    remains."""
 
     def __init__(self, fleet: Fleet) -> None:
         if any(spec.name == _OWN for spec in fleet.devices):
@@ -60,7 +62,7 @@ class Homelab:
 
     @classmethod
     def open(cls, lab: str) -> Self:
-        """A lab that is up already. Raises ``LabError``."""
+        """Open a lab that is already up. Raises ``LabError``."""
         require()
         known = record.read(lab)
         if not known.ready or known.switch is None:
@@ -82,11 +84,12 @@ class Homelab:
 
     @property
     def root(self) -> Path:
-        """The lab's folder: logs of its own and the devices' disks."""
+        """The lab's folder: its logs and the devices' disks."""
         return root(self.id)
 
     def up(self, *, stay: bool = False) -> None:
-        """Build it. Raises ``LabError``, and then nothing of it is left. With ``stay`` it outlives this process."""
+        """Build the lab. If it raises ``LabError`` nothing is left of the lab. With ``stay`` the lab outlives this
+        process."""
         require()
         self._prepare()
         remove_abandoned(self._hierarchies)
@@ -107,7 +110,7 @@ class Homelab:
             raise
 
     def down(self) -> None:
-        """Take it down; it may be half built or gone already."""
+        """Take the lab down; it may be half built or already gone."""
         remove(self.id, self._hierarchies)
         for child in self._children:
             assert child.stdout is not None
@@ -126,7 +129,7 @@ class Homelab:
         self._devices = {cable.spec.name: Device(self.id, cable, self._cgroups) for cable in cables}
 
     def _hold(self) -> tuple[int, tuple[int, ...]]:
-        """Have the namespaces made: the bridge's and every device's, all at the same time."""
+        """Create the namespaces of the bridge and of every device, all concurrently."""
         self._cgroups.create(_OWN)
         groups = [str(path) for path in self._cgroups.procs(_OWN)]
         plain: dict[str, Any] = {"namespaces": ["net"], "sysctls": SWITCH_SYSCTLS, "commands": [], "folders": []}
@@ -154,7 +157,7 @@ class Homelab:
         return child.pid
 
     def _start(self, command: list[str]) -> subprocess.Popen[str]:
-        """Start a process of the lab's own; Ctrl-C on the terminal does not reach it."""
+        """Start a process of the lab itself; Ctrl-C on the terminal does not reach it."""
         with (self.root / "lab.log").open("a", encoding="utf-8") as log:
             # An interrupt inside Popen would lose the child that it just started.
             held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -190,7 +193,7 @@ class Homelab:
                 self._cgroups.limit_disk(spec.name, name, spec.disk_read_bytes_per_s, spec.disk_write_bytes_per_s)
 
     def device(self, name: str) -> Device:
-        """A device by name. Raises ``LabError`` for one that the lab does not have."""
+        """Return a device by name. Raises ``LabError`` for one that the lab does not have."""
         if name not in self._devices:
             raise LabError(f"device {name!r}: not in lab {self.id}; it has {', '.join(self._devices)}")
         return self._devices[name]
@@ -201,7 +204,7 @@ class Homelab:
         return tuple(self._devices.values())
 
     def partition(self, *groups: Sequence[str]) -> None:
-        """Drop every frame between these groups; devices that none names form one more. Replaces an earlier partition."""
+        """Drop every frame between these groups; unnamed devices form one more. Replaces an earlier partition."""
         named = [self.device(name).name for group in groups for name in group]
         if not groups or not all(groups) or len(set(named)) < len(named):
             raise LabError("partition: name at least one group, none empty and no device twice, as in 'a,b | c'")
@@ -230,16 +233,16 @@ class Homelab:
         self._network.half_open(self.device(name).name)
 
     def power_off(self, name: str) -> None:
-        """Kill everything on a device with no word to anyone, as when its power fails; ``power_on`` ends that."""
+        """Kill everything on a device without notice, as in a power failure; ``power_on`` ends that."""
         self.half_open(name)
         self.device(name).kill()
 
     def power_on(self, name: str) -> None:
-        """A device that had no power is there again: its disk as it was, nothing running on it."""
+        """Restore a device without power: its disk as it was, no process running."""
         self.plug(name)
 
     def status(self) -> list[DeviceStatus]:
-        """How every device is."""
+        """Return the state of every device."""
         return [
             DeviceStatus(
                 name=device.name,
@@ -254,7 +257,7 @@ class Homelab:
 
 
 def _wait_ready(what: str, child: subprocess.Popen[str]) -> None:
-    """Wait until the process says so. Raises ``LabError`` with what it says instead."""
+    """Wait until the process reports ready. Raises ``LabError`` with what it prints instead."""
     assert child.stdout is not None
     with child.stdout as output:
         printed = select.select([output], [], [], _READY_S)[0]

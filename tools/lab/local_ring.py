@@ -1,4 +1,4 @@
-"""A ring of real ring processes on this machine, without daemons around it: for benchmarks and exactness tests."""
+"""A ring of real ring processes on this machine, without daemons: for benchmarks and exactness tests."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ from tools.lab.memory import LimitedGroup
 
 
 def even_windows(layers: int, devices: int) -> list[int] | None:
-    """Layers a device for a ring of ``devices``: even, one left over for the tail."""
+    """Return the layers per device for a ring of ``devices``: even, with one left over for the tail."""
     if devices == 1:
         return None
     share, more = divmod(layers - 1, devices)
@@ -71,7 +71,7 @@ def even_windows(layers: int, devices: int) -> list[int] | None:
 
 
 def even_group(model: Path, devices: int) -> Plan:
-    """A group of ``devices`` with the same share of each layer."""
+    """Return a group of ``devices`` with equal shares of each layer."""
     names, layers = [f"d{i}" for i in range(devices)], layer_count(open_model(model))
     whole = Window(device=names[0], first=0, last=layers, gpu_layers=0)
     ranks = tuple(Rank(device=name, weight=1) for name in names)
@@ -79,8 +79,8 @@ def even_group(model: Path, devices: int) -> Plan:
 
 
 def even_bytes(model: ModelProfile, devices: int) -> list[int] | None:
-    """Layers a device for a ring of ``devices`` that have about as many bytes of weights each, as plans for equal ones have:
-    those of the head with the output matrix and the tail's layer.
+    """Return the layers per device for a ring of ``devices`` with about equal bytes of weights each, as in plans for
+    equal devices: the head's bytes include the output matrix and the tail's layer.
     """
     if devices == 1:
         return None
@@ -93,7 +93,7 @@ def even_bytes(model: ModelProfile, devices: int) -> list[int] | None:
 
 
 def _arranged(plan: Plan, gpu: str) -> Plan:
-    """``plan``, all of it on the ``gpu`` if there is one."""
+    """Return ``plan``, entirely on the ``gpu`` if there is one."""
     if not gpu:
         return plan
     return replace(
@@ -103,7 +103,7 @@ def _arranged(plan: Plan, gpu: str) -> Plan:
 
 @contextmanager
 def slow_links(links: Sequence[tuple[str, int, float]]) -> Iterator[list[int]]:
-    """The ports to use in place of those of ``links``: host, port, and seconds that they are further away each way."""
+    """Yield ports to use instead of those of ``links``, which are host, port, and additional seconds each way."""
     script = Path(__file__).with_name("slow_links.py")
     command = [sys.executable, "-I", "-S", str(script), json.dumps(links)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -118,21 +118,20 @@ def slow_links(links: Sequence[tuple[str, int, float]]) -> Iterator[list[int]]:
 class LocalRing:
     """``windows[i]`` layers a round for device ``i``; ``windows=None`` is the whole model in one process.
 
-    ``plan`` takes the place of ``windows`` and ``rounds``, and may stream.
-    ``groups`` limits the memory of the process of a device; then no process finds anything of its files in the page cache
-    when it starts. ``gpu``, by llama.cpp's name for it,
-    computes all layers and the output matrix where no ``plan`` says otherwise. Extra buffers are used where ``cpu``
-    says that they are faster; without it they are off. Each hop takes
-    ``latency_s`` longer than it would here. ``started`` is given the device and process of each that starts.
+    ``plan`` replaces ``windows`` and ``rounds``, and may stream.
+    ``groups`` limits the memory of a device's process; then no process finds pages of its files in the page cache when
+    it starts. ``gpu``, llama.cpp's name of a GPU, computes all layers and the output matrix unless ``plan`` says
+    otherwise. Extra buffers are used where ``cpu`` says that they are faster; without ``cpu`` they are off. Each hop
+    takes ``latency_s`` longer than on this machine. ``started`` is called with the device and process of each start.
 
-    ``async with LocalRing(...) as ring`` loads and links it; layer files live in ``folder`` (shared between rings).
+    ``async with LocalRing(...) as ring`` loads and links it; layer files are in ``folder`` (shared between rings).
     """
 
     model: Path
     windows: Sequence[int] | None
     _: KW_ONLY
     rounds: int = 1
-    plan: Plan = None  # type: ignore[assignment]  # arranged of windows and rounds, unless it is given
+    plan: Plan = None  # type: ignore[assignment]  # made from windows and rounds unless given
     groups: Mapping[str, LimitedGroup] = field(default_factory=dict)
     context: int = 2048
     rows: int = 512
@@ -188,7 +187,7 @@ class LocalRing:
 
     @property
     def _states(self) -> int:
-        """States that are kept to go back to."""
+        """Return the number of states kept for going back."""
         if not (self.small_windows or self._profile.is_recurrent):
             return 0
         return checkpoints(self.sequences) + (0 if self.drafting is None else self.drafting.states)
@@ -268,7 +267,7 @@ class LocalRing:
         await self.link({name: await self.opened(name) for name in plan.devices})
 
     def _forget_files(self) -> None:
-        """A page that is in memory already would not count as memory of the group that uses it."""
+        """Drop the files from the page cache: a cached page would not count as memory of the group that uses it."""
         files = {path for opening in self._opens.values() for window in opening.windows for path in window.layers}
         for path in (self.model, *map(Path, files)):
             disk.forget(path)
@@ -295,7 +294,7 @@ class LocalRing:
         await process.send(self._opens[name])
 
     async def replace_head(self) -> None:
-        """End the head's process and form the next epoch from a new one and the workers as they are."""
+        """End the head's process and form the next epoch from a new one and the unchanged workers."""
         plan = self.plan
         await self.processes[plan.head].close()
         self._epoch += 1
@@ -317,7 +316,7 @@ class LocalRing:
         await self.link({name: await self.opened(name) for name in plan.devices})
 
     async def link(self, opened: Mapping[str, Opened]) -> None:
-        """Join the processes into a ring, where each has answered with ``opened``, and wait until it computes."""
+        """Join the processes, which have reported ``opened``, into a ring, and wait until it computes."""
         plan = self.plan
         for ranks in plan.groups:
             await self._join([rank.device for rank in ranks], opened)
@@ -378,7 +377,7 @@ class LocalRing:
                     raise LabError(f"the GPU took {event.layers} of {event.planned} layers: {event.why}")
                 if not isinstance(event, Loading | Overdue | GpuLoaded):
                     await events.put(event)
-        except Exception as exc:  # noqa: BLE001  (handed to whoever waits)
+        except Exception as exc:  # noqa: BLE001  (handed to the waiting caller)
             await events.put(exc)
 
     async def _next(self, name: str) -> object:
@@ -388,7 +387,7 @@ class LocalRing:
         return event
 
     async def opened(self, name: str) -> Opened:
-        """The next event of device ``name``, which opens or reopens."""
+        """Return the next event of device ``name``, which opens or reopens."""
         event = await self._next(name)
         assert isinstance(event, Opened), event
         return event
@@ -402,9 +401,11 @@ class LocalRing:
         reported: Callable[[Status], None] = lambda _: None,
         **how: Any,
     ) -> tuple[list[Sampled], Finished]:
-        """Continue ``prompt``, as ``ask`` is told ``how``: what was sampled now, and how it ended.
+        """Continue ``prompt``, with ``how`` passed to ``ask``. Return the newly sampled tokens, and how generation
+        ended.
 
-        ``heard`` is given each token as it comes, ``reported`` what the head did and holds if ``report`` asks for it.
+        ``heard`` is called with each token as it comes, ``reported`` with the head's counts if ``report`` requests
+        them.
         """
         request = await self.ask(prompt, max_tokens, **how)
         return (await self.follow([request], heard, reported))[request]
@@ -417,7 +418,8 @@ class LocalRing:
         heard: Callable[[Sampled], None] = lambda _: None,
         **how: Any,
     ) -> list[list[Sampled]]:
-        """Continue all ``prompts``, which are there from the start: what was sampled for each, and ``heard`` as it came."""
+        """Continue all ``prompts`` concurrently. Return the tokens sampled for each; ``heard`` is called as they
+        come."""
         requests = [await self.ask(prompt, max_tokens, **how) for prompt in prompts]
         return [sampled for sampled, _ in (await self.follow(requests, heard, lambda _: None)).values()]
 
@@ -427,7 +429,8 @@ class LocalRing:
         heard: Callable[[Sampled], None] = lambda _: None,
         reported: Callable[[Status], None] = lambda _: None,
     ) -> dict[int, tuple[list[Sampled], Finished]]:
-        """What is sampled for each of ``requests``, and how it ended; the others are as for ``generate``."""
+        """Return the tokens sampled for each of ``requests``, and how each ended; other arguments as in
+        ``generate``."""
         sampled: dict[int, list[Sampled]] = {request: [] for request in requests}
         ended: dict[int, Finished] = {}
         while len(ended) < len(requests):
@@ -450,8 +453,8 @@ class LocalRing:
         logprobs: int | None = None,
         **how: Any,
     ) -> int:
-        """Give the head a generation, behind ``replayed``, sampled for it before; its number. What it samples is told by
-        ``next_event``. ``how`` has more fields of ``Generate``."""
+        """Give the head a generation, after tokens ``replayed`` that were sampled before. Return its number;
+        ``next_event`` reports its tokens. ``how`` has more fields of ``Generate``."""
         self._requests += 1
         generate = Generate(
             request=self._requests,
@@ -466,15 +469,15 @@ class LocalRing:
         return generate.request
 
     async def next_event(self) -> object:
-        """What the head says next."""
+        """Return the head's next event."""
         return await self._next(self.plan.head)
 
     async def report(self) -> None:
-        """Ask the head for what it did and holds while it generates; see ``generate``."""
+        """Request a report of the head's counts while it generates; see ``generate``."""
         await self.processes[self.plan.head].send(Report())
 
     async def status(self, name: str) -> Status:
-        """What the process of device ``name`` did and holds. Call it while nothing generates."""
+        """Return the counts and sizes that the process of device ``name`` reports. Call it while nothing generates."""
         await self.processes[name].send(Report())
         event = await self._next(name)
         assert isinstance(event, Status), event

@@ -1,7 +1,7 @@
-"""Tiny models of architectures that ``tools/synth.py`` has no layout of: llama.cpp itself says which tensors they have.
+"""Tiny models of architectures for which ``tools/synth.py`` has no layout: llama.cpp itself lists their tensors.
 
-Their metadata stands here, with as little as makes each rule of ``primad/gguf/architectures`` count: layers that slide or
-hold experts, values that differ by layer, layers for multi-token prediction.
+Their metadata is here, with the minimum that exercises each rule of ``primad/gguf/architectures``: layers with a
+sliding window or experts, values that differ by layer, layers for multi-token prediction.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Content = float | int | bool | str | list[int] | list[float] | list[bool]
 
 LAYERS: Final = 8
 DEEPER: Final = {"smallthinker": 16, "gemma4-per-layer": 16}
-"""Models that 8 layers are too few of to be cut."""
+"""Models that need more than 8 layers to be cut."""
 WIDTH: Final = 64
 _SLIDES: Final = [True, True, True, False] * 2
 _BASE: Final[dict[str, Content]] = {
@@ -300,7 +300,7 @@ MODELS: Final[dict[str, dict[str, Content]]] = {
     "qwen3vl": {**_SECTIONS, "n_deepstack_layers": 3},
     "qwen3vlmoe": {**_SECTIONS, **_MOE, "n_deepstack_layers": 3},
 }
-"""By name, what is not as in ``_BASE``; ``gemma4-moe`` is Gemma 4 26B's layout."""
+"""For each name, the differences to ``_BASE``; ``gemma4-moe`` is the layout of Gemma 4 26B."""
 _WIDER: Final = frozenset(
     (
         *("embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv"),
@@ -313,7 +313,7 @@ OUTSIDE: Final[dict[str, dict[str, Content]]] = {
     "bloom": {"attention.head_count_kv": 4},
     "dream": {},
 }
-"""Of architectures that the table does not know: some can be cut, some cannot."""
+"""Models of architectures that are not in the table: some can be cut, some cannot."""
 ALL: Final = {**MODELS, **OUTSIDE}
 VARIANTS: Final = {
     "gemma4-moe": "gemma4",
@@ -324,17 +324,17 @@ VARIANTS: Final = {
     "smallthinker-full": "smallthinker",
 }
 HAS_BOTH: Final = frozenset(("arctic", "gemma4-moe"))
-"""With a dense feed-forward beside the experts of a layer."""
+"""Models with a dense feed-forward next to the experts of a layer."""
 
 
 def layers_of(model: str) -> int:
-    """As many as it takes to cut the model."""
+    """Return the number of layers needed to cut the model."""
     return DEEPER.get(model, LAYERS)
 
 
 def keys_of(model: str, layers: int = LAYERS, widen: int = 1) -> dict[str, Content]:
-    """The keys of ``model`` with their prefixes, without those of every GGUF, with so many ``layers`` and ``widen`` times as
-    wide. Values of one a layer come again from the first on."""
+    """Return the keys of ``model`` with their prefixes, without those of every GGUF, with ``layers`` layers and
+    ``widen`` times the width. Per-layer values repeat from the first."""
     name = VARIANTS.get(model, model)
     keys: dict[str, Any] = {"block_count": layers, **_BASE, **ALL[model]}
     for key, content in keys.items():
@@ -347,7 +347,7 @@ def keys_of(model: str, layers: int = LAYERS, widen: int = 1) -> dict[str, Conte
 
 
 def _wider(count: int, widen: int) -> int:
-    """``widen`` times as many; what all share stays one."""
+    """Return ``widen`` times ``count``; a count of one, shared by all, stays one."""
     return count if count == 1 else widen * count
 
 
@@ -357,7 +357,7 @@ def is_hybrid(model: str) -> bool:
 
 
 def tensors_of(values: Mapping[str, Value], *, has_both: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the tensors of a model of this metadata, without scales of weights.
+    """Yield names and shapes of the tensors of a model with this metadata, without scales of weights.
 
     A layer with experts has no dense feed-forward unless it ``has_both``.
     """
