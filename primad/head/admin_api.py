@@ -1,4 +1,4 @@
-"""The head's admin API: what its owner sees and does through the page."""
+"""The head's admin API: what its owner sees and does on the page."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MAX_IMAGINED: Final = 8
 
 
 class HeadAdminApi:
-    """The admin API of one head, with the models ``servings``; what-if is about the last one."""
+    """The admin API of one head, which serves the models ``servings``; what-if compares with the last one."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class HeadAdminApi:
         await asyncio.to_thread(self._node.trust.revoke, parse_key(key))
 
     async def limit_device(self, device_limit: DeviceLimit) -> None:
-        labels = self._devices.labels  # which a head that serves alone does not look for
+        labels = self._devices.labels  # empty on a head that serves with --alone
         known = {labels.get(each.key, each.device) for each in self._node.trust.entries()}
         if device_limit.device not in known or device_limit.device == self._node.config.name:
             raise ClusterError(f"{printable(device_limit.device, 70)}: not another device that is trusted here")
@@ -135,7 +135,7 @@ def _folder() -> Path:
 
 
 def _profiles(names: Sequence[str], taken: set[str]) -> list[DeviceProfile]:
-    """The built-in profiles ``names``, each under a name that no device has. Raises ``ClusterError``."""
+    """Return the built-in profiles ``names``, each renamed if a device has its name. Raises ``ClusterError``."""
     if len(names) > MAX_IMAGINED:
         raise ClusterError(f"{len(names)} more devices are too many; give {MAX_IMAGINED} at most")
     found = []
@@ -173,7 +173,8 @@ def _imagined(forecast: Forecast, now: Forecast | None) -> Imagined:
 def known_devices(
     trust: TrustStore, labels: Mapping[str, str], peers: Iterable[Peer], device_limits: DeviceLimits
 ) -> list[KnownDevice]:
-    """The trusted devices, with their ``labels`` by key, formerly trusted ones, and those in sight; each by name."""
+    """Return trusted devices, named by ``labels`` (by key), then formerly trusted ones, then others in sight; each
+    group by name."""
     in_sight = {peer.key: peer.device for peer in peers}
     trusted = {each.key: each for each in trust.entries()}
     revoked = {each.key: each for each in trust.lost()}

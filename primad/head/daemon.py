@@ -1,7 +1,7 @@
 """``primad serve``: the head's side that all its models share.
 
-Devices are found and greeted (``head/members/devices.py``); their events go to the membership core of each model
-(``head/serving.py``), where plans are solved (``head/rings/planner.py``), and rings are formed side by side and handed over
+``head/members/devices.py`` finds and greets devices. Their events go to the membership core of each model
+(``head/serving.py``), which has plans solved (``head/rings/planner.py``), and rings formed concurrently and handed over
 (``head/rings/rings.py``). The HTTP endpoint stays up throughout. Before the first ring of its only model serves, an
 incurable error ends the program with one clear line.
 """
@@ -63,14 +63,14 @@ from primad.system.tasks import Tasks, to_its_end
 from primad.trust.trust import WORKER
 
 HOLD_S: Final = 900.0
-"""The longest that open requests wait for a ring in preparation: layers may have to cross a slow network first."""
+"""The longest time that open requests wait for a ring in preparation: layers may have to cross a slow network first."""
 
 
 class HeadDaemon:
-    """The head. Its ``profile`` is measured while it looks for devices, and no plan is made before.
+    """The head. It measures its ``profile`` while it looks for devices, and makes no plan before that.
 
-    It serves one model for ever (``only``), or any number of them (``begin``, ``serve`` and ``end``). Then a membership core
-    of its own welcomes devices, so that they are known when a model begins.
+    It serves one model for ever (``only``), or any number of models (``begin``, ``serve`` and ``end``). In the second
+    case it has its own membership core, which welcomes devices, so that they are known when a model begins.
     """
 
     def __init__(self, node: Node, options: ServeOptions, *, profile: OwnProfile, reporter: Reporter) -> None:
@@ -82,7 +82,7 @@ class HeadDaemon:
         )
         self._context = zmq.asyncio.Context()
         self.app: ASGIApp | None = None
-        """The HTTP application for requests that devices relay, if they may."""
+        """The HTTP application that serves requests relayed by devices, if they may relay."""
         self._missing: list[str] = []
         self._tasks = Tasks()
         self._head = HeadContext(node=node, options=options, sockets=self._context, core=self, reporter=reporter)
@@ -101,13 +101,13 @@ class HeadDaemon:
         )
         self._core = CoreLoop(self._parts.epochs, self._carry_out_alone, self._reply_measured)
         self._unmeasured: list[tuple[frozenset[str], Reply]] = []
-        """What cores of models wait for, which the core of devices has measured."""
+        """Measurements that cores of models wait for: the devices, and how to reply."""
         self._only: ModelServing | None = None
         self._servings: list[ModelServing] = []
         self._layer_port = 0
         self._ready = asyncio.Event()
         self.about: Callable[[], Mapping[str, Any]] = dict
-        """What else the owner's commands show of this head."""
+        """Returns what else the owner's commands show of this head."""
         self._detail = "starting"
         self.admin_api = HeadAdminApi(self._head, self.pool, self._pairing, lambda: self._servings)
         node.gpu_care.attend(
@@ -118,12 +118,12 @@ class HeadDaemon:
         )
 
     def only(self, service: Service, backend: RingBackend) -> ModelServing:
-        """The model that this head serves, and no other. Before ``run``."""
+        """Serve this model and no other. Call it before ``run``."""
         self._only = self.begin(service, backend)
         return self._only
 
     def begin(self, service: Service, backend: RingBackend) -> ModelServing:
-        """A further model, to be served once ``serve`` runs."""
+        """Add a model; ``serve`` serves it."""
         serving = ModelServing(self._head, service, backend, self._parts)
         serving.rings.layer_port = self._layer_port
         self._replan_others()
@@ -132,12 +132,12 @@ class HeadDaemon:
         return serving
 
     def _replan_others(self) -> None:
-        """The memory that is left for models is another: plans that were made in advance are invalid."""
+        """Invalidate plans that were made in advance: models have another amount of memory left."""
         for serving in self._servings:
             serving.planner.forget()
 
     async def serve(self, serving: ModelServing) -> None:
-        """Serve it until cancelled, beside ``run``. Raises ``ClusterError`` if there is no first ring."""
+        """Serve the model until cancelled, while ``run`` runs. Raises ``ClusterError`` if there is no first ring."""
         await self._ready.wait()
         known = self._core.state
         assert known is not None, "the core of devices runs"
@@ -146,7 +146,7 @@ class HeadDaemon:
         await serving.run(types.State(settings=settings, started_s=known.started_s, devices=known.devices))
 
     async def end(self, serving: ModelServing) -> None:
-        """No device holds anything of it any more."""
+        """Remove the model; afterwards no device holds anything of it."""
         if serving in self._servings:
             self._servings.remove(serving)
         await to_its_end(serving.unload())
@@ -159,12 +159,12 @@ class HeadDaemon:
                 await self._let_go(serving, name)
 
     def taken_here(self, name: str) -> int:
-        """What the model ``name`` has of this device's RAM, as planned."""
+        """Return the bytes of this device's RAM that the model ``name`` takes, as planned."""
         here = [serving.taken() for serving in self._servings if serving.name == name]
         return sum(taken[self._config.name].ram_bytes for taken in here if self._config.name in taken)
 
     async def candidates(self) -> frozenset[str]:
-        """The devices that may be planned with, once they are known."""
+        """Wait until devices are known, and return those that plans may use."""
         await self._ready.wait()
         assert self._core.state is not None, "the core of devices runs"
         return usable(self._core.state, asyncio.get_running_loop().time())
@@ -172,7 +172,7 @@ class HeadDaemon:
     async def run(self) -> None:
         """Serve until cancelled. Raises ``PrimadError`` if it cannot start."""
         async with AsyncExitStack() as stack:
-            stack.callback(self._context.destroy, linger=0)  # also what had not begun at the end
+            stack.callback(self._context.destroy, linger=0)  # also closes sockets of work that had not begun at the end
             await stack.enter_async_context(Gate(self._context, self.node.trust.trusts))
             stack.callback(self._devices.close)
             stack.push_async_callback(self._tasks.close)
@@ -218,7 +218,7 @@ class HeadDaemon:
                 finally:
                     for service in services:
                         service.cancel()
-                    # Concurrently: to say goodbye takes a while, and so does the end of a ring process.
+                    # Concurrently: saying goodbye takes a while, and so does ending a ring process.
                     await asyncio.gather(self._devices.farewell(), sight.aclose(), self._close_servings())
                     await self._held.clear()
 
@@ -236,7 +236,7 @@ class HeadDaemon:
         return relays
 
     async def _decide(self) -> None:
-        """Run the core of the only model, or that of devices."""
+        """Run the core of the only model, or the core of devices."""
         settings, now = self._settings(self._options), asyncio.get_running_loop().time()
         if self._only is not None:
             await self._only.run(types.State(settings=settings, started_s=now))
@@ -269,17 +269,17 @@ class HeadDaemon:
         )
 
     async def _refine(self) -> None:
-        """Measure this device better when it is idle; later plans use it."""
+        """Measure this device more exactly when it is idle; later plans use the result."""
         if await self._profile.refine():
             self._corrected()
 
     def _corrected(self) -> None:
-        """Other figures of this device are known."""
+        """This device's measurements changed."""
         for serving in self._servings:
             serving.corrected(types.DevicesCorrected(frozenset({self._config.name})))
 
     async def _memory_recovered(self, _: int) -> None:
-        """This device was short of memory, or its GPU was, and has room again."""
+        """This device or its GPU was short of memory and has room again."""
         for serving in self._servings:
             serving.corrected(types.DeviceMemoryRecovered(self._config.name))
 
@@ -287,13 +287,13 @@ class HeadDaemon:
         """Post an event of a device."""
         if self._only is None:
             self._core.post(event)
-            if isinstance(event, types.Measured):  # the cores of models hear of it in ``_reply_measured``
+            if isinstance(event, types.Measured):  # ``_reply_measured`` reports it to the cores of models
                 return
         for serving in self._servings:
             serving.post(event)
 
     def describe(self, what: str) -> None:
-        """The line about the current state for health check and owner, while nothing is served."""
+        """Set the line about the current state for the health check and the owner, while nothing is served."""
         self._detail = what
         for serving in self._servings:
             serving.describe(what)
@@ -301,8 +301,8 @@ class HeadDaemon:
             self._reporter.wait(what)
 
     def _carry_out(self, effect: DeviceEffect, reply: Reply) -> None:
-        """What a model's core wants of a device. Beside other models the core of devices has it done, for all of them; what
-        it knows already the model's core hears."""
+        """Carry out an effect of a model's core. On a head of several models the core of devices greets and measures
+        for all of them, and the model's core is notified of what is known already."""
         if self._only is not None:
             self._carry_out_alone(effect)
             return
@@ -317,7 +317,8 @@ class HeadDaemon:
                 pass
 
     def _reply_measured(self, state: types.State, now: float) -> None:
-        """The core of devices is in ``state``: those whose devices it has measured, or cannot measure now, hear so."""
+        """The core of devices is in ``state``: reply to each core whose devices are measured, or cannot be measured
+        now."""
         waiting, self._unmeasured = self._unmeasured, []
         for devices, reply in waiting:
             known = {name: state.devices[name] for name in devices if name in state.devices}
@@ -343,12 +344,12 @@ class HeadDaemon:
                 raise AssertionError(f"without a model there is nothing to {type(effect).__name__}")
 
     async def _let_go(self, by: ModelServing | None, device: str) -> None:
-        """``device`` asked to leave, and may as far as the model ``by`` is concerned."""
+        """``device`` asked to leave, and the model ``by`` does not need it: dismiss it once no other model needs it."""
         if not any(serving.needs(device) for serving in self._servings if serving is not by):
             await self._devices.dismiss(device)
 
     def _find_layer(self, digest: str) -> LayerSource | None:
-        """The layer ``digest``: from a model file, or the cache."""
+        """Return the layer ``digest`` from a model file or the cache."""
         cuts = (serving.rings.find_layer(digest) for serving in self._servings)
         cut = next((cut for cut in cuts if cut is not None), None)
         return cut if cut is not None else self.node.workspace.cache.reader(digest)

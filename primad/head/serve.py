@@ -47,9 +47,9 @@ from primad.system.niceness import apply_nice
 from primad.system.processors import usable_cores
 
 EMBEDDING_NICE: Final = 10
-"""A request's next token precedes embeddings."""
+"""Embeddings yield to a request's next token."""
 OWN_COMMANDS: Final = "--own-commands"
-"""The name of the key of this user's commands; no name in a key file starts like that."""
+"""The name of the key for this user's commands; no name in a key file starts like that."""
 
 
 def check_embedding(path: Path) -> None:
@@ -64,10 +64,11 @@ def check_embedding(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryOffer:
-    """The models of ``serve`` without ``--model``: what ``read`` finds, each with the options that ``options_of`` gives it.
-    ``bring`` fetches what a model lacks before it is loaded, and names it in a line.
+    """The models of ``serve`` without ``--model``: those that ``read`` finds, with the options that ``options_of``
+    returns.
 
-    Those that are ``pinned`` stay loaded, others until nobody used them for ``keep_s`` (negative: for ever).
+    ``bring`` fetches what a model lacks before it is loaded, and reports it in a line. ``pinned`` models stay loaded,
+    others until they are unused for ``keep_s`` (negative: for ever).
     """
 
     read: Callable[[], Library]
@@ -80,7 +81,7 @@ class LibraryOffer:
 def serve(
     config: Config, source: Path | RangedModel, options: ServeOptions, http_host: str, reporter: Reporter
 ) -> None:
-    """Run the head with one model until it is stopped. Everything that needs no network is checked first."""
+    """Run the head with one model until it is stopped. Whatever needs no network is checked first."""
     checked = check_model(config, source, options, reporter)
     if options.embedding is not None:
         check_embedding(options.embedding)
@@ -167,7 +168,7 @@ def serve_library(
             )
 
             async def offering() -> None:
-                texts.begin()  # each request for a model that is not loaded is read before
+                texts.begin()  # parses each request for a model that is not loaded, to learn the model's name
                 await models.begin()
                 reporter.report_line(offered_line(models.offered(), place.options.url))
                 reporter.report_line(page_line(place.options.url))
@@ -184,7 +185,7 @@ def serve_library(
 
 
 def offered_line(offered: Sequence[OfferedModel], url: str) -> str:
-    """For the owner: how many models there are, and where."""
+    """Return the line that tells the owner how many models there are, and where."""
     usable = sum(each.state is not ModelState.FAILED for each in offered)
     if not usable:
         return f"no model is here to offer at {url}/v1; 'primad pull' fetches one, --models names a folder"
@@ -194,7 +195,7 @@ def offered_line(offered: Sequence[OfferedModel], url: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where a head listens, and who may ask it."""
+    """Where a head listens, and which clients it admits."""
 
     node: Node
     listener: socket
@@ -236,7 +237,7 @@ async def _conduct(
         try:
             await asyncio.wait([heading])
         finally:
-            # Open requests end with an error now, and the server need not wait for them.
+            # Open requests end with an error now, so that the server does not wait for them.
             fail("primad is stopping")
             http.should_exit = True
             heading.cancel()
@@ -260,7 +261,7 @@ def _embedder(path: Path, name: str, config: Config) -> EmbeddingService:
 
 
 async def _run(head: HeadDaemon, embedding: EmbeddingService | None, reporter: Reporter) -> None:
-    """Run the head after ``embedding`` has started, so that its plan sees the used memory, and end both."""
+    """Start ``embedding``, then run the head, so that its plan counts the memory used; end both."""
     try:
         if embedding is not None:
             ready = await embedding.start()
@@ -275,8 +276,8 @@ async def _run(head: HeadDaemon, embedding: EmbeddingService | None, reporter: R
 
 
 def door_of(options: ServeOptions, own_key: str) -> Door:
-    """The access rule: without keys everybody who reaches the server (``--no-auth``), or programs of this machine; with
-    keys their holders, or ``own_key``. Raises ``ConfigError``."""
+    """Return the access rule. Without keys it admits every client that reaches the server (``--no-auth``), or programs
+    of this machine; with keys it admits their holders and ``own_key``. Raises ``ConfigError``."""
     if options.api_key is None and options.api_key_file is None:
         return OPEN if options.no_auth else OF_THIS_MACHINE
     given = {OWN_COMMANDS: own_key} | ({} if options.api_key is None else {"--api-key": options.api_key})

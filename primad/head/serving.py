@@ -1,5 +1,5 @@
-"""One model that a head serves: its membership core, its plans and rings, its KV cache, its encoder of pictures, and the
-door to them."""
+"""One model that a head serves: its membership core, plans, rings, KV cache and picture encoder, and the backend that
+takes its requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from primad.system.niceness import apply_nice
 from primad.system.processors import usable_cores
 
 PICTURE_NICE: Final = 10
-"""A request's next token precedes pictures."""
+"""Picture encoding yields to a request's next token."""
 PAUSED = "paused by the owner of this head"
 Reply = Callable[[types.Event], None]
 DeviceEffect = types.Greet | types.Drop | types.Measure
@@ -38,8 +38,10 @@ DeviceEffect = types.Greet | types.Drop | types.Measure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadParts:
-    """What all models of a head share: its devices, the KV blocks that it holds, the numbers of rings, and who carries out
-    what concerns devices. ``let_go`` has a device leave once no model needs it."""
+    """What all models of a head share: its devices, the KV blocks that it holds, the ring numbers, and ``carry_out``,
+    which carries out effects that concern devices.
+
+    ``let_go`` has a device leave once no model needs it."""
 
     pool: DevicePool
     held: HeldBlocks
@@ -61,7 +63,7 @@ class ModelServing:
         self.planner = Planner(service, shared.pool, self.name)
         self.kv = KvBackup(self._head, service, self._devices, shared.held)
         self.changed: Callable[[], None] = lambda: None
-        """Hears when its state or progress may be another one."""
+        """Called when the state or progress may have changed."""
         backend.find_blocks = self.kv.find
         backend.around = self._around
         self.rings = Rings(
@@ -71,7 +73,7 @@ class ModelServing:
 
     @property
     def state(self) -> types.State | None:
-        """The membership core's; None until it runs."""
+        """The membership core's state; None until it runs."""
         return self._core.state
 
     async def run(self, state: types.State) -> None:
@@ -81,7 +83,7 @@ class ModelServing:
         try:
             done, _ = await asyncio.wait([core, *beside], return_when=asyncio.FIRST_COMPLETED)
             for each in done:
-                each.result()  # none ends by itself but with an error
+                each.result()  # each one ends only with an error
         finally:
             for each in (core, *beside):
                 each.cancel()
@@ -93,7 +95,7 @@ class ModelServing:
         await self._end_pictures()
 
     async def unload(self) -> None:
-        """End all rings; no device holds anything of the model any more."""
+        """End all rings and wait until no device holds anything of the model."""
         await self.rings.unload()
         self.planner.forget()
         await self.kv.close()
@@ -105,7 +107,8 @@ class ModelServing:
 
     @property
     def progress(self) -> float | None:
-        """The share of its first ring that other devices have loaded; None before there is a plan, or without others."""
+        """The share of its first ring that other devices have loaded; None before there is a plan, or without other
+        devices."""
         attempt = None if self.state is None else self.state.attempt
         if attempt is None or not attempt.members:
             return None
@@ -117,7 +120,7 @@ class ModelServing:
         return 1 - sum(1 - share / 2 for share in shares) / len(attempt.members)
 
     def taken(self) -> dict[str, Taken]:
-        """What its rings take of each device, as planned."""
+        """Return what its rings take of each device, as planned."""
         return peak(self.rings.forecasts)
 
     def needs(self, device: str) -> bool:
@@ -126,11 +129,11 @@ class ModelServing:
         return state is not None and state.serving is not None and device in state.serving.members
 
     def post(self, event: types.Event) -> None:
-        """Post an event, which the core handles in turn."""
+        """Post an event; the core handles events in order."""
         self._core.post(event)
 
     def corrected(self, event: types.Event) -> None:
-        """What is known of this device changed: plans that were made in advance are invalid."""
+        """Post a change of what is known about a device, and invalidate plans that were made in advance."""
         self.planner.forget()
         self.post(event)
 
@@ -153,7 +156,7 @@ class ModelServing:
                 raise ClusterError(reason)
 
     def _decided(self, state: types.State, now: float) -> None:
-        """Report who is awaited, and that something changed."""
+        """Notify listeners of the change, and report which devices are awaited."""
         self.changed()
         line = waiting_line(state, self._devices.measuring, QUICK.seconds, now)
         if line is not None and line != self._awaited:
@@ -162,19 +165,20 @@ class ModelServing:
             self._reporter.report_line(line)
 
     def describe(self, what: str) -> None:
-        """The line about the current state for health check and owner, while nothing is served."""
+        """Set the line about the current state for the health check and the owner, unless requests are taken
+        already."""
         if not self.backend.health().taken:
             self.backend.describe(what)
             self._reporter.wait(what)
             self.changed()
 
     def _around(self) -> dict[str, Any]:
-        """The part of the status that does not depend on a ring."""
+        """Return the part of the status that does not depend on a ring."""
         pictures = {} if self._pictures is None else {"pictures": self._pictures.status()}
         return {"cluster": self.cluster(), "events": list(self._core.news)} | pictures
 
     def cluster(self) -> list[dict[str, Any]]:
-        """The devices, as this model has them."""
+        """Return the devices, as this model's core sees them."""
         return cluster_of([self.state], self._shared.pool)
 
 
@@ -195,7 +199,7 @@ def _pictures_of(head: HeadContext, service: Service, elsewhere: RemoteEncoder) 
 
 
 def cluster_of(states: Iterable[types.State | None], pool: DevicePool) -> list[dict[str, Any]]:
-    """The devices as all of ``states`` have them: one that serves a model serves."""
+    """Merge the devices of all ``states``: a device that loads or serves in any of them is shown so."""
     found: dict[str, dict[str, Any]] = {}
     for state in (each for each in states if each is not None):
         for name, device in state.devices.items():

@@ -1,1 +1,1 @@
-"""Rings of devices: planned, formed, serving, backed up."""
+"""Plans rings of devices, forms them, serves from them and backs up their KV cache."""

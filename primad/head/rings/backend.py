@@ -1,7 +1,7 @@
-"""The daemon for the HTTP API: requests go to the head's ring process, tokens come back.
+"""The daemon's backend for the HTTP API: requests go to the head's ring process, tokens come back.
 
 A generation outlives the ring that computes it: its prompt and the tokens sampled so far are stored here, and the next
-ring resumes it. It ends with an error only if there is no ring to wait for.
+ring resumes it. It ends with an error only if no ring is expected.
 """
 
 from __future__ import annotations
@@ -38,25 +38,28 @@ from primad.ring.messages import (
 from primad.system.shares import Shares
 
 MAX_WAITING: Final = 64
-"""Generations that may run or wait at one time for one caller; under contention each has a share of twice as many."""
+"""Number of generations that may run or wait concurrently for one caller; under contention callers share twice that
+number."""
 MAX_PICTURE_BYTES: Final = 512 << 20
-"""Of what pictures became, for generations that run or wait; callers share them."""
+"""Total bytes of encoded pictures for generations that run or wait; callers share them."""
 MAX_UNREAD: Final = 8192
-"""Events of a generation that wait for their reader; divided by the number of log-probabilities per event."""
+"""Number of events of a generation that may wait for their reader; divided by the number of log-probabilities per
+event."""
 
 
 A_MOMENT_S: Final = 10.0
-"""When a ring breaks the next one computes after 2 to 5 s (``docs/faults.md``); after longer the health check reports
-that none does. If no request is open its warm-up pass counts as computing. The same applies to an overdue step."""
+"""When a ring breaks the next one computes after 2 to 5 s (``docs/faults.md``); after a longer time the health check
+reports that no request makes progress. If no request is open, the warm-up pass of a ring counts as computing. The same
+applies to an overdue step."""
 MAX_RINGS: Final = 4
-"""A request under which this many rings in a row broke, without progress, may be what breaks them."""
+"""A request under which this many rings in a row broke without progress may be the cause, and ends."""
 
 
 class SendCommands(Protocol):
-    """Sends commands to the head's ring process, all of them at once."""
+    """Sends commands to the head's ring process, all together."""
 
     def __call__(self, *commands: RingCommand) -> Awaitable[None]:
-        """As above."""
+        """Send ``commands``."""
 
 
 StatusOf = Callable[[], Awaitable[dict[str, Any]]]
@@ -64,10 +67,10 @@ StatusOf = Callable[[], Awaitable[dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoOn:
-    """The state of the requests that a ring resumes: the ``blocks`` of KV cache that all its devices hold, by request.
+    """What a ring needs to resume requests: the ``blocks`` of KV cache that all its devices hold, by request.
 
-    ``root`` names, by owner, whose cache it is; empty without a cache. At most ``max_replayed`` tokens of a request are
-    recomputed one by one. It cuts new prompts into ``chunks``.
+    ``root`` returns the root of an owner's KV cache; empty without a cache. At most ``max_replayed`` tokens of a
+    request are recomputed one by one. The ring cuts new prompts into ``chunks``.
     """
 
     root: Callable[[str], str]
@@ -77,7 +80,7 @@ class GoOn:
 
 
 FindsBlocks = Callable[[Sequence[int], str], Awaitable[tuple[str, list[KvBlock]]]]
-"""The root of the KV cache for a prompt of an owner, and the existing blocks."""
+"""Returns the root of the KV cache for a prompt of an owner, and the existing blocks."""
 
 
 async def _no_blocks(prompt: Sequence[int], owner: str) -> tuple[str, list[KvBlock]]:
@@ -94,10 +97,10 @@ class _Open:
     """Reported progress of the prompt; a ring that restarts does not report it twice."""
     sampled: list[int] = field(default_factory=list)
     chain: list[KvBlock] = field(default_factory=list)
-    """The blocks that its ring keeps, from the first position on."""
+    """The blocks that its ring keeps, from the first position."""
     mirostat_mu: float | None = None
     chunks: ChunkSize | None = None
-    """In which its prompt is computed, if that is known."""
+    """The chunks in which its prompt is computed, if known."""
     begun: bool = False
     ended: bool = False
     moved: bool = False
@@ -111,7 +114,7 @@ class _Open:
         return len(self.generate.prompt) + len(self.sampled) - 1 if self.sampled else self.read_tokens
 
     def kept(self, blocks: Iterable[KvBlock]) -> None:
-        """Its ring keeps ``blocks``, the next ones; or replacements of the last ones, which it did not have."""
+        """Its ring keeps ``blocks``: the next ones, or ones that replace the last ones, which the ring did not have."""
         for block in blocks:
             while self.chain and self.chain[-1].end > block.start:
                 self.chain.pop()
@@ -119,7 +122,7 @@ class _Open:
                 self.chain.append(block)
 
     def to_go_on(self, go_on: GoOn) -> Generate:
-        """The request for a ring that has not seen it yet, but holds the blocks of ``go_on``."""
+        """Return the request for a ring that has not seen it yet but holds the blocks of ``go_on``."""
         self.chain = list(go_on.blocks.get(self.generate.request, ()))
         if not self.computed:
             self.chunks = go_on.chunks
@@ -135,7 +138,7 @@ class _Open:
         )
 
     def give(self, event: GenerationEvent | PrimadError) -> None:
-        """Pass an event to the reader. A reader that is too far behind gets an error, and nothing more."""
+        """Pass an event to the reader. A reader that lags too far gets an error, and nothing more."""
         if type(event) is not Finished and self.events.qsize() >= self.events.maxsize - 1:
             while not self.events.empty():
                 self.events.get_nowait()
@@ -146,7 +149,7 @@ class _Open:
         self.events.put_nowait(event)
 
     def fail(self, error: str) -> None:
-        """Ends with ``error``, unless it has ended."""
+        """End it with ``error``, unless it has ended."""
         if self.ended:
             return
         self.ended = True
@@ -164,7 +167,7 @@ class _Open:
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    """The ring that serves."""
+    """The serving ring."""
 
     epoch: int
     send: SendCommands
@@ -175,7 +178,7 @@ class _Ring:
 class RingBackend:
     """Serves the API from rings that come and go.
 
-    ``attach`` the one that serves; ``hold`` while open generations wait for the next one; ``fail`` if there is none. A
+    ``attach`` the serving ring; ``hold`` while open generations wait for the next one; ``fail`` if there is none. A
     generation that has not begun after ``max_wait_s`` is refused.
     """
 
@@ -190,7 +193,7 @@ class RingBackend:
         self._texts = texts
         self._clock = clock
         self._stands_since_s: float | None = None
-        """Since when nothing has been computed for open requests; None if something has."""
+        """The time since which nothing has been computed for open requests; None while requests progress."""
         self._places = Shares(2 * max_waiting, minimum=1)
         self._picture_bytes = Shares(MAX_PICTURE_BYTES)
         self._max_wait_s = max_wait_s
@@ -206,7 +209,7 @@ class RingBackend:
         self.pictures: PictureService | None = None
         self._fetcher = PictureFetcher()
         self.around: Callable[[], dict[str, Any]] = dict
-        """The rest of the status, also without a ring."""
+        """Returns the rest of the status, also without a ring."""
         self.created = int(time.time())
 
     def health(self) -> Health:
@@ -238,7 +241,7 @@ class RingBackend:
         )
 
     async def status(self) -> dict[str, Any]:
-        """The ring's status, if there is one, and the rest."""
+        """Return the ring's status, if there is a ring, and the rest."""
         return (await self._ring.status() if self._ring is not None else {}) | self.around()
 
     @property
@@ -252,7 +255,7 @@ class RingBackend:
         return any(each.computed and not each.ended for each in self._open.values())
 
     def describe(self, detail: str) -> None:
-        """The state's line for the health check."""
+        """Set the line about the state for the health check."""
         self._detail = detail
 
     def chains(self) -> dict[int, list[KvBlock]]:
@@ -260,7 +263,7 @@ class RingBackend:
         return {request: list(each.chain) for request, each in self._open.items() if each.chain and not each.ended}
 
     def tokens_again(self, blocks: Mapping[int, Sequence[KvBlock]]) -> tuple[int, int]:
-        """For all open generations, how many tokens are in ``blocks`` and how many computed ones are not."""
+        """Return, for all open generations, how many computed tokens are in ``blocks``, and how many are not."""
         there = again = 0
         for request, generation in self._open.items():
             if not generation.ended:
@@ -278,9 +281,9 @@ class RingBackend:
         detail: str,
         go_on: GoOn = GoOn(root=lambda _: "", blocks={}, max_replayed=None),
     ) -> None:
-        """Ring ``epoch`` serves from now on: every open generation resumes there, in the order of their requests.
+        """Ring ``epoch`` serves from now on: every open generation resumes there, in the order of requests.
 
-        One whose prompt does not fit the new context ends with an error.
+        A generation whose prompt does not fit the new context ends with an error.
         """
         self._served, self._ring, self._detail = served, _Ring(epoch, send, status, go_on.chunks), detail
         self._holding = False
@@ -294,7 +297,7 @@ class RingBackend:
                 await send(generation.to_go_on(go_on))
 
     def hand_over(self) -> None:
-        """The serving ring finishes its steps; it gets no new generations, the next one does."""
+        """The serving ring finishes its steps and gets no new generations; the next ring does."""
         self._handing_over = True
 
     def hold(self, detail: str) -> None:
@@ -309,14 +312,14 @@ class RingBackend:
                 generation.fail(f"{MAX_RINGS} rings in a row broke before this request made progress; {detail}")
 
     def overdue(self, epoch: int, waited_s: float) -> None:
-        """A step of ring ``epoch`` is out for ``waited_s``, which is much longer than usual."""
+        """A step of ring ``epoch`` has been out for ``waited_s``, which is much longer than usual."""
         if self._ring is None or self._ring.epoch != epoch or not self._open:
             return
         if self._stands_since_s is None:
             self._stands_since_s = self._clock() - waited_s
 
     def _rest(self) -> None:
-        """Stop the clock if nobody waits: a serving ring has proved by its warm-up pass that it computes."""
+        """Stop the clock if no request waits: a serving ring has proved by its warm-up pass that it computes."""
         if self._ring is not None and all(generation.ended for generation in self._open.values()):
             self._stands_since_s = None
 
@@ -347,9 +350,10 @@ class RingBackend:
         generation.give(event)
 
     def kept(self, epoch: int, event: KvKept) -> int:
-        """Ring ``epoch`` keeps the next blocks of a generation; returns its prompt's number of tokens.
+        """Ring ``epoch`` keeps the next blocks of a generation; return its prompt's number of tokens.
 
-        For a finished one only blocks of its prompt are returned.
+        For a generation that has ended, return the end of the last block: the ring then reports blocks of its prompt
+        only.
         """
         generation = self._open.get(event.request)
         if generation is None:
@@ -416,7 +420,7 @@ class RingBackend:
                     await self._ring.send(Cancel(request))
 
     def _expire(self, generation: _Open) -> None:
-        """Refuse it, unless it has begun."""
+        """Refuse the generation, unless it has begun."""
         if generation.begun or generation.ended:
             return
         generation.ended = True
@@ -428,9 +432,10 @@ class RingBackend:
             generation.give(error)
 
     async def _submit(self, generate: Generate) -> None:
-        """Pass it to the ring, together with the others of the same turn of the loop.
+        """Pass it to the ring, together with the others of the same turn of the event loop.
 
-        So all choices of a request are there before the first one's prompt is computed, which is computed once.
+        So all choices of a request are there before the first one's prompt is computed, and the prompt is computed
+        once.
         """
         self._unsent.append(generate)
         await asyncio.sleep(0)

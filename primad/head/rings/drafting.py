@@ -1,8 +1,8 @@
-"""The model of ``--draft`` on another device of the fleet, for one ring of this head.
+"""Runs the model of ``--draft`` on another device of the fleet, for one ring of this head.
 
-Its layers are cut and fetched like those of windows. The ring serves meanwhile, with prompt lookup. Notifications of
-the ring process go to the device over the control link, and drafts come back the same way. If the device is lost or
-paused, or cannot load the model, the head drafts, if it has room, until the device can again.
+Its layers are cut and fetched like those of windows. Meanwhile the ring serves with prompt lookup. Notifications of the
+ring process go to the device over the control link, and drafts come back the same way. If the device is lost or paused,
+or cannot load the model, the head drafts, if it has room, until the device can again.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from primad.system.tasks import in_thread
 logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
-"""How often to check whether the device may be used, or may again."""
+"""How often to check whether the device may be used."""
 TRY_S: Final = (30.0, 600.0)
-"""Until a device that failed is tried again, the first time and at most; one that comes back is tried at once."""
+"""Pause before a device that failed is tried again: the first one, and the longest. A device that reconnects is tried
+immediately."""
 MAX_UNREPORTED: Final = 256
 
 SendToRing = Callable[[RingCommand], Coroutine[Any, Any, None]]
 
 
 class RemoteDrafter:
-    """Has ``device``, which ``find`` returns while it may be used, draft for the ring of ``inputs``, whose process
-    ``to_ring`` reaches. ``run`` it, ``ask`` it.
+    """Has ``device``, which ``find`` returns while it may be used, draft for the ring of ``inputs``; ``to_ring`` sends
+    to the ring process. Start it with ``run``, pass tasks to ``ask``.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class RemoteDrafter:
 
     @property
     def epoch(self) -> int:
-        """The ring's."""
+        """The ring's epoch."""
         return self._inputs.epoch
 
     @property
@@ -67,7 +68,7 @@ class RemoteDrafter:
         return self._inputs.forecast.plan.head if self._is_over and self._inputs.service.head_has_room else None
 
     async def run(self) -> None:
-        """Have it draft whenever it may and can, else the head."""
+        """Have the device draft whenever it may and can, otherwise the head."""
         last_reason, pause_s = "", TRY_S[0]
         while True:
             worker = self._worker = self._find()
@@ -92,7 +93,7 @@ class RemoteDrafter:
             await self._to_ring(DraftPlaceChanged("here" if has_room else "nowhere"))
 
     async def _until_it_may(self, lost: WorkerLink | None, pause_s: float) -> None:
-        """Until there is another link to it, or the ``lost`` one may be tried again."""
+        """Wait until there is another link to the device, or the ``lost`` one may be tried again."""
         until_s = time.monotonic() + pause_s
         while True:
             await asyncio.sleep(LOOK_S)
@@ -101,7 +102,7 @@ class RemoteDrafter:
                 return
 
     async def release(self) -> None:
-        """It need not draft any more."""
+        """Tell the device that it need not draft any more."""
         worker, self._worker = self._worker, None
         if worker is None:
             return
@@ -112,12 +113,13 @@ class RemoteDrafter:
             logger.debug("%s is gone and stops drafting", self._device)
 
     def ask(self, task: TextTask) -> None:
-        """Notifications of the ring process; if too many wait they are dropped, and so are drafts."""
+        """Queue a notification of the ring process for the device. If too many wait it is dropped, and so are its
+        drafts."""
         if self._is_ready and not self._unreported.full():
             self._unreported.put_nowait(task)
 
     def hear(self, message: DraftModelState | DraftsMade) -> None:
-        """A message of the device. Invalid drafts are dropped."""
+        """Handle a message of the device. Invalid drafts are dropped."""
         match message:
             case DraftModelState(ready=ready, error=error):
                 self._is_ready, self._error = ready and not error, error

@@ -1,9 +1,10 @@
-"""The KV cache of all requests, managed by the head: replicated while it grows, and present when a ring needs it.
+"""Manages the KV cache of all requests on the head: replicates it while it grows, and has it present when a ring needs
+it.
 
-The ring reports which blocks its devices keep (``ring/keeping.py``). Another device, the replica, is told once a second
-which new blocks of a worker to hold as well. Before a ring resumes another one's requests, each of its devices is asked
-to hold their blocks, in the layers of its windows; what all hold is not recomputed. With a cache the prompts of new
-requests are looked up in the same way. Unneeded blocks are dropped everywhere.
+The ring reports which blocks its devices keep (``ring/keeping.py``). Once a second another device, the replica, is
+notified which new blocks of a worker to hold as well. Before a ring resumes the requests of another ring, each of its
+devices is asked to hold their blocks in the layers of its windows; blocks that all devices hold are not recomputed.
+With a cache, prompts of new requests are looked up in the same way. Unneeded blocks are dropped everywhere.
 """
 
 from __future__ import annotations
@@ -43,31 +44,32 @@ from primad.system.tasks import Tasks
 logger = logging.getLogger(__name__)
 
 COPY_S: Final = 10.0
-"""A replica that receives nothing for this long is told again."""
+"""A replica that receives nothing for this long is notified again."""
 MAX_COPIED: Final = 1024
 """Blocks per message to a replica."""
 MAX_TRIES: Final = 20
-"""A block that its device fails to deliver this often is gone there."""
+"""A block that its device has failed to deliver this many times counts as lost there."""
 MIN_RESTORE_S: Final = 2.0
 WAITED_A_TOKEN_S: Final = 0.005
-"""Half of the time to recompute a token if that is quick."""
+"""Half of the time to recompute a token if that is fast."""
 MAX_RESTORE_S: Final = 30.0
 """The longest that a request waits before missing blocks are recomputed."""
 _LAST_WRITES_S: Final = (0.02, 0.1, 0.3)
 MIN_FIND_S: Final = 0.1
-"""How long a prompt waits for cached blocks of other devices, or as long as computing it takes."""
+"""The least time that a prompt waits for cached blocks of other devices; it waits longer if computing it takes
+longer."""
 MAX_ROOTS: Final = 1024
 """The number of owners whose root is remembered."""
 
 Layers = list[tuple[int, int]]
 _Shares = tuple[int, int, list[int]]
-"""The layers of a group, and the weights of its ranks."""
+"""First and last layer of a group's window, and the weights of its ranks."""
 
 
 @dataclass(slots=True)
 class _Copy:
-    """The blocks of one device, and their replica, which asks ``source``. ``pending`` has the number of attempts for
-    each block."""
+    """The blocks of one device and their replica, which fetches them from ``source``. ``pending`` maps each block to
+    its number of attempts."""
 
     kept: Kept
     layers: Layers
@@ -78,7 +80,7 @@ class _Copy:
 
 
 class KvBackup:
-    """All blocks of this head. ``run`` it next to the rings."""
+    """Manages all blocks of this head. Run ``run`` next to the rings."""
 
     def __init__(self, head: HeadContext, service: Service, devices: Devices, held: HeldBlocks) -> None:
         self._node, self._service, self._reporter = head.node, service, head.reporter
@@ -87,9 +89,9 @@ class KvBackup:
         self._blocks: dict[str, KvBlock] = {}
         """Needed blocks."""
         self._lasting: set[str] = set()
-        """Blocks of prompts, which may be of use later."""
+        """Blocks of prompts, which may be useful later."""
         self._forgotten: dict[str, bool] = {}
-        """Unannounced blocks, and whether they are lasting."""
+        """Dropped blocks that devices have not been notified of, and whether they are lasting."""
         self._copies: list[_Copy] = []
         self._reported: set[str] = set()
         self._epoch = 0
@@ -100,17 +102,17 @@ class KvBackup:
         self._prompt_token_s = 0.0
         """The predicted time per prompt token."""
         self._shares: list[_Shares] = []
-        """The shares of the groups that serve, whose cells others with the same have a use for."""
+        """The shares of the serving groups; only rings with the same shares can use their KV cache."""
         self._roots: dict[str, str] = {}
         self._computed: tuple[object, ...] = True, 0
-        """The attention that blocks are computed with, and the context if angles of positions depend on it."""
+        """The attention that blocks are computed with, and the context size if RoPE angles depend on it."""
         self._news, self._over, self._state_news = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._tasks = Tasks()
         self._restores = self._restored_tokens = self._again = self._found_tokens = 0
         self._restore_s = 0.0
 
     async def run(self) -> None:
-        """Tell replicas what to hold, and all devices what to drop, as it comes."""
+        """Notify replicas what to hold, and all devices what to drop."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._notify_replicas())
@@ -119,7 +121,7 @@ class KvBackup:
             await self._tasks.close()
 
     async def _notify_replicas(self) -> None:
-        """Once a second, and at once of a state: what is behind the last one is computed again after a loss."""
+        """Run once a second, and immediately after a state: tokens after the last state are recomputed after a loss."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -132,7 +134,8 @@ class KvBackup:
             self._state_news.clear()
 
     async def _notify_forgotten(self) -> None:
-        """At once: a repeated request gets blocks of the same keys, which must not be dropped after they are kept."""
+        """Run immediately: a repeated request gets blocks with the same keys, which must not be dropped after they are
+        kept."""
         while True:
             await self._over.wait()
             await self._report_forgotten()
@@ -154,15 +157,16 @@ class KvBackup:
                 logger.info("cannot tell %s which KV cache to drop", worker.name)  # it drops all with this head
 
     async def close(self) -> None:
-        """No device need hold a block of it any more; those of prompts may stay where there is a cache."""
+        """Tell all devices to drop its blocks; where there is a cache, blocks of prompts may stay."""
         self._copies = []
         self._drop(list(self._blocks))
         await self._report_forgotten()
 
-    # ---- what rings say ------------------------------------------------------------------------------------------------
+    # ---- reports of rings
+    # ----------------------------------------------------------------------------------------------
 
     def kept(self, epoch: int, blocks: Iterable[KvBlock], prompt_tokens: int) -> None:
-        """Every device of ring ``epoch`` keeps ``blocks`` of a request whose prompt has this many tokens."""
+        """Every device of ring ``epoch`` keeps ``blocks`` of a request whose prompt has ``prompt_tokens`` tokens."""
         if epoch == self._epoch:
             blocks = list(blocks)
             self._need(blocks, prompt_tokens)
@@ -174,7 +178,7 @@ class KvBackup:
             self._state_news.set()
 
     def forgotten(self, epoch: int, keys: Iterable[str]) -> None:
-        """Ring ``epoch`` does not need ``keys`` any more."""
+        """Ring ``epoch`` no longer needs ``keys``."""
         if epoch == self._epoch:
             self._drop(keys)
 
@@ -227,7 +231,7 @@ class KvBackup:
         *,
         verify: bool,
     ) -> list[bool]:
-        """Those of ``blocks`` that ``device`` has now; none if it does not reply."""
+        """Return, for each of ``blocks``, whether ``device`` has it now; all False if it does not reply."""
         hold = KvHold(number=0, blocks=list(blocks), layers=layers, sources=sources, timeout_s=timeout_s, verify=verify)
         if device == self._head:
             return await self._held.hold(hold)
@@ -240,18 +244,19 @@ class KvBackup:
     # ---- rings that begin ----------------------------------------------------------------------------------------------
 
     async def prepare(self, ring: HeadRing, chains: Mapping[int, Sequence[KvBlock]]) -> None:
-        """While ``ring`` is formed, have its devices hold the blocks of ``chains``; existing ones are verified."""
+        """While ``ring`` is being formed, have its devices hold the blocks of ``chains``; existing blocks are
+        verified."""
         if self._shares == _shares(ring.plan):
             await self._bring(ring, _blocks_of(chains), verify=True)
 
     async def bring(
         self, ring: HeadRing, chains: Mapping[int, Sequence[KvBlock]], *, again: bool = False
     ) -> dict[int, list[KvBlock]]:
-        """Have every device of ``ring`` hold the blocks of ``chains`` in its layers; returns the prefix of each that
-        all hold.
+        """Have every device of ``ring`` hold the blocks of ``chains`` in its layers; return the prefix of each chain
+        that all hold.
 
-        Waits no longer than their transfer may take. ``again``: a moment after the first time, when the latest blocks
-        may not be written yet where they were computed.
+        Waits no longer than the transfer may take. ``again``: shortly after the first call, when the devices that
+        computed the latest blocks may not have written them yet.
         """
         blocks = _blocks_of(chains)
         if not ring.keeps or not blocks or self._shares != _shares(ring.plan):
@@ -285,15 +290,15 @@ class KvBackup:
         *,
         verify: bool,
     ) -> list[KvBlock]:
-        """Those of ``blocks`` that all ``devices`` have, or get from their sources in time, in their layers."""
+        """Return those of ``blocks`` that all ``devices`` have, or get from their sources in time, in their layers."""
         replies = await asyncio.gather(
             *(self._hold(name, blocks, layers, of, timeout_s, verify=verify) for name, layers, of in devices)
         )
         return [block for block, held in zip(blocks, zip(*replies, strict=True), strict=True) if all(held)]
 
     def _patience_s(self, plan: Plan, blocks: Sequence[KvBlock]) -> float:
-        """Twice the time of the slowest link for the device with most data, and longer if more would be recomputed
-        otherwise, within bounds."""
+        """Return twice the time that the slowest link takes for the device with the most data, longer if more tokens
+        would be recomputed otherwise, within bounds."""
         tokens = sum(block.end - block.start for block in blocks)
         rates = [link.bytes_per_s for link in self._devices.book.between(plan.devices)]
         maximum = max(cell_bytes(plan, self._service.model.profile.layers, self._service.options.run.kv_type).values())
@@ -309,15 +314,15 @@ class KvBackup:
         forecast: Forecast,
         blocks: Mapping[int, Sequence[KvBlock]],
     ) -> None:
-        """Ring ``epoch`` serves from now on, and resumes with ``blocks``: those that only the previous ring needed are
-        dropped."""
+        """Ring ``epoch`` serves from now on and resumes with ``blocks``: drop blocks that only the previous ring
+        needed."""
         self._epoch, self._keeps, self._sources = epoch, ring.keeps, sources
         turning = forecast.context_tokens if turns_by_context(self._service.model.header) else 0
         computed: tuple[object, ...] = forecast.flash, turning
         self._shares = _shares(ring.plan)
         if self._shares:
             computed = *computed, self._shares, self._service.options.run.wire
-        if forecast.small_windows:  # their cells are added up in an order that depends on the tokens of a step
+        if forecast.small_windows:  # their attention sums in an order that depends on the tokens of a step
             computed = *computed, "small windows", self._service.step_tokens(forecast)
         if self._computed != computed:
             self._computed = computed
@@ -334,7 +339,7 @@ class KvBackup:
             self._prompt_token_s = predicted.prefill_chunk_s / predicted.chunk_rows
         self._copies = self._new_copies(ring, forecast) if ring.keeps else []
         self._drop([key for key in self._blocks if key not in needed])
-        self._need(needed.values(), 0)  # new replicas are told with what this ring keeps: resuming has priority
+        self._need(needed.values(), 0)  # new replicas are notified with the next blocks: resuming comes first
 
     def _new_copies(self, ring: HeadRing, forecast: Forecast) -> list[_Copy]:
         copies = []
@@ -355,7 +360,7 @@ class KvBackup:
         devices = holders(ring.profiles, token_bytes(ring.plan, layers, kv_type, links, tokens_per_s))
         is_asked = options.kv_backup is not None
         found = replicas(devices, ring.plan.head, links, tokens_per_s, always=is_asked)
-        # A group without a device has other shares, unless another one takes its place.
+        # A group without a device has other shares, unless another device takes its place.
         return [each for each in found if is_asked or not ring.plan.group_of(each.device)]
 
     def _report_once(self, line: str) -> None:
@@ -366,9 +371,9 @@ class KvBackup:
     # ---- requests ------------------------------------------------------------------------------------------------------
 
     def root(self, owner: str) -> str:
-        """The root for the KV cache of requests of ``owner``; empty if it is not kept.
+        """Return the root for the KV cache of requests of ``owner``; empty if it is not kept.
 
-        Only this head can make the keys: nobody learns anything about a prompt from a device that holds its cache.
+        Only this head can compute the keys, so that a device that holds the cache reveals nothing about a prompt.
         """
         if not self._keeps:
             return ""
@@ -391,9 +396,9 @@ class KvBackup:
         return self._roots[who]
 
     async def find(self, prompt: Sequence[int], owner: str) -> tuple[str, list[KvBlock]]:
-        """The root for the KV cache of ``prompt``, and the blocks that exist for it already.
+        """Return the root for the KV cache of ``prompt``, and the blocks that already exist for it.
 
-        They are looked up if there is a cache, unless a sequence of the ring has them.
+        Blocks are looked up if there is a cache, unless a sequence of the ring has them.
         """
         root, epoch = self.root(owner), self._epoch
         if not root or self._chunking is None or self._node.config.kv_cache is None:
@@ -413,20 +418,20 @@ class KvBackup:
         return root, found
 
     def _here(self, blocks: Iterable[KvBlock]) -> list[KvBlock]:
-        """Those that this head has: the device that computed them may lack some layers of other windows."""
+        """Return the blocks that this head has; the device that computed them may lack layers of other windows."""
         return self._to_begin_with(up_to_lacking(blocks, lambda block: bool(self._held.store.layers(block.key))))
 
     @property
     def _has_states(self) -> bool:
-        """Whether cells do not go on without a state."""
+        """Whether the KV cache resumes only from a state."""
         return self._service.model.profile.is_recurrent
 
     def _to_begin_with(self, chain: list[KvBlock]) -> list[KvBlock]:
-        """What of ``chain`` a sequence can be filled with."""
+        """Return the part of ``chain`` that a sequence can be filled with."""
         return without_old_states(to_go_on_from(chain)) if self._has_states else chain
 
     async def _found(self, blocks: Sequence[KvBlock]) -> list[KvBlock]:
-        """Those that every device has, or gets sooner than they are computed."""
+        """Return the blocks that every device has, or gets sooner than they could be computed."""
         patience_s = max(MIN_FIND_S, self._prompt_token_s * sum(block.end - block.start for block in blocks))
         devices = [(name, layers, self._sources.get(name, [])) for name, layers in self._layers.items()]
         try:
@@ -440,17 +445,17 @@ class KvBackup:
         return found
 
     def _chunking_of(self, forecast: Forecast) -> Chunking:
-        """The chunks into which the head's ring process cuts prompts."""
+        """Return the chunks into which the head's ring process cuts prompts."""
         size, controls = self.chunks(forecast), control_tokens(self._service.model.header)
         return Chunking(rows=size.rows, minimum=size.minimum, begins=lambda token: token in controls)
 
     def chunks(self, forecast: Forecast) -> ChunkSize:
-        """The size of chunks of new prompts."""
+        """Return the size of chunks of new prompts."""
         tokens = self._service.chunk_tokens(forecast)
         return ChunkSize(rows=tokens, minimum=min_rows(forecast.plan, tokens))
 
     def max_replayed(self, forecast: Forecast) -> int | None:
-        """How many tokens of a request are recomputed one by one; None: all, since output must be exact."""
+        """Return how many tokens of a request are recomputed one by one; None: all, as output must be exact."""
         if self._service.options.run.batching == "exact":
             return None
         per_s = forecast.tokens_per_s * forecast.batching.replays
@@ -459,12 +464,12 @@ class KvBackup:
     # ---- figures -------------------------------------------------------------------------------------------------------
 
     def went_on(self, restored_tokens: int, again_tokens: int) -> None:
-        """The amounts restored and recomputed for requests that this ring resumes from another one."""
+        """Count the tokens restored and recomputed for requests that this ring resumes from another one."""
         self._restored_tokens += restored_tokens
         self._again += again_tokens
 
     def status(self) -> KvStatus | None:
-        """The state of replication; None without it."""
+        """Return the state of replication; None without it."""
         if not self._keeps:
             return None
         return KvStatus(
@@ -491,7 +496,7 @@ def _blocks_of(chains: Mapping[int, Sequence[KvBlock]]) -> list[KvBlock]:
 
 
 def _layers(plan: Plan, device: str) -> Layers:
-    """The layers of the windows of ``device``, or its share of them."""
+    """Return the layers of the windows of ``device``, or its share of them."""
     layers = [range(window.first, window.last) for _, window in plan.windows_of(device)]
     rank = next((number for number, rank in enumerate(plan.group_of(device)) if rank.device == device), 0)
     return [(own.start, own.stop) for own in (layers_of_rank(rank, each) for each in layers)]

@@ -1,6 +1,6 @@
-"""The head loads its own windows: it cuts their layers out of the model file, or serves the whole file as one window.
+"""Loads the head's own windows: cuts their layers out of the model file, or loads the whole file as one window.
 
-For a model on a hub it downloads its own layers, like every device, and the token embedding.
+For a model on a hub the head downloads its own layers, like every device, and the token embedding.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from primad.ring.messages import HeadPart
 from primad.system.tasks import in_thread
 
 OwnProgress = Callable[[str, int, int], None]
-"""Hears what is done, and bytes of it, of so many."""
+"""Called with the phase, the bytes done and the total bytes."""
 
 
 async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact], progress: OwnProgress) -> LoadedProcess:
-    """The head's ring process, loading the windows of ``load``; ``sources`` may have layers of them.
+    """Start the head's ring process, which loads the windows of ``load``; ``sources`` may have layers of them.
 
-    Raises ``PrimadError`` if a disk refuses or llama.cpp cannot compute the model.
+    Raises ``PrimadError`` if a disk fails or llama.cpp cannot compute the model.
     """
     plan, batching, model = inputs.forecast.plan, inputs.forecast.batching, inputs.service.model
     vocabulary, chunk_tokens = await inputs.pieces(), inputs.service.chunk_tokens(inputs.forecast)
@@ -74,7 +74,7 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact], p
 
     if ranged is not None:
         await _download(inputs, ranged, windows, sources, progress)
-    elif windows.layers:  # not of the whole model
+    elif windows.layers:  # unless the window is the whole model
         await windows.prepare(cut, partial(progress, "copy"))
     return await windows.start(windows.key())
 
@@ -82,7 +82,7 @@ async def load_own(inputs: RingInputs, load: Load, sources: Sequence[Contact], p
 async def _download(
     inputs: RingInputs, cutter: RangedCutter, windows: WindowLoad, sources: Sequence[Contact], progress: OwnProgress
 ) -> None:
-    """Have the head's own layers here; their digests are known from then on."""
+    """Download the head's own layers; afterwards their digests are known."""
     node = inputs.node
     hub_routes = HubRoutes(files=cutter.files, token=cutter.token, head=None, transfers=node.transfers(inputs.context))
     origins = cutter.origins_of([windows.layers])
@@ -100,7 +100,7 @@ async def _download(
 
 
 async def _compare(inputs: RingInputs, cutter: RangedCutter) -> None:
-    """All of the model is here: compare it once with the hub's hash."""
+    """All of the model is here: compare it with the hub's hash, once."""
     head, cache, reporter = inputs.forecast.plan.head, inputs.node.workspace.cache, inputs.reporter
     if await in_thread(is_compared, cutter):
         return
@@ -112,4 +112,4 @@ async def _compare(inputs: RingInputs, cutter: RangedCutter) -> None:
     try:
         await in_thread(compare, cutter, cache, advance)
     except HubError as exc:
-        reporter.report_line(f"what came of {cutter.header.path.name} is not compared with the hub yet: {exc}")
+        reporter.report_line(f"the download of {cutter.header.path.name} is not compared with the hub yet: {exc}")

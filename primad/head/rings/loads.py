@@ -27,7 +27,7 @@ from primad.system.tasks import in_thread
 
 
 async def loads_of(inputs: RingInputs, ring_addresses: RingAddresses) -> dict[str, Load]:
-    """The loads of the head and each worker, by name. Raises ``StageError`` for a worker that is unreachable."""
+    """Return the loads of the head and each worker, by name. Raises ``StageError`` for a worker that is unreachable."""
     specs = await _specs(inputs)
     plan = inputs.forecast.plan
     head, group = plan.head, group_ranks(plan, inputs.service.options.run.wire)
@@ -55,7 +55,7 @@ async def loads_of(inputs: RingInputs, ring_addresses: RingAddresses) -> dict[st
 
 
 def group_ranks(plan: Plan, wire: Wire = "f32") -> dict[str, GroupRank]:
-    """What each device of a group is told, with a key of this epoch; nothing without a group."""
+    """Return the rank of each device in a group, with a key of this epoch; empty without a group."""
     found = dict[str, GroupRank]()
     for ranks in plan.groups:
         devices, key = [rank.device for rank in ranks], secrets.token_bytes(GROUP_KEY_BYTES)
@@ -64,11 +64,11 @@ def group_ranks(plan: Plan, wire: Wire = "f32") -> dict[str, GroupRank]:
 
 
 async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
-    """The windows of every device, shares of them in a group; hashes the layers that no plan needed before (reads them from
-    the model file).
+    """Return the windows of every device, or shares of them in a group; hash layers that no plan needed before, which
+    reads them from the model file.
 
-    One window is the whole model, which is not cut; of a model on a hub nothing is hashed, as nothing is here. Stopping
-    waits for at most one chunk.
+    A single window is the whole model, which is not cut. Of a model on a hub nothing is hashed, as nothing is here.
+    Stopping waits for at most one chunk.
     """
     plan, model = inputs.forecast.plan, inputs.service.model
     if len(plan.route) == 1 and not plan.groups:
@@ -100,7 +100,7 @@ async def _specs(inputs: RingInputs) -> dict[str, list[WindowSpec]]:
 
 
 def _cutter(model: ModelSource, plan: Plan, name: str) -> tuple[ModelCutter, Sequence[Adapter]]:
-    """What cuts the layers of ``name``, and the adapters for them: a share's in a group."""
+    """Return the cutter of the layers of ``name`` and the adapters for them; in a group, both for its share."""
     ranks = plan.group_of(name)
     if not ranks:
         return model.cutter, model.adapters
@@ -110,13 +110,13 @@ def _cutter(model: ModelSource, plan: Plan, name: str) -> tuple[ModelCutter, Seq
 
 
 def adapted(spec: WindowSpec, adapters: Sequence[Adapter]) -> WindowSpec:
-    """``spec`` with the parts of ``adapters`` for its layers; hashes new ones."""
+    """Return ``spec`` with the parts of ``adapters`` for its layers; hashes new parts."""
     found = [each.spec(spec.first, spec.last) for each in adapters]
     return msgspec.structs.replace(spec, adapters=tuple(each for each in found if each is not None))
 
 
 def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers: list[bool]) -> Load:
-    """The load of ``name``; a worker gets more details."""
+    """Return the load of ``name``; a worker's load gets more details later."""
     options, plan, ranged = inputs.service.options, inputs.forecast.plan, inputs.service.model.ranged
     own = inputs.forecast.assignments[name]
     return Load(
@@ -148,20 +148,20 @@ def _load(inputs: RingInputs, name: str, specs: list[WindowSpec], extra_buffers:
 
 
 def _states(inputs: RingInputs) -> int:
-    """States that are kept to go back to, those in front of drafts among them."""
+    """Number of states to keep for going back, including those before drafts."""
     if not (inputs.service.model.profile.is_recurrent or inputs.forecast.small_windows):
         return 0
     return checkpoints(inputs.forecast.sequences) + (0 if inputs.drafting is None else inputs.drafting.states)
 
 
 def _rollback(inputs: RingInputs) -> int:
-    """Rows of a step that are taken back from states where drafts did not hold."""
+    """Number of tokens of a step that can be rolled back from states after rejected drafts."""
     drafting = inputs.drafting
     return drafting.rows - 1 if drafting is not None and inputs.service.model.profile.is_recurrent else 0
 
 
 def _place_of(inputs: RingInputs, name: str) -> int:
-    """Counts the devices on the machine of ``name`` from its turn in the ring to the ring's end."""
+    """Return the number of devices on the machine of ``name`` from its turn in the ring to the ring's end."""
     plan = inputs.forecast.plan
     rest = plan.devices[plan.devices.index(name) :]
     hosts = {worker: link.profile.host for worker, link in inputs.devices.workers.items()}

@@ -1,4 +1,4 @@
-"""Plans for the head and some of its workers; those for the loss of a device are made in advance."""
+"""Makes plans for the head and some of its workers; plans for the loss of a device are made in advance."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from primad.system.tasks import Tasks
 logger = logging.getLogger(__name__)
 
 MAX_PRECOMPUTED: Final = 8
-"""In larger rings the loss of a device is planned for when it happens."""
+"""In larger rings a plan for the loss of a device is made when it is lost."""
 
 PlanResult = tuple[Forecast, float]
 """A plan with its forecast and its objective."""
@@ -41,19 +41,19 @@ PlanResult = tuple[Forecast, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePool:
-    """What plans are made of: this device and the others, what was learnt about them, and how much of each may be used."""
+    """The inputs of plans: this device and the others, what was learnt about them, and how much of each may be used."""
 
     own: OwnDevice
     others: Devices
     learning: Learning
     limits: DeviceLimits
     held: dict[str, Callable[[], Iterable[Forecast]]] = field(default_factory=dict)
-    """What each model has, or is to have, of the devices, by its name."""
+    """Returns, by name of a model, the forecasts whose memory it holds or will hold on devices."""
     reserved: dict[str, int] = field(default_factory=dict)
-    """What each takes of this device's RAM besides, for its draft model and its encoder."""
+    """Further bytes of this device's RAM that each model takes for its draft model and its encoder."""
 
     def taken(self, spared: Collection[str]) -> dict[str, Taken]:
-        """What the models hold of each device but ``spared``."""
+        """Return what the models other than ``spared`` hold of each device."""
         found: dict[str, Taken] = {}
         for name, forecasts in self.held.items():
             if name not in spared:
@@ -63,29 +63,30 @@ class DevicePool:
 
 
 class Planner:
-    """Plans for ``service``, which is called ``name``, on what other models leave of the devices of ``pool``."""
+    """Makes plans for ``service``, called ``name``, on what other models leave of the devices of ``pool``."""
 
     def __init__(self, service: Service, pool: DevicePool, name: str = "") -> None:
         self._service, self._pool, self._name = service, pool, name
         self._precomputed: dict[frozenset[str], tuple[list[DeviceProfile], PlanResult]] = {}
         self.foreseeing: asyncio.Task[None] | None = None
-        """The running planning for losses."""
+        """The running task that plans for losses."""
         self.imagines = False
         """Whether a plan is being made that will not be served."""
 
     async def plan(
         self, candidates: frozenset[str], served: Forecast | None, *, keeps_attention: bool = False
     ) -> PlanResult:
-        """The plan for the head and ``candidates``, with the context and the sequences of ``served``, if there was one.
+        """Return the plan for the head and ``candidates``, with the context and the sequences of ``served``, if it is
+        given.
 
         With ``keeps_attention`` it also has the attention of ``served``, if there is such a plan: running requests
         resume with it.
 
-        Raises ``PlanError`` or ``Infeasible`` if there is none.
+        Raises ``PlanError`` or ``Infeasible`` if there is no plan.
         """
         workers = self._pool.others.present(candidates)
         profiles, precomputed = self._precomputed.get(candidates, ([], None))
-        # A device that is short of memory now has another profile than it had then.
+        # A device that has become short of memory has another profile than when the plan was made.
         if precomputed is not None and profiles == [worker.profile for worker in workers]:
             return precomputed
         return await self._solve(workers, served, keeps_attention=keeps_attention)
@@ -93,25 +94,25 @@ class Planner:
     async def beside(
         self, candidates: frozenset[str], gone: Collection[str], *, background: bool = False
     ) -> PlanResult:
-        """The plan for the head and ``candidates`` if the models ``gone`` were not loaded.
+        """Return the plan for the head and ``candidates`` if the models ``gone`` were not loaded.
 
-        Raises ``PlanError`` or ``Infeasible`` if there is none.
+        Raises ``PlanError`` or ``Infeasible`` if there is no plan.
         """
         return await self._solve(self._pool.others.present(candidates), None, gone=gone, background=background)
 
     def shares(self, forecast: Forecast) -> list[str]:
-        """The devices of ``forecast`` that have other models too."""
+        """Return the devices of ``forecast`` that other models use too."""
         taken = self._pool.taken({self._name})
         return [device for device in forecast.plan.devices if device in taken]
 
     def forget(self) -> None:
-        """Precomputed plans are invalid: the head's own memory became short."""
+        """Drop precomputed plans, which have become invalid."""
         if self.foreseeing is not None:
             self.foreseeing.cancel()
         self._precomputed.clear()
 
     def precompute(self, candidates: frozenset[str], members: frozenset[str], tasks: Tasks, served: Forecast) -> None:
-        """Start planning for the loss of each of ``members``, so that it takes no time when it happens."""
+        """Start planning for the loss of each of ``members``, so that planning takes no time when it happens."""
         self.forget()
         if len(members) <= MAX_PRECOMPUTED and self._service.options.run.windows is None:
             self.foreseeing = tasks.start(self._precompute(candidates, members, served))
@@ -130,7 +131,8 @@ class Planner:
                 logger.info("without %s there is no plan: %s", lost, exc)
 
     async def value(self, forecast: Forecast) -> float | None:
-        """The objective of a plan, with current knowledge; None if it was set by hand or a device of it is not connected."""
+        """Return the objective of a plan, with current knowledge; None if it was set by hand or one of its devices is
+        not connected."""
         before, run = forecast.prediction, self._service.options.run
         workers = self._pool.others.present(forecast.plan.devices)
         own = await self._pool.own.profile()
@@ -154,9 +156,9 @@ class Planner:
     async def slowdown_with(
         self, device: str, candidates: frozenset[str], serving_value: float, served: Forecast
     ) -> float | None:
-        """The share by which the best plan with layers on ``device`` is slower than one of ``serving_value``.
+        """Return the share by which the best plan with layers on ``device`` is slower than one of ``serving_value``.
 
-        None if there is no such plan, or plans are not solved for.
+        None if there is no such plan, if plans are not solved for, or if the device is paused.
         """
         if (
             self._service.options.run.windows is not None
@@ -181,9 +183,10 @@ class Planner:
     async def what_if(
         self, served: Forecast | None, without: frozenset[str], more: Sequence[DeviceProfile], speed: LinkSpeed
     ) -> Forecast:
-        """The forecast of a plan without some devices, and with ``more`` that are not here, on links of ``speed``.
+        """Return the forecast of a plan without the devices ``without``, and with ``more`` that are not here, on links
+        of ``speed``.
 
-        Raises ``PlanError`` where there is none.
+        Raises ``PlanError`` if there is no plan.
         """
         if self._service.options.run.windows is not None:
             raise PlanError("--windows sets the plan by hand, so there is nothing to compare")
@@ -205,7 +208,8 @@ class Planner:
     def _known(
         self, measured: Sequence[DeviceProfile], gone: Collection[str] = ()
     ) -> tuple[list[DeviceProfile], list[LinkProfile]]:
-        """Devices, this one first, and the links between them, corrected, without what other models hold but ``gone``."""
+        """Return devices, this one first, and their links, both corrected, without what models other than ``gone``
+        hold."""
         corrections, taken = self._pool.learning.planned(measured), self._pool.taken({self._name, *gone})
         links = self._pool.others.book.all_between(each.device for each in measured)
         limited = [self._pool.limits.apply(corrections.apply(each)) for each in measured]
@@ -226,15 +230,16 @@ class Planner:
         more_links: Sequence[LinkProfile] = (),
         gone: Collection[str] = (),
     ) -> PlanResult:
-        """The plan for the head and ``workers``, in which those of ``require`` have layers; its forecast, its
-        objective.
+        """Return the plan for the head and ``workers``, in which devices of ``require`` have layers: its forecast and
+        its objective.
 
-        Paused workers are left out. ``more`` are devices that are not here, with their links; what the models ``gone`` hold
-        is free.
+        Paused workers are left out. ``more`` are devices that are not here, with their links; memory that the models
+        ``gone`` hold counts as free.
 
-        It keeps the context of ``served``, unless it was automatic and there is no plan with it; its attention, if
-        requested and there is a plan with it; and its sequences, unless they were automatic and the plan has no room. A
-        plan that was set by hand has no prediction. ``background`` lets all other work of this device go first.
+        The plan keeps the context of ``served``, unless that was automatic and there is no plan with it; its attention,
+        if requested and there is a plan with it; and its sequences, unless they were automatic and the plan has no
+        room. A plan that was set by hand has no prediction. ``background`` gives all other work of this device
+        priority.
         """
         asked = await self._request(
             workers, served, require, keeps_attention=keeps_attention, more=more, more_links=more_links, gone=gone
@@ -260,7 +265,7 @@ class Planner:
         more_links: Sequence[LinkProfile],
         gone: Collection[str],
     ) -> PlanRequest:
-        """The planner's question for this head and those of ``workers`` that are not paused."""
+        """Return the planner's question for this head and those of ``workers`` that are not paused."""
         service = self._service
         usable = self._pool.limits.unpaused(worker.profile.device for worker in workers)
         workers = [worker for worker in workers if worker.profile.device in usable]
@@ -292,48 +297,49 @@ class Planner:
         )
 
     async def _search(self, asked: PlanRequest, *, background: bool) -> FoundPlan:
-        """Raises ``PlanError`` with the reason why devices do not reach each other, if that is why there is no plan."""
+        """Search for a plan. Raises ``PlanError`` with the reason if there is none because devices do not reach each
+        other."""
         try:
             return await solve_in_process(asked, background=background)
         except CutOff as exc:
             raise PlanError(self._why_cut(device.device for device in asked.devices) or str(exc)) from exc
 
     def _check_reached(self, asked: PlanRequest) -> None:
-        """Raises ``PlanError`` if a device of the windows by hand does not reach one that it sends to."""
+        """Raise ``PlanError`` if a device of the windows by hand does not reach a device that it sends to."""
         windows, ranks = asked.run.windows, asked.run.ranks
         assert windows is not None
         names = [device.device for device in asked.devices]
         if len(names) < asked.run.devices_by_hand:
-            return  # the search says so
+            return  # the search reports that
         for pair in senders_by_hand(names, ranks or (1,) * len(windows)):
             if (why := self._why_cut(pair)) is not None:
                 raise PlanError(f"--windows {','.join(map(str, windows))}: {why}")
 
     def _why_cut(self, devices: Iterable[str]) -> str | None:
-        """Why two of ``devices`` do not reach each other."""
+        """Return why two of ``devices`` do not reach each other."""
         names = list(devices)
         return next((why for each in names if (why := self._pool.others.book.why_cut(each, names)) is not None), None)
 
 
 class OwnDevice:
-    """``profile`` gives this device's current profile, ``memory_watch`` is notified when its memory is low.
+    """``profile`` gives this device's current profile, ``memory_watch`` is notified when its memory is low,
     ``gpu_care`` limits the GPU memory of plans."""
 
     def __init__(self, profile: Callable[[], DeviceProfile], memory_watch: MemoryWatch, gpu_care: GpuCare) -> None:
         self._profile, self._memory_watch, self._gpu_care = profile, memory_watch, gpu_care
 
     async def profile(self) -> DeviceProfile:
-        """Its current profile, with at most the memory that plans may use since it was short of it."""
+        """Return its current profile, with at most the memory that plans may use after it was short of memory."""
         profile = self._gpu_care.now(await asyncio.to_thread(self._profile))
         maximum = self._memory_watch.max_bytes(profile.ram_available_bytes)
         return replace(profile, ram_available_bytes=maximum)
 
     async def begin(self) -> DeviceProfile:
-        """Its current profile, which a ring is formed with."""
+        """Return its current profile, with which a ring is formed."""
         profile = await self.profile()
         self._memory_watch.begin(profile.ram_available_bytes)
         return profile
 
     async def report_memory_low(self, needed_bytes: int) -> None:
-        """It lacks this much memory: later plans use less of it."""
+        """It lacks ``needed_bytes`` of memory: later plans use less of it."""
         await self._memory_watch.report_memory_low(needed_bytes)

@@ -1,8 +1,9 @@
-"""The encoder of pictures on another device, where the plan has it.
+"""Runs the encoder of pictures on another device, where the plan has it there.
 
-The device fetches the encoder's file like layers, while this one encodes what comes. Then pictures go to it over the control
-link in parts, and their rows come back. If it is lost, paused, short of memory or fails, this device encodes, until the
-other can again. What a picture became is kept with its request, so an answer is one text wherever its pictures were encoded.
+The device fetches the encoder's file like layers, while this device encodes. Then pictures go to it over the control
+link in parts, and their embeddings come back. If it is lost, paused, short of memory or fails, this device encodes
+until the other can again. An encoded picture is kept with its request, so the text of a response does not depend on
+where its pictures were encoded.
 """
 
 from __future__ import annotations
@@ -44,21 +45,24 @@ from primad.system.wire import decoded
 logger = logging.getLogger(__name__)
 
 AGAIN_S: Final = (30.0, 600.0)
-"""Until a device that failed is asked again, the first time and at most; one that comes back is asked at once."""
+"""Pause before a device that failed is asked again: the first one, and the longest. A device that reconnects is asked
+immediately."""
 REPLY_S: Final = 20.0
-"""For a part; for the last one of a picture also what it may take to encode."""
+"""Timeout for the reply to a part; for the last part of a picture the time of encoding is added."""
 MAX_TIMES: Final = 10
-"""A picture that is no larger a file than the plan's may take so many times as long; then this device encodes it."""
+"""A picture whose file is no larger than the plan's may take this many times the planned time; then this device encodes
+it."""
 _MORE_BYTES: Final = 1 << 20
-"""Of a message, besides a model's metadata."""
+"""Bytes reserved in a message for everything but a model's metadata."""
 _numbers = count(1)
 _decoder = msgspec.msgpack.Decoder(PictureReply)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderInputs:
-    """What the encoder of ``service`` needs of its rings: its ``place`` in the plan, the device of a name if it may be used,
-    sources of layers for it, this device's name, and lines for the owner."""
+    """What the encoder of ``service`` needs of its rings: its ``place`` in the plan; ``find``, which returns a device
+    by name if it may be used; ``sources`` of layers for a device; the name of this device; and a reporter of lines for
+    the owner."""
 
     service: Service
     place: Callable[[], EncoderPlace | None]
@@ -69,7 +73,7 @@ class EncoderInputs:
 
 
 class RemoteEncoder:
-    """``EncodesElsewhere`` on the device of ``inputs``."""
+    """Implements ``EncodesElsewhere`` with the device of ``inputs``."""
 
     def __init__(self, inputs: EncoderInputs) -> None:
         self._inputs = inputs
@@ -82,7 +86,7 @@ class RemoteEncoder:
 
     @property
     def own_gpu(self) -> str:
-        """As ``EncodesElsewhere`` has it."""
+        """As in ``EncodesElsewhere``."""
         place = self._inputs.place()
         return place.gpu if place is not None and place.device == self._inputs.own else ""
 
@@ -92,11 +96,12 @@ class RemoteEncoder:
         return self._session.worker.name if self._session is not None and self._session.is_ready else None
 
     def find_layer(self, digest: str) -> LayerCut | None:
-        """The encoder's file, if it is known by ``digest``."""
+        """Return the encoder's file, if ``digest`` is its digest."""
         return self._cut if self._cut is not None and self._cut.ref().digest == digest else None
 
     async def encode(self, data: bytes) -> EncodedPicture | PictureRefused | None:
-        """What the file ``data`` becomes there; None while the device is not ready. Raises ``PrimadError``."""
+        """Return the encoding of the file ``data`` by the other device; None while that is not ready. Raises
+        ``PrimadError``."""
         await self.follow_plan()
         wanted, session = self._wanted(), self._session
         if session is None:
@@ -109,14 +114,15 @@ class RemoteEncoder:
         try:
             found = await session.encode(data)
         except PrimadError as exc:
-            if self._session is session:  # nobody ended it
+            if self._session is session:  # it was not ended meanwhile
                 await self._lose(session, str(exc))
             raise ClusterError(f"{session.worker.name}: {exc}") from exc
         self._failed = None
         return found
 
     async def follow_plan(self) -> None:
-        """A device that is not to encode any more, by another plan or since it was paused, holds nothing."""
+        """End the session with a device that is not to encode any more, after a new plan or a pause, so that it holds
+        nothing."""
         session, wanted = self._session, self._wanted()
         if session is None:
             return
@@ -124,7 +130,7 @@ class RemoteEncoder:
             await self.end()
 
     async def end(self) -> None:
-        """No picture is encoded there for now; one that was begun fails."""
+        """End the session; a picture that is being encoded fails."""
         await self._tasks.close()
         session, self._session = self._session, None
         if session is not None:
@@ -132,7 +138,8 @@ class RemoteEncoder:
             await session.end()
 
     def _wanted(self) -> tuple[WorkerLink, EncoderPlace] | None:
-        """The device that is to encode, and where on it; None: this one, or nobody knows that device."""
+        """Return the device that is to encode, and the encoder's place on it; None: this device, or the other cannot be
+        used."""
         place = self._inputs.place()
         if place is None or place.device == self._inputs.own:
             return None
@@ -196,7 +203,7 @@ class _Session:
         self.is_ready = False
 
     def hear(self, message: MmprojState | EncodedChunk) -> None:
-        """A message of the device."""
+        """Handle a message of the device."""
         if isinstance(message, MmprojState):
             self.is_ready, self._error = message.ready and not message.error, message.error
         elif message.picture == self._picture:
@@ -204,20 +211,20 @@ class _Session:
         self._heard.set()
 
     def lost(self, reason: str) -> None:
-        """The device is gone, or may have lost what it was told."""
+        """The device is gone, or may have lost its load."""
         self.is_ready, self._error = False, self._error or reason
         self._heard.set()
 
     async def load(self, message: LoadMmproj, sources: list[Contact]) -> None:
-        """Have the device load what ``message`` says, and wait until it is ready. Raises ``PrimadError``."""
+        """Have the device load what ``message`` describes, and wait until it is ready. Raises ``PrimadError``."""
         self.worker.encodes_for(self)
         await self.worker.send(msgspec.structs.replace(message, sources=sources))
-        await self._next(REPLY_S)  # an older one says nothing
+        await self._next(REPLY_S)  # an older version does not reply
         while not self.is_ready:
             await self._next(None)
 
     async def encode(self, data: bytes) -> EncodedPicture | PictureRefused:
-        """What the file ``data`` becomes. Raises ``PrimadError``."""
+        """Return the encoding of the file ``data``. Raises ``PrimadError``."""
         self._picture = next(self._pictures)
         reply, size = EncodedChunk(number=0, picture=0), len(data)
         is_usual = self._picture > 1 and size <= PICTURE_BYTES  # the first one waits for the encoder's weights
@@ -271,7 +278,7 @@ class _Session:
             raise ClusterError(self._error)
 
     async def end(self) -> None:
-        """It need not encode any more."""
+        """Tell the device that it need not encode any more."""
         self.worker.forget_encoding(self)
         try:
             await self.worker.send(ReleaseMmproj(number=self.number))

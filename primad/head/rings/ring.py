@@ -74,17 +74,18 @@ logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S: Final = 3600.0
 LOST_S: Final = 4.0
-"""A step that is overdue this long, without progress since it was last checked, is lost."""
+"""A step that is overdue this long, without progress since the last check, is lost."""
 GROUP_LOST_S: Final = 2 * LOST_S
-"""The first rank of a group that does not reply hangs itself if it has named no other one by then."""
+"""A first rank of a group that does not reply, and has named no other rank by then, counts as hanging itself."""
 FIRST_STEP_SHARE: Final = 0.25
-"""A process at its first step may be silent for this share of a step's timeout: it may read all its layers."""
+"""A process at its first step may be silent for this share of the step's timeout: it may have to read all its
+layers."""
 LINK_TIMEOUT_S: Final = 30.0
-"""The last status of a worker before it connects to the next one."""
+"""Timeout for the last status of a worker before it connects to the next device."""
 STAGES: Final = {"fetch": LoadStage.FETCH, "load": LoadStage.LOAD}
 DRAIN_TIMEOUT_S: Final = 10.0
 REASON_S: Final = 1.0
-"""A device of a group whose connections end says this soon why, if it says anything."""
+"""A device of a group whose connections end reports the reason within this time, if at all."""
 OWN_S: Final = 2 * REASON_S
 
 
@@ -92,7 +93,7 @@ OWN_S: Final = 2 * REASON_S
 class _DeviceReport:
     """A device's report; no ``status`` if its ring process did not reply in time.
 
-    A ring process replies between two steps: while there is something to compute it ``computes``, and is not gone.
+    A ring process replies between two steps: a silent one that ``computes`` has open requests, and need not be gone.
     """
 
     status: Status | None = None
@@ -145,27 +146,27 @@ class HeadRing:
 
     @property
     def keeps(self) -> bool:
-        """Whether every device of it saves KV cache."""
+        """Whether every device of the ring saves KV cache."""
         return self._own_keeps and all(stage.keeps for stage in self._workers.values())
 
     @property
     def profiles(self) -> dict[str, DeviceProfile]:
-        """Its devices, as they were when it was formed."""
+        """Profiles of its devices when it was formed."""
         workers = {name: worker.profile for name, worker in self._inputs.devices.workers.items()}
         return {self.plan.head: self._inputs.profile} | workers
 
     async def sources(self) -> dict[str, list[Contact]]:
-        """By device of the ring: sources for what it lacks. An unreachable one has none."""
+        """Return, for each device of the ring, sources for what it lacks. An unreachable one has no entry."""
         found = {self.plan.head: self._ring_addresses.own_sources()}
         for name, worker in self._inputs.devices.workers.items():
             try:
                 found[name] = await self._ring_addresses.sources(worker)
             except StageError as exc:
-                logger.info("%s is told of no sources: %s", name, exc)
+                logger.info("%s gets no sources: %s", name, exc)
         return found
 
     async def sources_for(self, worker: WorkerLink) -> list[Contact]:
-        """Sources of layers for ``worker``, of the ring or not. Raises ``StageError``."""
+        """Return sources of layers for ``worker``, of the ring or not. Raises ``StageError``."""
         return await self._ring_addresses.sources(worker)
 
     @property
@@ -174,9 +175,9 @@ class HeadRing:
         return self._broken.result() if self._broken.done() else None
 
     async def form(self) -> None:
-        """Have every device load its windows, link them and run a warm-up pass.
+        """Have every device load its windows, link the devices and run a warm-up pass.
 
-        Raises the ``PrimadError`` of a failure; ``close`` is due in any case.
+        Raises the ``PrimadError`` of a failure; call ``close`` in any case.
         """
         forming = asyncio.create_task(self._form())
         try:
@@ -185,7 +186,7 @@ class HeadRing:
             if not forming.done():
                 forming.cancel()
                 await asyncio.wait([forming])
-            error = None if forming.cancelled() else forming.exception()  # asyncio logs what nobody asks for
+            error = None if forming.cancelled() else forming.exception()  # asyncio logs unretrieved exceptions
         if error is not None:
             raise error
         if self._broken.done():
@@ -216,7 +217,7 @@ class HeadRing:
             self._start(self._remote_drafter.run())
 
     async def send(self, *commands: RingCommand) -> None:
-        """Send the head's ring process a command; it is dropped if the ring is broken."""
+        """Send commands to the head's ring process; they are dropped if the ring is broken."""
         assert self._process is not None
         for command in commands:
             if isinstance(command, Generate):
@@ -241,7 +242,7 @@ class HeadRing:
         await self._close(unload=False)
 
     async def unload(self) -> None:
-        """As ``close``, but nothing stays loaded on workers either, and they have confirmed that."""
+        """As ``close``, but also unload everything from workers, and wait until they have confirmed it."""
         await self._close(unload=True)
 
     async def _close(self, *, unload: bool) -> None:
@@ -293,12 +294,13 @@ class HeadRing:
         raise await self._cause(error.rank, error, stage.name) if isinstance(error, RankLostError) else error
 
     def describe(self) -> list[str]:
-        """Layers of each device, one line each."""
+        """Return one line per device about its layers."""
         forecast = self._inputs.forecast
         return plan_lines(self.plan, forecast.assignments, forecast.prediction)
 
     async def status(self) -> dict[str, Any]:
-        """State and counters of every device, as plain data; a device that does not reply in time has no figures.
+        """Return state and counters of every device, as plain data; a device that does not reply in time has no
+        figures.
 
         Takes at most ``status_timeout_s``. Concurrent calls share one query.
         """
@@ -309,7 +311,7 @@ class HeadRing:
         return {} if asking.cancelled() else asking.result()
 
     async def statuses(self) -> Mapping[str, Status | None]:
-        """The current report of every device's ring process; None for one that does not reply in time."""
+        """Return the current report of every device's ring process; None for one that does not reply in time."""
         await self.status()
         return self._latest
 
@@ -352,13 +354,13 @@ class HeadRing:
         }
 
     def _draft_device(self) -> str | None:
-        """The device of the draft model, or None."""
+        """The device on which the draft model runs, or None."""
         if self._inputs.draft is None:
             return None
         return self.plan.head if self._remote_drafter is None else self._remote_drafter.place
 
     async def _ask(self, name: str) -> _DeviceReport:
-        """The report of the ring process of ``name``, and the memory of the daemon there."""
+        """Return the report of the ring process of ``name``, and the daemon's memory there."""
         timeout_s = self._inputs.node.timings.head.status_timeout_s
         if name in self._workers:
             return await self._worker_status(name, timeout_s)
@@ -390,10 +392,10 @@ class HeadRing:
         try:
             await process.listen(lambda event: self._hear(event, len(load.windows)))
         except WeightsError as exc:
-            if not any(plan.spec.layers for plan in load.windows) and exc.file is None:  # then there is but one file
+            if not any(plan.spec.layers for plan in load.windows) and exc.file is None:  # then there is only one file
                 path = str(self._inputs.service.model.header.path)
                 raise WeightsError(f"{exc}: {path}", path) from exc
-            # The next ring cuts damaged layers out of the model again.
+            # The next ring cuts the damaged layers out of the model again.
             refs = (ref for plan in load.windows for ref in plan.spec.files)
             raise distrust(self._inputs.node.workspace.cache, exc, refs) from exc
         except NextDeviceError as exc:
@@ -404,7 +406,7 @@ class HeadRing:
             raise await self._cause(exc.device, exc, self.plan.head) from exc
 
     def _hear(self, event: RingEvent, windows: int) -> None:
-        """A message of the head's ring process. Raises ``RingError`` for an invalid one."""
+        """Handle a message of the head's ring process. Raises ``RingError`` for an invalid one."""
         match event:
             case Sampled() | PromptProgress() | Finished():
                 if isinstance(event, Finished):
@@ -444,9 +446,10 @@ class HeadRing:
             self._finding_fault = self._start(self._find_fault(overdue))
 
     async def _find_fault(self, overdue: Overdue) -> None:
-        """A step is late. A worker whose ring process does not reply hangs; one that replies is slow.
+        """Find the device at fault for a late step. A worker whose ring process does not reply hangs; one that replies
+        is slow.
 
-        Raises ``StageError`` for the one that hangs, unless it may be at its first step, whose duration is unknown. If
+        Raises ``StageError`` for a worker that hangs, unless it may be at its first step, whose duration is unknown. If
         all reply, the step is between the last worker that passed it on and the first one that did not have it. Raises
         ``StuckStepError`` if it made no progress since the last check.
         """
@@ -458,7 +461,7 @@ class HeadRing:
         if silent:
             self._parties, self._looked = silent[:1], None
             if self.plan.group_of(silent[0]) and waited_s < GROUP_LOST_S:
-                return  # it may wait for another one of its group, and say so
+                return  # it may wait for another rank of its group, and report that
             if overdue.is_first and waited_s < FIRST_STEP_SHARE * self._inputs.service.options.step_timeout_s:
                 return
             reason = f"{silent[0]}: its ring process hangs; a step is out for {waited_s:.1f} s"
@@ -476,7 +479,8 @@ class HeadRing:
             raise StuckStepError(_lost(overdue, [self.plan.head, *names, self.plan.head][place:][:2]), self._parties)
 
     async def _link(self, own: Opened, loaded: Mapping[str, Loaded]) -> None:
-        """Tell every device the target and the source of its steps, and those of a group where the others are."""
+        """Connect each device with the next and the previous one in the ring, and the devices of a group with each
+        other."""
         if not self._workers:
             return
         assert self._process is not None
@@ -508,21 +512,21 @@ class HeadRing:
                 raise StageError(f"{name}: it does not connect to the next device", name, "load")
 
     async def _join(self, names: Sequence[str], own: Opened, loaded: Mapping[str, Loaded]) -> None:
-        """Have the devices of a group connect, each to those before it."""
+        """Have the devices of a group connect, each to the ranks before it."""
         for rank, name in enumerate(names[1:], 1):
             addresses = [await self._rank_address(name, other, own, loaded) for other in names[:rank]]
             await self._workers[name].join(addresses)
 
     async def _rank_address(self, name: str, other: str, own: Opened, loaded: Mapping[str, Loaded]) -> RankAddress:
-        """Where ``name`` reaches ``other``, which is before it in their group."""
+        """Return the address at which ``name`` reaches ``other``, a lower rank of their group."""
         if other == self.plan.head:
             to_head = await self._ring_addresses.to_head(self._inputs.devices.workers[name])
             return RankAddress(to_head, port_of(own.group))
         return RankAddress(self._ring_addresses.host_for(name, other), loaded[other].group_port)
 
     async def _cause(self, device: str, error: PrimadError, accuser: str) -> PrimadError:
-        """``error`` of a group, the fault of ``device`` as ``accuser`` says, or what this one reports: it may be yet
-        another's."""
+        """Return the root cause of ``error`` in a group: ``accuser`` blames ``device``, which may report that yet
+        another device is at fault."""
         asked = {self.plan.head}
         while device not in asked:
             asked.add(device)
@@ -551,7 +555,7 @@ class HeadRing:
 
 
 def _lost(overdue: Overdue, between: Sequence[str]) -> str:
-    """The position of a step without progress."""
+    """Describe where a step without progress is."""
     sender, receiver = between
     return (
         f"step {overdue.step} is out for {overdue.waited_s:.1f} s: {sender} passed it on, but {receiver} did not get it"

@@ -28,16 +28,17 @@ class RingListener(Protocol):
     """Receives a ring's events."""
 
     def deliver(self, epoch: int, event: GenerationEvent) -> None:
-        """An event of a generation, and its epoch."""
+        """Deliver an event of a generation, and its epoch."""
 
     def kv_changed(self, epoch: int, event: KvKept | KvForgotten) -> None:
-        """Ring ``epoch`` keeps KV blocks, or does not need them any more."""
+        """Ring ``epoch`` keeps KV blocks, or no longer needs them."""
 
     def progressed(self, epoch: int, device: str, stage: LoadStage, done: int, total: int) -> None:
-        """A device got so far with ``stage`` of loading for ring ``epoch``: bytes of ``FETCH``, windows of ``LOAD``."""
+        """A device has finished ``done`` of ``total`` in ``stage`` of loading ring ``epoch``: bytes for ``FETCH``,
+        windows for ``LOAD``."""
 
     def overdue(self, epoch: int, waited_s: float) -> None:
-        """A step of ring ``epoch`` is out for ``waited_s``, which is much longer than usual."""
+        """A step of ring ``epoch`` has been out for ``waited_s``, which is much longer than usual."""
 
     def broken(self, failed: RingFailed) -> None:
         """A ring broke."""
@@ -51,9 +52,10 @@ FindsWorker = Callable[[], WorkerLink | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingDevices:
-    """``workers`` are those with a window, ``holders`` those that may have layers to give; ``links`` are between all.
+    """``workers`` have a window, ``holders`` may have layers to give; ``links`` are those between all devices.
 
-    The draft model, if there is one, runs on ``draft_device``, which may be away; None: on the head, or nowhere.
+    The draft model, if there is one, runs on the device that ``draft_device`` finds, which may be absent; None: on the
+    head, or nowhere.
     """
 
     workers: Mapping[str, WorkerLink]
@@ -64,10 +66,10 @@ class RingDevices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingInputs:
-    """The inputs of a ring: the ``forecast`` of plan ``epoch`` for ``service``, whose tokens are ``pieces``.
+    """The inputs of a ring: the ``forecast`` of plan ``epoch`` for ``service``, whose tokens ``pieces`` returns.
 
-    ``session`` tells starts of the head apart. ``profile`` is the head's own; it serves layers on TCP port
-    ``layer_port``.
+    ``session`` distinguishes starts of the head. ``profile`` is the head's own profile; the head serves layers on TCP
+    port ``layer_port``.
     """
 
     epoch: int
@@ -85,12 +87,13 @@ class RingInputs:
 
     @property
     def block_tokens(self) -> int | None:
-        """The tokens per KV block; None: none are kept."""
+        """Number of tokens per KV block; None: no blocks are kept."""
         return self.service.options.block_tokens(has_cache=self.node.config.kv_cache is not None)
 
     @property
     def state_tokens(self) -> int | None:
-        """The tokens of an answer per saved state; None if cells go on without one. A cache needs those of prompts alone."""
+        """Number of generated tokens per saved state; None if the KV cache resumes without a state. A cache needs
+        states of prompts only."""
         if not self.service.model.profile.is_recurrent:
             return None
         plan, options = self.forecast.plan, self.service.options
@@ -101,14 +104,15 @@ class RingInputs:
 
     @property
     def drafting(self) -> Drafting | None:
-        """How drafts are computed."""
+        """How draft tokens are computed."""
         return self.forecast.drafting_with(self.block_tokens)
 
     @property
     def draft(self) -> DraftModel | None:
         """The draft model; None without drafting, or if no device has room for it.
 
-        Where a step is no tree, drafts in place of others are of use only later: those that a step takes come first.
+        Where a step cannot take a tree of drafts, alternative drafts are only of use later, so those that the step
+        takes are computed first.
         """
         draft, drafting = self.service.draft, self.drafting
         if draft is None or drafting is None or not (self.service.head_has_room or self.devices.draft_device):

@@ -1,4 +1,4 @@
-"""The rings of a head: solves for one, forms it, lets it serve, hands over from one to the next, closes it.
+"""The rings of a head: solves for a plan, forms its ring, lets it serve, hands over to the next one, closes it.
 
 ``solve``, ``form`` and ``abandon`` work concurrently and post their results; the serving ring changes in the order of
 decisions (``order`` and ``conduct``).
@@ -55,17 +55,17 @@ logger = logging.getLogger(__name__)
 
 _MAX_ORDERS: Final = 1000
 MAX_EXPLAINED: Final = 4
-"""For up to this many devices that are left out the slowdown with them is computed."""
+"""The slowdown by a device that is left out is computed for at most this many devices."""
 
 ATTENTION_CHANGES: Final = "no plan has memory for the attention of running requests; their text may change"
 
 LetsGo = Callable[[str], Awaitable[None]]
-"""Has a device leave that asked for it."""
+"""Has a device that asked to leave do so."""
 Order = types.Serve | types.Close | types.Fail | types.LetGo
 
 
 class Rings:
-    """All rings of this head, on devices of ``pool``. ``layer_port`` serves layers."""
+    """All rings of this head, on devices of ``pool``. Workers fetch layers at ``layer_port``."""
 
     def __init__(
         self,
@@ -91,18 +91,18 @@ class Rings:
         """Rings planned while no request was open: their attention was chosen freely."""
         self._serving = self._forming = 0
         self.gave_up: Callable[[], None] = lambda: None
-        """Hears when nothing can be served until devices or files are others."""
+        """Called when nothing can be served until devices or files change."""
         self.serves = asyncio.Event()
         """Set once a ring has served."""
         self._page_reported = not service.options.is_only
-        """Whether the owner was told where the page is; a head of several models says so itself."""
+        """Whether the owner was told where the page is; a head of several models reports that itself."""
         self._timed = 0
         self._times: LoadTimes | None = None
-        """Those of the first ring, whose epoch is ``_timed``."""
+        """Load times of the first ring, whose epoch is ``_timed``."""
         self._why_left_out: dict[str, str] = {}
         """Why the serving ring has no layers on these devices."""
         self.offered_forecast: Forecast | None = None
-        """That of the latest serving ring; the next one keeps its context and its sequences if it can."""
+        """The forecast of the latest serving ring; the next ring keeps its context and its sequences if it can."""
         self._learner: asyncio.Task[None] | None = None
         self._orders: asyncio.Queue[Order] = asyncio.Queue(_MAX_ORDERS)
         self._tasks = Tasks()
@@ -116,37 +116,37 @@ class Rings:
                 report_line=head.reporter.report_line,
             )
         )
-        """Where pictures are encoded, if not here."""
+        """Encodes pictures on another device, if the plan has the encoder there."""
 
     def _encoder_place(self) -> EncoderPlace | None:
         forecast = self._plans.get(self._serving)
         return None if forecast is None else forecast.encoder_place
 
     async def _sources_for(self, worker: WorkerLink) -> list[Contact]:
-        """Sources of layers for ``worker``, which need not be in the ring. Raises ``ClusterError``."""
+        """Return sources of layers for ``worker``, which need not be in the ring. Raises ``ClusterError``."""
         if (ring := self._rings.get(self._serving)) is None:
             raise ClusterError("no ring serves")
         return await ring.sources_for(worker)
 
     def solve(self, epoch: int, candidates: frozenset[str], instead: int | None = None) -> None:
-        """Start planning for the head and ``candidates``: ``Solved``, ``NoPlan`` or ``RingFailed`` follows.
+        """Start planning for the head and ``candidates``; ``Solved``, ``NoPlan`` or ``RingFailed`` follows.
 
-        A plan with the windows of ring ``instead`` does not count.
+        A plan with the same windows as ring ``instead`` counts as no plan.
         """
         self._candidates[epoch] = candidates
         self._job(epoch, self._solve(epoch, candidates, instead))
 
     def form(self, epoch: int) -> None:
-        """Start forming the planned ring: ``Formed`` or ``RingFailed`` follows."""
+        """Start forming the planned ring; ``Formed`` or ``RingFailed`` follows."""
         self._forming = epoch
         self._job(epoch, self._form(epoch))
 
     def abandon(self, epoch: int) -> None:
-        """Drop ring ``epoch``, wherever it is."""
+        """Drop ring ``epoch``, whatever its state."""
         self._tasks.start(self._abandon(epoch))
 
     def order(self, order: Order) -> None:
-        """Let another ring serve, or none; after earlier orders."""
+        """Queue an order: let another ring serve, or none. Orders are carried out in turn."""
         self._orders.put_nowait(order)
 
     async def close(self) -> None:
@@ -155,14 +155,14 @@ class Rings:
         await asyncio.gather(*(ring.close() for ring in self._rings.values()))
 
     async def unload(self) -> None:
-        """End everything; devices hold nothing of it for later, nor what earlier rings left loaded."""
+        """End everything. Afterwards devices hold nothing of the model, including what earlier rings left loaded."""
         await self._tasks.close()
         await asyncio.gather(*(ring.unload() for ring in self._rings.values()))
         await asyncio.gather(*(worker.unload(self._forming) for worker in self._devices.workers.values()))
 
     @property
     def forecasts(self) -> list[Forecast]:
-        """Those of the rings that hold memory of devices, or are to."""
+        """Forecasts of the rings that hold memory of devices, or will."""
         return [self._plans[epoch] for epoch in self._plans if epoch in self._rings or epoch == self._forming]
 
     def _job(self, epoch: int, work: Coroutine[Any, Any, None]) -> None:
@@ -185,7 +185,7 @@ class Rings:
         except PrimadError as exc:
             self._core.post(types.RingFailed(epoch, None, str(exc)))
             return
-        except Exception as exc:  # our own mistake; the core waits for an outcome
+        except Exception as exc:  # a bug; the core waits for an outcome
             logger.exception("epoch %d cannot be planned", epoch)
             self._core.post(types.RingFailed(epoch, None, mistake(exc)))
             return
@@ -205,7 +205,7 @@ class Rings:
     def _no_plan(self, epoch: int, reason: str, instead: int | None) -> None:
         self._core.post(types.NoPlan(epoch, reason))
         if instead in self._rings:
-            self._precompute(instead)  # this ring's precomputed plans were for more memory
+            self._precompute(instead)  # the earlier precomputed plans of this ring assumed more memory
 
     async def _form(self, epoch: int) -> None:
         self._core.describe("loading")
@@ -238,7 +238,7 @@ class Rings:
         return load_times(inputs.forecast, self._model.profile, profiles, rates, now_s, from_hub=from_hub)
 
     async def _read_pieces(self) -> None:
-        """While a plan is made; if they cannot be read, the ring that needs them gets the error."""
+        """Read the model's tokens while a plan is made; if that fails, the ring that needs them gets the error."""
         with contextlib.suppress(PrimadError):
             await self._backend.pieces()
 
@@ -268,11 +268,11 @@ class Rings:
         )
 
     def _usable(self, name: str) -> WorkerLink | None:
-        """The device ``name``, if it is here and not paused."""
+        """Return the link to the device ``name`` if it is here and not paused."""
         return self._devices.workers.get(name) if self._pool.limits.unpaused({name}) else None
 
     def deliver(self, epoch: int, event: GenerationEvent) -> None:
-        """An event of a generation that ring ``epoch`` computes."""
+        """Pass on an event of a generation that ring ``epoch`` computes."""
         self._backend.deliver(epoch, event)
         is_long = type(event) is Finished and event.completion_tokens >= MIN_TOKENS
         if is_long and (self._learner is None or self._learner.done()):
@@ -299,14 +299,14 @@ class Rings:
             self._core.post(types.DevicesCorrected(frozenset(changed)))
 
     def kv_changed(self, epoch: int, event: KvKept | KvForgotten) -> None:
-        """Ring ``epoch`` keeps KV blocks, or does not need them any more."""
+        """Ring ``epoch`` keeps KV blocks, or no longer needs them."""
         if isinstance(event, KvKept):
             self._kv.kept(epoch, event.blocks, self._backend.kept(epoch, event))
         else:
             self._kv.forgotten(epoch, event.keys)
 
     def progressed(self, epoch: int, device: str, stage: types.LoadStage, done: int, total: int) -> None:
-        """A device loads for a ring."""
+        """A device makes progress in loading a ring."""
         if self._times is not None and epoch == self._timed:
             if stage is types.LoadStage.FETCH:
                 self._times.arrived(device, done, total, asyncio.get_running_loop().time())
@@ -316,20 +316,20 @@ class Rings:
 
     @property
     def expected_s(self) -> float | None:
-        """How long the first ring still loads, None if that is not known."""
+        """Seconds until the first ring is loaded; None if not known."""
         return None if self._times is None else self._times.left_s(asyncio.get_running_loop().time())
 
     @property
     def moves(self) -> bool:
-        """Whether the first ring had layers to move."""
+        """Whether layers had to be moved for the first ring."""
         return self._times is not None and self._times.moves
 
     def overdue(self, epoch: int, waited_s: float) -> None:
-        """A step of a ring is late; its next events show that it came."""
+        """A step of a ring is late; the ring's next events show that it arrived."""
         self._backend.overdue(epoch, waited_s)
 
     def broken(self, failed: types.RingFailed) -> None:
-        """A ring broke, while it was formed or later."""
+        """A ring broke, while it was being formed or later."""
         if failed.epoch in self._rings:
             self._model.remember(self._rings[failed.epoch].broken_by)
         self._failed(failed)
@@ -350,7 +350,7 @@ class Rings:
         self._core.post(types.DeviceMemoryLow(self._node.config.name))
 
     def find_layer(self, digest: str) -> LayerSource | None:
-        """The layer ``digest`` from the model file, or the draft model's, or the encoder's file."""
+        """Return the layer ``digest`` from the model file, the draft model's file or the encoder's file."""
         draft = self._service.draft_source
         cut: LayerSource | None = self._model.source(digest)
         if cut is None and draft is not None:
@@ -368,10 +368,10 @@ class Rings:
         self._pool.learning.forget(epoch)
         ring = self._rings.pop(epoch, None)
         if ring is not None:
-            await to_its_end(ring.close())  # nobody else would end its process
+            await to_its_end(ring.close())  # no other code would end its process
 
     async def conduct(self) -> None:
-        """Hand the endpoint from ring to ring, in the order in which the core decided."""
+        """Hand the endpoint from ring to ring, in the order of the core's decisions."""
         while True:
             match await self._orders.get():
                 case types.Serve(epoch, instead):
@@ -379,7 +379,7 @@ class Rings:
                 case types.Close(epoch, reason):
                     self._backend.hold(f"forming the ring again: {reason}")
                     self._tasks.start(self._abandon(epoch))
-                case types.LetGo(device):  # after the ring that takes over, which has its blocks by now
+                case types.LetGo(device):  # after the next ring, which has its blocks by now, has taken over
                     await self._let_go(device)
                 case types.Fail(reason):
                     self._backend.fail(reason)
@@ -407,7 +407,7 @@ class Rings:
             await before.drain()
             blocks = await self._kv.bring(ring, self._backend.chains(), again=True)
         if changes_attention:
-            blocks = {}  # the cache has other contents then
+            blocks = {}  # the KV cache has other contents then
         blocks = {request: blocks.get(request, []) for request in self._backend.chains()}  # some ended meanwhile
         self._kv.serve(ring, await ring.sources(), epoch, forecast, blocks)
         go_on = GoOn(
@@ -435,12 +435,12 @@ class Rings:
             await self._report_what_serves(epoch, ring, forecast)
 
     def _changes_attention(self, epoch: int) -> bool:
-        """Whether running requests would resume with other attention in ring ``epoch``, and so with other tokens."""
+        """Whether running requests would resume with another attention in ring ``epoch``, and so with other tokens."""
         before = self.offered_forecast
         return before is not None and before.attention != self._plans[epoch].attention and self._backend.is_generating
 
     def _refuse(self, epoch: int, instead: int | None) -> None:
-        """Requests began after ring ``epoch`` was planned: have one planned that keeps their attention."""
+        """Refuse ring ``epoch``, as requests began after it was planned: the next plan keeps their attention."""
         reason = "requests began while the ring was formed, and its attention differs"
         self._backend.hold(f"forming the ring again: {reason}")
         if instead is not None:
@@ -448,7 +448,8 @@ class Rings:
         self._core.post(types.RingFailed(epoch, None, reason))
 
     def _status_of(self, ring: HeadRing) -> StatusOf:
-        """The status of ``ring``, replication, certification and devices that are left out."""
+        """Return the function that reports the status of ``ring``, replication, certification and devices that are left
+        out."""
 
         firsts = [window.first for window in ring.plan.route]
 
@@ -463,7 +464,7 @@ class Rings:
         return status
 
     async def _report_what_serves(self, epoch: int, ring: HeadRing, forecast: Forecast) -> None:
-        """The startup block: the endpoint, layers of each device, devices that are left out and why, and the
+        """Report the startup block: the endpoint, the layers of each device, devices that are left out and why, and the
         forecast."""
         why = [await self._left_out(epoch, forecast, left) for left in ring.plan.left_out[:MAX_EXPLAINED]]
         if self._serving != epoch:

@@ -1,4 +1,4 @@
-"""The addresses of a ring's devices for each other, and the sources of layers."""
+"""The addresses at which a ring's devices reach each other, and the sources of layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RingAddresses:
         self._inputs = inputs
 
     async def sources(self, worker: WorkerLink) -> list[Contact]:
-        """Sources of layers for ``worker``: this head, and every worker that it reaches."""
+        """Return sources of layers for ``worker``: this head, and every worker that it reaches."""
         sources = [
             Contact(
                 device=self._inputs.forecast.plan.head,
@@ -38,7 +38,7 @@ class RingAddresses:
         return sources[:MAX_CONTACTS]
 
     def own_sources(self) -> list[Contact]:
-        """Sources for this head: every worker."""
+        """Return sources of layers for this head: every worker."""
         head = self._inputs.forecast.plan.head
         return [
             Contact(device=name, key=worker.key, addresses=[self.host_for(head, name)], port=worker.layer_port)
@@ -46,7 +46,7 @@ class RingAddresses:
         ]
 
     async def to_head(self, worker: WorkerLink) -> str:
-        """The address of this head that ``worker`` can reach: the one that packets to it leave from.
+        """Return the address of this head that ``worker`` can reach: the local address of packets to the worker.
 
         Raises ``StageError`` if no address of the worker is routable.
         """
@@ -56,17 +56,16 @@ class RingAddresses:
         return await self._leaving_for(worker, [worker.end.host, *([measured] if measured else [])])
 
     async def to_first(self, worker: WorkerLink) -> str:
-        """The address at which the head reaches ``worker``, to which it sends its steps. Raises ``StageError`` like
-        ``to_head``.
+        """Return the address at which the head reaches ``worker``, to which it sends its steps.
 
-        A ring process with an unroutable address ends.
+        Raises ``StageError`` like ``to_head``: a ring process with an unroutable address would end.
         """
         host = self.host_for(self._inputs.forecast.plan.head, worker.name)
         await self._leaving_for(worker, [host])
         return host
 
     async def _leaving_for(self, worker: WorkerLink, hosts: Sequence[str]) -> str:
-        """The local address of packets to ``worker`` for the first routable one of ``hosts``."""
+        """Return the local address of packets to ``worker`` for the first routable one of ``hosts``."""
         reasons = []
         for host in dict.fromkeys(hosts):
             try:
@@ -76,6 +75,6 @@ class RingAddresses:
         raise StageError("; ".join(reasons), worker.name, UNREACHED)
 
     def host_for(self, source: str, target: str) -> str:
-        """The address at which ``source`` reaches the worker ``target``; only the head itself gets a scope."""
+        """Return the address at which ``source`` reaches the worker ``target``; only the head gets one with a scope."""
         host = self._inputs.devices.links.address(source, target) or self._inputs.devices.holders[target].end.host
         return host if source == self._inputs.forecast.plan.head else bare(host)

@@ -29,13 +29,13 @@ from primad.ring.messages import Status
 from primad.settings.quantities import show_count, show_gpu, show_ms, show_speed
 
 WINDOW_S: Final = 10.0
-"""Means are over passes of this many seconds, however often the status is queried."""
+"""Means cover the passes of this many seconds, however often the status is queried."""
 _GAP_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """The sums of a status that counted, and its time."""
+    """The sums of a status with new passes, and its time."""
 
     at_s: float
     steps: int
@@ -49,7 +49,7 @@ class Costs:
     latest.
 
     The means are per pass through all windows of the device, which is a token in decode; a prompt chunk is one pass
-    too. They are over the passes since the latest status that counted and is ``WINDOW_S`` old, or over all since the
+    too. They cover the passes since the latest status that counted and is ``WINDOW_S`` old, or all passes since the
     ring process was opened. A status without a new pass does not count: the means stay.
     """
 
@@ -58,7 +58,7 @@ class Costs:
     stall_ms_per_token: float | None = None
 
     def after(self, status: Status, windows: int, now_s: float) -> Costs:
-        """With the next ``status`` of a device with this many ``windows``, from ``now_s``."""
+        """Return the costs after the next ``status``, at ``now_s``, of a device that has ``windows`` windows."""
         memory = status.memory
         if memory is None:
             return Costs()
@@ -69,7 +69,7 @@ class Costs:
         first = max((i for i, each in enumerate(before.marks) if each.at_s <= now_s - WINDOW_S), default=0)
         base, *later = before.marks[first:]
         if len(later) > 1 and later[-1].at_s - later[-2].at_s < _GAP_S:
-            later.pop()  # frequent queries fill no memory
+            later.pop()  # frequent queries must not fill the memory
         passes = (mark.steps - base.steps) / windows
         return Costs(
             marks=(base, *later, mark),
@@ -79,7 +79,7 @@ class Costs:
 
 
 def _goes_on(before: _Mark, status: Status) -> bool:
-    """Whether ``status`` continues ``before``; a ring process that was opened again restarts its counters."""
+    """Return whether ``status`` continues ``before``; a ring process that was opened again restarts its counters."""
     memory = status.memory
     return (
         memory is not None
@@ -90,7 +90,7 @@ def _goes_on(before: _Mark, status: Status) -> bool:
 
 
 def plan_lines(plan: Plan, assignments: Mapping[str, Assignment], prediction: Prediction | None = None) -> list[str]:
-    """Layers of each device, one line each; those of each of several GPUs are in the ``prediction``."""
+    """Return one line per device about its layers; ``prediction`` has those on each of several GPUs."""
     gpus = {} if prediction is None else {each.device: each.each_gpu for each in prediction.devices}
     lines = []
     for name in plan.devices:
@@ -110,14 +110,14 @@ def plan_lines(plan: Plan, assignments: Mapping[str, Assignment], prediction: Pr
 
 
 def _where(gpus: Sequence[GpuPrediction]) -> str:
-    """The GPU of a device, or each of several with its layers."""
+    """Name the GPU of a device, or each of several with its number of layers."""
     if len(gpus) < 2:
         return "the GPU"
     return " and ".join(f"{show_gpu(gpu.name, gpu.id)}: {gpu.layers}" for gpu in gpus if gpu.layers)
 
 
 def left_out_line(device: str, reason: str, slowdown: float | None) -> str:
-    """Why ``device`` has no layers; with it the ring would be slower by the share ``slowdown`` (None: unknown)."""
+    """Say why ``device`` has no layers; with it the ring would be slower by the share ``slowdown`` (None: unknown)."""
     if slowdown is None:
         return f"{device} is left out: {reason}"
     how = f"{slowdown:.0%} slower" if slowdown >= 0.005 else "no faster"
@@ -135,8 +135,9 @@ def device_status(
     *,
     computes: bool = False,
 ) -> DeviceStatus:
-    """Layers, state, counters and planned memory of the device ``name``; ``status`` is None if it did not reply, as
-    while it ``computes`` a step.
+    """Return layers, state, counters and planned memory of the device ``name``.
+
+    ``status`` is None if it did not reply, for example while it ``computes`` a step.
     """
     return DeviceStatus(
         name=name,
@@ -154,14 +155,14 @@ def device_status(
 
 
 def _gpus(prediction: Prediction, name: str) -> list[GpuFigures]:
-    """The GPUs of a device that has several."""
+    """Return the GPUs of a device that has several."""
     each = next((device.each_gpu for device in prediction.devices if device.device == name), ())
     several = each if len(each) > 1 else ()
     return [GpuFigures(name=gpu.name, id=gpu.id, layers=gpu.layers, planned_bytes=gpu.vram_bytes) for gpu in several]
 
 
 def at_once_line(forecast: Forecast) -> str:
-    """The number of concurrent requests, why not more, if known, and whether they affect each other."""
+    """State the number of concurrent requests, why there are not more, if known, and whether they affect each other."""
     why = f" ({forecast.why_sequences})" if forecast.why_sequences else ""
     if forecast.sequences == 1:
         return f"1 request at a time{why}"
@@ -172,7 +173,8 @@ def at_once_line(forecast: Forecast) -> str:
 
 
 def attention_line(forecast: Forecast) -> str:
-    """The setting with which llama.cpp gives the same texts; empty if batching or a GPU may change the last bits."""
+    """Return the setting with which llama.cpp gives the same text; empty if batching or a GPU may change the last
+    bits."""
     if not forecast.is_exact or forecast.plan.uses_gpu or forecast.plan.prefill_offload or forecast.plan.groups:
         return ""
     has_windows = forecast.question is not None and forecast.question.model.has_windows
@@ -181,7 +183,7 @@ def attention_line(forecast: Forecast) -> str:
 
 
 def chains_line(forecast: Forecast, block_tokens: int | None) -> str:
-    """The reason why drafts of a step are not a tree although they could be; empty otherwise."""
+    """Return why the drafts of a step are not a tree although they could be; otherwise empty."""
     planned, drafting = forecast.drafting, forecast.drafting_with(block_tokens)
     if planned is None or drafting is None or planned.branches == drafting.branches:
         return ""
@@ -192,7 +194,7 @@ def chains_line(forecast: Forecast, block_tokens: int | None) -> str:
 
 
 def no_drafts_line(forecast: Forecast, model: ModelProfile, mode: SpeculateMode) -> str:
-    """The reason why there are no drafts, if they were asked for or layers of ``model`` keep a state; else empty."""
+    """Return why there are no drafts, if they were asked for or layers of ``model`` keep a state; otherwise empty."""
     if forecast.drafting is not None or mode == "off":
         return ""
     if not takes_back(model):
@@ -203,7 +205,7 @@ def no_drafts_line(forecast: Forecast, model: ModelProfile, mode: SpeculateMode)
 
 
 def draft_place_line(forecast: Forecast, memory_bytes: int) -> str:
-    """Where the draft model, which takes so much, drafts."""
+    """State where the draft model, which takes ``memory_bytes``, runs."""
     if forecast.draft_device is None:
         return f"drafts nothing: {no_room(memory_bytes)}"
     group = [rank.device for rank in forecast.plan.group_of(forecast.draft_device)]
@@ -211,14 +213,14 @@ def draft_place_line(forecast: Forecast, memory_bytes: int) -> str:
 
 
 def page_line(url: str) -> str:
-    """For the owner: where the page is."""
+    """Return the line that tells the owner where the page is."""
     return f"the page is at {url}; 'primad page' opens it with the owner's rights"
 
 
 def predicted_line(
     prediction: Prediction, load: UnderLoad | None, prompt_tokens: int, shared: Sequence[str] = ()
 ) -> str:
-    """The forecast for one request, and for several together, while other models on ``shared`` devices are idle."""
+    """Return the forecast for one request and for several, while other models on ``shared`` devices are idle."""
     together = ""
     if load is not None and load.sequences > 1:
         together = f" ({show_speed(load.tokens_per_s)} with {load.sequences} requests)"
@@ -230,7 +232,7 @@ def predicted_line(
 
 
 def predicted_status(prediction: Prediction) -> RingForecast:
-    """The plan's forecast for one request."""
+    """Return the plan's forecast for one request."""
     return RingForecast(
         tokens_per_s=1 / prediction.tpot_s,
         tpot_ms=prediction.tpot_s * 1e3,
@@ -239,7 +241,7 @@ def predicted_status(prediction: Prediction) -> RingForecast:
 
 
 def link_status(link: LinkProfile) -> LinkStatus:
-    """One direction of a link."""
+    """Return the status of one direction of a link."""
     return LinkStatus(
         source=link.source,
         target=link.target,
