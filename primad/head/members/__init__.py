@@ -1,1 +1,1 @@
-"""The devices of the cluster as its head sees them: their presence and abilities."""
+"""The devices of the cluster as the head sees them: their presence and abilities."""

@@ -1,4 +1,4 @@
-"""What the parts of a head share, the membership core among it; the causes of a ring's end, and fault attribution."""
+"""The context that all parts of a head share, the errors that end a ring, and fault attribution."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from primad.membership import types
 from primad.ring.messages import SENDER
 
 UNREACHED: Final = "route"
-"""The fault of a device that is unreachable from the head, though it was discovered."""
+"""The fault of a device that is unreachable from the head although it was discovered."""
 AGAIN: Final = "again"
-"""The fault of a device with more or less room than it loaded for: it is none."""
+"""The "fault" of a device that has more or less memory than it loaded for, which is not its fault."""
 SENT: Final = "sender"
-"""The device before this one in the ring is at fault, according to this one."""
+"""The fault that a device reports if the device before it in the ring caused the failure."""
 
 
 class Core(Protocol):
-    """Receives events, and decides on actions, which happen elsewhere."""
+    """Receives events and decides on actions, which other code carries out."""
 
     def post(self, event: types.Event) -> None:
         """Post an event."""
 
     def describe(self, what: str) -> None:
-        """Set the state's line for the health check while nothing is served."""
+        """Set the line about the state for the health check while nothing is served."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +63,9 @@ class DeviceLostError(ClusterError):
 
 
 class StageError(ClusterError):
-    """The stage of ``device`` failed; ``fault`` is its activity at that time (``messages.Fault``, or one of these).
+    """The stage of ``device`` failed; ``fault`` is its activity at that time (``messages.Fault``, or one of the above).
 
-    It may be the link ``between`` two devices of a group that failed, not one of them.
+    With ``between``, the link between two devices of a group may have failed, not one of the devices.
     """
 
     def __init__(self, message: str, device: str, fault: str, between: tuple[str, ...] = ()) -> None:
@@ -76,7 +76,7 @@ class StageError(ClusterError):
 
 
 class RankLostError(StageError):
-    """As ``error``; but the fault is that of ``rank``, another device of its group, according to the device."""
+    """As ``error``, but according to the device another device of its group, ``rank``, is at fault."""
 
     def __init__(self, error: StageError, rank: str) -> None:
         super().__init__(str(error), error.device, error.fault, between=(error.device, rank))
@@ -92,7 +92,7 @@ class StuckStepError(RingError):
 
 
 def workers_of(plan: Plan) -> list[str]:
-    """The workers of ``plan`` that steps go between, in the order of a step's route."""
+    """Return the workers of ``plan`` that steps visit, in the order of the route."""
     found = [plan.after(plan.head)]
     while found[-1] != plan.head:
         found.append(plan.after(found[-1]))
@@ -100,9 +100,10 @@ def workers_of(plan: Plan) -> list[str]:
 
 
 def attributed(error: PrimadError, plan: Plan, epoch: int) -> types.RingFailed:
-    """The device at fault for ``error``, which ended ring ``epoch`` of ``plan``. The head is trusted, and never is.
+    """Attribute ``error``, which ended ring ``epoch`` of ``plan``, to a device. The head is trusted, and never at
+    fault.
 
-    A worker that fails by itself is at fault; but the device before it may have caused the failure.
+    A worker that fails by itself is at fault, but the device before it may have caused the failure.
     """
     reason, workers = str(error), workers_of(plan)
     failed, nobody = partial(types.RingFailed, epoch), partial(types.RingFailed, epoch, None)
@@ -121,13 +122,13 @@ def attributed(error: PrimadError, plan: Plan, epoch: int) -> types.RingFailed:
             return nobody(reason.replace(SENDER, workers[-1]), parties=(workers[-1],))
         case LoadAgainError():
             return nobody(reason, again=True)
-        case DiskError():  # the head's
+        case DiskError():  # on the head
             return nobody(reason, lasting=True)
         case StageError(device=device, fault=fault) if fault == AGAIN:
             return nobody(reason, parties=among(device), again=True)
         case StageError(between=between, device=device) if between:
             return failed(device, reason, between=between)
-        case StageError(device=device, fault=fault) if device not in plan.places:  # of a group; no step comes to it
+        case StageError(device=device, fault=fault) if device not in plan.places:  # in a group; no step goes to it
             return failed(device, reason, lasting=fault in ("disk", UNREACHED))
         case StageError(device=device, fault=fault):
             around = [plan.head, *workers, plan.head]

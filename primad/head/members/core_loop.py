@@ -20,13 +20,14 @@ NEWS_KEPT: Final = 100
 
 @dataclass(slots=True)
 class Epochs:
-    """The ``latest`` epoch of all cores of a head: no two rings have the same, whatever model they serve."""
+    """The ``latest`` epoch of all cores of a head: no two rings share an epoch, whichever model they serve."""
 
     latest: int = 0
 
 
 class CoreLoop:
-    """``carry_out`` gets the core's effects in order, ``decided`` is called with the time after all those of an event.
+    """``carry_out`` gets the core's effects in order; ``decided`` is called after all effects of an event, with the
+    state and the time.
 
     ``state`` is None until ``run`` begins.
     """
@@ -43,13 +44,13 @@ class CoreLoop:
         self.news: deque[dict[str, Any]] = deque(maxlen=NEWS_KEPT)
 
     def post(self, event: types.Event) -> None:
-        """Post an event, which the core handles in turn."""
+        """Post an event; the core handles events in order."""
         self._events.put_nowait(event)
 
     async def run(self, state: types.State) -> None:
         """Pass every event to the core, which begins with ``state``, until cancelled."""
         loop = asyncio.get_running_loop()
-        # Named devices have been welcomed already: they are known before the core checks whether all are there.
+        # Named devices have been welcomed already: they must be known before the core checks whether all are present.
         event: types.Event = types.Tick() if self._events.empty() else self._events.get_nowait()
         while True:
             now = loop.time()

@@ -1,4 +1,4 @@
-"""The devices that a head works with: discovers, greets and introduces them, and measures the links between them.
+"""Discovers, greets and introduces the devices that a head works with, and measures the links between them.
 
 Their events are those of ``membership/types.py``; the membership core decides what to do.
 """
@@ -39,11 +39,11 @@ _CURE: Final = (
 )
 FAREWELL_S: Final = 0.2
 MAX_REPORTED: Final = 64
-"""The number of lines about untrusted devices, after which they are not named any more."""
+"""The number of lines about untrusted devices; later ones are not named."""
 
 
 class Devices:
-    """``workers`` are the welcomed ones, by label; ``book`` has the links between them."""
+    """``workers`` are the welcomed devices, by label; ``book`` has the links between them."""
 
     def __init__(self, head: HeadContext, pairing: PairingService) -> None:
         node = head.node
@@ -56,27 +56,27 @@ class Devices:
         self._sight = Sight(node.config.name, node.config.cluster)
         self._announced: Mapping[str, Peer] = {}
         self._met: dict[str, tuple[str, int]] = {}
-        """Where devices were welcomed last, by key."""
+        """The places where devices were last welcomed, by key."""
         self._tries: Counter[str] = Counter()
-        """How often each was greeted since then, by key."""
+        """Number of greetings of each device since then, by key."""
         self._named: set[str] = set()
         """The keys of devices found through ``--device``."""
         self._reported: set[tuple[str, str]] = set()
         self._known_keys: set[str] = set()
         self._given: dict[str, str] = {}
-        """The owner's names of the devices that are trusted by a file, by key."""
+        """The owner's names of devices that are trusted by a file, by key."""
 
     def api_of(self, name: str) -> str:
-        """The URL at which the device relays requests; empty if it does not."""
+        """Return the URL at which the device relays requests; empty if it does not."""
         return self.workers[name].api if name in self.workers else ""
 
     def accept_relayed(self, port: int) -> None:
-        """Devices may relay requests to ``port``."""
+        """Let devices relay requests to ``port``."""
         self._caller = replace(self._caller, relay_port=port)
 
     @property
     def session(self) -> int:
-        """This start of the head, as workers know it."""
+        """The number of this start of the head, as workers know it."""
         return self._caller.session
 
     @property
@@ -97,11 +97,11 @@ class Devices:
         return self._sight.labels
 
     def present(self, names: Collection[str]) -> list[WorkerLink]:
-        """Connected ones of ``names``, by name."""
+        """Return the links to those of ``names`` that are connected, by name."""
         return [self.workers[name] for name in sorted(names) if name in self.workers]
 
     async def farewell(self) -> None:
-        """This head ends: devices that wait for its leave to go need not wait any more."""
+        """Dismiss all devices, as this head ends: those that asked to leave need not wait any more."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
                 for name in list(self.workers):
@@ -113,7 +113,7 @@ class Devices:
             worker.close()
 
     async def discover(self, stack: AsyncExitStack) -> None:
-        """Discover devices and be discovered, until ``stack`` is closed; without multicast named devices suffice."""
+        """Discover devices and be discovered, until ``stack`` is closed. Without multicast, named devices suffice."""
         try:
             discovery = Discovery(
                 self._config.host,
@@ -150,14 +150,14 @@ class Devices:
             )
 
     async def greet_named(self) -> list[str]:
-        """Greet the named devices; returns the addresses of those that are not there, or not paired.
+        """Greet the named devices; return the addresses of those that are absent or not paired.
 
         Raises ``ClusterError`` for one that can never work for this head.
         """
         return [address for address in self._config.devices if not await self._greet_at(address)]
 
     async def await_named(self, addresses: Collection[str]) -> None:
-        """Greet ``addresses`` again and again, until a device of each works for this head."""
+        """Greet ``addresses`` repeatedly, until a device of each works for this head."""
         missing = list(addresses)
         while missing:
             await asyncio.sleep(self._timings.head.named_again_s)
@@ -192,7 +192,7 @@ class Devices:
         return True
 
     async def greet(self, device: str) -> None:
-        """Greet ``device``: ``Welcomed`` or ``Refused`` follows."""
+        """Greet ``device``; ``Welcomed`` or ``DeviceRefused`` follows."""
         key = self._key_of(device)
         sighted = self._sight.devices.get(device)
         try:
@@ -207,14 +207,14 @@ class Devices:
             self._notify_once(device, f"{device} is left out: {exc}")
             self._core.post(types.DeviceRefused(device, str(exc)))
             return
-        except Exception as exc:  # our own mistake; the core waits for an outcome
+        except Exception as exc:  # a bug; the core waits for an outcome
             logger.exception("%s could not be greeted", device)
             self._core.post(types.DeviceRefused(device, mistake(exc)))
             return
         await self._welcome(worker)
 
     def drop(self, device: str) -> None:
-        """Close the link to ``device``; it may come back elsewhere."""
+        """Close the link to ``device``; it may come back at another address."""
         worker = self.workers.pop(device, None)
         if worker is not None:
             worker.close()
@@ -227,9 +227,9 @@ class Devices:
                 await self.workers[device].dismiss()
 
     async def measure(self, devices: frozenset[str], *, again: bool) -> None:
-        """Measure the missing links between ``devices`` and here: ``Measured`` follows.
+        """Measure the missing links between ``devices`` and this one; ``Measured`` follows.
 
-        ``again``: also those that did not work.
+        ``again``: also links that did not work.
         """
         left = set(devices)
         unreached = self.book.unreached(devices)
@@ -242,7 +242,7 @@ class Devices:
             except DeviceLostError as exc:
                 self._core.post(types.Lost(exc.device, str(exc)))
                 left.discard(exc.device)
-            except Exception:  # our own mistake; the core waits for an outcome
+            except Exception:  # a bug; the core waits for an outcome
                 logger.exception("the links could not be measured")
                 left.clear()
         still = self.book.unreached(left)
@@ -250,7 +250,7 @@ class Devices:
         self._core.post(types.Measured(frozenset(left), unreached=bool(still), reached=frozenset(reached)))
 
     async def notify_revoked(self) -> None:
-        """Notify each revoked device whenever it comes in sight: otherwise it would wait for this head."""
+        """Notify each revoked device whenever it comes in sight; otherwise it would wait for this head."""
         notified: dict[str, int] = {}
         while True:
             revoked = self._trust.revoked()
@@ -262,17 +262,17 @@ class Devices:
                 revision = max((peer.revision for peer in peers), default=0)
                 if places and notified.get(key) != revision:
                     notified[key] = revision
-                    with suppress(ClusterError):  # it is away, or does not trust this head either
+                    with suppress(ClusterError):  # it is absent, or does not trust this head either
                         await notify_revoked(self._caller, places, key)
             await asyncio.sleep(self._timings.head.trust_look_every_s)
 
     async def watch_trust(self) -> None:
-        """Notice the changes of 'primad devices trust' and 'revoke', and of pairing."""
+        """Watch for changes by 'primad devices trust' and 'revoke', and by pairing."""
         entries: object = None
         while True:
             for worker in list(self.workers.values()):
                 if not self._trust.trusts(worker.key):
-                    # A daemon of this user is trusted as long as it runs; its link ends a moment later.
+                    # A daemon of this user is trusted while it runs; its link ends a moment later.
                     revoked = worker.key in self._trust.revoked()
                     reason = "it is no longer trusted" if revoked else "its primad ended"
                     self._core.post(types.Lost(worker.name, reason))
@@ -290,7 +290,7 @@ class Devices:
         self._look()
 
     def _look(self) -> None:
-        """Announcements, or trust, may have changed."""
+        """Update what is in sight: announcements, or trust, may have changed."""
         before, entries = self._sight.devices, self._trust.entries()
         given = {each.key: each.device for each in entries if each.how != LOCAL}
         for key in given.keys() & self._given.keys():
@@ -310,7 +310,7 @@ class Devices:
             if before.get(label) != sighted:
                 self._see(label, sighted)
         for peer in self._sight.impostors:
-            # Anyone can announce any name; our knowledge of a trusted device does not change by that.
+            # Anyone can announce any name, so knowledge of a trusted device does not change by that.
             self._notify_of_stranger(
                 peer.device, f"an untrusted device announces itself as {peer.device}; it is ignored"
             )
@@ -321,7 +321,7 @@ class Devices:
     def _see(self, label: str, sighted: Sighted) -> None:
         if sighted.trusted and sighted.is_measuring and sighted.key not in self._met:  # it announces the end
             self._notify_once(label, f"{label} is being measured")
-            self._core.post(types.Tick())  # who waits for it is told
+            self._core.post(types.Tick())  # so that the owner is told who is awaited
             return
         self._core.post(types.Seen(label, sighted.trusted))
         if not sighted.trusted and sighted.key not in self._known_keys:
@@ -331,7 +331,8 @@ class Devices:
             )
 
     def _notify_of_stranger(self, device: str, line: str) -> None:
-        """Anyone on the network can announce names without end; they fill neither the terminal nor the memory."""
+        """Report an untrusted device. Anyone on the network can announce any number of names, so both output and memory
+        are bounded."""
         if len(self._reported) < MAX_REPORTED:
             self._notify_once(device, line)
         elif (device, line) not in self._reported:
@@ -356,12 +357,12 @@ class Devices:
         if worker.build != self._caller.build:
             self._reporter.report_line(build_gap(self._caller.build, worker.build, name))
         for other in list(self.workers.values()):
-            await self._introduce(other)  # they trust each other before they have to measure or to give layers
+            await self._introduce(other)  # they must trust each other before they measure links or give layers
         self._core.post(types.Welcomed(name))
 
     async def _introduce(self, worker: WorkerLink) -> None:
         here = {each.key for each in self.workers.values()}
-        trusted = sorted(self._trust.entries(), key=lambda each: each.key not in here)  # those of its ring come first
+        trusted = sorted(self._trust.entries(), key=lambda each: each.key not in here)  # devices of its ring come first
         entries = [(each.device, each.key) for each in trusted if each.key != worker.key]
         with suppress(ClusterError):
             await worker.introduce(entries, self._trust.revoked() - {worker.key})

@@ -1,7 +1,7 @@
 """The known links between the devices of this cluster; missing ones are measured before a plan is made.
 
-The head measures its own links, each worker those to later workers in the list, one device at a time, so that
-measurements do not disturb each other.
+The head measures its own links, and each worker measures its links to later workers in the list. One device measures at
+a time, so that measurements do not disturb each other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from primad.network.unreached import SILENT, Unreached, unreached_line
 logger = logging.getLogger(__name__)
 
 REPLY_S: Final = 15.0
-"""How much later a busy worker may report its measurements."""
+"""How much longer a busy worker may take to report its measurements."""
 
 
 class LinkBook:
@@ -37,7 +37,7 @@ class LinkBook:
         self._caller, self._timings, self._head = caller, caller.timings, caller.device
         self._targets: dict[str, Contact] = {}
         self._links: dict[tuple[str, str], LinkProfile] = {}
-        """Failed links."""
+        """Links by (source, target), including failed ones."""
         self._why: dict[tuple[str, str], Unreached] = {}
         """Why a link does not work, from the device that measured it."""
         self._reported: set[tuple[str, str]] = set()
@@ -50,9 +50,9 @@ class LinkBook:
         *,
         again: bool = False,
     ) -> list[LinkProfile]:
-        """All links between the head and ``workers``. ``addresses`` are the announced ones.
+        """Return all links between the head and ``workers``; ``addresses`` are the announced ones.
 
-        Links of devices that moved are forgotten; with ``again`` failed ones are measured again. Raises
+        Links of devices that moved are forgotten; with ``again`` failed links are measured again. Raises
         ``DeviceLostError`` if a worker goes away meanwhile; then it is forgotten, and the other measurements are kept.
         """
         targets = {worker.name: await _target(worker, addresses.get(worker.name, ())) for worker in workers}
@@ -84,20 +84,21 @@ class LinkBook:
         return self.all_between(names)
 
     def between(self, devices: Iterable[str]) -> list[LinkProfile]:
-        """The measured working links between ``devices``."""
+        """Return the measured working links between ``devices``."""
         return [link for link in self.all_between(devices) if link.works]
 
     def rates(self, devices: Iterable[str]) -> dict[tuple[str, str], float]:
-        """Bytes/s from one of ``devices`` to another, of those links."""
+        """Return the bytes/s of working links from one of ``devices`` to another."""
         return {(link.source, link.target): link.bytes_per_s for link in self.between(devices)}
 
     def all_between(self, devices: Iterable[str]) -> list[LinkProfile]:
-        """The links between ``devices``, for a plan, including failed ones."""
+        """Return the links between ``devices``, for a plan, including failed ones."""
         names = set(devices)
         return [link for pair, link in self._links.items() if names.issuperset(pair)]
 
     def why_cut(self, device: str, others: Iterable[str]) -> str | None:
-        """Why ``device`` and one of ``others`` do not reach each other, with the cure; None if all do."""
+        """Return why ``device`` and one of ``others`` do not reach each other, with the cure; None if it reaches
+        all."""
         for other in others:
             for pair in ((device, other), (other, device)):
                 if pair in self._links and not self._links[pair].works and pair in self._why:
@@ -105,24 +106,25 @@ class LinkBook:
         return None
 
     def unreached(self, devices: Iterable[str]) -> set[tuple[str, str]]:
-        """The failed links between the head and ``devices``."""
+        """Return the failed links between the head and ``devices``."""
         found = self.all_between([self._head, *devices])
         return {(link.source, link.target) for link in found if not link.works}
 
     def address(self, source: str, target: str) -> str | None:
-        """The best address by which ``source`` reaches ``target``, if it was measured."""
+        """Return the best address at which ``source`` reaches ``target``, if it was measured."""
         link = self._links.get((source, target))
         return link.address if link is not None and link.address else None
 
     def forget(self, device: str) -> None:
-        """A device went away; it may come back elsewhere, so its links are measured again then."""
+        """Forget the links of a device that went away: it may come back at another address, and is measured again
+        then."""
         self._targets.pop(device, None)
         self._links = {pair: link for pair, link in self._links.items() if device not in pair}
         self._why = {pair: why for pair, why in self._why.items() if device not in pair}
         self._reported = {pair for pair in self._reported if device not in pair}
 
     def doubt(self, devices: Iterable[str]) -> None:
-        """The links between ``devices`` may not work any more: they are measured again."""
+        """Forget the links between ``devices``, which may not work any more, so that they are measured again."""
         names = set(devices)
         self._links = {pair: link for pair, link in self._links.items() if not names.issuperset(pair)}
 
@@ -131,7 +133,7 @@ class LinkBook:
     ) -> None:
         await self._ask(source, targets, workers)
         unreached = [target for target in targets if self.address(source, target.device) is None]
-        if unreached:  # it may have been introduced to the other a moment too late
+        if unreached:  # it may have been introduced to the target a moment too late
             await asyncio.sleep(self._timings.link_again_s)
             await self._ask(source, unreached, workers)
         for target in targets:
@@ -139,7 +141,7 @@ class LinkBook:
             if self.address(*pair) is None:
                 await workers[target.device].measure_links(
                     [], 2 * self._timings.answer_timeout_s
-                )  # is it there at all?
+                )  # checks whether it is there at all
                 if pair not in self._reported:
                     self._reported.add(pair)
                     reporter.report_line(
@@ -155,13 +157,13 @@ class LinkBook:
             found = await measure_links(caller.context, caller.identity, source, targets, timeout_s=timeout_s)
         else:
             found = MeasuredLinks(links=[], unreached=[])
-            for target in targets:  # one by one: its allowed silence does not grow with their number
+            for target in targets:  # one by one, so that its allowed silence does not grow with their number
                 one = await workers[source].measure_links([_for_others(target)], MAX_S + REPLY_S)
                 found.links.extend(one.links)
                 found.unreached.extend(one.unreached)
         cut = {(link.source, link.target) for link in found.links if link.round_trip_s >= UNREACHABLE_S}
         self._links |= {(link.source, link.target): link for link in found.links}
-        self._links |= {pair: cut_link(*pair) for pair in cut}  # an older device returns figures alone
+        self._links |= {pair: cut_link(*pair) for pair in cut}  # an older device returns figures only
         by_device = {each.device: each for each in found.unreached}
         for target in targets:
             if (source, target.device) in cut:
@@ -170,14 +172,14 @@ class LinkBook:
 
 
 async def _target(worker: WorkerLink, announced: Iterable[str]) -> Contact:
-    """The address of ``worker`` for others. A name is resolved here: elsewhere it may mean another device, or
-    nothing."""
+    """Return the address of ``worker`` for others. Names are resolved here: elsewhere a name may mean another device,
+    or none."""
     addresses = dict.fromkeys([*await _resolve(worker.end.host, worker.end.port), *announced])
     return Contact(device=worker.name, key=worker.key, addresses=list(addresses)[:MAX_ADDRESSES], port=worker.end.port)
 
 
 def _for_others(target: Contact) -> Contact:
-    """``target`` as described to another device."""
+    """Return ``target`` as described to another device."""
     addresses = list(dict.fromkeys(bare(address) for address in target.addresses))
     return msgspec.structs.replace(target, addresses=addresses)
 

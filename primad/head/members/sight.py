@@ -1,9 +1,10 @@
-"""The devices that a head sees, by label. Devices are known by their keys: anyone can announce any name, and any key.
+"""The devices that a head sees, by label. Devices are identified by their keys: anyone can announce any name, and any
+key.
 
-So no stranger's announcement takes the place of a trusted device: it gets a label that no trusted one has, or none. If
-another one announces itself under the very mDNS name of a trusted device, the trusted device's earlier announcement
-still counts. All places that are announced for a trusted key are tried, since only the holder of the key can respond
-there: some of them each time, so that false ones cost time and hide none.
+So no stranger's announcement takes the place of a trusted device: a stranger gets a label that no trusted device has,
+or none. If a stranger announces itself under the same mDNS name as a trusted device, the trusted device's earlier
+announcement still counts. All places that are announced for a trusted key are tried, since only the holder of the key
+can respond there: a few each time, so that false places cost time but hide no device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from primad.trust.labels import Labels
 
 @dataclass(frozen=True, slots=True)
 class Sighted:
-    """A device in sight: all that it announces."""
+    """A device in sight, with all its announcements."""
 
     peers: tuple[Peer, ...]
     trusted: bool
@@ -38,7 +39,7 @@ class Sighted:
         return tuple(dict.fromkeys(address for peer in self.peers for address in peer.addresses))
 
     def places(self, turn: int = 0) -> list[tuple[str, int]]:
-        """The addresses with their ports to try the ``turn``-th time: those of the next announcements."""
+        """Return the addresses with ports to try at attempt number ``turn``: those of the next few announcements."""
         lots = range(0, len(self.peers), MAX_OF_ONE)
         first = lots[turn % len(lots)]
         peers = self.peers[first : first + MAX_OF_ONE]
@@ -49,7 +50,7 @@ class Sight:
     """The workers of ``cluster`` that the head ``own`` sees.
 
     ``devices`` are those in sight, by label; ``impostors`` are strangers with the label of another device; ``labels``
-    are those of all trusted devices, by key.
+    are the labels of all trusted devices, by key.
     """
 
     def __init__(self, own: str, cluster: str) -> None:
@@ -67,7 +68,8 @@ class Sight:
         self._labels.forget(key)
 
     def look(self, announced: Mapping[str, Peer], trusted: Mapping[str, str]) -> None:
-        """``announced`` are the devices in sight by mDNS name, ``trusted`` the names of the trusted ones, by key."""
+        """Update from ``announced``, the devices in sight by mDNS name, and ``trusted``, the names of trusted devices
+        by key."""
         self.labels = self._labels.of(trusted)
         kept = {(at, key): peer for (at, key), peer in self._heard.items() if at in announced and key in trusted}
         now = {(at, peer.key): peer for at, peer in announced.items() if peer.key in trusted}

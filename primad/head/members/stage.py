@@ -28,7 +28,8 @@ OnProgress = Callable[[str, Progress], None]
 
 
 class Participant(Protocol):
-    """The participating device: it receives messages, and passes its own about an epoch to those who attend."""
+    """The participating device: it receives messages, and passes its own messages about an epoch to the attending
+    stage."""
 
     @property
     def name(self) -> str:
@@ -41,20 +42,20 @@ class Participant(Protocol):
         """Have it report its ring processes. Raises ``ClusterError`` like ``send``."""
 
     def attend(self, stage: Stage) -> None:
-        """From now on ``stage`` receives messages about its epoch."""
+        """Pass messages about its epoch to ``stage`` from now on."""
 
     def forget(self, stage: Stage) -> None:
-        """``stage`` has ended."""
+        """Stop passing messages to ``stage``, which has ended."""
 
     async def until_released(self, epoch: int) -> None:
-        """Wait until the device has nothing of ``epoch`` any more, or is gone; not longer than that may take."""
+        """Wait, within a time limit, until the device has released all of ``epoch`` or is gone."""
 
 
 class Stage:
     """One worker's stage in one epoch, as the head sees it.
 
-    ``loaded`` becomes what its ring process said then, ``linked`` is set when it sends to the next device. ``broken``
-    gets the ``StageError`` or ``DeviceLostError`` that ends it.
+    ``loaded`` becomes the report of its loaded ring process; ``linked`` is set when it sends to the next device.
+    ``broken`` gets the ``StageError`` or ``DeviceLostError`` that ends it.
     """
 
     def __init__(self, worker: Participant, load: Load, on_progress: OnProgress) -> None:
@@ -69,7 +70,7 @@ class Stage:
         self.keeps = False
         """Whether its ring process saves KV cache, once it is loaded."""
         self.downloaded: list[DownloadedLayer] = []
-        """The layers without digests that it fetched, once it is loaded."""
+        """The layers without known digests that it fetched, once it is loaded."""
         self.status: WorkerStatus | None = None
         self._status_news = asyncio.Event()
         worker.attend(self)
@@ -84,7 +85,7 @@ class Stage:
         await self._ask(self._load)
 
     async def connect(self, address: str, key: str, sender: str) -> None:
-        """Tell the worker the targets and the source of its steps. Raises ``DeviceLostError`` like ``load``."""
+        """Tell the worker the target and the source of its steps. Raises ``DeviceLostError`` like ``load``."""
         await self._ask(Link(epoch=self.epoch, address=address, key=key, sender=sender))
 
     async def join(self, addresses: Sequence[RankAddress]) -> None:
@@ -98,32 +99,32 @@ class Stage:
             raise DeviceLostError(f"{self.name} is gone: {exc}", self.name) from exc
 
     async def wait_status(self) -> WorkerStatus | None:
-        """The current counters of the worker's ring process."""
+        """Return the current counters of the worker's ring process."""
         self._status_news.clear()
         await self._worker.ask_status()
         await self._status_news.wait()
         return self.status
 
     async def release(self) -> None:
-        """Have the worker release its windows; nothing more is received from it here. A worker that is gone has done
+        """Have the worker release its windows; its messages are ignored from then on. A worker that is gone has done
         so."""
         self._worker.forget(self)
         with contextlib.suppress(ClusterError):
             await self._worker.send(Release(epoch=self.epoch))
 
     async def unload(self) -> None:
-        """As ``release``, but they do not stay loaded there, and this waits for that."""
+        """As ``release``, but the windows do not stay loaded there, and this method waits for that."""
         self._worker.forget(self)
         with contextlib.suppress(ClusterError):
             await self._worker.send(Release(epoch=self.epoch, unload=True))
             await self._worker.until_released(self.epoch)
 
     def fail(self, error: ClusterError) -> None:
-        """This stage is over."""
+        """End this stage with ``error``."""
         resolve(self.broken, error)
 
     def hear(self, message: Progress | StageState | WorkerStatus) -> None:
-        """The worker's message about this epoch."""
+        """Handle the worker's message about this epoch."""
         match message:
             case Progress():
                 self._on_progress(self.name, message)
@@ -146,5 +147,5 @@ class Stage:
 
 
 def _listens_as(loaded: Loaded, group: GroupRank | None) -> bool:
-    """Whether steps come to it where they are to, and the other ranks of its ``group``."""
+    """Return whether it listens for steps exactly if it should, and likewise for the other ranks of its ``group``."""
     return bool(loaded.key) == (group is None or group.rank == 0) and bool(loaded.group_port) == (group is not None)

@@ -1,8 +1,8 @@
-"""Devices for a plan that is not served yet: this one, named ones and those in sight, asked for their profiles and
-released.
+"""Collects devices for a plan that is not served yet: this one, named ones and those in sight. They are asked for their
+profiles and released.
 
-The links between them are measured as a head does it. A device that works for a head is not disturbed: it refuses and
-is left out.
+The links between them are measured as a head measures them. A device that works for a head is not disturbed: it refuses
+and is left out.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from primad.trust.trust import TrustStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """The result; this device is the first."""
+    """The result; this device comes first."""
 
     devices: tuple[DeviceProfile, ...]
     links: tuple[LinkProfile, ...]
 
 
 def survey(config: Config, seconds: float, reporter: Reporter) -> Survey:
-    """The profiles of this device (measured if it never was) and of the others that are free, and the links between
+    """Return the profiles of this device (measured if it never was) and of other free devices, and the links between
     them.
 
     They are as for a head of this home: corrected by its measurements, without paused devices, and with its memory
@@ -56,7 +56,7 @@ def survey(config: Config, seconds: float, reporter: Reporter) -> Survey:
         context = zmq.asyncio.Context()
         visit = _Visit(config, reporter, context)
         try:
-            with visit.trust.announce_locally(config.name):  # the daemons of this user on this machine admit us
+            with visit.trust.announce_locally(config.name):  # the daemons of this user on this machine admit this one
                 await visit.find(seconds)
                 devices.extend(worker.profile for worker in visit.workers)
                 links.extend(await visit.measure_links())
@@ -91,11 +91,11 @@ class _Visit:
 
     @property
     def workers(self) -> list[WorkerLink]:
-        """By name."""
+        """The workers, by name."""
         return [self._workers[name] for name in sorted(self._workers)]
 
     async def find(self, seconds: float) -> None:
-        """Greet the named devices, then concurrently all that come in sight in ``seconds``."""
+        """Greet the named devices, then concurrently all devices that come in sight within ``seconds``."""
         others = {each.key: each.device for each in self.trust.entries()}
         self._sight.look({}, others)
         for address in self._config.devices:
@@ -113,7 +113,7 @@ class _Visit:
                     group.create_task(self._greet(name, sighted))
 
     async def measure_links(self) -> list[LinkProfile]:
-        """The links between this device and the workers; none, and the default for them, if a worker goes silent."""
+        """Return the links between this device and the workers; empty, for default links, if a worker goes silent."""
         book = LinkBook(self._caller)
         try:
             for worker in self.workers:
@@ -153,10 +153,10 @@ class _Visit:
         except ClusterError as exc:
             self._reporter.report_line(str(exc))
             return []
-        return [peer for peer in peers if peer.key != self._identity.public]  # not a worker on this very device
+        return [peer for peer in peers if peer.key != self._identity.public]  # not a worker on this device
 
 
 def _unheard(event: types.Event) -> None:
-    """Ignores events: a short visit counts no signs of life, and pending calls are notified of a lost link
-    themselves."""
+    """Ignore an event: a short visit counts no signs of life, and pending calls fail by themselves if a link is
+    lost."""
     del event

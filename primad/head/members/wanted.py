@@ -1,4 +1,4 @@
-"""What the head wants of one worker: for each thing the message that asks for it.
+"""What the head wants of one worker, and the message that asks for each thing.
 
 =====================  ======================  ===============================  ==================================
 wanted                 asked for by            until                            a worker that has it
@@ -13,8 +13,8 @@ no draft model         ``ReleaseDraft``        another one is wanted            
 its end                ``Dismiss``             the link is closed               does nothing
 =====================  ======================  ===============================  ==================================
 
-Messages are lost only with a connection that is reset (see ``network/messages.py``). So the head sends the whole table
-once when the connection was made again, after what it could not send meanwhile, and otherwise nothing twice.
+Messages are lost only with a connection that is reset (see ``network/messages.py``). So after a reconnection the head
+sends the whole table once, after the messages that it could not send meanwhile, and otherwise sends nothing twice.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ Wish = Introduce | Load | Link | LinkGroup | Release | MeasureLinks | LoadDraft 
 
 
 class WantedState:
-    """The table. Times are numbers of pings: ``next_ping`` is sent after what was asked so far."""
+    """The table. Times are numbers of pings: ping ``next_ping`` is sent after everything asked so far."""
 
     def __init__(self) -> None:
         self._asked: dict[int | type[Wish], Wish] = {}
         """By the epoch, or by the kind of message."""
         self._unseen: dict[int, tuple[int, bool]] = {}
-        """Epochs with a ``Load`` that no state has shown yet: the ping whose reply should, and whether one did not."""
+        """Epochs with a ``Load`` that no state has shown yet: the ping whose reply should show it, and whether a reply
+        failed to."""
 
     def ask(self, message: HeadMessage, next_ping: int) -> None:
-        """``message`` is sent now."""
+        """Record ``message``, which is being sent."""
         match message:
             case Load(epoch=epoch) | Link(epoch=epoch) | LinkGroup(epoch=epoch) | Release(epoch=epoch):
                 self._asked[epoch] = message
@@ -56,7 +57,7 @@ class WantedState:
                     self._unseen[epoch] = next_ping, False
             case ReleaseDraft(epoch=epoch):
                 asked = self._asked.get(LoadDraft)
-                if not isinstance(asked, LoadDraft) or asked.epoch == epoch:  # another ring's is wanted still
+                if not isinstance(asked, LoadDraft) or asked.epoch == epoch:  # else another ring's is wanted
                     self._asked[LoadDraft] = message
             case Introduce() | MeasureLinks() | LoadDraft() | Dismiss():
                 self._asked[type(message)] = message
@@ -66,12 +67,12 @@ class WantedState:
         self._asked.pop(MeasureLinks, None)
 
     def ask_again(self, next_ping: int) -> list[Wish]:
-        """The connection was made again: all of it is sent now, in this order."""
+        """Return all messages, in their order; they are sent now, as the connection was made again."""
         self._unseen = dict.fromkeys(self._unseen, (next_ping, False))
         return list(self._asked.values())
 
     def compare(self, epochs: Collection[int]) -> list[Release]:
-        """The worker has stages in these ``epochs``: those to release, since nobody wants them."""
+        """Return the releases for stages that are not wanted, of a worker that has stages in ``epochs``."""
         for epoch in epochs:
             self._unseen.pop(epoch, None)
         released = [asked.epoch for asked in self._asked.values() if isinstance(asked, Release)]
@@ -80,9 +81,10 @@ class WantedState:
         return [Release(epoch=epoch) for epoch in epochs if epoch not in self._asked]
 
     def ignored(self, number: int, next_ping: int) -> list[int]:
-        """Ping ``number`` was answered in the states that were compared last: epochs whose ``Load`` began no stage.
+        """Return the epochs whose ``Load`` began no stage; the states compared last replied to ping ``number``.
 
-        It takes the reply to one more ping: the first may overtake the news that the connection was made again.
+        An epoch is only reported after the reply to one more ping: the first reply may overtake the news of a
+        reconnection.
         """
         late = {epoch: missed for epoch, (ping, missed) in self._unseen.items() if number >= ping}
         for epoch, missed in late.items():

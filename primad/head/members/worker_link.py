@@ -1,7 +1,7 @@
-"""The head's conversation with one worker: finds the address that works, greets it, receives signs of life.
+"""The head's link to one worker: finds an address that works, greets the worker, receives its messages.
 
-``WorkerLink`` receives all messages of the worker. Those about an epoch go to that epoch's ``Stage``; those about the
-device itself (a sign of life, that it leaves, that its link broke) are posted as events of the membership core.
+``WorkerLink`` receives all messages of the worker. Messages about an epoch go to that epoch's ``Stage``; messages about
+the device itself (a sign of life, its leaving, a broken link) are posted as events to the membership core.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ from primad.trust.identity import Identity
 logger = logging.getLogger(__name__)
 
 RELEASED_S: Final = 10.0
-"""The longest that a released stage is waited for."""
+"""The longest time to wait for the end of a released stage."""
 HELD_S: Final = 2.0
 """How much longer a reply about KV cache may take than the worker's own search."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The greeting head: its name, its keys, this start of it, its llama.cpp, the silence after which it is gone, and the
-    port for relayed requests, if it accepts them."""
+    """The greeting head: its name, its keys, the number of this start, its llama.cpp build, the silence after which it
+    counts as gone, and the port for relayed requests, if it accepts them."""
 
     context: zmq.asyncio.Context
     identity: Identity
@@ -96,7 +96,7 @@ class Caller:
     def of(
         cls, config: Config, sockets: zmq.asyncio.Context, identity: Identity, build: str, timings: NetworkTimings
     ) -> Caller:
-        """A head of this device that starts now."""
+        """Return the caller for a head of this device that starts now."""
         return cls(
             context=sockets,
             identity=identity,
@@ -114,27 +114,27 @@ class HearsDrafts(Protocol):
 
     @property
     def epoch(self) -> int:
-        """The ring's."""
+        """The ring's epoch."""
 
     def hear(self, message: DraftModelState | DraftsMade) -> None:
-        """A message of the worker."""
+        """Handle a message of the worker."""
 
     def lost(self, reason: str) -> None:
         """The worker is gone."""
 
 
 class HearsEncoding(Protocol):
-    """Receives what pictures became on a worker."""
+    """Receives the pictures that a worker encoded."""
 
     @property
     def number(self) -> int:
-        """Of the load."""
+        """The number of the load."""
 
     def hear(self, message: MmprojState | EncodedChunk) -> None:
-        """A message of the worker."""
+        """Handle a message of the worker."""
 
     def lost(self, reason: str) -> None:
-        """The worker is gone, or may have lost what it was told."""
+        """The worker is gone, or may have lost its load."""
 
 
 Post = Callable[[types.Event], None]
@@ -142,9 +142,10 @@ Post = Callable[[types.Event], None]
 
 
 async def probe(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Collection[str]) -> tuple[HeadEnd, Probed]:
-    """The link to the first of ``addresses`` (host, port) where a device with one of ``keys`` responds.
+    """Return the link to the first of ``addresses`` (host, port) where a device with one of ``keys`` responds.
 
-    All are tried at once, so it is the fastest. Raises ``ClusterError`` if none responds, or without a common protocol.
+    All are tried concurrently, so the fastest wins. Raises ``ClusterError`` if none responds, or without a common
+    protocol.
     """
     ends: list[HeadEnd] = []
     refusals: list[tuple[str, str]] = []
@@ -190,7 +191,7 @@ async def probe(caller: Caller, addresses: Iterable[tuple[str, int]], keys: Coll
 
 
 def _each_once(refusals: Iterable[tuple[str, str]]) -> str:
-    """What was said at which address, in one line: of what differs by the address alone the others are only named."""
+    """Join the refusals into one line; of addresses with the same refusal all but the first are only named."""
     found: dict[str, list[str]] = {}
     for address, why in sorted(set(refusals)):
         found.setdefault(why.replace(address, "\0"), []).append(address)
@@ -201,8 +202,8 @@ def _each_once(refusals: Iterable[tuple[str, str]]) -> str:
 
 
 async def notify_revoked(caller: Caller, places: Iterable[tuple[str, int]], key: str) -> None:
-    """Notify the device with ``key``, at the first of ``places`` that works, that it is no longer trusted; it received
-    that.
+    """Notify the device with ``key``, at the first of ``places`` that works, that it is no longer trusted, and wait
+    until it has received that.
 
     Raises ``ClusterError`` if it does not respond.
     """
@@ -215,7 +216,8 @@ async def notify_revoked(caller: Caller, places: Iterable[tuple[str, int]], key:
 
 
 async def _probe(caller: Caller, end: HeadEnd) -> tuple[HeadEnd, Probed]:
-    """Find out which device is at ``end``. Raises ``ClusterError`` if none responds, or if it does not admit us."""
+    """Find out which device is at ``end``. Raises ``ClusterError`` if none responds, or if it does not admit this
+    head."""
     refused = asyncio.ensure_future(end.wait_refused())
     asked = asyncio.ensure_future(_ask_version(caller, end))
     try:
@@ -252,9 +254,9 @@ def _check_version(caller: Caller, probed: Probed) -> None:
 
 
 async def greet_named(caller: Caller, address: str, labels: Mapping[str, str], post: Post) -> WorkerLink:
-    """Greet at ``address`` (host:port), which the owner named, whichever of ``labels``, by key, is there.
+    """Greet the device at ``address`` (host:port), which the owner named; it must be one of ``labels`` (by key).
 
-    Raises ``ClusterError`` that names the flag if none responds or accepts this head.
+    Raises ``ClusterError``, which names the flag, if no device responds or accepts this head.
     """
     try:
         end, _ = await probe(caller, [split_address(address)], labels.keys())
@@ -264,7 +266,8 @@ async def greet_named(caller: Caller, address: str, labels: Mapping[str, str], p
 
 
 async def greet(caller: Caller, end: HeadEnd, post: Post, name: str) -> WorkerLink:
-    """Greet on ``end``, which ``probe`` found; from then on the device, named ``name`` here, works for this head.
+    """Greet the device on ``end``, which ``probe`` found; from then on the device, named ``name`` here, works for this
+    head.
 
     Raises ``ClusterError`` if it does not respond or is busy; then ``end`` is closed.
     """
@@ -300,7 +303,7 @@ async def greet(caller: Caller, end: HeadEnd, post: Post, name: str) -> WorkerLi
 class WorkerLink:
     """A welcomed worker. It is pinged and read until ``close``; every message is a sign of life.
 
-    This head's name for it is ``name``, whatever it announces.
+    This head calls it ``name``, whatever it announces.
     """
 
     def __init__(self, end: HeadEnd, welcome: Welcome, ping_interval_s: float, post: Post, name: str) -> None:
@@ -319,7 +322,7 @@ class WorkerLink:
         self._hold_numbers = count(1)
         self._lost = False
         self._released = asyncio.Event()
-        """Stages ended, or all did."""
+        """Set when stages, or all of them, may have ended."""
         self._revision = 0
         self._states: dict[int, StageState] = {}
         self._wanted = WantedState()
@@ -338,7 +341,7 @@ class WorkerLink:
         return self.end.key
 
     def close(self) -> None:
-        """Stop reading and close the link; nothing is reported any more."""
+        """Stop reading and close the link; nothing is reported afterwards."""
         self._lost = True
         self._released.set()
         for task in self._tasks:
@@ -355,18 +358,19 @@ class WorkerLink:
         await self.end.send(message)
 
     async def introduce(self, devices: Iterable[tuple[str, str]], revoked: Iterable[str]) -> None:
-        """Send the worker the devices that this head trusts, and no longer trusts; as many as a message holds."""
+        """Send the worker the devices that this head trusts and those that it no longer trusts, up to ``MAX_DEVICES``
+        each."""
         known = [Introduction(device, key) for device, key in islice(devices, MAX_DEVICES)]
         await self.send(Introduce(devices=known, revoked=sorted(revoked)[:MAX_DEVICES]))
 
     async def dismiss(self) -> None:
-        """Let the worker leave that asked for it."""
+        """Let the worker leave, which asked for it."""
         await self.send(Dismiss())
 
     async def measure_links(self, targets: Sequence[Contact], timeout_s: float) -> MeasuredLinks:
         """Have the worker measure its links to ``targets``; without targets it only confirms its presence.
 
-        One measurement at a time. Raises ``DeviceLostError`` if it goes silent.
+        One measurement at a time. Raises ``DeviceLostError`` if the worker goes silent.
         """
         asked = {target.device for target in targets}
         self._links = asyncio.get_running_loop().create_future()
@@ -396,7 +400,8 @@ class WorkerLink:
         )
 
     def _swapped(self, device: str) -> str:
-        """``device`` as described to this worker, and back: its announced name may be another one's here."""
+        """Translate ``device`` to the name that this worker knows, or back: its announced name may be another device's
+        here."""
         return {self.name: self._calls_itself, self._calls_itself: self.name}.get(device, device)
 
     def _is_of(self, link: LinkProfile, asked: set[str]) -> bool:
@@ -405,7 +410,7 @@ class WorkerLink:
         )
 
     async def hold_blocks(self, hold: KvHold) -> list[bool]:
-        """Have the worker hold the blocks of ``hold``, whose number is chosen here; returns those that it has after
+        """Have the worker hold the blocks of ``hold``, whose number is chosen here; return which of them it has, after
         ``timeout_s`` at the latest. Raises ``ClusterError`` if it does not reply."""
         number = next(self._hold_numbers)
         reply: asyncio.Future[list[bool]] = asyncio.get_running_loop().create_future()
@@ -423,23 +428,23 @@ class WorkerLink:
         return held
 
     def drafts_for(self, drafts: HearsDrafts) -> None:
-        """From now on ``drafts`` receives this worker's drafts for its epoch."""
+        """Pass this worker's drafts for the epoch of ``drafts`` to it from now on."""
         self._drafts[drafts.epoch] = drafts
         if self._lost:
             drafts.lost(f"{self.name} is gone")
 
     def forget_drafts(self, drafts: HearsDrafts) -> None:
-        """``drafts`` has ended."""
+        """Stop passing drafts to ``drafts``, which has ended."""
         self._drafts.pop(drafts.epoch, None)
 
     def encodes_for(self, encoding: HearsEncoding) -> None:
-        """From now on ``encoding`` receives what pictures of its load became."""
+        """Pass the encoded pictures of its load to ``encoding`` from now on."""
         self._encodings[encoding.number] = encoding
         if self._lost:
             encoding.lost(f"{self.name} is gone")
 
     def forget_encoding(self, encoding: HearsEncoding) -> None:
-        """``encoding`` has ended."""
+        """Stop passing pictures to ``encoding``, which has ended."""
         self._encodings.pop(encoding.number, None)
 
     def _lose_listeners(self, reason: str) -> None:
@@ -457,17 +462,18 @@ class WorkerLink:
         self._stages[stage.epoch] = stage
 
     def forget(self, stage: Stage) -> None:
-        """``stage`` has ended."""
+        """Stop passing messages to ``stage``, which has ended."""
         if self._stages.get(stage.epoch) is stage:
             del self._stages[stage.epoch]
 
     async def unload(self, epoch: int) -> None:
-        """Have the worker release ``epoch`` and whatever it keeps loaded for later; one that is gone has done so."""
+        """Have the worker release ``epoch`` and whatever it keeps loaded for later; a worker that is gone has done
+        so."""
         with contextlib.suppress(ClusterError):
             await self.send(Release(epoch=epoch, unload=True))
 
     async def until_released(self, epoch: int) -> None:
-        """As ``Participant`` has it."""
+        """As in ``Participant``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RELEASED_S):
                 while epoch in self._states and not self._lost:
@@ -476,7 +482,7 @@ class WorkerLink:
 
     async def _ping(self, interval_s: float) -> None:
         while True:
-            with contextlib.suppress(ClusterError):  # its missing pongs show that it accepts nothing
+            with contextlib.suppress(ClusterError):  # missing pongs will show that it accepts nothing
                 number, self._next_ping = self._next_ping, self._next_ping + 1
                 await self.end.send(Ping(status=False, number=number, revision=self._revision, why_idle=self.why_idle))
             await asyncio.sleep(interval_s)
@@ -549,7 +555,7 @@ class WorkerLink:
             stage.hear(news)
 
     async def _compare(self, states: dict[int, StageState]) -> None:
-        """The worker's stages are in ``states``: pass them on, and release those that nobody wants."""
+        """The worker's stages are now in ``states``: pass them on, and release those that are not wanted."""
         before, self._states = self._states, states
         self._released.set()
         for epoch, stage in list(self._stages.items()):

@@ -1,1 +1,1 @@
-"""The models that a head offers: which there are, which are loaded, and who waits for one."""
+"""The models that a head offers: which exist, which are loaded, and which requests wait for one."""

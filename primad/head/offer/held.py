@@ -1,4 +1,4 @@
-"""A model that is loaded, or is being loaded: the processes that have it, and the door for its requests."""
+"""A model that is loaded or being loaded: its processes, and the backend for its requests."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ from primad.planning.forecast import Forecast
 
 
 class HeldModel(Protocol):
-    """A model with everything that is taken for it."""
+    """A model, with everything that it occupies."""
 
     @property
     def backend(self) -> Backend:
-        """The door for its requests; an embedding model's is ``Embeddings`` as well."""
+        """The backend for its requests; an embedding model's is ``Embeddings`` as well."""
 
     @property
     def detail(self) -> str:
-        """Its state in a line."""
+        """Its state, in a line."""
 
     @property
     def progress(self) -> float | None:
-        """How far it is loaded, if that is known."""
+        """The share of it that is loaded, if known."""
 
     @property
     def expected_s(self) -> float | None:
-        """How long it still loads as forecast, if that is known."""
+        """Forecast of the seconds until it is loaded, if known."""
 
     @property
     def moves(self) -> bool:
         """Whether devices lacked layers of it when it was loaded."""
 
     def taken(self) -> Mapping[str, Taken]:
-        """What it takes of each device."""
+        """Return what it takes of each device."""
 
     def forecast(self) -> ModelForecast | None:
-        """What it gives, None if that is not known."""
+        """Return its forecast; None if not known."""
 
     async def load(self) -> None:
-        """Return once it can answer. Raises ``PrimadError``."""
+        """Load it, and return once it can serve requests. Raises ``PrimadError``."""
 
     def stop(self, reason: str) -> None:
-        """Its requests end with an error."""
+        """End its requests with an error."""
 
     async def end(self) -> None:
-        """No device holds anything of it any more."""
+        """Unload it; afterwards no device holds anything of it."""
 
 
 class RingModel:
-    """A model in rings of ``head``. A request that has not begun after ``max_wait_s`` is refused; ``lost`` hears if no ring
-    will serve it any more."""
+    """A model in rings of ``head``. A request that has not begun after ``max_wait_s`` is refused; ``lost`` is called if
+    no ring will serve the model any more."""
 
     def __init__(
         self, head: HeadDaemon, checked: CheckedModel, max_wait_s: float | None, lost: Callable[[], None]
@@ -71,7 +71,7 @@ class RingModel:
         self._texts = TextService(str(service.model.file), checked.template)
         self.backend = RingBackend(texts=self._texts, max_wait_s=max_wait_s)
         self.serving = head.begin(service, self.backend)
-        self.serving.rings.gave_up = lost  # the next request loads it anew: the file as it is, with the room of others
+        self.serving.rings.gave_up = lost  # the next request loads the file again, and may claim others' memory
         self._running: asyncio.Task[None] | None = None
 
     @property
@@ -127,7 +127,8 @@ class RingModel:
 
 
 class EmbeddingModel(WithoutModel):
-    """The embedding model of ``service``, in a process of ``device``, this one. It is ``Embeddings`` as well."""
+    """The embedding model of ``service``, in a process of ``device``, which is this one. It is ``Embeddings`` as
+    well."""
 
     def __init__(self, service: EmbeddingService, without: WithoutModel, device: str) -> None:
         super().__init__(without.texts, without.health, dict)
@@ -157,12 +158,12 @@ class EmbeddingModel(WithoutModel):
 
     @property
     def width(self) -> int:
-        """As ``Embeddings`` has it."""
+        """As in ``Embeddings``."""
         return self._service.width
 
     @property
     def max_text_tokens(self) -> int:
-        """As ``Embeddings`` has it."""
+        """As in ``Embeddings``."""
         return self._service.max_text_tokens
 
     def taken(self) -> Mapping[str, Taken]:
@@ -171,7 +172,7 @@ class EmbeddingModel(WithoutModel):
     async def embed(
         self, texts: Sequence[str | list[int]], called: Callable[[int], str], *, cuts: bool = False, owner: str = ""
     ) -> tuple[list[bytes], int]:
-        """As ``Embeddings`` has it."""
+        """As in ``Embeddings``."""
         return await self._service.embed(texts, called, cuts=cuts, owner=owner)
 
     def forecast(self) -> ModelForecast | None:
@@ -188,10 +189,11 @@ class EmbeddingModel(WithoutModel):
 
 
 def described(forecast: Forecast, service: Service, goes: Collection[str] = ()) -> ModelForecast:
-    """``forecast`` for clients, once the models ``goes`` made room. Raises ``PlanError`` for a plan by hand."""
+    """Return ``forecast`` for clients, once the models ``goes`` are unloaded. Raises ``PlanError`` for a plan by
+    hand."""
     prediction = forecast.prediction
     if prediction is None:
-        raise PlanError("its windows are set by hand, so nothing is forecast")
+        raise PlanError("its windows are set by hand, so there is no forecast")
     return ModelForecast(
         tokens_per_s=1 / prediction.tpot_s,
         ttft_ms=prediction.ttft_s * 1e3,

@@ -1,13 +1,14 @@
-"""Which models are loaded, as one pure function: ``step(state, event, now) -> state, effects``.
+"""Decides which models are loaded, as one pure function: ``step(state, event, now) -> state, effects``.
 
-* Requests are granted their model when it is loaded, and wait in one queue when it is not. One model is loaded at a time:
-  that of the first request in the queue that lacks one. When it is loaded, all that wait for it are granted.
-* Memory is the shell's to judge. If a model needs the room of others, the shell names them (``NeedsRoom``), from those
-  that it may choose among: not pinned, those that nobody uses first, the least recently used first. From then on they are
-  *claimed*: what runs there ends, and new requests for them wait in the queue, behind the one that needs the room. So
-  nobody starves, and two models that fight for memory alternate.
-* A model that nobody uses is unloaded when its time is over, or its owner asks. One that is used never is.
-* A request that leaves the queue leaves nothing behind. A load that nobody waits for goes on, unless another model is
+- Requests are granted their model if it is loaded, and otherwise wait in one queue. One model is loaded at a time: that
+  of the first request in the queue whose model is not loaded. When it is loaded, all requests that wait for it are
+  granted.
+- The shell judges memory. If a model needs the memory of others, the shell names them (``NeedsRoom``). It chooses among
+  models that are not pinned: unused ones first, the least recently used first. From then on they are *claimed*:
+  requests that run there finish, and new requests for them wait in the queue, after the one that needs the memory. So
+  no request starves, and two models that compete for memory alternate.
+- An unused model is unloaded when its time is over, or when its owner asks. A model in use never is.
+- A request that leaves the queue leaves no trace. A load that no request waits for continues, unless another model is
   waited for.
 
 Nothing here waits, sends or looks at a clock.
@@ -23,14 +24,14 @@ from typing import Final
 from primad.api.answering.models import ModelState
 
 NOBODY: Final = 0
-"""The number of a request for which nobody waits: the owner has a model loaded."""
+"""The number of a "request" without a client: the owner has a model loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loadable:
-    """A model. ``users`` are the requests that use it, the latest of which keeps it for ``keep_s`` afterwards; it was used
-    last at ``used_s``, and goes at ``expires_at_s`` if nobody uses it then. ``leaving``: its owner wants it unloaded.
-    ``detail`` is why it failed."""
+    """A model. ``users`` are the requests that use it; the latest one keeps it for ``keep_s`` afterwards. It was last
+    used at ``used_s``, and is unloaded at ``expires_at_s`` if no request uses it then. ``leaving``: its owner wants it
+    unloaded. ``detail`` is the reason why it failed."""
 
     phase: ModelState = ModelState.UNLOADED
     users: frozenset[int] = frozenset()
@@ -52,7 +53,7 @@ class WaitingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTurn:
-    """The model ``name`` is to be loaded: it is ``loading``, or waits until those that it ``claims`` are gone."""
+    """The model ``name`` is to be loaded: it is ``loading``, or waits until the models that it ``claims`` are gone."""
 
     name: str
     claims: frozenset[str] = frozenset()
@@ -61,8 +62,8 @@ class LoadTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderState:
-    """All models that are or were loaded, by name, and the queue. Those of ``pinned`` stay loaded. Without a word of a
-    request a model is kept for ``keep_s`` (negative: for ever)."""
+    """All models that are or were loaded, by name, and the queue. ``pinned`` models stay loaded. A model is kept for
+    ``keep_s`` (negative: for ever) unless the request says otherwise."""
 
     keep_s: float
     pinned: frozenset[str] = frozenset()
@@ -71,7 +72,7 @@ class LoaderState:
     turn: LoadTurn | None = None
 
     def of(self, name: str) -> Loadable:
-        """The model ``name``."""
+        """Return the model ``name``."""
         return self.models.get(name, Loadable())
 
 
@@ -80,7 +81,8 @@ class LoaderState:
 
 @dataclass(frozen=True, slots=True)
 class ModelAsked:
-    """Request ``number`` wants the model ``name``; ``keep_s`` as above, None as the owner's setting is."""
+    """Request ``number`` wants the model ``name``; ``keep_s`` as in ``WaitingRequest``, None for the owner's
+    setting."""
 
     number: int
     name: str
@@ -89,7 +91,7 @@ class ModelAsked:
 
 @dataclass(frozen=True, slots=True)
 class UseEnded:
-    """Request ``number`` does not wait any more, or does not use its model any more."""
+    """Request ``number`` no longer waits, or no longer uses its model."""
 
     number: int
 
@@ -103,7 +105,7 @@ class UnloadAsked:
 
 @dataclass(frozen=True, slots=True)
 class ModelLoaded:
-    """``name`` can answer."""
+    """``name`` can serve requests."""
 
     name: str
 
@@ -133,7 +135,7 @@ class ModelUnloaded:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Time went by."""
+    """Time has passed."""
 
 
 LoaderEvent = ModelAsked | UseEnded | UnloadAsked | ModelLoaded | NeedsRoom | LoadFailed | ModelUnloaded | TimePassed
@@ -144,8 +146,8 @@ LoaderEvent = ModelAsked | UseEnded | UnloadAsked | ModelLoaded | NeedsRoom | Lo
 
 @dataclass(frozen=True, slots=True)
 class LoadModel:
-    """Load ``name``; the reply is ``ModelLoaded``, ``LoadFailed``, or ``NeedsRoom`` of some of ``may_go``, the first ones
-    rather than the last."""
+    """Load ``name``. The reply is ``ModelLoaded``, ``LoadFailed``, or ``NeedsRoom`` with some of ``may_go``, preferably
+    the first ones."""
 
     name: str
     may_go: tuple[str, ...]
@@ -153,7 +155,7 @@ class LoadModel:
 
 @dataclass(frozen=True, slots=True)
 class UnloadModel:
-    """Unload ``name``, or give up loading it; the reply is ``ModelUnloaded``."""
+    """Unload ``name``, or give up loading it. The reply is ``ModelUnloaded``."""
 
     name: str
 
@@ -167,7 +169,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class RefuseRequest:
-    """Request ``number`` gets no model, for this reason."""
+    """Request ``number`` gets no model, for this ``reason``."""
 
     number: int
     reason: str
@@ -180,7 +182,7 @@ LoaderEffect = LoadModel | UnloadModel | Grant | RefuseRequest
 
 
 def step(state: LoaderState, event: LoaderEvent, now: float) -> tuple[LoaderState, tuple[LoaderEffect, ...]]:
-    """The next ``state`` after ``event`` at ``now`` (seconds on any scale), and the effects, in order."""
+    """Return the next ``state`` after ``event`` at ``now`` (seconds on any scale), and the effects, in order."""
     effects: list[LoaderEffect] = []
     state = _take(state, event, now, effects)
     state = _give_up_turn(state, effects)
@@ -191,7 +193,7 @@ def step(state: LoaderState, event: LoaderEvent, now: float) -> tuple[LoaderStat
 
 
 def wake_at(state: LoaderState, now: float) -> float | None:
-    """When ``TimePassed`` is due if nothing else happens; None: never."""
+    """Return when ``TimePassed`` is due if nothing else happens; None: never."""
     times = (each.expires_at_s for name, each in state.models.items() if _is_idle(state, name))
     return min((time for time in times if now < time < math.inf), default=None)
 
@@ -223,7 +225,7 @@ def _take(state: LoaderState, event: LoaderEvent, now: float, effects: list[Load
         case ModelUnloaded(name) if state.of(name).phase is ModelState.UNLOADING:
             return _without(state, name)
         case _:
-            return state  # time, or the late reply to a load that was given up
+            return state  # time passed, or a late reply to a load that was given up
 
 
 def _left(state: LoaderState, number: int, now: float) -> LoaderState:
@@ -236,7 +238,7 @@ def _left(state: LoaderState, number: int, now: float) -> LoaderState:
 
 
 def _rested(state: LoaderState, name: str, now: float) -> LoaderState:
-    """From now on ``name`` rests, if nobody uses it."""
+    """Start the idle time of ``name``, unless a request uses it."""
     model = state.of(name)
     if model.users:
         return state
@@ -245,7 +247,7 @@ def _rested(state: LoaderState, name: str, now: float) -> LoaderState:
 
 
 def _grant(state: LoaderState, now: float, effects: list[LoaderEffect]) -> LoaderState:
-    """Requests whose model is loaded and not claimed begin."""
+    """Grant requests whose model is loaded and not claimed."""
     claimed = frozenset[str]() if state.turn is None else state.turn.claims
     for name in dict.fromkeys(each.name for each in state.queue):
         model = state.of(name)
@@ -255,7 +257,7 @@ def _grant(state: LoaderState, now: float, effects: list[LoaderEffect]) -> Loade
 
 
 def _granted_all(state: LoaderState, name: str, now: float, effects: list[LoaderEffect]) -> LoaderState:
-    """All requests in the queue for ``name``, which is loaded, begin."""
+    """Grant all requests in the queue for ``name``, which is loaded."""
     granted = [each for each in state.queue if each.name == name]
     if not granted:
         return state
@@ -267,7 +269,7 @@ def _granted_all(state: LoaderState, name: str, now: float, effects: list[Loader
 
 
 def _end_idle(state: LoaderState, now: float, effects: list[LoaderEffect]) -> LoaderState:
-    """What nobody uses goes, if its time is over, its owner wants it, or its room is needed."""
+    """Unload idle models whose time is over, whose owner wants it, or whose memory is needed."""
     claimed = frozenset[str]() if state.turn is None else state.turn.claims
     for name, model in state.models.items():
         if _is_idle(state, name) and (model.leaving or name in claimed or model.expires_at_s <= now):
@@ -276,8 +278,8 @@ def _end_idle(state: LoaderState, now: float, effects: list[LoaderEffect]) -> Lo
 
 
 def _give_up_turn(state: LoaderState, effects: list[LoaderEffect]) -> LoaderState:
-    """Nobody waits for the model whose turn it is: its claims end, and so does its load if others wait, or its owner wants
-    that."""
+    """End the turn of a model that no request waits for: drop its claims. A running load is ended only if others wait,
+    or its owner wants that."""
     turn = state.turn
     if turn is None or any(each.name == turn.name for each in state.queue):
         return state
@@ -288,7 +290,7 @@ def _give_up_turn(state: LoaderState, effects: list[LoaderEffect]) -> LoaderStat
 
 
 def _make_room(state: LoaderState, effects: list[LoaderEffect]) -> LoaderState:
-    """Once all that it claimed are gone, the model whose turn it is is loaded."""
+    """Load the model whose turn it is, once all models that it claimed are gone."""
     turn = state.turn
     if turn is None or turn.loading or _is_unloading(state):
         return state
@@ -299,7 +301,8 @@ def _make_room(state: LoaderState, effects: list[LoaderEffect]) -> LoaderState:
 
 
 def _begin_turn(state: LoaderState, effects: list[LoaderEffect]) -> LoaderState:
-    """The first model in the queue that is not loaded has its turn, once nothing else is loaded or unloaded."""
+    """Begin the turn of the first model in the queue that is not loaded, once no other model is loading or
+    unloading."""
     if state.turn is not None or _is_unloading(state):
         return state
     absent = (ModelState.UNLOADED, ModelState.FAILED)
@@ -312,7 +315,7 @@ def _begin_turn(state: LoaderState, effects: list[LoaderEffect]) -> LoaderState:
 
 
 def may_go(state: LoaderState) -> tuple[str, ...]:
-    """The models whose room another one may need, in the order in which they go."""
+    """Return the models that may be unloaded for another one, in the order in which they go."""
     loaded = [name for name, each in state.models.items() if each.phase is ModelState.LOADED]
     free = [name for name in loaded if name not in state.pinned]
     return tuple(sorted(free, key=lambda name: (bool(state.of(name).users), state.of(name).used_s, name)))
@@ -339,7 +342,7 @@ def _is_unloading(state: LoaderState) -> bool:
 
 
 def _without(state: LoaderState, name: str) -> LoaderState:
-    """The state where no device holds anything of ``name``."""
+    """Return the state without ``name``, of which no device holds anything."""
     return replace(state, models={other: each for other, each in state.models.items() if other != name})
 
 

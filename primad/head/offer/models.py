@@ -49,7 +49,7 @@ from primad.system.tasks import Tasks, mistake, to_its_end
 logger = logging.getLogger(__name__)
 
 MAX_WAITING: Final = 256
-"""Requests of one caller that may wait for their model, fewer where several ask for many."""
+"""Number of requests of one caller that may wait for their model; fewer under contention."""
 MAX_UNHEARD: Final = 1000
 
 
@@ -57,19 +57,19 @@ class Opens(Protocol):
     """Makes models."""
 
     async def who_goes(self, model: LibraryModel, idle: Sequence[str], busy: Sequence[str]) -> frozenset[str]:
-        """The models that have to go before ``model`` is loaded, of those that are ``idle`` or ``busy``. Raises
-        ``PrimadError``, also for one that cannot be loaded at all."""
+        """Return the ``idle`` or ``busy`` models that have to go before ``model`` is loaded. Raises ``PrimadError``,
+        also for a model that cannot be loaded at all."""
 
     async def forecast(self, model: LibraryModel, idle: Sequence[str], busy: Sequence[str]) -> ModelForecast:
-        """What ``model`` would give beside them. Raises ``PrimadError`` or ``Infeasible``."""
+        """Return the forecast of ``model`` alongside loaded models. Raises ``PrimadError`` or ``Infeasible``."""
 
     def begin(self, model: LibraryModel, changed: Callable[[], None], lost: Callable[[], None]) -> HeldModel:
-        """``model``, to be loaded; ``changed`` hears when it got further, ``lost`` if it cannot answer any more. After
-        ``who_goes``."""
+        """Create ``model``, to be loaded; call it after ``who_goes``. ``changed`` is called when loading progresses,
+        ``lost`` if the model cannot serve requests any more."""
 
 
 class Downloads(Protocol):
-    """Fetches models, and deletes what it fetched."""
+    """Fetches models, and deletes fetched ones."""
 
     def free_bytes(self) -> int | None: ...
 
@@ -80,8 +80,8 @@ class Downloads(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferSettings:
-    """A model that nobody uses is unloaded after ``keep_s`` (negative: never), but for those of ``pinned``. Requests wait
-    for theirs at most ``max_wait_s`` (None: no limit)."""
+    """A model that no request uses is unloaded after ``keep_s`` (negative: never), except ``pinned`` ones. Requests
+    wait for their model at most ``max_wait_s`` (None: no limit)."""
 
     keep_s: float
     pinned: frozenset[str] = frozenset()
@@ -89,7 +89,7 @@ class OfferSettings:
 
 
 class HeadModels:
-    """``Models`` of a head, those of ``library``."""
+    """Implements ``Models`` for the models of ``library`` on a head."""
 
     switches = True
 
@@ -106,13 +106,13 @@ class HeadModels:
         self._state = LoaderState(keep_s=settings.keep_s, pinned=settings.pinned)
         self._held: dict[str, HeldModel] = {}
         self._known: dict[str, LibraryModel] = {}
-        """Those that are loaded or were asked for, as the library had them then."""
+        """Models that are loaded or were asked for, as the library listed them then."""
         self._began_s: dict[str, float] = {}
         self._took_s: dict[str, float] = {}
-        """By model: when the load that runs began, and how long the last one took that moved no layers."""
+        """By model: when its running load began, and how long its last load took that moved no layers."""
         self._numbers = count(NOBODY + 1)
         self._waits: dict[int, tuple[str, asyncio.Future[None]]] = {}
-        """The model of each request that waits or is answered, and what it waits for."""
+        """The model of each request that waits or is served, and the future that it waits for."""
         self._places = Shares(2 * MAX_WAITING, minimum=1)
         self._loading: asyncio.Task[None] | None = None
         self._forecasting = False
@@ -120,11 +120,12 @@ class HeadModels:
         self._wake: asyncio.TimerHandle | None = None
         self._last = ""
         self._shown: dict[str, OfferedModel] = {}
-        """As each was when its listeners heard of it last, or when the first of them came."""
+        """Each model as listeners last saw it, or as it was when the first listener came."""
         self._listeners: set[asyncio.Queue[OfferedModel]] = set()
         self._waiting: defaultdict[str, set[Waiting]] = defaultdict(set)
 
-    # ---- what the API asks --------------------------------------------------------------------------------------------
+    # ---- for the API
+    # --------------------------------------------------------------------------------------------------
 
     async def look(self) -> None:
         await self._library.look()
@@ -159,7 +160,7 @@ class HeadModels:
                 await granted
             except RingError:
                 await self._library.look(again=True)
-                find_offered(model, self.offered())  # a 404 where its file vanished
+                find_offered(model, self.offered())  # a 404 if its file vanished
                 raise
             if not self._known[model].embeds:
                 self._last = model
@@ -179,7 +180,7 @@ class HeadModels:
             while self._state.of(model).phase in (ModelState.LOADED, ModelState.LOADING, ModelState.UNLOADING):
                 await changes.get()
                 if not self._state.of(model).leaving and self._state.of(model).phase is ModelState.LOADED:
-                    return  # it was unloaded, and loaded again by a request that waited
+                    return  # it was unloaded, and loaded again for a request that waited
 
     async def forecast(self, name: str) -> ModelForecast:
         model = await self._find(name)
@@ -197,7 +198,7 @@ class HeadModels:
             self._forecasting = False
 
     def _may_go(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Those of ``names`` that are idle, and those that are busy."""
+        """Split ``names`` into idle models and busy ones."""
         idle = [each for each in names if not self._state.of(each).users]
         return idle, [each for each in names if each not in idle]
 
@@ -224,18 +225,18 @@ class HeadModels:
 
     @property
     def summary(self) -> str:
-        """For the health check: how many models there are, and which are loaded."""
+        """For the health check: the number of models, and which are loaded."""
         loaded = list(self.loaded())
         offered = f"{show_count(len(self._library.found.models), 'model')} offered"
         return f"{offered}, loaded: {', '.join(loaded)}" if loaded else f"{offered}, none is loaded"
 
     def about(self) -> dict[str, Any]:
-        """Those that are loaded, or are on their way, for the owner's commands."""
+        """Return the models that are loaded, loading or unloading, for the owner's commands."""
         idle = (ModelState.UNLOADED, ModelState.FAILED)
         return {"models": {each.id: state_line(each) for each in self.offered() if each.state not in idle}}
 
     def stop(self, reason: str) -> None:
-        """Requests end with an error, those that wait and those that are answered."""
+        """End all requests with an error, both waiting and running ones."""
         if self._wake is not None:
             self._wake.cancel()
         for number in self._waits:
@@ -244,12 +245,12 @@ class HeadModels:
             held.stop(reason)
 
     async def close(self) -> None:
-        """End everything. After ``stop``."""
+        """End everything. Call it after ``stop``."""
         await self._tasks.close()
         await asyncio.gather(*(held.end() for held in self._held.values()))
 
     async def begin(self) -> None:
-        """List the models, and load those that stay loaded."""
+        """List the models, and load the pinned ones."""
         await self._library.look()
         for name in sorted(self._settings.pinned):
             try:
@@ -260,7 +261,7 @@ class HeadModels:
     # ---- finding ------------------------------------------------------------------------------------------------------
 
     async def _find(self, name: str, *, is_usable: bool = True) -> str:
-        """The model that ``name`` means. Raises ``RequestError``."""
+        """Return the name of the model that ``name`` means. Raises ``RequestError``."""
         if self._is_in_use(name):
             return name
         try:
@@ -284,7 +285,7 @@ class HeadModels:
         return self._state.of(name).phase in (ModelState.LOADED, ModelState.LOADING, ModelState.UNLOADING)
 
     async def _last_used(self) -> str:
-        """The model for a request that names none."""
+        """Return the model for a request that names none."""
         if self._last and self._is_in_use(self._last):
             return self._last
         await self._library.look()
@@ -341,7 +342,8 @@ class HeadModels:
         return f"waits until {' and '.join(sorted(turn.claims))} made room"
 
     def _expected_s(self, name: str) -> float | None:
-        """How long it will still load: as the last time where nothing is moved, or as its devices and links are."""
+        """Return how long it will still load: from its last load, if no layers are moved, otherwise from its devices
+        and links."""
         began_s, held = self._began_s.get(name), self._held.get(name)
         if name in self._took_s and (held is None or not held.moves):
             spent_s = 0.0 if began_s is None else self._now() - began_s
@@ -381,12 +383,13 @@ class HeadModels:
         return bool(self._listeners) or any(self._waiting.values())
 
     def _begin_to_listen(self) -> None:
-        """What changed while nobody listened is no news, and must not hide a change back."""
+        """Take a snapshot when the first listener comes: earlier changes are no news, and must not hide a change
+        back."""
         if not self._is_heard():
             self._shown = {name: self._offered(model) for name, model in self._known.items()}
 
     def _notify(self) -> None:
-        """Whoever waits or listens hears what changed."""
+        """Notify waiting requests and listeners of changes."""
         if not self._is_heard():
             return
         for name, model in self._known.items():
@@ -450,7 +453,7 @@ class HeadModels:
             await self._failed(name, f"{exc}{self._beside_pinned(name)}")
         except PrimadError as exc:
             await self._failed(name, str(exc))
-        except Exception as exc:  # our own mistake; requests wait for an outcome
+        except Exception as exc:  # a bug; requests wait for an outcome
             logger.exception("%s cannot be loaded", name)
             await self._failed(name, mistake(exc))
         else:
@@ -461,7 +464,7 @@ class HeadModels:
             self._began_s.pop(name, None)
 
     def _beside_pinned(self, name: str) -> str:
-        """Who may have the room that ``name`` lacks, and does not make it."""
+        """Name the pinned models that keep the memory that ``name`` lacks."""
         stay = sorted(self._settings.pinned & self._held.keys() - {name})
         return f"; {' and '.join(stay)} {'stays' if len(stay) == 1 else 'stay'} loaded by models.toml" if stay else ""
 
@@ -474,7 +477,7 @@ class HeadModels:
 
     async def _unload(self, name: str) -> None:
         if self._loading is not None and not self._loading.done() and self._state.turn is None:
-            self._loading.cancel()  # it is this one that is loaded: others wait for their turn
+            self._loading.cancel()  # the running load is this model's: others wait for their turn
             await asyncio.wait([self._loading])
         held = self._held.pop(name, None)
         if held is not None:
@@ -485,12 +488,12 @@ class HeadModels:
         self._later(ModelUnloaded(name))
 
     def _later(self, event: LoaderEvent) -> None:
-        """Post it once this task has ended, which another one may wait for."""
+        """Post the event once this task has ended, as another task may wait for its end."""
         asyncio.get_running_loop().call_soon(self._post, event)
 
 
 class _Listening:
-    """A queue with every change from now on."""
+    """A queue of every change from now on."""
 
     def __init__(self, listeners: set[asyncio.Queue[OfferedModel]]) -> None:
         self._listeners = listeners
@@ -505,7 +508,7 @@ class _Listening:
 
 
 def _shown(model: OfferedModel | None) -> object:
-    """What of ``model`` is news once it changes."""
+    """Return the part of ``model`` whose changes are reported."""
     if model is None:
         return None
     return (

@@ -1,4 +1,4 @@
-"""The library of a head, read again when somebody looks: new files are offered, and those that vanished are not."""
+"""The library of a head, read again on demand, so that new files are offered and vanished ones are not."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from primad.errors import PrimadError
 from primad.library.library import Library, LibraryModel
 
 FRESH_S: Final = 2.0
-"""So long a list is taken for what is there: clients ask in bursts."""
+"""A list is used for this long before the library is read again: clients ask in bursts."""
 
 
 class OfferedLibrary:
-    """Lists what ``read`` finds, which takes a moment. ``report_line`` hears of every problem, once."""
+    """Lists what ``read`` finds, which takes a moment. ``report_line`` gets every problem, once."""
 
     def __init__(
         self, read: Callable[[], Library], report_line: Callable[[str], None], *, fresh_s: float = FRESH_S
@@ -29,12 +29,12 @@ class OfferedLibrary:
         self._reported: set[str] = set()
 
     def created(self, model: LibraryModel) -> int:
-        """When its file was written, in Unix seconds; 0 if unknown."""
+        """Return when the model's file was written, in Unix seconds; 0 if unknown."""
         return self._changed_s.get(model.name, 0)
 
     async def look(self, *, again: bool = False) -> Library:
-        """The library as it is now, or with ``again`` even if it was read a moment ago: all that ask for that while it is
-        read share the next look."""
+        """Return the current library. With ``again`` it is read even if the last list is fresh; calls with ``again``
+        that arrive during a reading share the next one."""
         asked_s = time.monotonic()
         async with self._reading:
             fresh_since_s = asked_s if again else time.monotonic() - self._fresh_s
@@ -43,7 +43,7 @@ class OfferedLibrary:
             began_s = time.monotonic()
             try:
                 await asyncio.to_thread(self.read)
-            except PrimadError as exc:  # a wrong line in models.toml: the last list stands
+            except PrimadError as exc:  # a wrong line in models.toml: the last list stays valid
                 self._report(str(exc))
                 self._read_s = began_s
         for each in self.found.problems:
@@ -59,7 +59,7 @@ class OfferedLibrary:
             self._report_line(line)
 
     def read(self) -> Library:
-        """Read the library. Raises ``PrimadError`` for settings that are wrong."""
+        """Read the library. Raises ``PrimadError`` for wrong settings."""
         began_s, library = time.monotonic(), self._read()
         changed = {}
         for model in library.models:

@@ -1,4 +1,4 @@
-"""How a head makes the models that it offers: what they need is checked, and planned beside those that are loaded."""
+"""Opens the models that a head offers: checks what they need, and plans them alongside those that are loaded."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from primad.system.memory import memory
 
 
 class ModelOpening:
-    """Makes models for ``head``: ``check`` opens a file with its settings, ``embedder`` is the process of one that embeds.
-    ``bring`` is called before a model is loaded. Requests that have not begun after ``max_wait_s`` are refused."""
+    """Makes models for ``head``. ``check`` opens a file with its settings; ``embedder`` returns the service of an
+    embedding model; ``bring`` is called before a model is loaded. Requests that have not begun after ``max_wait_s`` are
+    refused."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class ModelOpening:
         self._checked: dict[str, CheckedModel] = {}
 
     async def who_goes(self, model: LibraryModel, idle: Sequence[str], busy: Sequence[str]) -> frozenset[str]:
-        """As ``Opens`` has it."""
+        """As in ``Opens``."""
         candidates = await self._head.candidates()
         if model.embeds:
             return self._room_here(model, idle, busy)
@@ -55,7 +56,7 @@ class ModelOpening:
         return await who_goes(objective_s, idle, busy)
 
     async def forecast(self, model: LibraryModel, idle: Sequence[str], busy: Sequence[str]) -> ModelForecast:
-        """As ``Opens`` has it."""
+        """As in ``Opens``."""
         if model.embeds:
             raise ConfigError(f"{model.name} makes embeddings, on the processor of {self._head.node.config.name}")
         candidates = await self._head.candidates()
@@ -72,7 +73,7 @@ class ModelOpening:
         return described(planned[goes], service, goes)
 
     def _room_here(self, model: LibraryModel, idle: Sequence[str], busy: Sequence[str]) -> frozenset[str]:
-        """Those that go for a model that this device alone has in its memory."""
+        """Return the models to unload for a model that only this device loads."""
         free, loaded = memory().available_bytes, (*idle, *busy)
         for number in range(len(loaded) + 1):
             if model.size_bytes <= free:
@@ -85,7 +86,7 @@ class ModelOpening:
         )
 
     def begin(self, model: LibraryModel, changed: Callable[[], None], lost: Callable[[], None]) -> HeldModel:
-        """As ``Opens`` has it."""
+        """As in ``Opens``."""
         if model.embeds:
             return EmbeddingModel(self._embedder(model), self._without, self._head.node.config.name)
         made = RingModel(self._head, self._checked.pop(model.name), self._max_wait_s, lost)

@@ -1,4 +1,4 @@
-"""Room for one more model: which of those that are loaded have to go for it."""
+"""Room for one more model: decides which loaded models have to go."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from halda import Infeasible
 from primad.errors import PlanError
 
 WORSE: Final = 1.25
-"""A plan beside others may take so much more time than one for devices that are free."""
+"""A plan alongside loaded models may take at most this many times as long as a plan on devices without the idle
+ones."""
 
 
 async def who_goes(
     objective_s: Callable[[Collection[str]], Awaitable[float]], idle: Sequence[str], busy: Sequence[str]
 ) -> frozenset[str]:
-    """The models that go for a new one: as few as are needed, the first of ``idle`` first. Those of ``busy``, which are
-    answering, only where there is no plan without.
+    """Return the models that go for a new one: as few as needed, the first of ``idle`` first. Models of ``busy``, which
+    serve requests, go only if there is no plan otherwise.
 
-    ``objective_s`` is what a plan takes once some are gone. Raises ``PlanError`` or ``Infeasible`` if there is none.
+    ``objective_s`` returns the objective of a plan once the given models are gone. Raises ``PlanError`` or
+    ``Infeasible`` if there is no plan.
     """
 
     async def without(gone: Collection[str]) -> float:

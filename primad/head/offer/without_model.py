@@ -1,4 +1,4 @@
-"""The door of a head that offers several models, where no request names one."""
+"""The backend of a head that offers several models, for requests that name none."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from primad.ring.messages import Generate, GenerationEvent
 
 
 class WithoutModel:
-    """Prepares by ``texts``, which have no vocabulary, what needs no model, and requests for ``ANY_MODEL``. ``health_of`` is
-    the head's state, ``around`` the part of the status that no ring has."""
+    """Prepares requests that need no model, and requests for ``ANY_MODEL``, with ``texts``, which has no vocabulary.
+    ``health_of`` returns the head's state, ``around`` the part of the status that does not depend on a ring."""
 
     def __init__(
         self, texts: TextService, health_of: Callable[[], Health], around: Callable[[], dict[str, Any]]
