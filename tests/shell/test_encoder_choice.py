@@ -154,7 +154,7 @@ def test_without_an_encoder_clients_hear_what_is_missing_and_how_to_get_it(model
     found, line = encoder_file(AUTO, model, None)
     assert (found.path, line, found.memory_bytes) == (None, "", 0)
     assert "mmproj-….gguf, which 'primad pull' fetches too" in found.lacks
-    assert f"put it beside {model.name}" in found.lacks
+    assert f"put it next to {model.name}" in found.lacks
     encoder(tmp_path, "mmproj-F16.gguf")
     assert "--mmproj none" in encoder_file(NONE, model, None)[0].lacks
 

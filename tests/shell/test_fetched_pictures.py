@@ -103,7 +103,7 @@ async def test_where_a_site_sends_the_head_is_judged_like_the_first_place():
 @pytest.mark.parametrize(
     ("responses", "why"),
     [
-        ([response(b"", "302 Found", "Location: /a")] * 4, "on and on"),
+        ([response(b"", "302 Found", "Location: /a")] * 4, "redirects too often"),
         ([response(b"", "404 Not Found")], "status 404"),
         ([response(b"", "304 Not Modified")], "status 304"),
         ([b"HTTP/1.1 200 OK\r\n\r\n" + bytes(99)], "more than"),

@@ -1,4 +1,4 @@
-"""A model that is to be served, with everything checked that needs no network."""
+"""Checks a model that is to be served, as far as that needs no network."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ NO_TEMPLATE: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedModel:
-    """The model of ``header``, as it can be served with ``options``. ``template`` is its chat template, None for ChatML."""
+    """The model of ``header``, as it can be served with ``options``. ``template`` is its chat template, None for
+    ChatML."""
 
     header: Header
     profile: ModelProfile
@@ -56,7 +57,7 @@ class CheckedModel:
     encoder: EncoderFile
 
     def service(self, node: Node) -> Service:
-        """As it is served by ``node``. Raises ``PlanError`` if no work can be planned for it."""
+        """Return the service of the model on ``node``. Raises ``PlanError`` if no work can be planned for it."""
         return service_of(
             node,
             self.header,
@@ -72,7 +73,7 @@ class CheckedModel:
 
 
 def check_model(config: Config, source: Path | RangedModel, options: ServeOptions, reporter: Reporter) -> CheckedModel:
-    """The model of ``source``, checked. Raises ``ConfigError``, ``ModelError``, ``PlanError``."""
+    """Check the model of ``source``. Raises ``ConfigError``, ``ModelError`` or ``PlanError``."""
     ranged = source if isinstance(source, RangedModel) else None
     header = open_model(source) if isinstance(source, Path) else source.header
     adapters = open_adapters(options.lora, header)
@@ -114,8 +115,10 @@ def check_model(config: Config, source: Path | RangedModel, options: ServeOption
 
 
 def template_of(given: str | None, header: Header, reporter: Reporter) -> str | None:
-    """The chat template: the ``given`` one, the file's, or None, which is ChatML. The owner is warned of that: a model
-    that does not know it emits its own marks, which would look like a fault of the server."""
+    """Return the chat template: the ``given`` one, the file's, or None for ChatML.
+
+    The owner is warned of ChatML: a model that does not know it emits its own markers, which would look like a fault of
+    the server."""
     template = given or chat_template_of(header)
     if template is None:
         reporter.report_line(NO_TEMPLATE)
@@ -123,7 +126,7 @@ def template_of(given: str | None, header: Header, reporter: Reporter) -> str | 
 
 
 def check_options(options: ServeOptions, config: Config, header: Header, model: ModelProfile) -> None:
-    """Check everything that can be checked without the network. Raises ``ConfigError``, ``PlanError``,
+    """Check everything that can be checked without the network. Raises ``ConfigError``, ``PlanError`` or
     ``ModelError``."""
     check_run(options.run, model, options.draft)
     if is_for_several(options, config):
@@ -131,8 +134,9 @@ def check_options(options: ServeOptions, config: Config, header: Header, model: 
 
 
 def check_shared(options: ServeOptions, header: Header, adapters: Sequence[Adapter], why_not: str = "") -> None:
-    """Check what a tensor-parallel group is to compute. ``why_not`` is the reason why a model is not certified. Raises
-    ``ConfigError`` for what it does not, and ``NotCutError`` for a model that cannot be shared."""
+    """Check what a tensor-parallel group is to compute. ``why_not`` is the reason why the model is not certified.
+
+    Raises ``ConfigError`` for unsupported options, and ``NotCutError`` for a model that cannot be shared."""
     if why_not:
         raise NotCutError(f"{header.path}: {why_not}", ADVICE)
     adapted_ranks(ShareRules(header), 2, adapters)
@@ -143,9 +147,9 @@ def check_shared(options: ServeOptions, header: Header, adapters: Sequence[Adapt
 def as_it_can_be(
     options: ServeOptions, config: Config, header: Header, reporter: Reporter, why_not: str = ""
 ) -> ServeOptions:
-    """``options``, with this device alone for a model that cannot be cut, if no other devices were requested.
+    """Return ``options``, changed to this device only if the model cannot be cut and no other devices were requested.
 
-    ``why_not`` is the reason why a model is not certified. Raises ``NotCutError`` if other devices were requested.
+    ``why_not`` is the reason why the model is not certified. Raises ``NotCutError`` if other devices were requested.
     """
     is_asked = is_for_several(options, config)
     if why_not and is_asked:
@@ -161,7 +165,7 @@ def as_it_can_be(
 def draft_of(
     options: ServeOptions, config: Config, header: Header, reporter: Reporter, free_bytes: int
 ) -> tuple[DraftModel | None, bool]:
-    """The draft model, if there is one, and whether it fits ``free_bytes`` of free memory here.
+    """Return the draft model, if there is one, and whether it fits into ``free_bytes`` of free memory here.
 
     Raises ``ConfigError`` if it cannot draft, or must run here and has no room.
     """
@@ -185,9 +189,9 @@ def draft_of(
 
 
 def _why_not_itself(options: ServeOptions, ranged: RangedModel | None) -> str:
-    """What keeps a model from drafting with its own layers; empty for nothing."""
+    """Return what keeps the model from drafting with its own layers; empty if nothing does."""
     if options.draft is not None:
         return "--draft names another model that drafts"
     if options.lora:
-        return "adapters change the model, but not what its layer for that makes of it"
+        return "adapters change the model, but not its layer that drafts"
     return "" if ranged is None else "the model's file is not here; primad pull fetches it"

@@ -1,4 +1,4 @@
-"""The encoder of a model that sees or hears: where its file is, whether it is one, and what clients hear without it."""
+"""The encoder of a model that sees or hears: finds its file, checks it, and explains to clients why there is none."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from primad.gguf.ranged import HEADERS
 from primad.planning.question import PlannedEncoder
 
 AUTO: Final = Path("auto")
-"""What ``--mmproj`` is where the file is to be looked for."""
+"""The value of ``--mmproj`` that has the file looked up."""
 NONE: Final = Path("none")
 BEGINNING_BYTES: Final = 1 << 16
-"""What is read of its file."""
+"""Number of bytes to read of the file."""
 _GEMMA_4_TOKENS: Final = 280
 _MAX_SIDE: Final = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderFile:
-    """The encoder of a model, by which it ``sees`` or ``hears``; without one, what it ``lacks``, for whoever sends a
-    picture. Of a picture at most ``whole_tokens`` see each other, and belong in one step."""
+    """The encoder of a model, by which it ``sees`` or ``hears``. Without one, ``lacks`` tells clients that send a
+    picture what is missing. At most ``whole_tokens`` tokens of a picture attend to each other, and belong in one
+    step."""
 
     path: Path | None = None
     lacks: str = "the model has no encoder for pictures"
@@ -32,20 +33,20 @@ class EncoderFile:
     hears: bool = False
     whole_tokens: int = 0
     memory_bytes: int = 0
-    """Of the process that has it loaded, while it encodes a picture."""
+    """Memory of the process that has loaded it, while it encodes a picture."""
     picture_flop: float = 0.0
     encoded_bytes: int = 0
-    """Of a picture as large as the encoder's; 0 where the file does not say."""
+    """Size of an encoded picture that is as large as the encoder's input; 0 if the file does not say."""
 
     @property
     def line(self) -> str:
-        """For the owner."""
+        """The line for the owner."""
         taken = [what for what, takes in (("pictures", self.sees), ("sound", self.hears)) if takes]
         return f"requests may have {' and '.join(taken)}, which {self.path} encodes"
 
     @property
     def planned(self) -> PlannedEncoder | None:
-        """What plans know of it."""
+        """The encoder's part of plans."""
         if self.path is None:
             return None
         return PlannedEncoder(
@@ -61,13 +62,14 @@ NO_ENCODER: Final = EncoderFile()
 
 
 def encoder_file(given: Path, model: Path, known: Path | None, max_tokens: int = 0) -> tuple[EncoderFile, str]:
-    """What ``--mmproj`` says of the ``model`` file, whose encoder the library may have ``known``; and a line for the owner.
-    Pictures whose size is not fixed have at most ``max_tokens``; 0: as the encoder says.
+    """Return the encoder that ``--mmproj`` chooses for the ``model`` file, and a line for the owner. ``known`` is the
+    encoder in the library.
 
-    Raises ``ConfigError`` for a file that is no encoder of pictures.
+    Pictures whose size is not fixed have at most ``max_tokens``; 0: the encoder's own limit. Raises ``ConfigError`` for
+    a file that is not an encoder of pictures.
     """
     if given == NONE:
-        return EncoderFile(None, "this server was started with --mmproj none, so no model of it takes pictures"), ""
+        return EncoderFile(None, "this server was started with --mmproj none, so none of its models takes pictures"), ""
     if given != AUTO:
         chosen = _checked(given, f"--mmproj {given}", max_tokens)
         return chosen, chosen.line
@@ -78,23 +80,23 @@ def encoder_file(given: Path, model: Path, known: Path | None, max_tokens: int =
         chosen = _checked(found, str(found), max_tokens)
         return chosen, f"{chosen.line}; --mmproj none leaves it out"
     except ConfigError as exc:
-        named = str(exc).replace(str(found), found.name)  # clients are told no folders
+        named = str(exc).replace(str(found), found.name)  # clients must not learn folders
         return EncoderFile(None, f"the model's encoder for pictures cannot be used: {named}"), f"no pictures: {exc}"
 
 
 def lacking(model: Path) -> str:
-    """What is missing for a ``model`` without an encoder, and how to get it."""
+    """Explain what is missing for a ``model`` without an encoder, and how to get it."""
     return (
-        f"no encoder for pictures is beside the model: if it can see, its publisher offers a file {MARK}-….gguf, which "
-        f"'primad pull' fetches too; put it beside {model.name}, or give it to 'primad serve --{MARK} FILE', and start "
-        "that again"
+        f"no encoder for pictures is next to the model: if it can see, its publisher offers a file {MARK}-….gguf, "
+        f"which 'primad pull' fetches too; put it next to {model.name}, or give it to 'primad serve --{MARK} FILE', "
+        "and start that again"
     )
 
 
 def projector_beside(model: Path, *, is_repository: bool = False) -> Path | None:
-    """The encoder of the ``model`` file that is in its folder, which may be a repository's, as the library chooses it."""
+    """Return the encoder in the folder of the ``model`` file, which may be a repository, chosen like in the library."""
     folders = {folder_of(model), model.parent}
-    if model.parent.parent.name == HEADERS:  # of a model of the hub whose header alone is here
+    if model.parent.parent.name == HEADERS:  # a model on the hub, of which only the header is here
         place = model.parent.parent.parent
         folders = {place, *place.glob(f"{HEADERS}/*")}
     try:
@@ -114,7 +116,7 @@ def _checked(path: Path, what: str, max_tokens: int) -> EncoderFile:
     except ModelError as exc:
         raise ConfigError(f"{what}: {exc}; name the file {MARK}-….gguf that the model's publisher offers") from exc
     if architecture != "clip":
-        raise ConfigError(f"{what}: is no encoder of pictures; name the file {MARK}-….gguf of the model's publisher")
+        raise ConfigError(f"{what}: is not a picture encoder; name the file {MARK}-….gguf of the model's publisher")
     facts = projector_facts(header)
     if facts.problem:
         raise ConfigError(f"{what}: {facts.problem}")
@@ -131,7 +133,7 @@ def _checked(path: Path, what: str, max_tokens: int) -> EncoderFile:
 
 
 def _whole_tokens(header: Header, max_tokens: int) -> int:
-    """As llama.cpp's libmtmd has them: a square of a fixed size (Gemma 3), or at most so many (Gemma 4)."""
+    """Return the number as llama.cpp's libmtmd has it: a square of fixed size (Gemma 3), or a maximum (Gemma 4)."""
     kind = header.text("clip.vision.projector_type", "") or header.text("clip.projector_type", "")
     if kind != "gemma3":
         return max_tokens or _GEMMA_4_TOKENS if kind in ("gemma4v", "gemma4uv") else 0

@@ -1,9 +1,9 @@
-"""Pictures by URL, where the owner has the head fetch them (``serve --fetch-images``).
+"""Fetches pictures by URL, if the owner allows it (``serve --fetch-images``).
 
-The attack: a URL by which a client has the head ask what only this network reaches, a router or a camera, by an address,
-by a name that means one, or by a site that sends the head there. So each name is looked up once, only public addresses that
-are not of a network of this device count, the connection goes to the address that was judged, and where a site sends the
-head is judged alike. No proxy, cookie or password takes part.
+The attack: a client sends a URL that makes the head request something only this network reaches, such as a router or a
+camera: by an address, by a name that resolves to one, or through a site that redirects there. So each name is resolved
+once; only public addresses outside this device's networks are accepted; the connection goes to the address that was
+checked; and redirects are checked alike. No proxy, cookie or password is used.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from primad.network.addresses import Interface, read_interfaces
 from primad.system.public import is_public
 
 TIMEOUT_S: Final = 20.0
-"""Of a picture, with all places that it is at."""
+"""Timeout of a picture, including redirects."""
 MAX_REDIRECTS: Final = 3
 AT_ONCE: Final = 4
-"""Pictures that are fetched, or fetched and not encoded yet."""
+"""Number of pictures that may be fetched concurrently, counting those that are fetched but not encoded yet."""
 _ADDRESSES: Final = 2
-"""Of a name that are tried: one of each version, as a rule."""
+"""Number of a name's addresses to try: usually one of each IP version."""
 _HEADERS: Final = {
     "User-Agent": f"primad/{__version__}",
     "Accept": "image/*, audio/*",
@@ -43,13 +43,13 @@ AllowedOf = Callable[[Iterable[str]], list[str]]
 
 
 def public_addresses(found: Iterable[str], own: Sequence[Interface] = ()) -> list[str]:
-    """Those of the addresses ``found`` that anyone may ask, of no network of this device's ``own`` interfaces."""
+    """Return the public addresses among ``found``, without those in networks of this device's ``own`` interfaces."""
     networks = [subnet.network for each in own for subnet in each.addresses]
     return [text for text in dict.fromkeys(found) if is_public(text, networks)]
 
 
 class PictureFetcher:
-    """Fetches pictures from addresses that are allowed: those that it is given back of the ones of a name."""
+    """Fetches pictures from addresses that ``allows`` returns out of all addresses of a name."""
 
     def __init__(
         self,
@@ -62,12 +62,13 @@ class PictureFetcher:
         self._room = asyncio.Semaphore(AT_ONCE)
 
     async def encoded(self, url: str, called: str, encode: Encode) -> EncodedPicture:
-        """What ``encode`` makes of the picture at ``url``, which its request has ``called`` so. Raises ``RequestError``."""
+        """Fetch the picture at ``url``, which its request calls ``called``, and encode it with ``encode``. Raises
+        ``RequestError``."""
         async with self._room:
             return await encode(await self.fetch(url, called), called)
 
     async def fetch(self, url: str, called: str) -> bytes:
-        """The file at ``url``. Raises ``RequestError``."""
+        """Return the file at ``url``. Raises ``RequestError``."""
         where = printable(url, 80)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -86,12 +87,12 @@ class PictureFetcher:
             if isinstance(found, bytes):
                 return found
             url = found
-        raise _RefusedError("sends one on and on")
+        raise _RefusedError("redirects too often")
 
     async def _asked(self, url: httpx.URL) -> bytes | httpx.URL:
-        """What is at ``url``, or where that says it is."""
+        """Return the content of ``url``, or the URL that it redirects to."""
         if url.scheme not in ("http", "https") or not url.host or url.userinfo:
-            raise _RefusedError("leads to what is no http or https URL without a password")
+            raise _RefusedError("leads to something other than an http or https URL without a password")
         addresses = await self._addresses(url)
         for address in addresses[:-1]:
             try:
@@ -130,7 +131,7 @@ class PictureFetcher:
 
 
 class _RefusedError(Exception):
-    """Why what is at a URL is not taken."""
+    """The reason why the content of a URL is refused."""
 
 
 @cache

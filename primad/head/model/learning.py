@@ -1,4 +1,4 @@
-"""What a head learns from requests: kept in its home folder, used by later plans, and reported if a plan is wrong."""
+"""What a head learns from requests: stored in its home folder, used by later plans, and reported if a plan is wrong."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from primad.system.files import write_whole
 logger = logging.getLogger(__name__)
 
 VERSION: Final = 1
-"""Rises when the factors change their meaning."""
+"""Increased when the factors change their meaning."""
 WORTH_A_PLAN: Final = 0.1
-"""A factor that moved by this much since planning may have made another plan better."""
+"""A factor that has changed by this much since planning may have made another plan better."""
 MAX_KEPT: Final = 256
-"""The number of devices and links in the file, the latest."""
+"""Number of devices and links in the file; the latest are kept."""
 
 
 class _Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,12 +57,12 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def corrections_file(home: Path) -> Path:
-    """Where the head with this ``home`` stores corrections."""
+    """Return where the head with this ``home`` stores corrections."""
     return home / "corrections.json"
 
 
 def read_corrections(home: Path) -> Corrections:
-    """The stored corrections; empty if the file is damaged or of another version."""
+    """Return the stored corrections; empty if the file is damaged or of another version."""
     try:
         kept = msgspec.json.decode(corrections_file(home).read_bytes(), type=_Kept)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -83,7 +83,7 @@ def read_corrections(home: Path) -> Corrections:
 
 
 def correction_line(home: Path, profile: DeviceProfile) -> str | None:
-    """The corrections of the head of this ``home`` for its own device, for its owner; None without any."""
+    """Return the line for the owner about the corrections for the head's own device; None without any."""
     factors = read_corrections(home).of(profile)
     changed = {"computing": factors.compute, "computing prompts": factors.prompts, "reading its disk": factors.disk}
     parts = [f"{what} takes {factor:.2f} times as long" for what, factor in changed.items() if factor != 1.0]
@@ -101,17 +101,17 @@ class Learning:
         self._looked: dict[int, Corrections] = {}
 
     def planned(self, profiles: Iterable[DeviceProfile]) -> Corrections:
-        """The corrections for a plan for devices with these ``profiles``."""
+        """Return the corrections for a plan for devices with these ``profiles``."""
         self.corrections = self.corrections.noted(profiles)
         return self.corrections
 
     def completed(
         self, epoch: int, forecast: Forecast, statuses: Mapping[str, Status | None]
     ) -> CompletionFigures | None:
-        """Learn from a response of ring ``epoch``, whose devices report ``statuses``; returns its times per token.
+        """Learn from a response of ring ``epoch``, whose devices report ``statuses``; return its times per token.
 
-        Logs it if the plan is wrong, once, and again if it is off by twice or half as much time. None if nothing was
-        measured cleanly.
+        Logs once that a plan is wrong, and again if the time has doubled or halved since. None if nothing was measured
+        cleanly.
         """
         plan, prediction, used = forecast.plan, forecast.prediction, forecast.corrections
         verdict = None if prediction is None else verdict_of(plan, prediction, used, statuses)
@@ -128,10 +128,10 @@ class Learning:
         return measured
 
     def worth_a_plan(self, epoch: int, forecast: Forecast) -> set[str]:
-        """The devices whose corrections changed enough since ring ``epoch`` was planned that plans may differ, once
-        each time.
+        """Return the devices whose corrections changed enough since ring ``epoch`` was planned that plans may differ,
+        once for each change.
 
-        None while responses still move factors: a single one may be chance.
+        Empty while responses still change factors: a single response may be chance.
         """
         if not self._is_settled:
             return set()
@@ -142,7 +142,7 @@ class Learning:
         return changed
 
     def forget(self, epoch: int) -> None:
-        """Ring ``epoch`` is over."""
+        """Forget ring ``epoch``, which has ended."""
         self._figures_of.pop(epoch, None)
         self._looked.pop(epoch, None)
 

@@ -1,7 +1,7 @@
-"""A head owner's limits of other devices: nothing while one is paused, or a maximum of memory.
+"""A head owner's limits on other devices: a paused device is not used, others may have a maximum of memory.
 
-A device's own owner has limits and a pause there (``--max-ram``, ``primad pause``); this is the head's side, stored in
-its home by device name, and plans obey it.
+A device's own owner sets limits and pauses on the device (``--max-ram``, ``primad pause``). This is the head's side,
+stored in its home by device name; plans obey it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class DeviceLimits:
             }
 
     def of(self, device: str) -> DeviceLimit:
-        """The limit of ``device``."""
+        """Return the limit of ``device``."""
         return self._limits.get(device, DeviceLimit(device=device))
 
     def put(self, device_limit: DeviceLimit) -> bool:
-        """Store ``device_limit``; returns whether it is stricter than before. Raises ``ConfigError``."""
+        """Store ``device_limit``; return whether it is stricter than before. Raises ``ConfigError``."""
         if device_limit.ram_bytes is not None and device_limit.ram_bytes < MIN_RAM_BYTES:
             raise ConfigError(
                 f"{device_limit.device}: {device_limit.ram_bytes} bytes are too few; pause it, or give 64 MiB or more"
@@ -63,11 +63,11 @@ class DeviceLimits:
         return _ram(device_limit) < _ram(before)
 
     def unpaused(self, names: Iterable[str]) -> frozenset[str]:
-        """Usable ones of ``names``."""
+        """Return those of ``names`` that are not paused."""
         return frozenset(name for name in names if not self.of(name).is_paused)
 
     def apply(self, profile: DeviceProfile) -> DeviceProfile:
-        """``profile`` with memory capped to the limit."""
+        """Return ``profile`` with its memory capped to the limit."""
         maximum = self.of(profile.device).ram_bytes
         if maximum is None or maximum >= profile.ram_available_bytes:
             return profile
@@ -79,7 +79,7 @@ class DeviceLimits:
 
 
 def _ram(device_limit: DeviceLimit) -> float:
-    """Its effect, for comparisons."""
+    """Return the usable RAM as a number, for comparisons."""
     if device_limit.is_paused:
         return 0.0
     return float("inf") if device_limit.ram_bytes is None else float(device_limit.ram_bytes)

@@ -16,29 +16,29 @@ from primad.planning.run_config import DEFAULT_RUN, RunConfig
 from primad.settings.config import LOOPBACK, Config
 
 BLOCK_TOKENS: Final = 16
-"""The most tokens lost with a device, besides those on their way to its replica."""
+"""The default maximum of tokens lost with a device, besides those in transit to its replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
     """The options of ``primad serve``.
 
-    ``wait`` is the number of workers to wait for (None: take those that are there), at most ``wait_timeout_s`` (None:
-    unlimited). ``run`` is what the plan depends on. The HTTP server listens at ``http_host`` and ``http_port``. The
-    model is also served under its ``aliases``, or with ``any_model`` under every name. ``chat_template`` replaces the
-    model file's (None). ``tool_parser`` names its call format. With ``context_shift`` the oldest messages of a
-    conversation that is too long for the context are dropped. Clients may use the host names ``allowed_hosts``, and be
-    web pages of ``cors_origins``. ``embedding`` is a model file for embeddings. With ``api_key`` or ``api_key_file``
-    clients need a key. ``draft`` is the file of the draft model, if there is one (``auto``: one on this device). A
-    request that has not begun after ``max_wait_s`` is refused (None: no limit). KV cache is replicated every
-    ``kv_backup`` tokens (None: every ``BLOCK_TOKENS`` if links carry it; 0: not). Prompts of all API keys share their
-    cache with ``share_prefixes``. Lost tokens are recomputed one by one if that takes at most ``exact_replay_s``.
-    ``rope`` overrides RoPE, ``lora`` are adapters of the model, with their scales. Clients know the models as ``name`` and
-    ``embedding_name``, if they have other names than their files. ``sampling`` overrides the file's sampling defaults. The
-    head serves this model alone and for good if it ``is_only``; else it is one of several, loaded when a request names it.
-    ``mmproj`` is the encoder of pictures (``auto``: the ``projector`` that the library knows, or one beside the model).
-    ``image_tokens`` are the fewest and the most of a picture (0: as the encoder says). With ``fetch_images`` the head
-    fetches those that are URLs.
+    ``wait`` is the number of workers to wait for (None: use those that are present), for at most ``wait_timeout_s``
+    (None: unlimited). ``run`` is what the plan depends on. The HTTP server listens at ``http_host`` and ``http_port``.
+    The model is also served under its ``aliases``, or with ``any_model`` under every name. ``chat_template`` replaces
+    the model file's template (None: it is kept). ``tool_parser`` names the model's tool-call format. With
+    ``context_shift`` the oldest messages of a conversation that is too long for the context are dropped. Clients may
+    use the host names ``allowed_hosts``, and web pages of ``cors_origins`` may be clients. ``embedding`` is a model
+    file for embeddings. With ``api_key`` or ``api_key_file`` clients need a key. ``draft`` is the file of the draft
+    model, if there is one (``auto``: one on this device). A request that has not begun after ``max_wait_s`` is refused
+    (None: no limit). KV cache is replicated every ``kv_backup`` tokens (None: every ``BLOCK_TOKENS`` if links are fast
+    enough; 0: never). With ``share_prefixes`` prompts of all API keys share the cache. Lost tokens are recomputed one
+    by one if that takes at most ``exact_replay_s``. ``rope`` overrides RoPE; ``lora`` are adapters of the model, with
+    their scales. ``name`` and ``embedding_name`` are the models' names for clients, if not their files' names.
+    ``sampling`` overrides the file's sampling defaults. If ``is_only``, the head serves only this model; otherwise the
+    model is one of several, loaded when a request names it. ``mmproj`` is the encoder of pictures (``auto``:
+    ``projector``, which the library knows, or one next to the model). ``image_tokens`` are the minimum and maximum of
+    tokens per picture (0: the encoder's own limits). With ``fetch_images`` the head fetches pictures that are URLs.
     """
 
     wait: int | None
@@ -81,7 +81,7 @@ class ServeOptions:
         return None if self.embedding is None else self.embedding_name or model_id(self.embedding)
 
     def block_tokens(self, *, has_cache: bool) -> int | None:
-        """The number of tokens per saved KV block; None: nothing is saved.
+        """Return the number of tokens per saved KV block; None: nothing is saved.
 
         A head that serves alone has no replicas, and saves blocks only for a cache.
         """
@@ -91,17 +91,17 @@ class ServeOptions:
 
     @property
     def url(self) -> str:
-        """The endpoint's URL for clients: with the listening address, or the likeliest one for a wildcard."""
+        """The endpoint's URL for clients: with the listening address, or the likeliest address for a wildcard."""
         return url_for_clients(self.http_host, self.http_port)
 
 
 def is_for_several(options: ServeOptions, config: Config) -> bool:
-    """Whether other devices were requested by name or number, or all of them."""
+    """Return whether other devices were requested: by name, by number, or all of them."""
     run = options.run
     has_windows = run.windows is not None and run.devices_by_hand > 1
     return has_windows or run.use_all or bool(options.wait or config.devices)
 
 
 def model_id(path: Path) -> str:
-    """The model's name for clients: its file's, without the part number of a split model."""
+    """Return the model's name for clients: its file's name, without the part number of a split model."""
     return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)

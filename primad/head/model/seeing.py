@@ -1,4 +1,4 @@
-"""Requests with pictures: prepared once to find them, encoded, and prepared again with what they became."""
+"""Prepares requests with pictures: once to find the pictures, and again with the encoded pictures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _Made = TypeVar("_Made", bound=msgspec.Struct)
 async def prepare_seeing(
     prepare: Callable[[PictureIds], Awaitable[Prepared]], encode: Encode, fetcher: PictureFetcher
 ) -> Prepared:
-    """What ``prepare`` makes of a request, whose pictures ``encode`` encodes, if it has any, of URLs what ``fetcher`` finds.
+    """Prepare a request with ``prepare``. Pictures in it are encoded by ``encode``, those with URLs after ``fetcher``
+    fetched them.
 
     Raises ``RequestError``.
     """
@@ -53,7 +54,7 @@ async def _encoded(wanted: Sequence[Picture], encode: Encode, fetcher: PictureFe
 
 
 def _with_content(made: _Made, seen: dict[str, EncodedPicture]) -> _Made:
-    """``made`` with the pictures' rows, if it has a job: token ids are all that was needed to prepare it."""
+    """Add the pictures' embeddings to the job of ``made``, if it has one: preparing it needed only their token ids."""
     job: Job | None = getattr(made, "job", None)
     if job is None:
         return made
@@ -69,8 +70,8 @@ def _prompt_bytes(prompt: Prompt, seen: Mapping[str, EncodedPicture]) -> int:
 def _check_bytes(size: int, called: str) -> None:
     if size > MAX_CONTENT_BYTES:
         raise RequestError(
-            f"{called}: with the pictures before it, it becomes more than {show_bytes(MAX_CONTENT_BYTES)} of rows for the "
-            "model; send fewer or smaller pictures",
+            f"{called}: with the pictures before it, it needs more than {show_bytes(MAX_CONTENT_BYTES)} of embeddings; "
+            "send fewer or smaller pictures",
             code="too_many_pictures",
             param=called,
         )

@@ -45,11 +45,11 @@ REQUEST_AGAIN: Final = "the next request loads the new one"
 
 
 class ModelSource:
-    """The model file: its ``header``, its ``profile``, and its layers, with what was learnt of it in ``home``; and its
+    """The model file: its ``header``, its ``profile``, its layers, facts about it that are stored in ``home``, and its
     ``adapters``.
 
-    ``ranged`` is the source of its weights on a hub, if any. It ``predicts``: its own layer drafts. A file that could not be
-    read is tried again after ``again_s``; one that changed is served after ``remedy``.
+    ``ranged`` is the source of its weights on a hub, if any. It ``predicts`` if its own layer drafts. A file that could
+    not be read is tried again after ``again_s``; a file that changed is served after ``remedy``.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class ModelSource:
         self._unreadable: tuple[str, float] | None = None
         self._cutter: ModelCutter | None = None
         self._shares: dict[tuple[tuple[int, ...], int], ModelCutter] = {}
-        """By weights and rank: what cuts layers out of a rank's share. What was hashed once is known then."""
+        """Cutters of the layers of a rank's share, by weights and rank. They are kept, so that layers are hashed
+        once."""
         self._shared_adapters: dict[tuple[tuple[int, ...], int], tuple[Adapter, ...]] = {}
         self._share_bytes: dict[tuple[int, ...], list[RankBytes]] = {}
         self._max_ranks: dict[int, int] = {}
@@ -90,7 +91,7 @@ class ModelSource:
 
     @property
     def stamp(self) -> str:
-        """Identifies it among model files, and changes when it does."""
+        """Identifies the model among model files, and changes when it does."""
         added = [(each.digest, each.scale) for each in self.adapters]
         return repr((sorted((str(path), stamp) for path, stamp in self._stamps.items()), added))
 
@@ -100,7 +101,7 @@ class ModelSource:
 
     @property
     def cutter(self) -> ModelCutter:
-        """Cuts out its layers; created when first needed."""
+        """Cuts out the model's layers; created when first needed."""
         if self._cutter is None:
             digests, ranged = LayerDigests(self.header, digests_file(self._home)), self._ranged
             self._cutter = (
@@ -118,7 +119,8 @@ class ModelSource:
         return self._cutter
 
     def share_cutter(self, weights: tuple[int, ...], rank: int) -> ModelCutter:
-        """Cuts layers out of the share of ``rank`` of a group with these ``weights``. Raises ``NotCutError``."""
+        """Return the cutter of layers for the share of ``rank`` in a group with these ``weights``. Raises
+        ``NotCutError``."""
         if (weights, rank) not in self._shares:
             own = share_header(self.share_rules, weights, rank)
             self._shares[weights, rank] = ModelCutter(
@@ -128,22 +130,22 @@ class ModelSource:
 
     @cached_property
     def share_rules(self) -> ShareRules:
-        """How its layers are cut between ranks of a group. Raises ``NotCutError`` where they cannot."""
+        """How its layers are divided between ranks of a group. Raises ``NotCutError`` if they cannot be."""
         return ShareRules(self.header)
 
     @cached_property
     def share_units(self) -> ShareUnits | None:
-        """What shares of its layers are cut by."""
+        """The units by which shares of its layers are cut."""
         return self.share_rules.units
 
     def share_bytes(self, weights: tuple[int, ...]) -> Sequence[RankBytes]:
-        """What each rank of a group with these ``weights`` has of its weights. Raises ``NotCutError``."""
+        """Return each rank's bytes of weights in a group with these ``weights``. Raises ``NotCutError``."""
         if weights not in self._share_bytes:
             self._share_bytes[weights] = share_bytes(self.share_rules, weights)
         return self._share_bytes[weights]
 
     def share_adapters(self, weights: tuple[int, ...], rank: int) -> tuple[Adapter, ...]:
-        """Its adapters, cut as that share is. Raises ``NotCutError``."""
+        """Return its adapters, cut like that share. Raises ``NotCutError``."""
         if (weights, rank) not in self._shared_adapters:
             self._shared_adapters[weights, rank] = tuple(
                 share_adapter(each, self.share_rules, weights, rank) for each in self.adapters
@@ -151,7 +153,7 @@ class ModelSource:
         return self._shared_adapters[weights, rank]
 
     async def max_ranks(self, limit: int) -> int:
-        """How many of ``limit`` devices can share each layer."""
+        """Return how many of ``limit`` devices can share each layer."""
         if limit not in self._max_ranks:
             try:
                 self._max_ranks[limit] = await asyncio.to_thread(self._ranks, limit)
@@ -166,7 +168,7 @@ class ModelSource:
 
     @property
     def ranged(self) -> RangedCutter | None:
-        """The ``cutter`` of a model on a hub; None if the file is here. A model that cannot be cut has none."""
+        """The ``cutter`` of a model on a hub; None if the file is local, or the model cannot be cut."""
         cutter = None if self._ranged is None else self.cutter
         return cutter if isinstance(cutter, RangedCutter) else None
 
@@ -176,8 +178,8 @@ class ModelSource:
         return self.header.path if self._ranged is None else self._ranged.vocabulary
 
     def file_for_encoder(self) -> Path:
-        """A local file that has all but the weights, which is what an encoder of pictures loads of its model. Raises
-        ``DiskError``."""
+        """Return a local file with everything but the weights, which is what a picture encoder loads of its model.
+        Raises ``DiskError``."""
         if self._ranged is None:
             return self.header.path
         path = self._ranged.vocabulary.with_name(f"{self.header.path.stem}.metadata")
@@ -185,38 +187,39 @@ class ModelSource:
         return path
 
     async def checked(self, firsts: Iterable[int]) -> str | None:
-        """The known verdict on its windows that begin at these layers; None for the whole model alone."""
+        """Return the known verdict on its windows that begin at the layers ``firsts``; None for the whole model."""
         return await asyncio.to_thread(windows_line, self._home, self.header, firsts)
 
     async def planned(self) -> ModelProfile:
-        """Its profile with the known use of its experts."""
+        """Return its profile with the known use of its experts."""
         return await asyncio.to_thread(with_expert_use, self.profile, self.header, self._home)
 
     def source(self, digest: str) -> LayerCut | None:
-        """The layer ``digest`` of the model or an adapter, if a plan needed it and it is in a local file."""
+        """Return the layer ``digest`` of the model or an adapter, if a plan needed it and it is in a local file."""
         own = [] if self._cutter is None else [self._cutter]
         shared = (each for adapters in self._shared_adapters.values() for each in adapters)
         cutters: list[ModelCutter | Adapter] = [*own, *self._shares.values(), *self.adapters, *shared]
         return next((cut for each in cutters if (cut := each.source(digest)) is not None), None)
 
     def check(self) -> None:
-        """Raises ``ModelError`` if the file has changed, or could not be read a moment ago."""
+        """Raise ``ModelError`` if the file has changed, or could not be read a moment ago."""
         check_unchanged(self._stamps, self._remedy)
         if self._unreadable is not None and time.monotonic() < self._unreadable[1] + self._again_s:
             raise ModelError(f"{self._unreadable[0]}; check the disk, or serve another copy of the model")
 
     def remember(self, error: PrimadError | None) -> None:
-        """A ring ended with ``error``. All depend on this file: if its disk fails, the next ring waits."""
+        """Remember the ``error`` that ended a ring, if this file's disk failed: as all rings need the file, the next
+        one waits."""
         if isinstance(error, WeightsError) and error.file is not None and Path(error.file) in self._stamps:
             self._unreadable = str(error), time.monotonic()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """The served model, the owner's options, the planned workload, the draft model, and the encoder of pictures.
+    """The served model, the owner's options, the planned workload, the draft model, and the picture encoder.
 
-    ``draft_source`` has the draft model's layers, for other devices; None if it cannot be cut. It drafts only there
-    unless ``head_has_room``.
+    ``draft_source`` has the draft model's layers, for other devices; None if it cannot be cut. Unless
+    ``head_has_room``, drafting runs only on another device.
     """
 
     model: ModelSource
@@ -228,24 +231,25 @@ class Service:
     encoder: EncoderFile = NO_ENCODER
 
     def step_tokens(self, forecast: Forecast) -> int:
-        """Tokens per step, as planned if the plan was solved."""
+        """Return the tokens per step, as planned if the plan was solved."""
         predicted, run = forecast.prediction, self.options.run
         return max(run.chunk_rows, run.whole_rows) if predicted is None else predicted.step_rows
 
     def chunk_tokens(self, forecast: Forecast) -> int:
-        """Tokens per prompt chunk, likewise."""
+        """Return the tokens per prompt chunk, as planned if the plan was solved."""
         predicted = forecast.prediction
         return self.options.run.chunk_rows if predicted is None else predicted.chunk_rows
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory of the head that its draft model takes, and its encoder of pictures."""
+        """Memory of the head that the draft model and the picture encoder take."""
         draft = 0 if self.draft is None or not self.head_has_room else self.draft.memory_bytes
         return draft + self.encoder.memory_bytes
 
     @property
     def may_share(self) -> bool:
-        """Whether devices may have shares of its layers, with all that it is served with."""
+        """Whether devices may have shares of its layers, given the options and everything else that it is served
+        with."""
         also = (self.model.ranged, self.model.predicts)
         return self.options.run.may_share and not any(also)
 
@@ -277,7 +281,8 @@ def service_of(
     predicts: bool = False,
     encoder: EncoderFile = NO_ENCODER,
 ) -> Service:
-    """The model of ``header`` with ``options``. Raises ``PlanError`` if no work can be planned for them."""
+    """Return the service of the model of ``header`` with ``options``. Raises ``PlanError`` if no work can be planned
+    for them."""
     again_s = node.timings.head.model_again_s
     source = ModelSource(
         header,

@@ -13,8 +13,9 @@ from primad.errors import ModelError, PrimadError, PromptTooLongError, RequestEr
 
 
 class LoadText(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """Load the vocabulary of the model file ``path``, with this chat template; the reply is ``TextReady``. An empty path is
-    no model: only requests that need none are prepared."""
+    """Load the vocabulary of the model file ``path``, with this chat template. The reply is ``TextReady``.
+
+    An empty path means no model: only requests that need none are prepared."""
 
     path: str
     chat_template: str | None
@@ -24,8 +25,10 @@ class LoadText(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
-    """Run the preparation ``what`` (module and function); the reply is ``PreparedRequest``, ``PicturesWanted`` or
-    ``RequestRefused``. ``seen`` are the token ids of its pictures, by digest."""
+    """Run the preparation ``what`` (module and function). The reply is ``PreparedRequest``, ``PicturesWanted`` or
+    ``RequestRefused``.
+
+    ``seen`` are the token ids of its pictures, by digest."""
 
     what: str
     body: bytes
@@ -49,7 +52,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True, tag="prepared")
 
 
 class PicturesWanted(msgspec.Struct, frozen=True, kw_only=True, tag="pictures"):
-    """The request has ``pictures`` that are to be encoded before it can be prepared."""
+    """The request has ``pictures`` that must be encoded before it can be prepared."""
 
     pictures: list[Picture]
 
@@ -69,7 +72,7 @@ class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
     @classmethod
     def of(cls, exc: PrimadError) -> RequestRefused:
-        """``exc`` as a message."""
+        """Return ``exc`` as a message."""
         if not isinstance(exc, RequestError):
             return cls(message=str(exc))
         refused = cls(message=str(exc), status=exc.status, code=exc.code, param=exc.param, of_model=exc.of_model)
@@ -79,7 +82,7 @@ class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
         return refused
 
     def error(self) -> PrimadError:
-        """The error in the message."""
+        """Return the error in the message."""
         if self.prompt_tokens is not None:
             error = PromptTooLongError(self.prompt_tokens, self.context_tokens, self.param or "")
             error.args = (self.message,)
@@ -92,7 +95,7 @@ class RequestRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """llama.cpp's loading error, or (after ``Prepare``) the traceback of a mistake of ours."""
+    """llama.cpp's loading error, or (after ``Prepare``) the traceback of a bug."""
 
     message: str
 

@@ -1,9 +1,9 @@
 """The text process: ``python -m primad.head.model.text_process`` prepares each request's body for the daemon.
 
-Templates and vocabularies come from others' files, texts and schemas from any client, and the code that reads them is
-not made for that: llama.cpp's pre-tokenizers recurse once per character, a template may loop for hours, a schema may
-grow without end. So this process may die, hang or grow; the daemon bounds its time and memory (``text_service.py``). It
-ends with its standard input, whatever it computes.
+Templates and vocabularies come from third-party files, texts and schemas from any client, and the code that reads them
+is not hardened: llama.cpp's pre-tokenizers recurse once per character, a template may loop for hours, a schema may grow
+without end. So this process may die, hang or grow; the daemon bounds its time and memory (``text_service.py``). It ends
+when its standard input ends, whatever it is computing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from primad.system.children.reply_stream import answer_tasks
 
 MODULE: Final = "primad.api."
 NEEDED: Final = "primad.api.dialects.openai.prepared"
-"""Imports that nearly every request needs, and that no request has to wait for."""
+"""The module to import at the start: nearly every request needs it, and none should wait for it."""
 MAX_MADE_BYTES: Final = MAX_FRAME_BYTES // 2
 MAX_LINES: Final = 8
 
@@ -79,13 +79,13 @@ class _Process:
                 chat_template=vocabulary.chat_template,
             )
         import_module(NEEDED)
-        _ = vocabulary.longest_chars  # loaded once, before anybody waits for it
+        _ = vocabulary.longest_chars  # loaded before any request waits for it
         _bound_memory(task.memory_bytes)
         return TextReady(pieces=pieces)
 
 
 def prepared(task: Prepare, vocabulary: Vocabulary) -> PreparedRequest | PicturesWanted | RequestRefused | Failed:
-    """The reply to ``task``."""
+    """Return the reply to ``task``."""
     try:
         with _logged() as lines:
             made = msgspec.msgpack.encode(_preparation(task.what)(task.body, _asking(task, vocabulary)))
@@ -98,7 +98,7 @@ def prepared(task: Prepare, vocabulary: Vocabulary) -> PreparedRequest | Picture
         return RequestRefused.of(exc)
     except MemoryError:
         return RequestRefused(
-            message="the request takes more memory to read than there is for one", status=400, spent=True
+            message="reading the request takes more memory than one request may use", status=400, spent=True
         )
     except RecursionError:
         return RequestRefused(message="the request is nested too deeply to be read", status=400)
@@ -135,7 +135,7 @@ class _Lines(logging.Handler):
 
 @contextlib.contextmanager
 def _logged() -> Iterator[list[str]]:
-    """What is logged meanwhile."""
+    """Collect what is logged meanwhile."""
     handler, root = _Lines(), logging.getLogger("primad")
     root.setLevel(logging.INFO)
     root.addHandler(handler)
@@ -146,7 +146,8 @@ def _logged() -> Iterator[list[str]]:
 
 
 def _bound_memory(more_bytes: int) -> None:
-    """Let this process take so much more than it has. Where the system cannot, the daemon looks at it alone."""
+    """Limit this process to ``more_bytes`` more than it has now. If the system cannot, only the daemon checks its
+    size."""
     if sys.platform != "linux":
         return
     import resource

@@ -1,11 +1,12 @@
-"""The head's side of its text processes, which turn requests into prompts: whose turn it is, and what is too much.
+"""The head's side of its text processes, which turn requests into prompts: schedules requests and bounds their cost.
 
-Most requests take milliseconds. One that takes ``quick_s`` is slow. Of the slow ones one at a time goes on, so that another
-process is free for all others. What takes ``max_s`` is refused, and so is what makes its process end, hang or grow; the
-next request gets a new process. Time in which a process waited for a processor does not count. Callers take turns.
+Most requests take milliseconds. One that takes ``quick_s`` is slow. Only one slow request runs at a time, so that
+another process is free for all others. A request that takes ``max_s`` is refused, and so is one that makes its process
+end, hang or grow; the next request gets a new process. Time in which a process waited for a processor does not count.
+Callers take turns.
 
-To begin a process takes as long as hundreds of usual requests, so whoever costs the free one its process rests: for a while
-its requests, slow or not, are only read where the slow ones are, those that were not tried yet first.
+Starting a process takes as long as hundreds of usual requests. So a caller whose request ended the free process is held
+back: for a while all its requests, slow or not, run only where slow ones do, untried ones first.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from primad.system.tasks import Tasks, resolve
 
 MAX_PROCESSES: Final = 2
 MAX_WAITING: Final = 256
-"""Requests of one caller that may wait for their turn, fewer where several ask for many."""
+"""Number of requests of one caller that may wait for their turn; fewer under contention."""
 
 _decoder = msgspec.msgpack.Decoder(TextReply)
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextLimits:
-    """What a request may take. ``memory_bytes`` is what a process may have beside its vocabulary."""
+    """Limits of a request. ``memory_bytes`` is what a process may use in addition to its vocabulary."""
 
     quick_s: float = 1.0
     max_s: float = 15.0
@@ -63,7 +64,7 @@ class TextLimits:
     load_s: float = 120.0
     look_s: float = 0.1
     idle_s: float = 60.0
-    """A second process for which there was nothing to do for so long ends."""
+    """A second process that has been idle for this long ends."""
     rest_s: float = 10.0
 
 
@@ -76,15 +77,15 @@ class _Turn:
     reply: asyncio.Future[TextReply]
     is_slow: bool = False
     is_again: bool = False
-    """A process ended over it, or had ended before, which need not be its fault; it gets one more."""
+    """Whether a process has ended during it, which need not be its fault: it gets one more attempt."""
 
 
 class _TooMuchError(Exception):
-    """The process was ended for what a request took; its text says what that was."""
+    """The process was ended because a request exceeded a limit; the text says which."""
 
 
 class _LaterError(Exception):
-    """The process was ended so that the request can go on when no other slow one does."""
+    """The process was ended; the request is retried when no other slow one runs."""
 
 
 class _Child(AskedChild):
@@ -94,7 +95,8 @@ class _Child(AskedChild):
 
 
 class TextService:
-    """Prepares requests for the model file ``path``, empty for requests that need none. ``began`` hears of each process."""
+    """Prepares requests for the model file ``path`` (empty: for requests that need no model). ``began`` gets each
+    process's id."""
 
     def __init__(
         self,
@@ -119,16 +121,16 @@ class TextService:
 
     @property
     def pids(self) -> list[int]:
-        """The processes that run."""
+        """Ids of the running processes."""
         return [child.pid for child in self._children]
 
     def begin(self) -> None:
-        """Begin the first process before anybody waits for it."""
+        """Start the first process before a request waits for it."""
         if not self._children and self._starting is None:
             self._starting = self._tasks.start(self._begin_another())
 
     async def pieces(self) -> ModelPieces:
-        """The model's tokens as text. Raises ``EngineError`` when the file cannot be loaded."""
+        """Return the model's tokens as text. Raises ``EngineError`` if the file cannot be loaded."""
         async with self._loading:
             if self._pieces is None:
                 child, ready = await self._begin(reports_pieces=True)
@@ -146,7 +148,7 @@ class TextService:
         owner: str = "",
         seen: Mapping[str, Sequence[int]] = {},
     ) -> Prepared:
-        """As ``Backend.prepare``, with pictures of which the token ids were ``seen``; raises ``PicturesWantedError`` for
+        """As ``Backend.prepare``, with pictures whose token ids are in ``seen``; raises ``PicturesWantedError`` for
         others."""
         if self._closed:
             raise RingError("primad is stopping")
@@ -185,7 +187,7 @@ class TextService:
                 raise AssertionError(f"a reply to another task: {other}")
 
     async def close(self) -> None:
-        """End all processes; who waits hears that primad stops."""
+        """End all processes; waiting requests end with the error that primad is stopping."""
         self._closed = True
         for resting in self._resting.values():
             resting.cancel()
@@ -193,11 +195,11 @@ class TextService:
         await self._tasks.close()
         for child in list(self._children):
             await self._bury(child)
-        for child in list(self._dying):  # whoever waited for their end was cancelled
+        for child in list(self._dying):  # the task that awaited their end was cancelled
             await child.end()
 
     def _pump(self) -> None:
-        """Give those who wait the processes that are free, and begin one where there is none for them."""
+        """Give free processes to waiting requests, and start another process if there is none for them."""
         for child in [each for each in self._children if not each.is_busy]:
             turn = self._next()
             if turn is None:
@@ -209,7 +211,7 @@ class TextService:
             self._starting = self._tasks.start(self._begin_another())
 
     def _next(self) -> _Turn | None:
-        """The next request, of which one is slow at a time. Those whose client left are forgotten."""
+        """Return the next request; only one slow request runs at a time. Requests whose client left are dropped."""
         lanes: list[tuple[Turns[_Turn], Collection[str]]] = [(self._quick, self._resting)]
         if not self._slow_runs:
             lanes += [(self._quick, ()), (self._slow, ())]
@@ -220,7 +222,7 @@ class TextService:
         return None
 
     def _rest(self, owner: str) -> None:
-        """``owner`` cost others a process."""
+        """Hold back ``owner`` for a while, whose request cost others a process."""
 
         def rested() -> None:
             del self._resting[owner]
@@ -231,7 +233,7 @@ class TextService:
         self._resting[owner] = asyncio.get_running_loop().call_later(self._limits.rest_s, rested)
 
     def _refuse_all(self, error: PrimadError) -> None:
-        """Nobody waits any more."""
+        """Fail all waiting requests with ``error``."""
         for turns in (self._quick, self._slow):
             while turns:
                 _fail(turns.next(), error)
@@ -258,7 +260,8 @@ class TextService:
         self._free(child)
 
     async def _begin(self, *, reports_pieces: bool) -> tuple[_Child, TextReady]:
-        """A process with the vocabulary, which is busy until it is free. Raises ``EngineError``, ``RingError``."""
+        """Start a process with the vocabulary; it is busy until it is freed. Raises ``EngineError`` or
+        ``RingError``."""
         variables = {**os.environ, **NO_GPU, "GGML_NO_BACKTRACE": "1"}
         child = await _Child.start("primad.head.model.text_process", variables, "the text process")
         self._children.append(child)
@@ -306,7 +309,7 @@ class TextService:
                 self._slow.add(turn.owner, turn)
             else:
                 resolve(turn.reply, RequestRefused(message=_refusal(exc), status=400, code="unreadable_request"))
-        except BaseException:  # cancelled, or our own mistake: nobody is to wait for ever
+        except BaseException:  # cancelled, or a bug: no request may wait for ever
             _fail(turn, RingError("primad is stopping, or failed over this request"))
             raise
         finally:
@@ -317,7 +320,7 @@ class TextService:
                 self._pump()
 
     def _look(self, child: _Child, turn: _Turn, own: OwnTime) -> None:
-        """What is to happen with a request that takes a while."""
+        """Decide what to do with a request that takes a while: nothing, postpone it, or end its process."""
         limits = self._limits
         if child.rss_bytes() > child.loaded_bytes + limits.memory_bytes:
             raise _TooMuchError(f"took more than {show_bytes(limits.memory_bytes)} of memory")
@@ -328,7 +331,7 @@ class TextService:
             raise _TooMuchError(f"took more than {limits.max_s:g} s")
         if took_s >= limits.quick_s and not turn.is_slow:
             if self._slow_runs or turn.reply.done():
-                raise _LaterError  # or never, where its client left
+                raise _LaterError  # or never, if its client left
             turn.is_slow = True
             self._pump()
 
@@ -377,5 +380,5 @@ def _fail(turn: _Turn, error: PrimadError) -> None:
 
 @cache
 def _kind(preparation: Preparation[Any]) -> Any:
-    """The type of what ``preparation`` makes."""
+    """Return the type that ``preparation`` returns."""
     return typing.get_type_hints(preparation)["return"]

@@ -9,7 +9,7 @@ from primad.engine.vocabulary import LlamaVocabulary
 
 
 class ModelVocabulary(LlamaVocabulary):
-    """A ``LlamaVocabulary`` that also knows its model's chat template, and how to fill in."""
+    """A ``LlamaVocabulary`` that also has its model's chat template and fill-in-the-middle tokens."""
 
     def __init__(self, path: str, chat_template: str | None) -> None:
         super().__init__(Path(path))

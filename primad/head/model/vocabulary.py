@@ -1,4 +1,4 @@
-"""A model file's facts about chat, sampling and itself."""
+"""A model file's facts about chat, sampling and the model."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _RECOMMENDED: Final = {
     "general.sampling.xtc_probability": ("xtc_probability", 0.0, 1.0),
     "general.sampling.xtc_threshold": ("xtc_threshold", 0.0, 1.0),
 }
-"""Keys of a model file with the field of each, and its valid values."""
+"""Keys of a model file, each with its field and the range of valid values."""
 
 
 def sampling_defaults(header: Header) -> SamplingDefaults:
-    """The model file's sampling defaults. Invalid values are ignored."""
+    """Return the model file's sampling defaults. Invalid values are ignored."""
     found: dict[str, Any] = {}
     for key, (name, minimum, maximum) in _RECOMMENDED.items():
         if key not in header.values:
@@ -46,7 +46,8 @@ def sampling_defaults(header: Header) -> SamplingDefaults:
 
 
 def chat_template_of(header: Header) -> str | None:
-    """The Jinja source in the model file, or None. Raises ``ModelError`` if it is too long: clients may ask for it."""
+    """Return the Jinja source in the model file, or None. Raises ``ModelError`` if it is too long: clients may ask for
+    it."""
     value = header.values.get(CHAT_TEMPLATE)
     if value is None or value.type != GGUFValueType.STRING:
         return None
@@ -59,7 +60,7 @@ def chat_template_of(header: Header) -> str | None:
 
 
 def chat_template_in(path: Path) -> str:
-    """The Jinja source in the file of ``--chat-template``. Raises ``ConfigError`` if it is unusable."""
+    """Return the Jinja source in the file of ``--chat-template``. Raises ``ConfigError`` if it is unusable."""
     at = f"--chat-template {path}"
     try:
         with path.open("rb") as file:
@@ -79,7 +80,7 @@ def chat_template_in(path: Path) -> str:
 
 
 def facts_of(header: Header) -> ModelFacts:
-    """The facts of the model of ``header``. Raises ``ModelError`` for a header that lacks its context."""
+    """Return the facts of the model of ``header``. Raises ``ModelError`` for a header that lacks its context length."""
     architecture = header.text("general.architecture")
     tensors = header.tensors.values()
     return ModelFacts(
@@ -94,7 +95,7 @@ def facts_of(header: Header) -> ModelFacts:
 
 
 def _text(header: Header, key: str) -> str:
-    """Its value as text; "" for none or another type: clients only show it."""
+    """Return the text value of ``key``; "" if it is missing or of another type: clients only display it."""
     try:
         return header.text(key, "")
     except ModelError:
