@@ -1,1 +1,1 @@
-"""Which devices belong to the ring: a pure core that takes events and returns actions."""
+"""Decides which devices belong to the ring: a pure core that takes events and returns effects."""

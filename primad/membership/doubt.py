@@ -1,13 +1,14 @@
-"""Which device is left out after a ring broke between devices that accuse each other: values in, values out.
+"""Decides which device is left out after a ring broke between devices that accuse each other: values in, values out.
 
-One of two neighbours says that the other sent an invalid step, or nothing. One of them is at fault, or the connection
-between them, and the head cannot see which: a liar may accuse each neighbour in turn. But a liar is party to every
-break that it causes. So each break raises doubt about all its parties, whichever accused which, and the party with the
-most doubts is left out: after the first honest neighbour it is the liar. Two that only ever accuse each other are left
-out in turn. The head is trusted and never a party: a break between it and its neighbour is the neighbour's alone.
+One of two neighbours reports that the other sent an invalid step, or nothing. One of them is at fault, or the
+connection between them, and the head cannot see which: a liar may accuse each neighbour in turn. But a liar is party to
+every break that it causes. So each break raises doubt about all its parties, whichever accused which, and the party
+with the most doubts is left out: after the first honest neighbour that is the liar. Two devices that only ever accuse
+each other are left out in turn. The head is trusted and never a party: a break between it and its neighbour is the
+neighbour's alone.
 
-A device that has to load again, as it has other room than it loaded for, is at fault for nothing; but one that says so for
-the third time while it is in doubt does what a liar would do.
+A device that has to load again, because it has more or less memory than it loaded for, is not at fault. But one that
+reports this for the third time while it is in doubt behaves like a liar.
 
 A connection may be interrupted once, for example by a restarting router. So no device is left out for the first break
 of a ring that served, if none of its parties was in doubt.
@@ -21,9 +22,9 @@ from typing import Final
 from primad.membership.types import Device, RingFailed, State
 
 DOUBT_S: Final = 1800.0
-"""A device that was party to no break for this long is beyond doubt."""
+"""A device that was party to no break for this long is no longer in doubt."""
 MAX_RELOADS: Final = 3
-"""So often in a row no device has other room than it loaded for."""
+"""Number of times in a row at which a device may no longer blame a change of its memory."""
 
 
 def doubt(state: State, event: RingFailed, now: float) -> State:
@@ -38,7 +39,8 @@ def _doubted(device: Device, now: float) -> Device:
 
 
 def culprit(state: State, event: RingFailed, *, served: bool) -> str | None:
-    """The device to leave out for ``event``, whose parties are in doubt already; ``served``: the ring had served.
+    """Return the device to leave out for ``event``, whose parties are in doubt already; ``served``: the ring had
+    served.
 
     ``event.device`` failed by its own account, or by the head's: another party is left out instead only if it is in
     more doubt.
@@ -51,7 +53,7 @@ def culprit(state: State, event: RingFailed, *, served: bool) -> str | None:
         device = state.devices[name]
         return device.doubts, name == event.device, -device.failures
 
-    worst = max(parties, key=weight)  # of equals the first, the accused
+    worst = max(parties, key=weight)  # among equals the first, which is the accused
     if event.again and state.devices[worst].doubts < MAX_RELOADS:
         return None
     is_first = event.device is None and state.devices[worst].doubts == 1

@@ -1,4 +1,4 @@
-"""What is due in the membership core after any event: silence, greetings, measuring, and whether to try another ring."""
+"""Finds what is due in the membership core after any event: silence, greetings, measurements, another ring."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from primad.membership.types import (
 )
 
 RELIEVE_S: Final = 60.0
-"""Between two searches for a plan that uses less of devices which are short of memory."""
+"""Time between two searches for a plan that uses less of devices which are short of memory."""
 LOAD_STALL_S: Final = 300.0
-"""A device that loads without progress for this long is not waited for."""
+"""A device that makes no progress in loading for this long is not waited for."""
 LOAD_PARTS: Final = 16
-"""Progress is this share of all missing bytes, or of its windows: so a device that needs more than 80 minutes is not
-waited for either."""
+"""Number of steps in which progress counts, of all missing bytes or of windows. So a device that needs more than 80
+minutes is not waited for either."""
 MAX_NAMED: Final = 4
-"""Untrusted devices in the line about those that are waited for."""
+"""Maximum number of untrusted devices in the line about devices that are waited for."""
 REGAIN_S: Final = 60.0
-"""Between two searches for a better plan since devices have room again."""
+"""Time between two searches for a better plan after devices have room again."""
 _ON_THEIR_WAY: Final = (DevicePhase.PAIRED, DevicePhase.PROFILED, DevicePhase.SUSPECTED)
 
 
 def settled_s(state: State, serving: ServingRing) -> float:
-    """When ``serving`` has served long enough to look for another ring."""
+    """Return when ``serving`` has served long enough to look for another ring."""
     return serving.since_s + state.settings.timings.settle_s
 
 
 def pursue(state: State, now: float, effects: list[Effect]) -> State:
-    """A ladder of small questions: what is due now?"""
+    """Ask in turn what is due now, and do it."""
     state = _judge_silence(state, now, effects)
     state = _greet(state, now, effects)
     state = _swap(state, now, effects)
@@ -56,9 +56,9 @@ def pursue(state: State, now: float, effects: list[Effect]) -> State:
 
 
 def wake_at(state: State, now: float) -> float | None:
-    """When a ``Tick`` is due if nothing else happens, None if time alone changes nothing.
+    """Return when a ``Tick`` is due if nothing else happens; None if time alone changes nothing.
 
-    ``state`` is the result of a step at ``now``: otherwise something that came due in between would be missed.
+    ``state`` must be the result of a step at ``now``: otherwise events that came due in between would be missed.
     """
     settings, timings = state.settings, state.settings.timings
     if state.ended:
@@ -86,8 +86,8 @@ def wake_at(state: State, now: float) -> float | None:
     return min((time for time in times if now < time < math.inf), default=None)
 
 
-# Due times are compared as ``since + after <= now``, as ``wake_at`` computes them: ``now - since >= after`` may still be
-# false at that very moment for the rounding, and nobody would ask again.
+# Due times are compared as ``since + after <= now``, as ``wake_at`` computes them. ``now - since >= after`` may still
+# be false at that very moment because of rounding, and no later check would follow.
 
 
 def _judge_silence(state: State, now: float, effects: list[Effect]) -> State:
@@ -115,7 +115,7 @@ def _greet(state: State, now: float, effects: list[Effect]) -> State:
 
 
 def _swap(state: State, now: float, effects: list[Effect]) -> State:
-    """A formed ring serves, unless it waits for a suspected device to be gone."""
+    """Let a formed ring serve, unless it waits for a suspected device to be gone."""
     attempt, serving = state.attempt, state.serving
     if attempt is None or not attempt.formed or attempt.members is None:
         return state
@@ -132,7 +132,7 @@ def _swap(state: State, now: float, effects: list[Effect]) -> State:
     )
     memory_low = state.memory_low & (ring.members | {state.settings.head})
     well = {
-        name: replace(device, reason="", unproven=False)  # whatever it was barred for
+        name: replace(device, reason="", unproven=False)  # whatever the reason for its bar
         for name, device in state.devices.items()
         if name in ring.members and not device.leaving
     }
@@ -151,12 +151,12 @@ def _swap(state: State, now: float, effects: list[Effect]) -> State:
 
 
 def _may_be_measured(state: State, device: Device, now: float) -> bool:
-    """Whether its links are unknown, and may be waited for."""
+    """Return whether the device's links are unknown, and may be waited for."""
     return device.phase is DevicePhase.PROFILED and (state.last_resort or device.measure_at_s <= now)
 
 
 def is_being_measured(state: State, name: str, now: float) -> bool:
-    """Whether the links of device ``name`` are being measured, or are next."""
+    """Return whether the links of device ``name`` are being measured, or are next."""
     if name in state.measuring:
         return not is_measured(state.devices[name])
     return state.measure_at_s <= now and _may_be_measured(state, state.devices[name], now)
@@ -168,7 +168,7 @@ def _measure_is_due(state: State, now: float) -> bool:
 
 
 def _measure(state: State, now: float, effects: list[Effect]) -> State:
-    """Measure new devices, but not during an attempt: it would slow both, and distort the measurements."""
+    """Measure new devices, but not during an attempt: measuring would slow both and distort the figures."""
     if state.attempt is not None or state.measuring:
         return state
     again = _measure_again_is_due(state, now)
@@ -188,7 +188,7 @@ def _measure(state: State, now: float, effects: list[Effect]) -> State:
 
 
 def _measure_again_is_due(state: State, now: float) -> bool:
-    """Whether to check if failed links work now: rarely, as each may take seconds to fail."""
+    """Return whether to check if failed links work now: rarely, as each may take seconds to fail."""
     serving, at_s = state.serving, state.again_at_s
     if at_s is None or (serving is None and state.settings.plans):
         return False
@@ -196,7 +196,7 @@ def _measure_again_is_due(state: State, now: float) -> bool:
 
 
 def _attempt(state: State, now: float, effects: list[Effect]) -> State:
-    """Start an attempt at another ring if there is a reason for one, or give up if there will be none."""
+    """Start an attempt at another ring if there is a reason for one, or give up if there will be no ring."""
     if state.attempt is not None or not state.settings.plans:
         return state
     too_few = _too_few(state, now)
@@ -232,7 +232,7 @@ def _attempt(state: State, now: float, effects: list[Effect]) -> State:
 
 
 def _why_any(state: State, candidates: frozenset[str], now: float) -> Purpose | None:
-    """Why to try a ring while none serves."""
+    """Return why to try a ring while none serves."""
     if state.has_served:
         waits = now < state.retry_at_s and state.tried.get(Purpose.RECOVERY) == candidates
         return None if waits else Purpose.RECOVERY
@@ -240,7 +240,7 @@ def _why_any(state: State, candidates: frozenset[str], now: float) -> Purpose | 
 
 
 def _why_another(state: State, candidates: frozenset[str], now: float) -> Purpose | None:
-    """Why to try a ring besides the serving one. A failed attempt is not repeated with the same devices."""
+    """Return why to try a ring besides the serving one. A failed attempt is not repeated with the same devices."""
     serving = state.serving
     assert serving is not None
     if any(state.devices[name].leaving for name in serving.members):
@@ -259,7 +259,7 @@ def _why_another(state: State, candidates: frozenset[str], now: float) -> Purpos
 
 
 def _gathered(state: State, now: float) -> bool:
-    """Whether the devices for the first ring are there."""
+    """Return whether the devices for the first ring are present."""
     settings = state.settings
     if settings.solo:
         return True
@@ -269,7 +269,7 @@ def _gathered(state: State, now: float) -> bool:
 
 
 def _too_few(state: State, now: float) -> str | None:
-    """The line for the owner if the workers for the first ring did not come."""
+    """Return the line for the owner if too few workers came for the first ring."""
     settings = state.settings
     if state.has_served or settings.solo or settings.wanted is None or not _looked(state, now):
         return None
@@ -285,12 +285,12 @@ def _too_few(state: State, now: float) -> str | None:
 
 
 def _found(state: State, now: float) -> int:
-    """The number of workers; a barred one was found."""
+    """Return the number of workers found, including barred ones."""
     return len(usable(replace(state, last_resort=True), now))
 
 
 def _looked(state: State, now: float) -> bool:
-    """Whether the time to look for devices is over, and nothing in progress may soon bring one more."""
+    """Return whether the time to look for devices is over, and nothing in progress may soon add another device."""
     look_s = state.started_s + state.settings.look_s
     greeting = any(device.greeting for device in state.devices.values())
     suspected = any(device.phase is DevicePhase.SUSPECTED for device in state.devices.values())
@@ -313,7 +313,7 @@ def _end_hold(state: State, now: float, effects: list[Effect]) -> State:
 
 
 def waiting_line(state: State, measuring: Collection[str], measuring_s: float, now: float) -> str | None:
-    """The line that ``--wait`` waits, with the missing devices; None if it does not.
+    """Return the line that ``--wait`` shows while it waits, with the missing devices; None if it does not wait.
 
     ``measuring`` are the trusted devices that are measuring themselves, which takes about ``measuring_s`` seconds.
     """
@@ -331,7 +331,7 @@ def waiting_line(state: State, measuring: Collection[str], measuring_s: float, n
         if device.phase not in (DevicePhase.READY, DevicePhase.DISCOVERED) and name not in measuring
     ]
     strangers = sorted(name for name, device in state.devices.items() if device.phase is DevicePhase.DISCOVERED)
-    if len(strangers) > MAX_NAMED:  # anyone can announce any number of names, and have a line for each
+    if len(strangers) > MAX_NAMED:  # anyone can announce any number of names, and would get a line for each
         known.append("many untrusted devices are in sight")
         strangers = []
     known += [_standing(name, state.devices[name]) for name in strangers]

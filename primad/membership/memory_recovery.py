@@ -1,13 +1,13 @@
 """Decides when plans may use more memory of a device that was low on it: values in, values out.
 
-Plans use less of a device once it has reported that memory is low (``MemoryLow``). It should compute more again when
-the owner's other programs have ended, but not when they only pause: every change of plan costs seconds, or minutes
-where layers must be fetched. So room counts only if it was there without a break for a while, the wait, and only if it
-makes a difference: what was missing, and no less than a share of all memory. When memory is low again soon after a
-recovery, the wait doubles, up to half an hour. When that happens much later, the wait begins anew.
+Plans use less of a device once it has reported that memory is low (``MemoryLow``). They should use more again when the
+owner's other programs have ended, but not when those only pause: every change of plan costs seconds, or minutes if
+layers must be fetched. So free memory counts only if it was there without a break for a while, the wait, and only if it
+makes a difference: it must cover the shortage, and at least a share of all memory. When memory is low again soon after
+a recovery, the wait doubles, up to half an hour. When that happens much later, the wait is reset.
 
-Memory may come back in steps, as programs end one after the other, until what a plan had before the lack is there
-again.
+Memory may come back in steps, as programs end one after the other, until the device has what plans used before the
+shortage.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 WAIT_S: Final = 60.0
-"""The shortest time that room must have been there."""
+"""The shortest time for which memory must have been free."""
 MAX_WAIT_S: Final = 1800.0
 RELAPSE_WAITS: Final = 10
 """A shortage within this many times the wait after recovery is attributed to it."""
 WORTH_SHARE: Final = 0.03
-"""Less than this share of all memory is no reason for another plan."""
+"""A gain of less than this share of all memory is no reason for another plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
     """The policy's state. Times are on the scale of ``now``; None for what has not happened.
 
-    Plans use ``reported_bytes`` of this device. Before a shortage they used ``goal_bytes`` (None without one), and may use
-    more once ``enough_bytes`` are available. That has been so since ``since_s``, with at least ``lowest_bytes``.
+    Plans use ``reported_bytes`` of this device. Before a shortage they used ``goal_bytes`` (None without a shortage),
+    and they may use more once ``enough_bytes`` are available. That has been the case since ``since_s``, with at least
+    ``lowest_bytes``.
     """
 
     reported_bytes: int
@@ -42,12 +43,12 @@ class Recovery:
 
     @property
     def watches(self) -> bool:
-        """Whether there is anything to wait for."""
+        """Whether there is a recovery to wait for."""
         return self.goal_bytes is not None
 
 
 def begin(reported_bytes: int, before: Recovery | None = None) -> Recovery:
-    """Plans use ``reported_bytes``, as measured just now. A shortage from ``before`` may still last."""
+    """Record that plans use ``reported_bytes``, as measured now. A shortage from ``before`` may still last."""
     if before is None:
         return Recovery(reported_bytes=reported_bytes)
     if before.goal_bytes is not None and reported_bytes < before.goal_bytes:
@@ -56,16 +57,18 @@ def begin(reported_bytes: int, before: Recovery | None = None) -> Recovery:
 
 
 def lowered(reported_bytes: int, *, available_bytes: int, needed_bytes: int) -> int:
-    """What plans may use of a device that lacks ``needed_bytes`` of ``reported_bytes`` while this much is available."""
+    """Return what plans may use of a device that lacks ``needed_bytes`` of ``reported_bytes`` while ``available_bytes``
+    are free."""
     return min(max(0, reported_bytes - needed_bytes), available_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Available bytes, those of them that the owner allows plans to use, and those besides the serving ring.
+    """Available bytes, the part of them that the owner allows plans to use, and the part that is free in addition to
+    the serving ring.
 
-    The first two include what primad's own processes would free. The next ring is loaded before they do: if memory is
-    short there must be room for both.
+    The first two include what primad's own processes would free. The next ring is loaded before they free it: if memory
+    is short there must be room for both rings.
     """
 
     available_bytes: int
@@ -74,7 +77,7 @@ class Room:
 
 
 def report_memory_low(recovery: Recovery, room: Room, *, needed_bytes: int, now: float) -> Recovery:
-    """The device lacks ``needed_bytes`` while there is ``room``, which may be misleading."""
+    """Record that the device lacks ``needed_bytes`` while ``room``, which may be misleading, was measured."""
     wait_s, recovered_s = recovery.wait_s, recovery.recovered_s
     if recovered_s is not None:
         relapsed = now - recovered_s < RELAPSE_WAITS * wait_s
@@ -88,7 +91,8 @@ def report_memory_low(recovery: Recovery, room: Room, *, needed_bytes: int, now:
 
 
 def look(recovery: Recovery, room: Room, *, total_bytes: int, now: float) -> tuple[Recovery, int | None]:
-    """The next state of ``recovery`` with ``room`` at ``now``; and what plans may use from now on, if that changed."""
+    """Return the next state of ``recovery`` with ``room`` at ``now``, and what plans may use from now on, if that
+    changed."""
     if recovery.goal_bytes is None:
         return recovery, None
     worth = int(WORTH_SHARE * total_bytes)

@@ -1,4 +1,4 @@
-"""Events of a step of the membership core for people: pure, from the states before and after it."""
+"""Describes a step of the membership core for people: pure, from the states before and after it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class News:
 
 
 def news(before: State, after: State, effects: Iterable[Effect]) -> Iterator[News]:
-    """The news of a step from ``before`` to ``after``, in order."""
+    """Yield the news of a step from ``before`` to ``after``, in order."""
     gone = {}
     for name, device in after.devices.items():
         known = before.devices.get(name)
@@ -55,7 +55,7 @@ def _members(state: State) -> str:
 
 
 def _why(before: State) -> str:
-    """The reason of the ring, unless it is news itself."""
+    """Return the reason for the ring, unless it is the first."""
     attempt = before.attempt
     if attempt is None or attempt.why is Purpose.FIRST:
         return ""

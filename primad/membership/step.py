@@ -1,26 +1,32 @@
-"""Which devices belong to the cluster and which ring serves, as one pure function: ``step(state, event, now) -> state,
-effects``.
+"""Decides which devices belong to the cluster and which ring serves, as one pure function: ``step(state, event, now) ->
+state, effects``.
 
 Each rule is in one place: here, in ``due.py`` (what is due) or in ``transitions.py`` (what both need):
 
-* A device that is silent is suspected, then gone; one whose link breaks is gone at once. While a device of the serving ring
-  is suspected, a ring without it is formed in the shadow: it serves the moment the device is gone, and is forgotten when the
-  device speaks again.
-* There is one serving ring and at most one attempt at another. When the serving ring breaks, open answers wait for the next
-  one; they end with an error as soon as no plan exists, or after ``hold_s``, or when ring after ring breaks under them.
-* A better plan is taken only if it gains enough; candidates that gave none are not asked again until they change.
-* A link that does not work is measured again while a ring serves, after a pause that doubles each time; when it works, its
-  devices are planned for as if they had just come. One by which a group broke is measured as soon as another ring serves.
-* A device at fault for a break takes no part for a while, which doubles each time, unless there is no plan without it. Where
-  several may be at fault, one of them is (``doubt.py``). It does not help to go away and come back. Who goes away while
-  links are measured, or does not measure them, is at fault for that: all others wait for it.
-* A device that loads no further, or hardly, is at fault like one that fails to load. Where it is the head's own disk that
-  refuses, and no ring serves, open answers end with that; a ring is tried again after a pause.
-* While no ring serves nobody waits a second time for a device by which a ring on its way failed, unless there is no plan
-  without it. It takes part again beside a ring that serves, and as any other once one has served with it.
-* A device that leaves hands its layers over first; if nobody can take them it may go nonetheless.
-* For a device that is short of memory another plan is formed in the shadow, whether it gains or not; if there is none the
-  ring goes on as it is. When it has room again a plan that gains enough is taken, as when a device joins.
+- A silent device is suspected, later gone; a device whose link breaks is gone immediately. While a device of the
+  serving ring is suspected, a ring without it is formed in the background: it serves the moment the device is gone, and
+  is dropped when the device speaks again.
+- There is one serving ring and at most one attempt at another. When the serving ring breaks, open requests wait for the
+  next one. They end with an error as soon as there is no plan, or after ``hold_s``, or when several rings in a row
+  break.
+- A better plan is used only if it gains enough; candidates that did not give one are not planned with again until they
+  change.
+- A link that does not work is measured again while a ring serves, after a pause that doubles each time; when it works,
+  its devices are planned with as if they were new. The link at which a group broke is measured as soon as another ring
+  serves.
+- A device at fault for a break is barred for a while, which doubles each time, unless there is no plan without it. If
+  several devices may be at fault, one of them is chosen (``doubt.py``). Going away and coming back does not lift the
+  bar. A device that goes away while links are measured, or does not measure them, is at fault as well: all others wait
+  for it.
+- A device that makes no progress in loading, or hardly any, is at fault like one that fails to load. If the head's own
+  disk fails and no ring serves, open requests end with that error; a ring is tried again after a pause.
+- While no ring serves, a device that made a ring in preparation fail is not waited for a second time, unless there is
+  no plan without it. It may join again while a ring serves, and counts as any other device once a ring has served with
+  it.
+- A device that leaves hands its layers over first; if no other device can take them it may leave nonetheless.
+- For a device that is short of memory another plan is formed in the background, whether it gains or not; if there is
+  none the ring continues as it is. When the device has room again, a plan that gains enough is used, as when a device
+  joins.
 
 Nothing here waits, sends or looks at a clock.
 """
@@ -88,11 +94,11 @@ from primad.membership.types import (
 __all__ = ["phase_of", "step", "usable", "wake_at"]
 
 FIRST_FAILURES: Final = 3
-"""After this many attempts at the first ring that one device broke, give up."""
+"""After this number of attempts at the first ring that one device broke, give up."""
 MAX_BREAKS: Final = 4
-"""After this many rings in a row broke within ``settle_s`` open requests end: they may be the cause."""
+"""After this number of rings in a row broke within ``settle_s``, open requests end: they may be the cause."""
 MAX_STRANGERS: Final = 64
-"""The number of untrusted announcements that are remembered: anyone can make them."""
+"""Number of untrusted announcements that are remembered: anyone can make them."""
 _MAX_GREET_S: Final = 10.0
 _MEASURE_AGAIN_S: Final = 2.0
 MAX_AGAIN_S: Final = 3600.0
@@ -101,7 +107,7 @@ _MAX_PAUSE_S: Final = 30.0
 
 
 def step(state: State, event: Event, now: float) -> tuple[State, tuple[Effect, ...]]:
-    """The next ``state`` after ``event`` at ``now`` (seconds on any scale), and the effects, in order."""
+    """Return the next ``state`` after ``event`` at ``now`` (seconds on any scale), and the effects, in order."""
     effects: list[Effect] = []
     if not state.ended:
         state = _take(state, event, now, effects)
@@ -113,7 +119,8 @@ def step(state: State, event: Event, now: float) -> tuple[State, tuple[Effect, .
 
 
 def phase_of(state: State, name: str) -> DevicePhase:
-    """The phase of the known device ``name`` for people: its part in a ring takes precedence over being ready."""
+    """Return the phase of the known device ``name`` for people: its part in a ring takes precedence over being
+    ready."""
     phase = state.devices[name].phase
     if phase is DevicePhase.READY and state.serving is not None and name in state.serving.members:
         return DevicePhase.SERVING
@@ -193,8 +200,8 @@ def _welcomed(state: State, name: str, now: float, effects: list[Effect]) -> Sta
     if known.phase is DevicePhase.DISCOVERED:  # its trust was withdrawn while it was greeted
         effects.append(Drop(name))
         return put(state, name, replace(known, greeting=False)) if known.in_sight else without(state, name, now)
-    # A bar for what would last is as long as any when the device comes anew: its owner may have made room and started it
-    # again.
+    # A long bar for a lasting fault is shortened to a usual one when the device comes back: its owner may have made
+    # room and restarted it.
     until_s = known.barred_until_s
     if until_s > now + MAX_BAR_S:
         until_s = now + bar_s(known.failures)
@@ -243,7 +250,7 @@ def _measured(state: State, event: Measured, now: float) -> State:
         state = replace(state, again_at_s=at_s if state.again_at_s is None else min(at_s, state.again_at_s))
     if state.serving is None or not event.reached:
         return state
-    # They may be useful now: they are new candidates for a better plan than the serving one.
+    # They may be useful now, so they count as new candidates for a plan better than the serving one.
     serving = replace(state.serving, candidates=state.serving.candidates - event.reached)
     tried = dict(state.tried)
     tried.pop(Purpose.GAIN, None)
@@ -260,7 +267,7 @@ def _heard(state: State, name: str, now: float, effects: list[Effect]) -> State:
     state = put(state, name, replace(device, phase=device.before, heard_s=now))
     attempt = state.attempt
     if attempt is not None and attempt.why is Purpose.SUSPICION and suspects(state) <= (attempt.members or frozenset()):
-        return abandon(state, effects)  # it excludes no device that is still suspected
+        return abandon(state, effects)  # it includes all devices that are still suspected
     return state
 
 
@@ -276,7 +283,7 @@ def _leaving(state: State, name: str, reason: str, effects: list[Effect]) -> Sta
         return state
     effects.append(OwnerLine(f"{name} leaves ({reason}); handing its layers over"))
     if state.attempt is not None and state.attempt.why is Purpose.SUSPICION and name not in state.attempt.candidates:
-        return replace(state, attempt=replace(state.attempt, why=Purpose.LEAVING))  # it leaves anyway: no need to wait
+        return replace(state, attempt=replace(state.attempt, why=Purpose.LEAVING))  # it leaves anyway, so do not wait
     return state
 
 
@@ -297,7 +304,7 @@ def _memory_recovered(state: State, name: str, by_owner: bool) -> State:
 
 
 def _corrected(state: State, names: frozenset[str]) -> State:
-    """A head that is alone has nothing to plan again with."""
+    """Record corrected devices, unless the head is alone and so has nothing to plan again."""
     if state.serving is None or not state.serving.candidates:
         return state
     return replace(state, corrected=state.corrected | (names & (state.devices.keys() | {state.settings.head})))
@@ -330,7 +337,7 @@ def _solved(state: State, event: Solved, now: float, effects: list[Effect]) -> S
 
 
 def _granted(attempt: Attempt) -> Attempt:
-    """The reason of the attempt is gone."""
+    """Return the attempt without the reason for it, which is met."""
     return replace(attempt, memory_recovered=frozenset(), corrected=frozenset())
 
 
@@ -346,7 +353,7 @@ def _no_plan(state: State, epoch: int, reason: str, now: float, effects: list[Ef
         return _not_handed_over(state, attempt, reason, effects)
     if usable(state, now) != attempt.candidates:
         return state  # others came meanwhile
-    # From here on barred devices may take part: those that are there, and any that comes back.
+    # From here on barred devices may take part: those that are present, and any that come back.
     is_last = state.last_resort
     state = replace(state, last_resort=True)
     if not is_last and usable(state, now) != attempt.candidates:
@@ -358,7 +365,7 @@ def _no_plan(state: State, epoch: int, reason: str, now: float, effects: list[Ef
 
 
 def _progressed(state: State, event: Progressed, now: float) -> State:
-    """A device makes progress only by a sufficient amount; its reports about an earlier stage are void."""
+    """Record progress in loading. It counts only if it is large enough; reports about an earlier stage are ignored."""
     attempt = state.attempt
     before = attempt.loading.get(event.device) if attempt is not None and attempt.epoch == event.epoch else None
     if attempt is None or before is None:
@@ -372,7 +379,7 @@ def _progressed(state: State, event: Progressed, now: float) -> State:
 
 
 def _judge_loading(state: State, now: float, effects: list[Effect]) -> State:
-    """An attempt ends because of the device with the longest time without progress, if that is too long."""
+    """End the attempt because of the device with the longest time without progress, if that time is too long."""
     attempt = state.attempt
     if attempt is None or not attempt.loading:
         return state
@@ -408,19 +415,19 @@ def _broken(state: State, event: RingFailed, now: float, effects: list[Effect]) 
 def _attempt_broke(state: State, attempt: Attempt, event: RingFailed, now: float, effects: list[Effect]) -> State:
     at_fault = event.device in attempt.candidates
     if attempt.why is not Purpose.GAIN or not at_fault:
-        # Whoever broke a better plan is barred, and the plan worth trying again when that is over.
+        # A device that broke a better plan is barred, and the plan may be tried again when the bar ends.
         state = replace(_in_vain(state, attempt), attempt=_granted(attempt))
     state = abandon(holds_up(state, event.device or ""), effects)
     failures = state.failures + 1
     is_fatal = not at_fault and not event.again
     if not state.has_served and (is_fatal or _is_hopeless(state, attempt, event.device, failures)):
         return give_up(state, event.reason, effects)
-    if event.lasting and not at_fault and state.serving is None:  # the head's disk: no answer waits for its owner
+    if event.lasting and not at_fault and state.serving is None:  # the head's disk: no request waits for its owner
         effects.append(Fail(event.reason))
         state = replace(state, holding_s=None)
     else:
         effects.append(OwnerLine(f"{event.reason}; forming the ring again"))
-    # Without the device at fault it is another ring, which need not wait.
+    # Without the device at fault the next attempt is another ring, which need not wait.
     pause_s = 0.0 if at_fault and not state.last_resort else min(2.0 ** min(failures, 10), _MAX_PAUSE_S)
     state = bar(
         replace(state, failures=failures, retry_at_s=now + pause_s),
@@ -435,8 +442,8 @@ def _attempt_broke(state: State, attempt: Attempt, event: RingFailed, now: float
 
 
 def _is_hopeless(state: State, attempt: Attempt, name: str | None, failures: int) -> bool:
-    """Whether the first ring was tried often enough: it is formed without a device that breaks it while there are
-    others."""
+    """Return whether the first ring was tried often enough. While there are other devices, it is formed without one
+    that breaks it."""
     device = state.devices.get(name) if name is not None else None
     if device is not None and not state.last_resort:
         return False
@@ -448,7 +455,8 @@ def _ring_broke(state: State, event: RingFailed, now: float, effects: list[Effec
     assert state.serving is not None
     effects.append(OwnerLine(f"{event.reason}; forming the ring again"))
     device = None if event.device is None else state.devices.get(event.device)
-    # The next ring does without a device at fault, unless there is no plan without it: then it was barred and came back.
+    # The next ring does without the device at fault, unless there is no plan without it: then the device was barred and
+    # is used nevertheless.
     is_cured = device is not None and device.barred_until_s <= now
     breaks = state.breaks + (not is_cured) if now < settled_s(state, state.serving) else 0
     state = bar(replace(state, breaks=breaks), event.device, event.reason, now, lasting=event.lasting)

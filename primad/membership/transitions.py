@@ -1,6 +1,6 @@
 """Transitions of the membership core that several rules share: from a state to a state, with effects.
 
-A step fills the list ``effects`` in the order in which they are to be carried out.
+A step appends to the list ``effects`` in the order in which effects are to be carried out.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ from primad.membership.types import (
 )
 
 GREET_S: Final = 0.5
-"""How long after its loss a device in sight is greeted again."""
+"""Time after its loss at which a device in sight is greeted again."""
 STEADY_S: Final = 10.0
-"""Who is lost sooner after it was welcomed is greeted later each time: it would have a line every half second."""
+"""A device lost sooner than this after its welcome is greeted later each time: otherwise it would get a line every half
+second."""
 MAX_FLAPS: Final = 3
-"""More often no device is greeted at once when it announces itself anew."""
+"""A device lost so more often than this is not greeted immediately when it announces itself again."""
 BAR_S: Final = 5.0
 LASTING_BAR_S: Final = 600.0
 MAX_BAR_S: Final = 300.0
 FORGIVEN_S: Final = 300.0
-"""A device without fault for this long after its bar starts afresh."""
+"""The failures of a device that stays without fault for this long after its bar are forgotten."""
 
 
 def usable(state: State, now: float) -> frozenset[str]:
-    """The workers that a plan may use now. While no ring serves all wait for each of them, so none may be unproven."""
+    """Return the workers that a plan may use now. While no ring serves all requests wait for them, so none may be
+    unproven."""
 
     def is_trusted_with_it(device: Device) -> bool:
         return device.barred_until_s <= now and not (device.unproven and state.serving is None)
@@ -54,38 +56,39 @@ def usable(state: State, now: float) -> frozenset[str]:
 
 
 def is_spoken_to(device: Device) -> bool:
-    """Whether there is a link to the device, silent or not."""
+    """Return whether there is a link to the device, silent or not."""
     return device.phase in PRESENT or device.phase is DevicePhase.SUSPECTED
 
 
 def takes_part(attempt: Attempt | None, name: str) -> bool:
-    """Whether ``attempt`` needs the device ``name``: as a candidate while it is solved, as a member from then on."""
+    """Return whether ``attempt`` needs the device ``name``: as a candidate while it is solved, as a member
+    afterwards."""
     return attempt is not None and name in (attempt.candidates if attempt.members is None else attempt.members)
 
 
 def suspects(state: State) -> frozenset[str]:
-    """The suspected devices of the serving ring."""
+    """Return the suspected devices of the serving ring."""
     members = state.serving.members if state.serving is not None else frozenset()
     return frozenset(name for name in members if state.devices[name].phase is DevicePhase.SUSPECTED)
 
 
 def unproven(state: State) -> frozenset[str]:
-    """The devices that nobody waits for while no ring serves."""
+    """Return the devices that are not waited for while no ring serves."""
     return frozenset(name for name, device in state.devices.items() if device.unproven)
 
 
 def dismissals(state: State) -> Iterable[Effect]:
-    """Permission to leave for every device that asked."""
+    """Return permission to leave for every device that asked."""
     return [LetGo(name) for name, device in state.devices.items() if device.leaving]
 
 
 def put(state: State, name: str, device: Device) -> State:
-    """The state with ``device`` under ``name``."""
+    """Return the state with ``device`` under ``name``."""
     return replace(state, devices={**state.devices, name: device})
 
 
 def without(state: State, name: str, now: float) -> State:
-    """The state without the device ``name``, which is not there; its faults are remembered until they expire."""
+    """Return the state without the absent device ``name``; its faults are remembered until they expire."""
     device = state.devices[name]
     is_remembered = device.failures or device.unproven or device.flaps
     if is_remembered and now <= max(device.barred_until_s, device.heard_s) + FORGIVEN_S:
@@ -106,7 +109,7 @@ def abandon(state: State, effects: list[Effect]) -> State:
 
 
 def holds_up(state: State, name: str) -> State:
-    """The state after a formed ring failed because of the device ``name``, if it did."""
+    """Mark the device ``name`` as unproven if it is a member of the running attempt, which failed because of it."""
     attempt, device = state.attempt, state.devices.get(name)
     if attempt is None or device is None or name not in (attempt.members or ()):
         return state
@@ -114,7 +117,7 @@ def holds_up(state: State, name: str) -> State:
 
 
 def give_up(state: State, reason: str, effects: list[Effect]) -> State:
-    """There will be no first ring; nothing follows any more."""
+    """Give up: there will be no first ring, and no further effects."""
     effects.append(GiveUp(reason))
     return replace(state, ended=True)
 
@@ -122,7 +125,7 @@ def give_up(state: State, reason: str, effects: list[Effect]) -> State:
 def close(state: State, reason: str, now: float, effects: list[Effect]) -> State:
     """Close the serving ring; open requests wait for the next one.
 
-    A running attempt now serves that purpose. A device that asked to leave has nothing to hand over any more.
+    A running attempt now serves that purpose. A device that asked to leave has nothing left to hand over.
     """
     assert state.serving is not None
     effects.append(Close(state.serving.epoch, reason))
@@ -151,14 +154,14 @@ def bar(state: State, name: str | None, reason: str, now: float, *, lasting: boo
 
 
 def bar_s(failures: int) -> float:
-    """How long a device is barred after this many ``failures``."""
+    """Return how long a device is barred after this number of ``failures``."""
     return min(BAR_S * 2.0 ** min(failures - 1, 10), MAX_BAR_S)
 
 
 def lose(state: State, name: str, reason: str, now: float, effects: list[Effect]) -> State:
-    """The device ``name`` is gone: no attempt and no ring continues with it.
+    """Record that the device ``name`` is gone: no attempt and no ring continues with it.
 
-    One that others waited for, in their ring or while links were measured, is barred for a while.
+    A device that others waited for, in their ring or while links were measured, is barred for a while.
     """
     device = state.devices.get(name)
     if device is None or not is_spoken_to(device):

@@ -35,19 +35,19 @@ class DevicePhase(StrEnum):
 
 
 PRESENT: Final = (DevicePhase.PROFILED, DevicePhase.READY)
-"""A device's own phases, apart from rings, in which it is connected."""
+"""The phases, apart from those in rings, in which a device is connected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The owner's settings.
 
-    Without a sign of life for ``suspect_after_s`` a device is suspected, after ``gone_after_s`` gone. A better plan is
-    taken when it gains at least the share ``gain``; with ``use_all`` any plan is that has layers for one more device.
-    ``wanted`` is the number of workers to wait for at the start, for ``look_s`` (infinity: until they are there), None
-    to take who is there then. ``hold_s`` is how long open answers wait for a new ring. ``solo``: no worker is awaited.
-    ``timings`` are the same in every home. Without ``plans`` there is no model to plan for: devices are welcomed and
-    measured, so that one can begin at once.
+    Without a sign of life for ``suspect_after_s`` a device is suspected, after ``gone_after_s`` it is gone. A better
+    plan is used if it gains at least the share ``gain``; with ``use_all`` any plan is used that has layers for one more
+    device. ``wanted`` is the number of workers to wait for at the start, for ``look_s`` (infinity: until they are
+    present); None uses those found by then. ``hold_s`` is how long open requests wait for a new ring. ``solo``: no
+    worker is awaited. ``timings`` are the same in every home. Without ``plans`` there is no model to plan for: devices
+    are welcomed and measured, so that a model can begin immediately.
     """
 
     head: str
@@ -67,13 +67,13 @@ class Settings:
 class Device:
     """A worker as the head knows it.
 
-    ``phase`` is its own (discovered, paired, profiled, ready, suspected or gone; see ``membership.phase_of`` for the one to
-    show). A suspected device was in ``before``. It is greeted when ``greet_at_s`` has come and ``greeting`` is not under
-    way; after ``failures`` it gets no part until ``barred_until_s``. It was party to ``doubts`` breaks, the last one at
-    ``doubted_s``, of which nobody knows who did it. ``unproven``: a ring on its way failed by it, and none has served with
-    it since. Until ``measure_at_s`` nobody waits for its links. It was welcomed at ``welcomed_s``, and lost soon after that
-    ``flaps`` times in a row. ``leaving``: it asked to go. ``reason`` is why it is where
-    it is, one line or empty.
+    ``phase`` is the device's own (discovered, paired, profiled, ready, suspected or gone); ``step.phase_of`` returns
+    the one to show. ``before`` is the phase of a suspected device before it was suspected. The device is greeted once
+    ``greet_at_s`` has come, unless ``greeting`` is under way. After ``failures`` it is barred until ``barred_until_s``.
+    It was party to ``doubts`` breaks without a known culprit, the last one at ``doubted_s``. ``unproven``: a ring in
+    preparation failed because of it, and no ring has served with it since. Until ``measure_at_s`` its links are not
+    waited for. It was welcomed at ``welcomed_s``, and lost soon after a welcome ``flaps`` times in a row. ``leaving``:
+    it asked to leave. ``reason`` explains its state in one line, or is empty.
     """
 
     phase: DevicePhase
@@ -96,7 +96,7 @@ class Device:
 
 
 def is_measured(device: Device) -> bool:
-    """Whether it is here, and its links are known."""
+    """Return whether the device is connected and its links are known."""
     own = device.before if device.phase is DevicePhase.SUSPECTED else device.phase
     return own is DevicePhase.READY
 
@@ -113,7 +113,7 @@ class Purpose(StrEnum):
 
 
 class LoadStage(IntEnum):
-    """The progress of a device of a ring in preparation."""
+    """The stages of loading of a device in a ring in preparation."""
 
     FETCH = 1
     """It fetches layers."""
@@ -125,7 +125,7 @@ class LoadStage(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPace:
-    """A device got to ``share`` of ``stage`` at ``since_s``; it has ``LOAD_STALL_S`` from then on to get further."""
+    """A device reached ``share`` of ``stage`` at ``since_s``; it has ``LOAD_STALL_S`` from then on to make progress."""
 
     since_s: float
     stage: LoadStage = LoadStage.FETCH
@@ -134,12 +134,12 @@ class LoadPace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A ring in preparation: of the workers ``candidates``, of ``members`` once it is solved; ``formed`` when it could
+    """A ring in preparation: of the workers ``candidates``, of ``members`` once it is solved; ``formed`` once it could
     serve.
 
-    While it is formed, ``loading`` are the members that are not ready. ``memory_recovered`` are the devices that it is
-    tried for since they have room again, ``corrected`` those whose figures are others than the serving ring was planned
-    with.
+    While it is being formed, ``loading`` are the members that are not ready. ``memory_recovered`` are devices that have
+    room again, ``corrected`` those with other figures than the serving ring was planned with: the attempt is made
+    because of them.
     """
 
     epoch: int
@@ -168,17 +168,17 @@ class ServingRing:
 class State:
     """The state of the core.
 
-    ``holding_s`` is since when open answers wait for a ring, None when none waits. ``measuring``: the devices whose
-    links are being measured; from ``measure_at_s`` on the next may be. From ``again_at_s`` on those that did not work
-    are measured again, which they were ``agains`` times since a device came; None when all work. ``tried``: the
-    candidates that were tried last in vain, for what. ``last_resort``: there is no plan without devices that are
-    barred, so they may take part. Until ``retry_at_s`` the candidates that were tried are not tried again; ``failures``
-    is the number of attempts in a row that broke, ``breaks`` that of rings in a row that broke soon after they began to
-    serve. ``memory_low``: devices of the serving ring that are short of memory; from ``recover_at_s`` on another plan
-    may be looked for. ``newly_limited``: those of which the owner lends less, for what is said of it.
-    ``memory_recovered``: devices that were and have room again, ``corrected``: those of which other figures are known
-    than the serving ring was planned with; from ``regain_at_s`` on a better plan may be looked for. ``ended``: the core
-    gave up.
+    ``holding_s`` is the time since which open requests wait for a ring, None if none waits. ``measuring``: the devices
+    whose links are being measured; the next measurement may begin at ``measure_at_s``. Links that do not work are
+    measured again at ``again_at_s`` (None if all work), and were ``agains`` times since a device came. ``tried``: for
+    each purpose, the candidates that were last tried in vain. ``last_resort``: there is no plan without barred devices,
+    so they may take part. Until ``retry_at_s`` candidates that were tried are not tried again; ``failures`` is the
+    number of attempts in a row that broke, ``breaks`` the number of rings in a row that broke soon after they began to
+    serve. ``memory_low``: devices of the serving ring that are short of memory; the next search for a plan may begin at
+    ``recover_at_s``. ``newly_limited``: those of them whose limit the head's owner lowered, for the line about them.
+    ``memory_recovered``: devices that were short of memory and have room again; ``corrected``: devices with other
+    figures than the serving ring was planned with; the next search for a better plan may begin at ``regain_at_s``.
+    ``ended``: the core gave up.
     """
 
     settings: Settings
@@ -212,7 +212,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A worker announces itself; ``trusted`` when its key is."""
+    """A worker announces itself; ``trusted`` if its key is trusted."""
 
     device: str
     trusted: bool
@@ -220,21 +220,21 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Vanished:
-    """It is not announced any more."""
+    """The worker is not announced any more."""
 
     device: str
 
 
 @dataclass(frozen=True, slots=True)
 class Welcomed:
-    """It said welcome and is spoken to from now on."""
+    """The worker replied with a welcome; there is a link to it from now on."""
 
     device: str
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRefused:
-    """It did not answer, or does not work for this head now."""
+    """The worker did not reply, or does not work for this head now."""
 
     device: str
     reason: str
@@ -242,10 +242,10 @@ class DeviceRefused:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The links of ``devices`` are known. Others that were to be measured could not be.
+    """The links of ``devices`` are known. The links of others that were to be measured could not be.
 
-    ``unreached``: some of the links do not work; a device that was busy may be why. Links of ``reached`` that did not
-    work when they were measured before do now; plans from now on know.
+    ``unreached``: some of the links do not work, perhaps because a device was busy. Links of ``reached`` that did not
+    work before do now; later plans use them.
     """
 
     devices: frozenset[str]
@@ -262,7 +262,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Its link broke for good: its process ended, or it works for another head."""
+    """The device's link broke for good: its process ended, or it works for another head."""
 
     device: str
     reason: str
@@ -270,7 +270,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLeaving:
-    """It asks to leave once its work was handed over."""
+    """The device asks to leave once its work has been handed over."""
 
     device: str
     reason: str
@@ -278,9 +278,9 @@ class DeviceLeaving:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemoryLow:
-    """A worker or the head itself is short of memory for its part in the serving ring; later plans respect it.
+    """A worker or the head itself is short of memory for its part in the serving ring; later plans respect that.
 
-    ``by_owner``: the head's owner lowered its limit, and waits for that.
+    ``by_owner``: the head's owner lowered its limit, and waits for the change.
     """
 
     device: str
@@ -291,7 +291,7 @@ class DeviceMemoryLow:
 class DeviceMemoryRecovered:
     """A worker or the head itself that was short of memory has room again; later plans use it.
 
-    ``by_owner``: the head's owner raised its limit, and waits for that.
+    ``by_owner``: the head's owner raised its limit, and waits for the change.
     """
 
     device: str
@@ -309,7 +309,7 @@ class DevicesCorrected:
 class Solved:
     """The plan of attempt ``epoch`` gives work to the workers ``members`` and has the objective ``value``.
 
-    ``serving_value`` is that of the plan that serves, with what is known now; None where that is not known.
+    ``serving_value`` is the objective of the serving plan with current knowledge; None if not known.
     """
 
     epoch: int
@@ -345,12 +345,12 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class RingFailed:
-    """Ring ``epoch`` broke, or could not be formed. ``device`` is at fault if that is known.
+    """Ring ``epoch`` broke, or could not be formed. ``device`` is at fault, if known.
 
-    Else one of the ``parties`` may be, the accused before the accuser (``doubt.py``); parties that ``device`` is one of may
-    have made it fail. ``lasting``: the device, or without one the head, will not do better soon (as with a full disk).
-    ``again``: form it once more, as the parties have other room than they loaded for. The link ``between`` two devices may
-    have failed: it is measured again.
+    Otherwise one of the ``parties`` may be, the accused before the accuser (``doubt.py``). If ``device`` is given,
+    other parties may have made it fail. ``lasting``: the device, or without one the head, will not recover soon (for
+    example, its disk is full). ``again``: form the ring once more, as the parties have more or less memory than they
+    loaded for. The link ``between`` two devices may have failed: it is measured again.
     """
 
     epoch: int
@@ -364,7 +364,7 @@ class RingFailed:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time went by."""
+    """Time has passed."""
 
 
 Event = (
@@ -409,7 +409,7 @@ class Drop:
 class Measure:
     """Measure the missing links between the head and ``devices``; the reply is ``Measured``.
 
-    ``again``: also failed ones.
+    ``again``: also links that failed before.
     """
 
     devices: frozenset[str]
@@ -420,7 +420,8 @@ class Measure:
 class Solve:
     """Plan for the head and ``candidates``; the reply is ``Solved`` or ``NoPlan``.
 
-    A plan is kept until ``Form`` or ``Abandon`` of its epoch. One with the windows of ring ``instead`` does not count.
+    A plan is kept until ``Form`` or ``Abandon`` of its epoch. A plan with the same windows as ring ``instead`` counts
+    as no plan.
     """
 
     epoch: int
