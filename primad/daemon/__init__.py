@@ -1,1 +1,1 @@
-"""What head and worker share: starting and ending, loading layers, watching memory, pairing, the owner's wishes."""
+"""What head and worker share: starting and stopping, loading layers, watching memory, pairing, the owner's pauses."""

@@ -1,4 +1,4 @@
-"""Bring layers of a model on a hub into this device's cache: from whoever has them, as far as they are known, or the hub."""
+"""Brings layers of a model on a hub into this device's cache: from devices that have them, otherwise from the hub."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 OnArrived = Callable[[int], None]
 OnNamed = Callable[[str, str, bytes], None]
-"""Hears of a layer the name of its origin, its digest and its tree."""
+"""Called with the name of a layer's origin, its digest and its tree."""
 
 
 async def bring_layers(
@@ -32,10 +32,10 @@ async def bring_layers(
     arrived: OnArrived,
     named: OnNamed,
 ) -> None:
-    """Have ``missing`` in ``cache``; ``named`` hears what those turn out to be that had no digest.
+    """Bring ``missing`` into ``cache``; ``named`` gets the digests of layers that had none.
 
-    ``sources`` are asked first for what has one. Raises ``ClusterError`` when nobody gives a layer, ``DiskError`` when this
-    device's disk does not take it.
+    ``sources`` are asked first for layers with a digest. Raises ``ClusterError`` if no source has a layer,
+    ``DiskError`` if this device's disk fails or is full.
     """
     known = {origin.layer: origin for origin in origins}
     hashed = [ref for ref in missing if ref.digest not in known or known[ref.digest].name != ref.digest]
@@ -57,7 +57,7 @@ async def bring_layers(
 
 
 async def _was_downloaded(cache: LayerCache, layer: WantedLayer, arrived: OnArrived, named: OnNamed) -> bool:
-    """Whether this layer was drawn before and is still here; then it is told what it is."""
+    """Return whether this layer was downloaded before and is still here; if so, report its digest."""
     digest = cache.origins.get(layer.origin.name)
     if digest is None:
         return False
@@ -75,7 +75,7 @@ async def _was_downloaded(cache: LayerCache, layer: WantedLayer, arrived: OnArri
 async def _fetch(
     cache: LayerCache, transfers: Transfers, sources: Sequence[Contact], refs: Sequence[LayerRef], arrived: OnArrived
 ) -> None:
-    """Those of ``refs`` that devices of the house have; what fails is left to be drawn."""
+    """Fetch those of ``refs`` that other devices have; the others are left to be downloaded."""
     held = await held_by_any(transfers, sources, [ref.digest for ref in refs])
     try:
         await fetch_layers(transfers, sources, [ref for ref in refs if ref.digest in held], cache, arrived)

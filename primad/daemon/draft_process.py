@@ -1,4 +1,4 @@
-"""A daemon's side of a draft process for the head of another device: start it, tell it, hear it, end it."""
+"""A daemon's side of a draft process for another device's head: starts it, notifies it, reads its drafts, ends it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _decoder = msgspec.msgpack.Decoder(Drafted)
 
 
 class DraftingProcess:
-    """One draft process. ``start`` it, ``notify`` it, hear its ``drafts`` to the end, ``close`` it."""
+    """One draft process. ``start`` it, ``notify`` it, read ``drafts`` to the end, ``close`` it."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -30,7 +30,7 @@ class DraftingProcess:
 
     @classmethod
     async def start(cls, log: Path) -> DraftingProcess:
-        """Start one whose standard error goes to the file ``log``. Raises ``RingError`` where that cannot be."""
+        """Start a process whose standard error goes to the file ``log``. Raises ``RingError`` if that fails."""
 
         def begin(theirs: socket.socket) -> subprocess.Popen[bytes]:
             with log.open("wb") as errors:
@@ -44,14 +44,15 @@ class DraftingProcess:
         return self._process.pid
 
     def notify(self, task: DraftTask) -> None:
-        """Tell it, without waiting. Raises ``RingError`` where it has not taken what it was told before."""
+        """Send a task without waiting. Raises ``RingError`` if too many earlier bytes are unread."""
         with contextlib.suppress(OSError):
             self._writer.write(frame(task))
         if self._writer.transport.get_write_buffer_size() > MAX_UNREPORTED_BYTES:
             raise RingError("the draft process takes nothing more")
 
     async def drafts(self) -> AsyncIterator[Drafted]:
-        """What it drafts, as it comes. Never ends quietly: raises ``RingError`` when it is gone."""
+        """Yield its drafts as they come. Never ends without an error: raises ``RingError`` when the process has
+        ended."""
         while True:
             try:
                 yield _decoder.decode(await read_frame(self._reader))
@@ -68,7 +69,7 @@ class DraftingProcess:
         return f"the draft process {how_it_ended(code)}"
 
     async def close(self) -> None:
-        """End it, which has nothing to leave in order."""
+        """Kill the process, which has no state to save."""
         self._writer.transport.abort()
         self._process.kill()
         await asyncio.to_thread(self._process.wait)

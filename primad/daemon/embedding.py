@@ -1,7 +1,7 @@
-"""The head's side of its embedding process: start it, ask it, start it again after a crash, end it.
+"""The head's side of its embedding process: starts it, sends it texts, starts it again after a crash, ends it.
 
-One task speaks with the process, a text at a time, and texts that are only counted some at a time. Callers take turns, and
-of each caller its requests; a client that leaves costs the others no more than what is being computed.
+One task talks to the process, sending one text at a time, or several that are only counted. Callers take turns, and so
+do the requests of each caller; a client that leaves costs the others no more than what is being computed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from primad.system.shares import Shares, Turns
 from primad.system.tasks import resolve
 
 MAX_WAITING: Final = 64
-"""Requests that may wait or be computed at one time for one caller; callers share twice as many."""
+"""Number of requests of one caller that may wait or run concurrently; callers share twice that number."""
 CHECKED_CHARS: Final = 1 << 16
-"""Of texts that are counted in one turn, but for one that is longer."""
+"""Characters of the texts that are counted in one turn, unless a single text is longer."""
 TIMEOUT_S: Final = 300.0
-"""The process is taken to hang when an answer takes longer."""
+"""The process counts as hanging when a reply takes longer."""
 
 _PROCESS: Final = "the embedding process"
 _decoder = msgspec.msgpack.Decoder(EmbeddingReply)
@@ -49,7 +49,7 @@ _Turn = tuple[EmbeddingTask, "asyncio.Future[EmbeddingReply]"]
 
 
 class EmbeddingService:
-    """Embeds with the model file ``path``, which clients call ``name``. ``began`` hears of each process."""
+    """Embeds with the model file ``path``, which clients call ``name``. ``began`` gets the id of each process."""
 
     def __init__(
         self,
@@ -73,11 +73,12 @@ class EmbeddingService:
 
     @property
     def pid(self) -> int | None:
-        """The process that embeds, if there is one."""
+        """The id of the process that embeds, if there is one."""
         return None if self._child is None else self._child.pid
 
     def status(self) -> dict[str, Any]:
-        """What it did and holds, for ``/status``; seconds are those that the process took for its answers."""
+        """Return its counters and state, for ``/status``; seconds are the time that the process took for its
+        replies."""
         rss = 0 if self._child is None else self._child.rss_bytes()
         return {
             "model": self.name,
@@ -92,7 +93,7 @@ class EmbeddingService:
         }
 
     async def start(self) -> EmbedderReady:
-        """Load the model. Raises ``EngineError`` when llama.cpp cannot."""
+        """Load the model. Raises ``EngineError`` if llama.cpp cannot."""
         try:
             ready = await self._load()
         except RingError as exc:
@@ -103,10 +104,11 @@ class EmbeddingService:
     async def embed(
         self, texts: Sequence[_Text], called: Callable[[int], str], *, cuts: bool = False, owner: str = ""
     ) -> tuple[list[bytes], int]:
-        """A vector of length 1 for each of ``texts``, which a request of ``owner`` has ``called`` so, and the tokens of all.
+        """Return a vector of length 1 for each of ``texts``, which a request of ``owner`` calls ``called``, and the
+        number of tokens.
 
-        Raises ``RequestError`` for texts that cannot be embedded or where too many requests wait, ``RingError`` when the
-        process ended or hung; the next request starts it again.
+        Raises ``RequestError`` if texts cannot be embedded or too many requests wait, ``RingError`` if the process
+        ended or hung; the next request starts it again.
         """
         self._requests += 1
         try:
@@ -144,7 +146,7 @@ class EmbeddingService:
             self._waiting -= 1
 
     async def close(self) -> None:
-        """End the process, whatever it does; what waits for it fails."""
+        """End the process, whatever it is doing; waiting requests fail."""
         if self._working is not None:
             self._working.cancel()
             await asyncio.wait([self._working])
@@ -198,7 +200,8 @@ class EmbeddingService:
         return ready
 
     async def _ask(self, task: EmbeddingTask) -> EmbeddingReply:
-        """Whoever leaves before the answer is there ends the process too: the answer would be taken for another's."""
+        """Ask the process. If this ends before the reply arrives, end the process: the reply would be taken for
+        another's."""
         assert self._child is not None
         try:
             answer: EmbeddingReply = _decoder.decode(await self._child.answer(task, _PROCESS, self._timeout_s))
@@ -216,7 +219,7 @@ class EmbeddingService:
 
 
 def _parts(texts: Sequence[_Text]) -> Iterator[tuple[int, list[_Text]]]:
-    """Runs of ``texts`` that are counted in one turn each, with the index of the first."""
+    """Yield runs of ``texts`` that are counted in one turn each, with the index of the first."""
     first = size = 0
     for index, text in enumerate(texts):
         if index > first and size + len(text) > CHECKED_CHARS:

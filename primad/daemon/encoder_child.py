@@ -1,4 +1,4 @@
-"""A daemon's side of its process for pictures: start it with the first one, ask it, start it again after a crash."""
+"""A daemon's side of its process for pictures: starts it with the first picture, and again after a crash."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from primad.system.children.asked_child import AskedChild
 from primad.system.children.spawn import environment
 
 TIMEOUT_S: Final = 120.0
-"""The process is taken to hang when a picture takes longer."""
+"""The process counts as hanging when a picture takes longer."""
 CLOSED: Final = "the model is unloaded, or primad is stopping"
 _PROCESS: Final = "the process for pictures"
 _decoder = msgspec.msgpack.Decoder(PictureReply)
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class EncoderChild:
-    """Encodes with the encoder of ``load``, one picture at a time. ``began`` hears of each process."""
+    """Encodes with the encoder of ``load``, one picture at a time. ``began`` gets the id of each process."""
 
     def __init__(
         self, load: LoadEncoder, *, began: Callable[[int], None] = lambda _: None, timeout_s: float = TIMEOUT_S
@@ -43,18 +43,18 @@ class EncoderChild:
         self._child: AskedChild | None = None
         self._closed = False
         self._reported: set[str] = set()
-        """What the encoder failed with, which the owner is told once."""
+        """Errors of the encoder that were logged; each is logged once."""
         self.starts = 0
 
     @property
     def pid(self) -> int | None:
-        """The process, while there is one."""
+        """The process id, while there is a process."""
         return None if self._child is None else self._child.pid
 
     async def encode(self, data: bytes) -> EncodedPicture | PictureRefused:
-        """What the file ``data`` becomes, or why it is none.
+        """Return the encoding of the file ``data``, or why it is refused.
 
-        Raises ``EngineError`` where the encoder cannot be loaded, ``RingError`` when its process ended or hung; the next
+        Raises ``EngineError`` if the encoder cannot be loaded, ``RingError`` if its process ended or hung; the next
         picture starts it again.
         """
         if self._closed:
@@ -66,7 +66,7 @@ class EncoderChild:
         return reply
 
     async def close(self) -> None:
-        """End the process, whatever it does, for good."""
+        """End the process for good, whatever it is doing."""
         self._closed = True
         await self.end()
 
@@ -89,7 +89,8 @@ class EncoderChild:
         assert isinstance(await self._ask(load), EncoderReady)
 
     async def _ask(self, task: PictureTask) -> PictureReply:
-        """Whoever fails before the reply is there ends the process too: the reply would be taken for another's."""
+        """Ask the process. If this fails before the reply arrives, end the process: the reply would be taken for
+        another's."""
         assert self._child is not None
         try:
             reply: PictureReply = _decoder.decode(await self._child.answer(task, _PROCESS, self._timeout_s))

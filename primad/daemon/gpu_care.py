@@ -1,10 +1,12 @@
-"""What plans may have of this device's GPUs, which others use too.
+"""Decides what plans may use of this device's GPUs, which other programs use too.
 
-They gave less memory than they had free: plans from now on have no more of it than that. A driver ended the ring process:
-once may be chance, twice leaves GPUs out. Which of several it was nobody says, so the first is tried without the others,
-then they without the first, and at last the device goes on with its processor. Or other programs need memory of one while a
-ring serves: layers on it cannot give way one by one, so the ring process ends at once, and another one loads what there is
-room for; when there is more again for a while (``membership/memory_recovery.py``) plans know.
+- A GPU gave less memory than it had free: later plans use no more of it than that.
+- A driver ended the ring process: once may be chance, twice leaves GPUs out. Nothing tells which of several GPUs it
+  was, so the first is tried without the others, then the others without the first, and at last the device uses its
+  processor only.
+- Other programs need memory of a GPU while a ring serves: layers cannot be moved off it one by one, so the ring process
+  ends immediately, and another one loads the layers that fit. When there is more memory again for a while
+  (``membership/memory_recovery.py``), plans use it.
 """
 
 from __future__ import annotations
@@ -27,15 +29,16 @@ from primad.settings.timings import Timings
 
 MAX_FAILURES: Final = 2
 _ITS_FAULT: Final = re.compile(r"SIG(ABRT|SEGV|ILL|FPE)|ended with code|llama\.cpp (failed|cannot)")
-"""How a ring process ends that llama.cpp or a driver ends. One that was killed or stopped tells nothing of a GPU."""
+"""How a ring process ends that llama.cpp or a driver ends. One that was killed or stopped says nothing about a GPU."""
 
 
 LoadAgain = Callable[[str], None]
-"""Ends a ring process for this reason; its windows are loaded again."""
+"""Ends a ring process for the given reason; its windows are loaded again."""
 
 
 class GpuCare:
-    """The owner lets plans use of the GPU what ``limits`` say. ``attend`` it, and ``run`` it beside everything else."""
+    """Limits what plans use of GPUs, within the owner's ``limits``. Call ``attend`` first, and run ``run`` alongside
+    everything else."""
 
     def __init__(self, limits: OwnerLimits, *, look_every_s: float = Timings().gpu_look_every_s) -> None:
         self._limits = limits
@@ -59,15 +62,15 @@ class GpuCare:
         changed: Callable[[], None],
         recovered: Callable[[], Awaitable[None]],
     ) -> None:
-        """``profile`` gives the device's profile as of now (and takes a second).
+        """Set the callbacks; ``profile`` returns the device's current profile (and takes a second).
 
-        ``changed`` is called, and ``report_line`` tells the owner, when plans are to have less of the GPU;
-        ``recovered`` when they may have more again.
+        ``changed`` is called, and ``report_line`` tells the owner, when plans may use less of the GPU; ``recovered``
+        when they may use more again.
         """
         self._profile, self._report_line, self._changed, self._recovered = profile, report_line, changed, recovered
 
     async def run(self) -> None:
-        """Look for room after there was none, until cancelled."""
+        """Look for free memory after a shortage, until cancelled."""
         async with asyncio.TaskGroup() as group:
             self._running = group
             for watch in self._watches.values():
@@ -88,11 +91,12 @@ class GpuCare:
 
     @property
     def is_cramped(self) -> bool:
-        """Whether a ring process has less on the GPU than was planned, since another one of ours has it."""
+        """Whether a ring process has less on the GPU than planned because another one of this daemon holds the
+        memory."""
         return bool(self._cramped)
 
     def loaded(self, number: int, event: GpuLoaded, again: LoadAgain) -> None:
-        """The ring process of load ``number`` has put on the GPU what found room there."""
+        """Record what the ring process of load ``number`` has put on the GPU."""
         is_alone = not self._held
         self._held[number] = event
         if event.layers or not (event.planned or event.why):  # it computes layers there, or helps with prompts
@@ -101,7 +105,7 @@ class GpuCare:
             if event.why:
                 self._without_offload(event.why, is_alone=is_alone)
             return
-        if not is_alone:  # the ring before this one had the room
+        if not is_alone:  # the previous ring had the memory
             self._cramped[number] = again
             return
         rest = f"{event.layers} of {event.planned}" if event.layers else f"none of {event.planned}"
@@ -121,17 +125,18 @@ class GpuCare:
             self._changed()
 
     def released(self, number: int) -> None:
-        """The ring process of load ``number`` is no more."""
+        """The ring process of load ``number`` has ended."""
         self._load_again.pop(number, None)
         self._cramped.pop(number, None)
         if self._held.pop(number, None) is None:
             return
         if len(self._held) == 1 and self._cramped:
             _, load_again = self._cramped.popitem()
-            load_again("the GPU has room for the layers that did not fit beside those of the ring before")
+            load_again("the GPU has room for the layers that did not fit next to those of the previous ring")
 
     def low(self, number: int, event: GpuLow) -> None:
-        """Other programs need memory of the GPU, of which the ring process of load ``number`` holds some: it lets go."""
+        """Handle a shortage: other programs need memory of a GPU, of which the ring process of load ``number`` holds
+        some."""
         again = self._load_again.get(number)
         if again is None:
             return
@@ -145,7 +150,7 @@ class GpuCare:
         )
 
     def failed(self, error: PrimadError) -> None:
-        """A ring process with something on the GPU ended with ``error``."""
+        """Record that a ring process that used a GPU ended with ``error``."""
         if not _ITS_FAULT.search(str(error)):
             return
         before, self._failures = self._trusted(self._ids), self._failures + 1
@@ -159,16 +164,16 @@ class GpuCare:
             self._changed()
 
     def _trusted(self, ids: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of the GPUs ``ids`` that plans may use, after so many failures."""
+        """Return those of the GPUs ``ids`` that plans may use after the failures so far."""
         if self._failures < MAX_FAILURES:
             return ids
         ways = [ids[:1], ids[1:]] if len(ids) > 1 else []
         return [*ways, ()][min(self._failures - MAX_FAILURES, len(ways))]
 
     def now(self, profile: DeviceProfile) -> DeviceProfile:
-        """``profile`` as of now with what plans may have of the GPUs, and will have.
+        """Return ``profile`` with what plans may use of the GPUs, and remember it.
 
-        What ring processes of ours hold of them counts as free: a new plan takes their place.
+        Memory that ring processes of this daemon hold counts as free: a new plan replaces them.
         """
         self._ids = tuple(gpu.id for gpu in profile.gpus)
         gpus = list(profile.gpus)
@@ -183,17 +188,17 @@ class GpuCare:
 
     @property
     def _first(self) -> str:
-        """The first GPU that plans may use, which what a ring process says of its own names ""."""
+        """The first GPU that plans may use; ring processes name it ""."""
         return next(iter(self._trusted(self._ids)), "")
 
     def _held_of(self, gpu: str) -> int:
-        """What ring processes of ours hold of that GPU."""
+        """Return the bytes that ring processes of this daemon hold of ``gpu``."""
         return sum(
             each.held_bytes if gpu == self._first else each.others_held.get(gpu, 0) for each in self._held.values()
         )
 
     def _allowed_bytes(self, profile: DeviceProfile) -> list[int]:
-        """What the owner lets plans use of each GPU, what we hold of them among it."""
+        """Return what the owner lets plans use of each GPU, including what this daemon holds."""
         sizes = [
             (min(gpu.vram_total_bytes, gpu.vram_available_bytes + self._held_of(gpu.id)), gpu.vram_total_bytes)
             for gpu in profile.gpus
@@ -211,7 +216,7 @@ class GpuCare:
         await self._recovered()
 
     def bounded(self, profile: DeviceProfile) -> DeviceProfile:
-        """``profile`` with no more of the GPUs than they are trusted with; with one again that it lacks and that is."""
+        """Return ``profile`` limited to what is trusted of its GPUs; a trusted GPU that it lacks is added again."""
         self._ids = self._ids or tuple(gpu.id for gpu in profile.gpus)
         known, gpus = self._latest | {gpu.id: gpu for gpu in profile.gpus}, []
         for gpu in (known[each] for each in self._trusted(self._ids) if each in known):

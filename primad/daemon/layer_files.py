@@ -1,4 +1,5 @@
-"""The files that windows are loaded from: layers in the cache, whole and leased, and a metadata split for each window."""
+"""The files that windows are loaded from: layers in the cache, whole and leased, and a metadata split for each
+window."""
 
 from __future__ import annotations
 
@@ -23,9 +24,10 @@ from primad.system.tasks import in_thread
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """Where this daemon keeps layer files, KV cells, files of this run and counts of how experts are used; its llama.cpp.
+    """Where this daemon keeps layer files, KV cache, files of this run and counts of expert use; and the build of its
+    llama.cpp.
 
-    KV cells that nobody needs stay only where they are bounded: that is the cache of the owner.
+    Unneeded KV blocks stay only if the store has a limit, which is the case for the owner's cache.
     """
 
     cache: LayerCache
@@ -36,9 +38,9 @@ class Workspace:
 
 
 async def check_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> None:
-    """Raises ``ClusterError`` when one of ``refs``, all of which were whole, is not any more; it is removed.
+    """Raise ``ClusterError`` if one of ``refs``, all of which were whole, is damaged; it is removed.
 
-    Reads only what changed since it was looked at last, so that this costs nothing where nothing did.
+    Reads only what changed since the last check, so this costs nothing if nothing changed.
     """
     if damaged := await missing_layers(cache, refs):
         names = ", ".join(ref.digest[:12] for ref in damaged[:3])
@@ -47,7 +49,8 @@ async def check_layers(cache: LayerCache, refs: Iterable[LayerRef]) -> None:
 
 
 def distrust(cache: LayerCache, error: WeightsError, refs: Iterable[LayerRef]) -> WeightsError:
-    """``error``, with the file if that can be told. The layers of ``refs`` that it may be about are read anew before use."""
+    """Return ``error``, with the damaged file if known. Layers of ``refs`` that may be damaged are verified again
+    before use."""
     digests = {ref.digest for ref in refs}
     touched = cache.touched(digests) if error.file is None else []
     if touched:
@@ -62,10 +65,10 @@ async def copy_layers(
     refs: Iterable[LayerRef],
     copied: Callable[[int], None],
 ) -> None:
-    """Cut ``refs``, which ``find`` finds in files here, into ``cache``; ``copied`` is told bytes, together their size.
+    """Cut ``refs``, which ``find`` finds in local files, into ``cache``; ``copied`` gets bytes, in total their size.
 
-    Makes room first. Stopping waits for one chunk. Raises ``ModelError`` when the model file cannot be read or changed,
-    ``DiskError`` when the cache's disk refuses or has no room.
+    Makes room first. Stopping waits for one chunk. Raises ``ModelError`` if the model file cannot be read or has
+    changed, ``DiskError`` if the cache's disk fails or has no room.
     """
     async with cache.turn:
         wanted = await missing_layers(cache, refs, copied)
@@ -81,7 +84,7 @@ async def copy_layers(
 def place_windows(place: Workspace, plans: Iterable[WindowPlan], number: int) -> list[WindowSource]:
     """Write metadata splits and layer headers of load ``number`` for ``plans``; every layer must be in the cache.
 
-    Raises ``ClusterError`` when the disk refuses.
+    Raises ``ClusterError`` if the disk fails.
     """
     seen: Counter[str] = Counter()
     placed = []
@@ -110,7 +113,8 @@ def place_windows(place: Workspace, plans: Iterable[WindowPlan], number: int) ->
 
 
 def _put_together(place: Workspace, metadata: Path, at: int, spec: AdapterSpec) -> AdapterFile:
-    """The file of an adapter for a window, beside the window's ``metadata`` and gone with it. Raises ``OSError``."""
+    """Write the file of an adapter for a window, next to the window's ``metadata``, with which it is removed. Raises
+    ``OSError``."""
     path = metadata.with_name(f"{metadata.stem}-lora-{at}.gguf")
     with path.open("wb") as file:
         file.write(adapter_header(spec))
@@ -127,7 +131,7 @@ def lease_layers(place: Workspace, number: int, refs: Iterable[LayerRef]) -> Non
 
 
 def release_files(place: Workspace, number: int) -> None:
-    """Load ``number`` is over, whether it came to anything or not: its layers may go, and its metadata goes."""
+    """Release what load ``number`` holds: its layers may be evicted, and its metadata is removed."""
     remove_metadata(place, number)
     place.cache.end_lease(_owner(number))
 
@@ -139,5 +143,5 @@ def remove_metadata(place: Workspace, number: int) -> None:
 
 
 def _owner(number: int) -> str:
-    """Who holds the layers of load ``number`` in the cache."""
+    """Return the name under which load ``number`` leases layers in the cache."""
     return f"load-{number}"

@@ -25,8 +25,10 @@ _EVENTS: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadKey:
-    """What a ring process has loaded, whatever its place in a route: the ``content`` of its windows, and how. It ``keeps``
-    KV cells or does not. How much stays in memory may change from one ring to the next.
+    """What a ring process has loaded, regardless of its place in a route: the ``content`` of its windows, and how they
+    are loaded.
+
+    It ``keeps`` KV cache or does not. How much stays in memory may differ between rings.
     """
 
     windows: tuple[WindowPlan, ...]
@@ -36,9 +38,10 @@ class LoadKey:
 
 
 class LoadedProcess:
-    """A ring process that loads, or has loaded, what ``content`` says, from the files of load ``number``.
+    """A ring process that loads, or has loaded, ``content`` from the files of load ``number``.
 
-    ``send`` it commands, read ``events`` or ``listen``, ``close`` it. ``gpu_care`` hears how its GPU fares, if it has one.
+    ``send`` it commands, read ``events`` or ``listen``, ``close`` it. ``gpu_care`` is notified of its GPU use, if it
+    has any.
     """
 
     def __init__(
@@ -47,13 +50,13 @@ class LoadedProcess:
         self._gpu_care = gpu_care
         self.content = content
         self.number = number
-        """Tells its files from those of others; a worker's epochs would not, since each head counts its own."""
+        """Distinguishes its files from those of others; a worker's epochs would not, since each head counts its own."""
         self.memory_low = False
-        """Whether it was short of memory, or of a GPU's: what it holds is not kept for another ring."""
+        """Whether it was short of memory, or a GPU was: then what it holds is not kept for another ring."""
         self._ring, self._place = ring, place
         ring.listen(self._hears)
         self._events: asyncio.Queue[RingEvent | None] = asyncio.Queue(_EVENTS)
-        """None wakes who waits for an event that does not come any more."""
+        """None wakes a reader that waits for an event that will not come."""
         self._heard: Callable[[RingEvent], None] | None = None
         self._error: PrimadError | None = None
         self._first: RingEvent | None = None
@@ -64,12 +67,12 @@ class LoadedProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether its process is no more, or was stopped."""
+        """Whether its process has ended or was stopped."""
         return self._error is not None
 
     async def _read(self) -> None:
         async for event in self._ring.events():
-            if type(event) is GpuLoaded:  # ``isinstance`` takes a microsecond where it is not
+            if type(event) is GpuLoaded:  # ``isinstance`` takes a microsecond if it is not
                 self.memory_low = event.layers < event.planned
                 if self._gpu_care is not None:
                     self._gpu_care.loaded(self.number, event, self._load_again)
@@ -80,21 +83,23 @@ class LoadedProcess:
                 await self._events.put(event)
 
     def _hears(self, event: RingEvent) -> bool:
-        """Whether ``event`` is heard as it comes, which is some turns of the loop less for each token."""
+        """Pass ``event`` on immediately, if possible, which saves some turns of the event loop per token; return
+        whether it was."""
         if self._heard is None or not self._events.empty() or type(event) in (GpuLoaded, GpuLow):
             return False
         self._heard(event)
         return True
 
     def _load_again(self, reason: str) -> None:
-        """There is other room than its windows were loaded for: it ends, and who hears it loads them once more."""
+        """End the process, as there is more or less memory than its windows were loaded for; its owner loads them
+        again."""
         if self._error is not None:
             return
         self.memory_low = True
         self._error = LoadAgainError(reason)
         with contextlib.suppress(asyncio.QueueFull):
             self._events.put_nowait(None)
-        self._ending = asyncio.create_task(self._let_go())  # nobody may be there to hear it
+        self._ending = asyncio.create_task(self._let_go())  # there may be no reader to notice the error
 
     async def _let_go(self) -> None:
         await self._ring.close()
@@ -120,20 +125,20 @@ class LoadedProcess:
             self._events.put_nowait(None)
 
     async def send(self, *commands: RingCommand) -> None:
-        """Give it commands; when it is gone, ``events`` says so."""
+        """Send it commands; if it has ended, ``events`` raises that."""
         await self._ring.send(*commands)
 
     async def events(self) -> AsyncIterator[RingEvent]:
-        """Its events as they come.
+        """Yield its events as they come.
 
-        Never ends quietly: raises ``PrimadError`` when the process ended or was stopped, ``WeightsError`` when its weights
-        ended it.
+        Never ends without an error: raises ``PrimadError`` when the process ended or was stopped, ``WeightsError`` if
+        its weights caused that.
         """
         while True:
             yield await self._next_event()
 
     async def listen(self, heard: Callable[[RingEvent], None]) -> NoReturn:
-        """Calls ``heard`` with each event; raises as ``events`` does, and what ``heard`` raises."""
+        """Call ``heard`` with each event; raises as ``events`` does, and what ``heard`` raises."""
         self._heard = heard
         try:
             while True:
@@ -152,9 +157,9 @@ class LoadedProcess:
         return event
 
     async def answers(self, timeout_s: float) -> bool:
-        """Whether it opens within ``timeout_s``; ``events`` gives that.
+        """Return whether it opens within ``timeout_s``; ``events`` then begins with that event.
 
-        What it says before is about an epoch that is over: it was on its way when it was asked to reopen.
+        Earlier events are about an epoch that is over: they were on their way when it was asked to reopen.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -166,12 +171,12 @@ class LoadedProcess:
         return True
 
     def forget_events(self) -> None:
-        """Drop what it said about an epoch that is over."""
+        """Drop its events about an epoch that is over."""
         while not self._events.empty():
             self._events.get_nowait()
 
     async def close(self) -> None:
-        """End the process, and let its files go."""
+        """End the process, and release its files."""
         for task in self._tasks:
             task.cancel()
         try:

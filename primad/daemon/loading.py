@@ -1,7 +1,8 @@
-"""Load windows, on the head and on a worker: prepare the layer files, place the windows, start the ring process, open it.
+"""Loads windows, on the head and on a worker: prepares the layer files, places the windows, starts the ring process,
+opens it.
 
-Where missing layers come from is all that differs: the head cuts them out of its model file, a worker fetches them; of a
-model on a hub each device draws its own.
+Only the source of missing layers differs: the head cuts them out of its model file, a worker fetches them; for a model
+on a hub each device downloads its own.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ from primad.system.niceness import apply_nice
 from primad.system.tasks import in_thread
 
 GetLayers = Callable[[Sequence[LayerRef], Callable[[int], None]], Awaitable[None]]
-"""Puts layers that are missing into the cache, and tells bytes as they arrive, together the size of those layers."""
+"""Puts missing layers into the cache, and reports bytes as they arrive; in total the size of those layers."""
 
 
 class WindowLoad:
-    """One load of windows by this daemon, as ``load`` asks for it. ``number`` tells its files from those of other loads.
+    """One load of windows by this daemon, as ``load`` asks for it. ``number`` distinguishes its files from those of
+    other loads.
 
-    ``prepare`` it, ``start`` it; the ``LoadedProcess`` then owns the files. ``release`` it where it came to no process.
-    ``head`` is for the head's own. A plan of one window is the whole model: its window has no layer files, where the file is
-    here. ``embedding`` is the layer file of the token embedding, where there is no model file to look it up in.
+    Call ``prepare``, then ``start``; the ``LoadedProcess`` then owns the files. Call ``release`` if no process was
+    started. ``head`` is for the head's own load. A plan of one window is the whole model: its window has no layer files
+    if the model file is local. ``embedding`` is the layer file of the token embedding if there is no model file to look
+    it up in.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class WindowLoad:
     ) -> None:
         self.number = number
         self.downloaded: dict[str, bytes] = {}
-        """By the name of its origin the tree of each layer that had no digest before."""
+        """The tree of each layer that had no digest before, by the name of its origin."""
         self.options = EngineOptions(
             context=load.context,
             sequences=load.sequences,
@@ -74,12 +77,12 @@ class WindowLoad:
 
     @property
     def layers(self) -> list[LayerRef]:
-        """All layer files that this takes, some of them more than once."""
+        """All layer files of this load, some of them more than once."""
         own = [] if self._embedding is None else [self._embedding]
         return [*own, *(ref for plan in self._load.windows for ref in plan.spec.files)]
 
     def named(self, name: str, digest: str, tree: bytes) -> None:
-        """The layer of this origin turned out to be ``digest``: so it is called from now on, and leased."""
+        """Record that the layer of origin ``name`` has ``digest``, by which it is called and leased from now on."""
         self.downloaded[name] = tree
         if all(ref.digest != name for ref in self.layers):
             return  # it had its digest before
@@ -96,7 +99,8 @@ class WindowLoad:
         lease_layers(self._place, self.number, self.layers)
 
     async def prepare(self, get: GetLayers, progress: Callable[[int, int], None]) -> None:
-        """Have all layers in the cache, leased: ``get`` brings what is missing. ``progress`` hears bytes done, and in all.
+        """Have all layers in the cache, leased: ``get`` brings missing ones. ``progress`` gets bytes done and total
+        bytes.
 
         Raises what ``get`` raises.
         """
@@ -115,7 +119,7 @@ class WindowLoad:
         cache.touch({ref.digest for ref in self.layers})
 
     def key(self) -> LoadKey:
-        """What the ring process will have loaded."""
+        """Return what the ring process will have loaded."""
         load = self._load
         return LoadKey(
             windows=tuple(plan.content for plan in load.windows),
@@ -125,9 +129,10 @@ class WindowLoad:
         )
 
     async def start(self, key: LoadKey) -> LoadedProcess:
-        """Start a ring process that loads the windows; its ``events`` say how it goes.
+        """Start a ring process that loads the windows; its ``events`` report how it goes.
 
-        Raises ``PrimadError`` when a disk refuses, no process can be started, or a GPU was left out since it was planned.
+        Raises ``PrimadError`` if a disk fails, no process can be started, or a GPU was left out since the plan was
+        made.
         """
         used = [len(plan.assignment.on_each_gpu) for plan in self._load.windows if plan.assignment.uses_gpu]
         if max(used, default=0) > self._gpus:
@@ -144,13 +149,13 @@ class WindowLoad:
         process = LoadedProcess(ring, self._place, self.number, key, self._gpu_care if uses_gpu else None)
         try:
             await process.send(self._opening(windows))
-        except BaseException:  # cancelled over it, nobody else would end the process
+        except BaseException:  # if this is cancelled, no other code ends the process
             await process.close()
             raise
         return process
 
     def release(self) -> None:
-        """Let the files go."""
+        """Release the files."""
         release_files(self._place, self.number)
 
     def _place_windows(self) -> list[WindowSource]:
@@ -169,7 +174,7 @@ class WindowLoad:
             ]
         windows = place_windows(self._place, load.windows, self.number)
         for window in windows:
-            read_header(Path(window.metadata))  # the head wrote it: judged before llama.cpp sees it
+            read_header(Path(window.metadata))  # the head wrote it, so check it before llama.cpp reads it
         return windows
 
     def _opening(self, windows: list[WindowSource]) -> Open:

@@ -1,4 +1,5 @@
-"""Measuring this device while its daemon runs: in a few seconds before anything is computed, and better when it is idle."""
+"""Measures this device while its daemon runs: in a few seconds before anything is computed, and better when it is
+idle."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ from primad.system.tasks import to_its_end
 
 LOOK_S: Final = 10.0
 QUIET_LOOKS: Final = 6
-"""A machine that was idle at so many looks, one behind the other, is idle."""
+"""A machine that was idle at this number of consecutive looks is idle."""
 QUIET_SHARE: Final = 0.15
-"""What its processors do at most meanwhile."""
+"""Maximum share of the processor that its programs may use meanwhile."""
 ROOM_BYTES: Final = 1 << 30
 """Memory that must be free: trials take some hundred megabytes for a while."""
 WAKE_S: Final = 0.5
@@ -38,7 +39,8 @@ _RING: Final = "primad.ring.process"
 
 
 class OwnProfile:
-    """The profile of the device on which a daemon runs. ``describe`` hears what is measured, the owner sees progress."""
+    """The profile of the device on which a daemon runs. ``describe`` gets what is being measured, the owner sees
+    progress."""
 
     def __init__(self, config: Config, reporter: Reporter, describe: Callable[[str], None] = lambda _: None) -> None:
         self._config, self._reporter, self._describe = config, reporter, describe
@@ -49,12 +51,12 @@ class OwnProfile:
         return is_profiled(self._config.home, self._config.threads, QUICK)
 
     def now(self, name: str) -> DeviceProfile:
-        """The profile as of now, under ``name``; what takes time was measured before."""
+        """Return the current profile, under ``name``; whatever takes time to measure was measured before."""
         config = self._config
         return profile_device(name, config.home, config.threads, lambda _: None, limits=config.limits, effort=QUICK)
 
     async def measure(self) -> None:
-        """Measure this device unless it was before. Raises ``ConfigError`` when it cannot be."""
+        """Measure this device unless it was before. Raises ``ConfigError`` if it cannot be."""
         if self.is_known:
             return
         self._describe("measuring this device")
@@ -67,9 +69,9 @@ class OwnProfile:
             await self._ask(QUICK, advance)
 
     async def refine(self) -> bool:
-        """Measure with all effort once this machine is idle, unless it was; what is computed meanwhile goes first.
+        """Measure with all effort once this machine is idle, unless that was done; computing takes precedence.
 
-        Whether there are better figures now.
+        Returns whether there are better figures now.
         """
         if is_profiled(self._config.home, self._config.threads, Effort()):
             return False
@@ -84,11 +86,11 @@ class OwnProfile:
                 asking.cancel()
                 await asyncio.wait([asking])
             if not asking.cancelled() and asking.exception() is not None:
-                return False  # it was measured before and serves as it is
+                return False  # the earlier figures stay in use
         return True
 
     async def _ask(self, effort: Effort, advance: Callable[[str], None]) -> None:
-        """Have a child measure; it ends with this task."""
+        """Measure in a child process, which ends with this task."""
         config, loop = self._config, asyncio.get_running_loop()
         request = MeasureRequest(
             name=config.name, home=str(config.home), threads=config.threads, is_quick=effort.is_quick
@@ -96,7 +98,7 @@ class OwnProfile:
         stop = StopFlag(subprocess.Popen.terminate)
 
         def ask() -> None:
-            with begin_piped("primad.profiler.process", dict(os.environ)) as child:  # we hide GPUs from ourselves alone
+            with begin_piped("primad.profiler.process", dict(os.environ)) as child:  # GPUs are hidden from this process only
                 assert child.stdin is not None
                 assert child.stdout is not None
                 stop.watch(child)
@@ -116,7 +118,7 @@ class OwnProfile:
 
 @contextlib.contextmanager
 def measuring(config: Config, reporter: Reporter, effort: Effort) -> Iterator[Callable[[str], None]]:
-    """What to call at each step while this device is measured: the owner sees it, and at the end what was in the way."""
+    """Yield a function to call at each step of measuring, which shows progress; at the end report what disturbed it."""
     steps = itertools.count()
 
     def advance(_: str) -> None:
@@ -137,7 +139,7 @@ def measuring(config: Config, reporter: Reporter, effort: Effort) -> Iterator[Ca
 
 
 async def _idle() -> None:
-    """Wait until this machine does next to nothing, and the ring process of this daemon nothing."""
+    """Wait until this machine is nearly idle, and the ring process of this daemon idle."""
     quiet, computed_s = 0, ring_cpu_s()
     psutil.cpu_percent()
     while quiet < QUIET_LOOKS:

@@ -1,4 +1,4 @@
-"""Looks at this device's memory after it was low, until plans may have more again.
+"""Checks this device's memory after it was low, until plans may use more again.
 
 ``membership/memory_recovery.py`` decides.
 """
@@ -15,13 +15,13 @@ from primad.settings.timings import Timings
 from primad.system.memory import children, held_bytes, memory
 
 OnRecovered = Callable[[int], Awaitable[None]]
-"""Hears how many bytes plans may use from now on."""
+"""Called with the bytes that plans may use from now on."""
 FindRoom = Callable[[], tuple[recovery.Room, int]]
-"""What there is room for now, and all bytes of that memory. Called in a thread."""
+"""Returns the memory that is free now, and the total bytes of that memory. Called in a thread."""
 
 
 class MemoryWatch:
-    """``memory_recovered`` hears of room that is there again, as ``measure`` finds it. ``run`` it beside everything else."""
+    """Calls ``memory_recovered`` when ``measure`` finds memory free again. Run ``run`` alongside everything else."""
 
     def __init__(
         self,
@@ -36,36 +36,38 @@ class MemoryWatch:
         self._memory_low = asyncio.Event()
 
     def begin(self, reported_bytes: int) -> None:
-        """Plans have so much of this device, as measured just now."""
+        """Record that plans use ``reported_bytes`` of this device, as measured now."""
         self._state = recovery.begin(reported_bytes, self._state)
         if not self._state.watches:
             self._memory_low.clear()
 
     def max_bytes(self, available_bytes: int) -> int:
-        """What plans may have of what is available: no more than was told since the device was short of memory."""
+        """Return what plans may use of ``available_bytes``: no more than was reported since the device was short of
+        memory."""
         if self._state is None or not self._state.watches:
             return available_bytes
         return min(available_bytes, self._state.reported_bytes)
 
     async def report_memory_low(self, needed_bytes: int) -> int:
-        """The device lacks so much; what there is room for beside what serves now, within what the owner allows."""
+        """Record that the device lacks ``needed_bytes``; return what is free besides the serving ring, within the
+        owner's limits."""
         room, _ = await asyncio.to_thread(self._measure)
         self.note_memory_low(room, needed_bytes)
         return room.beside_bytes
 
     def note_memory_low(self, room: recovery.Room, needed_bytes: int) -> None:
-        """As ``report_memory_low``, where it is known what there is room for."""
+        """As ``report_memory_low``, with a known ``room``."""
         if self._state is not None:
             self._state = recovery.report_memory_low(self._state, room, needed_bytes=needed_bytes, now=time.monotonic())
             self._memory_low.set()
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Check until cancelled."""
         while True:
             await self._memory_low.wait()
             await asyncio.sleep(self._look_every_s)
             room, total_bytes = await asyncio.to_thread(self._measure)
-            if self._state is None or not self._state.watches:  # somebody began anew meanwhile
+            if self._state is None or not self._state.watches:  # ``begin`` was called meanwhile
                 continue
             self._state, reported_bytes = recovery.look(
                 self._state, room, total_bytes=total_bytes, now=time.monotonic()
@@ -77,7 +79,7 @@ class MemoryWatch:
 
 
 def ram_room(limits: OwnerLimits) -> tuple[recovery.Room, int]:
-    """What there is room for on this device within ``limits``, and all of its memory."""
+    """Return the memory that is free on this device within ``limits``, and its total memory."""
     ours = children()
     now = memory(ours=ours)
     total, available = now.total_bytes, now.available_bytes

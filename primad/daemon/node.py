@@ -1,4 +1,4 @@
-"""What a daemon is on its device, whichever role it has: what travels together wherever it is handed down."""
+"""This device as its daemon sees it, in either role: values that are handed down together."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from primad.trust.trust import TrustStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """This device's settings, its folders, its keys, the devices that it trusts, how long things may take, and how far its
-    GPU is trusted."""
+    """This device's settings, folders, keys, trusted devices and durations, and how far its GPUs are trusted."""
 
     config: Config
     workspace: Workspace
@@ -32,7 +31,7 @@ class Node:
         object.__setattr__(self, "gpu_care", care)
 
     def transfers(self, sockets: zmq.asyncio.Context) -> Transfers:
-        """How this device fetches layers and KV blocks."""
+        """Return how this device fetches layers and KV blocks."""
         return Transfers(
             context=sockets,
             identity=self.identity,

@@ -1,7 +1,7 @@
-"""What the owner of this device wants of it now: computing paused by hand or on battery, computing that stands back.
+"""What the owner of this device wants now: computing paused by hand or on battery.
 
-The policy decides from what it was told and the time; the shell reads the battery, keeps the pause that was made by hand in
-``paused.json`` so that it outlives a restart, and sets priorities.
+The policy decides from its inputs and the time. The shell reads the battery and keeps a pause by hand in
+``paused.json``, so that it outlives a restart.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ logger = logging.getLogger(__name__)
 
 BATTERY_EVERY_S: Final = 15.0
 SETTLED_S: Final = 10.0
-"""A change between mains and battery counts when it has lasted so long: plugs and their contacts are not quick."""
+"""A change between mains and battery counts after it has lasted this long: contacts of plugs bounce."""
 BY_HAND: Final = "paused by its owner; 'primad resume' ends that"
-ON_BATTERY: Final = "runs on battery; it goes on when it is plugged in"
+ON_BATTERY: Final = "runs on battery; it computes again when it is plugged in"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PausePolicy:
     """Whether this device computes. Every change is a new value.
 
-    ``on_battery`` is what counts now; ``other_since_s`` is when the battery began to say otherwise, None while it agrees.
+    ``on_battery`` is what counts now; ``other_since_s`` is the time since which the battery has reported the opposite,
+    None while it agrees.
     """
 
     pause_on_battery: bool
@@ -48,15 +49,16 @@ class PausePolicy:
         return ON_BATTERY if self.pause_on_battery and self.on_battery else None
 
     def pause(self) -> PausePolicy:
-        """The owner paused it."""
+        """Return the policy after the owner paused the device."""
         return replace(self, by_hand=True)
 
     def resume(self) -> PausePolicy:
-        """The owner let it go on; a battery may still keep it paused."""
+        """Return the policy after the owner resumed the device; a battery may still keep it paused."""
         return replace(self, by_hand=False)
 
     def power(self, plugged: bool | None, now_s: float) -> PausePolicy:
-        """The battery says whether it is ``plugged`` in; None, where there is none or it cannot tell, is mains."""
+        """Return the policy after the battery reports whether it is ``plugged`` in; None (no battery, or unknown)
+        counts as mains."""
         on_battery = plugged is False
         if on_battery == self.on_battery:
             return replace(self, other_since_s=None)
@@ -66,14 +68,14 @@ class PausePolicy:
         return replace(self, on_battery=on_battery, other_since_s=None)
 
     def next_look_s(self, now_s: float) -> float:
-        """In how many seconds the battery should be asked again: sooner when a change is about to count."""
+        """Return in how many seconds to read the battery again: sooner when a change is about to count."""
         if self.other_since_s is None:
             return BATTERY_EVERY_S
         return max(0.0, self.other_since_s + SETTLED_S - now_s)
 
 
 class OwnerPause:
-    """The pause of one daemon. ``changed`` hears each new reason, None for "computes again", in the event loop."""
+    """The pause of one daemon. ``changed`` gets each new reason, None for "computes again", in the event loop."""
 
     def __init__(self, home: Path, *, pause_on_battery: bool, changed: Callable[[str | None], None]) -> None:
         self._path = home / "paused.json"
@@ -86,15 +88,16 @@ class OwnerPause:
         return self._policy.paused
 
     def pause(self) -> str:
-        """Pause by hand, also after a restart; one line about it. Raises ``ConfigError`` when that cannot be kept."""
+        """Pause by hand, also after a restart; return one line about it. Raises ``ConfigError`` if that cannot be
+        stored."""
         if self._policy.by_hand:
             return "paused already; 'primad resume' ends that"
-        write_private(self._path, b"{}\n")  # that it is there says all
+        write_private(self._path, b"{}\n")  # only its existence matters
         self._become(self._policy.pause())
         return "paused until 'primad resume', also after a restart"
 
     def resume(self) -> str:
-        """End the pause by hand; one line about it. Raises ``ConfigError`` when that cannot be kept."""
+        """End the pause by hand; return one line about it. Raises ``ConfigError`` if that cannot be stored."""
         if not self._policy.by_hand:
             return "was not paused" if self.paused is None else f"was not paused by hand, but {self.paused}"
         try:
@@ -107,9 +110,9 @@ class OwnerPause:
     async def watch_battery(
         self, read: Callable[[], bool | None] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Follow the battery until cancelled; ends at once when it does not matter or there is none.
+        """Follow the battery until cancelled; return immediately if it does not matter or there is none.
 
-        No system tells of a plug that is pulled in a way that works everywhere, so the battery is asked now and then.
+        No notification of a pulled plug works on every system, so the battery is polled.
         """
         read = is_plugged if read is None else read
         if not self._policy.pause_on_battery:
@@ -129,8 +132,8 @@ class OwnerPause:
 
 
 def is_plugged() -> bool | None:
-    """Whether this device runs on mains; None where it has no battery or that cannot be told."""
-    sensors: Callable[[], object] | None = getattr(psutil, "sensors_battery", None)  # not on every system
+    """Return whether this device runs on mains; None if it has no battery or the state is unknown."""
+    sensors: Callable[[], object] | None = getattr(psutil, "sensors_battery", None)  # missing on some systems
     if sensors is None:
         return None
     try:

@@ -1,4 +1,5 @@
-"""Pairing in a daemon: show a code and wait for who knows it, or bring a code to the device that shows it."""
+"""Pairing in a daemon: shows a code and waits for a device that knows it, or brings a code to the device that shows
+it."""
 
 from __future__ import annotations
 
@@ -22,19 +23,19 @@ from primad.trust.trust import TrustedDevice, TrustRole
 from primad.trust.words import Code, new_code, parse_code
 
 LOOK_S: Final = 3.0
-"""How long a device with a code looks for the one that shows it, before it looks again."""
+"""How long a device with a code looks for the device that shows it, before it looks again."""
 LOOKS: Final = 5
 PATIENCE_S: Final = 55.0
-"""What bringing a code takes at most, however many devices announce it; ``primad pair`` waits a little longer."""
+"""Maximum time for bringing a code, however many devices announce it; ``primad pair`` waits a little longer."""
 MAX_HOSTS: Final = 4
 TURN_S: Final = 13.0
-"""What one device that announces the code may take of that, however many places it names and however slow they are."""
+"""Maximum time for one device that announces the code, however many addresses it names and however slow they are."""
 _NAME_IT: Final = "name the place that 'primad pair' prints with --device"
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenCode:
-    """A code that is good until ``ends_at``, where it is taken, and the places to bring it to."""
+    """A code that is valid until ``ends_at``, the server that accepts it, and the addresses to bring it to."""
 
     code: Code
     server: PairingServer
@@ -43,7 +44,7 @@ class _OpenCode:
 
 
 class PairingService:
-    """Where this daemon lets new devices in, as ``role``. One code is open at a time; the trust store has who was paired."""
+    """Lets new devices in, as ``role``. One code is open at a time; paired devices are in the trust store."""
 
     def __init__(self, node: Node, report_line: ReportLine, role: TrustRole) -> None:
         self._node = node
@@ -55,11 +56,11 @@ class PairingService:
         self.name = node.config.name
 
     def use(self, discovery: Discovery) -> None:
-        """Announce open codes by ``discovery``."""
+        """Announce open codes with ``discovery``."""
         self._discovery = discovery
 
     async def open(self) -> PairingCode:
-        """The code that is open, a new one if none is. Raises ``ClusterError`` when no port can be listened on."""
+        """Return the open code, a new one if there is none. Raises ``ClusterError`` if no port can be listened on."""
         loop = asyncio.get_running_loop()
         hosts = [] if self._open is not None else await self._hosts()
         if self._open is None:
@@ -76,7 +77,7 @@ class PairingService:
         return shown
 
     async def _hosts(self) -> list[str]:
-        """What leads to this device: its addresses, and its name in mDNS if others find it by that."""
+        """Return what leads to this device: its addresses, and its mDNS name if others find it by that."""
         hosts = own_hosts(self._config.host, self._config.interface)[:MAX_HOSTS]
         name, discovery = local_name(), self._discovery
         if discovery is None or is_loopback(self._config.host) or not await discovery.leads_here(name):
@@ -88,7 +89,7 @@ class PairingService:
         return await pair(self._node, code, at, self._report_line, self._role)
 
     def shown(self) -> PairingCode | None:
-        """The code that is open."""
+        """Return the open code; None if there is none."""
         if self._open is None:
             return None
         left_s = max(0.0, self._open.ends_at - asyncio.get_running_loop().time())
@@ -96,7 +97,7 @@ class PairingService:
         return PairingCode(code=str(shown.code), expires_s=left_s, port=shown.server.port, addresses=shown.places)
 
     async def close(self) -> None:
-        """No code is good any more."""
+        """Invalidate the open code."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -119,10 +120,10 @@ class PairingService:
 
 
 async def pair(node: Node, code: str, at: str | None, report_line: ReportLine, role: TrustRole) -> TrustedDevice:
-    """Bring ``code`` to the device that shows it, at the address ``at`` (host:port) or looked for by mDNS; trust it
-    as ``role``.
+    """Bring ``code`` to the device that shows it, at the address ``at`` (host:port) or found by mDNS; trust it as
+    ``role``.
 
-    Raises ``ClusterError`` when it is not found, or does not take the code.
+    Raises ``ClusterError`` if it is not found, or does not accept the code.
     """
     known = parse_code(code)
     config = node.config
@@ -141,7 +142,7 @@ async def pair(node: Node, code: str, at: str | None, report_line: ReportLine, r
 
 
 class _Errand:
-    """Brings ``code`` to one device after another. Each gets one proof, and ``proofs`` says how many there may be in all."""
+    """Brings ``code`` to one device after another. Each gets one proof; ``proofs`` limits their total number."""
 
     def __init__(self, code: Code, who: Who, proofs: Proofs, report_line: ReportLine) -> None:
         self._code, self._who, self._proofs, self._report_line = code, who, proofs, report_line
@@ -152,7 +153,7 @@ class _Errand:
         return f"--code {self._code.number}-..."
 
     async def search(self, config: Config) -> TrustedDevice:
-        """Bring the code to those that announce its number: whoever does so first need not be the one that shows it."""
+        """Bring the code to devices that announce its number: the first to do so need not be the one that shows it."""
         self._report_line(f"looking for the device that shows the code {self._code.number}-...")
         error: ClusterError | None = None
         for _ in range(LOOKS):
@@ -163,7 +164,7 @@ class _Errand:
             ]
             if not announced and error is not None:
                 raise error
-            random.shuffle(announced)  # by name the same ones would be first each time
+            random.shuffle(announced)  # sorted by name, the same ones would be first each time
             for places in announced:
                 if not self._refused.isdisjoint(places):
                     continue
@@ -185,7 +186,8 @@ class _Errand:
         )
 
     async def bring(self, places: list[tuple[str, int]]) -> TrustedDevice:
-        """Pair at the first of ``places`` that can be reached: they are addresses of one device, most likely ones first."""
+        """Pair at the first of ``places`` that can be reached: they are addresses of one device, the most likely
+        first."""
         for host, port in places:
             try:
                 return await pair_with(host, port, self._code, self._who, self._proofs.count)

@@ -1,7 +1,7 @@
-"""The head's pictures: each is encoded once, by the device that the plan names or else by this one, and kept.
+"""The head's pictures: each is encoded once, by the device that the plan names or otherwise by this one, and kept.
 
-What a picture became is kept, so that one in the next turn of a conversation is not encoded again. The process for pictures
-ends when nobody has sent one for a while.
+Encoded pictures are kept, so that the next turn of a conversation does not encode its pictures again. The process for
+pictures ends after a while without any.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from primad.system.tasks import Tasks, to_its_end
 from primad.system.turn_lock import TurnLock
 
 IDLE_S: Final = 300.0
-"""The process ends after so long without a picture."""
+"""The process ends after this time without a picture."""
 KEPT_BYTES: Final = 128 << 20
-"""Of what pictures became."""
+"""Maximum bytes of encoded pictures that are kept."""
 logger = logging.getLogger(__name__)
 
 
@@ -35,17 +35,18 @@ class EncodesElsewhere(Protocol):
 
     @property
     def own_gpu(self) -> str:
-        """The GPU on which this device is to encode itself; empty: its processor."""
+        """The GPU on which this device is to encode; empty: on its processor."""
 
     @property
     def device(self) -> str | None:
         """The device that encodes now; None: this one."""
 
     async def encode(self, data: bytes) -> EncodedPicture | PictureRefused | None:
-        """What the file ``data`` becomes; None where no other device encodes. Raises ``PrimadError`` where one failed."""
+        """Return the encoding of the file ``data``; None if no other device encodes. Raises ``PrimadError`` if one
+        failed."""
 
     async def end(self) -> None:
-        """No picture is encoded for now."""
+        """Stop encoding for now."""
 
 
 class _Here:
@@ -61,8 +62,8 @@ class _Here:
 class PictureService:
     """Encodes pictures for ``model`` with the encoder file ``path``, one at a time, callers in turn.
 
-    ``image_tokens`` are the fewest and the most of a picture (0: as the file says). ``began`` hears of each process.
-    What another device, ``elsewhere``, cannot encode is encoded here.
+    ``image_tokens`` are the minimum and maximum of tokens per picture (0: as the file says). ``began`` gets the id of
+    each process. Pictures are encoded here if another device, ``elsewhere``, cannot encode them.
     """
 
     def __init__(
@@ -92,16 +93,16 @@ class PictureService:
 
     @property
     def pid(self) -> int | None:
-        """The process, while there is one."""
+        """The process id, while there is a process."""
         return self._child.pid
 
     @property
     def starts(self) -> int:
-        """How many processes there were."""
+        """Number of processes started so far."""
         return self._child.starts
 
     def status(self) -> dict[str, Any]:
-        """For ``/status``: who encodes now, and how many pictures were encoded, of these by other devices."""
+        """For ``/status``: which device encodes now, and how many pictures were encoded, here and by other devices."""
         return {
             "device": self._elsewhere.device,
             "alive": self.pid is not None,
@@ -110,12 +111,12 @@ class PictureService:
         }
 
     async def encode(self, data: bytes, called: str, owner: str = "") -> EncodedPicture:
-        """What the file ``data`` becomes, which its request, of ``owner``, has ``called`` so.
+        """Encode the file ``data``, which its request, of ``owner``, calls ``called``.
 
-        Raises ``RequestError`` for one that is no picture or too large a one, ``EngineError`` where the encoder cannot be
-        loaded, ``RingError`` when its process ended or hung; the next picture starts it again.
+        Raises ``RequestError`` if it is not a picture or too large, ``EngineError`` if the encoder cannot be loaded,
+        ``RingError`` if its process ended or hung; the next picture starts it again.
         """
-        check_sent(data, called)  # of the header alone, so that no process is asked, nor started, for nothing
+        check_sent(data, called)  # checks the header only, so that no process is asked or started in vain
         digest = hashlib.sha256(data).hexdigest()
         if (found := self._found(digest)) is not None:
             return found
@@ -124,7 +125,7 @@ class PictureService:
                 return found
             if self._closed:
                 raise RingError(CLOSED)
-            reply = await to_its_end(self._encoded(data))  # one whose client left costs others no process
+            reply = await to_its_end(self._encoded(data))  # a client that leaves must not cost others the process
             if isinstance(reply, PictureRefused):
                 raise RequestError(f"{called}: {reply.error}", param=called)
             return reply
@@ -156,7 +157,7 @@ class PictureService:
         return reply
 
     async def _here(self, data: bytes) -> EncodedPicture | PictureRefused:
-        """By this device, on its processor where its GPU failed once."""
+        """Encode on this device, on its processor if its GPU failed before."""
         gpu = "" if self._distrusts_gpu else self._elsewhere.own_gpu
         if gpu != self._child.load.gpu:
             await self._child.end()
@@ -181,12 +182,12 @@ class PictureService:
             self._kept.popitem(last=False)
 
     async def close(self) -> None:
-        """End the process, whatever it does, for good."""
+        """End the process for good, whatever it is doing."""
         self._closed = True
         if self._ending is not None:
             self._ending.cancel()
         await self._tasks.close()
         await self._elsewhere.end()
         await self._child.close()
-        async with self._turn.held(""):  # one that had just begun to start it
+        async with self._turn.held(""):  # a request that had just begun to start it
             await self._child.close()

@@ -1,4 +1,4 @@
-"""The daemon's side of a ring process: start it, talk to it, notice its end, end it."""
+"""The daemon's side of a ring process: starts it, exchanges messages with it, notices its end, ends it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from primad.system.children.child import begin_child
 from primad.system.children.spawn import GRACE_S, connected, environment, how_it_ended
 
 LEAVE_S: Final = 0.5
-"""A ring process that computes or loads does not notice in this time that it is to leave, and is killed."""
+"""A ring process that computes or loads may not notice within this time that it is to end, and is killed."""
 
 
 CUT_SHORT: Final = "a layer file was cut short or its disk failed while it was read (SIGBUS)"
@@ -36,9 +36,9 @@ MAX_ARRIVED: Final = 64
 
 
 class _Events(asyncio.StreamReaderProtocol):
-    """Cuts what arrives into events, a turn of the loop earlier than its reader would, which gets nothing.
+    """Cuts what arrives into events, one turn of the event loop earlier than a stream reader would, which gets nothing.
 
-    Each goes to ``hear``, and to ``next`` if that says that it does not want it, or if others wait there.
+    Each event goes to ``hear``, and to ``next`` if ``hear`` returns False or earlier events wait there.
     """
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
@@ -68,7 +68,7 @@ class _Events(asyncio.StreamReaderProtocol):
         except msgspec.DecodeError as exc:
             self._error = ProtocolError(f"not an event of the ring process: {exc}")
             self._news.set()
-        except Exception as exc:  # noqa: BLE001 (whoever reads the events raises it)
+        except Exception as exc:  # noqa: BLE001 (``next`` raises it)
             self._error = exc
             self._news.set()
         if len(self._arrived) >= MAX_ARRIVED and self._transport is not None:
@@ -83,7 +83,8 @@ class _Events(asyncio.StreamReaderProtocol):
         self._end()
 
     async def next(self) -> RingEvent | None:
-        """The next one that was not heard; None when it is gone. Raises what ``hear`` raised, or ``ProtocolError``."""
+        """Return the next event that ``hear`` did not take; None at the end. Raises what ``hear`` raised, or
+        ``ProtocolError``."""
         while not self._arrived:
             if self._error is not None:
                 raise self._error
@@ -122,7 +123,8 @@ class RingProcess:
     async def start(cls, log: Path, *, threads: int, place: int = 0, gpu: bool = False) -> RingProcess:
         """Start a ring process for ``threads`` compute threads, whose standard error goes to the file ``log``.
 
-        ``place`` and ``gpu`` are as in ``environment``. Raises ``RingError`` when this device cannot start another process.
+        ``place`` and ``gpu`` are as in ``environment``. Raises ``RingError`` if this device cannot start another
+        process.
         """
         variables = environment(os.environ, threads, place, gpu=gpu)
         try:
@@ -146,21 +148,23 @@ class RingProcess:
         return self._process.pid
 
     async def send(self, *commands: RingCommand) -> None:
-        """Give it commands, which it reads together; when it is gone, ``events`` says so."""
+        """Send it commands, which it reads together; if it has ended, ``events`` raises that."""
         with contextlib.suppress(OSError):
             self._writer.write(b"".join(map(frame, in_few(commands))))
             await self._writer.drain()
 
     def listen(self, hear: Callable[[RingEvent], bool]) -> None:
-        """From now on each event goes to ``hear`` as it arrives, and to ``events`` if that says that it does not want it, or
-        if others wait there. What ``hear`` raises ``events`` raises."""
+        """Pass each event to ``hear`` as it arrives, and to ``events`` if ``hear`` returns False or earlier events wait
+        there.
+
+        ``events`` raises what ``hear`` raises."""
         self._events.hear = hear
 
     async def events(self) -> AsyncIterator[RingEvent]:
-        """Its events as they come.
+        """Yield its events as they come.
 
-        Raises the error that it broke by (``messages.FAULTS``), or ``WeightsError`` where that is its weights, and
-        ``RingError`` when it ends; it never ends quietly.
+        Raises the error that broke it (``messages.FAULTS``), ``WeightsError`` if its weights are damaged, and
+        ``RingError`` when it ends; it never ends without an error.
         """
         while (event := await self._events.next()) is not None:
             if type(event) is RingBroken:
@@ -180,9 +184,10 @@ class RingProcess:
         return RingError(f"the ring process {how}" + (f": {last}" if last else ""))
 
     async def close(self) -> None:
-        """End it: it leaves by itself when its connection closes, and is killed ``LEAVE_S`` later if it does not.
+        """End it: it ends by itself when its connection closes, and is killed after ``LEAVE_S`` if it does not.
 
-        What it has not taken yet is dropped, since it may never take it. Cancelled over it, it is killed at once.
+        Data that it has not read yet is dropped, since it may never read it. If this is cancelled, the process is
+        killed immediately.
         """
         self._writer.transport.abort()
         try:
@@ -198,14 +203,14 @@ class RingProcess:
 
 
 def _remove_empty(log: Path) -> None:
-    """A log without a word would only add up, one for each ring."""
+    """Remove an empty log: they would add up, one for each ring."""
     with contextlib.suppress(OSError):
         if log.stat().st_size == 0:
             log.unlink()
 
 
 def _last_line(log: Path) -> str:
-    """The last line before the stacks that Python writes when a signal ends it."""
+    """Return the last line before the stacks that Python writes when a signal ends it."""
     try:
         text = log.read_bytes()[-LOG_BYTES:].decode("utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,5 @@
-"""What head and worker share at their start: the home folder, the profile, and an end within two seconds of Ctrl-C."""
+"""What head and worker share at their start and end: the home folder, the profile, and an end within two seconds of
+Ctrl-C."""
 
 from __future__ import annotations
 
@@ -36,11 +37,11 @@ logger = logging.getLogger(__name__)
 def run(main: Coroutine[Any, Any, None], ask_to_end: Callable[[], bool] | None = None) -> None:
     """Run a daemon to its end. Raises its ``PrimadError``; a signal ends it in order and raises ``Stopped``.
 
-    ``ask_to_end`` is tried at a signal first: it gives the daemon time to hand its work over, and says False when it was
-    called before, so that a second signal ends the daemon at once.
+    At a signal ``ask_to_end`` is tried first: it gives the daemon time to hand its work over. It returns False if it
+    was called before, so that a second signal ends the daemon immediately.
     """
     keep_what_is_loaded()
-    loop_factory = asyncio.SelectorEventLoop if sys.platform == "win32" else None  # ZeroMQ needs one that selects
+    loop_factory = asyncio.SelectorEventLoop if sys.platform == "win32" else None  # ZeroMQ needs a selector loop
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         try:
             runner.run(_until_signalled(main, ask_to_end))
@@ -85,12 +86,12 @@ def _primad_error(failures: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 class HomeTakenError(NotNowError):
-    """A daemon runs with this home folder."""
+    """Another daemon runs with this home folder."""
 
 
 @contextlib.contextmanager
 def own_home(config: Config) -> Iterator[None]:
-    """The home folder belongs to one daemon at a time."""
+    """Lock the home folder, which belongs to one daemon at a time."""
     open_home(config)
     path = config.home / "daemon.lock"
     taken = HomeTakenError(
@@ -102,7 +103,7 @@ def own_home(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_node(config: Config) -> Iterator[Node]:
-    """This device for one daemon, which has its home folder to itself."""
+    """Yield this device for one daemon, which has the home folder to itself."""
     with own_home(config):
         open_kv_cache(config)
         check_chosen_gpu(config.home, config.threads, config.limits.gpu)
@@ -117,7 +118,7 @@ def own_node(config: Config) -> Iterator[Node]:
 
 
 def home_place(config: Config) -> Workspace:
-    """The workspace in the home folder. What a killed daemon left there is removed first."""
+    """Return the workspace in the home folder, after removing what a killed daemon left there."""
     for path in config.run.glob("window-*.gguf"):
         path.unlink(missing_ok=True)
     for path in config.run.glob("ring-*.log"):
@@ -141,15 +142,16 @@ def home_place(config: Config) -> Workspace:
 
 
 def _forget_blocks(config: Config) -> None:
-    """No KV cell outlives its daemon, unless in the owner's cache."""
+    """Remove KV cache, which must not outlive its daemon, unless it is in the owner's cache."""
     if config.kv_cache is None:
-        shutil.rmtree(config.kv_folder, ignore_errors=True)  # what cannot be removed is never asked for
+        shutil.rmtree(config.kv_folder, ignore_errors=True)  # blocks that cannot be removed are never used
 
 
 def profile(config: Config, reporter: Reporter, *, again: bool = False, effort: Effort = QUICK) -> DeviceProfile:
-    """The profile of this device, measured with a progress bar unless that was done before (``again``: done anew).
+    """Return the profile of this device, measured with a progress bar unless that was done before (``again``: in any
+    case).
 
-    While a daemon runs here, what was measured quickly will do: it measures more when the machine is idle.
+    While a daemon runs here, quick figures are sufficient: the daemon measures more when the machine is idle.
     """
     open_home(config)
     own = OwnProfile(config, reporter)
