@@ -1,1 +1,1 @@
-"""The server: connections, who may ask, whose turn it is, and what every route does the same way."""
+"""The HTTP server: connections, access, fair turns, and the behaviour shared by all routes."""

@@ -1,7 +1,7 @@
-"""Authentication: API keys for everything except the health check.
+"""Authentication: API keys for everything except health checks.
 
-Without keys everybody who reaches the server is admitted. ``Door`` decides and knows neither HTTP nor a clock;
-``KeyGuard`` (``guard.py``) asks it about each request, and the tokens of that request are charged to its caller
+Without keys every client that reaches the server is admitted. ``Door`` decides and knows neither HTTP nor a clock.
+``KeyGuard`` (``guard.py``) asks it about each request, and the request's tokens are charged to its caller
 (``charged``).
 """
 
@@ -29,10 +29,11 @@ _address: contextvars.ContextVar[str] = contextvars.ContextVar("address", defaul
 
 
 class Door:
-    """Admits holders of one of ``keys()``, which are read each time and may change; None: everybody.
+    """Admits holders of one of ``keys()``, which is called for each request because keys may change; None: admits
+    everybody.
 
-    ``this_machine``: only requests from this machine are admitted. Only its programs reach such a server, but a proxy
-    may be one of them, acting for others. A key's allowance lives as long as the key is the same.
+    ``this_machine``: only requests from this machine are admitted. Only local programs reach such a server, but one of
+    them may be a proxy that acts for other machines. A key's allowance lives as long as the key is unchanged.
     """
 
     def __init__(self, keys: Callable[[], Iterable[ApiKey]] | None = None, *, this_machine: bool = False) -> None:
@@ -41,8 +42,8 @@ class Door:
         self._allowances: dict[str, Allowance] = {}
 
     def enter(self, path: str, given: str | None, now_s: float, *, from_elsewhere: bool = False) -> Allowance | None:
-        """The allowance of the caller with the key ``given``; None: unlimited. ``from_elsewhere``: a proxy
-        or relay acts for another machine.
+        """Return the allowance of the caller with the key ``given``; None: unlimited. ``from_elsewhere``: a proxy or
+        relay acts for another machine.
 
         Raises ``RequestError`` (401, 403, 429).
         """
@@ -79,8 +80,9 @@ OF_THIS_MACHINE: Final = Door(this_machine=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """Who may ask a server, and how: clients that ``door`` admits, by localhost, an IP address or one of the names
-    ``hosts``; web pages of ``origins``. Who has ``owner_key`` may also change things."""
+    """Which clients may use a server: those that ``door`` admits, if they address it as localhost, by an IP address or
+    by one of the names ``hosts``; and web pages of ``origins``. Holders of ``owner_key`` may also change things.
+    """
 
     door: Door = OPEN
     hosts: Collection[str] = ()
@@ -97,13 +99,13 @@ class TooOftenError(RequestError):
 
 
 def let_in(allowance: Allowance | None, address: str = "") -> None:
-    """Charge tokens generated in this context to ``allowance``, or without one to ``address``."""
+    """Charge tokens generated in this context to ``allowance``, or to ``address`` if there is none."""
     _asking.set(allowance)
     _address.set(address)
 
 
 def caller() -> str:
-    """The caller whose share of the server this request takes: its key, or without keys its machine.
+    """Return the caller whose share of the server this request takes: its key, or without keys its machine.
 
     The programs of this machine are one caller, without a name.
     """
@@ -113,7 +115,7 @@ def caller() -> str:
 
 @lru_cache(maxsize=1024)
 def machine_of(address: str) -> str:
-    """One name for all spellings of an IP ``address``; empty for this machine."""
+    """Return one name for all spellings of an IP ``address``; empty for this machine."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:
@@ -136,7 +138,7 @@ def charge(tokens: int) -> None:
 
 
 def charged(written: AsyncGenerator[Written, None], prompt_tokens: int) -> AsyncGenerator[Written, None]:
-    """``written``, with its tokens and those of its prompt charged to the caller of this request."""
+    """Yield ``written``, and charge its tokens and ``prompt_tokens`` to the caller of this request."""
     allowance = _asking.get()
     if allowance is None or allowance.key.tokens_per_min is None:
         return written

@@ -1,7 +1,7 @@
-"""Requests that choose among several models: each gets the one that it names, which is loaded first if it is not, and
-stays loaded until the response has ended.
+"""Gives each request the model that it names, where several models are offered.
 
-A stream tells its client meanwhile how far the model is; other requests wait. A client that leaves ends its wait.
+The model is loaded first if necessary and stays loaded until the response has ended. Meanwhile a stream reports the
+loading progress to its client; other requests wait. A client that disconnects stops waiting.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ RouteHandler = Callable[[Request], Awaitable[Response]]
 
 
 class ModelChoice:
-    """Gives requests of routes the one of ``models`` that they want."""
+    """Gives the requests of routes the model they want, one of ``models``."""
 
     def __init__(self, models: Models, endpoint: Endpoint) -> None:
         self._models, self._endpoint = models, endpoint
 
     def of(self, route: Route) -> Route:
-        """``route``, with a handler that gets the model of each request."""
+        """Return ``route`` with a handler that gets the model of each request."""
         return route if route.chooses is None else replace(route, handler=self._chosen(route.handler, route.chooses))
 
     def _chosen(self, handler: RouteHandler, choosing: Choosing) -> RouteHandler:
@@ -96,11 +96,11 @@ class ModelChoice:
                 async with aclosing(response.messages) as messages:
                     async for message in messages:
                         yield message
-            else:  # it only loads the model, which could not be seen at a glance
+            else:  # the request only loads the model, which was not recognised from its first fields
                 yield Raw(bytes(response.body))
 
     async def _embed(self, request: Request, handler: RouteHandler, wants: WantedModel, body: bytes) -> Response:
-        """By the embedding model of the request, which is one of those offered, or the one beside them."""
+        """Embed with the request's embedding model: one of those offered, or the one of ``serve --embedding``."""
         await self._models.look()
         beside, offered = self._endpoint.embeddings, self._models.offered()
         is_beside = beside is not None and (
@@ -127,8 +127,9 @@ class ModelChoice:
             yield backend
 
     def _named(self, wants: WantedModel) -> tuple[str | None, bool]:
-        """The model that is wanted by its first name, None for the one used last, and whether it is loaded. Raises
-        ``RequestError`` for one that writes no text."""
+        """Return the name of the wanted model (None for the one used last), and whether it is loaded. Raises
+        ``RequestError`` for an embedding model.
+        """
         name, offered, loaded = wants.name, self._models.offered(), self._models.loaded()
         if name is not None and is_offered(name, offered):
             found = find_offered(name, offered)
@@ -139,8 +140,9 @@ class ModelChoice:
         return name, False  # its file may be new
 
     async def _check(self, request: Request, handler: RouteHandler, body: bytes) -> None:
-        """Have ``handler`` read the request for ``ANY_MODEL``, and generate nothing. Raises ``RequestError`` for one that no
-        model would take."""
+        """Have ``handler`` read the request for ``ANY_MODEL`` without generating anything. Raises ``RequestError`` if
+        no model would accept the request.
+        """
         request.scope[CHOSEN] = Chosen(_Reader(self._endpoint.backend), body)
         try:
             await handler(request)
@@ -152,11 +154,11 @@ class ModelChoice:
 
 
 class _ReadError(Exception):
-    """The request was read, and nothing is wrong with it."""
+    """The request was read and has no error."""
 
 
 class _Reader:
-    """Reads requests by ``backend``, which has no model, for any model; then it raises ``_ReadError``."""
+    """Reads requests for any model through ``backend``, which has no model; then raises ``_ReadError``."""
 
     def __init__(self, backend: Backend) -> None:
         self._prepare, self.health = backend.prepare, backend.health
@@ -170,7 +172,7 @@ class _Reader:
     ) -> Prepared:
         try:
             await self._prepare(preparation, body, served, owner=owner)
-        except PicturesWantedError as exc:  # what becomes of them only its model says
+        except PicturesWantedError as exc:  # only the model can say whether it accepts them
             for picture in exc.pictures:
                 if not picture.url:
                     check_sent(picture.data, picture.called)

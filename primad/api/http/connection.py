@@ -1,8 +1,8 @@
-"""The client's connection: its body within limits, prompt detection of its leaving, and streams to it.
+"""The client's connection: reads its body within limits, notices promptly that it left, and streams to it.
 
 uvicorn reports that a client left only to a task waiting in ``receive``, so everything that takes time runs next to a
-task that waits there. Leaving cancels the work; the generators it holds are closed on the way out, and with them the
-sequence in the ring.
+task that waits there. When the client leaves, the work is cancelled; the generators it holds are closed, and with them
+the sequence in the ring.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from primad.system.shares import Shares
 MAX_BODY_BYTES: Final = 8 << 20
 """Several times the text of the longest context in use."""
 MAX_SEEN_BODY_BYTES: Final = 32 << 20
-"""Where a model sees: some photographs as base64."""
+"""Limit for models that take pictures or sound: some photographs as base64."""
 MAX_BODIES_BYTES: Final = 128 << 20
-"""For all requests in progress. Data made of a body, such as a list of tokens, takes several times as much."""
+"""Limit for all requests in progress. Data made of a body, such as a list of tokens, takes several times as much."""
 
 SEND_BODY: Final = "primad.send_body"
 """The scope's key for a function that sends bodies, bypassing middleware that only looks at the start of a response."""
 BROKEN: Final = "primad.broken"
-"""The scope's key for a function that gets the bytes which end a stream if this server goes away."""
+"""The scope's key for a function that receives the bytes which end a stream if this server goes away."""
 _GONE: Final = RingError("the head went away during this response; send the request again")
 
 log = logging.getLogger(__name__)
@@ -45,11 +45,11 @@ T = TypeVar("T")
 async def read_json(
     request: Request, timeout_s: float, *, only_json: bool = False, max_bytes: int = MAX_BODY_BYTES
 ) -> bytes:
-    """The body of a request, which has to arrive within ``timeout_s`` and has at most ``max_bytes``. It must be
+    """Return the body of a request, which must arrive within ``timeout_s`` and have at most ``max_bytes``. It must be
     declared as JSON if ``only_json``, or if a web page may have sent it.
 
     That keeps web pages out: a browser sends a CORS preflight before it sends JSON to another origin, and this server
-    never allows it. Other programs need no content type; many send none, or that of a form.
+    never allows it. Other programs need no content type; many send none, or the one of a form.
 
     Raises ``RequestError`` (400, 408, 413) and ``ClientDisconnect``.
     """
@@ -74,7 +74,7 @@ async def read_json(
 
 
 def decoded(body: bytes, kind: type[T]) -> T:
-    """``body`` as ``kind``. Raises ``RequestError``."""
+    """Decode ``body`` as ``kind``. Raises ``RequestError``."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
@@ -82,8 +82,9 @@ def decoded(body: bytes, kind: type[T]) -> T:
 
 
 def may_be_a_page(headers: Headers) -> bool:
-    """Whether a browser may have sent it: browsers send ``Origin`` with every POST to another origin, even without a
-    content type (a ``Blob``) or for a form; old ones at least the referring page."""
+    """Whether a browser may have sent the request: browsers send ``Origin`` with every POST to another origin, even
+    without a content type (a ``Blob``) or for a form; old ones at least send the referring page.
+    """
     return any(name in ("origin", "referer", "cookie") or name.startswith("sec-fetch-") for name in headers)
 
 
@@ -92,8 +93,9 @@ def _too_large(max_bytes: int) -> RequestError:
 
 
 class BodyGuard:
-    """Callers share ``max_bytes`` for the bodies of their requests, from a body's first byte to the end of its
-    response."""
+    """Makes callers share ``max_bytes`` for the bodies of their requests, from a body's first byte to the end of its
+    response.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app, self._bodies = app, Shares(max_bytes)
@@ -122,15 +124,17 @@ class BodyGuard:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled if the client leaves. The body must have been read.
+    """Return the result of ``work``, which is cancelled if the client leaves. The body must have been read.
 
-    Raises ``ClientDisconnect`` if it left, and whatever ``work`` raises.
+    Raises ``ClientDisconnect`` if the client left, and whatever ``work`` raises.
     """
     return await unless(_wait_left(receive), work)
 
 
 async def unless(leaves: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled if ``leaves`` raises, and cancels it. Raises whatever either raises."""
+    """Return the result of ``work``; cancel ``work`` if ``leaves`` raises, and ``leaves`` when ``work`` ends. Raises
+    whatever either raises.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             leaving = group.create_task(leaves)
@@ -138,18 +142,21 @@ async def unless(leaves: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]
             leaving.cancel()
     except BaseExceptionGroup as failures:
         failed = [first_of(failures)]
-        del leaving  # it has what it failed with, whose traceback has this frame
+        del leaving  # the task refers to its exception, whose traceback refers to this frame
     else:
         return result
     raise failed.pop()
 
 
 def first_of(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first of ``failures``, which is the reason for the others. They are freed without the collector: frames
-    of task groups hold them. Raise it where they are no longer handled, or it has them, and from where no name is
-    left of it."""
+    """Return the first of ``failures``, which caused the others, and free the others without the garbage collector:
+    frames of task groups refer to them.
+
+    Raise the result outside the handler of ``failures``, or it refers to them as its context, and where no local name
+    refers to it any more.
+    """
     freed: BaseException | None = failures
-    while freed is not None:  # behind it is what the work was cancelled with
+    while freed is not None:  # its context is the exception that cancelled the work
         freed.__traceback__, freed = None, freed.__context__
     return failures.exceptions[0]
 
@@ -161,9 +168,9 @@ async def _wait_left(receive: Receive) -> None:
 
 
 class StreamNews:
-    """What a stream's client hears before the first message: the latest of what was told, until the ``end``.
+    """News for a stream's client before the first message: only the latest is sent, until ``end`` is called.
 
-    ``headers`` are those of the response, as far as they are known when it begins.
+    ``headers`` are the response's, as far as they are known when it begins.
     """
 
     def __init__(self) -> None:
@@ -172,27 +179,27 @@ class StreamNews:
         self._latest, self._is_new = b"", asyncio.Event()
 
     def tell(self, data: bytes) -> None:
-        """Send ``data`` next, in place of what was told before."""
+        """Send ``data`` next, in place of earlier news that was not sent yet."""
         self._latest = data
         self._is_new.set()
 
     def end(self) -> None:
-        """There is no more."""
+        """Mark the news as complete."""
         self.is_over = True
 
     async def next(self) -> bytes:
-        """The latest, when something was told since the last."""
+        """Wait for news since the last call and return the latest."""
         await self._is_new.wait()
         self._is_new.clear()
         return self._latest
 
 
 class MessageStream(Response):
-    """The messages of a generator as bytes, in the given ``framing``.
+    """Sends the messages of a generator as bytes, in the given ``framing``.
 
     A ``PrimadError`` before the first byte propagates, so that it becomes an ordinary response with its status.
-    Refusals come at once; so if nothing comes for a moment the headers are sent, followed by keep-alives. A later error
-    is sent in the framing's shape, and nothing after it. The generator is closed in any case. ``news`` is sent meanwhile.
+    Refusals come immediately, so if nothing comes for a moment the headers are sent, followed by keep-alives and
+    ``news``. A later error is sent in the framing's shape and ends the stream. The generator is closed in any case.
     """
 
     def __init__(
@@ -212,7 +219,8 @@ class MessageStream(Response):
         """Whether the client has not yet taken the last message."""
         self._turn = asyncio.Lock()
         """Lock for starting the stream and for keep-alives. A message waits for it; no keep-alive is sent during a
-        message."""
+        message.
+        """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (note_broken := scope.get(BROKEN)) is not None:
@@ -257,7 +265,9 @@ class MessageStream(Response):
         raise failed.pop()
 
     async def _lose_patience(self) -> None:
-        """Raises ``ClientDisconnect`` if the client does not take a message in time; messages cost nothing here."""
+        """Raise ``ClientDisconnect`` if the client does not take a message in time. A timer here adds no cost to each
+        message.
+        """
         while True:
             now_s = asyncio.get_running_loop().time()
             due_s = (self._reported_s if self._sending else now_s) + self._timings.send_timeout_s
@@ -268,7 +278,7 @@ class MessageStream(Response):
     async def _report_that_it_waits(self, send: Send) -> None:
         """Start the stream if nothing comes for a moment, and then send keep-alives.
 
-        It measures time itself, so that a message costs nothing here.
+        This task measures time itself, so that sending a message costs nothing extra.
         """
         await asyncio.sleep(self._timings.admitted_s)
         async with self._turn:
@@ -286,7 +296,7 @@ class MessageStream(Response):
                     await self._send_bytes(send, self._framing.waiting)
 
     async def _tell(self, send: Send, news: StreamNews) -> None:
-        """Send the ``news`` one by one, the latest after each pause."""
+        """Send the ``news`` as they come, only the latest after each pause."""
         while not news.is_over:
             await asyncio.sleep(self._timings.admitted_s)
             data = await news.next()
@@ -296,7 +306,7 @@ class MessageStream(Response):
                     await self._send_bytes(send, data)
 
     async def _begin(self, send: Send) -> None:
-        """Send the headers, once: from now on the status is 200."""
+        """Send the headers, once; the status is 200 from then on."""
         if not self._begun:
             self._begun = True
             self.headers.update({} if self._news is None else self._news.headers)

@@ -1,7 +1,7 @@
 """A dialect as the application sees it: its routes, the shape of its errors, and the framing of its streams.
 
-A dialect translates a client's request into a ``Job``, and results into its own shapes; ``Endpoint`` provides
-everything else. The application lists the dialects and knows nothing more of them.
+A dialect translates a client's request into a ``Job``, and results into its own response shapes; ``Endpoint`` provides
+everything else. The application lists the dialects and knows nothing more about them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from primad.api.http.endpoint import Endpoint
 
 COMPONENT: Final = "#/components/schemas/{}"
-"""Where the OpenAPI document has a named schema."""
+"""The place of a named schema in the OpenAPI document."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
     """One path of a dialect. ``asks``, ``responses`` and ``streamed`` name schemas for the OpenAPI document.
 
-    ``stream_type`` is the media type of its streams, None without streams. Named events have no ``streamed``. If it
-    ``picks``, a request may select fields of the response, and several prompts have a list of them. A request that
-    ``chooses`` among several models gets the one that it names; None if the path is not about one.
+    ``stream_type`` is the media type of its streams, None without streams. Routes with named events leave ``streamed``
+    empty. With ``picks``, a request may select fields of the response, and the response to several prompts is a list.
+    With ``chooses``, a request gets the model that it names; None if the path is not about a model.
     """
 
     path: str
@@ -47,8 +47,9 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """``error_body`` shapes refusals under ``prefixes``, as the schema ``error_name``; ``requests`` and ``responses`` are
-    the types of its routes."""
+    """One API. ``error_body`` shapes errors under ``prefixes``, as the schema ``error_name``; ``requests`` and
+    ``responses`` are the types of its routes.
+    """
 
     routes: Callable[[Endpoint], Sequence[Route]]
     prefixes: tuple[str, ...]
@@ -59,7 +60,7 @@ class Dialect:
 
 
 def schemas(dialects: Sequence[Dialect]) -> dict[str, Any]:
-    """JSON schemas of everything that the routes of ``dialects`` name, by name."""
+    """Return the JSON schemas of everything that the routes of ``dialects`` name, by name."""
     found: dict[str, Any] = {}
     for request in (request for dialect in dialects for request in dialect.requests):
         schema = request.model_json_schema(ref_template=COMPONENT.format("{model}"))

@@ -1,4 +1,4 @@
-"""Streams without an end of their own: the server's end is theirs."""
+"""Ends streams that have no end when the server shuts down."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 async def until(ended: asyncio.Event, items: AsyncIterator[T]) -> AsyncGenerator[T, None]:
-    """``items`` as they come, until there are no more or it has ``ended``."""
+    """Yield ``items`` as they come, until there are no more or ``ended`` is set."""
     end = asyncio.ensure_future(ended.wait())
     upcoming: asyncio.Future[T] | None = None
     try:

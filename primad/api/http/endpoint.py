@@ -45,16 +45,18 @@ from primad.settings.timings import ApiTimings
 from primad.system.shares import Shares
 
 MAX_LISTED: Final = 1 << 21
-"""Log-probabilities of responses that do not stream; each takes some 200 bytes until sent. Callers share them."""
+"""Limit of log-probabilities of responses that do not stream; each takes some 200 bytes until sent. Callers share it.
+"""
 
 CHOSEN: Final = "primad.chosen"
-"""The scope's key for what a request ``Chosen``, where there are several models."""
+"""The scope's key for the ``Chosen`` model of a request, where there are several models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The ``backend`` of the model that a request names, and its ``body``, which was read for that; ``embeddings`` if that
-    is an embedding model."""
+    """The ``backend`` of the model that a request names, and the request's ``body``, which was read to find the name;
+    ``embeddings`` if it is an embedding model.
+    """
 
     backend: Backend
     body: bytes
@@ -62,11 +64,11 @@ class Chosen:
 
 
 class Endpoint:
-    """The server as a dialect sees it. Its only state are counters, and the name of the model that was used last.
+    """The server as a dialect sees it. Its only state is its counters and the name of the model used last.
 
-    ``models`` are those that requests choose among, None if there is one, which is ``backend``'s. Without a model
-    ``backend`` prepares what needs none. ``check_owner`` raises ``RequestError`` (403) for clients that may not download
-    or delete models.
+    ``models`` are the models that requests choose among; None if there is only one, which is ``backend``'s. With
+    several, ``backend`` has no model and prepares requests that need none. ``check_owner`` raises ``RequestError``
+    (403) for clients that may not download or delete models.
     """
 
     def __init__(
@@ -82,19 +84,19 @@ class Endpoint:
         self.backend, self.embeddings, self.models = backend, embeddings, models
         self.any_model, self.check_owner = names.any_model, check_owner
         self.ended = asyncio.Event()
-        """The server ends, and so does every stream that has no end."""
+        """Set when the server shuts down, which ends every endless stream."""
         self._last = ""
         self.metrics, self.timings, self._names = metrics, timings, names
         self.listed = Shares(MAX_LISTED)
 
     def model(self) -> ServedModel | None:
-        """The served model under all its names, or None until it is known."""
+        """Return the served model under all its names, or None until it is known."""
         served = self.backend.model()
         return None if served is None else replace(served, names=self._names)
 
     @property
     def max_body_bytes(self) -> int:
-        """Of the body of a request to a model."""
+        """The largest body of a request to a model."""
         served = self.backend.model()
         sees = served is not None and (served.sees or served.hears)
         sees = sees or (self.models is not None and any(each.sees or each.hears for each in self.models.offered()))
@@ -106,7 +108,7 @@ class Endpoint:
         return self.metrics.answers_open
 
     def serving(self, request: Request) -> ModelEndpoint:
-        """The model for ``request``, if it is available. Raises ``RingError`` otherwise."""
+        """Return the model for ``request``, if it is available. Raises ``RingError`` otherwise."""
         chosen: Chosen | None = request.scope.get(CHOSEN)
         return (
             ModelEndpoint(self, request, self.backend, self.model())
@@ -115,23 +117,24 @@ class Endpoint:
         )
 
     def _of(self, request: Request, backend: Backend) -> ModelEndpoint:
-        served = backend.model()  # which the request may call by any of its names, or a part of one
+        served = backend.model()  # the request may use any of its names, or a part of one
         named = None if served is None else replace(served, names=replace(served.names, any_model=True))
         return ModelEndpoint(self, request, backend, named)
 
     def embeddings_for(self, request: Request) -> Embeddings | None:
-        """The embedding model for ``request``, None if there is none."""
+        """Return the embedding model for ``request``, None if there is none."""
         chosen: Chosen | None = request.scope.get(CHOSEN)
         return self.embeddings if chosen is None else chosen.embeddings
 
     def used(self, backend: Backend) -> None:
-        """A request uses ``backend``, one of the loaded models."""
+        """Note that a request uses ``backend``, one of the loaded models."""
         assert self.models is not None, "there are several models"
         self._last = next((name for name, each in self.models.loaded().items() if each is backend), self._last)
 
     def shown(self, name: str = "") -> Backend:
-        """The backend of the model ``name``; without one, of the model that was used last, of another one that is loaded, or
-        the one without a model. Raises ``RequestError`` if ``name`` is not loaded."""
+        """Return the backend of the model ``name``. Without a name: of the model used last, else of any loaded model,
+        else the backend without a model. Raises ``RequestError`` if ``name`` is not loaded.
+        """
         loaded = {} if self.models is None else self.models.loaded()
         if not name or self.models is None:
             return loaded.get(self._last) or next(iter(loaded.values()), self.backend)
@@ -145,34 +148,37 @@ class Endpoint:
         return loaded[found.id]
 
     def looking(self, request: Request) -> ModelEndpoint | None:
-        """The model that ``request`` looks at, which is not loaded for that: the one of its query, or the last one used;
-        None if no model is loaded. Raises ``RequestError`` if the one of the query is not."""
+        """Return the model that ``request`` inspects, without loading it: the one named in its query, or the one used
+        last; None if no model is loaded. Raises ``RequestError`` if the named one is not loaded.
+        """
         if self.models is None:
             return self.serving(request)
         name = request.query_params.get("model") or ""
         return self._of(request, self.shown(name)) if name or self.models.loaded() else None
 
     async def prepare(self, request: Request, preparation: Preparation[Prepared]) -> Prepared:
-        """The result of ``preparation``, which needs no model, for the body of ``request``; raises like that of a model."""
+        """Return the result of ``preparation``, which needs no model, for the body of ``request``; raises like
+        ``ModelEndpoint.prepare``.
+        """
         chosen: Chosen | None = request.scope.get(CHOSEN)
         return await self.prepare_with(self.shown() if chosen is None else chosen.backend, request, preparation, None)
 
     async def prepare_with(
         self, backend: Backend, request: Request, preparation: Preparation[Prepared], served: ModelSettings | None
     ) -> Prepared:
-        """As above, by ``backend`` for the model ``served``."""
+        """As ``prepare``, with ``backend`` for the model ``served``."""
         chosen: Chosen | None = request.scope.get(CHOSEN)
         timeout_s, max_bytes = self.timings.body_timeout_s, self.max_body_bytes
         body = await read_json(request, timeout_s, max_bytes=max_bytes) if chosen is None else chosen.body
         return await while_connected(request.receive, backend.prepare(preparation, body, served, owner=caller()))
 
     def stream(self, messages: AsyncGenerator[msgspec.Struct, None], framing: Framing) -> Response:
-        """``messages`` as they come; an error before the first one becomes an ordinary response."""
+        """Stream ``messages`` as they come; an error before the first one becomes an ordinary response."""
         return MessageStream(messages, framing, self.timings)
 
 
 class ModelEndpoint:
-    """The model ``served`` for one request, and its work; ``model`` is the same under its own names.
+    """The model ``served`` for one request, and its generations; ``model`` is the same model under its own names.
 
     Raises ``RingError`` if requests cannot be taken.
     """
@@ -185,7 +191,7 @@ class ModelEndpoint:
         self._endpoint, self._request, self._backend = endpoint, request, backend
 
     async def prepare(self, preparation: Preparation[Prepared]) -> Prepared:
-        """The result of ``preparation`` for the body of the request and the model.
+        """Return the result of ``preparation`` for the body of the request and the model.
 
         Raises like ``Backend.prepare``, and ``ClientDisconnect`` if the client left.
         """
@@ -193,14 +199,16 @@ class ModelEndpoint:
         return await self._endpoint.prepare_with(self._backend, self._request, preparation, settings)
 
     def write(self, job: Job, choice: Choice) -> AsyncGenerator[Written, None]:
-        """The parts of ``choice``, counted in the metrics; close it to stop."""
+        """Yield the parts of ``choice``, counted in the metrics; close the generator to stop."""
         written = write(self._backend, self.served.vocabulary, job, choice, owner=caller(), clock=time.monotonic)
         if job.logprobs is not None:
             written = _in_turns(written)
         return self._endpoint.metrics.metered(charged(written, len(choice.prompt)), len(choice.prompt), self.served.id)
 
     async def whole(self, job: Job, clocks: Sequence[CompletionClock] = ()) -> list[WrittenChoice]:
-        """All complete choices of ``job``, each observed by its clock, or all by one; it stops if the client leaves."""
+        """Return all complete choices of ``job``; stop if the client leaves. Each choice has a clock in ``clocks``, or
+        all share the last one.
+        """
         return await while_connected(self._request.receive, self._completed(job, clocks))
 
     async def _completed(self, job: Job, clocks: Sequence[CompletionClock]) -> list[WrittenChoice]:
@@ -222,7 +230,7 @@ class ModelEndpoint:
         return [WrittenChoice.of(choice, each) for choice, each in zip(job.choices, parts, strict=True)]
 
     def _list(self, who: str, logprobs: int) -> None:
-        """Count more log-probabilities of ``who``. Raises ``RequestError`` if there are too many."""
+        """Count more log-probabilities of the caller ``who``. Raises ``RequestError`` if there are too many."""
         if not self._endpoint.listed.has_room(who, logprobs):
             raise RequestError(
                 "your running requests have too many log-probabilities together; request fewer, or use "
@@ -242,6 +250,6 @@ async def _in_turns(written: AsyncGenerator[Written, None]) -> AsyncGenerator[Wr
 
 
 def json_response(body: object, status: int = 200) -> Response:
-    """``body`` as JSON; a 503 has Retry-After."""
+    """Return ``body`` as JSON; a 503 has Retry-After."""
     retry = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
     return Response(msgspec.json.encode(body), status_code=status, headers=retry, media_type="application/json")

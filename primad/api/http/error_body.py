@@ -1,4 +1,4 @@
-"""OpenAI's error object. It is separate from ``errors``, which makes responses: the text process has no server."""
+"""OpenAI's error object, separate from ``errors`` because the text process, which has no server, uses it too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From an exception to the client's view: a status, headers and OpenAI's error object."""
+"""Turns an exception into the client's view: a status, headers and OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RETRY_AFTER_S: Final = 5
 
 
 def status_of(exc: PrimadError) -> int:
-    """The HTTP status: the request's own for ``RequestError``, 503 for ``RingError``, else 500."""
+    """Return the HTTP status: the request's own for ``RequestError``, 503 for ``RingError``, else 500."""
     match exc:
         case RequestError():
             return exc.status
@@ -28,8 +28,9 @@ def status_of(exc: PrimadError) -> int:
 
 
 def error_body(exc: PrimadError) -> ErrorBody:
-    """OpenAI's error object for ``exc``; ``type`` follows from the status, or is llama-server's for a prompt that is
-    too long."""
+    """Return OpenAI's error object for ``exc``. ``type`` follows from the status, except that a prompt that is too long
+    has llama-server's type.
+    """
     status = status_of(exc)
     if isinstance(exc, PromptTooLongError):
         detail = ErrorDetail(
@@ -60,8 +61,9 @@ def error_response(
     *,
     shape: Callable[[PrimadError], msgspec.Struct] = error_body,
 ) -> Response:
-    """The complete response to a request that failed before its first byte, in a dialect's ``shape``; 429 and 503 have
-    Retry-After."""
+    """Return the response to a request that failed before its first byte, in a dialect's ``shape``; 429 and 503 have
+    Retry-After.
+    """
     status = status_of(exc)
     retry_s = exc.retry_s if isinstance(exc, RequestError) and exc.retry_s else RETRY_AFTER_S
     retry = {"retry-after": f"{math.ceil(retry_s)}"} if status in (429, 503) else {}

@@ -15,8 +15,9 @@ EVENT_STREAM: Final = "text/event-stream"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framing:
-    """How messages become the bytes of a stream: each by ``message``, an error that ends it by ``error``, ``end`` after
-    a complete response, and ``waiting`` as a keep-alive ("" for none)."""
+    """Turns messages into the bytes of a stream: each message by ``message``, an error that ends the stream by
+    ``error``; ``end`` follows a complete response, and ``waiting`` is the keep-alive (empty for none).
+    """
 
     media_type: str
     message: Callable[[Any], bytes]

@@ -1,11 +1,10 @@
-"""Access to the server: no web page from elsewhere through a browser; with keys, only their holders.
+"""Access to the server: keeps out foreign web pages, and with keys everybody but their holders.
 
-A server on 127.0.0.1 can be reached by any page the user has open. Two habits keep them out: the API sends CORS headers
-only to origins named by its owner, and requires JSON from browsers (``connection.read_json``), so another origin can
-neither read a response nor start work; and this guard refuses foreign host names, so a page cannot become our own
-origin by pointing its name at 127.0.0.1 (DNS rebinding). An IP address in ``Host`` is always fine: no attacker's name
-is involved. So is ``host.docker.internal``, which containers call this machine: no public name ends like that.
-
+A server on 127.0.0.1 can be reached by any page the user has open. Two rules keep such pages out. The API sends CORS
+headers only to origins named by its owner, and requires JSON from browsers (``connection.read_json``), so another
+origin can neither read a response nor start work. This guard refuses foreign host names, so a page cannot become our
+own origin by pointing its name at 127.0.0.1 (DNS rebinding). An IP address in ``Host`` is always fine, as no attacker's
+name is involved. So is ``host.docker.internal``, the name of this machine in containers: no public name ends like that.
 A server without keys on 127.0.0.1 is for programs of its machine. A proxy or a tunnel there would admit others, so
 requests marked as forwarded for another machine are refused.
 """
@@ -26,24 +25,24 @@ from primad.api.http.access import Door, TooOftenError, let_in
 from primad.errors import PrimadError, RequestError
 
 Refusing = Callable[[str, PrimadError], Response]
-"""The response that refuses a request of a path, in the shape of its dialect."""
+"""Returns the response that refuses a request to a path, in the shape of its dialect."""
 RELAYED: Final = "primad.relayed"
-"""The key of a scope whose request another device relays: it is another machine's, and its host name was checked there."""
+"""The scope's key that marks a request relayed by another device, which has already checked the host name."""
 
 
 _FORWARDED: Final = ("x-forwarded-for", "x-real-ip", "cf-connecting-ip", "true-client-ip")
 """Headers in which proxies and tunnels name their client, besides ``Forwarded`` (RFC 7239)."""
 MAX_HOPS: Final = 32
-"""Of proxies on one machine; a request that names more counts as another machine's."""
+"""Limit of the proxies on one machine; a request that names more counts as another machine's."""
 _FORWARDED_FOR: Final = re.compile(r'(?i)\bfor\s*=\s*("[^"]*"|[^;,\s]+)')
 OF_CONTAINERS: Final = "host.docker.internal"
-"""The name of the host machine in a container."""
+"""The name of the host machine inside a container."""
 
 
 class HostGuard:
     """Refuses (403) requests whose ``Host`` is neither an IP address, ``localhost`` nor one of ``hosts``.
 
-    A name that starts with ``*.`` stands for all names that end like that.
+    A name that starts with ``*.`` matches all names with that ending.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], refuse: Refusing) -> None:
@@ -78,7 +77,7 @@ def is_allowed(host: str, hosts: Collection[str]) -> bool:
 
 
 class KeyGuard:
-    """Asks ``door`` about each HTTP request of ``app``. Preflights, which carry no key, are handled further out."""
+    """Asks ``door`` about each HTTP request of ``app``. CORS preflights, which carry no key, are handled before this."""
 
     def __init__(self, app: ASGIApp, door: Door, refuse: Refusing, clock: Callable[[], float] = time.monotonic) -> None:
         self._app, self._door, self._refuse, self._clock = app, door, refuse, clock
@@ -109,7 +108,9 @@ def _without_port(host: str) -> str:
 
 
 def comes_from_elsewhere(headers: Headers) -> bool:
-    """Whether a proxy marks the request as another machine's. A proxy that does not looks like a local program."""
+    """Whether a proxy marks the request as another machine's. A proxy that sets no such header looks like a local
+    program.
+    """
     given = [text for name in _FORWARDED for text in headers.getlist(name)]
     given += [word for text in headers.getlist("forwarded") for word in _FORWARDED_FOR.findall(text) or [text]]
     clients = [client for text in given for client in text.split(",")]
@@ -126,7 +127,7 @@ def _is_here(client: str) -> bool:
 
 
 def claimed_key(headers: Headers) -> str | None:
-    """The key in ``Authorization: Bearer`` or ``x-api-key``."""
+    """Return the key in ``Authorization: Bearer`` or ``x-api-key``."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and given.strip():
         return given.strip()

@@ -1,8 +1,8 @@
-"""Answers to plain health checks, written before there is a request.
+"""Responses to plain health checks, written before a request object exists.
 
-Through all that a request passes a health check takes 0.3 ms, and it is asked most of all when a crowd keeps the head
-busy. So a plain one is known by its bytes and answered in a tenth of that; one with a header that changes anything, or
-for a foreign host, is a request like any other.
+On the full request path a health check takes 0.3 ms, and most checks come when many clients keep the head busy. So a
+plain check is recognised by its bytes and answered in a tenth of that time. A check with a header that changes the
+response, or for a foreign host, takes the full path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from primad.api.http.strict import StrictConnection
 
 PATHS: Final = ("/health", "/v1/health")
 MAX_BYTES: Final = 1 << 10
-"""Of a plain health check."""
+"""Limit of a plain health check."""
 _BEGINS: Final = tuple(b"GET %b HTTP/1.1\r\n" % path.encode() for path in PATHS)
 _END: Final = b"\r\n\r\n"
 _CHANGING: Final = frozenset((b"content-length", b"expect", b"origin", b"transfer-encoding", b"upgrade"))
@@ -29,8 +29,9 @@ _ENDS: Final = (h11.MUST_CLOSE, h11.CLOSED)
 
 
 class HealthChecks:
-    """Health checks by the names ``hosts``: ``look()`` is the response and its status, and ``count`` is called with the
-    path and status of each."""
+    """Answers health checks addressed to the names ``hosts``. ``look()`` returns the response and its status; ``count``
+    is called with the path and status of each.
+    """
 
     def __init__(
         self,
@@ -43,14 +44,16 @@ class HealthChecks:
         self._read = lru_cache(maxsize=256)(lambda head: _read(head, names))
 
     def first_in(self, received: bytes) -> bytes:
-        """The plain health check that ``received`` begins with; empty if it is something else."""
+        """Return the plain health check at the start of ``received``; empty if there is none."""
         if not received.startswith(_BEGINS):
             return b""
         size = received.find(_END, 0, MAX_BYTES) + len(_END)
         return received[:size] if size >= len(_END) and self._read(received[:size]) is not None else b""
 
     def reply(self, check: bytes, headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, bool]:
-        """The response to a plain ``check``, with the server's ``headers``, and whether the connection ends with it."""
+        """Return the response to a plain ``check``, with the server's ``headers``, and whether the connection closes
+        after it.
+        """
         read = self._read(check)
         assert read is not None
         path, closes = read
@@ -68,7 +71,7 @@ class HealthChecks:
 
 
 def _read(head: bytes, hosts: Collection[str]) -> tuple[str, bool] | None:
-    """The path, and whether the connection ends with it; None if it is no plain health check."""
+    """Return the path, and whether the connection closes after it; None if ``head`` is not a plain health check."""
     connection = StrictConnection(MAX_BYTES)
     connection.receive_data(head)
     try:

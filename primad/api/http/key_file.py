@@ -3,7 +3,7 @@
     laptop 5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8 requests=60 tokens=100000
     phone 2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b manages
 
-Empty lines, and those that start with ``#``, are ignored. ``primad key`` writes it, and a server notices at once.
+Empty lines, and those that start with ``#``, are ignored. ``primad key`` writes it, and a server notices immediately.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Stamp = tuple[int, int, int] | None
 
 
 def parse_keys(text: str, file: Path) -> tuple[ApiKey, ...]:
-    """The keys in ``text``. Raises ``ConfigError`` that names ``file`` and the invalid line."""
+    """Parse the keys in ``text``. Raises ``ConfigError`` that names ``file`` and the invalid line."""
     keys: dict[str, ApiKey] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
@@ -68,7 +68,7 @@ def _key(words: list[str], where: str) -> ApiKey:
 
 
 def written_keys(keys: Iterable[ApiKey]) -> str:
-    """``keys`` in the format of their file."""
+    """Return ``keys`` in the format of their file."""
     return "\n".join([_HEADING, *map(_line, keys), ""])
 
 
@@ -79,7 +79,7 @@ def _line(key: ApiKey) -> str:
 
 
 def read_keys(file: Path) -> tuple[ApiKey, ...] | None:
-    """The keys in ``file``, None if it does not exist. Raises ``ConfigError``."""
+    """Return the keys in ``file``, None if it does not exist. Raises ``ConfigError``."""
     data = read_private(file)
     if data is None:
         return None
@@ -112,10 +112,10 @@ def remove_key(file: Path, name: str) -> None:
 
 
 class KeyFile:
-    """The current keys of ``file``: read again when the file was replaced.
+    """The current keys of ``file``, which is read again when it was replaced.
 
-    A file that is damaged while the server runs leaves the keys as they were, and a line in the log. Raises
-    ``ConfigError`` at the start if there are none.
+    If the file is damaged while the server runs, the keys stay as they were and a line is logged. Raises
+    ``ConfigError`` at the start if there are no keys.
     """
 
     def __init__(self, file: Path) -> None:

@@ -1,10 +1,11 @@
-"""API keys and their limits per minute: pure, with the time passed in.
+"""API keys and their limits per minute. Pure: the time is passed in.
 
-A key is 256 random bits, so a plain hash of it is safe to store. Only hashes are compared, each with every other and in
+A key is 256 random bits, so a plain hash of it is safe to store. Only hashes are compared, with every stored key and in
 constant time, so that timing reveals nothing.
 
-A limit is a bucket that holds a minute's worth and fills evenly. A request takes one from the bucket of requests, and
-needs a positive rest in that of tokens; its tokens are taken afterwards, so that bucket may become negative.
+A limit is a bucket that holds one minute's allowance and refills evenly. A request takes one from the bucket of
+requests and needs a positive balance in the bucket of tokens. Its tokens are charged afterwards, so that balance may
+become negative.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ MINUTE_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """A key by its ``name`` and its SHA-256 ``digest``, in hexadecimal digits. None means no limit. One that ``manages``
-    may download and delete models."""
+    """A key: its ``name`` and its SHA-256 ``digest``, in hexadecimal digits. A limit of None means no limit. With
+    ``manages`` the holder may download and delete models.
+    """
 
     name: str
     digest: str
@@ -38,12 +40,12 @@ def new_key() -> str:
 
 
 def digest_of(key: str) -> str:
-    """The stored form of ``key``."""
+    """Return the stored form of ``key``."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def key_like(given: str, keys: Iterable[ApiKey]) -> ApiKey | None:
-    """The one of ``keys`` that equals ``given``, in a time that depends on their number only."""
+    """Return the one of ``keys`` that equals ``given``, in a time that depends only on their number."""
     digest, found = digest_of(given), None
     for key in keys:
         if hmac.compare_digest(digest, key.digest):
@@ -53,7 +55,7 @@ def key_like(given: str, keys: Iterable[ApiKey]) -> ApiKey | None:
 
 @dataclass(slots=True)
 class Bucket:
-    """The rest of ``per_min`` at the time ``at_s``, of a monotonic clock."""
+    """The balance of a limit of ``per_min`` at the time ``at_s`` of a monotonic clock."""
 
     per_min: int
     at_s: float
@@ -63,12 +65,12 @@ class Bucket:
         self.left = float(self.per_min)
 
     def fill(self, now_s: float) -> None:
-        """Fill up to the time ``now``."""
+        """Refill up to the time ``now_s``."""
         self.left = min(self.per_min, self.left + (now_s - self.at_s) * self.per_min / MINUTE_S)
         self.at_s = now_s
 
     def wait_s(self, wanted: float) -> int:
-        """Whole seconds until ``wanted`` is available, at least one; 0 if it is."""
+        """Return the whole seconds until ``wanted`` is available, at least one; 0 if it is available now."""
         short = wanted - self.left
         return 0 if short <= 0 else max(1, math.ceil(short * MINUTE_S / self.per_min))
 
@@ -82,7 +84,7 @@ class Allowance:
         self._tokens = None if key.tokens_per_min is None else Bucket(key.tokens_per_min, now_s)
 
     def ask(self, now_s: float) -> tuple[str, int] | None:
-        """Take a request; or return the exceeded limit, and the seconds until a retry."""
+        """Charge one request, or return the exceeded limit and the seconds until a retry."""
         for bucket, what in ((self._requests, "requests"), (self._tokens, "tokens")):
             if bucket is not None:
                 bucket.fill(now_s)

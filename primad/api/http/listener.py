@@ -1,7 +1,7 @@
-"""Connections for which there is no room are refused where they are accepted.
+"""Refuses surplus connections as they are accepted.
 
-A crowd that comes again as often as it is refused keeps the loop busy with connections; one that becomes a transport
-and a protocol first takes five times as long. A plain health check is answered even so.
+Clients that reconnect as often as they are refused keep the event loop busy, and a connection that first becomes a
+transport and a protocol takes five times as long. A plain health check is answered even then.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from primad.api.http.health import MAX_BYTES
 from primad.api.http.patience import REFUSAL, Patience
 
 MAX_REFUSED: Final = 256
-"""In one turn of the loop; each takes some 30 us."""
+"""Limit in one turn of the event loop; each refusal takes some 30 us."""
 
 
 class Listener(socket.socket):
-    """``listening``, taken over, with the connections that ``patience`` has room for."""
+    """Takes over the socket ``listening`` and accepts only connections that ``patience`` has room for."""
 
     def __init__(self, listening: socket.socket, patience: Patience) -> None:
         super().__init__(listening.family, listening.type, listening.proto, fileno=listening.detach())
         self._patience = patience
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """The next connection. Raises ``BlockingIOError`` if there is none, and where many were refused."""
+        """Return the next connection. Raises ``BlockingIOError`` if there is none, or after ``MAX_REFUSED`` refusals."""
         for _ in range(MAX_REFUSED):
             connection, address = super().accept()
             if self._patience.places.has_room(machine_of(address[0])):
                 return connection, address
-            with connection, suppress(OSError):  # it is gone
+            with connection, suppress(OSError):  # the client may be gone
                 self._refuse(connection)
         raise BlockingIOError
 

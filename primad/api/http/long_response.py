@@ -1,7 +1,8 @@
-"""Responses that are too long to be built or copied at once: the loop has all other clients to serve.
+"""Responses that are too long to be built or copied in one piece: the event loop must serve other clients meanwhile.
 
-Embeddings of 2,048 texts are 160 MB of JSON, log-probabilities of a long response as many. Their lists are built some
-items at a time; the response has a mark for each, which is replaced as it is sent, piece by piece.
+Embeddings of 2,048 texts are 160 MB of JSON, and so are the log-probabilities of a long response. Their lists are built
+some items at a time. The response contains a mark for each list, which is replaced piece by piece as the response is
+sent.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class LongResponse:
     """The long lists of one response."""
 
     def __init__(self) -> None:
-        self._secret = secrets.token_hex(16)  # no client's text is mistaken for a mark
+        self._secret = secrets.token_hex(16)  # so that no client's text is mistaken for a mark
         self._lists: list[list[bytes]] = []
 
     async def list_of(self, items: Iterable[bytes]) -> Any:
-        """The placeholder for the list of ``items``, which are JSON; an empty list for none."""
+        """Return the placeholder for the list of ``items``, which are JSON; an empty list if there are none."""
         pieces = await in_turns(_pieces(items))
         if not pieces:
             return []
@@ -38,7 +39,7 @@ class LongResponse:
         return f"{self._secret}{len(self._lists) - 1}"
 
     def response(self, body: object) -> Response:
-        """``body`` as JSON with its lists."""
+        """Return ``body`` as JSON with its lists."""
         marked = re.split(rb'"%b(\d+)"' % self._secret.encode(), msgspec.json.encode(body))
         pieces = [marked[0]]
         for number, behind in zip(marked[1::2], marked[2::2], strict=True):
@@ -47,12 +48,12 @@ class LongResponse:
 
 
 def in_pieces(body: bytes) -> Response:
-    """The response with ``body``, which is JSON: to write 32 MB at once took 50 ms."""
+    """Return a response with the JSON ``body``, sent in pieces: writing 32 MB in one piece took 50 ms."""
     return _InPieces([memoryview(body)[at : at + PIECE_BYTES] for at in range(0, len(body), PIECE_BYTES)])
 
 
 def _pieces(items: Iterable[bytes]) -> Iterator[bytes]:
-    """``items`` separated by commas, in pieces of some size."""
+    """Yield ``items`` separated by commas, in pieces of about ``PIECE_BYTES``."""
     piece = bytearray()
     comma = b""
     for item in items:

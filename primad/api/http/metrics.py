@@ -1,9 +1,9 @@
 """``/metrics`` in Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats).
 
-Requests, tokens and times are counted as they happen; figures of the ring's devices are fetched for each scrape,
-through the backend's ``status``, which bounds the time and serves concurrent scrapes with one query. A device is only
-shown by its name and figures: no key, no address, no text. Counters of a device restart with each ring process that it
-starts or opens.
+Requests, tokens and times are counted as they happen. Figures of the ring's devices are fetched for each scrape through
+the backend's ``status``, which bounds the time and serves concurrent scrapes with one query. A device is shown only by
+its name and figures: no key, no address, no text. A device's counters restart with each ring process that it starts or
+opens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LEFT: Final = 499
 """The status of a request whose client left before the response."""
 OLD_NAME: Final = "The metric's old name; the version after the next removes it."
 OTHER: Final = "other"
-"""Every other path, so that a client cannot create series without end."""
+"""Groups every other path, so that a client cannot create unlimited series."""
 _FIRST_S: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _NEXT_S: Final = (0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2, 4, 8, 16, 32)
 _AT_ONCE: Final = 64
@@ -52,7 +52,7 @@ _Figure = Callable[[DeviceStatus], float | None]
 
 
 def _ring(figure: Callable[[RingFigures], float | None]) -> _Figure:
-    """A figure of a device's ring process; None if it did not reply."""
+    """Return a figure of a device's ring process; None if the process did not reply."""
     return lambda device: None if device.ring is None else figure(device.ring)
 
 
@@ -154,8 +154,9 @@ _DRAFTS: Final[tuple[tuple[_Family, str, str, Callable[[DraftFigures], float]], 
 
 
 class Metrics:
-    """All figures of one app, in its own registry. ``clock`` gives seconds on any scale. Where there are ``several`` models,
-    requests and tokens are also counted by model."""
+    """All figures of one app, in its own registry. ``clock`` gives seconds on any scale. If there are ``several``
+    models, requests and tokens are also counted by model.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, *, several: bool = False) -> None:
         self._clock = clock
@@ -208,7 +209,7 @@ class Metrics:
         self._registry.register(self._ring)
 
     def know(self, paths: Iterable[str]) -> None:
-        """Requests of these ``paths`` are counted by path, all others together."""
+        """Count requests of these ``paths`` by path, all others together."""
         self._paths |= frozenset(paths)
 
     @property
@@ -217,7 +218,7 @@ class Metrics:
         return int(self._registry.get_sample_value("primad_answers_open") or 0)
 
     def tokens(self) -> TokenCounts:
-        """The prompt and completion tokens so far."""
+        """Return the numbers of prompt and completion tokens so far."""
         self._count_noted()
         return TokenCounts(
             prompt=int(self._registry.get_sample_value("primad_prompt_tokens_total") or 0),
@@ -226,7 +227,7 @@ class Metrics:
         )
 
     def render(self, status: StatusBody) -> bytes:
-        """All metrics, with the ring's ``status``."""
+        """Return all metrics, with the ring's ``status``."""
         self._count_noted()
         self._ring.status = status
         return generate_latest(self._registry)
@@ -242,7 +243,7 @@ class Metrics:
         self._requests.labels(path, str(code)).inc()
 
     def _note(self, sampled: int, took_s: float, *, is_first: bool) -> None:
-        """Count tokens that took ``took_s``. The registry is slow, so many are passed at once."""
+        """Count tokens that took ``took_s``. The registry is slow, so times are passed to it in batches."""
         self._noted_tokens += sampled
         if is_first:
             self._first.observe(took_s)
@@ -261,7 +262,7 @@ class Metrics:
     async def metered(
         self, written: AsyncGenerator[Written, None], prompt_tokens: int, model: str = ""
     ) -> AsyncGenerator[Written, None]:
-        """The parts of ``written`` by ``model``, counted and timed; it is closed with this generator."""
+        """Yield the parts of ``written`` by ``model``, counted and timed; closing this generator closes ``written``."""
         end: str | None = None
         sampled = 0
         before_s, is_first = self._clock(), True
@@ -319,9 +320,9 @@ class Counted:
         except asyncio.CancelledError:
             code = LEFT if code is None else code
             raise
-        finally:  # without a response it is our mistake, which is handled further out
+        finally:  # without a response it is our own error, which outer middleware handles
             self._metrics.count(scope["path"], 500 if code is None else code)
-            del scope[SEND_BODY]  # it has the scope, which would be left to the collector
+            del scope[SEND_BODY]  # it refers to the scope: a cycle for the garbage collector
 
 
 class _Ring(Collector):

@@ -1,4 +1,4 @@
-"""Requests about a model that is only named: to load or delete it, say."""
+"""Requests that only name a model, for example to load or delete it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from primad.errors import RequestError
 from primad.library.names import MAX_CHARS
 
 MAX_BYTES: Final = 64 << 10
-"""A body is read in the loop."""
+"""Bodies are read in the event loop, so they must be small."""
 _Name = Annotated[str, Meta(max_length=MAX_CHARS)]
 
 
 class NamedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model by its name; ``stream`` is for requests that report their progress. ``name`` is Ollama's older word."""
+    """The model's name, and ``stream`` for requests that report their progress. ``name`` is Ollama's older field."""
 
     model: _Name | None = None
     name: _Name | None = None
@@ -26,12 +26,12 @@ class NamedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def called(self) -> str:
-        """Its name."""
+        """The given name; empty if there is none."""
         return self.model or self.name or ""
 
 
 async def named_model(request: Request, timeout_s: float) -> NamedModel:
-    """The body of ``request``. Raises ``RequestError`` where it names none."""
+    """Return the body of ``request``. Raises ``RequestError`` if it names no model."""
     asked = decoded(await read_json(request, timeout_s, max_bytes=MAX_BYTES), NamedModel)
     if not asked.called:
         raise RequestError("'model' is required", param="model")

@@ -1,4 +1,4 @@
-"""The offered models by name, and their state in a line; pure."""
+"""Finds offered models by name, and describes their state in a line. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from primad.library.names import meant, nearest
 from primad.settings.quantities import show_progress
 
 MAX_NAMED: Final = 50
-"""Names in an error."""
+"""Limit of the names in an error."""
 
 
 def find_offered(name: str, offered: Sequence[OfferedModel]) -> OfferedModel:
-    """The model of ``offered`` that ``name`` means. Raises ``RequestError`` with the names that there are (404), or with
-    those that it may mean (400)."""
+    """Return the model of ``offered`` that ``name`` means. Raises ``RequestError`` with the available names if there is
+    none (404), or with the candidates if there are several (400).
+    """
     names = [each.names for each in offered]
     found = [offered[place] for place in meant(name, names)]
     if len(found) == 1:
@@ -35,8 +36,9 @@ def find_offered(name: str, offered: Sequence[OfferedModel]) -> OfferedModel:
 
 
 def find_embedder(name: str | None, offered: Sequence[OfferedModel]) -> OfferedModel | None:
-    """The embedding model that ``name`` means; without a name the only one, None if there is none. Raises ``RequestError``
-    as above, and for a model that makes text."""
+    """Return the embedding model that ``name`` means; without a name the only one, None if there is none. Raises
+    ``RequestError`` as above, and for a model that generates text.
+    """
     makers = [each for each in offered if each.embeds]
     if name is None and len(makers) < 2:
         return makers[0] if makers else None
@@ -48,13 +50,13 @@ def find_embedder(name: str | None, offered: Sequence[OfferedModel]) -> OfferedM
 
 
 def check_writer(model: OfferedModel) -> None:
-    """Raises ``RequestError`` for an embedding model."""
+    """Raise ``RequestError`` for an embedding model."""
     if model.embeds:
         raise RequestError(f"the model '{model.id}' makes embeddings, not text; name another one", param="model")
 
 
 def is_offered(name: str, offered: Sequence[OfferedModel]) -> bool:
-    """Whether ``name`` means any of them."""
+    """Whether ``name`` means any of the ``offered`` models."""
     return bool(meant(name, [each.names for each in offered]))
 
 
@@ -74,7 +76,7 @@ class ShownModel(Protocol):
 
 
 def state_line(model: ShownModel) -> str:
-    """The state of ``model`` for people: ``qwen3: loading, 40 %, about 12 s left``."""
+    """Return the state of ``model`` for people: ``qwen3: loading, 40 %, about 12 s left``."""
     parts = [printable(model.detail) or str(model.state), *show_progress(model.progress, model.expected_s)]
     return f"{printable(model.id)}: {', '.join(parts)}"
 

@@ -1,5 +1,6 @@
-"""Normalises base URLs as people paste them: ``http://host/`` before ``/v1/models`` makes ``//v1/models``; some end
-with a slash."""
+"""Normalises paths that come from base URLs as people paste them: ``http://host/`` before ``/v1/models`` makes
+``//v1/models``; some end with a slash.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class TidyPaths:
-    """Removes superfluous slashes from paths for ``app``. It comes before everything that decides by the path."""
+    """Removes superfluous slashes from paths for ``app``. It must run before everything that decides by the path."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -22,5 +23,5 @@ class TidyPaths:
 
 
 def tidy(path: str) -> str:
-    """``path`` with single slashes, and none at its end."""
+    """Return ``path`` with single slashes and none at its end."""
     return re.sub("/{2,}", "/", path).rstrip("/") or "/"

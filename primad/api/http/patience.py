@@ -1,19 +1,20 @@
-"""uvicorn's HTTP with timeouts: by itself it keeps a connection that sends nothing, or a byte at a time, for ever.
+"""uvicorn's HTTP protocol with timeouts. uvicorn itself keeps a connection that sends nothing, or one byte at a time,
+for ever.
 
-So any client could use up all descriptors of the head. Here a connection has some seconds to send a complete request,
-from its start and again after each response; and the number of connections in that state is bounded, where the one that
-was silent longest is closed first. A client that sends at once notices nothing, however many others are silent. The
-time for a body is bounded in ``api/http/connection.py``.
+Any client could then use up all file descriptors of the head. Here a connection has some seconds to send a complete
+request, from its start and again after each response. The number of connections in that state is bounded, and the one
+that was silent longest is closed first. A client that sends immediately notices nothing, however many others are
+silent. ``api/http/connection.py`` bounds the time for a body.
 
-A response that is not read stays in memory. A client that reads nothing for a while is disconnected, and if too much is
-unread in total, the slowest one. All connections together are bounded too, and machines share them.
+A response that is not read stays in memory. A client that reads nothing for a while is disconnected; if too much is
+unread in total, the slowest client is. All connections together are bounded too, and machines share them.
 
-Requests that a client sends before the first is answered are read one by one, and few of their bytes are kept.
+Requests that a client sends before its first one is answered are read one by one, and few of their bytes are kept.
 
-Requests are read in small pieces. h11 takes some 10 us for each chunk of a body, and one may have six bytes: the 256
-KiB that asyncio reads at once blocked the loop for half a second. Even 8 KiB of such chunks take a turn of 14 ms, and a
-health check waits for six. So clients that send many parts are read less at a time; all such clients share, and take
-turns (``starts.py``).
+Requests are read in small pieces. h11 takes some 10 us for each chunk of a body, and a chunk may have six bytes: the
+256 KiB that asyncio reads at a time blocked the loop for half a second. Even 8 KiB of such chunks take a turn of 14 ms,
+and a health check waits for six turns. So less is read at a time from clients that send many parts. All such clients
+share a limit and take turns (``starts.py``).
 """
 
 from __future__ import annotations
@@ -35,19 +36,21 @@ from primad.system.shares import Shares
 
 MAX_SILENT: Final = 512
 MAKE_ROOM_S: Final = 1.0
-"""Then connections are closed that were not read in that time: a thousand may be here before the first is read."""
+"""After this time, connections beyond the limit that sent nothing are closed: a thousand may connect before the first
+is read.
+"""
 MAX_CONNECTIONS: Final = 2048
-"""Half of them for one machine; several times the number that may be silent."""
+"""One machine may have half of them; several times the number that may be silent."""
 MAX_UNREAD_BYTES: Final = 256 << 20
 MAX_READ_BYTES: Final = 8 << 10
-"""For one connection in one turn of the loop."""
+"""Limit for one connection in one turn of the loop."""
 FIRST_READ_BYTES: Final = 1 << 10
 MIN_READ_BYTES: Final = 64
 FEW_PARTS: Final = 8
 MAX_PARTS: Final = 64
-"""For all connections that send many parts, in one turn of the loop."""
+"""Limit for all connections that send many parts, in one turn of the loop."""
 MAX_READS: Final = 32
-"""In one turn of the loop; whoever is read after them waits for its turn to be read again."""
+"""Limit in one turn of the loop; connections read after that wait for their turn to be read again."""
 BUSY: Final = (
     b'{"error": {"message": "too many connections; close some or try again later", "code": "too_many_connections"}}'
 )
@@ -58,9 +61,12 @@ REFUSAL: Final = (
 
 
 class Patience:
-    """The connections of a server: ``maximum`` of them, of which ``max_silent`` have not sent a request, each for
-    ``request_timeout_s``, and ``max_unread_bytes`` of responses wait, each for ``send_timeout_s`` without being
-    read. ``checks`` answer plain health checks."""
+    """The connections of a server, at most ``maximum``.
+
+    At most ``max_silent`` of them have not sent a request, each for at most ``request_timeout_s``. At most
+    ``max_unread_bytes`` of responses wait to be read, each for at most ``send_timeout_s`` without progress. ``checks``
+    answer plain health checks.
+    """
 
     def __init__(
         self,
@@ -75,7 +81,7 @@ class Patience:
         self._request_timeout_s, self._send_timeout_s = request_timeout_s, send_timeout_s
         self._max_silent, self._max_unread_bytes = max_silent, max_unread_bytes
         self.places, self.checks = Shares(maximum), checks
-        self._silent: dict[PatientProtocol, asyncio.TimerHandle] = {}  # the one that waits longest first
+        self._silent: dict[PatientProtocol, asyncio.TimerHandle] = {}  # the longest silent first
         self._unread: dict[PatientProtocol, asyncio.TimerHandle] = {}
         self._in_parts: set[PatientProtocol] = set()
         self._making_room: asyncio.TimerHandle | None = None
@@ -84,7 +90,7 @@ class Patience:
         self._server: ServerState | None = None
 
     def protocol(self, *arguments: Any, **options: Any) -> PatientProtocol:
-        """A new connection of the server; give this to uvicorn as ``http``."""
+        """Create a new connection of the server; give this method to uvicorn as ``http``."""
         made = PatientProtocol(self, *arguments, **options)
         self._server = made.server_state
         return made
@@ -95,7 +101,7 @@ class Patience:
         return [] if self._server is None else self._server.default_headers
 
     def is_silent(self, connection: PatientProtocol) -> None:
-        """It may send a request from now on."""
+        """Note that ``connection`` may send a request from now on."""
         self.has_asked(connection)
         self._silent[connection] = connection.loop.call_later(self._request_timeout_s, connection.give_up)
         if len(self._silent) > self._max_silent and self._making_room is None:
@@ -108,11 +114,11 @@ class Patience:
             connection.give_up()
 
     def has_asked(self, connection: PatientProtocol) -> None:
-        """It has sent a request, or is gone."""
+        """Note that ``connection`` has sent a request, or is gone."""
         _stop(self._silent, connection)
 
     def read_next(self, connection: PatientProtocol, read_bytes: int, parts: int) -> int:
-        """How much of it to read next, given the ``parts`` in the last read."""
+        """Return how many bytes of ``connection`` to read next, given the number of ``parts`` in its last read."""
         if parts <= FEW_PARTS:
             self._in_parts.discard(connection)
             return min(MAX_READ_BYTES, max(2 * read_bytes, FIRST_READ_BYTES))
@@ -120,7 +126,7 @@ class Patience:
         return max(MIN_READ_BYTES, read_bytes * MAX_PARTS // (parts * len(self._in_parts)))
 
     def is_crowded(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Whether many were read before in this turn of the loop; to be asked with each read."""
+        """Whether this turn of the loop has already had more than ``MAX_READS`` reads; call it once for each read."""
         if not self._reads:
             loop.call_soon(self._begin_turn)
         self._reads += 1
@@ -130,17 +136,17 @@ class Patience:
         self._reads = 0
 
     def is_unread(self, connection: PatientProtocol) -> None:
-        """It has more of a response to read than the system buffers."""
+        """Note that ``connection`` has more of a response to read than the system buffers."""
         self._look_again(connection)
         while len(self._unread) > 1 and sum(each.unread_bytes for each in self._unread) > self._max_unread_bytes:
             next(iter(self._unread)).give_up()
 
     def is_read(self, connection: PatientProtocol) -> None:
-        """It has read it, or is gone."""
+        """Note that ``connection`` has read its response, or is gone."""
         _stop(self._unread, connection)
 
     def is_gone(self, connection: PatientProtocol) -> None:
-        """It sends nothing any more."""
+        """Note that ``connection`` sends nothing any more."""
         self._in_parts.discard(connection)
         self.starts.forget(connection)
 
@@ -160,19 +166,19 @@ def _stop(timers: dict[PatientProtocol, asyncio.TimerHandle], connection: Patien
 
 
 class _Flow(FlowControl):
-    """Reads nothing more of a client that waits for its turn, or sent ahead more than is read at once."""
+    """Pauses reading from a client that waits for its turn, or that sent ahead more than one read takes."""
 
     def __init__(self, transport: asyncio.Transport, is_held: Callable[[], bool]) -> None:
         super().__init__(transport)
         self._is_held = is_held
 
     def resume_reading(self) -> None:
-        """As far as it is wanted."""
+        """Resume unless the connection is held."""
         if not self._is_held():
             super().resume_reading()
 
     def let_go(self) -> None:
-        """Of the connection, which is gone."""
+        """Release the connection, which is gone."""
         self._is_held = bool
 
 
@@ -185,13 +191,13 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
         self._patience = patience
         self._read = memoryview(bytearray(MAX_READ_BYTES))
         self._read_bytes = FIRST_READ_BYTES
-        """The size of its next read."""
+        """The size of the next read."""
         self._machine = ""
         self._has_place = False
 
     @property
     def unread_bytes(self) -> int:
-        """Written bytes that the system has not taken."""
+        """Bytes written that the operating system has not taken."""
         return int(self.transport.get_write_buffer_size())
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -208,11 +214,11 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
             transport.close()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """The buffer for the next data of the client."""
+        """Return the buffer for the client's next data."""
         return self._read[: self._read_bytes]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """The client sent this many bytes."""
+        """Handle ``nbytes`` sent by the client."""
         before = self._strict.events
         self.data_received(bytes(self._read[:nbytes]))
         parts = self._strict.events - before
@@ -221,7 +227,7 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
             self._wait_for_turn()
 
     def handle_events(self) -> None:
-        """The client sent data, perhaps a whole request, which begins in its turn."""
+        """Handle data from the client, perhaps a whole request, which begins in its turn."""
         if self._is_responding():
             super().handle_events()
             return
@@ -229,7 +235,9 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
 
     def _wait_for_turn(self, *, has_replied: bool = False) -> None:
         check = self._check()
-        is_check = bool(check) and len(check) == len(self._strict.trailing_data[0])  # of those sent ahead one waits
+        is_check = bool(check) and len(check) == len(
+            self._strict.trailing_data[0]
+        )  # several sent ahead count as a request
         self._patience.starts.ready(
             self, self._machine, is_new=not has_replied and self.cycle is None, is_check=is_check
         )
@@ -240,7 +248,7 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
         return self in self._patience.starts or self._strict.ahead_bytes > MAX_READ_BYTES
 
     def begin(self) -> None:
-        """It is this connection's turn."""
+        """Begin the request: it is this connection's turn."""
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
@@ -252,7 +260,7 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
             self._patience.has_asked(self)
 
     def _check(self) -> bytes:
-        """The plain health check that is next; empty if something else is."""
+        """Return the plain health check that is next; empty if something else is next."""
         checks = self._patience.checks
         if checks is None or self._strict.their_state is not h11.IDLE or self.flow.write_paused:
             return b""
@@ -276,33 +284,33 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
             self._patience.is_silent(self)
 
     def on_response_complete(self) -> None:
-        """The response was written; the next request may have come with the last."""
+        """Prepare for the next request, which may have come with the last one."""
         super().on_response_complete()
         self.flow.resume_reading()  # the rest of a request that was sent ahead
         if not self._is_responding() and not self.flow.write_paused and self not in self._patience.starts:
             self._patience.is_silent(self)
 
     def pause_writing(self) -> None:
-        """More is written than the client reads."""
+        """Note that more is written than the client reads."""
         super().pause_writing()
         self._patience.is_unread(self)
 
     def resume_writing(self) -> None:
-        """It has read most of that."""
+        """Note that the client has read most of it."""
         super().resume_writing()
         self._patience.is_read(self)
         if not self._is_responding():
             self._patience.is_silent(self)
 
     def send_400_response(self, msg: str) -> None:
-        """The data is not HTTP: send the error, unless a response is in progress."""
+        """Send the error for data that is not HTTP, unless a response is in progress."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(f"{msg} {self._strict.wrong[:200]}".encode("ascii", "replace").decode())
         else:
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone."""
+        """Clean up: the client is gone."""
         if self._has_place:
             self._patience.places.give_back(self._machine)
             self._has_place = False
@@ -310,18 +318,18 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
         self._patience.is_read(self)
         self._patience.has_asked(self)
         self._patience.is_gone(self)
-        # A thousand at once that leave themselves to the collector make it stand for 200 ms.
+        # Freed at once: a thousand connections left to the garbage collector stop the loop for 200 ms.
         self.cycle = None  # type: ignore[assignment]
         self.flow.let_go()  # type: ignore[attr-defined]
         self._unset_keepalive_if_required()
         self.transport.close()
-        vars(self.transport).pop("_read_ready_cb", None)  # asyncio's method of the transport, which has it
+        vars(self.transport).pop("_read_ready_cb", None)  # asyncio keeps this bound method: a reference cycle
 
     def _is_responding(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def give_up(self) -> None:
-        """It did not send or read in time, or another needs its place."""
+        """Close the connection: it did not send or read in time, or another one needs its place."""
         self._patience.has_asked(self)
         self._patience.is_read(self)
         self.transport.abort()

@@ -20,7 +20,7 @@ from primad.settings.config import LOOPBACK, join_address
 from primad.settings.timings import ApiTimings
 
 HTTP_GRACE_S: Final = 1
-"""How long a server that ends waits for open responses."""
+"""Seconds that a server waits for open responses when it ends."""
 
 
 class HttpServer(uvicorn.Server):
@@ -31,11 +31,11 @@ class HttpServer(uvicorn.Server):
         self._patience, self._close = patience, close
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve whom there is room for, from now on with other objects for ``sockets``."""
+        """Serve connections that there is room for; takes over ``sockets``."""
         await super().serve([Listener(each, self._patience) for each in sockets or ()])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End; listening pages are disconnected first."""
+        """End; disconnect listening pages first."""
         self._close()
         await super().shutdown(sockets)
 
@@ -47,7 +47,7 @@ class HttpServer(uvicorn.Server):
 def http_server(
     app: ASGIApp, timings: ApiTimings, checks: HealthChecks | None = None, close: Callable[[], None] = lambda: None
 ) -> HttpServer:
-    """A server of ``app``. ``checks`` answer plain health checks without it; ``close`` ends what is open in it."""
+    """Return a server of ``app``. ``checks`` answer plain health checks without it; ``close`` ends its open streams."""
     descriptors = raise_descriptor_limit()
     maximum = MAX_CONNECTIONS if descriptors is None else min(MAX_CONNECTIONS, descriptors // 2)
     patience = Patience(timings.request_timeout_s, timings.send_timeout_s, maximum=maximum, checks=checks)
@@ -56,7 +56,7 @@ def http_server(
         lifespan="off",
         http=patience.protocol,  # type: ignore[arg-type]
         ws="none",
-        log_level="error",  # it warns once per invalid request, as many as anybody likes to send
+        log_level="error",  # every invalid request is a warning, and a client may send any number
         access_log=False,
         timeout_graceful_shutdown=HTTP_GRACE_S,
     )
@@ -64,11 +64,11 @@ def http_server(
 
 
 def bind_http(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """The listening socket of the HTTP server. Raises ``ConfigError`` that names ``flag`` when the port is taken."""
+    """Return the listening socket of the HTTP server. Raises ``ConfigError`` that names ``flag`` if the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio sets TCP_NODELAY; else a response after the first of a connection takes 40 ms.
+    # With the protocol given, asyncio sets TCP_NODELAY; otherwise each response after a connection's first takes 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    if sys.platform != "win32":  # there it would share a taken port
+    if sys.platform != "win32":  # on Windows it would share a taken port
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -82,5 +82,5 @@ def bind_http(host: str, port: int, flag: str = "--port") -> socket.socket:
 
 
 def local_url(host: str, port: int) -> str:
-    """The URL of the server that listens at ``host``, for programs on this device."""
+    """Return the URL of the server that listens at ``host``, for programs on this device."""
     return f"http://{join_address({'0.0.0.0': LOOPBACK, '::': '::1'}.get(host, host), port)}"

@@ -1,4 +1,4 @@
-"""What many ask for at once and takes long to make."""
+"""A value that many clients request concurrently and that takes long to make."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ T = TypeVar("T")
 
 
 class Shared(Generic[T]):
-    """Made by ``make`` at most every ``pause_s``, once for all who ask meanwhile, and after each of them has asked."""
+    """A value made by ``make`` at most every ``pause_s``, once for all concurrent callers, and always after they
+    called.
+    """
 
     def __init__(self, make: Callable[[], Awaitable[T]], pause_s: float) -> None:
         self._make, self._pause_s = make, pause_s
@@ -18,7 +20,7 @@ class Shared(Generic[T]):
         self._due_s = 0.0
 
     async def get(self) -> T:
-        """The next one. Raises like ``make``."""
+        """Return the next value. Raises like ``make``."""
         if self._next is None:
             self._next = asyncio.create_task(self._make_next())
         return await asyncio.shield(self._next)

@@ -1,11 +1,12 @@
-"""Which request begins next where many come at once: some at a turn of the loop.
+"""Decides which request begins next when many arrive together: a limited number per turn of the event loop.
 
-A thousand connections with a request each took a turn of half a second, and a health check waits for some turns. Who has
-just come is first, and machines take turns: so one that asks now and then is heard while others ask without end. Behind
-those are connections that were answered before, each in its turn, and those whose requests come in many small parts.
+A thousand connections with a request each took a turn of half a second, and a health check waits for several turns. The
+newest connections go first, and machines take turns, so an occasional request is served while other machines send
+without end. Next come connections that were answered before, in order, and those whose requests come in many small
+parts.
 
-Plain health checks, which take a hundredth of a millisecond or two, go before all of them. Of those too machines take
-turns, and where more come than are answered at a turn, a few others begin all the same.
+Plain health checks, which take about 10 to 20 us, go before all of these. Machines take turns for them too, and if more
+arrive than one turn answers, a few other requests begin all the same.
 """
 
 from __future__ import annotations
@@ -20,23 +21,24 @@ from primad.api.http.turns import TURN_S
 from primad.system.shares import Turns
 
 MAX_STARTS: Final = 8
-"""At one turn of the loop; each takes some tenths of a millisecond, most of them in the next turn, and one whose body
-comes in many parts takes milliseconds, so a turn ends after ``TURN_S`` too."""
+"""Limit per turn of the loop. A request takes some tenths of a millisecond, mostly in the next turn, but one whose body
+comes in many parts takes milliseconds, so a turn also ends after ``TURN_S``.
+"""
 MAX_CHECKS: Final = 64
-"""Health checks at one turn of the loop."""
+"""Limit of health checks per turn of the loop."""
 BESIDE_CHECKS: Final = 2
-"""Other requests at a turn that leaves health checks waiting."""
+"""Limit of other requests in a turn that leaves health checks waiting."""
 _OTHERS_EVERY: Final = 4
-"""One of so many is of a connection that was answered before, if one waits."""
+"""One of this many starts goes to a connection that was answered before, if one waits."""
 
 
 class Starting(Protocol):
-    """A connection that has something to begin."""
+    """A connection with a request to begin."""
 
     loop: asyncio.AbstractEventLoop
 
     def begin(self) -> None:
-        """Begin it."""
+        """Begin the request."""
 
 
 class Starts:
@@ -45,7 +47,7 @@ class Starts:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._new: dict[str, list[Starting]] = {}
-        """By machine, the newest last; the machine whose turn it is first."""
+        """Connections by machine, the newest last; the machine whose turn it is comes first."""
         self._others: deque[Starting] = deque()
         self._checks: Turns[Starting] = Turns()
         self._waiting: set[Starting] = set()
@@ -56,7 +58,7 @@ class Starts:
         return connection in self._waiting
 
     def ready(self, connection: Starting, machine: str, *, is_new: bool, is_check: bool = False) -> None:
-        """Let ``connection`` begin, now or in its turn; ``is_check``: it is a plain health check."""
+        """Let ``connection`` begin, now or in its turn; ``is_check``: its request is a plain health check."""
         if not self._is_due:
             self._is_due = True
             connection.loop.call_soon(self._turn, connection.loop)
@@ -79,7 +81,7 @@ class Starts:
             self._others.append(connection)
 
     def forget(self, connection: Starting) -> None:
-        """It is gone."""
+        """Drop ``connection``, which is gone."""
         self._waiting.discard(connection)
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -95,7 +97,7 @@ class Starts:
             loop.call_soon(self._turn, loop)
 
     def _begin(self, connection: Starting) -> bool:
-        """Whether it was still there."""
+        """Begin the request of ``connection``; return whether it was still there."""
         if connection not in self._waiting:
             return False
         self._waiting.remove(connection)

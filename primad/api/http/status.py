@@ -1,7 +1,7 @@
-"""The contents of ``/status``, as the daemon writes it and ``/metrics`` and ``primad status`` read it.
+"""The contents of ``/status``, which the daemon writes, and ``/metrics`` and ``primad status`` read.
 
 Unknown values are null: a device that did not reply in time has no figures, and a plan that was set by hand has no
-forecast. Before the first ring all this is missing.
+forecast. Before the first ring all of these are missing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from primad.settings.quantities import show_ms
 
 
 class RingFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """State and counters of a ring process since it was opened last; ``steps`` counts every visit of a step to a
+    """State and counters of a ring process since it was last opened; ``steps`` counts every visit of a step to a
     window.
 
-    ``compute_ms_per_token`` is of the latest tokens of responses, all windows of the device together. A hop is the time
-    that its software takes for a message, in and out.
+    ``compute_ms_per_token`` is for the latest generated tokens, all windows of the device together. A hop is the time
+    that the device's software takes for a message, in and out.
     """
 
     steps: int
@@ -40,12 +40,12 @@ class RingFigures(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
     """A device's weights in memory, and the cost of reading the rest.
 
-    ``resident`` and ``streamed`` count whole layers, ``read_ahead_bytes`` are as planned, unless memory is short; then
-    the output matrix may stream too (``streams_output``). ``read_bytes`` and ``stall_s`` are sums since the ring
-    process was opened last; means per token are those of the last ten seconds, or since the last query if that is
-    longer, over the passes through the device's windows. ``pressure`` is calm, some or high. If experts stream,
-    ``experts_picked`` counts those that steps picked, and ``experts_found`` those of them that were in memory or on
-    their way.
+    ``resident`` and ``streamed`` count whole layers. ``read_ahead_bytes`` is the planned value, unless memory is short;
+    then the output matrix may stream too (``streams_output``). ``read_bytes`` and ``stall_s`` are sums since the ring
+    process was last opened. Means per token cover the passes through the device's windows in the last ten seconds, or
+    since the last query if that is longer ago. ``pressure`` is calm, some or high. If experts stream,
+    ``experts_picked`` counts the experts that steps picked, and ``experts_found`` those of them that were in memory or
+    being read.
     """
 
     resident: int | None = None
@@ -66,8 +66,8 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
 class PlannedFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The plan's predictions for a device, in the terms of ``MemoryFigures``.
 
-    ``ram_bytes`` is all memory that it should need: weights, read-ahead, KV cache and buffers. ``hop_ms`` is the time
-    of a token on its outgoing links.
+    ``ram_bytes`` is the total memory the device should need: weights, read-ahead, KV cache and buffers. ``hop_ms`` is
+    the time of a token on its outgoing links.
     """
 
     resident: int | None = None
@@ -81,7 +81,7 @@ class PlannedFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One of several GPUs of a device: layers planned on it, and bytes of its memory. ``id`` is llama.cpp's name for it."""
+    """One of a device's several GPUs: its planned layers and bytes of GPU memory. ``id`` is llama.cpp's name for it."""
 
     name: str
     id: str
@@ -92,8 +92,8 @@ class GpuFigures(msgspec.Struct, frozen=True, kw_only=True):
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One device of the ring; ``ring`` is null if its ring process did not reply in time.
 
-    It ``computes`` if requests are open: it replies between two steps, and a prompt chunk may be a long one.
-    ``gpus`` lists the GPUs of a device that has several.
+    ``computes`` is set if requests are open: the ring process replies between two steps, and a prompt chunk may take
+    long. ``gpus`` lists the GPUs of a device that has several.
     """
 
     name: str
@@ -118,9 +118,10 @@ class RingForecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WrongTerm(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a token's time with the largest error: compute or disk (waiting for it) of a device, or all hops.
+    """The part of a token's time with the largest error: a device's compute, a device's disk (waiting for it), or all
+    hops.
 
-    ``is_beyond``: by more than plans may be corrected, so something is amiss there.
+    ``is_beyond``: the error exceeds what plans may correct, so something is amiss there.
     """
 
     term: str
@@ -131,8 +132,7 @@ class WrongTerm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The measured times of the latest response that was long enough; ``wrong`` is set if the plan is off by over 25
-    %."""
+    """The measured times of the latest response that was long enough; ``wrong`` is set if the plan is off by over 25 %."""
 
     tpot_ms: float
     predicted_tpot_ms: float
@@ -140,7 +140,9 @@ class CompletionFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CopyStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cache of ``device`` is replicated by ``replica``; if that is null it is not, and ``why``."""
+    """The KV cache of ``device`` is replicated by ``replica``. If that is null it is not replicated, and ``why``
+    explains it.
+    """
 
     device: str
     replica: str | None
@@ -148,12 +150,11 @@ class CopyStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV cache of requests. ``replicated_bytes`` are replicated now, and ``lag_tokens`` of one device's are not
-    yet.
+    """The KV cache of requests: ``replicated_bytes`` are replicated now, and ``lag_tokens`` of one device are not yet.
 
-    Since the head's start: the number of rings that resumed requests of an earlier one, of whose tokens
-    ``restored_tokens`` were restored within ``restore_s`` in all, and ``computed_again_tokens`` recomputed;
-    ``found_tokens`` of prompts were found in the cache.
+    Since the head's start: ``restores`` counts rings that resumed requests of an earlier one; of those requests' tokens
+    ``restored_tokens`` were restored within ``restore_s`` in all, and ``computed_again_tokens`` were recomputed.
+    ``found_tokens`` of prompts were found in the prefix cache.
     """
 
     copies: list[CopyStatus]
@@ -167,9 +168,11 @@ class KvStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DraftFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of draft tokens since the ring was formed: of ``drafted`` tokens ``accepted`` were the next token, ``missed``
-    were wrong behind right ones, and ``skipped`` were not computed to the end. A request had ``tokens_per_pass`` tokens in
-    the time of a ring pass. The draft model runs on device ``model_on``, if there is one.
+    """Outcome of draft tokens since the ring was formed: of ``drafted`` tokens ``accepted`` were right, ``missed`` were
+    wrong after a right one, and ``skipped`` were not computed to the end.
+
+    A request got ``tokens_per_pass`` tokens in the time of a ring pass. The draft model runs on device ``model_on``, if
+    there is one.
     """
 
     drafted: int
@@ -181,7 +184,7 @@ class DraftFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One direction of a link. One message in twenty is ``late_ms`` later than usual, or more."""
+    """One direction of a link. One message in twenty is later than usual by ``late_ms`` or more."""
 
     source: str
     target: str
@@ -191,8 +194,9 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterMember(msgspec.Struct, frozen=True, kw_only=True):
-    """One device that the head knows, in the ring or not; ``reason`` explains its state, "" for none. ``api`` is where it
-    relays requests to the head."""
+    """A device that the head knows, in the ring or not; ``reason`` explains its state, "" for none. ``api`` is the
+    address at which it relays requests to the head.
+    """
 
     device: str
     phase: str
@@ -201,15 +205,16 @@ class ClusterMember(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOutDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A device that the plan gives no layers, and why."""
+    """A device to which the plan gives no layers, and the reason."""
 
     device: str
     reason: str
 
 
 class ClusterEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened at ``at_s`` (Unix time): a device ``joined`` or is ``gone``, another ``ring`` serves, or
-    another ``note`` for the owner."""
+    """Something that happened at ``at_s`` (Unix time): a device ``joined`` or is ``gone``, a new ``ring`` serves, or
+    another ``note`` for the owner.
+    """
 
     at_s: float
     kind: str
@@ -227,8 +232,9 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
 class EmbeddingStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The ``model`` of ``--embedding``, and its counters since the head's start.
 
-    It is ``alive`` while its process runs, with memory of ``rss_bytes``, including shared pages; a crash is another one
-    of its ``starts``. ``tokens`` are those of embedded texts, ``compute_s`` is the time spent on them.
+    It is ``alive`` while its process runs. ``rss_bytes`` is the memory of the process, including shared pages.
+    ``starts`` counts its starts: a crash leads to another one. ``tokens`` counts the tokens of embedded texts,
+    ``compute_s`` is the time spent on them.
     """
 
     model: str
@@ -245,9 +251,9 @@ class EmbeddingStatus(msgspec.Struct, frozen=True, kw_only=True):
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     """An offered model: its ``state`` is unloaded, loading, loaded, unloading or failed; texts are empty if unknown.
 
-    While it loads, ``progress`` goes from 0 to 1. A loaded one that nobody uses is unloaded at ``expires_at_s`` (Unix
-    time; null: never), and takes ``memory_bytes`` of each device. One that ``embeds`` makes embeddings, not text; one
-    that ``sees`` takes pictures, one that ``hears`` sound.
+    While it loads, ``progress`` goes from 0 to 1. A loaded model that is not in use is unloaded at ``expires_at_s``
+    (Unix time; null: never), and takes ``memory_bytes`` of each device. ``embeds``: it makes embeddings, not text.
+    ``sees``: it takes pictures. ``hears``: it takes sound.
     """
 
     id: str
@@ -265,8 +271,9 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PicturesStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The encoder of pictures: on another ``device`` or on the head (null), where its process is ``alive`` or not; how many
-    were ``encoded``, of these ``encoded_elsewhere``."""
+    """The encoder of pictures: it runs on another ``device`` or on the head (null), where its process is ``alive`` or
+    not. It ``encoded`` this many pictures, ``encoded_elsewhere`` of them on another device.
+    """
 
     device: str | None
     alive: bool
@@ -277,9 +284,9 @@ class PicturesStatus(msgspec.Struct, frozen=True, kw_only=True):
 class StatusBody(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /status``: ``serving``, ``detail`` and ``model`` as in the health check, then the serving ring.
 
-    It runs ``sequences`` requests at once. ``checked`` is whether windows of the model were found to be exact; null if
-    one device has all of it. ``events`` are the latest ones, the oldest first. ``models`` are those that requests choose
-    among; of their rings it shows the one that was used last.
+    The ring runs ``sequences`` requests concurrently. ``checked`` says whether windows of the model were found to be
+    exact; null if one device has the whole model. ``events`` are the latest ones, the oldest first. ``models`` are
+    those that requests choose among; the ring shown is that of the model used last.
     """
 
     serving: bool
@@ -312,14 +319,16 @@ def status_body(
     tokens: TokenCounts | None = None,
     models: Sequence[ModelStatus] = (),
 ) -> StatusBody:
-    """The whole status: ``ring``, the backend's part, ``embedding``, if there is one, ``tokens`` and ``models``."""
+    """Return the whole status: ``ring`` is the backend's part, ``embedding`` is added if there is one, then ``tokens``
+    and ``models``.
+    """
     own = {"serving": health.serving, "detail": health.detail, "model": served.id if served is not None else None}
     more = {"embedding": embedding, "tokens": tokens, "models": list(models)}
     return msgspec.convert({**ring, **own, **more}, StatusBody)
 
 
 def model_status(model: OfferedModel) -> ModelStatus:
-    """``model`` as it is now."""
+    """Return the state of ``model`` now."""
     return ModelStatus(
         id=model.id,
         state=model.state,
@@ -340,7 +349,7 @@ _TERMS: Final = {"compute": "computing on {}", "disk": "waiting for the disk of 
 
 
 def wrong_line(measured: CompletionFigures) -> str:
-    """For people: the error of a plan, and its worst term."""
+    """Describe a plan's error and its worst term for people."""
     wrong = measured.wrong
     assert wrong is not None
     term = _TERMS.get(wrong.term, "{}").format(printable(wrong.device or "all devices"))

@@ -1,4 +1,4 @@
-"""HTTP/1 as strict as its specification: a request that a proxy may read differently is refused.
+"""HTTP/1 as strict as its specification: refuses requests that a proxy may read differently.
 
 Request smuggling needs two readers that disagree about where a request ends. h11 accepts some forms that RFC 9112 only
 tolerates: a length with chunks, lines that end with a bare LF, folded lines, the same length twice.
@@ -14,10 +14,11 @@ from h11._receivebuffer import ReceiveBuffer
 
 MAX_HEAD_BYTES: Final = 16 << 10
 MAX_PARTS: Final = 1 << 16
-"""Of a body, and one more for each ``MIN_PART_BYTES``: a part takes 10 us, and a client may leave behind a million."""
+"""Limit for a body, plus one for each ``MIN_PART_BYTES``: a part takes 10 us, and a client may leave a million unread.
+"""
 MIN_PART_BYTES: Final = 16
 MAX_TRAILERS: Final = 32
-"""Header lines behind a body, which nothing here reads; h11 takes 5 us for each."""
+"""Limit of header lines after a body (trailers), which nothing here reads; h11 takes 5 us for each."""
 _HEAD_END: Final = b"\r\n\r\n"
 _ODD_LINES: Final = re.compile(rb"(?<!\r)\n|\r[^\n]|\n[ \t]|\x00")
 _LENGTH: Final = re.compile(rb"(?im)^content-length:(.*)$")
@@ -26,12 +27,12 @@ _VERSION: Final = re.compile(rb"[^\r]* HTTP/1\.([01])\r")
 
 
 class _Received(ReceiveBuffer):
-    """What was received and not read yet."""
+    """Bytes received and not yet read."""
 
     is_body = False
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
-        """As h11's: the header lines that are next. Raises ``LocalProtocolError`` if too many stand behind a body."""
+        """As in h11: return the next header lines. Raises ``LocalProtocolError`` if too many follow a body."""
         lines = super().maybe_extract_lines()
         if self.is_body and lines is not None and len(lines) > MAX_TRAILERS:
             raise h11.LocalProtocolError(f"at most {MAX_TRAILERS} header lines stand behind a body")
@@ -39,11 +40,11 @@ class _Received(ReceiveBuffer):
 
 
 class StrictConnection(h11.Connection):
-    """The server's side of a connection; ``wrong`` says what was not HTTP."""
+    """The server's side of a connection; ``wrong`` describes what was not HTTP."""
 
     wrong = ""
     events = 0
-    """The number of request parts in the last read."""
+    """The number of request parts read so far."""
     _is_chunked = False
     _parts_left: float = MAX_PARTS
 
@@ -53,16 +54,16 @@ class StrictConnection(h11.Connection):
 
     @property
     def ahead_bytes(self) -> int:
-        """What was received of requests behind the one that is being answered."""
+        """The bytes received of requests after the one that is being answered."""
         return len(self.trailing_data[0]) if self.their_state is h11.DONE else 0
 
     def skip(self, size: int) -> None:
-        """Forget the first ``size`` bytes received: a request that was answered without it."""
+        """Drop the first ``size`` bytes received: a request that was answered without this connection."""
         assert self.their_state is h11.IDLE
         self._receive_buffer.maybe_extract_at_most(size)
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
-        """Like h11's, which takes 10 us to put a chunk of a stream between its length and its end."""
+        """As in h11, which takes 10 us to put a chunk of a stream between its length and its end; this is faster."""
         if type(event) is h11.Data and self._is_chunked and self.our_state is h11.SEND_BODY:
             return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
         sent = super().send(event)
@@ -95,7 +96,9 @@ class StrictConnection(h11.Connection):
 
 
 def wrong_in(received: bytes) -> str:
-    """The error in the head of a request with this many bytes ``received``; empty if h11 checks the rest."""
+    """Return the error in the head of a request of which the bytes ``received`` have come; empty if h11 checks the
+    rest.
+    """
     head, is_whole, _ = received.partition(_HEAD_END)
     if len(head) > MAX_HEAD_BYTES:
         return f"a request's first line and headers have at most {MAX_HEAD_BYTES} bytes"

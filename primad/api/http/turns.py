@@ -1,4 +1,4 @@
-"""Work that grows with a response, done in portions: the loop has all other clients to serve."""
+"""Work that grows with a response, done in portions: the event loop must serve other clients meanwhile."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Final, TypeVar
 
 T = TypeVar("T")
 TURN_S: Final = 0.005
-"""For work that is done in portions."""
+"""The longest portion of such work."""
 
 
 async def in_turns(items: Iterable[T]) -> list[T]:
-    """All ``items``, each of which takes some work to build; every few milliseconds others have their turn."""
+    """Return all ``items``, each of which takes some work to build; let other tasks run every few milliseconds."""
     made: list[T] = []
     until_s = time.perf_counter() + TURN_S
     for item in items:

@@ -20,22 +20,21 @@ from primad.errors import RequestError, printable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vectors:
-    """A row of length 1 for each text, from the ``model`` of that name, and the tokens of all texts."""
+    """A vector of length 1 for each text, from the ``model`` of that name, and the number of tokens of all texts."""
 
     model: str
     rows: Sequence[NDArray[np.float32]]
     tokens: int
 
     def encoded(self) -> Iterator[bytes]:
-        """Each row as a list in JSON."""
+        """Yield each vector as a JSON list."""
         return (msgspec.json.encode(row.tolist()) for row in self.rows)
 
 
 async def embed(endpoint: Endpoint, request: Request, asked: PreparedTexts, *, query: str | None = None) -> Vectors:
-    """The vectors of the texts of ``asked``, after that of ``query`` if there is one.
+    """Return the vectors of the texts of ``asked``, after the vector of ``query`` if there is one.
 
-    It stops if the client leaves. Raises ``RequestError`` if there is no such model or text, ``RingError`` after a
-    crash.
+    Stops if the client leaves. Raises ``RequestError`` if there is no such model or text, ``RingError`` after a crash.
     """
     model, dimensions = asked.model, asked.dimensions
     texts = asked.texts if query is None else [query, *asked.texts]

@@ -1,4 +1,4 @@
-"""What a request says about its model, read before the text process of that model reads the rest."""
+"""Reads what a request says about its model, before that model's text process reads the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_SMALL_BYTES: Final = 64
 
 
 class Fields(msgspec.Struct, frozen=True):
-    """Fields of a body as JSON, empty if they are missing. All others are skipped."""
+    """Fields of a body as JSON, empty if missing. All other fields are skipped."""
 
     model: Raw = Raw()
     stream: Raw = Raw()
@@ -33,10 +33,10 @@ class Fields(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedModel:
-    """The model that a request names, None for the last one used; ``model`` is the client's word for it.
+    """The model that a request names, None for the last one used; ``model`` is the name as the client wrote it.
 
-    ``is_any`` says that the last one used will do as well. Unless it ``is_readable``, its dialect says what is wrong. It
-    ``is_empty`` if it only loads the model.
+    ``is_any``: the model used last will do as well. Unless ``is_readable``, the dialect reports what is wrong.
+    ``is_empty``: the request only loads the model.
     """
 
     name: str | None = None
@@ -50,7 +50,7 @@ class WantedModel:
 
 
 def wanted(fields: Fields) -> WantedModel:
-    """As most dialects say it. Raises ``msgspec.ValidationError`` for another type."""
+    """Read ``fields`` as most dialects do. Raises ``msgspec.ValidationError`` for another type."""
     name = msgspec.json.decode(bytes(fields.model) or b"null", type=str | None)
     return WantedModel(
         name=name or None,
@@ -62,7 +62,7 @@ def wanted(fields: Fields) -> WantedModel:
 
 
 def small(field: Raw) -> Any:
-    """The value of ``field``, None if it is missing; its JSON if that is long, or a number beyond all measure."""
+    """Return the value of ``field``, None if it is missing; its JSON text if that is long or a number out of range."""
     data = bytes(field)
     try:
         return msgspec.json.decode(data or b"null") if len(data) <= _MAX_SMALL_BYTES else data
@@ -71,16 +71,16 @@ def small(field: Raw) -> Any:
 
 
 def comment(_: WantedModel, model: OfferedModel) -> bytes:
-    """A comment in a stream of server-sent events, which clients skip."""
+    """Return a comment for a stream of server-sent events, which clients skip."""
     return f": {state_line(model)}\n\n".encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choosing:
-    """How requests of a route choose their model: ``read`` says what they want.
+    """How requests of a route choose their model: ``read`` returns what a request wants.
 
-    Streams have the ``framing``, and ``news`` of the model that they wait for; None without streams. ``instead`` may
-    answer a request that needs no loaded model. One that ``embeds`` chooses among embedding models.
+    Streams use ``framing``, None without streams; while they wait they send ``news`` of their model. ``instead`` may
+    answer a request that needs no loaded model. With ``embeds`` the request chooses among embedding models.
     """
 
     read: Callable[[Fields], WantedModel] = wanted
@@ -91,7 +91,7 @@ class Choosing:
 
 
 def read_wanted(body: bytes, choosing: Choosing, of_query: str | None) -> WantedModel:
-    """What ``body`` wants; a request without a model in it may have one in its query."""
+    """Return what ``body`` wants; a request that names no model there may name one in its query (``of_query``)."""
     try:
         found = choosing.read(msgspec.json.decode(body, type=Fields))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
