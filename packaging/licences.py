@@ -1,11 +1,11 @@
-"""The licences of everything that primad needs to run: made from what the installed packages say of themselves.
+"""Lists the licences of everything that primad needs to run, from the metadata of the installed packages.
 
     packaging/licences.py             writes docs/reference/licences.md
-    packaging/licences.py --check     says what is missing there, or too much; writes nothing
-    packaging/licences.py --copy DIR  copies their metadata there, so that packaging/sbom sees them alone
+    packaging/licences.py --check     reports missing and superfluous entries there; writes nothing
+    packaging/licences.py --copy DIR  copies the metadata of those packages there, for packaging/sbom to see no others
 
-The list is of names and licences, not of versions: it changes when a dependency comes or goes, or changes its licence, and
-not with each release of one. Run it in the environment of tools/setup: ``.venv/bin/python packaging/licences.py``.
+The list has names and licences, not versions: it changes when a dependency comes, goes or changes its licence, and not
+with each release of one. Run it in the environment of tools/setup: ``.venv/bin/python packaging/licences.py``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from packaging.utils import canonicalize_name
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs" / "reference" / "licences.md"
 EXTRAS: Final = ("hub", "plot")
-"""What users may choose; the packages of the extra ``dev`` reach nobody."""
+"""The extras users may choose; the packages of the extra ``dev`` do not reach users."""
 STATED_ELSEWHERE: Final[dict[str, str]] = {}
-"""Licences of packages whose metadata has none, as their licence file says."""
+"""Licences of packages whose metadata has none, taken from their licence files."""
 _CLASSIFIER: Final = "License :: OSI Approved :: "
 _ROW: Final = re.compile(r"^\| \[([\w.-]+)\]", re.MULTILINE)
 """The names in the table."""
@@ -45,12 +45,12 @@ VENDORED: Final = {
     "marked": "[marked](https://github.com/markedjs/marked) (MIT)",
     "purify": "[DOMPurify](https://github.com/cure53/DOMPurify) (Apache-2.0 OR MPL-2.0)",
 }
-"""The scripts of others in ``primad/api/page/static/vendor``."""
+"""Third-party scripts in ``primad/api/page/static/vendor``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """One that is installed. ``extra`` is the extra of primad that needs it; empty where all of primad does."""
+    """An installed package. ``extra`` is the extra of primad that needs it; empty if primad always needs it."""
 
     name: str
     licence: str
@@ -59,7 +59,7 @@ class Package:
 
 
 def packages() -> list[Package]:
-    """All that primad needs here, in the order of their names. Raises ``PackageNotFoundError`` where one is missing."""
+    """Return all packages that primad needs here, sorted by name. Raises ``PackageNotFoundError`` if one is missing."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     found: dict[str, Package] = {}
@@ -72,7 +72,7 @@ def packages() -> list[Package]:
 
 
 def _closure(wanted: Iterator[Requirement]) -> set[str]:
-    """The names of the packages that are wanted and of all that they need on this system."""
+    """Return the names of the wanted packages and of all that they need on this system."""
     found: set[str] = set()
     waiting = [(each.name, frozenset(each.extras)) for each in wanted if each.marker is None or each.marker.evaluate()]
     seen = set(waiting)
@@ -102,7 +102,7 @@ def _package(name: str, extra: str) -> Package:
 
 
 def _licence(name: str, stated: Any) -> str:
-    """The licence's SPDX expression, or what stands in place of one."""
+    """Return the licence's SPDX expression, or the text that the metadata has in place of one."""
     classified = [
         each.removeprefix(_CLASSIFIER) for each in stated.get_all("Classifier") or () if each.startswith(_CLASSIFIER)
     ]
@@ -126,7 +126,7 @@ def table(found: list[Package]) -> str:
 
 
 def stale(page: str, found: list[Package]) -> list[str]:
-    """Lines about what the page lacks, and what it has that nothing needs on any system."""
+    """Return lines about packages that the page lacks, and about entries that nothing needs on any system."""
     listed = {canonicalize_name(name) for name in _ROW.findall(page)}
     here = {canonicalize_name(each.name) for each in found}
     elsewhere = {canonicalize_name(Requirement(text).name) for name in here for text in metadata.requires(name) or ()}
@@ -137,7 +137,7 @@ def stale(page: str, found: list[Package]) -> list[str]:
 
 
 def copy_metadata(found: list[Package], folder: Path) -> None:
-    """What the packages, and primad, say of themselves, without what they are."""
+    """Copy the metadata of the packages and of primad to ``folder``, without their code."""
     for name in ("primad", *(each.name for each in found)):
         for file in metadata.distribution(name).files or ():
             if file.parts[0].endswith(".dist-info"):
@@ -147,7 +147,7 @@ def copy_metadata(found: list[Package], folder: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page, or say what is wrong with it; the exit code."""
+    """Write the page, or report what is wrong with it; return the exit code."""
     found = packages()
     if arguments == ["--check"]:
         wrong = stale(PAGE.read_text(encoding="utf-8"), found)

@@ -1,6 +1,6 @@
-"""The manual page of ``primad``, made from its commands: ``packaging/man.py`` prints it as roff.
+"""Makes the manual page of ``primad`` from its commands: ``packaging/man.py`` prints it as roff.
 
-What ``--help`` says stands there in the same words. The page's day is that of SOURCE_DATE_EPOCH, or today.
+It has the words of ``--help``. The page's date is that of SOURCE_DATE_EPOCH, or today.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _commands(group: Any, context: Any) -> Iterator[str]:
-    """A part for each command under the group, and for those under them."""
+    """Yield a part for each command of the group, and for the commands below them."""
     for name, command in group.commands.items():
         if command.hidden:
             continue
@@ -102,7 +102,7 @@ def _environment() -> Iterator[str]:
 
 
 def _prose(text: str) -> str:
-    """Paragraphs; what is indented by four spaces is an example, and stays as it is."""
+    """Format paragraphs; text indented by four spaces is an example and stays as it is."""
     parts = []
     for paragraph in text.split("\n\n"):
         if paragraph.startswith("    "):
@@ -113,7 +113,7 @@ def _prose(text: str) -> str:
 
 
 def _text(text: str, *, literal: bool = False) -> str:
-    """Text as roff: nothing in it is a command, and `code` is bold."""
+    """Return text as roff: nothing in it is a roff command, and `code` is bold."""
     text = " ".join(text.split()) if not literal else text
     escaped = text.replace("\\", "\\e").replace("-", "\\-").replace("~", "\\(ti").replace("^", "\\(ha")
     if not literal:

@@ -1,6 +1,6 @@
-"""What a system package of primad has beside the program: the manual page, the completions of three shells, the service.
+"""Writes what a system package of primad has besides the program: the manual page, shell completions, the service.
 
-    packaging/system_files.py FOLDER     writes them under FOLDER, as they lie under /usr
+    packaging/system_files.py FOLDER     writes them under FOLDER, as they are placed under /usr
 
 The same sources give the same bytes.
 """
@@ -27,7 +27,7 @@ COMPLETIONS: Final = {
 
 
 def completion(shell: str) -> str:
-    """The script that completes ``primad`` in a shell: it asks the program itself, so it is never behind."""
+    """Return the script that completes ``primad`` in a shell: it asks the program itself, so it is never outdated."""
     done = subprocess.run(
         [sys.executable, "-c", "import sys; sys.argv[0] = 'primad'; from primad.cli.main import main; main()"],
         env=os.environ | {"_PRIMAD_COMPLETE": f"source_{shell}", "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -35,12 +35,12 @@ def completion(shell: str) -> str:
         text=True,
         check=True,
     )
-    # zsh loads the file at the first Tab, and that Tab wants its answer too.
+    # zsh loads the file at the first Tab, and that Tab should complete too.
     return done.stdout.strip() + ('\n\n_primad_completion "$@"\n' if shell == "zsh" else "\n")
 
 
 def service() -> str:
-    """The unit of a device that lends itself; ``primad service install`` puts another in its place."""
+    """Return the unit of a device that joins as a worker; ``primad service install`` replaces it."""
     return unit(
         DaemonService(
             role="join",
@@ -56,7 +56,7 @@ def service() -> str:
 
 
 def files() -> dict[str, bytes]:
-    """What to write, by its place under the prefix."""
+    """Return the files to write, by their path under the prefix."""
     made = {
         "share/man/man1/primad.1.gz": gzip.compress(man.page().encode(), mtime=0),
         f"lib/systemd/system/{unit_name(NAME)}": service().encode(),
@@ -65,7 +65,7 @@ def files() -> dict[str, bytes]:
 
 
 def main() -> int:
-    """Write them; the exit code."""
+    """Write the files; return the exit code."""
     if len(sys.argv) != 2:
         print("system_files: error: needs the folder to write to", file=sys.stderr)
         return 2

@@ -1,9 +1,9 @@
-"""The HTTP API of the head: one application, several dialects of it.
+"""The HTTP API of the head: one application that speaks several dialects.
 
-``create_app`` makes the ASGI application; the daemon runs it under uvicorn in its own loop. Its only state are counters
-(``api/http/metrics.py``): a dialect makes a ``Job`` (core) of a request, the backend generates its choices one after
-another, and the dialect shapes the result. Every refusal has the dialect's shape; an unexpected exception, which is our
-mistake, is a 500 and logged with its traceback by the server (uvicorn).
+``create_app`` makes the ASGI application; the daemon runs it under uvicorn in its own loop. Its only state is counters
+(``api/http/metrics.py``): a dialect turns a request into a ``Job`` (core), the backend generates its choices, and the
+dialect shapes the result. Every refusal has the dialect's shape. An unexpected exception, which is our own error,
+becomes a 500, and the server (uvicorn) logs its traceback.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from primad.settings.old_names import with_old_keys
 from primad.settings.timings import ApiTimings
 
 SCRAPE_PAUSE_S: Final = 0.1
-"""A text of the metrics takes milliseconds; all who ask meanwhile get the next one."""
+"""Writing the metrics takes milliseconds; all clients that ask within this time share the next text."""
 _HOW_TO_MANAGE: Final = ": from the page ('primad page'), or with an API key that has the right 'manages'"
 
 
@@ -62,12 +62,12 @@ def create_app(
     admin_api: AdminApi | None = None,
     models: Models | None = None,
 ) -> Api:
-    """The API over ``backend``, whose model also has the names ``names``, for clients of ``admission``.
+    """Return the API over ``backend``, whose model also has the names ``names``, for clients of ``admission``.
 
-    ``embeddings`` is a second model, if there is one. Where ``models`` switches, requests choose among those, and
-    ``backend`` says how the server is, and prepares what needs no model. The owner may change things at ``admin_api``
-    through the page. Its ``state.close()`` ends everything that is open when the server ends; its ``state.checks`` answer
-    plain health checks without it.
+    ``embeddings`` is a second model, if there is one. With ``models``, requests choose among those, and ``backend``
+    reports the server's health and prepares what needs no model. The owner may change things at ``admin_api`` through
+    the page. ``state.close()`` ends all open streams when the server ends; ``state.checks`` answer plain health checks
+    without the application.
     """
     owner = Owner(admission.owner_key)
     switching = models if models is not None and models.switches else None
@@ -100,7 +100,7 @@ def create_app(
 
 
 class _Server:
-    """The routes outside all dialects."""
+    """The routes that belong to no dialect."""
 
     def __init__(self, endpoint: Endpoint, metrics: Metrics) -> None:
         self._endpoint, self._backend, self._metrics = endpoint, endpoint.backend, metrics
@@ -115,7 +115,7 @@ class _Server:
         )
 
     async def about(self, request: Request) -> Response:
-        """The page for browsers, a short description for others."""
+        """Return the page to browsers, a short description to other clients."""
         if files.wants_page(request):
             return files.response(request, files.INDEX)
         return json_response({"name": "primad", "version": __version__, "api": "OpenAI-compatible, under /v1"})
@@ -126,7 +126,7 @@ class _Server:
         return json_response(body, status=status)
 
     def look_at_health(self) -> tuple[HealthBody, int]:
-        """The response to a health check of this moment, and its status."""
+        """Return the current response to a health check, and its status."""
         health, served = self._backend.health(), self._endpoint.shown().model()
         body = HealthBody(
             status="ok" if health.serving else "loading",
@@ -136,20 +136,20 @@ class _Server:
         return body, 200 if health.serving else 503
 
     async def status(self, request: Request) -> Response:
-        """Windows, state and memory of every device."""
+        """Return windows, state and memory of every device."""
         return json_response(
             with_old_keys(msgspec.to_builtins(await self.look(request.query_params.get("model") or "")))
         )
 
     async def metrics(self, request: Request) -> Response:
-        """Requests, tokens, times, and the state of every device, for Prometheus."""
+        """Return requests, tokens, times, and the state of every device, for Prometheus."""
         return Response(await self._text.get(), media_type=MEDIA_TYPE)
 
     async def _render(self) -> bytes:
         return self._metrics.render(await self.look())
 
     async def look(self, model: str = "") -> StatusBody:
-        """The status of this moment, with the ring of ``model`` if one is named."""
+        """Return the current status, with the ring of ``model`` if one is named."""
         shown, beside, models = self._endpoint.shown(model), self._endpoint.embeddings, self._endpoint.models
         ring = await shown.status()
         embedding = None if beside is None else beside.status()
@@ -178,7 +178,7 @@ class Api(Starlette):
         return json_response(await asyncio.to_thread(self.openapi))
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI document, written by FastAPI; that takes some hundred milliseconds, mostly for loading it."""
+        """Return the OpenAPI document, written by FastAPI; that takes some hundred milliseconds, mostly for loading it."""
         if self._written is not None:
             return self._written
         from fastapi import FastAPI
@@ -195,7 +195,7 @@ class Api(Starlette):
 
 def _served(route: Route) -> StarletteRoute:
     served = StarletteRoute(route.path, route.handler, methods=list(route.methods))
-    if route.path.startswith("/ui/"):  # the page asks for no heads, and of events there is none
+    if route.path.startswith("/ui/"):  # the page needs no HEAD, and event streams have none
         served.methods = set(route.methods)
     return served
 
@@ -241,7 +241,7 @@ def _handle_errors(app: Starlette) -> None:
 
 
 def _asks(route: Route) -> dict[str, Any]:
-    """The parameters and body of a path, as in the OpenAPI document."""
+    """Return the parameters and body of a path for the OpenAPI document."""
     names = re.findall(r"{(\w+)", route.path)
     parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
     documented: dict[str, Any] = {"parameters": parameters} if parameters else {}
@@ -266,7 +266,7 @@ def _responses(route: Route) -> dict[int | str, dict[str, Any]] | None:
 
 
 def _item(route: Route) -> dict[str, Any]:
-    """One message of a stream: the data of a server-sent event, the last of which may be a mark."""
+    """Return one message of a stream: the data of a server-sent event, the last of which may be an end mark."""
     message = {"anyOf": [{"$ref": COMPONENT.format(name)} for name in route.streamed]}
     if route.stream_type != EVENT_STREAM:
         return message

@@ -1,1 +1,1 @@
-"""Devices find each other and communicate: mDNS, control messages, encrypted sockets, measured links."""
+"""How devices find each other and communicate: mDNS, control messages, encrypted sockets, measured links."""

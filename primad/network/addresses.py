@@ -1,9 +1,9 @@
-"""Which of this machine's addresses others could reach, and which of theirs to try first. Pure, except
+"""Decides which of this machine's addresses others could reach, and which of theirs to try first. Pure, except
 ``read_interfaces`` and ``resolved_host``.
 
 A home machine has many addresses: bridges of containers and virtual machines (the same 172.17.0.1 on every Docker
-host), VPNs, dead interfaces, and IPv6 addresses that are meaningless without their interface. All that could work are
-announced and tried; the order decides which is tried first.
+host), VPNs, dead interfaces, and IPv6 addresses that are meaningless without their interface. All addresses that could
+work are announced and tried, the likeliest first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from primad.errors import ClusterError
 from primad.settings.config import LOOPBACK
 
 MAX_ANNOUNCED: Final = 16
-"""The most addresses of one device that are announced; an mDNS packet has little room."""
+"""Limit of a device's announced addresses; an mDNS packet has little room."""
 _BRIDGE: Final = re.compile(
     r"(docker|podman|br-|veth|virbr|vnet|lxcbr|lxdbr|cni|flannel|cali|vmnet|vboxnet|vEthernet)|bridge\d{3}$"
 )
@@ -43,7 +43,7 @@ class Interface:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it reaches only this machine."""
+        """Whether the interface reaches only this machine."""
         return bool(self.addresses) and all(address.ip.is_loopback for address in self.addresses)
 
     @property
@@ -74,7 +74,7 @@ def read_interfaces() -> tuple[Interface, ...]:
 
 
 def resolved_host(host: str) -> str:
-    """``host`` (a name or an address to listen on) as an address; IPv4 if it has both. Raises ``ClusterError``."""
+    """Return ``host`` (a name or an address to listen on) as an address; IPv4 if it has both. Raises ``ClusterError``."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as exc:
@@ -83,10 +83,10 @@ def resolved_host(host: str) -> str:
 
 
 def usable_addresses(interfaces: Sequence[Interface], host: str, interface: str | None = None) -> list[str]:
-    """The addresses to announce for a daemon that listens on the address ``host``, the likeliest first, without scopes.
+    """Return the addresses to announce for a daemon that listens on ``host``, the likeliest first, without scopes.
 
-    0.0.0.0 stands for every IPv4 address, :: for every address of both kinds; loopback only if there is nothing else.
-    ``interface`` (a name or an address of this machine) selects its own. Empty if nothing remains. Raises
+    0.0.0.0 means every IPv4 address, :: every address of both kinds; loopback only if there is nothing else.
+    ``interface`` (a name or an address of this machine) selects one interface. Empty if no address remains. Raises
     ``ClusterError`` for an ``interface`` that this machine does not have, or that does not have ``host``.
     """
     wanted = ipaddress.ip_address(host.partition("%")[0])
@@ -110,7 +110,9 @@ def usable_addresses(interfaces: Sequence[Interface], host: str, interface: str 
 
 
 def chosen_interfaces(interfaces: Sequence[Interface], interface: str | None) -> list[Interface]:
-    """Those of ``interface``, a name or an address; all without it. Raises ``ClusterError`` if there is none."""
+    """Return the interfaces that ``interface`` selects by name or address; all without it. Raises ``ClusterError`` for
+    none.
+    """
     if interface is None:
         return list(interfaces)
     address = _bare(interface)
@@ -147,12 +149,12 @@ def multicast_addresses(interfaces: Sequence[Interface], host: str, interface: s
 
 
 def order_by_likelihood(addresses: Iterable[str], own: Sequence[Interface]) -> list[str]:
-    """``addresses`` of a peer (IPv6 link-local ones with ``%scope``) in the order to try them, the likeliest first.
+    """Sort a peer's ``addresses`` (IPv6 link-local ones with ``%scope``) in the order to try them, the likeliest first.
 
-    First those in a subnet of an ordinary interface of ours, then those behind a router, then those in the subnet of a
-    VPN, last those of a bridge of containers or virtual machines, which every machine may have for itself. Unreachable
-    ones are omitted: unspecified and multicast addresses, link-local ones of IPv6 without a scope, and loopback ones
-    unless there are no others.
+    Addresses in a subnet of an ordinary interface of ours come first, then those behind a router, then those in the
+    subnet of a VPN, last those of a bridge of containers or virtual machines, since every machine may have such a
+    bridge. Unreachable addresses are omitted: unspecified and multicast addresses, IPv6 link-local ones without a
+    scope, and loopback ones unless there are no others.
     """
     ranked: dict[str, tuple[int, int]] = {}
     for text in addresses:
@@ -190,7 +192,7 @@ def _rank(text: str, address: Address, own: Sequence[Interface]) -> int:
 
 
 def _kind(address: Address) -> int:
-    """IPv4 first: most home devices listen on it; link-local IPv6 last."""
+    """Rank IPv4 first, since most home devices listen on it, and link-local IPv6 last."""
     return 0 if address.version == 4 else 2 if address.is_link_local else 1
 
 
@@ -219,7 +221,7 @@ def _address(text: str) -> Address | None:
 
 
 def _subnet(address: str, netmask: str | None) -> Subnet | None:
-    """One address from the system: its scope removed, its mask (None on some systems) as a prefix."""
+    """Return the subnet of one address from the system: its scope removed, its mask (None on some systems) as a prefix."""
     bare = address.partition("%")[0]
     try:
         prefix = "" if not netmask else f"/{bin(int(ipaddress.ip_address(netmask))).count('1')}"

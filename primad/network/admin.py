@@ -31,15 +31,15 @@ from primad.trust.identity import Identity, load_identity
 logger = logging.getLogger(__name__)
 
 ASK_S: Final = 5.0
-"""How long the command line waits for a daemon's reply."""
+"""Seconds that the command line waits for a daemon's reply."""
 HANDLE_S: Final = 60.0
-"""The most time a daemon may take for one request."""
+"""The longest time a daemon may take for one request."""
 LAST_WORD_MS: Final = 300
 """How long a daemon that ends tries to send its last reply."""
 
 
 class OpenPairing(msgspec.Struct, tag=True, frozen=True):
-    """Show a code for another device to pair; the open one, if there is one."""
+    """Show a code for another device to pair; returns the open code if there is one."""
 
 
 class BringCode(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -103,7 +103,7 @@ _answers: Final[msgspec.msgpack.Decoder[AdminReply]] = msgspec.msgpack.Decoder(A
 
 
 class _Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of ``admin.json``: the daemon's port, its process, and that one's start (``start_of``)."""
+    """The content of ``admin.json``: the daemon's port, its process, and when that process started (``start_of``)."""
 
     port: int
     pid: int
@@ -112,9 +112,10 @@ class _Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class AdminServer:
-    """The daemon's side. One request at a time; a caller that does not wait for its reply costs nothing.
+    """The daemon's side of the channel. It handles one request at a time; a caller that does not wait for its reply
+    costs nothing.
 
-    A reply is sent when ``handler`` returns: one that ends the daemon schedules that and returns first.
+    A reply is sent when ``handler`` returns, so a handler that ends the daemon schedules the end and returns first.
     """
 
     def __init__(self, identity: Identity, home: Path, handler: Handler, *, timeout_s: float = HANDLE_S) -> None:
@@ -153,7 +154,7 @@ class AdminServer:
 
     @contextlib.contextmanager
     def _noted(self, port: int) -> Iterator[None]:
-        """Write the note about this port, for as long as we reply."""
+        """Keep the note about this port while the server replies."""
         started, since_boot = start_of(os.getpid())
         note = _Note(port=port, pid=os.getpid(), started=started, since_boot=since_boot)
         write_private(self._path, msgspec.json.encode(note))
@@ -165,12 +166,12 @@ class AdminServer:
 
 
 def note_path(home: Path) -> Path:
-    """The note of the daemon of ``home``."""
+    """Return the path of the note of the daemon of ``home``."""
     return home / "run" / "admin.json"
 
 
 def ask(home: Path, request: AdminRequest, timeout_s: float = ASK_S) -> AdminReply:
-    """The reply of the daemon of ``home``.
+    """Send ``request`` to the daemon of ``home`` and return its reply.
 
     Raises ``ClusterError`` if no daemon runs with that folder or none replies in ``timeout_s``, ``ConfigError`` for a
     damaged file in it.
@@ -180,7 +181,7 @@ def ask(home: Path, request: AdminRequest, timeout_s: float = ASK_S) -> AdminRep
         raise ClusterError(
             f"--home {home}: no primad runs with this folder; start 'primad join' or 'primad serve' with it first"
         )
-    loop_factory = asyncio.SelectorEventLoop if os.name == "nt" else None  # ZeroMQ needs one that selects
+    loop_factory = asyncio.SelectorEventLoop if os.name == "nt" else None  # ZeroMQ needs a selector loop
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(_ask(load_identity(home), port, request, timeout_s, home))
 
@@ -224,7 +225,9 @@ def _decode_request(frames: list[bytes]) -> AdminRequest:
 
 
 def _running(home: Path) -> int | None:
-    """The port of the daemon of ``home``; None if its note is gone, damaged or that of a process that has ended."""
+    """Return the port of the daemon of ``home``; None if its note is missing, damaged or left by a process that has
+    ended.
+    """
     try:
         data = read_private(note_path(home))
         note = None if data is None else msgspec.json.decode(data, type=_Note)

@@ -1,7 +1,7 @@
 """The control link: the worker listens, the head connects. It carries only the messages of ``messages.py``.
 
-An unreadable message is refused with a log line; the link and the process survive. There is at most one such line a
-second, so that nobody fills a disk with them.
+An unreadable message is refused with a log line; the link and the process survive. There is at most one such line per
+second, so that no sender can fill a disk.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from primad.trust.identity import Identity
 logger = logging.getLogger(__name__)
 
 MAX_UNREAD: Final = 32
-"""Messages of a worker that wait in the head's memory; later ones wait in the network."""
+"""Limit of a worker's messages that wait in the head's memory; later ones wait in the network."""
 _REFUSED_AFTER: Final = 2
 """Connections refused in a row until a process counts as ended: the first attempt may meet one that just restarted."""
 
@@ -51,10 +51,10 @@ def _echoed(size: int) -> bytes:
 
 
 class WorkerEnd:
-    """Where a worker receives messages of heads, and of other devices that measure their link to it; all of them passed
+    """A worker's end: receives messages of heads, and of other devices that measure their link to it. All have passed
     the gate.
 
-    Each connection is known by the ``peer`` bytes of its messages, each device by its public key. ``scopes`` are
+    Each connection is identified by the ``peer`` bytes of its messages, each device by its public key. ``scopes`` is
     notified of the address of each. Large messages are read only from heads, whose key ``leads``.
     """
 
@@ -76,9 +76,9 @@ class WorkerEnd:
         """The address of the sender of the last message."""
 
     async def receive(self) -> tuple[bytes, str, HeadMessage]:
-        """The next message of any device: connection, public key, message."""
+        """Return the next message of any device: connection, public key, message."""
         while True:
-            await asyncio.sleep(0)  # a ready message is received without a pause: a sender of many would hold up all
+            await asyncio.sleep(0)  # receiving a ready message does not yield: a sender of many would block all
             peer, *frames = await self._socket.recv_multipart(copy=False)
             try:
                 if len(frames) != 1:
@@ -176,16 +176,16 @@ class HeadEnd:
                 self._complaints.add(f"refused a message of the device at {self.address}", exc)
 
     def unanswered(self, timeout_s: float) -> ClusterError:
-        """The error of a device of which nothing could be understood for ``timeout_s``."""
+        """Return the error for a device that sent nothing readable for ``timeout_s``."""
         if self._refused:
             return ClusterError(f"what {self.address} answers is refused: {self._refused}")
         return ClusterError(f"no answer from {self.address} within {timeout_s:g} s")
 
     async def reconnections(self) -> AsyncIterator[None]:
-        """Yields whenever the connection was made again, from one that stands, until the other side's process has
-        ended: its system refuses connections to its port.
+        """Yield whenever the established connection was made again, until the other side's process has ended: its
+        system refuses connections to its port.
 
-        A link that only went silent never shows here; signs of life are for that.
+        A link that only went silent does not show here; the heartbeat detects that.
         """
         assert self._monitor is None, "one waits at a time"
         watched = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED

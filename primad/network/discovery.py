@@ -4,9 +4,9 @@ IPv6.
 Nothing secret is announced: the device's name, its cluster, its role, the protocol, the version, its public key, and
 while a pairing code is open, the pairing port. Announcements of others are unverified until a connection proves them.
 
-No system-independent event reports that an interface came or went, so the addresses are checked every ``look_every_s``:
-a laptop that comes back to its Wi-Fi is announced there within that time. Multicast gets lost, and a device announces
-itself only when it starts: every ``ask_every_s`` all are queried again.
+No event that works on every system reports that an interface came or went, so the addresses are checked every
+``look_every_s``: a laptop that comes back to its Wi-Fi is announced there within that time. Multicast packets get lost,
+and a device announces itself only when it starts, so all devices are queried again every ``ask_every_s``.
 
 Queries ask for multicast replies (QM), never for unicast (QU): several programs of a machine may use the mDNS port, and
 a unicast reply reaches only one of them.
@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
 from typing import Final
 
-from zeroconf import (  # type: ignore[attr-defined]  # it names no AddressResolver among its own
+from zeroconf import (  # type: ignore[attr-defined]  # AddressResolver is not in its __all__
     AddressResolver,
     DNSQuestionType,
     NonUniqueNameException,
@@ -54,26 +54,27 @@ __all__ = ["SERVICE", "Discovery", "MulticastError", "Peer", "look", "peer_of"]
 logger = logging.getLogger(__name__)
 
 MAX_PEERS: Final = 512
-"""More devices than this are ignored, except trusted ones: announcing costs nothing, and memory does."""
+"""Limit of known devices; more are ignored, except trusted ones: announcing costs a stranger nothing, but us memory."""
 TRIES: Final = 9
-"""The most names that are queried by mDNS. A host that claims to have them all is not a device, and is not queried any
-more."""
+"""Limit of names that are queried by mDNS. A host that claims to have them all is not a device, and is no longer
+queried.
+"""
 
 FAILURES: Final = (ZeroconfError, OSError, RuntimeError)
 """What zeroconf raises if it fails."""
 
 Changed = Callable[[dict[str, Peer]], None]
-"""Receives all devices in sight, by their mDNS names."""
+"""Called with all devices in sight, by their mDNS names."""
 
 
 class MulticastError(ClusterError):
-    """mDNS does not work; a device can do without it."""
+    """mDNS does not work. A device can run without it."""
 
 
 class Discovery:
-    """This device's mDNS. Create one, ``announce`` and ``browse``, ``close`` it.
+    """This device's mDNS. Create one, ``announce`` and ``browse``, then ``close`` it.
 
-    ``host`` is the address that the daemon listens on, ``interface`` (a name or an address) selects one interface.
+    ``host`` is the address that the daemon listens on; ``interface`` (a name or an address) selects one interface.
     ``service`` is the announced type. Devices with a key that ``trusts`` accepts always have room. Needs a running
     event loop. Raises ``ClusterError`` if mDNS is impossible.
     """
@@ -134,11 +135,11 @@ class Discovery:
         http: str = "",
         api: str = "",
     ) -> str:
-        """Announce this device; returns its name, with a number if another device has the name.
+        """Announce this device; return its announced name, which gets a number if another device has the same name.
 
-        ``port`` is where it listens, ``key`` its public key (40 characters); ``is_measuring`` until ``end_measuring``.
-        ``http`` is the address on which a head's HTTP server has that port, ``api`` where a worker relays requests
-        (``host:port``). Raises ``MulticastError`` when mDNS does not work.
+        ``port`` is where it listens, ``key`` its public key (40 characters). ``is_measuring`` is announced until
+        ``end_measuring``. ``http`` is the address on which a head's HTTP server has that port; ``api`` is where a
+        worker relays requests (``host:port``). Raises ``MulticastError`` when mDNS does not work.
         """
         await self._started()
         self._port = port
@@ -170,12 +171,12 @@ class Discovery:
         raise AssertionError("the last name is free")
 
     async def end_measuring(self) -> None:
-        """Announce that this device is measured."""
+        """Announce that this device has been measured."""
         self._announced.pop("measuring", None)
         await self._announce_again()
 
     async def set_pairing(self, channel: int, port: int | None) -> None:
-        """Announce that a code of ``channel`` is open at ``port``; None: that it is not any more."""
+        """Announce that a code of ``channel`` is open at ``port``; None: that it is closed."""
         self._announced.pop("pair", None)
         if port is not None:
             self._announced["pair"] = f"{channel}:{port}"
@@ -192,8 +193,9 @@ class Discovery:
         self._watch()
 
     async def leads_here(self, name: str) -> bool:
-        """Whether others find this machine by ``name`` (such as desk.local): only a system service answers for it, not
-        primad."""
+        """Whether others find this machine by ``name`` (such as desk.local): only a service of the system answers for
+        that name, not primad.
+        """
         asked = AddressResolver(f"{name}.")
         try:
             await asked.async_request(self._zeroconf.zeroconf, 1000 * self._timings.own_name_s, DNSQuestionType.QM)
@@ -210,7 +212,7 @@ class Discovery:
             self._addresses = usable_addresses(self._own, self._host, self._interface)
             self._places = _places(self._own, self._host, self._interface)
         except ClusterError as exc:
-            logger.debug("%s", exc)  # the requested interface is away, like an unplugged adapter
+            logger.debug("%s", exc)  # the requested interface is missing, like an unplugged adapter
             self._places = []
         if addresses != self._addresses and self._addresses:
             await self._announce_again()  # before new interfaces are added, which repeats the announcement on them
@@ -219,7 +221,7 @@ class Discovery:
         except FAILURES as exc:
             logger.debug(
                 "mDNS on %s: %s", self._places, _why(exc)
-            )  # an interface went away while it was added: next time
+            )  # an interface went away while it was added: retried at the next check
         if set(self._places) - set(places):
             await self._ask_again()
         self._look_again_at_peers()
@@ -256,16 +258,16 @@ class Discovery:
             await (await self._zeroconf.async_unregister_service(self._info))  # the second one waits until it is sent
 
     def _report_soon(self, announcement: Awaitable[None]) -> asyncio.Future[None]:
-        """Send an announcement; a failed one is like a lost one."""
+        """Send an announcement in the background; a failure has the same effect as a lost packet."""
         sending = self._announcing = asyncio.ensure_future(announcement)
         sending.add_done_callback(_heard_out)
         return sending
 
     def _to_announce(self) -> AsyncServiceInfo:
-        """The current records, with a new revision.
+        """Return the current records, with a new revision.
 
-        Receivers keep earlier records for a while, and see no change in one that they have; so every announcement
-        differs from all earlier ones, and its addresses are those of a new host name.
+        Receivers keep earlier records for a while and see no change in a record that they already have. So every
+        announcement differs from all earlier ones, and its addresses belong to a new host name.
         """
         device = self._announced["device"]
         revision = time.time_ns() // 1_000_000
@@ -304,13 +306,13 @@ class Discovery:
                 if time.monotonic() - asked_s >= self._timings.ask_every_s:
                     await self._ask_again()
                     asked_s = time.monotonic()
-            except Exception:  # whatever failed: without browsing nobody is found any more
+            except Exception:  # without browsing no device is found any more, whatever the reason
                 logger.exception("looking for devices failed; retrying")
 
     async def _ask_again(self) -> None:
-        """Query all devices: a new browser queries at once, this one only when its records are old.
+        """Query all devices: a new browser queries immediately, this one only when its records are old.
 
-        It also reports all known devices, including those that did not reply with an address.
+        Also reports all known devices, including those that did not reply with an address.
         """
         if self._browser is not None:
             await self._browser.async_cancel()
@@ -334,8 +336,9 @@ class Discovery:
             self._resolve_soon(name)
 
     def _make_room(self, name: str) -> bool:
-        """Whether ``name`` is announced with a trusted key; then another is forgotten for it, of that key if it has
-        many."""
+        """Make room for ``name`` if it is announced with a trusted key, and return whether there is room. Another
+        device is forgotten for it, one with the same key if that key has many.
+        """
         info = AsyncServiceInfo(self._service, name)
         peer = peer_of(info, self._own) if info.load_from_cache(self._zeroconf.zeroconf) else None
         if peer is None or not self._trusts(peer.key):
@@ -354,7 +357,7 @@ class Discovery:
         task.add_done_callback(lambda task: self._resolving.pop(name) if self._resolving.get(name) is task else None)
 
     async def _resolve(self, name: str) -> None:
-        """Query what ``name`` announces; one that does not reply is gone."""
+        """Query what ``name`` announces; a device that does not reply counts as gone."""
         timeout_ms, peer = 1000 * self._timings.resolve_timeout_s, None
         try:
             info = AsyncServiceInfo(self._service, name)
@@ -371,8 +374,8 @@ class Discovery:
     def _look_again_at_peers(self) -> None:
         """Query devices again whose records expired or changed silently.
 
-        A device that died said no goodbye, and does not reply; the scope of a link-local address may be learnt late;
-        and the order of addresses depends on our own.
+        A device that died said no goodbye and does not reply. The scope of a link-local address may become known late.
+        The order of addresses depends on our own addresses.
         """
         for name, peer in self._peers.items():
             info = AsyncServiceInfo(self._service, name)
@@ -390,7 +393,7 @@ class Discovery:
 
 
 async def look(host: str, seconds: float, interface: str | None = None) -> list[Peer]:
-    """The devices in sight within ``seconds`` of looking from an address like ``host``, by name.
+    """Return the devices seen within ``seconds`` from an address like ``host``, by name.
 
     Raises ``ClusterError`` if discovery is impossible.
     """
@@ -429,7 +432,7 @@ def _heard_out(sending: asyncio.Future[None]) -> None:
 
 
 def _why(error: BaseException) -> str:
-    """The description of ``error``: many of zeroconf's have no text."""
+    """Describe ``error``: many of zeroconf's errors have no text."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
@@ -442,7 +445,9 @@ def _on(interface: str | None) -> str:
 
 
 def _quiet() -> None:
-    """An interface that comes and goes is no news to the owner: zeroconf warns about each with a trace."""
+    """Silence zeroconf's warnings with a traceback for each interface that comes and goes, which are no news to the
+    owner.
+    """
     noisy = logging.getLogger("zeroconf")
     if noisy.level == logging.NOTSET and not logger.isEnabledFor(logging.DEBUG):
         noisy.setLevel(logging.ERROR)

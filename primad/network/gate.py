@@ -1,8 +1,8 @@
-"""Access to the servers of a ZeroMQ context: checked once per connection, before a byte of a message is read.
+"""Access to the servers of a ZeroMQ context: checked once per connection, before any byte of a message is read.
 
 libzmq proves that a client holds the secret of its public key and then asks us (ZAP, RFC 27). The decision is attached
-to every message of the connection, so that a receiver knows its sender. An admitted connection stays when its key is
-revoked: receivers must check again, with ``sender_key``.
+to every message of the connection, so that a receiver knows its sender. An admitted connection stays open when its key
+is revoked, so receivers must check again, with ``sender_key``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from primad.trust.identity import fingerprint
 logger = logging.getLogger(__name__)
 
 Allows = Callable[[str], bool]
-"""Whether a device is admitted, by its public key in Z85."""
+"""Whether a device is admitted, given its public key in Z85."""
 
 _ADDRESS_FRAME: Final = 3
 
 
 class Gate:
-    """Admits clients to the servers of ``context`` that ``allows`` accepts; use it as an asynchronous context manager.
+    """Admits clients to the servers of ``context`` if ``allows`` accepts their key; use it as an asynchronous context
+    manager.
 
-    One gate per context. Without it, and after it, nobody is admitted.
+    One gate per context. Before the gate opens and after it closes, no client is admitted.
     """
 
     def __init__(self, context: zmq.asyncio.Context, allows: Allows) -> None:
@@ -60,11 +61,10 @@ class Gate:
         finally:
             self._authenticator.stop()
         if not self._task.cancelled():
-            self._task.result()  # it never ends by itself: its end is our own mistake
+            self._task.result()  # the task never ends by itself; if it did, that is our own error
 
     async def _answer(self) -> None:
-        """Reply to libzmq's questions one by one. We await the task ourselves, which pyzmq's own loop does not
-        offer."""
+        """Reply to libzmq's questions one by one. We await this task ourselves, which pyzmq's own loop does not allow."""
         socket = self._authenticator.zap_socket
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -76,7 +76,7 @@ class Gate:
                 await self._authenticator.handle_zap_message(question)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """The authenticator's question: whether ``key`` (Z85) is admitted. In doubt, no."""
+        """Answer the authenticator's question whether ``key`` (Z85) is admitted; no if in doubt."""
         del domain
         text, why = key.decode("ascii"), "it is not trusted here"
         try:
@@ -101,7 +101,9 @@ def sender_key(frame: zmq.Frame) -> str:
 
 
 def sender_address(frame: zmq.Frame) -> str:
-    """The address, with its scope if it has one, from which ``frame`` came; empty if the system does not tell."""
+    """Return the address, with its scope if it has one, from which ``frame`` came; empty if the system does not report
+    it.
+    """
     try:
         return str(frame.get("Peer-Address"))
     except zmq.ZMQError:

@@ -1,8 +1,8 @@
-"""Messages about layers: which device has which, the digests of a layer's chunks, the chunks themselves.
+"""Messages about layers: which device has which layers, the digests of a layer's chunks, and the chunks themselves.
 
-KV blocks are requested in the same way, and wait in the same queue.
+KV blocks are requested in the same way and wait in the same queue.
 
-One msgpack frame per message; the bytes of a chunk are a second frame. Every message is a request or a reply.
+Each message is one msgpack frame, either a request or a reply; the bytes of a chunk are a second frame.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from primad.system.wire import decoded
 
 MAX_ASKED: Final = 4096
 MAX_CELLS_ASKED: Final = 64
-"""KV blocks per request."""
+"""Limit of KV blocks per request."""
 CELLS_BYTES: Final = 1 << 20
-"""KV cache per request: the sender may be short of memory, for that very reason."""
+"""KV cache per request: small, because the sender may be short of memory, for example because of its KV cache."""
 MAX_REQUEST_BYTES: Final = 1 << 20
 """A request is at most ``MAX_ASKED`` digests."""
 MAX_REPLY_BYTES: Final = 16 << 20
@@ -29,7 +29,7 @@ MAX_REPLY_BYTES: Final = 16 << 20
 
 
 class AskPresent(msgspec.Struct, frozen=True, kw_only=True, tag="ask-holds"):
-    """Which of these layers do you hold?"""
+    """Ask which of these layers the device has."""
 
     digests: Annotated[list[str], Meta(max_length=MAX_ASKED)]
 
@@ -69,8 +69,9 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):
 
 
 class NoChunk(msgspec.Struct, frozen=True, kw_only=True, tag="no-chunk"):
-    """The device cannot provide it; ``reason`` is one line. Without ``offset`` it is the tree that it cannot
-    provide."""
+    """The device cannot provide the chunk; ``reason`` is one line. Without ``offset`` it cannot provide the layer's
+    tree.
+    """
 
     digest: str
     offset: int | None
@@ -87,9 +88,10 @@ class FetchCells(msgspec.Struct, frozen=True, kw_only=True, tag="fetch-cells"):
 
 
 class Cells(msgspec.Struct, frozen=True, kw_only=True, tag="cells"):
-    """The reply: bytes of the parts of the leading requested blocks, 0 for a missing one.
+    """The reply: the sizes in bytes of the parts of the leading requested blocks, 0 for a missing block.
 
-    The concatenated parts (``kv.store.part``) are the next frame, up to ``CELLS_BYTES``: the last may be cut there.
+    The concatenated parts (``kv.store.part``) are the next frame, up to ``CELLS_BYTES``: the last part may be cut
+    there.
     """
 
     sizes: Annotated[list[int], Meta(min_length=1, max_length=MAX_CELLS_ASKED)]
@@ -103,7 +105,7 @@ _decoder: Final = msgspec.msgpack.Decoder(TransferMessage)
 
 
 def decode_transfer(data: bytes | memoryview) -> TransferMessage:
-    """A message about layers, its texts made printable. Raises ``ProtocolError``."""
+    """Decode a message about layers, its texts made printable. Raises ``ProtocolError``."""
     message: TransferMessage = decoded(_decoder, data, "a message about layers")
     if isinstance(message, FetchCells) and not (message.first < message.last and all(map(is_key, message.keys))):
         raise ProtocolError("a request for invalid KV blocks")

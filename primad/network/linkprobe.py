@@ -1,16 +1,17 @@
 """Measures the links between devices: empty messages for the round trip, and messages of a ring's sizes in each
 direction.
 
-The measuring device sends ``Echo`` to the control port of the other, which replies with the requested number of bytes;
-so one device measures both directions. Every address of the other is tried, and the fastest that works is kept.
+The measuring device sends ``Echo`` to the other device's control port, which replies with the requested number of
+bytes; so one device measures both directions. Every address of the other device is tried, and the fastest that works is
+kept.
 
-Hidden states of one token are messages of some kB, and each token waits for them, so they are sent one by one, often
-enough for a 95th percentile. A prompt chunk is a message of some MB after a silence: TCP starts it slowly, with some
-packets per round trip, and sends the rest at the link's rate. So the first large message of a connection is timed, and
-then several in a row.
+The hidden state of one token is a message of some kB, and each token waits for it, so such messages are sent one by
+one, often enough for a 95th percentile. A prompt chunk is a message of some MB after a silence: TCP starts it slowly,
+with some packets per round trip, and sends the rest at the link's rate. So the first large message of a connection is
+timed, and then several in a row.
 
-An echo passes a program at each end. How long the network alone takes there and back shows a TCP connection, which the
-other device's system accepts by itself.
+An echo passes through a program at each end. The time of a TCP connection, which the other device's system accepts by
+itself, shows the round trip of the network alone.
 """
 
 from __future__ import annotations
@@ -41,40 +42,42 @@ from primad.system.wire import encode
 from primad.trust.identity import Identity
 
 UNREACHABLE_S: Final = 60.0
-"""The round trip of a link that does not work, also in an older device's report."""
+"""The round trip reported for a link that does not work, also by older devices."""
 MAX_S: Final = 45.0
-"""The longest time of measuring a device, whatever its delays. A link of 100 kB/s takes half of that."""
+"""The longest time of measuring one device, whatever its delays. A link of 100 kB/s takes half of that."""
 CONNECT_S: Final = 1.0
 MAX_ADDRESSES: Final = 3
-"""The number of a device's addresses that are measured, the first to respond."""
+"""Limit of measured addresses of a device: the first ones to respond."""
 _EMPTY_MESSAGES: Final = 15
 _CONNECTIONS: Final = 20
 _ROW_BYTES: Final = 8 << 10
-"""Hidden states of one token of a model of 2,048 channels."""
+"""The hidden state of one token of a model with 2,048 channels."""
 _WIDE_ROW_BYTES: Final = 32 << 10
-"""A row of 8,192 channels."""
+"""The hidden state of one token of a model with 8,192 channels."""
 _LARGE_BYTES: Final = 256 << 10
 """TCP is at its full rate after this many bytes."""
 _ROWS: Final = 100
 _WIDE_ROWS: Final = 15
 _LARGE_MESSAGES: Final = 3
 _ROWS_S: Final = 0.25
-"""After this time no more messages of a size are sent, except ``_FEWEST``."""
+"""After this time no more messages of a size are sent, except the ``_FEWEST`` required ones."""
 _FEWEST: Final = 3
 _LATE: Final = 0.95
 _SLOW_START_ROUND_TRIPS: Final = 4
 """TCP sends 10 packets at first and twice as many each round trip: after four, 256 kB are on their way."""
 _BULK_MESSAGES: Final = 4
 _FAST_S: Final = 0.02
-"""A link that carries ``_LARGE_BYTES`` in less needs larger messages for a reliable figure."""
+"""A link that carries ``_LARGE_BYTES`` in less time needs larger messages for a reliable figure."""
 
 _SLOW_S: Final = 0.5
-"""A link that takes longer for ``_LARGE_BYTES`` gets no more of them at once: its device would seem to be silent."""
+"""A link that takes longer for ``_LARGE_BYTES`` does not get several of them concurrently: its device would seem
+silent.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
-    """One direction, as ``LinkProfile`` has it."""
+    """One direction of a link, as in ``LinkProfile``."""
 
     bytes_per_s: float
     late_s: float
@@ -83,7 +86,7 @@ class _Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """A link in both directions, by one address."""
+    """Both directions of a link, through one address."""
 
     round_trip_s: float
     network_s: float | None
@@ -92,21 +95,21 @@ class _Measured:
 
     @property
     def both_s(self) -> float:
-        """Seconds per megabyte each way with both delays: the measure for comparing addresses."""
+        """Seconds per megabyte in each direction plus both delays: the measure for comparing addresses."""
         ways = (self.there, self.back)
         return self.round_trip_s + sum(way.late_s + MAX_ECHO_BYTES / way.bytes_per_s for way in ways)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLinks:
-    """Both directions of links, working and failed, with the reasons, one device each."""
+    """Both directions of links, and the targets that failed, with the reasons, one per device."""
 
     links: list[LinkProfile]
     unreached: list[Unreached]
 
 
 class _NotReachedError(ClusterError):
-    """An address that does not lead to the device, or not well; ``why`` as in ``Unreached``."""
+    """An address that does not lead to the device, or not reliably; ``why`` as in ``Unreached``."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -114,10 +117,10 @@ class _NotReachedError(ClusterError):
 
 
 _WHYS: Final = (UNTRUSTED, SLOW, CLOSED, SILENT)
-"""How informative a failure is: a response at one of several addresses says more than silence at another."""
+"""Reasons by how informative they are: a response at one of several addresses says more than silence at another."""
 
 Exchange = Callable[[int, int, int], Awaitable[float]]
-"""Seconds until ``count`` messages, of these sizes there and back, sent at once, are answered."""
+"""Returns the seconds until ``count`` messages, of these sizes there and back, sent concurrently, are answered."""
 
 
 async def measure_links(
@@ -129,10 +132,10 @@ async def measure_links(
     timeout_s: float = NetworkTimings().link_timeout_s,
     max_s: float = MAX_S,
 ) -> MeasuredLinks:
-    """Both directions of the links from this device, ``source``, to each of ``targets``, one after the other.
+    """Measure both directions of the links from this device, ``source``, to each of ``targets``, one target at a time.
 
-    The links of a target that no address reaches do not work; nor do those of one that delays many echoes beyond
-    ``timeout_s``. Measuring a target ends after ``max_s``.
+    If no address reaches a target, or it delays many echoes beyond ``timeout_s``, its links count as not working.
+    Measuring a target ends after ``max_s``.
     """
     measured = MeasuredLinks(links=[], unreached=[])
     for target in targets:
@@ -169,7 +172,8 @@ def cut_link(source: str, target: str) -> LinkProfile:
 
 
 async def _quickest(target: Contact) -> list[str]:
-    """The addresses of ``target`` with a listener, the first to respond first; all of them if none was quick enough.
+    """Return the addresses of ``target`` with a listener, the first to respond first; all of them if none was quick
+    enough.
 
     A device announces every address it has, including bridges of containers and dead networks.
     """
@@ -233,7 +237,9 @@ async def _measure(
 
 
 def _network_s(host: str, port: int) -> float | None:
-    """Seconds until the other device's system accepts a connection, the mean without the latest; None where it does not."""
+    """Return the mean time, without the slowest, until the other device's system accepts a connection; None if it does
+    not.
+    """
     found, end = list[float](), time.perf_counter() + _ROWS_S
     try:
         family, kind, _, _, address = tcp.getaddrinfo(host, port, type=tcp.SOCK_STREAM)[0]
@@ -249,7 +255,7 @@ def _network_s(host: str, port: int) -> float | None:
 
 
 async def _way(exchange: Exchange, round_trip_s: float, *, there: bool) -> _Way:
-    """One direction: the other way is empty, so it takes ``round_trip_s``."""
+    """Measure one direction: messages in the other direction are empty, so an empty exchange takes ``round_trip_s``."""
 
     async def times(size: int, maximum: int) -> list[float]:
         found, end = list[float](), time.perf_counter() + _ROWS_S
@@ -264,7 +270,7 @@ async def _way(exchange: Exchange, round_trip_s: float, *, there: bool) -> _Way:
     size = MAX_ECHO_BYTES if usual < _FAST_S else _LARGE_BYTES
     count = _BULK_MESSAGES if usual < _SLOW_S else 1
     bulk_s = usual if count == 1 else await exchange(count, *_directed(size, there=there))
-    # Beyond a slow start it was something else, such as a busy machine.
+    # More than a slow start has another cause, such as a busy machine.
     large_s = min(first, usual + _SLOW_START_ROUND_TRIPS * round_trip_s)
     return _Way(
         bytes_per_s=count * size / max(1e-6, bulk_s - round_trip_s, bulk_s / 2),
@@ -277,9 +283,9 @@ async def _way(exchange: Exchange, round_trip_s: float, *, there: bool) -> _Way:
 
 
 def late_one_way_s(there_and_back_s: Sequence[float]) -> float:
-    """How much later than the median the 95th percentile arrives, one way.
+    """Return how much later than the median the 95th percentile arrives, one way.
 
-    Half of the value for both ways: the delays add up, and so do their means, which this figure is used for.
+    This is half of the value for both ways: the delays add up, and so do their means, which this figure is used for.
     """
     ordered = sorted(there_and_back_s)
     return (ordered[math.ceil(_LATE * len(ordered)) - 1] - statistics.median(ordered)) / 2
@@ -337,7 +343,7 @@ def _directed(size: int, *, there: bool) -> tuple[int, int]:
 
 
 async def _exchange(socket: zmq.asyncio.Socket, echo: Echo, count: int, timeout_s: float) -> float:
-    """Seconds until ``echo``, sent ``count`` times at once, is answered as often."""
+    """Return the seconds until ``echo``, sent ``count`` times concurrently, is answered ``count`` times."""
     message = encode(echo)
     start = time.perf_counter()
     try:

@@ -27,10 +27,10 @@ _MAX_NOTES: Final = 256
 
 
 class LocalHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A head of this device: its name, endpoint and process; ``created`` and ``since_boot`` are its start
+    """A head of this device: its name, endpoint and process; ``created`` and ``since_boot`` are when it started
     (``start_of``).
 
-    ``key`` admits this user's commands if the endpoint needs one: nobody else can read the note.
+    ``key`` admits this user's commands if the endpoint needs one: no other user can read the note.
     """
 
     device: str
@@ -98,7 +98,8 @@ def local_heads(home: Path) -> list[LocalHead]:
 
 
 def chosen_head(heads: Iterable[LocalHead], wanted: str | None) -> LocalHead | None:
-    """The head ``wanted`` (name, port or name:port) of ``heads``; by default the only one, None if there is none.
+    """Return the head of ``heads`` that ``wanted`` names (name, port or name:port); by default the only one, None for
+    none.
 
     Raises ``ClusterError`` with the names to choose from.
     """

@@ -1,20 +1,21 @@
 """Messages between head and worker on the control link; requests between devices are in ``layer_messages``.
 
-One msgpack frame per message. The head starts with ``Probe``, which every admitted device may send: it finds the
-version and the address that works. ``Hello`` then makes the worker this head's; it replies ``Welcome`` or ``Refused``.
-From then on a ``Ping`` and its ``Pong`` pass several times a second, so that either side notices the other's end.
+Each message is one msgpack frame. The head starts with ``Probe``, which every admitted device may send, to find the
+version and the address that works. ``Hello`` then makes the worker this head's; the worker replies ``Welcome`` or
+``Refused``. From then on ``Ping`` and ``Pong`` pass several times a second, so that either side notices the other's
+end.
 
-A TCP connection that is reset, for example by a restarting router, reconnects silently, and loses the messages in
+A TCP connection that is reset, for example by a restarting router, reconnects silently and loses the messages in
 flight. So a worker's stages are state, not events: ``StageStates`` has the state of all of them, and each change gives
 it a new ``revision``. The worker sends it after each change. A ``Ping`` carries the revision that the head has, and a
-worker with a newer one sends the states again before its ``Pong``. The other way the head sends all that it wants of
-the worker once after each reconnection (``head/members/wanted.py``): a worker keeps what it has, and continues what it
-does. ``KvHold`` may stay unanswered: the head then does without, or asks again. Drafts may be lost as well, and parts of
-pictures: generation continues without them, and the head encodes itself.
+worker with a newer one sends the states again before its ``Pong``. In the other direction the head sends everything it
+wants of the worker once after each reconnection (``head/members/wanted.py``): the worker keeps what it has and
+continues its work. ``KvHold`` may stay unanswered: the head then continues without a reply, or asks again. Drafts and
+parts of pictures may be lost too: generation continues without the drafts, and the head encodes the picture itself.
 
 Versions. A device speaks ``PROTOCOL`` and older ones down to ``OLDEST``; both sides use the newest common one. An added
-field has a default, and an unknown field is skipped, so that neighbours understand each other. An unknown message is
-refused with a log line, so that a message that may be ignored can be added. Any other change takes two versions.
+field has a default, and an unknown field is skipped, so that neighbouring versions understand each other. An unknown
+message is refused with a log line, so a message that may be ignored can be added. Any other change takes two versions.
 Protocol 1 was not encrypted, protocol 2 sent each fact twice, a worker of protocol 4 does not read the inputs and
 outputs of a window's graph in its metadata, and protocol 5 had other names for the same messages; none of them is
 spoken any more.
@@ -69,7 +70,7 @@ MAX_REVISION: Final = 1 << 62
 MAX_DEVICES: Final = 1024
 MAX_ECHO_BYTES: Final = 1 << 20
 ECHO_BYTES: Final = (0, 8 << 10, 32 << 10, 256 << 10, MAX_ECHO_BYTES)
-"""The sizes of replies to ``Echo``, so that they can be prepared and a flood of requests uses no memory."""
+"""The sizes of replies to ``Echo``: fixed, so that they can be prepared and a flood of requests uses no memory."""
 MAX_CONTACTS: Final = 1024
 MAX_MESSAGE_TIMES: Final = 16
 """The most message sizes in a link's measurements."""
@@ -77,23 +78,23 @@ MAX_ROUND_TRIP_S: Final = 3600.0
 MAX_LINK_BYTES_PER_S: Final = 1e13
 MAX_MEMORY_BYTES: Final = 1 << 50
 MAX_FIGURE: Final = 1e18
-"""Of what a worker says it did: none of it is negative, infinite or no number."""
+"""Limit of the figures that a worker reports; none of them may be negative, infinite or NaN."""
 MAX_BLOCKS: Final = 16_384
 MAX_HOLD_S: Final = 600.0
 MAX_TREE_BYTES: Final = 1 << 20
 MAX_STEP_BYTES: Final = 1 << 30
-"""Hidden states of a step."""
+"""Limit of the hidden states of a step."""
 MAX_CELLS: Final = 1 << 27
-"""KV cache of all sequences, in a layer."""
+"""Limit of the KV cache of all sequences in a layer."""
 USUAL_BYTES: Final = MAX_ECHO_BYTES + (4 << 10)
-"""An echo of the largest size. Skipped bytes cost up to 40 ns each."""
+"""An echo of the largest size. Bytes that are skipped cost up to 40 ns each."""
 PICTURE_CHUNK_BYTES: Final = 512 << 10
-"""Of a picture, or of its rows, in one message: signs of life are behind no more than that."""
+"""Limit of the part of a picture, or of its embeddings, in one message: signs of life wait for no more than that."""
 MAX_PICTURE_BYTES: Final = MAX_BYTES
 MAX_ENCODED_BYTES: Final = MAX_CONTENT_BYTES + (4 << 20)
-"""Of rows, and of the tokens around them."""
+"""Limit of a picture's embeddings and the tokens around them."""
 MAX_STATES_BYTES: Final = 2 << 20
-"""Includes the trees of layers of 250 GB."""
+"""Room for the trees of layers of 250 GB."""
 LARGE_BYTES: Final = {
     "load": MAX_MESSAGE_BYTES,
     "load_draft": MAX_MESSAGE_BYTES,
@@ -103,7 +104,7 @@ LARGE_BYTES: Final = {
     "kv-hold": 6 << 20,
     "stages": MAX_STATES_BYTES,
 }
-"""The size limit of a kind of message, if it is larger than usual: the cost of reading it is proportional."""
+"""The size limit of each kind of message that may be larger than usual; the cost of reading grows with the size."""
 
 Revision = Annotated[int, Meta(ge=0, le=MAX_REVISION)]
 MemoryBytes = Annotated[int, Meta(ge=0, le=MAX_MEMORY_BYTES)]
@@ -112,7 +113,7 @@ Layer = Annotated[int, Meta(ge=0, le=LAYER_NUMBERS)]
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True, tag="probe"):
-    """Asks for the device's identity. The reply is ``Probed``; nothing else follows from it."""
+    """Ask for the device's identity. The reply is ``Probed``; nothing else follows from it."""
 
     protocol: int
     oldest: int
@@ -123,8 +124,8 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, tag="probe"):
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """The head introduces itself; ``session`` tells its restarts apart, ``build`` names its llama.cpp.
 
-    The worker may consider it gone after a silence of ``gone_after_s``. It relays requests to TCP port ``relay_port`` (0:
-    this head accepts none).
+    The worker may consider the head gone after a silence of ``gone_after_s``. It relays requests to TCP port
+    ``relay_port`` (0: this head accepts none).
     """
 
     protocol: int
@@ -144,7 +145,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
-    """The devices that this head trusts, so that they do for each other what a ring needs; the latest list replaces
+    """The devices that this head trusts, so that they serve each other as a ring needs; the latest list replaces
     earlier ones. Keys among the ``revoked`` are no longer trusted, and not introduced.
     """
 
@@ -153,8 +154,9 @@ class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
 
 
 class Revoked(msgspec.Struct, frozen=True, tag="revoked"):
-    """This head gives the worker no more work: its owner revoked it. An older worker does not know this and waits for
-    it."""
+    """This head gives the worker no more work, because its owner revoked the worker. An older worker does not know this
+    message and waits for work.
+    """
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
@@ -162,11 +164,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
     ``place`` tells devices of this ring that share a machine apart (see ``ring.spawn.environment``). A worker may have
     stages in several epochs at a time: the next ring is loaded while the last one serves. ``read_ahead_bytes`` of
-    streamed layers are read ahead. ``kv_type`` is the type of the KV cache, ``flash`` whether attention is flash
-    attention; ``small_windows``, ``states`` and ``rollback`` are as in ``EngineOptions``, ``rope`` overrides RoPE. With
-    ``keeps`` it saves the KV blocks of the step log. Layers of ``origins`` may be fetched from the hub that has ``files``,
-    or from the head, the first of ``sources``, by the names of their origins. In a ``group`` the worker has a share of all
-    layers, the only window of the route.
+    streamed layers are read ahead. ``kv_type`` is the type of the KV cache; ``flash``: attention is flash attention;
+    ``small_windows``, ``states`` and ``rollback`` are as in ``EngineOptions``; ``rope`` overrides RoPE. With ``keeps``
+    the worker saves the KV blocks of the step log. Layers of ``origins`` may be fetched, by the names of their origins,
+    from the hub that has ``files`` or from the head, the first of ``sources``. In a ``group`` the worker has a share of
+    all layers, the only window of the route.
     """
 
     ring: int
@@ -211,7 +213,7 @@ class LinkGroup(msgspec.Struct, frozen=True, kw_only=True, tag="link-group"):
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
-    """Release the windows of ``epoch``; the layer files stay. With ``unload`` nothing stays loaded for later."""
+    """Release the windows of ``epoch``; the layer files stay. With ``unload`` no window stays loaded for later."""
 
     epoch: int
     unload: bool = False
@@ -220,8 +222,8 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """A sign of life. Also asks for a ``WorkerStatus`` if ``status`` is set. ``Pong`` repeats ``number``.
 
-    The head has the ``StageStates`` of ``revision``; 0 stands for none. ``why_idle`` is why the worker has no layers,
-    for its owner; empty if it has some, or if unknown.
+    The head has the ``StageStates`` of ``revision``; 0 means none. ``why_idle`` tells the worker's owner why it has no
+    layers; empty if it has some, or if unknown.
     """
 
     status: bool
@@ -244,7 +246,7 @@ class Echo(msgspec.Struct, frozen=True, kw_only=True, tag="echo"):
 
 
 class Dismiss(msgspec.Struct, frozen=True, tag="dismiss"):
-    """The worker asked to leave, and may: others do its work."""
+    """Allow the worker, which asked to leave, to leave: other devices have taken over its work."""
 
 
 class KvHold(msgspec.Struct, frozen=True, kw_only=True, tag="kv-hold"):
@@ -264,19 +266,20 @@ class KvHold(msgspec.Struct, frozen=True, kw_only=True, tag="kv-hold"):
 
 
 class KvForget(msgspec.Struct, frozen=True, kw_only=True, tag="kv-forget"):
-    """The blocks ``keys`` are not needed any more. ``lasting``: they may be of use later, to a device that has a
-    cache."""
+    """The blocks ``keys`` are not needed any more. ``lasting``: a device that has a cache keeps them, as they may be
+    used again.
+    """
 
     keys: Annotated[list[str], Meta(max_length=MAX_BLOCKS)]
     lasting: bool
 
 
 class LoadDraft(msgspec.Struct, frozen=True, kw_only=True, tag="load_draft"):
-    """Draft for ring ``epoch`` with the model ``window``, a whole one with this many tokens in its ``vocabulary``:
-    fetch the missing layers from ``sources`` and load it, for texts of at most ``context`` tokens, if ``memory_bytes``
-    are free. ``maximum`` tokens are drafted at once, the ``first`` ones of them before alternatives.
+    """Draft for ring ``epoch`` with the model ``window``, a whole model with ``vocabulary`` tokens: fetch the missing
+    layers from ``sources`` and load it, for texts of at most ``context`` tokens, if ``memory_bytes`` are free. A draft
+    has at most ``maximum`` tokens, the ``first`` ones of them before alternatives.
 
-    The reply is a ``DraftModelState``. An older worker does not know it, and does not draft.
+    The reply is a ``DraftModelState``. An older worker does not know this message and does not draft.
     """
 
     epoch: int
@@ -303,12 +306,12 @@ class ReleaseDraft(msgspec.Struct, frozen=True, kw_only=True, tag="release_draft
 
 
 class LoadMmproj(msgspec.Struct, frozen=True, kw_only=True, tag="load_mmproj"):
-    """Encode pictures for this head, as load ``number``: fetch the encoder ``file`` from ``sources``, and have it ready
-    for the model of which ``metadata`` is all but the weights, ``hole_bytes`` of zeros. It runs on the ``gpu`` by
-    llama.cpp's name for it (empty: on the processor), if ``memory_bytes`` are free. Pictures become ``min_tokens`` to
-    ``max_tokens`` rows (0: as the file says).
+    """Encode pictures for this head, as load ``number``: fetch the encoder ``file`` from ``sources`` and prepare it for
+    the model whose file is ``metadata`` and ``hole_bytes`` of zeros in place of the weights.
 
-    The reply is an ``MmprojState``. An older worker does not know it, and encodes nothing.
+    It runs on ``gpu``, by llama.cpp's name (empty: on the processor), if ``memory_bytes`` are free. A picture becomes
+    ``min_tokens`` to ``max_tokens`` embeddings (0: as the file says). The reply is an ``MmprojState``. An older worker
+    does not know this message and encodes nothing.
     """
 
     number: int
@@ -323,8 +326,9 @@ class LoadMmproj(msgspec.Struct, frozen=True, kw_only=True, tag="load_mmproj"):
 
 
 class PictureChunk(msgspec.Struct, frozen=True, kw_only=True, tag="picture"):
-    """What stands at ``offset`` of a file of ``size`` bytes, ``picture`` of load ``number``. With the last part it is
-    encoded. The reply to any part is a ``EncodedChunk``."""
+    """The bytes at ``offset`` of a file of ``size`` bytes, ``picture`` of load ``number``. The picture is encoded when
+    the last part has come. The reply to each part is an ``EncodedChunk``.
+    """
 
     number: int
     picture: int
@@ -334,7 +338,7 @@ class PictureChunk(msgspec.Struct, frozen=True, kw_only=True, tag="picture"):
 
 
 class EncodedWanted(msgspec.Struct, frozen=True, kw_only=True, tag="encoded_wanted"):
-    """Send what stands at ``offset`` of what ``picture`` became. The reply is a ``EncodedChunk``."""
+    """Ask for the bytes at ``offset`` of the encoded ``picture``. The reply is an ``EncodedChunk``."""
 
     number: int
     picture: int
@@ -342,7 +346,7 @@ class EncodedWanted(msgspec.Struct, frozen=True, kw_only=True, tag="encoded_want
 
 
 class ReleaseMmproj(msgspec.Struct, frozen=True, kw_only=True, tag="release_mmproj"):
-    """Load ``number`` is not needed any more."""
+    """The encoder of load ``number`` is not needed any more."""
 
     number: int
 
@@ -373,7 +377,7 @@ HeadMessage = (
 
 
 class Probed(msgspec.Struct, frozen=True, kw_only=True, tag="probed"):
-    """This device, and its protocol versions."""
+    """This device's identity and its protocol versions."""
 
     protocol: int
     oldest: int
@@ -382,8 +386,9 @@ class Probed(msgspec.Struct, frozen=True, kw_only=True, tag="probed"):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """The worker is free and has this profile; it serves layers on TCP port ``layer_port``, and the API at the URL
-    ``api``, if it does."""
+    """The worker is free and has this profile. It serves layers on TCP port ``layer_port``, and the API at the URL
+    ``api`` if it relays requests.
+    """
 
     protocol: int
     version: str
@@ -409,16 +414,17 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """The worker wants to leave, or its owner paused it: please hand its work over and send ``Dismiss``."""
+    """The worker wants to leave, or its owner paused it: the head hands its work over and sends ``Dismiss``."""
 
     reason: str
 
 
 class MemoryLow(msgspec.Struct, frozen=True, kw_only=True, tag="memory_low"):
-    """The owner's programs need memory that the stage in ``epoch`` holds and cannot free: plan for less here.
+    """The owner's programs need memory that the stage in ``epoch`` holds and cannot free: the next plan should use less
+    here.
 
-    It lacks ``needed_bytes``; a plan may use ``ram_available_bytes`` of this device in addition to that stage, which
-    continues until the next one is loaded. An older head does not know this and keeps its plan.
+    The device lacks ``needed_bytes``. A plan may use ``ram_available_bytes`` of it in addition to that stage, which
+    continues until the next one is loaded. An older head does not know this message and keeps its plan.
     """
 
     epoch: int
@@ -429,18 +435,18 @@ class MemoryLow(msgspec.Struct, frozen=True, kw_only=True, tag="memory_low"):
 class MemoryRecovered(msgspec.Struct, frozen=True, tag="memory_ok"):
     """After ``MemoryLow`` there has been room for a while: a plan may use ``ram_available_bytes`` of this device.
 
-    An older head does not know this and plans with what it has.
+    An older head does not know this message and plans with the memory it knows of.
     """
 
     ram_available_bytes: MemoryBytes
 
 
 class Remeasured(msgspec.Struct, frozen=True, tag="remeasured"):
-    """The device was measured better: later plans use the speeds and the free GPU memory of this profile.
+    """The device was measured more precisely: later plans use the speeds and the free GPU memory of this profile.
 
     Free RAM and disk are reported as usual.
 
-    An older head does not know this and gets it when it next connects to the device.
+    An older head does not know this message and gets the profile when it next connects to the device.
     """
 
     profile: DeviceProfile
@@ -454,10 +460,12 @@ class DownloadedLayer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """All windows are loaded; steps are received on TCP port ``port`` by a ring process with key ``key``, which is empty
-    where none come: to ranks of a group but the first. Its ranks connect to each other on ``group_port``, 0 without one.
+    """All windows are loaded. A ring process with key ``key`` receives steps on TCP port ``port``; the key is empty if
+    no steps come here: all ranks of a group but the first. A group's ranks connect to each other on ``group_port``, 0
+    without a group.
 
-    It ``keeps`` the KV blocks that the step log names. ``downloaded`` are the layers that had no digest before.
+    With ``keeps`` it saves the KV blocks that the step log names. ``downloaded`` are the layers that had no digest
+    before.
     """
 
     port: TcpPort
@@ -470,10 +478,11 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 class Broken(msgspec.Struct, frozen=True, kw_only=True):
     """The stage ended; ``error`` is one line.
 
-    ``fault`` is its activity: fetch, disk, load, ring, or next if the next device in the ring accepts no steps. If
-    ``again``, nothing is wrong: the device has to load again, since it has more or less room than it loaded for. An
-    older head leaves it out for a while instead; it does the same if the fault is that of the ``sender``, the device
-    before it, which sent an invalid step, not all steps, or NaN. In a group it may be that of the device ``rank``.
+    ``fault`` is the activity that failed: fetch, disk, load, ring, or next if the next device in the ring accepts no
+    steps. If ``again``, nothing is wrong: the device has to load again, since it has more or less room than it loaded
+    for; an older head leaves it out for a while instead. If ``sender``, the device before it is at fault: it sent an
+    invalid step, not all steps, or NaN; an older head leaves this device out all the same. In a group the fault may be
+    that of the device ``rank``.
     """
 
     error: str
@@ -500,7 +509,7 @@ class StageStates(msgspec.Struct, frozen=True, kw_only=True, tag="stages"):
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    """The reply to a ping; the stages stood as in ``revision`` when ping ``number`` came."""
+    """The reply to a ping; the stages were as in ``revision`` when ping ``number`` came."""
 
     number: int = 0
     revision: Revision = 0
@@ -552,8 +561,9 @@ class MmprojState(msgspec.Struct, frozen=True, kw_only=True, tag="mmproj_state")
 
 
 class EncodedChunk(msgspec.Struct, frozen=True, kw_only=True, tag="encoded"):
-    """What stands at ``offset`` of the ``size`` bytes that ``picture`` of load ``number`` became: a reply of the process for
-    pictures. A part of the file that is not the last has a reply of size 0."""
+    """The bytes at ``offset`` of the ``size`` bytes of encoded ``picture`` of load ``number``, as the picture process
+    replied. For a part of the file that is not the last, ``size`` is 0.
+    """
 
     number: int
     picture: int
@@ -606,7 +616,7 @@ _worker_decoder = msgspec.msgpack.Decoder(WorkerMessage)
 
 
 def decode_from_head(data: bytes) -> HeadMessage:
-    """A message of a head. Raises ``ProtocolError``."""
+    """Decode a message of a head. Raises ``ProtocolError``."""
     message: HeadMessage = _decode(_head_decoder, data)
     match message:
         case Load():
@@ -641,7 +651,7 @@ def decode_from_head(data: bytes) -> HeadMessage:
 
 
 def decode_from_worker(data: bytes) -> WorkerMessage:
-    """A message of a worker, its texts made printable. Raises ``ProtocolError``."""
+    """Decode a message of a worker, its texts made printable. Raises ``ProtocolError``."""
     message: WorkerMessage = _decode(_worker_decoder, data)
     match message:
         case Welcome(profile=profile):
@@ -750,7 +760,7 @@ def _are_times(messages: Sequence[MessageTime]) -> bool:
 
 
 def _check_figures(message: WorkerStatus) -> None:
-    """What is planned with, and shown, are numbers that can be."""
+    """Check that the figures used for planning and display are plausible numbers."""
     parts = [msgspec.to_builtins(message)]
     while parts:
         part = parts.pop()
@@ -779,7 +789,7 @@ def _check_load(load: Load) -> None:
     if len({spec.window for spec in specs}) != len(specs):
         raise ProtocolError("plan with two windows at one place of the route")
     for plan in load.windows:
-        # Of the head's windows others of its group have a share.
+        # Other devices of the head's group have a share of the head's windows.
         has_output = load.group is not None and plan.spec.window == load.route - 1
         _check_assignment(plan.spec, plan.assignment, has_output=has_output)
     for source in load.sources:

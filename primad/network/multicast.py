@@ -1,6 +1,7 @@
-"""Checks whether this machine can send multicast through one of its addresses, before mDNS and by ``primad doctor``.
+"""Checks whether this machine can send multicast through one of its addresses; used before mDNS and by ``primad
+doctor``.
 
-One interface without multicast (a VPN, a bridge without carrier) must not cost the others theirs.
+One interface without multicast (a VPN, a bridge without carrier) must not disable mDNS on the others.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _CLASS_IN: Final = 1
 
 
 def can_multicast(address: str, own: Sequence[Interface]) -> bool:
-    """Whether the group of mDNS can be joined through ``address``, one of this machine's; nothing is sent."""
+    """Whether the mDNS group can be joined through ``address``, one of this machine's; nothing is sent."""
     try:
         with _joined(address, own, port=0):
             return True
@@ -34,10 +35,10 @@ def can_multicast(address: str, own: Sequence[Interface]) -> bool:
 
 
 async def wait_for_echo(address: str, own: Sequence[Interface], timeout_s: float) -> str:
-    """Query a name that nobody has, through ``address``, and wait until the query comes back to this machine.
+    """Query a name that no device has, through ``address``, and wait until the query comes back to this machine.
 
-    It passes the firewall for incoming packets on the way. Returns "" if it came back, or in a few words why it did
-    not.
+    The query passes the firewall for incoming packets on its way. Returns "" if it came back, else the reason in a few
+    words.
     """
     name = f"doctor-{secrets.token_hex(8)}"
     question = _question(name)
@@ -59,7 +60,8 @@ async def wait_for_echo(address: str, own: Sequence[Interface], timeout_s: float
 
 @contextlib.contextmanager
 def _joined(address: str, own: Sequence[Interface], *, port: int) -> Iterator[socket.socket]:
-    """A UDP socket that sends to and receives from the group of mDNS through ``address``; with ``port`` 0 only a test.
+    """Return a UDP socket that sends to and receives from the mDNS group through ``address``; with ``port`` 0 only as a
+    test.
 
     Raises ``OSError``.
     """
@@ -98,6 +100,6 @@ def _question(name: str) -> bytes:
 
 
 def _index(address: str, own: Sequence[Interface]) -> int:
-    """The index of the interface that has ``address``; 0 if the system has none, which means: choose one."""
+    """Return the index of the interface that has ``address``; 0, with which the system chooses, if it has none."""
     wanted = ipaddress.ip_address(address)
     return next((found.index for found in own if any(wanted == place.ip for place in found.addresses)), 0)

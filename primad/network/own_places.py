@@ -1,4 +1,4 @@
-"""This machine's addresses as they may be typed elsewhere, and its names."""
+"""This machine's names, and its addresses as users may type them on other machines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def own_names() -> tuple[str, ...]:
 
 
 def local_name() -> str:
-    """This machine's name in mDNS, such as ``desk.local``; others find it only if it runs a service for that."""
+    """Return this machine's mDNS name, such as ``desk.local``; others find it only if the machine runs a service for
+    it.
+    """
     return f"{socket.gethostname().partition('.')[0]}.local"
 
 
@@ -26,10 +28,10 @@ def own_hosts(
     interface: str | None = None,
     interfaces: Callable[[], Sequence[Interface]] = read_interfaces,
 ) -> list[str]:
-    """The addresses that lead to a server here that listens on ``host``, the likeliest first.
+    """Return the addresses of a server here that listens on ``host``, the likeliest first.
 
-    Those that are meaningless on another machine are omitted if there are others: link-local ones of IPv6, and those of
-    bridges of containers and virtual machines. Raises ``ClusterError`` like ``usable_addresses``.
+    Addresses that are meaningless on another machine are omitted if there are others: link-local ones of IPv6, and
+    those of bridges of containers and virtual machines. Raises ``ClusterError`` like ``usable_addresses``.
     """
     own = interfaces()
     usable = usable_addresses(own, resolved_host(host), interface)

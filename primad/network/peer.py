@@ -17,9 +17,9 @@ from primad.trust.identity import is_key
 
 SERVICE: Final = "_primad._tcp.local."
 MAX_ADDRESSES: Final = 32
-"""The most addresses of a peer that are kept."""
+"""Limit of the addresses that are kept of a peer."""
 MAX_OF_ONE: Final = 8
-"""Announcements of one key whose places are tried at a time: anyone can announce any key."""
+"""Limit of announcements with one key whose addresses are tried at a time: anyone can announce any key."""
 _NUMBER: Final = re.compile(r"[0-9]{1,9}")
 _REVISION: Final = re.compile(r"[0-9]{1,15}")
 _PAIR: Final = re.compile(r"([0-9]{1,4}):([0-9]{1,5})")
@@ -29,11 +29,11 @@ _PAIR: Final = re.compile(r"([0-9]{1,4}):([0-9]{1,5})")
 class Peer:
     """A device that announces itself. ``role`` is worker or head; ``port`` is its control port (a head's HTTP port).
 
-    ``addresses`` are in the order to try them, link-local IPv6 ones with their scope here. ``key`` is the public key it
-    claims. ``pairing`` is the channel of the open code and its pairing port. One that ``is_measuring`` itself accepts
-    no head yet. ``http`` is the address that a head's HTTP server listens on; empty if an older one does not say. A
-    worker that relays requests to its head listens for them at ``api`` (``host:port``). Of two announcements of one
-    device the one with the higher ``revision`` is newer.
+    ``addresses`` are in the order to try them, link-local IPv6 ones with this machine's scope. ``key`` is the public
+    key it claims. ``pairing`` is the channel of the open code and its pairing port. A device that ``is_measuring``
+    itself accepts no head yet. ``http`` is the address that a head's HTTP server listens on; empty if an older head
+    does not announce it. A worker that relays requests to its head listens for them at ``api`` (``host:port``). Of two
+    announcements of one device the one with the higher ``revision`` is newer.
     """
 
     device: str
@@ -51,22 +51,22 @@ class Peer:
     revision: int = 0
 
     def is_worker_of(self, cluster: str) -> bool:
-        """Whether it works for heads of ``cluster``."""
+        """Whether the device works for heads of ``cluster``."""
         return self.cluster == cluster and self.role == "worker"
 
     @property
     def is_hidden(self) -> bool:
-        """Whether it is a head whose HTTP server listens only to its own machine."""
+        """Whether the device is a head whose HTTP server listens only to its own machine."""
         return bool(self.http) and is_loopback(self.http)
 
     @property
     def listens_at(self) -> tuple[str, ...]:
-        """Its address, as ``host:port``: a worker's for heads, a head's for HTTP. The most reachable one first."""
+        """Its addresses, as ``host:port``: a worker's for heads, a head's for HTTP. The most reachable one first."""
         return self._places(self.http, self.port)
 
     @property
     def relays_at(self) -> tuple[str, ...]:
-        """Where it relays requests to its head, as ``host:port``."""
+        """The addresses, as ``host:port``, where it relays requests to its head."""
         return self._places(*split_address(self.api)) if self.api else ()
 
     def _places(self, listening: str, port: int) -> tuple[str, ...]:
@@ -80,9 +80,9 @@ class Peer:
 
 
 def peer_of(info: AsyncServiceInfo, own: Sequence[Interface] = ()) -> Peer | None:
-    """The parsed announcement of a peer, or None if it is not a primad device's.
+    """Return the parsed announcement of a peer, or None if it is not a primad device's.
 
-    ``own`` are this machine's interfaces, for the order of its addresses.
+    ``own`` are this machine's interfaces, which determine the order of the peer's addresses.
     """
     texts = info.decoded_properties
     device, cluster, role, key = (texts.get(name) or "" for name in ("device", "cluster", "role", "key"))

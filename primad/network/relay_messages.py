@@ -1,10 +1,11 @@
 """Messages by which a device relays HTTP requests to its head (``primad join --api``).
 
-Each side names a request by the number that the relaying device gave it. Order is kept on a connection. Of the bytes of a
-body at most ``WINDOW_BYTES`` are on their way: the receiver confirms what it passed on (``BodyTaken``).
+Both sides identify a request by the number that the relaying device gave it. Order is kept on a connection. At most
+``WINDOW_BYTES`` of a body are in flight: the receiver confirms the bytes that it passed on (``BodyTaken``).
 
-Messages get lost with a connection. So while requests are open, the device says every second which ones (``RelayAlive``),
-and the head replies with those that it knows. Each ends what the other does not know, and everything after a silence.
+Messages get lost with a connection. So while requests are open, the device lists them every second (``RelayAlive``),
+and the head replies with those that it knows. Each side ends requests that the other does not know, and all of them
+after a silence.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ MAX_HEAD_BYTES: Final = 64 << 10
 """The path, query and headers of a request or response together."""
 MAX_HEADERS: Final = 512
 MAX_OPEN: Final = 4096
-"""Requests of a device at a time."""
+"""Limit of a device's concurrent requests."""
 PIECE_BYTES: Final = 16 << 10
 """A longer part of a body is sent in pieces."""
 WINDOW_BYTES: Final = 64 << 10
 EMPTY_BYTES: Final = 64
-"""What a part of a body costs besides its bytes."""
+"""The cost of a part of a body in addition to its bytes."""
 MAX_RELAY_BYTES: Final = 256 << 10
-"""Of a message."""
+"""Limit of a message."""
 _METHOD: Final = re.compile(r"[A-Z]{1,20}")
 _PATH: Final = re.compile(rb"/[!-~]*")
 
@@ -40,8 +41,9 @@ PartBytes = Annotated[bytes, Meta(max_length=PIECE_BYTES)]
 
 
 class RelayRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
-    """A request begins: ``path`` as in its first line, without the ``query``. ``client`` is the address of who sent it,
-    empty if it is the relaying device itself."""
+    """A request begins: ``path`` as in its first line, without the ``query``. ``client`` is the client's address, empty
+    if the client runs on the relaying device.
+    """
 
     number: Number
     method: str
@@ -53,7 +55,7 @@ class RelayRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
 
 
 class RequestPart(msgspec.Struct, frozen=True, kw_only=True, tag="request-part"):
-    """The next bytes of its body; ``more``: others follow."""
+    """The next bytes of the request's body; ``more``: others follow."""
 
     number: Number
     data: PartBytes
@@ -61,13 +63,13 @@ class RequestPart(msgspec.Struct, frozen=True, kw_only=True, tag="request-part")
 
 
 class RequestLeft(msgspec.Struct, frozen=True, kw_only=True, tag="request-left"):
-    """Its client is gone."""
+    """The request's client is gone."""
 
     number: Number
 
 
 class ResponseStart(msgspec.Struct, frozen=True, kw_only=True, tag="response"):
-    """The response begins. Of a stream, ``broken`` is the error that ends it if this head goes away."""
+    """The response begins. For a stream, ``broken`` is the error that ends it if this head goes away."""
 
     number: Number
     status: Annotated[int, Meta(ge=100, le=599)]
@@ -76,7 +78,7 @@ class ResponseStart(msgspec.Struct, frozen=True, kw_only=True, tag="response"):
 
 
 class ResponsePart(msgspec.Struct, frozen=True, kw_only=True, tag="response-part"):
-    """The next bytes of its body; without ``more`` the response is complete."""
+    """The next bytes of the response's body; without ``more`` the response is complete."""
 
     number: Number
     data: PartBytes
@@ -106,12 +108,12 @@ _reply_decoder: Final = msgspec.msgpack.Decoder(RelayReply)
 
 
 def cost_of(data: bytes) -> int:
-    """What a part of a body with these bytes takes of the window."""
+    """Return how much of the window a part of a body with these bytes takes."""
     return len(data) + EMPTY_BYTES
 
 
 def decode_relayed(data: bytes | memoryview) -> RelayedMessage:
-    """A message of a relaying device. Raises ``ProtocolError``."""
+    """Decode a message of a relaying device. Raises ``ProtocolError``."""
     message: RelayedMessage = decoded(_request_decoder, data, "a message of a device that relays requests")
     if isinstance(message, RelayRequest):
         _check_request(message)
@@ -119,7 +121,7 @@ def decode_relayed(data: bytes | memoryview) -> RelayedMessage:
 
 
 def decode_relay_reply(data: bytes | memoryview) -> RelayReply:
-    """A message of the head. Raises ``ProtocolError``."""
+    """Decode a message of the head. Raises ``ProtocolError``."""
     message: RelayReply = decoded(_reply_decoder, data, "a message of a head about relayed requests")
     return message
 

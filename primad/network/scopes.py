@@ -26,12 +26,12 @@ _TCP: Final = "tcp://"
 
 
 def bare(address: str) -> str:
-    """``address`` without a scope, for other machines."""
+    """Return ``address`` without a scope, for other machines."""
     return address.partition("%")[0]
 
 
 def unmapped(address: str) -> str:
-    """``address``, as IPv4 if it is an IPv4 address in the form of IPv6."""
+    """Return ``address``, converted to IPv4 if it is an IPv4 address in the form of IPv6."""
     try:
         found = ip_address(address)
     except ValueError:
@@ -41,7 +41,7 @@ def unmapped(address: str) -> str:
 
 
 def needs_scope(address: str) -> bool:
-    """Whether ``address`` is unusable without a scope, with or without one."""
+    """Whether ``address`` is unusable without a scope; it may have one already."""
     try:
         found = ip_address(bare(address))
     except ValueError:
@@ -50,9 +50,9 @@ def needs_scope(address: str) -> bool:
 
 
 async def own_address(host: str, port: int) -> str:
-    """The address of this device, without a scope, from which packets to ``host`` leave.
+    """Return the address of this device, without a scope, from which packets to ``host`` leave.
 
-    Raises ``OSError`` if it is not routable.
+    Raises ``OSError`` if ``host`` is not routable.
     """
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_DGRAM)
@@ -62,7 +62,7 @@ async def own_address(host: str, port: int) -> str:
     for family, kind, protocol, _, place in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
-                probe.connect(place)  # the whole of it: an IPv6 one holds the scope too
+                probe.connect(place)  # the whole tuple: for IPv6 it includes the scope
                 return bare(str(probe.getsockname()[0]))
         except OSError as exc:
             failure = exc
@@ -70,14 +70,14 @@ async def own_address(host: str, port: int) -> str:
 
 
 class Scopes:
-    """This device's knowledge of the interfaces of link-local addresses. ``interfaces`` reads those of this machine."""
+    """Remembers the interfaces of link-local addresses. ``interfaces`` reads those of this machine."""
 
     def __init__(self, interfaces: Callable[[], Sequence[Interface]] = read_interfaces) -> None:
         self._interfaces = interfaces
         self._known: dict[str, str] = {}
 
     def saw(self, address: str) -> None:
-        """A device was met at ``address``, with its scope; one without needs none."""
+        """Note that a device was met at ``address``, given with its scope if it needs one."""
         if "%" not in address or not needs_scope(address):
             return
         self._known.pop(bare(address), None)
@@ -86,7 +86,7 @@ class Scopes:
             del self._known[next(iter(self._known))]
 
     def ways(self, address: str) -> list[str]:
-        """The variants of ``address``, from another device, that may work from here, the likeliest first."""
+        """Return the variants of ``address``, from another device, that may work from here, the likeliest first."""
         if not needs_scope(address):
             return [address]
         alone = bare(address)
@@ -95,7 +95,7 @@ class Scopes:
         return [f"{alone}%{scope}" for scope in scopes][:MAX_WAYS] or [alone]
 
     def endpoints(self, received: str) -> list[str]:
-        """The ZeroMQ endpoint ``received`` by another device, with every variant of its address."""
+        """Return the ZeroMQ endpoint ``received`` by another device, with every variant of its address."""
         host, _, port = received.removeprefix(_TCP).rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
         if not received.startswith(_TCP) or not needs_scope(host):
@@ -103,7 +103,7 @@ class Scopes:
         return [endpoint(way, port) for way in self.ways(host)]
 
     def of_contacts(self, contacts: Sequence[Contact]) -> list[Contact]:
-        """``contacts`` with all variants of each address."""
+        """Return ``contacts`` with all variants of each address."""
         return [
             msgspec.structs.replace(
                 contact, addresses=[way for received in contact.addresses for way in self.ways(received)]

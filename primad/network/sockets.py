@@ -1,11 +1,11 @@
 """ZeroMQ sockets between devices: encrypted, authenticated both ways, with common limits.
 
-Each is one end of a CurveZMQ connection. A client names the public key of one device and can connect to no other; a
+Each is one end of a CurveZMQ connection. A client names the public key of one device and can connect to no other. A
 server learns from the gate of its context (``gate.py``) which clients to admit. A server whose context has no gate
-admits nobody: without an enforced domain libzmq would admit everybody.
+admits no client: without an enforced domain libzmq would admit everybody.
 
-Routing ids are those that a ROUTER assigns, new ones for each connection, so no handover is needed. It stays off: a
-peer that asks for the id of another connected one is ignored.
+Routing ids are assigned by the ROUTER, new for each connection, so handover is not needed and stays off: a peer that
+asks for the id of another connected peer is ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RECONNECT_MS: Final = 100
 RECONNECT_MAX_MS: Final = 1000
 ZAP_DOMAIN: Final = b"primad"
 MAX_DESCRIPTORS: Final = 65_536
-"""The most descriptors: enough for three seconds of a flood of silent connections."""
+"""Limit of descriptors: enough for three seconds of a flood of silent connections."""
 _MONITORS: Final = count()
 _KEEPALIVE_S: Final = ((zmq.TCP_KEEPALIVE_IDLE, 30), (zmq.TCP_KEEPALIVE_INTVL, 10), (zmq.TCP_KEEPALIVE_CNT, 3))
 
@@ -39,9 +39,9 @@ _KEEPALIVE_S: Final = ((zmq.TCP_KEEPALIVE_IDLE, 30), (zmq.TCP_KEEPALIVE_INTVL, 1
 def open_socket(
     context: zmq.asyncio.Context, kind: int, *, identity: Identity, server: str | None
 ) -> zmq.asyncio.Socket:
-    """A socket of ``kind``: a client of the device whose public key is ``server``, or with None a server.
+    """Return a socket of ``kind``: a client of the device whose public key is ``server``, or with None a server.
 
-    It does not linger, accepts IPv6, bounds its queues, refuses oversized messages and drops connections that are half
+    It does not linger, accepts IPv6, bounds its queues, refuses oversized messages, and drops connections that are half
     open or do not finish their handshake.
     """
     socket = context.socket(kind)
@@ -85,10 +85,10 @@ def listen(
     high_water: int = HIGH_WATER,
     unsent: int | None = None,
 ) -> tuple[zmq.asyncio.Socket, int]:
-    """A server that listens on ``host``: on ``port``, or on ``preferred`` if it is free, or on any; and its port.
+    """Return a server that listens on ``host``, and its port: ``port``, or ``preferred`` if that is free, or any.
 
-    Its messages have at most ``max_bytes``, its queues ``high_water`` messages, those that wait to be sent ``unsent`` (0:
-    any number) if that is given. Raises ``ClusterError`` if ``port`` is taken.
+    Its messages have at most ``max_bytes`` and its queues ``high_water`` messages; if given, ``unsent`` limits those
+    that wait to be sent (0: any number). Raises ``ClusterError`` if ``port`` is taken.
     """
     socket = open_socket(context, kind, identity=identity, server=None)
     bound_socket(socket, max_bytes, high_water)
@@ -107,7 +107,7 @@ def listen(
 
 
 def bind(socket: zmq.asyncio.Socket, host: str, port: int | None) -> int:
-    """Listen on ``port`` of ``host``, on any with None, and return the port. Raises ``ClusterError``."""
+    """Listen on ``port`` of ``host``, on any port with None, and return the port. Raises ``ClusterError``."""
     try:
         socket.bind(endpoint(host, port or "*"))
     except zmq.ZMQError as exc:
@@ -119,9 +119,9 @@ def bind(socket: zmq.asyncio.Socket, host: str, port: int | None) -> int:
 
 
 def monitored(socket: zmq.asyncio.Socket, events: int) -> zmq.asyncio.Socket:
-    """A socket that receives ``events`` of ``socket``, which has no other monitor.
+    """Return a socket that receives ``events`` of ``socket``, which has no other monitor.
 
-    Each has its own address: libzmq releases that of an earlier one some time after it was closed.
+    Each monitor has its own address: libzmq releases the address of an earlier one some time after it was closed.
     """
     return socket.get_monitor_socket(events, f"inproc://monitor-{next(_MONITORS)}")
 
@@ -148,9 +148,9 @@ def port_of(endpoint: str) -> int:
 
 
 def raise_descriptor_limit() -> int | None:
-    """Let this process open as many files as its user may, at most ``MAX_DESCRIPTORS``; returns the limit.
+    """Let this process open as many files as its user may, at most ``MAX_DESCRIPTORS``; return the limit.
 
-    Each connection takes a descriptor, a stranger's too until its handshake times out. None if the system has no such
+    Each connection takes a descriptor, also a stranger's until its handshake times out. None if the system has no such
     limit (Windows).
     """
     if sys.platform == "win32":
@@ -163,6 +163,6 @@ def raise_descriptor_limit() -> int | None:
         return soft
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (ValueError, OSError):  # macOS: the kernel's own limit may be lower than the hard one
+    except (ValueError, OSError):  # macOS: the kernel's own limit may be below the hard limit
         return soft
     return wanted

@@ -1,4 +1,4 @@
-"""Why a device does not reach another one, as reported to its head, and as text with the cure."""
+"""Why one device does not reach another, as reported to its head, and as text with the cure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ SLOW: Final = "slow"
 
 
 class Unreached(msgspec.Struct, frozen=True, kw_only=True):
-    """A device that was not reached, at which address, and ``why``: silent (no response), closed (the port is),
-    untrusted (it does not admit the caller) or slow; another word counts as silent."""
+    """A device that was not reached, at which address, and ``why``: silent (no response), closed (the port is closed),
+    untrusted (it does not admit the caller) or slow; any other word counts as silent.
+    """
 
     device: DeviceName
     place: Annotated[str, msgspec.Meta(max_length=80)]
@@ -24,7 +25,7 @@ class Unreached(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def unreached_line(source: str, found: Unreached) -> str:
-    """The line that ``source`` does not reach a device, why, and what to do about it."""
+    """Return the line that says that ``source`` does not reach a device, why, and what to do about it."""
     target = found.device
     match found.why:
         case "untrusted":

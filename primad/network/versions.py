@@ -1,4 +1,4 @@
-"""The versions that a device runs and understands, and lines for the owner if those of two devices differ."""
+"""The versions that a device runs and understands, and warnings for the owner if those of two devices differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Versions:
     oldest: int
 
     def agreed(self, protocol: int, oldest: int) -> int | None:
-        """The newest protocol that this device and one of ``oldest`` to ``protocol`` both speak, or None."""
+        """Return the newest protocol that this device and one that speaks ``oldest`` to ``protocol`` share, or None."""
         common = min(self.protocol, protocol)
         return common if common >= max(self.oldest, oldest) else None
 
@@ -30,9 +30,9 @@ OURS: Final = Versions(primad=__version__, protocol=PROTOCOL, oldest=OLDEST)
 def version_gap(
     ours: str, theirs: str, version: str, protocol: int, own: Versions = OURS, how: Installer | None = None
 ) -> str:
-    """The line for the owner of two devices with incompatible versions, and what to type on the older one.
+    """Return the line for the owner of two devices with incompatible versions, and what to type on the older one.
 
-    ``how`` is the installer of primad here, detected by default. The other device's is unknown.
+    ``how`` is the installer of primad here, detected by default. The other device's installer is unknown.
     """
     here = how or installer()
     if protocol > own.protocol:
@@ -46,7 +46,9 @@ def version_gap(
 
 
 def build_gap(ours: str, theirs: str, device: str) -> str:
-    """The line for the owner of this device, whose llama.cpp is ``ours``, and of ``device``, whose is ``theirs``."""
+    """Return the line for the owner of this device, whose llama.cpp is ``ours``, and of ``device``, whose is
+    ``theirs``.
+    """
     return (
         f"llama.cpp differs: {ours} here, {theirs} on {device}; output may differ in rare words; "
         "install the same version on both"

@@ -1,1 +1,1 @@
-"""The page at ``/``: chat, the ring as a picture, the devices. Static files, and their requests under ``/ui``."""
+"""The web page at ``/``: chat, a picture of the ring, the devices. Static files, and their requests under ``/ui``."""

@@ -1,4 +1,4 @@
-"""The page's view of devices, and the owner's actions: the consumer owns the interface."""
+"""The page's view of devices, and the owner's actions: an interface that its consumer, the page, defines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_RAM_BYTES: Final = 1 << 50
 
 
 class HeadKey(msgspec.Struct, frozen=True, kw_only=True):
-    """The head: its key for trusting it by hand elsewhere."""
+    """The head's name and key, for trusting it by hand on another device."""
 
     device: str
     fingerprint: str
@@ -19,7 +19,7 @@ class HeadKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenCode(msgspec.Struct, frozen=True, kw_only=True):
-    """A pairing code, good for ``expires_s`` more seconds; ``addresses`` are for pairing without multicast."""
+    """A pairing code, valid for ``expires_s`` more seconds; ``addresses`` are for pairing without multicast."""
 
     code: str
     expires_s: float
@@ -30,8 +30,8 @@ class OpenCode(msgspec.Struct, frozen=True, kw_only=True):
 class KnownDevice(msgspec.Struct, frozen=True, kw_only=True):
     """A device that is or was trusted, or announces itself. ``key`` has 64 hexadecimal digits.
 
-    ``how`` and ``since`` say how it became trusted; empty if it is only announced. The head does not use it while it
-    ``is_paused``, and uses at most ``ram_bytes`` of its memory.
+    ``how`` and ``since`` say how and when it became trusted; empty if it is only announced. The head does not use it
+    while it ``is_paused``, and uses at most ``ram_bytes`` of its memory.
     """
 
     device: str
@@ -46,7 +46,7 @@ class KnownDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DevicesBody(msgspec.Struct, frozen=True, kw_only=True):
-    """``GET /ui/devices``; ``code`` is the open one."""
+    """``GET /ui/devices``; ``code`` is the open pairing code."""
 
     own: HeadKey
     devices: list[KnownDevice]
@@ -54,7 +54,7 @@ class DevicesBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceLimit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The head's limit of ``device``: nothing while it ``is_paused``, else ``ram_bytes`` (None: all)."""
+    """The head's limit of ``device``: no use while it ``is_paused``, else at most ``ram_bytes`` (None: all)."""
 
     device: str
     is_paused: bool = False
@@ -75,8 +75,9 @@ class Paired(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OtherCluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Another cluster: ``without`` some devices, and with built-in profiles, on links of a speed
-    (``1Gbit/s,0.5ms``)."""
+    """Another cluster: this one ``without`` some devices and with built-in profiles added, on links of a speed
+    (``1Gbit/s,0.5ms``).
+    """
 
     without: list[str] = []
     profiles: list[str] = []
@@ -110,13 +111,13 @@ class ProfileNames(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdminApi(Protocol):
-    """The daemon for its owner. Failures raise ``PrimadError``."""
+    """The daemon's actions for its owner. Failures raise ``PrimadError``."""
 
     async def devices(self) -> DevicesBody:
         """All known devices."""
 
     async def open_code(self) -> OpenCode:
-        """The open code, a new one if there is none."""
+        """Return the open code, a new one if there is none."""
 
     async def bring_code(self, shown: ShownCode) -> Paired:
         """Pair with the device that shows a code: from then on both trust each other."""
@@ -125,13 +126,13 @@ class AdminApi(Protocol):
         """Trust the device with ``key`` under the name ``device``; it has to trust this one, too."""
 
     async def revoke(self, key: str) -> None:
-        """Stop trusting it."""
+        """Stop trusting the device with ``key``."""
 
     async def limit_device(self, device_limit: DeviceLimit) -> None:
         """Limit the use of a device to ``device_limit``, from now on and after a restart."""
 
     async def what_if(self, asked: OtherCluster) -> Imagined:
-        """The forecast of a plan for another cluster."""
+        """Return the forecast of a plan for another cluster."""
 
     def profiles(self) -> list[str]:
         """The built-in profiles, by name."""

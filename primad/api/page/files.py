@@ -1,8 +1,8 @@
 """The static files of the page, read once. They use no other host and need no build.
 
-The content security policy allows only this server's scripts, styles and responses, and nothing inline; model output
-passes a sanitiser whose result is the only text that may become HTML (Trusted Types). Host names in its links are
-looked up only on a click.
+The content security policy allows only this server's scripts, styles and responses, and nothing inline. Model output
+passes a sanitiser whose result is the only text that may become HTML (Trusted Types). Host names in links of that text
+are looked up only on a click.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _File:
 
 @cache
 def files() -> dict[str, _File]:
-    """Every file by its path below the folder."""
+    """Return every file by its path below the folder."""
     found = {}
     for path in FOLDER.rglob("*"):
         if path.suffix in _TYPES:
@@ -74,7 +74,7 @@ def files() -> dict[str, _File]:
 
 
 def response(request: Request, name: str) -> Response:
-    """The file ``name``, or 304 if the browser has it. Raises ``RequestError`` (404)."""
+    """Return the file ``name``, or 304 if the browser has it. Raises ``RequestError`` (404)."""
     file = files().get(name)
     if file is None:
         raise RequestError(f"no such file of the page: {name[:200]}", status=404)

@@ -1,7 +1,7 @@
-"""The page's owner rights: for clients that prove to be this user, like the commands.
+"""The page's owner rights: for clients that prove, as commands do, that they belong to the user who runs the head.
 
-The head's key for its user's commands (``run/head.json``) is the proof. It must not appear in a process list or a
-browser's history, so ``primad page`` gets a ticket with it, which is good for one use and a minute, and the page
+The proof is the head's key for its user's commands (``run/head.json``). It must not appear in a process list or a
+browser's history. So ``primad page`` uses it to get a ticket, which is valid once and for a minute, and the page
 exchanges the ticket for the key. A key for API clients (``--api-key``) gives no such rights.
 """
 
@@ -21,7 +21,7 @@ _HOW: Final = "; open the page with 'primad page' on the head's device"
 
 
 class Owner:
-    """The user who runs the head, known by ``key``; nobody without a key."""
+    """The user who runs the head, recognised by ``key``; without a key no client is the owner."""
 
     def __init__(self, key: str | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._key, self._clock = key, clock
@@ -35,12 +35,12 @@ class Owner:
         return key_like(given, [ApiKey(name="owner", digest=digest_of(self._key))]) is not None
 
     def check(self, given: str | None, how: str = _HOW) -> None:
-        """Raises ``RequestError`` (403) for all other keys, which says ``how`` the owner does it."""
+        """Raise ``RequestError`` (403) unless ``given`` is the owner's key; the error says ``how`` the owner proceeds."""
         if not self.is_owner(given):
             raise RequestError(f"only the owner of this head may do that{how}", status=403, code="not_the_owner")
 
     def ticket(self) -> str:
-        """A new ticket."""
+        """Return a new ticket."""
         now_s = self._clock()
         live = {digest: end_s for digest, end_s in self._tickets.items() if end_s > now_s}
         self._tickets = dict(list(live.items())[-(_MAX_TICKETS - 1) :])
@@ -49,7 +49,7 @@ class Owner:
         return ticket
 
     def key_for(self, ticket: str) -> str:
-        """The key, once. Raises ``RequestError`` (403) for a used, expired or unknown ticket."""
+        """Return the key, once per ticket. Raises ``RequestError`` (403) for a used, expired or unknown ticket."""
         end_s = self._tickets.pop(digest_of(ticket), 0.0)
         if self._key is None or end_s <= self._clock():
             raise RequestError(

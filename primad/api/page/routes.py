@@ -30,25 +30,25 @@ from primad.library.names import MAX_CHARS
 from primad.settings.timings import ApiTimings
 
 MAX_ASKED_BYTES: Final = 64 << 10
-"""A body is read in the loop."""
+"""Bodies are read in the event loop, so they must be small."""
 A = TypeVar("A")
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Good once, for the owner's key."""
+    """A ticket, valid once, that is exchanged for the owner's key."""
 
     ticket: str
 
 
 class OwnerKey(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes of the status."""
+    """The owner's key, which allows changes."""
 
     key: str
 
 
 class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An empty object: no more is needed."""
+    """An empty object, for requests without fields."""
 
 
 class NamedKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,7 +65,7 @@ class ForecastOf(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Asker(msgspec.Struct, frozen=True, kw_only=True):
-    """The caller's rights."""
+    """The rights of the caller."""
 
     is_owner: bool
 
@@ -77,8 +77,9 @@ class DownloadRoom(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Page:
-    """The page's routes. ``look`` gives the status; the ``owner`` may change things at ``admin_api``, if there is
-    one. ``models`` are those that requests choose among, None for one."""
+    """The page's routes. ``look`` returns the status; the ``owner`` may change things through ``admin_api``, if there
+    is one. ``models`` are those that requests choose among; None if there is only one.
+    """
 
     def __init__(
         self,
@@ -92,11 +93,11 @@ class Page:
         self._watch = Watch(look, timings.page_every_s)
 
     def close(self) -> None:
-        """The server ends."""
+        """End all event streams: the server ends."""
         self._watch.close()
 
     def routes(self) -> Sequence[Route]:
-        """All of them, except ``/``."""
+        """Return all routes except ``/``."""
         return (
             Route(path="/page/{name:path}", handler=self.file, methods=("GET", "HEAD")),
             Route(path="/ui/events", handler=self.events, methods=("GET",)),
@@ -116,44 +117,44 @@ class Page:
         )
 
     async def file(self, request: Request) -> Response:
-        """A file of the page."""
+        """Return a file of the page."""
         return files.response(request, request.path_params["name"])
 
     async def events(self, request: Request) -> Response:
-        """The status, once a second, as server-sent events."""
+        """Stream the status, once a second, as server-sent events."""
         check_origin(request)
         return MessageStream(self._watch.snapshots(), SNAPSHOTS, self._timings)
 
     async def who(self, request: Request) -> Response:
-        """Whether the caller may change things."""
+        """Return whether the caller may change things."""
         check_origin(request)
         return json_response(Asker(is_owner=self._owner.is_owner(claimed_key(request.headers))))
 
     async def ticket(self, request: Request) -> Response:
-        """A ticket for the owner, for another browser."""
+        """Return a ticket to the owner, for another browser."""
         await self._asked(request, Nothing)
         return json_response(Ticket(ticket=self._owner.ticket()))
 
     async def owner(self, request: Request) -> Response:
-        """The owner's key for a ticket."""
+        """Return the owner's key in exchange for a ticket."""
         check_origin(request)
         asked = decoded(await self._body(request), Ticket)
         return json_response(OwnerKey(key=self._owner.key_for(asked.ticket)))
 
     async def devices(self, request: Request) -> Response:
-        """Known devices, and the open pairing code."""
+        """Return known devices, and the open pairing code."""
         check_origin(request)
         self._owner.check(claimed_key(request.headers))
         return json_response(await done(self._open_admin_api().devices()))
 
     async def models(self, request: Request) -> Response:
-        """The room for downloads."""
+        """Return the free space for downloads."""
         check_origin(request)
         self._owner.check(claimed_key(request.headers))
         return json_response(DownloadRoom(free_bytes=None if self._models is None else self._models.free_bytes()))
 
     async def forecast(self, request: Request) -> Response:
-        """What a model would give, for everybody: it loads nothing."""
+        """Return the forecast for a model, to any caller: it loads nothing."""
         check_origin(request)
         asked = decoded(await self._body(request), ForecastOf)
         if self._models is None:
@@ -162,7 +163,7 @@ class Page:
         return json_response(await while_connected(request.receive, work))
 
     async def pair(self, request: Request) -> Response:
-        """A pairing code."""
+        """Return a pairing code."""
         await self._asked(request, Nothing)
         return json_response(await done(self._open_admin_api().open_code()))
 
@@ -190,12 +191,12 @@ class Page:
         return json_response(Nothing())
 
     async def profiles(self, request: Request) -> Response:
-        """Profiles for what-if."""
+        """Return the profiles for what-if."""
         check_origin(request)
         return json_response(ProfileNames(profiles=self._open_admin_api().profiles()))
 
     async def what_if(self, request: Request) -> Response:
-        """The forecast of another cluster, for everybody: it changes nothing."""
+        """Return the forecast of another cluster, to any caller: it changes nothing."""
         check_origin(request)
         asked = decoded(await self._body(request), OtherCluster)
         return json_response(await done(self._open_admin_api().what_if(asked)))
@@ -209,14 +210,14 @@ class Page:
         return self._admin_api
 
     async def _asked(self, request: Request, kind: type[T]) -> T:
-        """The owner's request. Raises ``RequestError`` for everybody else."""
+        """Return the body of the owner's request. Raises ``RequestError`` for other callers."""
         check_origin(request)
         self._owner.check(claimed_key(request.headers))
         return decoded(await self._body(request), kind)
 
 
 def check_origin(request: Request) -> None:
-    """Raises ``RequestError`` (403) for a page of another origin."""
+    """Raise ``RequestError`` (403) for a page of another origin."""
     origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "same-origin")
     is_ours = origin is None or _host_of(origin) == request.headers.get("host", "").lower()
     if not is_ours or site not in ("same-origin", "none"):
@@ -226,12 +227,12 @@ def check_origin(request: Request) -> None:
 def _host_of(origin: str) -> str:
     try:
         return urlsplit(origin).netloc.lower()
-    except ValueError:  # as for an address that is none
+    except ValueError:  # the header is not a valid address
         return ""
 
 
 async def done(work: Awaitable[A]) -> A:
-    """The result of ``work``. Raises ``RequestError`` (409) if the daemon refuses."""
+    """Return the result of ``work``. Raises ``RequestError`` (409) if the daemon refuses."""
     try:
         return await work
     except RequestError:

@@ -1,4 +1,4 @@
-"""One status per second for all open pages, and none without any."""
+"""Fetches one status per second for all open pages, and none while no page is open."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class Watch:
-    """The result of ``look``, every ``every_s`` seconds while anybody listens."""
+    """Calls ``look`` every ``every_s`` seconds while there are listeners, and distributes the result."""
 
     def __init__(self, look: Callable[[], Awaitable[StatusBody]], every_s: float) -> None:
         self._look, self._every_s = look, every_s
@@ -46,7 +46,9 @@ class Watch:
         self._is_closed = False
 
     async def snapshots(self) -> AsyncGenerator[Snapshot, None]:
-        """The snapshots from now on; slow listeners get the latest. Raises ``RequestError`` if there are too many."""
+        """Yield the snapshots from now on; slow listeners get the latest. Raises ``RequestError`` if there are too
+        many.
+        """
         if self._listeners >= MAX_LISTENERS:
             raise RequestError(f"{MAX_LISTENERS} pages are open already; close one", status=429, code="too_many_pages")
         self._listeners += 1
@@ -62,7 +64,7 @@ class Watch:
                 if self._is_closed:
                     return
                 if not upcoming.done():
-                    producer.result()  # it failed, and so do all listeners
+                    producer.result()  # raises if it failed, for every listener
                 yield upcoming.result()
         finally:
             self._listeners -= 1
@@ -71,7 +73,7 @@ class Watch:
                 self._producer = None
 
     def close(self) -> None:
-        """The server ends: every stream does."""
+        """End every stream: the server ends."""
         self._is_closed = True
         if self._producer is not None:
             self._producer.cancel()
