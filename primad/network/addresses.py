@@ -111,8 +111,7 @@ def usable_addresses(interfaces: Sequence[Interface], host: str, interface: str 
 
 def chosen_interfaces(interfaces: Sequence[Interface], interface: str | None) -> list[Interface]:
     """Return the interfaces that ``interface`` selects by name or address; all without it. Raises ``ClusterError`` for
-    none.
-    """
+    none."""
     if interface is None:
         return list(interfaces)
     address = _bare(interface)

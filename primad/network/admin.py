@@ -226,8 +226,7 @@ def _decode_request(frames: list[bytes]) -> AdminRequest:
 
 def _running(home: Path) -> int | None:
     """Return the port of the daemon of ``home``; None if its note is missing, damaged or left by a process that has
-    ended.
-    """
+    ended."""
     try:
         data = read_private(note_path(home))
         note = None if data is None else msgspec.json.decode(data, type=_Note)

@@ -57,8 +57,7 @@ MAX_PEERS: Final = 512
 """Limit of known devices; more are ignored, except trusted ones: announcing costs a stranger nothing, but us memory."""
 TRIES: Final = 9
 """Limit of names that are queried by mDNS. A host that claims to have them all is not a device, and is no longer
-queried.
-"""
+queried."""
 
 FAILURES: Final = (ZeroconfError, OSError, RuntimeError)
 """What zeroconf raises if it fails."""
@@ -194,8 +193,7 @@ class Discovery:
 
     async def leads_here(self, name: str) -> bool:
         """Whether others find this machine by ``name`` (such as desk.local): only a service of the system answers for
-        that name, not primad.
-        """
+        that name, not primad."""
         asked = AddressResolver(f"{name}.")
         try:
             await asked.async_request(self._zeroconf.zeroconf, 1000 * self._timings.own_name_s, DNSQuestionType.QM)
@@ -337,8 +335,7 @@ class Discovery:
 
     def _make_room(self, name: str) -> bool:
         """Make room for ``name`` if it is announced with a trusted key, and return whether there is room. Another
-        device is forgotten for it, one with the same key if that key has many.
-        """
+        device is forgotten for it, one with the same key if that key has many."""
         info = AsyncServiceInfo(self._service, name)
         peer = peer_of(info, self._own) if info.load_from_cache(self._zeroconf.zeroconf) else None
         if peer is None or not self._trusts(peer.key):
@@ -446,8 +443,7 @@ def _on(interface: str | None) -> str:
 
 def _quiet() -> None:
     """Silence zeroconf's warnings with a traceback for each interface that comes and goes, which are no news to the
-    owner.
-    """
+    owner."""
     noisy = logging.getLogger("zeroconf")
     if noisy.level == logging.NOTSET and not logger.isEnabledFor(logging.DEBUG):
         noisy.setLevel(logging.ERROR)

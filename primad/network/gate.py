@@ -102,8 +102,7 @@ def sender_key(frame: zmq.Frame) -> str:
 
 def sender_address(frame: zmq.Frame) -> str:
     """Return the address, with its scope if it has one, from which ``frame`` came; empty if the system does not report
-    it.
-    """
+    it."""
     try:
         return str(frame.get("Peer-Address"))
     except zmq.ZMQError:

@@ -70,8 +70,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag="chunk"):
 
 class NoChunk(msgspec.Struct, frozen=True, kw_only=True, tag="no-chunk"):
     """The device cannot provide the chunk; ``reason`` is one line. Without ``offset`` it cannot provide the layer's
-    tree.
-    """
+    tree."""
 
     digest: str
     offset: int | None

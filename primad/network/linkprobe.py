@@ -71,8 +71,7 @@ _FAST_S: Final = 0.02
 
 _SLOW_S: Final = 0.5
 """A link that takes longer for ``_LARGE_BYTES`` does not get several of them concurrently: its device would seem
-silent.
-"""
+silent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,8 +237,7 @@ async def _measure(
 
 def _network_s(host: str, port: int) -> float | None:
     """Return the mean time, without the slowest, until the other device's system accepts a connection; None if it does
-    not.
-    """
+    not."""
     found, end = list[float](), time.perf_counter() + _ROWS_S
     try:
         family, kind, _, _, address = tcp.getaddrinfo(host, port, type=tcp.SOCK_STREAM)[0]

@@ -146,8 +146,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True):
 
 class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
     """The devices that this head trusts, so that they serve each other as a ring needs; the latest list replaces
-    earlier ones. Keys among the ``revoked`` are no longer trusted, and not introduced.
-    """
+    earlier ones. Keys among the ``revoked`` are no longer trusted, and not introduced."""
 
     devices: Annotated[list[Introduction], Meta(max_length=MAX_DEVICES)]
     revoked: Annotated[list[str], Meta(max_length=MAX_DEVICES)]
@@ -155,8 +154,7 @@ class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag="introduce"):
 
 class Revoked(msgspec.Struct, frozen=True, tag="revoked"):
     """This head gives the worker no more work, because its owner revoked the worker. An older worker does not know this
-    message and waits for work.
-    """
+    message and waits for work."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
@@ -267,8 +265,7 @@ class KvHold(msgspec.Struct, frozen=True, kw_only=True, tag="kv-hold"):
 
 class KvForget(msgspec.Struct, frozen=True, kw_only=True, tag="kv-forget"):
     """The blocks ``keys`` are not needed any more. ``lasting``: a device that has a cache keeps them, as they may be
-    used again.
-    """
+    used again."""
 
     keys: Annotated[list[str], Meta(max_length=MAX_BLOCKS)]
     lasting: bool
@@ -327,8 +324,7 @@ class LoadMmproj(msgspec.Struct, frozen=True, kw_only=True, tag="load_mmproj"):
 
 class PictureChunk(msgspec.Struct, frozen=True, kw_only=True, tag="picture"):
     """The bytes at ``offset`` of a file of ``size`` bytes, ``picture`` of load ``number``. The picture is encoded when
-    the last part has come. The reply to each part is an ``EncodedChunk``.
-    """
+    the last part has come. The reply to each part is an ``EncodedChunk``."""
 
     number: int
     picture: int
@@ -387,8 +383,7 @@ class Probed(msgspec.Struct, frozen=True, kw_only=True, tag="probed"):
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     """The worker is free and has this profile. It serves layers on TCP port ``layer_port``, and the API at the URL
-    ``api`` if it relays requests.
-    """
+    ``api`` if it relays requests."""
 
     protocol: int
     version: str
@@ -562,8 +557,7 @@ class MmprojState(msgspec.Struct, frozen=True, kw_only=True, tag="mmproj_state")
 
 class EncodedChunk(msgspec.Struct, frozen=True, kw_only=True, tag="encoded"):
     """The bytes at ``offset`` of the ``size`` bytes of encoded ``picture`` of load ``number``, as the picture process
-    replied. For a part of the file that is not the last, ``size`` is 0.
-    """
+    replied. For a part of the file that is not the last, ``size`` is 0."""
 
     number: int
     picture: int

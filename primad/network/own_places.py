@@ -18,8 +18,7 @@ def own_names() -> tuple[str, ...]:
 
 def local_name() -> str:
     """Return this machine's mDNS name, such as ``desk.local``; others find it only if the machine runs a service for
-    it.
-    """
+    it."""
     return f"{socket.gethostname().partition('.')[0]}.local"
 
 

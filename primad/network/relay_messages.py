@@ -42,8 +42,7 @@ PartBytes = Annotated[bytes, Meta(max_length=PIECE_BYTES)]
 
 class RelayRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     """A request begins: ``path`` as in its first line, without the ``query``. ``client`` is the client's address, empty
-    if the client runs on the relaying device.
-    """
+    if the client runs on the relaying device."""
 
     number: Number
     method: str

@@ -16,8 +16,7 @@ SLOW: Final = "slow"
 
 class Unreached(msgspec.Struct, frozen=True, kw_only=True):
     """A device that was not reached, at which address, and ``why``: silent (no response), closed (the port is closed),
-    untrusted (it does not admit the caller) or slow; any other word counts as silent.
-    """
+    untrusted (it does not admit the caller) or slow; any other word counts as silent."""
 
     device: DeviceName
     place: Annotated[str, msgspec.Meta(max_length=80)]

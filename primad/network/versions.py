@@ -47,8 +47,7 @@ def version_gap(
 
 def build_gap(ours: str, theirs: str, device: str) -> str:
     """Return the line for the owner of this device, whose llama.cpp is ``ours``, and of ``device``, whose is
-    ``theirs``.
-    """
+    ``theirs``."""
     return (
         f"llama.cpp differs: {ours} here, {theirs} on {device}; output may differ in rare words; "
         "install the same version on both"

@@ -1,1 +1,1 @@
-"""From a parsed request to the text of its response: shared by all dialects."""
+"""Shared by all dialects: from a parsed request to the text of its response."""

@@ -1,7 +1,7 @@
-"""A model that stands for all of them: what it refuses, every model refuses. Pure.
+"""A stand-in for any model: what it refuses, every model refuses. Pure.
 
-So a request for a model that is not loaded can be refused before its model is. Its vocabulary has every token and its
-context room for every prompt; a refusal that another model may not share is marked ``of_model``.
+So a request can be refused before its model is loaded. The stand-in's vocabulary has every token and its context has
+room for every prompt; a refusal that another model may not share is marked ``of_model``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _FILL_IN: Final = FillInTokens(before=0, after=0, middle=0)
 
 @dataclass(frozen=True, slots=True)
 class AnyVocabulary:
-    """As ``Vocabulary``: every text is one token, and no token has a text."""
+    """A ``Vocabulary`` in which every text is one token and no token has a text."""
 
     size: int = 2**31
     chat_template: str | None = None
@@ -26,22 +26,22 @@ class AnyVocabulary:
     longest_chars: int | None = None
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """One token, whatever ``text`` is."""
+        """Return one token, whatever ``text`` is."""
         del text, add_special, parse_special
         return [0]
 
     def piece(self, token: int) -> bytes:
-        """Nothing."""
+        """Return no bytes."""
         del token
         return b""
 
     def piece_or_marker(self, token: int) -> bytes:
-        """Nothing."""
+        """Return no bytes."""
         del token
         return b""
 
     def name(self, token: int) -> str:
-        """Nothing."""
+        """Return an empty name."""
         del token
         return ""
 
@@ -56,4 +56,4 @@ ANY_MODEL: Final = ServedModel(
     hears=True,
     fetches=True,
 )
-"""The model itself; it is called by every name."""
+"""The model itself; any name means it."""

@@ -1,4 +1,4 @@
-"""The HTTP API's requirements of the daemon, as protocols: the consumer owns the interface, the daemon implements it."""
+"""What the HTTP API requires of the daemon, as protocols: the consumer defines the interface, the daemon implements it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from primad.ring.messages import Generate, GenerationEvent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillInTokens:
-    """The fill-in-the-middle tokens of a model: the first precedes the text ``before`` the gap, the second the text
-    ``after`` it, and the third asks for the ``middle``. ``file`` starts another file, if there is such a token."""
+    """The fill-in-the-middle tokens of a model: ``before`` precedes the text before the gap, ``after`` the text after
+    it, and ``middle`` asks for the missing text. ``file`` starts another file, if there is such a token."""
 
     before: int
     after: int
@@ -28,7 +28,7 @@ class TokenPieces(Protocol):
 
     @property
     def size(self) -> int:
-        """Number of tokens; token ids are ``0 <= id < size``."""
+        """The number of tokens; token ids are ``0 <= id < size``."""
 
     @property
     def chat_template(self) -> str | None:
@@ -46,15 +46,15 @@ class TokenPieces(Protocol):
         """The raw bytes that ``token`` adds to the text; b"" for a special token."""
 
     def piece_or_marker(self, token: int) -> bytes:
-        """Like ``piece``, but for a control token its name, unless it ends responses."""
+        """Like ``piece``, but return the name of a control token, unless it ends responses."""
 
     def name(self, token: int) -> str:
         """A printable name of any token, including special ones (for log-probabilities)."""
 
 
 class Vocabulary(TokenPieces, Protocol):
-    """Tokens and the tokenizer. Its work grows with a request and its code may crash, so only the text process has
-    one."""
+    """Tokens and the tokenizer. Tokenizing takes longer for longer requests and its code may crash, so only the text
+    process has one."""
 
     @property
     def fill_in(self) -> FillInTokens | None:
@@ -62,15 +62,15 @@ class Vocabulary(TokenPieces, Protocol):
 
     @property
     def longest_chars(self) -> int | None:
-        """The most characters that one token stands for; None if a text may lose some before it is tokenized."""
+        """The most characters that one token represents; None if a text may lose some before it is tokenized."""
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Token ids of ``text``, with llama.cpp's meaning of the two flags."""
+        """Return the token ids of ``text``; the two flags are llama.cpp's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelNames:
-    """Other names for the model: ``aliases``, or with ``any_model`` every name."""
+    """Other names for the model: ``aliases``; with ``any_model`` every name is accepted."""
 
     aliases: tuple[str, ...] = ()
     any_model: bool = False
@@ -108,11 +108,14 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """How the model behind the API is served. ``created`` is in Unix seconds; ``context_tokens`` bounds prompt plus
-    response; ``tool_parser`` names the format of its calls, or is ``auto``. With ``context_shift`` the oldest messages
-    of a conversation that is too long are dropped. Up to ``sequences`` requests run at once; if that ``is_exact``, each
-    is what it would be alone. Where it neither ``sees`` pictures nor ``hears`` sound, ``lacks_encoder`` says why,
-    and what to do. It ``fetches`` pictures from URLs where the owner said so."""
+    """How the model behind the API is served.
+
+    ``created`` is in Unix seconds. ``context_tokens`` bounds prompt plus response. ``tool_parser`` names the format of
+    its calls, or is ``auto``. With ``context_shift`` the oldest messages of a conversation that is too long are
+    dropped. Up to ``sequences`` requests run concurrently; if ``is_exact``, each gives the same output as alone. If the
+    model neither ``sees`` pictures nor ``hears`` sound, ``lacks_encoder`` says why, and what to do. It ``fetches``
+    pictures from URLs if the owner allowed it.
+    """
 
     id: str
     created: int
@@ -140,20 +143,21 @@ class ModelSettings:
 
     @property
     def settings(self) -> ModelSettings:
-        """Only these facts."""
+        """Return only the settings, without the tokens."""
         return ModelSettings(**{each.name: getattr(self, each.name) for each in fields(ModelSettings)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel(ModelSettings):
-    """The model for the daemon: its tokens as text."""
+    """The model for the daemon: settings, and tokens as text."""
 
     vocabulary: TokenPieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextModel(ModelSettings):
-    """The model for the text process: with its tokenizer, and the token ids of pictures that were ``seen``, by digest."""
+    """The model for the text process: with its tokenizer, and the token ids of pictures already encoded (``seen``), by
+    digest."""
 
     vocabulary: Vocabulary
     seen: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -161,8 +165,8 @@ class TextModel(ModelSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """Facts besides the body for preparing a request. ``model`` is None if there is none; ``seed`` is used if the
-    request has none, ``now`` is the clock of chat templates."""
+    """What preparing a request needs besides its body. ``model`` is None if there is none; ``seed`` is used if the
+    request has none; ``now`` is the clock of chat templates."""
 
     model: TextModel | None
     seed: int
@@ -170,25 +174,25 @@ class Asking:
 
     @property
     def served(self) -> TextModel:
-        """The model, which was known when the request was accepted."""
+        """Return the model, which was known when the request was accepted."""
         assert self.model is not None, "this preparation needs the model"
         return self.model
 
 
 Prepared = TypeVar("Prepared", bound=msgspec.Struct)
 Preparation = Callable[[bytes, Asking], Prepared]
-"""Turns a request's body into all that the daemon needs to serve it. Raises ``RequestError`` and ``ModelError``.
+"""Turns a request's body into everything the daemon needs to serve it. Raises ``RequestError`` and ``ModelError``.
 
-With pictures that were not seen yet it raises ``PicturesWantedError``, and runs again once they were. It is a pure function
+If pictures are not encoded yet, it raises ``PicturesWantedError`` and runs again once they are. It is a pure function
 that runs in the text process. Its annotation names the result: a struct of plain data.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Whether requests are computed now or soon, and one line about the state.
+    """Whether requests are computed now or soon (``serving``), and one line about the state.
 
-    They are also ``taken`` if they have to wait longer: requests resume once devices serve again.
+    Requests are also ``taken`` if they have to wait longer: they resume once devices serve again.
     """
 
     serving: bool
@@ -207,21 +211,21 @@ class Embeddings(Protocol):
 
     @property
     def width(self) -> int:
-        """As above."""
+        """Numbers of a vector; 0 until known."""
 
     @property
     def max_text_tokens(self) -> int:
-        """As above."""
+        """Limit of a text's tokens; 0 until known."""
 
     def status(self) -> Mapping[str, Any]:
-        """``EmbeddingStatus`` as plain data."""
+        """Return ``EmbeddingStatus`` as plain data."""
 
     async def embed(
         self, texts: Sequence[str | list[int]], called: Callable[[int], str], *, cuts: bool = False, owner: str = ""
     ) -> tuple[list[bytes], int]:
-        """For each of ``texts`` a vector of length 1, as float32, little-endian; and the total number of tokens.
+        """Return for each of ``texts`` a vector of length 1, as float32, little-endian; and the total number of tokens.
 
-        Errors name a text as it is ``called``. A text that is too long is truncated if ``cuts``. Owners take turns.
+        Errors name a text by ``called(index)``. With ``cuts`` a text that is too long is truncated. Owners take turns.
         Raises ``RequestError`` for texts that cannot be embedded or a full queue (429), ``RingError`` after a crash.
         """
 
@@ -230,35 +234,35 @@ class Backend(Protocol):
     """The daemon as the API sees it."""
 
     def health(self) -> Health:
-        """The current state."""
+        """Return the current state."""
 
     def model(self) -> ServedModel | None:
-        """The served model, or None until it is known."""
+        """Return the served model, or None until it is known."""
 
     async def prepare(
         self, preparation: Preparation[Prepared], body: bytes, served: ModelSettings | None, *, owner: str = ""
     ) -> Prepared:
-        """The result of ``preparation`` for ``body`` and the model ``served``; this loop continues meanwhile.
+        """Return the result of ``preparation`` for ``body`` and the model ``served``, computed in another process.
 
-        Raises what it raises, ``RequestError`` if it takes too much time or memory (400) or too many requests wait
-        (429), and ``RingError`` if there is no process for it.
+        Raises what ``preparation`` raises, ``RequestError`` if it takes too much time or memory (400) or too many
+        requests wait (429), and ``RingError`` if there is no process for it.
         """
 
     async def status(self) -> dict[str, Any]:
-        """The ring's part of ``api.status.StatusBody`` as plain data; empty without a ring.
+        """Return the ring's part of ``api.status.StatusBody`` as plain data; empty without a ring.
 
         Takes seconds at most; concurrent calls share one query.
         """
 
     def generate(self, asked: Generate, *, may_expire: bool = True) -> AsyncGenerator[GenerationEvent, None]:
-        """Any number of ``PromptProgress``, then of ``Sampled``, and finally exactly one ``Finished``.
+        """Yield any number of ``PromptProgress``, then of ``Sampled``, and finally exactly one ``Finished``.
 
         The prompt has 1 to ``context_tokens - 1`` tokens and ``max_tokens`` is at least 1; prompt and response together
-        fit the context. The backend chooses the request's number and its KV blocks. A request that ``may_expire`` waits for
-        others at most as long as this server's owner allows. ``aclose()``, even while it waits, cancels the request in
-        the ring and frees its sequence.
+        fit the context. The backend chooses the request's number and its KV blocks. A request that ``may_expire`` waits
+        in the queue at most as long as this server's owner allows. ``aclose()``, even while it waits, cancels the
+        request in the ring and frees its sequence.
 
-        Raises ``RingError`` when the ring breaks and ``RequestError`` when it cannot take the request (a full queue, or
-        it waited too long: status 429). A ``Finished`` whose reason is ``error`` means the same as ``RingError``, one
-        with ``refused`` as ``RequestError``.
+        Raises ``RingError`` when the ring breaks and ``RequestError`` when it cannot take the request (429: a full
+        queue, or it waited too long). A ``Finished`` whose reason is ``error`` means the same as ``RingError``, one
+        with ``refused`` the same as ``RequestError``.
         """

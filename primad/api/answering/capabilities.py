@@ -1,4 +1,4 @@
-"""What a model can do, in the words of Ollama and llama-server."""
+"""A model's capabilities, in the words of Ollama and llama-server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from primad.api.answering.tool_prompt import mentions
 
 
 def capabilities(served: ServedModel) -> list[str]:
-    """Those of a served model, from its chat template."""
+    """Return the capabilities of a served model, from its chat template."""
     template = served.vocabulary.chat_template or CHATML
     thinks = manner_of(template, served.tool_parser).is_thinking
     has = {"tools": mentions(template, "tools"), "thinking": thinks, "vision": served.sees, "audio": served.hears}
@@ -18,7 +18,8 @@ def capabilities(served: ServedModel) -> list[str]:
 
 
 def capabilities_of(model: OfferedModel, served: ServedModel | None) -> list[str]:
-    """Those of an offered model; without the template of a ``served`` one only its kind is known."""
+    """Return the capabilities of an offered model; if it is not ``served``, its template is unknown and only its kind
+    counts."""
     if model.embeds:
         return ["embedding"]
     if served is not None:

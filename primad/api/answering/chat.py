@@ -1,7 +1,7 @@
-"""The model's own chat template: from messages to the text that the model was trained to continue. Pure.
+"""Applies the model's own chat template: turns messages into the text that the model was trained to continue. Pure.
 
 The template is Jinja source from the model file, and so untrusted: it runs in Jinja's immutable sandbox, where it may
-change only lists (Kimi K2's does; it gets copies). It has the environment of Hugging Face transformers
+change only lists (Kimi K2's template does; it gets copies). It has the environment of Hugging Face transformers
 (``utils/chat_template_utils.py``): trimmed blocks, loop controls, ``tojson``, ``raise_exception``, ``strftime_now`` and
 the ``generation`` tag. A model without a template gets ChatML, which most such models understand best.
 """
@@ -57,7 +57,7 @@ _RUNTIME_ERRORS = (
 
 
 MAX_TRIES: Final = 24
-"""The reason that ends the search for other prompts, even if this one leaves something out."""
+"""Attempts after which no other prompt is searched for, even if this one leaves something out."""
 _MARK: Final = "qzmark"
 """A placeholder for a text, to see where a template writes it."""
 _CHANGES: Final = frozenset({"append", "clear", "extend", "insert", "pop", "remove", "reverse"})
@@ -80,7 +80,7 @@ class _Generation(Extension):
 def tokenize_prompt(
     vocabulary: Vocabulary, text: str, pictures: Mapping[str, KnownPicture] | None = None
 ) -> PromptTokens:
-    """A prompt that a template wrote, as token ids, with ``pictures`` where their markers are.
+    """Return a prompt that a template wrote as token ids, with ``pictures`` where their markers are.
 
     Special tokens in the text are parsed as such. The tokenizer adds its own only if the template did not write the
     beginning-of-sequence token, so that it is never doubled (llama.cpp's convention).
@@ -101,14 +101,14 @@ def render(
     continues: bool = False,
     max_chars: int | None = None,
 ) -> str:
-    """The prompt for ``messages`` as text, by the model's template, ready for the assistant's next turn if it ``opens``
-    one.
+    """Return the prompt for ``messages`` as text, by the model's template, ready for the assistant's next turn if it
+    ``opens`` one.
 
     Each message has ``role`` and ``content`` and may have ``name``, ``tool_calls``, ``tool_call_id`` and
     ``reasoning_content``; a developer's message is a system message for templates. ``now`` is what ``strftime_now``
     formats; ``variables`` are the request's, by name. ``tools`` are those that may be called, described in ``form`` if
-    the template does not support tools. If it ``continues`` the prompt ends with the text of the last message, which is
-    the assistant's. A prompt of more than ``max_chars`` is refused by the caller, so no better one is searched for.
+    the template does not support tools. If it ``continues``, the prompt ends with the text of the last message, which
+    is the assistant's. The caller refuses a prompt of more than ``max_chars``, so no better one is searched for then.
 
     Raises ``RequestError`` if the template refuses the messages in every shape and ``ModelError`` if it is invalid.
     """
@@ -129,7 +129,7 @@ class _Template:
     max_chars: int | None
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], *, opens: bool, must: str = "") -> str:
-        """The first prompt with ``must`` and all of ``messages``; if there is none, the first with ``must``."""
+        """Return the first prompt with ``must`` and all of ``messages``; if there is none, the first with ``must``."""
         refusal: RequestError | None = None
         found: list[str] = []
         for shape, known in for_template(self.source, messages, self.tools, self.form):
@@ -151,8 +151,8 @@ class _Template:
         return found[0]
 
     def continued(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt that ends with the last message: its turn stays open if the template shows it unchanged; else it
-        follows the start of a turn."""
+        """Return the prompt that ends with the last message. Its turn stays open if the template shows it unchanged;
+        otherwise it follows the start of a turn."""
         *before, last = messages
         thinking = thinks(self.source)
         last_text = str(last["content"])
@@ -193,7 +193,7 @@ class _Template:
     def _leaves_out(self, messages: Messages, known: Mapping[str, Any], opens: bool, text: str) -> bool:
         """Whether the prompt ``text`` lacks part of ``messages``, or some tools.
 
-        A text that is not found may have been rewritten: then a placeholder word decides.
+        A text that is not found may have been rewritten by the template; then a placeholder word decides.
         """
         if not all(tool["function"]["name"] in text for tool in self.tools):
             return True
@@ -222,7 +222,7 @@ class _Template:
 
 
 class _Shown:
-    """A prompt that is searched for messages in their order, each time from where the last one was found."""
+    """A prompt in which messages are searched in order, each from where the last one was found."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
@@ -236,7 +236,8 @@ class _Shown:
 
 
 def _begun(text: str, last_text: str, thinking: Thinking | None) -> str:
-    """The start of a turn, ``text``, followed by ``last_text``: inside thoughts if these are thoughts, else after them."""
+    """Return ``text``, the start of a turn, followed by ``last_text``: inside thoughts if these are thoughts, else
+    after them."""
     if thinking is None:
         return text + last_text
     is_opened = text.rstrip().endswith(thinking.begin)
@@ -249,7 +250,7 @@ def _begun(text: str, last_text: str, thinking: Thinking | None) -> str:
 
 @lru_cache(maxsize=4)
 def _closed(thinking: Thinking) -> re.Pattern[str]:
-    """Empty thoughts at the end of a prompt."""
+    """Return a pattern of empty thoughts at the end of a prompt."""
     return re.compile(rf"(?:{re.escape(thinking.begin)}\s*)?{re.escape(thinking.end)}\s*\Z")
 
 
@@ -279,7 +280,8 @@ def check_template(source: str) -> None:
 
 class _Environment(ImmutableSandboxedEnvironment):
     changes_lists = False
-    """Whether the template is seen to, so that it gets copies: by another spelling it may not."""
+    """Whether the template is known to change lists, so that it gets copies; other templates may
+    not."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, list) and attr in _CHANGES:
@@ -323,7 +325,7 @@ def _tojson(
 
 
 def _as_list(value: Any) -> list[Any]:
-    """Results of Jinja's filters, such as ``map``."""
+    """Return results of Jinja's filters, such as ``map``, as lists."""
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"{type(value).__name__} is not JSON")

@@ -1,4 +1,4 @@
-"""The choices of one request, generated concurrently as far as the model allows: they share their prompt."""
+"""Generates the choices of one request concurrently, as far as the model allows; they share their prompt."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 async def together(
     begins: Sequence[Callable[[], AsyncGenerator[T, None]]], at_once: int
 ) -> AsyncGenerator[tuple[int, T], None]:
-    """The merged output of all streams, at most ``at_once`` at a time, each with the index of its stream.
+    """Yield the merged output of all streams, at most ``at_once`` at a time, each item with the index of its stream.
 
-    Each starts when it has its turn, and waits until its output is consumed. An exception of one is raised here and
-    ends all; closing this closes them. A single one is passed through at no cost.
+    Each stream starts in turn and waits until its output is consumed. An exception of one is raised here and ends all;
+    closing this generator closes them. A single stream is passed through at no cost.
     """
     if len(begins) == 1:
         async with aclosing(begins[0]()) as parts:

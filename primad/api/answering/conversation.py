@@ -1,8 +1,8 @@
 """The shapes in which a conversation may be given to a chat template, the closest first. Pure.
 
-Templates are strict where clients are not: some accept a system message only at the start, or none, some require user
-and assistant to alternate, or a user to start. Each shape gives up a little more of the conversation's structure, but
-none of its text.
+Templates are stricter than clients: some accept a system message only at the start, or none; some require user and
+assistant to alternate, or a user to start. Each shape gives up a little more of the conversation's structure, but none
+of its text.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ Messages = list[dict[str, Any]]
 
 _PARAGRAPH: Final = "\n\n"
 _MARK: Final = re.compile(r"<[^<>\s{}%'\"]{1,40}>|\[/?[A-Z][A-Z_]+\]")
-"""What looks like a marker in the source of a template."""
+"""Matches what looks like a marker in the source of a template."""
 _CHANNELS: Final = re.compile(r"\s*<\|channel\|>.*<\|message\|>", re.DOTALL)
-"""Before the last message of a raw gpt-oss response."""
+"""Matches the text before the last message of a raw gpt-oss response."""
 
 
 def shapes(messages: Messages) -> Iterator[Messages]:
-    """``messages``, then variants for stricter templates, each shape once."""
+    """Yield ``messages``, then variants for stricter templates, each shape once."""
     joined = _joined(_with_one_system(messages))
     begun = _ended_by_user(_begun_by_user(joined))
     without_system = _ended_by_user(_system_in_user(joined))
@@ -33,7 +33,7 @@ def shapes(messages: Messages) -> Iterator[Messages]:
 
 
 def without_markers(messages: Messages, template: str) -> Messages:
-    """``messages`` with each marker of ``template`` in user text broken by a space, so that it is text."""
+    """Return ``messages`` with each marker of ``template`` in user text broken by a space, so that it stays text."""
     marks = sorted(set(_MARK.findall(template)), key=len, reverse=True)
     if not marks:
         return messages
@@ -51,7 +51,7 @@ def without_markers(messages: Messages, template: str) -> Messages:
 
 
 def in_parts(messages: Messages) -> Messages:
-    """``messages`` with their contents as lists of one part, for templates that require lists."""
+    """Return ``messages`` with their contents as lists of one part, for templates that require lists."""
     return [
         message | {"content": [{"type": "text", "text": message["content"]}]} if message["content"] else message
         for message in messages
@@ -59,13 +59,13 @@ def in_parts(messages: Messages) -> Messages:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """The content of a message in any shape."""
+    """Return the content of a message in any shape as text."""
     content = message["content"]
     return str(content[0]["text"]) if isinstance(content, list) else content or ""
 
 
 def _with_one_system(messages: Messages) -> Messages:
-    """The leading system messages are merged; later ones become the user's, in place."""
+    """Merge the leading system messages; turn later ones into user messages, in place."""
     count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     first = _PARAGRAPH.join(message["content"] for message in messages[:count] if message["content"])
     rest = [
@@ -77,7 +77,7 @@ def _with_one_system(messages: Messages) -> Messages:
 
 
 def _joined(messages: Messages) -> Messages:
-    """Adjacent messages of one role are merged. An empty assistant's message is removed."""
+    """Merge adjacent messages of one role, and remove empty assistant messages."""
     groups: list[Messages] = []
     for message in messages:
         role = message["role"]
@@ -107,7 +107,7 @@ def _all_of(messages: Messages, name: str) -> str:
 
 
 def _begun_by_user(messages: Messages) -> Messages:
-    """The user has the first turn, empty if the client has none."""
+    """Let the user have the first turn, an empty one if the client has none."""
     at = int(bool(messages) and messages[0]["role"] == "system")
     if len(messages) > at and messages[at]["role"] == "user":
         return messages
@@ -115,20 +115,20 @@ def _begun_by_user(messages: Messages) -> Messages:
 
 
 def _ended_by_user(messages: Messages) -> Messages:
-    """The user has the last turn, empty, if a call has no result yet."""
+    """Add an empty last turn of the user if a call has no result yet."""
     is_open = bool(messages) and bool(messages[-1].get("tool_calls"))
     return [*messages, {"role": "user", "content": ""}] if is_open else messages
 
 
 def _system_in_user(messages: Messages) -> Messages:
-    """The system text starts the first user's turn."""
+    """Move the system text to the start of the first user turn."""
     if not messages or messages[0]["role"] != "system":
         return _begun_by_user(messages)
     return _joined([{"role": "user", "content": messages[0]["content"]}, *messages[1:]])
 
 
 def _in_results(messages: Messages) -> Messages:
-    """User text after tool results moves into the last result."""
+    """Move user text after tool results into the last result."""
     groups: list[Messages] = []
     for message in messages:
         if groups and message["role"] == "user" and groups[-1][0]["role"] == "tool":

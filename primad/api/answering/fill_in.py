@@ -1,4 +1,4 @@
-"""From a text with a gap to the prompt for a model that was trained to fill in. Pure.
+"""Makes the prompt to fill a gap in a text, for a model that was trained to do it. Pure.
 
 Such models have special tokens: the text before the gap follows the first, the text after it the second, and the third
 asks for the middle. Other files come first, each with its name.
@@ -27,10 +27,10 @@ class Gap:
 
 
 def fill_in_prompt(vocabulary: Vocabulary, before: Sequence[int] | str, gap: Gap, *, room: int) -> list[int]:
-    """The prompt of at most ``room`` tokens to fill ``gap`` after ``before``.
+    """Return the prompt of at most ``room`` tokens to fill ``gap`` after ``before``.
 
-    Longer texts keep what is nearest to the gap; files are dropped whole, the first ones first. Raises ``RequestError``
-    if the model was not trained to fill in, or there is no room.
+    Of longer texts the part nearest to the gap is kept; files are dropped whole, the first ones first. Raises
+    ``RequestError`` if the model was not trained to fill in, or there is no room.
     """
     marks, param = vocabulary.fill_in, gap.param
     if marks is None:

@@ -1,4 +1,4 @@
-"""One choice of a job, from the backend's tokens to text. No HTTP here; all kinds of requests and responses use it."""
+"""Generates one choice of a job: turns the backend's tokens into text. No HTTP here; requests of all kinds use it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from primad.ring.messages import Finished, Generate, PromptProgress, Sampled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenCall:
-    """The ``index``-th function call of a response, from 0; ``arguments`` is a JSON object as text, incomplete unless
-    it ``is_whole``."""
+    """Function call number ``index`` of a response, from 0; ``arguments`` is a JSON object as text, incomplete unless
+    ``is_whole``."""
 
     index: int
     id: str
@@ -34,7 +34,7 @@ class GivenCall:
 
     @property
     def input(self) -> dict[str, Any]:
-        """The arguments as an object, with their complete part."""
+        """The arguments as an object; of incomplete arguments the complete part."""
         try:
             found: dict[str, Any] = pydantic_core.from_json(self.arguments, allow_partial=not self.is_whole)
         except ValueError:  # half a character at the end
@@ -56,7 +56,7 @@ class GivenPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCounts:
-    """Numbers of draft tokens of a response that were accepted and rejected."""
+    """The numbers of a response's draft tokens that were accepted and rejected."""
 
     right: int = 0
     wrong: int = 0
@@ -67,13 +67,13 @@ class DraftCounts:
 
 NO_DRAFTS_COUNTED: Final = DraftCounts()
 MAX_TOKENS_AT_ONCE: Final = 16
-"""Tokens per part: one with a hundred log-probabilities takes 0.3 ms. After this many, others have their turn."""
+"""Limit of tokens per part: a token with a hundred log-probabilities takes 0.3 ms. Other tasks run between parts."""
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):
     """What one event of the backend adds to a choice: certain text, thoughts and calls, the tokens that start in that
-    text, and the number of sampled tokens. ``finish`` is in the last one only, with the stop string if one ended the
-    text."""
+    text, and the number of sampled tokens. Only the last one has ``finish``, and the stop string if one ended the text.
+    """
 
     text: str
     tokens: tuple[Placed[Sampled], ...]
@@ -82,9 +82,9 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
     stopped_by: str | None = None
     thought: str = ""
     calls: tuple[GivenPart, ...] = ()
-    """A call that continues precedes the text."""
+    """Parts that continue a call precede the text."""
     read_tokens: int | None = None
-    """The number of computed prompt tokens; nothing else is added then."""
+    """The number of prompt tokens computed so far; if set, nothing else is added."""
     cached: int = 0
     """The number of prompt tokens from the cache; known in the last part, and with ``read_tokens``."""
     draft_counts: DraftCounts = NO_DRAFTS_COUNTED
@@ -113,7 +113,7 @@ class WrittenChoice:
 
     @classmethod
     def of(cls, choice: Choice, parts: Sequence[Written]) -> WrittenChoice:
-        """All ``parts`` of ``choice`` together."""
+        """Return all ``parts`` of ``choice`` together."""
         finish = parts[-1].finish
         assert finish is not None, "the last part of a choice ends it"
         return cls(
@@ -131,7 +131,7 @@ class WrittenChoice:
 
 
 def cached_tokens(ended: Iterable[tuple[Choice, int]]) -> int:
-    """The ``cached`` tokens of finished choices, each prompt counted once: with the choice that computed most."""
+    """Return the ``cached`` tokens of finished choices, each prompt counted once: with the choice that computed most."""
     minimum: dict[int, int] = {}
     for choice, cached in ended:
         minimum[id(choice.source)] = min(cached, minimum.get(id(choice.source), cached))
@@ -139,7 +139,7 @@ def cached_tokens(ended: Iterable[tuple[Choice, int]]) -> int:
 
 
 def whole_calls(parts: Iterable[GivenPart]) -> Iterator[GivenCall]:
-    """The calls in ``parts``, which are in order."""
+    """Yield the calls in ``parts``, which are in order."""
     for index, group in groupby(parts, key=lambda part: part.index):
         of_call = list(group)
         yield GivenCall(
@@ -160,10 +160,10 @@ async def write(
     owner: str = "",
     clock: Callable[[], float],
 ) -> AsyncGenerator[Written, None]:
-    """The parts of ``choice`` of ``owner`` as they become certain; the last one has ``finish``. For a choice without
-    tokens the prompt is computed, and one token that is not shown.
+    """Yield the parts of ``choice`` of ``owner`` as they become certain; the last one has ``finish``. For a choice of
+    no tokens the prompt is computed, and one token that is not shown.
 
-    The backend's generator is closed, and so the sequence freed, before the last part is handed out, and whenever this
+    The backend's generator is closed, and so the sequence freed, before the last part is yielded, and whenever this
     generator is closed or cancelled.
 
     Raises ``RingError`` if the ring breaks and ``RequestError`` if the backend cannot accept the request.
@@ -188,7 +188,7 @@ async def write(
         speculates=job.speculates,
         pictures=job.rows_of(choice.source),
     )
-    # One that waits behind others of its request is part of a response that has begun.
+    # A choice that waits for others of its request is part of a response that has begun.
     events = backend.generate(asked, may_expire=choice.index == 0)
     async with aclosing(events):
         async for event in events:
@@ -236,7 +236,7 @@ async def write(
 
 
 def _few_at_once(part: Written) -> Iterator[Written]:
-    """``part``, before it those of its tokens that are too many for one."""
+    """Yield ``part``, split so that no part has too many tokens."""
     while len(part.tokens) > MAX_TOKENS_AT_ONCE:
         yield Written(text="", tokens=part.tokens[:MAX_TOKENS_AT_ONCE], sampled=0, finish=None)
         part = msgspec.structs.replace(part, tokens=part.tokens[MAX_TOKENS_AT_ONCE:])
@@ -250,9 +250,11 @@ def _written(
 
 
 class _Read:
-    """``_written`` for a response in which calls and thoughts are detected. The first whole call ends it if one is
-    enough, and so does a call that repeats the one before it. An incomplete call turns ``stop`` into ``length``, unless
-    a stop string cut it."""
+    """Like ``_written``, for a response in which calls and thoughts are detected.
+
+    The first complete call ends the response if one is enough, and so does a call that repeats the one before it. An
+    incomplete call turns ``stop`` into ``length``, unless a stop string cut it.
+    """
 
     def __init__(self, reading: CompletionReading) -> None:
         self._reader, self._several = reading.reader(), reading.several
@@ -290,7 +292,7 @@ class _Read:
 
 class _Calls:
     """The calls of a response: ``given`` ones, of which ``whole`` are complete. A call that may repeat the one before
-    it is held back; if it does, it is dropped, and the response ``repeats`` itself."""
+    it is held back. If it does repeat it, it is dropped, and the response ``repeats`` itself."""
 
     def __init__(self) -> None:
         self.given = self.whole = 0
@@ -300,7 +302,7 @@ class _Calls:
         self._held: list[GivenPart] = []
 
     def hear(self, part: CallPart) -> list[GivenPart]:
-        """The calls to send with ``part``."""
+        """Return the calls to send with ``part``."""
         if part.name is not None:
             self.given, self._id, self._name = self.given + 1, f"call_{secrets.token_hex(12)}", part.name
             self._arguments, self._before = "", None if self._held else self._before
@@ -326,7 +328,7 @@ class _Calls:
         return self.rest()
 
     def rest(self) -> list[GivenPart]:
-        """What was held back of each call, in one part."""
+        """Return what was held back of each call, in one part."""
         held, self._held = self._held, []
         by_call = [list(parts) for _, parts in groupby(held, key=lambda part: part.index)]
         return [
@@ -339,7 +341,7 @@ class _Calls:
         ]
 
     def forget(self) -> None:
-        """Text follows the last call, so the next one does not directly follow it."""
+        """Note that text follows the last call, so the next call does not directly follow it."""
         if not self._held:
             self._before = None
 

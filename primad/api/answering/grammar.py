@@ -1,7 +1,7 @@
 """Constrained output: turns a JSON schema or a grammar into the text for the tail's token mask. Pure.
 
-llguidance reads it, here to check it, and again next to the sampler. Unsupported keywords are refused by name before
-anything is computed. Bounds limit the work of a request.
+llguidance reads that text, here to check it, and again next to the sampler. Unsupported keywords are refused by name
+before anything is computed. Bounds limit the work of a request.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ MAX_NESTING: Final = 64
 MAX_GBNF_RULES: Final = 512
 MAX_PROPERTIES: Final = 5000
 MAX_MULTIPLE: Final = 100_000
-"""Of ``multipleOf``: each remainder is a state. A million of them took 8 s."""
+"""Limit of ``multipleOf``: each remainder is a state. A million of them took 8 s."""
 
 _WHITESPACE: Final = r" ?|\n{1,2}[ \t]{0,20}"
-"""Between the parts of JSON: a space, or indented lines. Without a bound a model may write nothing else."""
+"""White space between the parts of JSON: a space, or indented lines. Without a bound a model may write nothing else."""
 _UNIMPLEMENTED: Final = re.compile(r"Unimplemented keys: (\[.*\])")
 _KEYWORDS: Final = {
     "Unknown format": "format",
@@ -40,13 +40,13 @@ _KEYWORDS: Final = {
     "Pointer ": "$ref",
     "'multipleOf'": "multipleOf",
 }
-"""The keyword that llguidance means, by the start of its message."""
+"""The keyword that llguidance complains about, by the start of its message."""
 _ENDLESS: Final = "NoExtensionBias"
 """llguidance's message for a schema or rule that only refers to itself."""
 
 
 def of_schema(schema: Any, *, param: str = "json_schema") -> str:
-    """The grammar of all JSON texts that match ``schema``, a JSON schema as a value; ``param`` is its field.
+    """Return the grammar of all JSON texts that match ``schema``, a JSON schema as a value; ``param`` is its field.
 
     Raises ``RequestError`` (400) that names the unsupported keyword, or the exceeded bound.
     """
@@ -71,7 +71,7 @@ def of_schema(schema: Any, *, param: str = "json_schema") -> str:
 
 
 def of_text(text: str, *, param: str = "grammar") -> str:
-    """The grammar of ``text``, written as GBNF (with a rule ``root``) or as Lark (with a rule ``start``).
+    """Return the grammar of ``text``, written as GBNF (with a rule ``root``) or as Lark (with a rule ``start``).
 
     Raises ``RequestError`` (400) with the error's position, or the exceeded bound.
     """
@@ -99,8 +99,8 @@ def of_text(text: str, *, param: str = "grammar") -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
-    """How a model writes a function call: the text before its name, between name and arguments (a JSON object), and
-    after them; ``between`` two calls. The default is that of Hermes and Qwen."""
+    """How a model writes a function call: the text before the name, between name and arguments (a JSON object), and
+    after them; ``between`` separates two calls. The default is the form of Hermes and Qwen."""
 
     before: str = '<tool_call>\n{"name": "'
     middle: str = '", "arguments": '
@@ -119,11 +119,11 @@ def of_calls(
     demanded: bool = True,
     param: str = "tools",
 ) -> str:
-    """The grammar of a call of one of ``functions`` (the JSON schema of its parameters by name, or None), or of
-    ``several``.
+    """Return the grammar of a call of one of ``functions`` (the JSON schema of its parameters by name, or None), or of
+    ``several`` calls.
 
-    If parameters are unsupported, arguments are any object. Raises ``RequestError`` (400) that names the function and
-    the keyword if that is so for all of them and a call is ``demanded``.
+    If parameters are unsupported, arguments are any object. If all of them are and a call is ``demanded``, raises
+    ``RequestError`` (400) that names the function and the keyword.
     """
     from llguidance import LLMatcher
 
@@ -157,7 +157,7 @@ def of_calls(
 
 
 def _known(schema: Any) -> Any:
-    """``schema`` in supported words; unchanged if a keyword's value is invalid, so that it is refused by name."""
+    """Return ``schema`` in supported words; unchanged if a keyword's value is invalid, so that it is refused by name."""
     try:
         return in_known_words(schema)
     except (TypeError, ValueError, AttributeError):
@@ -165,20 +165,20 @@ def _known(schema: Any) -> Any:
 
 
 def either(one: str, other: str) -> str:
-    """The grammar of all texts of ``one`` and of all of ``other``."""
+    """Return the grammar of all texts of ``one`` and of all of ``other``."""
     parts = [*_parts(one, "one"), *_parts(other, "other")]
     return json.dumps({"grammars": [{"lark_grammar": "start: @one | @other"}, *parts]})
 
 
 def behind_thoughts(grammar: str, end: str) -> str:
-    """``grammar`` after any text that ends with ``end`` (such as ``</think>``): for a prompt that lets the model
+    """Return ``grammar`` after any text that ends with ``end`` (such as ``</think>``): for a prompt that lets the model
     think."""
     thoughts = f"start: thoughts /\\s{{0,4}}/ @answer\nthoughts[suffix={_quoted(end)}]: /(.|\\n)*/"
     return json.dumps({"grammars": [{"lark_grammar": thoughts}, *_parts(grammar, "answer")]})
 
 
 def _parts(grammar: str, name: str) -> list[dict[str, Any]]:
-    """``grammar`` as parts of another, the first of them named ``name``."""
+    """Return ``grammar`` as parts of another one, the first of them named ``name``."""
     first, *rest = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     return [first | {"name": name}, *rest]
 
@@ -189,7 +189,7 @@ def _quoted(text: str) -> str:
 
 
 def _wrong(grammar: str) -> str | None:
-    """The reason why ``grammar`` is unsupported, checked up to its first choice; None if it is not."""
+    """Return why ``grammar`` is unsupported, checked up to its first choice; None if it is supported."""
     from llguidance import LLMatcher, LLParserLimits
 
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
@@ -204,7 +204,7 @@ def _wrong(grammar: str) -> str | None:
 
 @cache
 def _bytes() -> LLTokenizer:
-    """A vocabulary in which every byte is a token: a grammar that fails with it fails with every model."""
+    """Return a vocabulary in which every byte is a token: a grammar that fails with it fails with every model."""
     from llguidance import LLTokenizer
 
     return LLTokenizer("byte")
@@ -237,7 +237,7 @@ def _check_size(text: str, param: str) -> None:
 
 
 def _check_parts(schema: Any, param: str) -> None:
-    """Level by level, so that any depth can be checked."""
+    """Check level by level, so that any depth can be checked."""
     level: list[Any] = [schema]
     properties = 0
     for _ in range(MAX_NESTING + 1):

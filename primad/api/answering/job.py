@@ -1,4 +1,4 @@
-"""The work of a request, whatever its dialect: prompts as token ids, budgets, sampling. Pure."""
+"""The work that a request needs, whatever its dialect: prompts as token ids, budgets, sampling. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Token ids (int32, little-endian) to continue by at most ``max_tokens`` (0: only computed, for the cache);
-    ``echo`` is returned before each response. Ids below 0 are rows of ``pictures``."""
+    ``echo`` is returned before each response. Ids below 0 represent embeddings of ``pictures``."""
 
     ids: bytes
     max_tokens: int
@@ -59,22 +59,23 @@ class Choice:
 
     @property
     def max_tokens(self) -> int:
-        """As above."""
+        """Limit of the tokens to generate."""
         return self.source.max_tokens
 
     @property
     def echo(self) -> str:
-        """As above."""
+        """Text to return before the response."""
         return self.source.echo
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """All work of a request: each of ``prompts`` continued ``n`` times, with seeds starting at that of ``sampling``.
+    """All work of a request: each of ``prompts`` continued ``n`` times, with seeds that start at the seed of
+    ``sampling``.
 
     ``reading`` says what to detect in each response, None for nothing. With ``reports_progress`` a stream reports
-    prompt progress; cached tokens are computed again unless it ``reuses`` them. ``priority`` and ``speculates`` are as
-    in ``ring.messages``. ``decode_limit_s`` after its first token a response ends with the next line, None: never.
-    ``seen`` are the pictures of its prompts, by digest.
+    prompt progress. Cached tokens are computed again unless the job ``reuses`` them. ``priority`` and ``speculates``
+    are as in ``ring.messages``. ``decode_limit_s`` after its first token a response ends with the next line, None:
+    never. ``seen`` are the pictures of its prompts, by digest.
     """
 
     prompts: tuple[Prompt, ...]
@@ -92,7 +93,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def choices(self) -> tuple[Choice, ...]:
-        """The choices to generate, ``n`` of the first prompt before those of the second."""
+        """The choices to generate: the ``n`` of the first prompt, then those of the second, and so on."""
         return tuple(
             Choice(
                 index=place * self.n + number,
@@ -104,17 +105,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         )
 
     def rows_of(self, prompt: Prompt) -> list[PictureRows]:
-        """The rows of the pictures of ``prompt``."""
+        """Return the embeddings of the pictures of ``prompt``."""
         return [rows for place in prompt.pictures for rows in placed(self.seen[place.digest], place.first)[1]]
 
     @property
     def prompt_tokens(self) -> int:
-        """The tokens of all prompts, each counted once regardless of its choices."""
+        """The number of tokens of all prompts, each prompt counted once regardless of its choices."""
         return sum(prompt.size for prompt in self.prompts)
 
 
 def check_model(name: str | None, served: Sequence[ModelSettings]) -> None:
-    """Raise ``RequestError`` (404) with the names of the ``served`` model, unless ``name`` is one of them, or empty."""
+    """Raise ``RequestError`` (404) with the ``served`` models' names, unless ``name`` is one of them, or empty."""
     names = [name for model in served for name in model.all_names]
     if name and not any(model.is_called(name) for model in served):
         these = f"these are: {', '.join(names)}; --alias and --any-model add others" if names else "nothing is yet"
@@ -134,7 +135,7 @@ def check_tokens(tokens: list[int], vocabulary: Vocabulary, *, at: str) -> None:
 
 
 class PreparedTexts(msgspec.Struct, frozen=True, kw_only=True):
-    """Texts to embed, or lists of token ids, from the field ``param``, which has a list of them if ``numbered``."""
+    """Texts to embed, or lists of token ids, from the field ``param``; ``numbered`` if it holds a list of them."""
 
     model: str | None
     texts: list[str | list[int]]
@@ -145,5 +146,5 @@ class PreparedTexts(msgspec.Struct, frozen=True, kw_only=True):
     as_base64: bool = False
 
     def called(self, index: int) -> str:
-        """The name of text ``index`` in errors."""
+        """Return the name of text ``index`` in errors."""
         return f"{self.param}[{index}]" if self.numbered else self.param

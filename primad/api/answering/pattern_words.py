@@ -14,18 +14,18 @@ _IS_ONE: Final = re.compile(_ONE)
 _ALL_OF: Final = re.compile(rf"({_ONE})([*+])\$")
 _SOMEWHERE: Final = re.compile(rf"(?:\.|\[\\s\\S\])\*({_ONE})(\$?)")
 _TWICE: Final = re.compile(r"\.\*(\\[^\w\s]|[\w -])\1")
-"""One character twice, anywhere."""
+"""Matches one character twice, anywhere."""
 _DIGITS: Final = re.compile(r"\(\?=\[\\d\.\]\{1,(\d+)\}0\*\$\)\\d\{0,(\d+)\}\\\.\\d\{0,(\d+)\}0\*\$")
 _LITERAL: Final = re.compile(r"(?:[\w -]|\\[^\w\s])+")
 _LOOKS: Final = ("(?=", "(?!")
 _ANYWHERE: Final = re.compile(r"(?<!\\)\(\?(?:[=!]|<[=!])")
 MAX_LITERAL: Final = 32
 MAX_CHARS: Final = 2048
-"""Of a pattern that is rewritten; longer ones stay as they are, and are refused if unsupported."""
+"""Limit of a pattern that is rewritten; longer ones stay as they are, and are refused if unsupported."""
 
 
 def without_look_ahead(pattern: str) -> list[str] | None:
-    """Patterns that a text matches together if it matches ``pattern``; None without a look-ahead, or with an
+    """Return patterns that together match the same texts as ``pattern``; None without a look-ahead, or with an
     unsupported one."""
     if len(pattern) > MAX_CHARS or not pattern.startswith("^") or not pattern[1:].startswith(_LOOKS):
         return None
@@ -44,13 +44,14 @@ def without_look_ahead(pattern: str) -> list[str] | None:
 
 
 def _without_idle(found: re.Match[str]) -> str:
-    """``found`` without a look-ahead that allows as many digits as stand behind it (pydantic's of decimal numbers)."""
+    """Return ``found`` without a look-ahead that allows as many digits as the pattern after it (pydantic's of decimal
+    numbers)."""
     maximum, whole, places = map(int, found.groups())
     return found[0] if whole + 1 + places > maximum else found[0].partition("$)")[2]
 
 
 def _alternatives(inner: str) -> list[str]:
-    """The forbidden alternatives: ``a|b``, or ``(?:a|b)$``."""
+    """Return the forbidden alternatives: ``a|b``, or ``(?:a|b)$``."""
     behind = ""
     while (group := re.match(r"\((?:\?:)?", inner)) is not None:
         end = _end_of_group(inner)
@@ -61,7 +62,7 @@ def _alternatives(inner: str) -> list[str]:
 
 
 def anything_but(inner: str) -> str | None:
-    """A pattern of all texts that do not start with a match of ``inner``; None if it is not simple enough."""
+    """Return a pattern of all texts that do not start with a match of ``inner``; None if it is not simple enough."""
     if inner == "$":
         return r"[\s\S]"
     whole = _ALL_OF.fullmatch(inner)
@@ -88,7 +89,7 @@ def anything_but(inner: str) -> str | None:
 
 
 def _complement(one: str) -> str:
-    """All characters but ``one``, a class or a character."""
+    """Return a class of all characters but ``one``, a class or a character."""
     if one == ".":
         return r"\n"
     if one.startswith("[^"):
@@ -102,7 +103,7 @@ def _complement(one: str) -> str:
 
 
 def _end_of_group(text: str) -> int:
-    """Where the group at the start of ``text`` ends; -1 if it does not."""
+    """Return where the group at the start of ``text`` ends; -1 if it does not."""
     depth, at, is_in_class = 0, 0, False
     while at < len(text):
         char = text[at]
@@ -121,7 +122,7 @@ def _end_of_group(text: str) -> int:
 
 
 def _top_level_or(text: str) -> bool:
-    """Whether ``text`` has alternatives, of which only the first one stood behind the look-aheads."""
+    """Whether ``text`` has alternatives: the look-aheads would belong only to the first."""
     end = _end_of_group(f"({text})")
     depth_free = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "", text)
     while (shorter := re.sub(r"\([^()]*\)", "", depth_free)) != depth_free:

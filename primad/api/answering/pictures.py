@@ -1,9 +1,9 @@
-"""Pictures of a request, and sounds, which are treated alike, on their way into a prompt. Pure, but for a salt of this
+"""Places a request's pictures in its prompt, and sounds, which are treated alike. Pure, except for a salt of this
 process.
 
-In the text of a message a picture is a marker, which no client can guess and every chat template writes like any other word.
-The text that the template made is cut there, and each piece becomes tokens by itself, as in llama.cpp's libmtmd. What a
-picture becomes is known only once it is encoded: then the request is prepared again.
+In the text of a message a picture is a marker, which no client can guess and every chat template writes like any other
+word. The text that the template wrote is cut at the markers, and each piece is tokenized by itself, as in llama.cpp's
+libmtmd. A picture's embeddings are known only once it is encoded; then the request is prepared again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from primad.api.answering.backend import TextModel, Vocabulary
 from primad.errors import RequestError, printable
 
 MAX_PICTURES: Final = 100
-"""Of one request."""
+"""Limit for one request."""
 MAX_FETCHED: Final = 16
 _SALT: Final = secrets.token_bytes(16)
 _DATA_URL: Final = re.compile(r"data:(?P<type>[\w.+/-]*)(?:;[\w.=+-]+)*?;base64,", re.ASCII)
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """A picture's file, which its request has ``called`` so, or the ``url`` where that is to be fetched."""
+    """A picture's file, which the request has ``called`` so, or the ``url`` to fetch it from."""
 
     called: str
     data: bytes
@@ -38,12 +38,12 @@ class Picture(msgspec.Struct, frozen=True):
 
     @property
     def digest(self) -> str:
-        """What it is known by."""
+        """The identifier of the picture."""
         return hashlib.sha256(self.data or self.url.encode()).hexdigest()
 
 
 class PicturesWantedError(Exception):
-    """A request has ``pictures`` whose token ids are not known yet. It is to be prepared again with them."""
+    """A request has ``pictures`` whose token ids are not known yet. Prepare it again when they are."""
 
     def __init__(self, pictures: list[Picture]) -> None:
         super().__init__(f"{len(pictures)} pictures are to be encoded first")
@@ -51,14 +51,14 @@ class PicturesWantedError(Exception):
 
 
 class PicturePlace(msgspec.Struct, frozen=True, array_like=True):
-    """From position ``first`` of a prompt on the picture that is known by ``digest`` stands there."""
+    """The picture with this ``digest`` starts at position ``first`` of a prompt."""
 
     first: int
     digest: str
 
 
 class PromptTokens(NamedTuple):
-    """A prompt: its token ids, below 0 for rows of pictures, and where these are."""
+    """A prompt: its token ids, below 0 for embeddings of pictures, and where the pictures are."""
 
     tokens: list[int]
     pictures: tuple[PicturePlace, ...] = ()
@@ -66,7 +66,7 @@ class PromptTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KnownPicture:
-    """A picture that was encoded: what stands for it in a prompt."""
+    """An encoded picture: the token ids that represent it in a prompt."""
 
     called: str
     digest: str
@@ -74,8 +74,8 @@ class KnownPicture:
 
 
 class SentPicture(NamedTuple):
-    """A picture or sound as a client sent it, which it ``called`` so: base64, or a URL with that. Where ``kind`` is empty
-    the file tells."""
+    """A picture or sound as a client sent it, which it ``called`` so: base64, or a URL with base64 data. An empty
+    ``kind`` is detected from the file."""
 
     called: str
     source: str
@@ -83,14 +83,14 @@ class SentPicture(NamedTuple):
 
 
 def marker_of(source: str) -> str:
-    """What stands for a picture in a text."""
+    """Return the marker that represents a picture in a text."""
     return f"qzpicture{hashlib.blake2s(source.encode(errors='replace'), key=_SALT, digest_size=16).hexdigest()}x"
 
 
 def known_pictures(sent: Sequence[SentPicture], served: TextModel) -> dict[str, KnownPicture]:
-    """The pictures of a request by their markers.
+    """Return the pictures of a request by their markers.
 
-    Raises ``RequestError`` for what is no picture, or where the model sees none, and ``PicturesWantedError``.
+    Raises ``RequestError`` for data that is not a picture, or if the model sees none, and ``PicturesWantedError``.
     """
     if not sent:
         return {}
@@ -155,7 +155,8 @@ def check_all_shown(text: str, known: Mapping[str, KnownPicture]) -> None:
 def tokens_with_pictures(
     vocabulary: Vocabulary, text: str, known: Mapping[str, KnownPicture], *, add_special: bool
 ) -> PromptTokens:
-    """The token ids of ``text``, with those of pictures where their markers are; special tokens begin it, if at all."""
+    """Return the token ids of ``text``, with those of pictures where their markers are; only its start may get special
+    tokens."""
     if not known:
         return PromptTokens(vocabulary.tokenize(text, add_special=add_special, parse_special=True))
     tokens, places = list[int](), list[PicturePlace]()
@@ -170,5 +171,5 @@ def tokens_with_pictures(
 
 
 def without_markers(text: str, known: Mapping[str, object], shown: str) -> str:
-    """``text`` for clients, with what is ``shown`` in place of each picture."""
+    """Return ``text`` for clients, with ``shown`` in place of each picture."""
     return re.sub("|".join(known), lambda _: shown, text) if known else text

@@ -16,8 +16,8 @@ END: Final = 2
 
 
 class PieceTable(msgspec.Struct, frozen=True, kw_only=True):
-    """All tokens concatenated: ``names`` holds the bytes of each, ``lengths`` (uint32) their numbers of bytes,
-    ``kinds`` one byte each, with the flags ``CONTROL`` and ``END``."""
+    """All tokens concatenated: ``names`` holds their bytes, ``lengths`` (uint32) the number of bytes of each, ``kinds``
+    one byte each, with the flags ``CONTROL`` and ``END``."""
 
     names: bytes
     lengths: bytes
@@ -28,7 +28,7 @@ class PieceTable(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, tokens: Iterable[tuple[bytes, int]], *, bos: str, eos: str, chat_template: str | None) -> PieceTable:
-        """The table of ``tokens``, in order."""
+        """Return the table of ``tokens``, in order."""
         names, kinds = zip(*tokens, strict=True)
         return cls(
             names=b"".join(names),
@@ -41,7 +41,7 @@ class PieceTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelPieces:
-    """``TokenPieces`` from a table."""
+    """``TokenPieces`` read from a table."""
 
     def __init__(self, table: PieceTable) -> None:
         self._names, self._kinds = table.names, table.kinds
@@ -51,15 +51,15 @@ class ModelPieces:
         self.ends = tuple(np.flatnonzero(np.frombuffer(table.kinds, np.uint8) & END).tolist())
 
     def piece(self, token: int) -> bytes:
-        """The bytes that ``token`` adds to a text; none for control tokens."""
+        """Return the bytes that ``token`` adds to a text; none for control tokens."""
         return b"" if self._kinds[token] & CONTROL else self._bytes(token)
 
     def piece_or_marker(self, token: int) -> bytes:
-        """Like ``piece``, but for a control token its name, unless it ends responses."""
+        """Like ``piece``, but return the name of a control token, unless it ends responses."""
         return b"" if self._kinds[token] == CONTROL | END else self._bytes(token)
 
     def name(self, token: int) -> str:
-        """A printable name of any token, including control tokens."""
+        """Return a printable name of any token, including control tokens."""
         return self._bytes(token).decode("utf-8", errors="replace")
 
     def _bytes(self, token: int) -> bytes:

@@ -1,4 +1,4 @@
-"""How the response to a chat is read: the forms of calls and thoughts, and which of them are detected. Pure."""
+"""Decides how the response to a chat is read: the forms of calls and thoughts, and which of them are detected. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from primad.api.answering.chat import CHATML
 from primad.api.answering.grammar import HERMES, CallForm
 
 AUTO: Final = "auto"
-"""The name that leaves the call format to the chat template."""
+"""The name for taking the call format from the chat template."""
 PARSERS: Final = (AUTO, *FORMS)
 """Names of call formats."""
 _GENERIC: Final = "hermes"
@@ -23,8 +23,8 @@ _GENERIC: Final = "hermes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """How a model calls functions and thinks (None: it does not). ``asked`` is the format it is asked to use if its
-    template has none, or if a call is demanded: its own one if that can be constrained token by token."""
+    """How a model calls functions and thinks (None: it does not think). ``asked`` is the format the model is asked to
+    use if its template has none, or if a call is demanded: its own format if that can be constrained token by token."""
 
     form: ToolForm
     asked: ToolForm
@@ -43,7 +43,7 @@ class Manner:
 
 @lru_cache(maxsize=4)
 def manner_of(template: str | None, parser: str) -> Manner:
-    """The formats that ``template`` of a model file shows; ``parser`` names the call format, or is ``AUTO``."""
+    """Return the formats that ``template`` of a model file shows; ``parser`` names the call format, or is ``AUTO``."""
     source = template or CHATML
     form = form_of(source) if parser == AUTO else FORMS[parser]
     return Manner(form=form, asked=form if form.call_form else FORMS[_GENERIC], thinking=thinks(source))
@@ -51,11 +51,10 @@ def manner_of(template: str | None, parser: str) -> Manner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionReading:
-    """What to detect in a response: calls of ``functions`` in the format of that name (None: none), more than one if
-    ``several``, and thoughts, if the prompt ``opened`` them. With ``shows_control`` control tokens are part of its
-    text, with ``keeps_thoughts`` so are thoughts found by a format's own reader. One that ``continues`` starts in the
-    middle of a text.
-    """
+    """What to detect in a response: calls of ``functions`` in the format of that name (None: no calls), more than one
+    if ``several``; and thoughts, if the prompt ``opened`` them. With ``shows_control`` control tokens are part of the
+    text; with ``keeps_thoughts`` so are thoughts found by a format's own reader. With ``continues`` the response starts
+    in the middle of a text."""
 
     form: str | None
     thinking: Thinking | None
@@ -67,7 +66,7 @@ class CompletionReading:
     continues: bool = False
 
     def reader(self) -> StepReader:
-        """A reader of one response."""
+        """Return a reader of one response."""
         form = None if self.form is None else FORMS[str(self.form)]
         if form is not None and form.reader is not None:
             return form.reader(self.functions, self.keeps_thoughts, self.continues)

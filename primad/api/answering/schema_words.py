@@ -1,8 +1,8 @@
-"""Rewrites a JSON schema in the words that llguidance supports. Pure.
+"""Rewrites a JSON schema in the keywords that llguidance supports. Pure.
 
-Words without effect are removed: ``uniqueItems: false``, an unknown format (JSON Schema has formats as annotations),
-``propertyNames`` that every name matches. Equivalents replace others: names of listed properties, look-aheads at the
-start of a pattern, ``not`` of everything. The rest is kept, and refused by name if it cannot be guaranteed.
+Keywords without effect are removed: ``uniqueItems: false``, an unknown format (JSON Schema has formats as annotations),
+``propertyNames`` that every name matches. Others are replaced by equivalents: names of listed properties, look-aheads
+at the start of a pattern, ``not`` of everything. The rest is kept, and refused by name if it cannot be guaranteed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from primad.api.answering.pattern_words import MAX_LITERAL, anything_but, withou
 FORMATS: Final = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 )
-"""The words that llguidance guarantees."""
+"""The keywords that llguidance guarantees."""
 MAX_UNIQUE: Final = 4
 """Up to this many listed values, lists without repetition are enumerated."""
 
@@ -30,12 +30,12 @@ _NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "dep
 _TYPES: Final = ("null", "boolean", "string", "number", "object", "array")
 _APPLIED: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "if", "dependentSchemas", "not"})
 _VALUES: Final = frozenset({"const", "default", "enum", "examples"})
-"""Words that may have the value null."""
+"""Keywords that may have the value null."""
 _ANNOTATIONS: Final = frozenset({"title", "description", "examples", "default", "format", "$comment"})
 
 
 def in_known_words(schema: Any, root: Mapping[str, Any] | None = None) -> Any:
-    """``schema``, a part of ``root`` (by default itself), rewritten for llguidance: an object, for a part also a
+    """Return ``schema``, a part of ``root`` (by default itself), rewritten for llguidance: an object, for a part also a
     boolean."""
     if not isinstance(schema, dict):
         return schema
@@ -60,7 +60,7 @@ def in_known_words(schema: Any, root: Mapping[str, Any] | None = None) -> Any:
 
 
 def _leave_out_vacuous(rewritten: dict[str, Any]) -> None:
-    """Without words that every value matches."""
+    """Remove keywords that every value matches."""
     for word in [word for word, value in rewritten.items() if value is None and word not in _VALUES]:
         del rewritten[word]
     kinds = rewritten.get("type")
@@ -89,7 +89,7 @@ def _in_lower_case(kind: Any) -> Any:
 
 
 def _close_unevaluated(rewritten: dict[str, Any]) -> None:
-    """``unevaluated...`` as ``additional...`` if no other keyword could have evaluated a value."""
+    """Replace ``unevaluated...`` by ``additional...`` if no other keyword could have evaluated a value."""
     for word, instead in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
         value = rewritten.get(word)
         if word not in rewritten:
@@ -101,7 +101,7 @@ def _close_unevaluated(rewritten: dict[str, Any]) -> None:
 
 
 def _name_properties(rewritten: dict[str, Any], root: Mapping[str, Any]) -> None:
-    """``propertyNames`` as properties, or as a pattern for all of them."""
+    """Express ``propertyNames`` as properties, or as a pattern for all of them."""
     names = resolved(rewritten.get("propertyNames"), root)
     if not isinstance(names, dict):
         if names is True:
@@ -134,7 +134,7 @@ def _name_properties(rewritten: dict[str, Any], root: Mapping[str, Any]) -> None
 
 
 def _make_unique(rewritten: dict[str, Any], root: Mapping[str, Any]) -> None:
-    """Lists of few listed values are enumerated. For others ``uniqueItems`` only bounds their length."""
+    """Enumerate lists of few listed values. For other lists ``uniqueItems`` only bounds their length."""
     if rewritten.get("uniqueItems") is not True:
         return
     del rewritten["uniqueItems"]
@@ -166,7 +166,7 @@ def _rewrite_pattern(rewritten: dict[str, Any]) -> None:
 
 
 def _negated(rewritten: dict[str, Any]) -> Any:
-    """Without ``not`` of everything, of nothing, of types, or of listed values."""
+    """Remove ``not`` of everything, of nothing, of types, or of listed values."""
     if "not" not in rewritten:
         return rewritten
     no = rewritten["not"]
@@ -199,7 +199,7 @@ def _negated(rewritten: dict[str, Any]) -> Any:
 
 
 def _any_text_but(text: str) -> str | None:
-    """A pattern of all texts but ``text``."""
+    """Return a pattern of all texts but ``text``."""
     return anything_but(f"{re.escape(text)}$") if text and len(text) <= MAX_LITERAL // 2 else None
 
 
@@ -208,7 +208,7 @@ def _fits_all(schema: Any) -> bool:
 
 
 def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The values that ``schema`` lists."""
+    """Return the values that ``schema`` lists."""
     if "const" in schema:
         return [schema["const"]]
     for word in ("anyOf", "oneOf"):
@@ -221,7 +221,7 @@ def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The target of ``schema``'s reference in ``root``, if it only has that."""
+    """Return the target of ``schema``'s reference in ``root``, if ``schema`` is only a reference."""
     for _ in range(8):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             break

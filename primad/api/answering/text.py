@@ -1,10 +1,10 @@
-"""From tokens to text, piece by piece, so that sent text never has to be taken back. Pure.
+"""Turns tokens into text, piece by piece, so that sent text never has to be taken back. Pure.
 
 A token is a run of bytes: a character may be split over several tokens, and so may a stop string. ``Transcript`` takes
 tokens and returns text as soon as it is certain:
 
-* Bytes are decoded as UTF-8 incrementally; a character whose bytes are still coming waits. What can never become a
-  character is U+FFFD, exactly as decoding the whole text at once would have it.
+* Bytes are decoded as UTF-8 incrementally; an incomplete character waits for its remaining bytes. Bytes that cannot
+  become a character are U+FFFD, exactly as if the whole text were decoded together.
 * The longest end of the text that could begin a stop string is held back. The stop string that is *completed* first
   ends the text (of several completed by the same character, the longest), so that the result does not depend on how
   the text was cut into tokens and no token is sampled in vain. The stop string itself is not part of the text.
@@ -21,12 +21,12 @@ import msgspec
 
 T = TypeVar("T")
 MAX_WAITING: Final = 1024
-"""Tokens whose position in the text is not certain yet, up to the bytes of the longest stop string: control tokens,
-which have no text, would wait without end."""
+"""Limit of tokens whose position in the text is not certain yet. The bytes of the longest stop string bound them too,
+except for control tokens, which have no text and would wait without end."""
 
 
 class Placed(msgspec.Struct, Generic[T], frozen=True):
-    """A token's ``entry`` and the character of the whole text at which the token starts."""
+    """A token's ``entry``, and the character of the whole text at which the token starts."""
 
     entry: T
     start_chars: int
@@ -42,8 +42,8 @@ class Released(msgspec.Struct, Generic[T], frozen=True):
 class Transcript(Generic[T]):
     """The growing text of one response. ``feed`` it each token in order, then ``finish`` it; stop once ``stopped``.
 
-    ``T`` is whatever the caller wants back with a token's text, in order: for log-probabilities. A token that only
-    partly belongs to the text, because a stop string starts inside it, keeps its entry; one that starts in the stop
+    ``T`` is whatever the caller wants back with a token's text, in order: for log-probabilities. A token that belongs
+    only partly to the text, because a stop string starts inside it, keeps its entry; a token that starts in the stop
     string or after it does not.
     """
 
@@ -72,7 +72,7 @@ class Transcript(Generic[T]):
         return self._advance(self._decoder.decode(piece), held_back=True)
 
     def finish(self) -> Released[T]:
-        """All text that was held back, at the end of the response."""
+        """Return all text that was held back, at the end of the response."""
         assert not self.stopped, "the text has ended"
         last = self._advance(self._decoder.decode(b"", final=True), held_back=False)
         rest = tuple(self._waiting)
@@ -99,12 +99,13 @@ class Transcript(Generic[T]):
         return Released(text, tuple(entries))
 
     def _first_stop(self, text: str) -> tuple[int, str] | None:
-        """Where the stop string that is completed first starts, and which it is; or None."""
+        """Return where the stop string that is completed first starts, and which one it is; or None."""
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         return min(found)[1:] if found else None
 
     def _possible_stop(self, text: str) -> int:
-        """Where the longest suffix of ``text`` that could start a stop string begins; its length if there is none."""
+        """Return where the longest suffix of ``text`` that could start a stop string begins; its length if there is
+        none."""
         earliest = len(text)
         for stop in self._stops:
             at = text.find(stop[0], max(0, len(text) - len(stop) + 1))

@@ -11,7 +11,7 @@ class CompletionTimings(msgspec.Struct, frozen=True, kw_only=True):
     """Timings of a response: the prompt until the first token, including waiting, then the tokens after it.
 
     ``cache_n`` tokens of the prompt came from the cache, ``prompt_n`` were computed. The rates of ``predicted_n``
-    tokens exclude the first, and are 0 without others.
+    tokens exclude the first token, and are 0 if there are no others.
     """
 
     cache_n: int
@@ -27,7 +27,7 @@ class CompletionTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class CompletionClock:
-    """A response with ``predicted`` tokens so far; times are in seconds on any scale."""
+    """Times a response that has ``predicted`` tokens so far; times are in seconds on any scale."""
 
     prompt_tokens: int
     begun_s: float
@@ -36,19 +36,19 @@ class CompletionClock:
     cached: int = 0
 
     def count(self, sampled: int, cached: int, now_s: float) -> None:
-        """Count more tokens; ``cached`` ones of the prompt, if known."""
+        """Count more tokens, and set the number of ``cached`` prompt tokens, if known."""
         self.predicted += sampled
         self.cached = max(self.cached, cached)
         if sampled and self.first_s is None:
             self.first_s = now_s
 
     def took_s(self, now_s: float) -> tuple[float, float]:
-        """Seconds until the first token, and from there until now."""
+        """Return the seconds until the first token, and from there until now."""
         first_s = now_s if self.first_s is None else self.first_s
         return first_s - self.begun_s, now_s - first_s
 
     def timings(self, now_s: float) -> CompletionTimings:
-        """The timings until now."""
+        """Return the timings until now."""
         prompt_s, decode_s = self.took_s(now_s)
         computed, later = self.prompt_tokens - self.cached, max(self.predicted - 1, 0)
         return CompletionTimings(

@@ -1,4 +1,5 @@
-"""Tools, calls and their results for a chat template: as it wants them, or as plain text if it has no support. Pure.
+"""Prepares tools, calls and their results for a chat template: in its format, or as plain text if it has no support.
+Pure.
 
 Templates differ. Most take the arguments of an earlier call as an object, some as text; ``Arguments`` is both. If a
 template never mentions ``tools``, the system message describes them with the call format; calls and results of earlier
@@ -22,9 +23,9 @@ from primad.api.answering.tool_schemas import described, simplified
 
 _NULL_CONTENT: Final = re.compile(r"(?<!_)content['\"]?\]? is (?:not )?none")
 _THOUGHTS: Final = re.compile(r"""message(?:\.|\[['"])(reasoning|thinking|thought)\b""")
-"""Other names of templates for ``reasoning_content``."""
+"""Matches templates' other names for ``reasoning_content``."""
 _SHORT_IDS: Final = re.compile(r"length\s*!=\s*9\b")
-"""Mistral's templates refuse call ids other than nine letters and digits."""
+"""Matches Mistral's templates, which refuse call ids other than nine letters and digits."""
 
 
 @lru_cache(maxsize=32)
@@ -50,9 +51,9 @@ class Arguments(dict[str, Any]):
 def for_template(
     template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: CallForm
 ) -> Iterator[tuple[Messages, dict[str, Any]]]:
-    """The inputs for ``template``, best first: messages, and ``tools`` by that name, None if it has no support.
+    """Yield the inputs for ``template``, best first: messages, and ``tools`` by that name, None if it has no support.
 
-    The next one is for a template that refuses the one before. A call in ``messages`` has its arguments as text.
+    Each input is for a template that refuses the one before. Calls in ``messages`` have their arguments as text.
     """
     turns = [_named_thoughts(template, _developer_as_system(message)) for message in messages]
     is_described = bool(tools) and not mentions(template, "tools")
@@ -79,8 +80,8 @@ def _given(
 
 
 def _variants(template: str, messages: Messages, form: CallForm) -> Iterator[list[Messages]]:
-    """``messages`` with calls and results as ``template`` may support them, then call by call, finally as text;
-    variants are equally good."""
+    """Yield ``messages`` with calls and results as ``template`` may support them, then call by call, finally as text;
+    the variants in one list are equally good."""
     if not any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
         yield [messages]
         return
@@ -98,8 +99,8 @@ def _developer_as_system(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named_thoughts(template: str, message: dict[str, Any]) -> dict[str, Any]:
-    """``message`` with its thoughts also under the template's name for them. One refuses thoughts next to text and
-    calls, so they are left out."""
+    """Return ``message`` with its thoughts also under the template's name for them. One template refuses thoughts next
+    to text and calls, so they are left out there."""
     thought = message.get("reasoning_content")
     if not thought or mentions(template, "reasoning_content") or (message["content"] and message.get("tool_calls")):
         return message
@@ -107,7 +108,7 @@ def _named_thoughts(template: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def announcement(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str:
-    """The description of functions and the call format for a model whose template has no tools."""
+    """Return the description of functions and of the call format, for a model whose template has no tools."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     example = written_call("NAME", "{ARGUMENTS}", form)
     return (
@@ -118,12 +119,12 @@ def announcement(tools: Sequence[Mapping[str, Any]], form: CallForm) -> str:
 
 
 def written_call(name: str, arguments: str, form: CallForm) -> str:
-    """A call as a model writes it in ``form``."""
+    """Return a call as a model writes it in ``form``."""
     return form.before + json.dumps(name, ensure_ascii=False)[1:-1] + form.middle + arguments + form.behind
 
 
 def _as_wanted(template: str, messages: Messages, without: str | None) -> Messages:
-    """``messages`` with what templates expect in calls and results; ``without`` is the content of a call without
+    """Return ``messages`` with what templates expect in calls and results; ``without`` is the content of a call without
     text."""
     names: dict[str, str] = {}
     found = []
@@ -141,8 +142,8 @@ def _as_wanted(template: str, messages: Messages, without: str | None) -> Messag
 
 
 def _text_before_calls(messages: Messages, *, is_own_turn: bool = False) -> Messages:
-    """``messages`` with text next to calls moved to a message before them, since some templates show only one. If roles
-    have to alternate an empty user's turn follows it."""
+    """Return ``messages`` with text next to calls moved to a message before them, since some templates show only one of
+    the two. If roles have to alternate, an empty user turn follows that message."""
     found: Messages = []
     for message in messages:
         if not message.get("tool_calls") or not message["content"]:
@@ -155,11 +156,12 @@ def _text_before_calls(messages: Messages, *, is_own_turn: bool = False) -> Mess
 
 
 def _call_by_call(messages: Messages) -> Messages:
-    """``messages`` with each call in its own message, followed by its result: some models make one call at a time."""
+    """Return ``messages`` with each call in its own message, followed by its result: some models make one call at a
+    time."""
     runs: list[deque[dict[str, Any]]] = []
     """Messages, and the results of each call."""
     last: dict[str, deque[dict[str, Any]]] = {}
-    """By call id: its results, the last one first."""
+    """The results of each call id, the last one first."""
     for message in messages:
         calls = message.get("tool_calls") or []
         results = last.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
@@ -178,7 +180,7 @@ def _call_by_call(messages: Messages) -> Messages:
 
 
 def with_argument(call: Mapping[str, Any], word: str) -> dict[str, Any]:
-    """``call``, as templates get it, with ``word`` as its only argument."""
+    """Return ``call``, as templates get it, with ``word`` as its only argument."""
     return {**call, "function": {**call["function"], "arguments": Arguments({"word": word})}}
 
 
@@ -189,7 +191,7 @@ def _call(template: str, call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> Arguments | str:
-    """The arguments as an object; other values stay text."""
+    """Return the arguments as an object; other values stay text."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -202,7 +204,7 @@ def _id(template: str, call: str) -> str:
 
 
 def _as_text(messages: Messages, form: CallForm) -> Messages:
-    """``messages`` with calls written into the assistant's text, and results as user messages."""
+    """Return ``messages`` with calls written into the assistant's text, and results as user messages."""
     found: list[tuple[dict[str, Any], list[str]]] = []
     """Each message, and the texts that are its content."""
     is_result = False
@@ -224,7 +226,7 @@ def _as_text(messages: Messages, form: CallForm) -> Messages:
 
 
 def _announced(messages: Messages, text: str) -> Messages:
-    """``messages`` with ``text`` in the system message, which is added if missing."""
+    """Return ``messages`` with ``text`` in the system message, which is added if missing."""
     has_system = messages[0]["role"] == "system"
     first = messages[0]["content"] + "\n\n" + text if has_system and messages[0]["content"] else text
     return [{"role": "system", "content": first}, *messages[int(has_system) :]]

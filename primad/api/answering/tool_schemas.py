@@ -1,4 +1,4 @@
-"""Tools in a form that all chat templates can process: some fail on schemas with missing or unexpected words. Pure."""
+"""Rewrites tools so that all chat templates can process them: some fail on missing or unexpected schema keywords. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_DEPTH: Final = 6
 
 
 def described(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """``tool`` with a description of each parameter, which some templates need."""
+    """Return ``tool`` with a description of each parameter, which some templates need."""
     function = tool["function"]
     parameters = function["parameters"]
     properties = parameters.get("properties")
@@ -28,7 +28,8 @@ def described(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def simplified(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """``tool`` with one type and a description for each parameter, with ``items`` of lists and ``properties`` of objects."""
+    """Return ``tool`` with one type and a description for each parameter, ``items`` of lists and ``properties`` of
+    objects."""
     function, parameters = tool["function"], tool["function"]["parameters"]
     rewritten_tool = _simple(parameters | {"type": "object"}, parameters, MAX_DEPTH)
     return {

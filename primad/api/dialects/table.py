@@ -1,4 +1,4 @@
-"""All dialects, and which of them a path belongs to: it shapes refusals there."""
+"""Lists all dialects, and finds the one that a path belongs to, which shapes errors there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DIALECTS: Final = (
 
 
 def dialect_of(path: str) -> Dialect:
-    """The dialect with the longest prefix of ``path``."""
+    """Return the dialect with the longest prefix of ``path``."""
     found = [
         (len(prefix), number)
         for number, one in enumerate(DIALECTS)
@@ -36,5 +36,5 @@ def dialect_of(path: str) -> Dialect:
 
 
 def refuse(path: str, exc: PrimadError, headers: dict[str, str] | None = None) -> Response:
-    """The response that refuses a request of ``path``, in the shape of its dialect."""
+    """Return the response that refuses a request to ``path``, in the form of its dialect."""
     return error_response(exc, headers, shape=dialect_of(path).error_body)

@@ -81,8 +81,7 @@ OF_THIS_MACHINE: Final = Door(this_machine=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """Which clients may use a server: those that ``door`` admits, if they address it as localhost, by an IP address or
-    by one of the names ``hosts``; and web pages of ``origins``. Holders of ``owner_key`` may also change things.
-    """
+    by one of the names ``hosts``; and web pages of ``origins``. Holders of ``owner_key`` may also change things."""
 
     door: Door = OPEN
     hosts: Collection[str] = ()

@@ -128,8 +128,7 @@ class ModelChoice:
 
     def _named(self, wants: WantedModel) -> tuple[str | None, bool]:
         """Return the name of the wanted model (None for the one used last), and whether it is loaded. Raises
-        ``RequestError`` for an embedding model.
-        """
+        ``RequestError`` for an embedding model."""
         name, offered, loaded = wants.name, self._models.offered(), self._models.loaded()
         if name is not None and is_offered(name, offered):
             found = find_offered(name, offered)
@@ -141,8 +140,7 @@ class ModelChoice:
 
     async def _check(self, request: Request, handler: RouteHandler, body: bytes) -> None:
         """Have ``handler`` read the request for ``ANY_MODEL`` without generating anything. Raises ``RequestError`` if
-        no model would accept the request.
-        """
+        no model would accept the request."""
         request.scope[CHOSEN] = Chosen(_Reader(self._endpoint.backend), body)
         try:
             await handler(request)

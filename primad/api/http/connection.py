@@ -83,8 +83,7 @@ def decoded(body: bytes, kind: type[T]) -> T:
 
 def may_be_a_page(headers: Headers) -> bool:
     """Whether a browser may have sent the request: browsers send ``Origin`` with every POST to another origin, even
-    without a content type (a ``Blob``) or for a form; old ones at least send the referring page.
-    """
+    without a content type (a ``Blob``) or for a form; old ones at least send the referring page."""
     return any(name in ("origin", "referer", "cookie") or name.startswith("sec-fetch-") for name in headers)
 
 
@@ -94,8 +93,7 @@ def _too_large(max_bytes: int) -> RequestError:
 
 class BodyGuard:
     """Makes callers share ``max_bytes`` for the bodies of their requests, from a body's first byte to the end of its
-    response.
-    """
+    response."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app, self._bodies = app, Shares(max_bytes)
@@ -133,8 +131,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 async def unless(leaves: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]) -> T:
     """Return the result of ``work``; cancel ``work`` if ``leaves`` raises, and ``leaves`` when ``work`` ends. Raises
-    whatever either raises.
-    """
+    whatever either raises."""
     try:
         async with asyncio.TaskGroup() as group:
             leaving = group.create_task(leaves)
@@ -219,8 +216,7 @@ class MessageStream(Response):
         """Whether the client has not yet taken the last message."""
         self._turn = asyncio.Lock()
         """Lock for starting the stream and for keep-alives. A message waits for it; no keep-alive is sent during a
-        message.
-        """
+        message."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (note_broken := scope.get(BROKEN)) is not None:
@@ -266,8 +262,7 @@ class MessageStream(Response):
 
     async def _lose_patience(self) -> None:
         """Raise ``ClientDisconnect`` if the client does not take a message in time. A timer here adds no cost to each
-        message.
-        """
+        message."""
         while True:
             now_s = asyncio.get_running_loop().time()
             due_s = (self._reported_s if self._sending else now_s) + self._timings.send_timeout_s

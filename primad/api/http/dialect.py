@@ -48,8 +48,7 @@ class Route:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
     """One API. ``error_body`` shapes errors under ``prefixes``, as the schema ``error_name``; ``requests`` and
-    ``responses`` are the types of its routes.
-    """
+    ``responses`` are the types of its routes."""
 
     routes: Callable[[Endpoint], Sequence[Route]]
     prefixes: tuple[str, ...]

@@ -55,8 +55,7 @@ CHOSEN: Final = "primad.chosen"
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """The ``backend`` of the model that a request names, and the request's ``body``, which was read to find the name;
-    ``embeddings`` if it is an embedding model.
-    """
+    ``embeddings`` if it is an embedding model."""
 
     backend: Backend
     body: bytes
@@ -133,8 +132,7 @@ class Endpoint:
 
     def shown(self, name: str = "") -> Backend:
         """Return the backend of the model ``name``. Without a name: of the model used last, else of any loaded model,
-        else the backend without a model. Raises ``RequestError`` if ``name`` is not loaded.
-        """
+        else the backend without a model. Raises ``RequestError`` if ``name`` is not loaded."""
         loaded = {} if self.models is None else self.models.loaded()
         if not name or self.models is None:
             return loaded.get(self._last) or next(iter(loaded.values()), self.backend)
@@ -149,8 +147,7 @@ class Endpoint:
 
     def looking(self, request: Request) -> ModelEndpoint | None:
         """Return the model that ``request`` inspects, without loading it: the one named in its query, or the one used
-        last; None if no model is loaded. Raises ``RequestError`` if the named one is not loaded.
-        """
+        last; None if no model is loaded. Raises ``RequestError`` if the named one is not loaded."""
         if self.models is None:
             return self.serving(request)
         name = request.query_params.get("model") or ""
@@ -158,8 +155,7 @@ class Endpoint:
 
     async def prepare(self, request: Request, preparation: Preparation[Prepared]) -> Prepared:
         """Return the result of ``preparation``, which needs no model, for the body of ``request``; raises like
-        ``ModelEndpoint.prepare``.
-        """
+        ``ModelEndpoint.prepare``."""
         chosen: Chosen | None = request.scope.get(CHOSEN)
         return await self.prepare_with(self.shown() if chosen is None else chosen.backend, request, preparation, None)
 
@@ -207,8 +203,7 @@ class ModelEndpoint:
 
     async def whole(self, job: Job, clocks: Sequence[CompletionClock] = ()) -> list[WrittenChoice]:
         """Return all complete choices of ``job``; stop if the client leaves. Each choice has a clock in ``clocks``, or
-        all share the last one.
-        """
+        all share the last one."""
         return await while_connected(self._request.receive, self._completed(job, clocks))
 
     async def _completed(self, job: Job, clocks: Sequence[CompletionClock]) -> list[WrittenChoice]:

@@ -29,8 +29,7 @@ def status_of(exc: PrimadError) -> int:
 
 def error_body(exc: PrimadError) -> ErrorBody:
     """Return OpenAI's error object for ``exc``. ``type`` follows from the status, except that a prompt that is too long
-    has llama-server's type.
-    """
+    has llama-server's type."""
     status = status_of(exc)
     if isinstance(exc, PromptTooLongError):
         detail = ErrorDetail(
@@ -62,8 +61,7 @@ def error_response(
     shape: Callable[[PrimadError], msgspec.Struct] = error_body,
 ) -> Response:
     """Return the response to a request that failed before its first byte, in a dialect's ``shape``; 429 and 503 have
-    Retry-After.
-    """
+    Retry-After."""
     status = status_of(exc)
     retry_s = exc.retry_s if isinstance(exc, RequestError) and exc.retry_s else RETRY_AFTER_S
     retry = {"retry-after": f"{math.ceil(retry_s)}"} if status in (429, 503) else {}

@@ -16,8 +16,7 @@ EVENT_STREAM: Final = "text/event-stream"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framing:
     """Turns messages into the bytes of a stream: each message by ``message``, an error that ends the stream by
-    ``error``; ``end`` follows a complete response, and ``waiting`` is the keep-alive (empty for none).
-    """
+    ``error``; ``end`` follows a complete response, and ``waiting`` is the keep-alive (empty for none)."""
 
     media_type: str
     message: Callable[[Any], bytes]

@@ -109,8 +109,7 @@ def _without_port(host: str) -> str:
 
 def comes_from_elsewhere(headers: Headers) -> bool:
     """Whether a proxy marks the request as another machine's. A proxy that sets no such header looks like a local
-    program.
-    """
+    program."""
     given = [text for name in _FORWARDED for text in headers.getlist(name)]
     given += [word for text in headers.getlist("forwarded") for word in _FORWARDED_FOR.findall(text) or [text]]
     clients = [client for text in given for client in text.split(",")]

@@ -30,8 +30,7 @@ _ENDS: Final = (h11.MUST_CLOSE, h11.CLOSED)
 
 class HealthChecks:
     """Answers health checks addressed to the names ``hosts``. ``look()`` returns the response and its status; ``count``
-    is called with the path and status of each.
-    """
+    is called with the path and status of each."""
 
     def __init__(
         self,
@@ -52,8 +51,7 @@ class HealthChecks:
 
     def reply(self, check: bytes, headers: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, bool]:
         """Return the response to a plain ``check``, with the server's ``headers``, and whether the connection closes
-        after it.
-        """
+        after it."""
         read = self._read(check)
         assert read is not None
         path, closes = read

@@ -24,8 +24,7 @@ MINUTE_S: Final = 60.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
     """A key: its ``name`` and its SHA-256 ``digest``, in hexadecimal digits. A limit of None means no limit. With
-    ``manages`` the holder may download and delete models.
-    """
+    ``manages`` the holder may download and delete models."""
 
     name: str
     digest: str

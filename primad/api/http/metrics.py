@@ -155,8 +155,7 @@ _DRAFTS: Final[tuple[tuple[_Family, str, str, Callable[[DraftFigures], float]], 
 
 class Metrics:
     """All figures of one app, in its own registry. ``clock`` gives seconds on any scale. If there are ``several``
-    models, requests and tokens are also counted by model.
-    """
+    models, requests and tokens are also counted by model."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, *, several: bool = False) -> None:
         self._clock = clock

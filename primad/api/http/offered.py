@@ -16,8 +16,7 @@ MAX_NAMED: Final = 50
 
 def find_offered(name: str, offered: Sequence[OfferedModel]) -> OfferedModel:
     """Return the model of ``offered`` that ``name`` means. Raises ``RequestError`` with the available names if there is
-    none (404), or with the candidates if there are several (400).
-    """
+    none (404), or with the candidates if there are several (400)."""
     names = [each.names for each in offered]
     found = [offered[place] for place in meant(name, names)]
     if len(found) == 1:
@@ -37,8 +36,7 @@ def find_offered(name: str, offered: Sequence[OfferedModel]) -> OfferedModel:
 
 def find_embedder(name: str | None, offered: Sequence[OfferedModel]) -> OfferedModel | None:
     """Return the embedding model that ``name`` means; without a name the only one, None if there is none. Raises
-    ``RequestError`` as above, and for a model that generates text.
-    """
+    ``RequestError`` as above, and for a model that generates text."""
     makers = [each for each in offered if each.embeds]
     if name is None and len(makers) < 2:
         return makers[0] if makers else None

@@ -1,6 +1,5 @@
 """Normalises paths that come from base URLs as people paste them: ``http://host/`` before ``/v1/models`` makes
-``//v1/models``; some end with a slash.
-"""
+``//v1/models``; some end with a slash."""
 
 from __future__ import annotations
 

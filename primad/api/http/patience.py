@@ -37,8 +37,7 @@ from primad.system.shares import Shares
 MAX_SILENT: Final = 512
 MAKE_ROOM_S: Final = 1.0
 """After this time, connections beyond the limit that sent nothing are closed: a thousand may connect before the first
-is read.
-"""
+is read."""
 MAX_CONNECTIONS: Final = 2048
 """One machine may have half of them; several times the number that may be silent."""
 MAX_UNREAD_BYTES: Final = 256 << 20

@@ -11,8 +11,7 @@ T = TypeVar("T")
 
 class Shared(Generic[T]):
     """A value made by ``make`` at most every ``pause_s``, once for all concurrent callers, and always after they
-    called.
-    """
+    called."""
 
     def __init__(self, make: Callable[[], Awaitable[T]], pause_s: float) -> None:
         self._make, self._pause_s = make, pause_s

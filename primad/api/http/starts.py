@@ -22,8 +22,7 @@ from primad.system.shares import Turns
 
 MAX_STARTS: Final = 8
 """Limit per turn of the loop. A request takes some tenths of a millisecond, mostly in the next turn, but one whose body
-comes in many parts takes milliseconds, so a turn also ends after ``TURN_S``.
-"""
+comes in many parts takes milliseconds, so a turn also ends after ``TURN_S``."""
 MAX_CHECKS: Final = 64
 """Limit of health checks per turn of the loop."""
 BESIDE_CHECKS: Final = 2

@@ -141,8 +141,7 @@ class CompletionFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 class CopyStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache of ``device`` is replicated by ``replica``. If that is null it is not replicated, and ``why``
-    explains it.
-    """
+    explains it."""
 
     device: str
     replica: str | None
@@ -195,8 +194,7 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 class ClusterMember(msgspec.Struct, frozen=True, kw_only=True):
     """A device that the head knows, in the ring or not; ``reason`` explains its state, "" for none. ``api`` is the
-    address at which it relays requests to the head.
-    """
+    address at which it relays requests to the head."""
 
     device: str
     phase: str
@@ -213,8 +211,7 @@ class LeftOutDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 class ClusterEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happened at ``at_s`` (Unix time): a device ``joined`` or is ``gone``, a new ``ring`` serves, or
-    another ``note`` for the owner.
-    """
+    another ``note`` for the owner."""
 
     at_s: float
     kind: str
@@ -272,8 +269,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 class PicturesStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The encoder of pictures: it runs on another ``device`` or on the head (null), where its process is ``alive`` or
-    not. It ``encoded`` this many pictures, ``encoded_elsewhere`` of them on another device.
-    """
+    not. It ``encoded`` this many pictures, ``encoded_elsewhere`` of them on another device."""
 
     device: str | None
     alive: bool
@@ -320,8 +316,7 @@ def status_body(
     models: Sequence[ModelStatus] = (),
 ) -> StatusBody:
     """Return the whole status: ``ring`` is the backend's part, ``embedding`` is added if there is one, then ``tokens``
-    and ``models``.
-    """
+    and ``models``."""
     own = {"serving": health.serving, "detail": health.detail, "model": served.id if served is not None else None}
     more = {"embedding": embedding, "tokens": tokens, "models": list(models)}
     return msgspec.convert({**ring, **own, **more}, StatusBody)

@@ -97,8 +97,7 @@ class StrictConnection(h11.Connection):
 
 def wrong_in(received: bytes) -> str:
     """Return the error in the head of a request of which the bytes ``received`` have come; empty if h11 checks the
-    rest.
-    """
+    rest."""
     head, is_whole, _ = received.partition(_HEAD_END)
     if len(head) > MAX_HEAD_BYTES:
         return f"a request's first line and headers have at most {MAX_HEAD_BYTES} bytes"

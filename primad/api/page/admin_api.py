@@ -76,8 +76,7 @@ class Paired(msgspec.Struct, frozen=True, kw_only=True):
 
 class OtherCluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Another cluster: this one ``without`` some devices and with built-in profiles added, on links of a speed
-    (``1Gbit/s,0.5ms``).
-    """
+    (``1Gbit/s,0.5ms``)."""
 
     without: list[str] = []
     profiles: list[str] = []

@@ -78,8 +78,7 @@ class DownloadRoom(msgspec.Struct, frozen=True, kw_only=True):
 
 class Page:
     """The page's routes. ``look`` returns the status; the ``owner`` may change things through ``admin_api``, if there
-    is one. ``models`` are those that requests choose among; None if there is only one.
-    """
+    is one. ``models`` are those that requests choose among; None if there is only one."""
 
     def __init__(
         self,

@@ -47,8 +47,7 @@ class Watch:
 
     async def snapshots(self) -> AsyncGenerator[Snapshot, None]:
         """Yield the snapshots from now on; slow listeners get the latest. Raises ``RequestError`` if there are too
-        many.
-        """
+        many."""
         if self._listeners >= MAX_LISTENERS:
             raise RequestError(f"{MAX_LISTENERS} pages are open already; close one", status=429, code="too_many_pages")
         self._listeners += 1

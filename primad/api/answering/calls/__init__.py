@@ -1,1 +1,1 @@
-"""From the text of a response to its calls, thoughts and text: one reader, and the formats of model families. Pure."""
+"""Splits the text of a response into calls, thoughts and text: one reader, and the formats of model families. Pure."""

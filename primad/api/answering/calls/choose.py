@@ -1,4 +1,4 @@
-"""The call format of a model, and whether it thinks, detected from its chat template. Pure."""
+"""Detects a model's call format, and whether it thinks, from its chat template. Pure."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ _THOUGHTS: Final = (
 
 
 def form_of(template: str) -> ToolForm:
-    """The format that ``template``, the source of a chat template, shows; Hermes' by default."""
+    """Return the format that ``template``, the source of a chat template, shows; Hermes' by default."""
     return FORMS[next((name for sign, name in _SIGNS if sign in template), "hermes")]
 
 
 def thinks(template: str) -> Thinking | None:
-    """The markers of thoughts in ``template``, or None."""
+    """Return the markers of thoughts in ``template``, or None."""
     return next((Thinking(begin=begin, end=end) for sign, begin, end in _THOUGHTS if sign in template), None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of a function, whole; ``arguments`` is a JSON object as text."""
+    """One complete function call; ``arguments`` is a JSON object as text."""
 
     name: str
     arguments: str
@@ -17,8 +17,8 @@ class Call:
 class CallPart:
     """An addition to the calls of a response: with a ``name`` a call starts, with None the last one continues.
 
-    ``arguments`` continue its arguments, a JSON object as text. They end here if it ``is_whole``; a call that never is
-    was cut off.
+    ``arguments`` continue the call's arguments, a JSON object as text. ``is_whole``: the arguments end here; a call
+    whose parts never have it was cut off.
     """
 
     name: str | None
@@ -28,7 +28,7 @@ class CallPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPiece:
-    """What a piece of the model's text adds, by kind; a call that continues precedes the rest."""
+    """What a piece of the model's text adds, by kind; parts that continue a call precede the rest."""
 
     text: str = ""
     thought: str = ""

@@ -50,17 +50,17 @@ _GEMMA: Final = re.compile(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", re.DOTALL)
 _JSON_WORDS: Final = {"None": "null", "True": "true", "False": "false"}
 _PYTHON_WORD: Final = re.compile(r"\b(?:None|True|False)\b(?!\":)")
 _QUOTED: Final = re.compile(r"""(?<=[=\[{(,:\s])(['"])((?:\\.|[^\\])*?)\1(?=\s*[,)\]}:])""", re.DOTALL)
-"""A text that ends where a value may end."""
+"""Matches a text that ends where a value may end."""
 _GEMMA_KEY: Final = re.compile(r"([{,]\s*)([^\s\"{}\[\],:][^\"{}\[\],:]*):")
 
 
 def parse_qwen_coder(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``<function=f><parameter=key>value</parameter></function>``, several of them, or JSON in their place or
+    """Parse ``<function=f><parameter=key>value</parameter></function>``, possibly several; JSON may replace it or be
     inside."""
     text = body.strip()
     if text[:1] in ("{", "["):
         return parse_json(text, functions)
-    if not text.startswith("<function="):  # it was the marker
+    if not text.startswith("<function="):  # it was part of the marker
         text = f"<function={text}</function>"
     if not text.endswith("</function>"):
         raise UnfinishedCallError
@@ -86,8 +86,8 @@ def _parameters(name: str, text: str, functions: Functions) -> dict[str, Any] | 
 
 
 def parse_invoke(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``name="f"><parameter name="key">value</parameter>``, of which the name is an attribute (MiniMax, DeepSeek, MiniCPM 5,
-    Muse)."""
+    """Parse ``name="f"><parameter name="key">value</parameter>``, where the name is an attribute (MiniMax, DeepSeek,
+    MiniCPM 5, Muse)."""
     head = _INVOKE.fullmatch(body)
     if head is None:
         return None
@@ -107,7 +107,7 @@ def parse_invoke(body: str, functions: Functions) -> Sequence[Call] | None:
 
 
 def parse_minimax_m3(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``name="f">``, then elements named after the parameters, with nested elements for lists and objects."""
+    """Parse ``name="f">``, then elements named after the parameters, with nested elements for lists and objects."""
     head, *parts = body.split(_M3_SPACE)
     found = _INVOKE.fullmatch(head)
     if found is None:
@@ -137,7 +137,7 @@ class _Element:
     text: str
 
     def value(self) -> Any:
-        """The content: a list if all elements are items, unless an object is wanted."""
+        """Return the content: a list if all elements are items, unless an object is wanted."""
         is_list = self.place.is_for("array") or not self.place.is_for("object")
         if self.inner:
             is_list = is_list and all(tag == "item" for tag, _ in self.inner)
@@ -150,7 +150,7 @@ class _Element:
 
 
 def parse_glm(body: str, functions: Functions) -> Sequence[Call] | None:
-    """The name, then ``<arg_key>key</arg_key><arg_value>value</arg_value>`` for each argument."""
+    """Parse the name, then ``<arg_key>key</arg_key><arg_value>value</arg_value>`` for each argument."""
     before, *parts = _ARGUMENT.split(body)
     name = before.strip().removesuffix("<tool_sep:opensource>").strip()
     found = {}
@@ -163,7 +163,7 @@ def parse_glm(body: str, functions: Functions) -> Sequence[Call] | None:
 
 
 def parse_deepseek(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``name<｜tool▁sep｜>{...}``, or ``function<｜tool▁sep｜>name`` and the object in a block of JSON."""
+    """Parse ``name<｜tool▁sep｜>{...}``, or ``function<｜tool▁sep｜>name`` and the object in a block of JSON."""
     name, _, rest = body.partition("<｜tool▁sep｜>")
     if name.strip() == "function":
         name, _, rest = rest.partition("\n")
@@ -172,22 +172,23 @@ def parse_deepseek(body: str, functions: Functions) -> Sequence[Call] | None:
 
 
 def parse_mistral(body: str, functions: Functions) -> Sequence[Call] | None:
-    """A list of JSON objects, or ``name[ARGS]{...}``."""
+    """Parse a list of JSON objects, or ``name[ARGS]{...}``."""
     return parse_json(body, functions) if body.lstrip()[:1] == "[" else _matched(_MISTRAL, body, functions)
 
 
 def parse_kimi(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``functions.name:0<|tool_call_argument_begin|>{...}``."""
+    """Parse ``functions.name:0<|tool_call_argument_begin|>{...}``."""
     return _matched(_KIMI, body, functions)
 
 
 def parse_solar(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``id<|tool_call:name|>name<|tool_call:args|>{...}``."""
+    """Parse ``id<|tool_call:name|>name<|tool_call:args|>{...}``."""
     return _matched(_SOLAR, body, functions)
 
 
 def parse_kimi_k3(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``tool="name" index="1"<|sep|>``, then elements of arguments, each with its key and its type, or one of JSON."""
+    """Parse ``tool="name" index="1"<|sep|>``, then elements of arguments, each with its key and type, or one element of
+    JSON."""
     head = _K3_CALL.fullmatch(body)
     if head is None:
         return None
@@ -211,7 +212,7 @@ def _matched(pattern: re.Pattern[str], body: str, functions: Functions) -> Seque
 
 
 def parse_gemma(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``call:name{key:value}`` with bare keys, and strings between special marks; or the content of a block of code."""
+    """Parse ``call:name{key:value}`` with bare keys, and strings between special marks; or the content of a code block."""
     found = _GEMMA.fullmatch(body)
     if found is None:
         return parse_any(body, functions)
@@ -223,13 +224,13 @@ def parse_gemma(body: str, functions: Functions) -> Sequence[Call] | None:
 
 
 def _gemma_words(text: str) -> str:
-    """``text`` outside strings as JSON: keys, and Python's words, which the template writes."""
+    """Return ``text`` outside strings as JSON: quoted keys, and JSON's words for Python's, which the template writes."""
     text = _GEMMA_KEY.sub(lambda key: f'{key[1]}"{key[2].strip()}":', text)
     return _PYTHON_WORD.sub(lambda word: _JSON_WORDS[word[0]], text)
 
 
 def parse_python(body: str, functions: Functions) -> Sequence[Call] | None:
-    """A Python list of calls with keyword arguments that are literals, ``[f(a=1), g()]``, or a line for each."""
+    """Parse a Python list of calls with keyword arguments that are literals, ``[f(a=1), g()]``, or one call per line."""
     try:
         lines = _python_lines(body.strip())
         values = [line.value for line in lines if isinstance(line, ast.Expr)]
@@ -240,8 +241,8 @@ def parse_python(body: str, functions: Functions) -> Sequence[Call] | None:
 
 
 def _python_lines(text: str) -> list[ast.stmt]:
-    """``text`` as Python; if it is not valid, with line ends and quotes in texts escaped, which templates leave as they
-    are."""
+    """Parse ``text`` as Python. If it is invalid, first escape line ends and quotes inside strings, which templates
+    leave unescaped."""
     try:
         return ast.parse(text).body
     except SyntaxError:
@@ -261,7 +262,7 @@ def _python_call(item: ast.expr, functions: Functions) -> Call | None:
 
 
 def _json_names(value: ast.expr) -> ast.expr:
-    """``value`` with JSON's ``true``, ``false`` and ``null`` as Python has them."""
+    """Return ``value`` with JSON's ``true``, ``false`` and ``null`` replaced by Python's."""
     names = {"true": True, "false": False, "null": None}
     for node in ast.walk(value):
         for field, inner in ast.iter_fields(node):
@@ -279,7 +280,7 @@ def _json_names(value: ast.expr) -> ast.expr:
 
 
 def parse_any(body: str, functions: Functions) -> Sequence[Call] | None:
-    """JSON, or Python's calls."""
+    """Parse JSON, or Python's calls."""
     try:
         return parse_json(body, functions) or parse_python(body, functions)
     except UnfinishedCallError:

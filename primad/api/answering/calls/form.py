@@ -14,13 +14,13 @@ from primad.api.answering.calls.values import Functions, loaded
 from primad.api.answering.grammar import CallForm
 
 Parse = Callable[[str, Functions], Sequence[Call] | None]
-"""The calls in a body; None if it is not a call of the functions. Raises ``UnfinishedCallError``."""
+"""Returns the calls in a body; None if it is not a call of the functions. Raises ``UnfinishedCallError``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Markers:
-    """The markers around a body. Without ``end`` it ends with its JSON, which may follow what ``prefix`` matches, with
-    strings in ``quotes``; without ``begin`` only the start of a response is a call."""
+    """The markers around a body. Without ``end`` the body ends with its JSON, which may follow what ``prefix`` matches
+    and has strings in ``quotes``. Without ``begin`` a call is detected only at the start of a response."""
 
     begin: str
     end: str
@@ -32,12 +32,12 @@ class Markers:
 class ToolForm:
     """A model family's call format: ``name`` is the value for ``--tool-parser``.
 
-    ``call_form`` is the same for a grammar, None if arguments are not JSON. ``head`` matches a body up to arguments
-    that are a JSON object, with the function's name as its only matching group: after it a call streams, while a body
-    without it is read by ``parse`` when it is whole. ``noise`` are meaningless markers around calls, ``frames`` those
-    around whole responses, which are removed even if no calls are allowed. Markers may be control tokens if it
-    ``uses_control_tokens``. A response made of messages has its own ``reader`` instead of markers (given functions, and
-    whether thoughts are part of the text), which finds thoughts if it ``has_thoughts``.
+    ``call_form`` is the same format for a grammar, None if arguments are not JSON. ``head`` matches a body up to
+    arguments that are a JSON object, with the function's name as its only matching group: after it a call streams. A
+    body without a ``head`` is read by ``parse`` when it is complete. ``noise`` lists meaningless markers around calls;
+    ``frames`` those around whole responses, which are removed even if no calls are allowed. With
+    ``uses_control_tokens`` markers may be control tokens. A response made of messages has its own ``reader`` instead of
+    markers (given functions, and whether thoughts are part of the text), which finds thoughts if it ``has_thoughts``.
     """
 
     name: str
@@ -57,28 +57,28 @@ class ToolForm:
 
     @property
     def reads_text(self) -> bool:
-        """Whether it is needed to read a response without calls."""
+        """Whether the format is needed to read a response without calls."""
         return self.reader is not None or bool(self.frames)
 
 
 ARGUMENTS: Final = r"""\s*(?=\{\s*["}])"""
-"""The place before a JSON object, in a pattern."""
+"""A pattern of the place before a JSON object."""
 JSON_HEAD: Final = (
     r"""\s*(?:\[\s*)?\{\s*(?:"(?:id|type|tool_call_id)"\s*:\s*"[^"\\<`]*"\s*,\s*)?"(?:name|function|tool_name)"\s*:\s*"([^"\\<`]+)"\s*,"""
     rf"""\s*"(?:arguments|parameters|args)"\s*:{ARGUMENTS}"""
 )
-"""The text before the arguments for ``parse_json``, as nearly all models write it."""
+"""A pattern of the text before the arguments for ``parse_json``, as nearly all models write it."""
 _NAMES: Final = ("name", "function", "tool_name")
 _ARGUMENTS: Final = ("arguments", "parameters", "args")
 
 
 def parse_json(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``{"name": ..., "arguments": {...}}``, or a list or lines of such; models use different names for the two."""
+    """Parse ``{"name": ..., "arguments": {...}}``, a list of such objects or one per line; models vary the two names."""
     return all_of(_call_of(item, functions) for item in _items(body))
 
 
 def parse_named(body: str, functions: Functions) -> Sequence[Call] | None:
-    """``{"f": {...}}``, or a list of such."""
+    """Parse ``{"f": {...}}``, or a list of such objects."""
     return all_of(
         call_of(name, arguments, functions)
         for item in _items(body)
@@ -87,7 +87,7 @@ def parse_named(body: str, functions: Functions) -> Sequence[Call] | None:
 
 
 def _items(body: str) -> list[Any]:
-    """The values in a list, or one after the other; none if ``body`` is not JSON."""
+    """Return the values in a list, or those one after the other; none if ``body`` is not JSON."""
     try:
         value = loaded(body)
     except ValueError:
@@ -109,13 +109,13 @@ def _call_of(item: Any, functions: Functions) -> Call | None:
 
 
 def all_of(calls: Iterable[Call | None]) -> Sequence[Call] | None:
-    """All ``calls``, or None if there are none or one is invalid."""
+    """Return all ``calls``, or None if there are none or one is invalid."""
     found = list(calls)
     return None if not found or None in found else [call for call in found if call is not None]
 
 
 def call_of(name: str, arguments: Any, functions: Functions) -> Call | None:
-    """A call with ``arguments``, an object or its text; None if it is not one of ``functions``.
+    """Return a call with ``arguments``, an object or its text; None if the function is not one of ``functions``.
 
     Raises ``UnfinishedCallError``.
     """

@@ -24,8 +24,8 @@ def _json(
     frames: tuple[str, ...] = (),
     uses_control_tokens: bool = True,
 ) -> ToolForm:
-    """A format with JSON arguments, between ``markers`` (pairs of begin and end). ``call`` is a grammar's text before
-    the name, after it and after the arguments; by default a list of objects between the first markers."""
+    """Return a format with JSON arguments between ``markers`` (pairs of begin and end). ``call`` is a grammar's text
+    before the name, after it and after the arguments; by default a list of objects between the first markers."""
     begin, end = markers[0]
     before, middle, behind = call or (f'{begin}[{{"name": "', '", "arguments": ', f"}}]{end}")
     return ToolForm(
@@ -230,4 +230,4 @@ _ALL: Final = (
     ),
 )
 FORMS: Final[Mapping[str, ToolForm]] = {form.name: form for form in _ALL}
-"""By the names that ``serve --tool-parser`` takes."""
+"""The formats by the names that ``serve --tool-parser`` takes."""

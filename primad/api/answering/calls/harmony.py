@@ -1,8 +1,8 @@
 """Reads a response of gpt-oss, which consists of messages in channels: analysis, commentary and final. Pure.
 
 A message is a header, ``<|message|>`` and its content. The header may name the channel and, with ``to=functions.NAME``,
-the function that the content calls. Markers are not part of the text; nonsense between them is. Muse writes the same
-without channels: its thoughts are messages ``to=self``, and its calls are not JSON, so each is sent whole.
+the function that the content calls. Markers are not part of the text; unexpected text between them is. Muse writes the
+same without channels: its thoughts are messages ``to=self``, and its calls are not JSON, so each call is sent whole.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _INVOKED: Final = re.compile(
 )
 
 MAX_HEADER_CHARS: Final = 512
-"""Anything longer is not a header."""
+"""Longer text is not a header."""
 MAX_FAILED: Final = 200
-"""After this many false ends no other call that is sent whole is read, which keeps reading linear."""
+"""After this many false ends no further call that is sent whole is read, which keeps reading linear."""
 
 
 class HarmonyReader(StepReader):
-    """Like ``Reader``; with ``keeps_thoughts`` they are part of the text. If it ``continues`` the final message has
-    begun."""
+    """Like ``Reader``. With ``keeps_thoughts`` thoughts are part of the text. With ``continues`` the final message has
+    already begun."""
 
     def __init__(self, functions: Functions, keeps_thoughts: bool, continues: bool) -> None:
         super().__init__(self._content if continues else self._between)
@@ -50,7 +50,7 @@ class HarmonyReader(StepReader):
         self._looked = self._failed = 0
 
     def _between(self, is_last: bool) -> bool:
-        """Between messages, and before the first, whose header the prompt may have started."""
+        """Read between messages, and before the first, whose header the prompt may have started."""
         self._held = self._held.lstrip()
         end = next((mark for mark in _ENDS if self._held.startswith(mark)), None)
         if end is not None:
@@ -99,7 +99,7 @@ class HarmonyReader(StepReader):
         return bool(found)
 
     def _call(self, is_last: bool) -> bool:
-        """A call's arguments, which may contain markers; what follows the JSON is text."""
+        """Read a call's arguments, which may contain markers; what follows the JSON is text."""
         begun = self._held.lstrip()
         if self._is_called or _OBJECT.match(begun):
             if not self._is_called:
@@ -118,7 +118,7 @@ class HarmonyReader(StepReader):
         return self._step != self._call
 
     def _invoked(self, is_last: bool) -> bool:
-        """A call that is sent when it is whole; an argument may contain a false end."""
+        """Read a call that is sent when it is complete; an argument may contain a false end."""
         while self._failed < MAX_FAILED and (at := self._held.find(_INVOKE_END, self._looked)) >= 0:
             self._looked = at + len(_INVOKE_END)
             found = _INVOKED.fullmatch(self._held, 0, self._looked)

@@ -1,4 +1,4 @@
-"""A JSON object that arrives in pieces: its certain part, its end, and its first error. Pure."""
+"""Reads a JSON object that arrives in pieces: finds its certain part, its end, and its first error. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 MAX_DEPTH: Final = 128
 MAX_SCALAR_CHARS: Final = 400
-"""For a number: Python reads no integer of many thousand digits."""
+"""Limit of a number: Python does not read integers of many thousand digits."""
 
 _PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]+')
 _ESCAPE: Final = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
@@ -21,14 +21,15 @@ _WORD: Final = re.compile(r"[-+.\w]*")
 _NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _LITERALS: Final = ("true", "false", "null")
 _VALUE: Final = '{["0'
-"""How values start; 0 stands for words: numbers, true, false and null."""
+"""How values start; 0 represents words: numbers, true, false and null."""
 
 
 class JsonText:
     """Reads one JSON object from its start.
 
-    The text is kept as it is, but control characters in strings are escaped, and half a character becomes a question
-    mark. The accepted part is a prefix of an object that ``json.loads`` reads; numbers and words are accepted whole.
+    The text is unchanged, except that control characters in strings are escaped and half a character becomes a question
+    mark. The accepted part is a prefix of an object that ``json.loads`` reads; numbers and words are accepted only when
+    complete.
     """
 
     def __init__(self) -> None:
@@ -38,8 +39,11 @@ class JsonText:
         self.is_whole = self.is_wrong = False
 
     def take(self, text: str, *, is_last: bool) -> tuple[str, int]:
-        """The certain part of ``text``, and its number of characters. The caller passes the rest again with more text,
-        unless it follows the object or cannot be part of one. With ``is_last`` nothing follows."""
+        """Return the certain part of ``text``, and how many characters of ``text`` it covers.
+
+        The caller passes the rest again with more text, unless it follows the object or cannot be part of one. With
+        ``is_last`` no more text follows.
+        """
         taken, at = [], 0
         while not self.is_whole and at < len(text):
             piece, end = self._in_string(text, at) if self._is_in_string else self._token(text, at)
@@ -92,7 +96,7 @@ class JsonText:
         return text[at:end], end
 
     def _follow(self, kind: str) -> None:
-        """What may follow something that starts with ``kind``."""
+        """Set what may follow something that starts with ``kind``."""
         match kind:
             case "{":
                 self._closers.append("}")
@@ -120,5 +124,5 @@ def _is_scalar(word: str) -> bool:
 
 
 def _may_begin(word: str) -> bool:
-    """Whether ``word`` is valid, or may become valid."""
+    """Whether ``word`` is valid, or may become valid with more text."""
     return _is_scalar(word) or _is_scalar(word + "0") or any(literal.startswith(word) for literal in _LITERALS)

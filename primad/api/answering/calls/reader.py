@@ -1,9 +1,9 @@
 """Reads a growing response: thoughts first, then text with calls in it. Pure.
 
 Text that could still become a marker is held back, and so is a call until the JSON of its arguments starts after its
-name. From there on it streams and cannot be taken back: invalid JSON becomes text, and so does anything that does not
-close the call. A call in another format is held back until it is whole. White space around calls and thoughts belongs
-to neither. A false call is text, and so are markers around calls without a call, unless they are control tokens.
+name. From then on the call streams and cannot be taken back: invalid JSON becomes text, and so does anything that does
+not close the call. A call in another format is held back until it is complete. White space around calls and thoughts is
+dropped. A false call is text, and so are markers around calls without a call, unless they are control tokens.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from primad.api.answering.calls.values import UnfinishedCallError
 MAX_FAILED: Final = 200
 """After this many false starts or ends of calls the rest of a response is text, which keeps reading linear."""
 FAILED_CHARS: Final = 4096
-"""A false start in a longer text counts for more, since reading on after it takes longer."""
+"""A false start in a longer text counts as several, since resuming after it takes longer."""
 
 MAX_PREFIX_CHARS: Final = 256
-"""Between a marker and the JSON after it."""
+"""Limit of the text between a marker and the JSON after it."""
 
 _CONTROL: Final = ("|", "｜")
-"""Markers with one of these are control tokens: they are never text."""
+"""Markers that contain one of these are control tokens, which are never text."""
 
 _WORDS: Final = re.compile(r"\w +\w")
 _IN_OBJECT: Final = re.compile(
@@ -68,8 +68,8 @@ class Reader(StepReader):
             self._texts.append(self._noisy.lstrip() if self._is_blank else self._noisy)
 
     def _begin(self, is_last: bool) -> bool:
-        """Whether the response opens thoughts; some models do it repeatedly. Each step returns whether there is another
-        one."""
+        """Check whether the response opens thoughts; some models do it repeatedly. Each step returns whether another
+        step follows."""
         assert self._thinking is not None
         begun, begin = self._held.lstrip(), self._thinking.begin
         end = self._thinking.end
@@ -113,8 +113,9 @@ class Reader(StepReader):
         self._held = self._held[count:]
 
     def _is_called_in_thoughts(self, begin: int, markers: Markers) -> bool | None:
-        """Whether the marker at ``begin`` starts a call, None while undecided. A call names its function at once; words
-        are thoughts about calls. Only the end of the response can tell whether a call in thoughts is made."""
+        """Whether the marker at ``begin`` starts a call, None while undecided. A call names its function immediately;
+        other words are thoughts about calls. Only the end of the response decides whether a call in thoughts is made.
+        """
         assert self._form is not None
         body = begin + len(markers.begin)
         near = self._held[body : body + MAX_PREFIX_CHARS]
@@ -164,7 +165,7 @@ class Reader(StepReader):
 
     @property
     def _noise(self) -> Sequence[str]:
-        """Non-text: markers around calls and responses, and those of thoughts that are control tokens."""
+        """Markers that are not text: those around calls and responses, and those of thoughts that are control tokens."""
         thoughts = () if self._thinking is None else (self._thinking.begin, self._thinking.end)
         marks = tuple(mark for mark in thoughts if _is_control(mark))
         return marks if self._form is None else (*marks, *self._form.noise, *self._form.frames)
@@ -174,7 +175,7 @@ class Reader(StepReader):
         return _is_control(mark) or (self._form is not None and mark in self._form.frames)
 
     def _begun(self) -> tuple[int, Markers] | None:
-        """Where a call may start, and its markers."""
+        """Return where a call may start, and its markers."""
         space = len(self._held) - len(self._held.lstrip())
         found = []
         for markers in () if self._form is None else self._form.markers:
@@ -213,8 +214,8 @@ class Reader(StepReader):
         return True
 
     def _opens(self, begin: int, body: int) -> re.Match[str] | None:
-        """The head at ``body`` of a call that can stream, if any. The call has then begun, and is removed from
-        ``begin`` on."""
+        """Return the head at ``body`` of a call that can stream, if there is one. The call has then begun, and is
+        removed from ``begin`` on."""
         assert self._form is not None
         head = self._form.head and self._form.head.match(self._held, body, body + MAX_PREFIX_CHARS)
         if not head or (name := head[head.lastindex or 0]) not in self._functions:
@@ -233,7 +234,7 @@ class Reader(StepReader):
         return self._step != self._in_arguments
 
     def _behind_arguments(self, is_last: bool) -> bool:
-        """The text that closes a call; in a list another one may follow."""
+        """Read the text that closes a call; in a list another call may follow."""
         assert self._markers is not None
         while self._closing:
             found = self._closing[0].match(self._held, 0, MAX_PREFIX_CHARS)
@@ -268,17 +269,17 @@ class Reader(StepReader):
         return True
 
     def _end_call(self) -> None:
-        """Text or another call follows; only text if this one was not closed."""
+        """End the call: text or another call follows, only text if this call was not closed."""
         is_closed = self._arguments.is_whole and not self._closing
         self._step, self._is_blank = self._text, self._is_blank and is_closed
 
     def _fails(self) -> bool:
-        """The text was not a call; returns whether that was one too many."""
+        """Note that the text was not a call; return whether there were too many such texts."""
         self._failed += 1 + len(self._held) // FAILED_CHARS
         return self._failed >= MAX_FAILED
 
     def _end_by_marker(self, end: str) -> tuple[int, int]:
-        """Where the body and the marker after it end; -1 and the body's start while unknown."""
+        """Return where the body ends and where the marker after it ends; -1 and the body's start while unknown."""
         at = self._held.find(end, self._looked)
         if at < 0:
             self._looked = max(self._looked, len(self._held) - len(end) + 1)
@@ -303,8 +304,8 @@ class Reader(StepReader):
             self._dropped = self._noisy = ""
 
     def _drop(self, space: int, count: int, *, is_noise: bool) -> None:
-        """Remove ``count`` characters after ``space`` white ones, and the white space after them. It ``is_noise`` if
-        they are text unless a call follows."""
+        """Remove ``count`` characters after ``space`` white-space characters, and the white space after them.
+        ``is_noise``: they are text unless a call follows."""
         self._dropped += self._held[:space]
         self._noisy = self._noisy + self._held[: space + count] if is_noise else self._dropped
         self._is_behind_call = not is_noise

@@ -21,7 +21,7 @@ _HALF_OBJECT: Final = re.compile(r"\s*(?:\{\s*)?")
 
 
 class RecipientReader(StepReader):
-    """Like ``Reader``; such a model has no thoughts. If it ``continues`` a text has begun."""
+    """Like ``Reader``, for a model without thoughts. With ``continues`` a text has already begun."""
 
     def __init__(self, functions: Functions, keeps_thoughts: bool, continues: bool) -> None:
         super().__init__(self._content if continues else self._begin)

@@ -13,7 +13,7 @@ class JsonScan:
         self._depth, self._quote = 0, ""
 
     def end(self, text: str) -> int:
-        """The position after it, -1 while it is incomplete."""
+        """Return the position after the end, -1 while it is incomplete."""
         while self._at < len(text):
             char = text[self._at]
             if self._quote and char == "\\":
@@ -35,7 +35,8 @@ class JsonScan:
 
 
 def certain(text: str, markers: Sequence[str]) -> int:
-    """The length of the prefix of ``text`` that cannot belong to one of ``markers`` or to the white space before it."""
+    """Return the length of the prefix of ``text`` that cannot belong to one of ``markers`` or to the white space before
+    it."""
     earliest = len(text)
     for marker in markers:
         for length in range(min(len(marker) - 1, len(text)), 0, -1):

@@ -1,4 +1,4 @@
-"""Common to all readers of responses: text arrives in pieces and is read in steps. Pure."""
+"""Base of all readers of responses: text arrives in pieces and is read in steps. Pure."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class StepReader:
         self._arguments = JsonText()
 
     def feed(self, text: str) -> TextPiece:
-        """The events of ``text``."""
+        """Return the events of ``text``."""
         self._held += text
         return self._read(is_last=False)
 
     def finish(self) -> TextPiece:
-        """The text that was held back."""
+        """Return the events of the text that was held back."""
         return self._read(is_last=True)
 
     def _read(self, *, is_last: bool) -> TextPiece:
@@ -43,10 +43,10 @@ class StepReader:
         return piece
 
     def _end(self) -> None:
-        """No more steps."""
+        """End reading: there are no more steps."""
 
     def _open_call(self, name: str) -> None:
-        """A call starts, and its arguments with the held text."""
+        """Start a call whose arguments begin with the held text."""
         self._calls.append(CallPart(name=name, arguments="", is_whole=False))
         self._arguments = JsonText()
 

@@ -1,7 +1,7 @@
 """Interprets a text as an argument, by the JSON schema of the function's parameters. Pure.
 
-Formats other than JSON write all arguments as text. If the schema allows strings the text is kept: what looks like a
-number may be a house number. References, unions, enums and ``nullable`` are resolved; patterns are not checked.
+Formats other than JSON write all arguments as text. If the schema allows strings the text is kept, since what looks
+like a number may be a house number. References, unions, enums and ``nullable`` are resolved; patterns are not checked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 Functions = Mapping[str, Mapping[str, Any] | None]
-"""The JSON schema of the parameters by name, or None."""
+"""The JSON schema of each function's parameters by the function's name, or None."""
 
 _ANY: Final = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 _PYTHON: Final = {"True": True, "False": False, "None": None}
@@ -23,11 +23,11 @@ MAX_LOOK: Final = 100
 
 
 class UnfinishedCallError(Exception):
-    """The body continues: its apparent end is part of an argument."""
+    """The apparent end of the body is part of an argument, so the body continues."""
 
 
 def loaded(text: str) -> Any:
-    """``text`` as JSON. Raises ``ValueError``, and ``UnfinishedCallError`` if it ends inside a string."""
+    """Decode ``text`` as JSON. Raises ``ValueError``, and ``UnfinishedCallError`` if it ends inside a string."""
     try:
         return json.loads(text, strict=False)
     except json.JSONDecodeError as exc:
@@ -43,17 +43,17 @@ class ArgumentPlace:
     """A place in the parameters of a function, with its allowed values."""
 
     def __init__(self, schemas: Sequence[Any], root: Any) -> None:
-        """One of ``schemas``, of the document ``root``, has to match; an empty one allows everything."""
+        """One of ``schemas``, parts of the document ``root``, has to match; an empty schema allows everything."""
         self._schemas, self._root = schemas, root
 
     @classmethod
     def of(cls, functions: Functions, name: str) -> ArgumentPlace:
-        """The place of the arguments of the function ``name``."""
+        """Return the place of the arguments of the function ``name``."""
         schema = functions.get(name)
         return cls([schema] if schema else [], schema)
 
     def member(self, key: str) -> ArgumentPlace:
-        """The place of the value of ``key`` in an object."""
+        """Return the place of the value of ``key`` in an object."""
         found, others = [], []
         for schema in self._parts():
             named = schema.get("properties")
@@ -66,7 +66,7 @@ class ArgumentPlace:
         return ArgumentPlace(found or others, self._root)
 
     def item(self) -> ArgumentPlace:
-        """The place of any value in a list."""
+        """Return the place of any value in a list."""
         found: list[Any] = []
         for schema in self._parts():
             for items in (schema.get("items"), schema.get("prefixItems")):
@@ -74,12 +74,13 @@ class ArgumentPlace:
         return ArgumentPlace(found, self._root)
 
     def is_for(self, kind: str) -> bool:
-        """Whether a value of ``kind`` is allowed here, and not just any value."""
+        """Whether a value of ``kind`` is allowed here, and not every kind."""
         kinds, _ = self._look()
         return kinds != _ANY and kind in kinds
 
     def value(self, text: str, *, is_text: bool | None = None) -> Any:
-        """The value of ``text`` here; ``is_text`` is what the model states about it, if anything."""
+        """Return the value of ``text`` here; ``is_text`` is whether the model marks it as text, None if it does not
+        say."""
         if is_text:
             return text
         kinds, members = self._look()
@@ -101,7 +102,7 @@ class ArgumentPlace:
         return text if texts and kind not in kinds else value
 
     def _look(self) -> tuple[frozenset[str], list[Any]]:
-        """The kinds of values that are allowed here, and additional single values."""
+        """Return the kinds of values that are allowed here, and additional single values."""
         members: list[Any] = []
         seen: dict[str, frozenset[str]] = {}
         kinds = [self._kinds(schema, members, seen, MAX_LOOK) for schema in self._schemas]
@@ -135,7 +136,7 @@ class ArgumentPlace:
         return kinds | {"null"} if schema.get("nullable") is True else kinds
 
     def _parts(self) -> Iterator[dict[str, Any]]:
-        """The schemas of the content: those here, and those that they refer to or combine."""
+        """Yield the schemas of the content: those here, and those that they refer to or combine."""
         waiting, seen = list(self._schemas), set[int]()
         while waiting:
             schema = waiting.pop()
@@ -149,7 +150,7 @@ class ArgumentPlace:
                 waiting += schema[word] if isinstance(schema.get(word), list) else []
 
     def _at(self, reference: str) -> Any:
-        """The schema of ``reference``; one that allows everything if it does not exist."""
+        """Return the schema of ``reference``; one that allows everything if it does not exist."""
         at = self._root
         for step in reference.removeprefix("#").split("/")[1:] if reference.startswith("#") else ["?"]:
             name = step.replace("~1", "/").replace("~0", "~")
@@ -158,12 +159,12 @@ class ArgumentPlace:
 
 
 def parameter(functions: Functions, name: str, key: str) -> ArgumentPlace:
-    """The place of the parameter ``key`` of the function ``name``."""
+    """Return the place of the parameter ``key`` of the function ``name``."""
     return ArgumentPlace.of(functions, name).member(key)
 
 
 def _named(kind: Any) -> frozenset[str]:
-    """The kinds of the keyword ``type``; all if it names an unknown one."""
+    """Return the kinds of the keyword ``type``; all of them if it names an unknown one."""
     named = frozenset(each.lower() for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str))
     if not named or not named <= _ANY:
         return _ANY
@@ -178,7 +179,7 @@ def _kind(value: Any) -> str:
 
 
 def _parsed(text: str, *, with_python: bool) -> Any:
-    """``text`` as JSON; also Python's words, and its lists and dictionaries ``with_python``."""
+    """Parse ``text`` as JSON or one of Python's words; ``with_python`` also as Python's lists and dictionaries."""
     word = text.strip()
     if word in _PYTHON:
         return _PYTHON[word]

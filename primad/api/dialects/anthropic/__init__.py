@@ -1,1 +1,1 @@
-"""Anthropic's dialect: messages, their streams, and counts of their tokens."""
+"""Anthropic's dialect: messages, their streams, and token counts."""

@@ -1,4 +1,4 @@
-"""From Anthropic's request to the core's. Pure."""
+"""Translates Anthropic's requests into the core's. Pure."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from primad.api.dialects.anthropic.schema import (
 from primad.api.dialects.openai.schema import ChatRequest, build
 
 _BILLING: Final = "x-anthropic-"
-"""A system block that starts like this is the client's note to Anthropic; it changes with every request."""
+"""The start of a system block that is the client's note to Anthropic; it changes with every request."""
 NAMES: Final = {"json_schema": "output_config.format"}
-"""Names of the core's fields here."""
+"""Anthropic's names of the core's fields."""
 OF_CLIENTS: Final = "claude-"
-"""Clients have names built in that start like this: they mean the served model."""
+"""The start of model names that clients have built in: they mean the served model."""
 _CHOICES: Final = {"auto": "auto", "none": "none", "any": "required"}
 
 
 def chat_request(ask: CountRequest, served: ModelSettings) -> ChatRequest:
-    """``ask`` as a chat request. Raises ``RequestError`` for unsupported features."""
+    """Return ``ask`` as a chat request. Raises ``RequestError`` for unsupported features."""
     fields: dict[str, Any] = {
         "model": None if ask.model.startswith(OF_CLIENTS) or ask.model == served.id else ask.model,
         "messages": [
@@ -73,7 +73,7 @@ def _system(ask: CountRequest) -> list[dict[str, Any]]:
 
 
 def _messages(turn: Turn, number: int) -> list[dict[str, Any]]:
-    """Turn ``number`` as messages: results of tools first, as chat templates want them, then the text."""
+    """Return turn ``number`` as messages: results of tools first, as chat templates want them, then the text."""
     if turn.content is None or isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     at = f"messages[{number}].content"
@@ -100,7 +100,7 @@ def _messages(turn: Turn, number: int) -> list[dict[str, Any]]:
 
 
 def _parts(blocks: str | Sequence[object], at: str) -> str | list[dict[str, Any]]:
-    """The texts and pictures of ``blocks``, which are ``at`` a place of the request."""
+    """Return the texts and pictures of ``blocks``; ``at`` is their place in the request."""
     if isinstance(blocks, str):
         return blocks
     found = []
@@ -123,7 +123,7 @@ def _tool(tool: Tool) -> dict[str, Any]:
 
 
 def stop_reason(finish: str, stopped_by: str | None) -> str:
-    """Anthropic's word for the reason why a response ended."""
+    """Return Anthropic's word for the reason why a response ended."""
     if finish == "tool_calls":
         return "tool_use"
     if finish == "length":

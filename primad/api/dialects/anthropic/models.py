@@ -35,12 +35,12 @@ class AnthropicModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_entry(model: Model) -> AnthropicModel:
-    """``model`` in Anthropic's shape."""
+    """Return ``model`` in Anthropic's form."""
     created = datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z")
     return AnthropicModel(id=model.id, display_name=model.id, created_at=created, max_input_tokens=model.max_model_len)
 
 
 def model_list(models: Sequence[Model]) -> AnthropicModelList:
-    """``models`` in Anthropic's shape."""
+    """Return ``models`` in Anthropic's form."""
     data = [model_entry(model) for model in models]
     return AnthropicModelList(data=data, first_id=data[0].id if data else None, last_id=data[-1].id if data else None)

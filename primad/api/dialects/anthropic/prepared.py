@@ -1,4 +1,4 @@
-"""The text process's handling of Anthropic's requests. Pure."""
+"""Prepares Anthropic's requests in the text process. Pure."""
 
 from __future__ import annotations
 

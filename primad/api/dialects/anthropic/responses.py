@@ -1,4 +1,4 @@
-"""The responses of ``/v1/messages``: a message of content blocks, whole or as named events; and its errors. Pure."""
+"""The responses of ``/v1/messages``: a message of content blocks, complete or as named events; and its errors. Pure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class AnthropicError(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"
 
 
 class AnthropicUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of a request; ``input_tokens`` are the prompt's without those from the cache."""
+    """Token counts of a request; ``input_tokens`` are the prompt tokens that did not come from the cache."""
 
     input_tokens: int
     output_tokens: int
@@ -49,7 +49,7 @@ class AnthropicUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnthropicMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    """A whole response."""
+    """A complete response."""
 
     id: str
     role: Literal["assistant"] = "assistant"
@@ -61,8 +61,8 @@ class AnthropicMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="typ
 
 
 def anthropic_error(exc: PrimadError) -> AnthropicError:
-    """Anthropic's error object for ``exc``. Clients recognise a prompt that is too long by the first words, and shorten
-    it."""
+    """Return Anthropic's error object for ``exc``. Clients recognise a prompt that is too long by the first words, and
+    shorten it."""
     status = status_of(exc)
     kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     message = str(exc)
@@ -72,14 +72,14 @@ def anthropic_error(exc: PrimadError) -> AnthropicError:
 
 
 def error_event(exc: PrimadError) -> NamedEvent:
-    """``exc`` as the last event of a stream."""
+    """Return ``exc`` as the last event of a stream."""
     return NamedEvent("error", msgspec.to_builtins(anthropic_error(exc)))
 
 
 @dataclass(slots=True, kw_only=True)
 class MessageResponse:
-    """One response, with its thoughts if it ``shows_thoughts``. A stream is ``opening``, then ``events`` of each part,
-    the last of which ends it."""
+    """One response, with its thoughts if it ``shows_thoughts``. A stream is ``opening``, then ``events`` for each part;
+    those of the last part end it."""
 
     id: str
     model: str
@@ -91,7 +91,7 @@ class MessageResponse:
     open_kind: str | None = field(default=None, init=False)
 
     def whole(self, completed: WrittenChoice) -> AnthropicMessage:
-        """All of it at once."""
+        """Return the complete response."""
         content: list[dict[str, Any]] = []
         if completed.thought and self.shows_thoughts:
             content.append({"type": "thinking", "thinking": completed.thought, "signature": ""})
@@ -102,15 +102,15 @@ class MessageResponse:
         return self._message(content, reason, completed.stopped_by, completed.sampled)
 
     def opening(self) -> NamedEvent:
-        """The message that the stream fills."""
+        """Return the event with the message that the stream fills."""
         message = msgspec.to_builtins(self._message([], None, None, 0))
         return NamedEvent("message_start", {"type": "message_start", "message": message})
 
     def events(self, written: Written) -> Iterator[NamedEvent]:
-        """The events for ``written``."""
+        """Yield the events for ``written``."""
         self.sampled += written.sampled
         for part in written.calls:
-            if not part.begins:  # of the open block
+            if not part.begins:  # it continues the open block
                 yield self._delta(type="input_json_delta", partial_json=part.arguments)
         if written.thought and self.shows_thoughts:
             yield from self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
@@ -134,7 +134,7 @@ class MessageResponse:
             yield NamedEvent("message_stop", {"type": "message_stop"})
 
     def _open(self, kind: str, block: dict[str, Any]) -> Iterator[NamedEvent]:
-        """Make ``block`` the open one, unless one of its ``kind`` is; each call has its own."""
+        """Open ``block``, unless a block of this ``kind`` is open; each call has its own block."""
         if self.open_kind == kind != "tool_use":
             return
         yield from self._close()
@@ -147,7 +147,7 @@ class MessageResponse:
         if self.open_kind == "thinking":
             yield self._delta(
                 type="signature_delta", signature=""
-            )  # clients wait for one before they show the thoughts
+            )  # clients wait for a signature before they show the thoughts
         yield self._of_block("content_block_stop")
         self.open_kind, self.blocks = None, self.blocks + 1
 
@@ -176,5 +176,5 @@ class MessageResponse:
 
 
 def _tool_use(call: GivenCall | GivenPart) -> dict[str, Any]:
-    """The block of a call, whose input follows."""
+    """Return the block of a call, whose input follows."""
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}

@@ -44,7 +44,8 @@ _EVENTS: Final = Framing(
 
 
 def _wanted(fields: Fields) -> WantedModel:
-    """Names that clients have built in mean the model that was used last, unless there is one of that name."""
+    """Return what a request wants. Model names built into clients mean the model used last, unless a model has that
+    name."""
     found = wanted(fields)
     return replace(
         found, is_any=found.model.startswith(OF_CLIENTS), is_readable=found.is_readable and bool(found.model)
@@ -56,11 +57,11 @@ class _Routes:
         self._endpoint = endpoint
 
     async def hello(self, request: Request) -> Response:
-        """Liveness; some clients ask before anything else."""
+        """Return liveness; some clients ask this first."""
         return json_response({"message": "hello"})
 
     async def count(self, request: Request) -> Response:
-        """The number of tokens of a conversation, even of one that is too long."""
+        """Return the number of tokens of a conversation, even if it is too long."""
         return json_response(await self._endpoint.serving(request).prepare(prepared.count))
 
     async def messages(self, request: Request) -> Response:

@@ -30,7 +30,7 @@ class TextBlock(Strict):
 
 
 class ImageSource(Strict):
-    """A picture as base64; with a URL in its place it is refused later, by name."""
+    """A picture as base64; a URL in its place is refused later, by name."""
 
     type: Literal["base64", "url"]
     data: str = ""
@@ -97,7 +97,7 @@ class Turn(Strict):
 
 
 class Tool(Strict):
-    """A tool that the model may call; those that Anthropic runs itself have a ``type`` and are skipped."""
+    """A tool that the model may call; tools that Anthropic runs itself have a ``type`` and are skipped."""
 
     name: str
     type: str | None = None
@@ -106,7 +106,7 @@ class Tool(Strict):
 
 
 class ToolChoice(Strict):
-    """Tool choice: ``any`` of them, or the one named ``name``."""
+    """Tool choice: ``any`` tool, or the one named ``name``."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -114,7 +114,7 @@ class ToolChoice(Strict):
 
 
 class ThinkingChoice(Strict):
-    """Whether the model thinks first, if its template has a choice."""
+    """Whether the model thinks first, if its template leaves it open."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -165,7 +165,7 @@ class MessagesRequest(CountRequest):
 
 
 def _as_texts(value: Any) -> Any:
-    """Blocks with a text, as blocks of text: documents, search results, found tools."""
+    """Convert blocks that contain text into text blocks: documents, search results, found tools."""
     if not isinstance(value, list):
         return value
     found = []
@@ -178,7 +178,7 @@ def _as_texts(value: Any) -> Any:
 
 
 def _text_in(block: Any) -> str | None:
-    """The text of ``block`` if it is not a text block."""
+    """Return the text of ``block`` if it is not a text block."""
     kind = block.get("type") if isinstance(block, dict) else None
     if kind == "tool_reference" and isinstance(block.get("tool_name"), str):
         return str(block["tool_name"])

@@ -26,13 +26,13 @@ _EVENTS: Final = replace(EVENTS, end=b"", waiting=b": still here\n\n")
 
 
 class ModelSuccess(msgspec.Struct, frozen=True, kw_only=True):
-    """It was done, or has begun."""
+    """The action was done, or has begun."""
 
     success: Literal[True] = True
 
 
 class ModelEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """The ``status`` of a ``model`` changed, or how far loading it is."""
+    """The ``status`` of a ``model`` changed, or its loading progressed."""
 
     model: str
     event: Literal["model_status"] = "model_status"
@@ -40,14 +40,14 @@ class ModelEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelPaths:
-    """The routes; loading and unloading is every client's right."""
+    """The routes that load and unload models; every client may use them."""
 
     def __init__(self, endpoint: Endpoint, models: Models) -> None:
         self._endpoint, self._models = endpoint, models
         self._listeners = 0
 
     def routes(self) -> tuple[Route, ...]:
-        """All of them."""
+        """Return all routes."""
         return (
             Route(path="/models/load", handler=self.load, asks="NamedModel", responses="ModelSuccess"),
             Route(path="/models/unload", handler=self.unload, asks="NamedModel", responses="ModelSuccess"),
@@ -65,7 +65,7 @@ class ModelPaths:
         return json_response(ModelSuccess())
 
     async def events(self, request: Request) -> Response:
-        """Changes of models' states, as they come."""
+        """Stream changes of models' states as they come."""
         if self._listeners >= MAX_LISTENERS:
             raise RequestError(f"{MAX_LISTENERS} clients listen already", status=429, code="too_many_listeners")
         return self._endpoint.stream(self._changes(), _EVENTS)
@@ -84,7 +84,7 @@ class ModelPaths:
 
 
 def changed(model: OfferedModel) -> dict[str, Any]:
-    """The state of ``model`` as llama-server's router puts it, with what it does not have."""
+    """Return the state of ``model`` as llama-server's router reports it, plus fields that only primad has."""
     data: dict[str, Any] = {"status": model.state}
     if model.progress is not None:
         data["progress"] = {"stages": [STAGE], "current": STAGE, "value": model.progress}

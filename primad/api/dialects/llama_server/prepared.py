@@ -1,4 +1,4 @@
-"""The text process's handling of the requests of llama-server's own dialect. Pure."""
+"""Prepares the requests of llama-server's own dialect in the text process. Pure."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ from primad.api.dialects.openai.tool_use import chat_text
 from primad.errors import RequestError
 
 MARKER: Final = "<__media__>"
-"""What stands for a picture in the text of a prompt."""
+"""Represents a picture in the text of a prompt."""
 MAX_SETTINGS_CHARS: Final = 256 << 10
-"""Of the settings in all responses to a request: 128 with a bias for each token were 150 MB, which the loop made."""
+"""Limit of the settings in all responses to a request: 128 choices with a bias for each token were 150 MB, which the
+event loop had to make."""
 
 
 class PreparedRaw(msgspec.Struct, frozen=True, kw_only=True):
-    """A job, and the form of its response for a client that calls the model ``model``; ``fields`` selects some of it,
-    none for all."""
+    """A job, and the form of its response for a client that calls the model ``model``; ``fields`` selects fields of the
+    response, empty for all."""
 
     job: Job
     model: str
@@ -50,7 +51,7 @@ class PreparedRaw(msgspec.Struct, frozen=True, kw_only=True):
     prompts: list[str]
     """The text of each of the job's prompts, control tokens by their names; "" if all of them together are too long."""
     settings: GenerationSettings
-    """Those of the first choice, without lists and texts if those are too long for all choices."""
+    """The settings of the first choice, without lists and texts if those are too long for all choices together."""
 
 
 class WholeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,14 +114,15 @@ def _prepared(ask: RawCompletionRequest, asking: Asking) -> PreparedRaw:
 
 
 def _short(settings: GenerationSettings, choices: int) -> GenerationSettings:
-    """``settings`` as the responses of all ``choices`` can have them: with each goes what a client sent once."""
+    """Return ``settings`` as the responses of all ``choices`` can have them: each response repeats what the client sent
+    once."""
     if len(msgspec.json.encode(settings)) * choices <= MAX_SETTINGS_CHARS:
         return settings
     return msgspec.structs.replace(settings, logit_bias=[], grammar="", stop=[], dry_sequence_breakers=[])
 
 
 def _with_ids(ask: RawCompletionRequest, served: TextModel) -> RawCompletionRequest:
-    """``ask`` with prompts that mix ids and texts, or have pictures, as ids."""
+    """Return ``ask`` with prompts that mix ids and texts, or have pictures, converted to ids."""
     places = [
         (f"prompt[{number}]" if isinstance(ask.prompt, list) else "prompt", each)
         for number, each in enumerate(ask.mixed_prompts)
@@ -143,7 +145,7 @@ def _with_ids(ask: RawCompletionRequest, served: TextModel) -> RawCompletionRequ
 
 
 def _sent(prompt: SeenPrompt, at: str) -> list[SentPicture]:
-    """The pictures of ``prompt``, each with a marker in its text."""
+    """Return the pictures of ``prompt``, each with a marker in its text."""
     markers, pictures = prompt.prompt_string.count(MARKER), len(prompt.multimodal_data)
     if markers != pictures:
         raise RequestError(
@@ -188,7 +190,7 @@ def detokenize(body: bytes, asking: Asking) -> WholeBody:
 
 
 def _shown_text(tokens: list[int], vocabulary: Vocabulary) -> str:
-    """The text of ``tokens``, control tokens by their names; rows of pictures have none."""
+    """Return the text of ``tokens``, control tokens by their names; embeddings of pictures have no text."""
     shown = (vocabulary.piece(token) or vocabulary.name(token).encode() for token in tokens if token >= 0)
     return b"".join(shown).decode("utf-8", "replace")
 
@@ -206,7 +208,7 @@ def _whole(response: msgspec.Struct) -> WholeBody:
 
 
 def pieces(tokens: list[int], vocabulary: Vocabulary) -> list[dict[str, Any]]:
-    """Each token with its text, or with its bytes if they are not valid text."""
+    """Return each token with its text, or with its bytes if they are not valid text."""
     return [{"id": token, "piece": _text_or_bytes(vocabulary.piece(token))} for token in tokens]
 
 

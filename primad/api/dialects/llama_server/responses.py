@@ -1,4 +1,4 @@
-"""The responses of llama-server's own paths, in its form. Pure."""
+"""The responses of llama-server's own paths. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CompletionPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole ``/completion``, or the last event of a streamed one (``content`` is empty then)."""
+    """A complete ``/completion``, or the last event of a streamed one (``content`` is empty then)."""
 
     index: int = 0
     content: str
@@ -76,7 +76,7 @@ class SampledChance(TokenChance, frozen=True, kw_only=True):
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True):
-    """A slot in which requests run, one after another."""
+    """A slot, in which requests run one after another."""
 
     id: int = 0
     n_ctx: int
@@ -87,8 +87,8 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(slots=True, kw_only=True)
 class RawCompletion:
     """A choice of ``/completion`` as it is generated, for a client that calls the model ``model``, with the text of its
-    ``prompt`` and its ``settings``; times are those of the ``clock``. If it ``times_parts``, each part of a stream has
-    its timings."""
+    ``prompt`` and its ``settings``. Times are those of ``clock``. If it ``times_parts``, each part of a stream has its
+    timings."""
 
     model: str
     prompt: str
@@ -101,7 +101,7 @@ class RawCompletion:
     has_new_line: bool = False
 
     def part(self, written: Written, now_s: float) -> CompletionPart:
-        """The event of ``written``."""
+        """Return the event for ``written``."""
         self.clock.count(written.sampled, written.cached, now_s)
         self.has_new_line = self.has_new_line or "\n" in written.text
         return CompletionPart(
@@ -115,7 +115,7 @@ class RawCompletion:
         )
 
     def chances(self, tokens: Iterable[Placed[Sampled]]) -> Iterator[SampledChance]:
-        """The probabilities of ``tokens`` one by one, if requested."""
+        """Yield the probabilities of ``tokens`` one by one, if requested."""
         if not self.with_probs:
             return
         for placed in tokens:
@@ -130,7 +130,7 @@ class RawCompletion:
         return {"id": token, "token": text, "bytes": list(piece), "logprob": max(logprob, IMPOSSIBLE)}
 
     def whole(self, completed: WrittenChoice, chances: Any, now_s: float) -> CompletionEnd:
-        """The whole response, with its ``chances``; the ``clock`` observed its generation."""
+        """Return the complete response, with its ``chances``; ``clock`` observed its generation."""
         end = self.end(completed.finish, completed.stopped_by, now_s)
         return msgspec.structs.replace(
             end,
@@ -141,7 +141,7 @@ class RawCompletion:
         )
 
     def end(self, finish: str, stopped_by: str | None, now_s: float) -> CompletionEnd:
-        """The last event."""
+        """Return the last event."""
         total = self.clock.prompt_tokens + self.clock.predicted
         return CompletionEnd(
             index=self.choice.index,
@@ -162,8 +162,8 @@ class RawCompletion:
 
 
 def picked(end: CompletionEnd, fields: Sequence[str]) -> Any:
-    """The existing ``fields`` of ``end``, under their last names; all for none. ``timings/prompt_n`` is a nested
-    one."""
+    """Return the existing ``fields`` of ``end``, under the last part of their names; all if ``fields`` is empty.
+    ``timings/prompt_n`` names a nested field."""
     if not fields:
         return end
     whole = msgspec.json.decode(msgspec.json.encode(end))
@@ -178,7 +178,7 @@ def picked(end: CompletionEnd, fields: Sequence[str]) -> Any:
 
 
 def props(served: ServedModel) -> dict[str, Any]:
-    """``GET /props``. The template's features are read off the names that it mentions."""
+    """``GET /props``. The template's features are recognised by the names that it mentions."""
     template = served.vocabulary.chat_template or CHATML
     return {
         "default_generation_settings": {"id": 0, "n_ctx": served.context_tokens, "params": _usual(served)},
@@ -207,7 +207,7 @@ def router_props() -> dict[str, Any]:
 
 
 def _usual(served: ServedModel) -> dict[str, Any]:
-    """Default sampling settings."""
+    """Return the default sampling settings."""
     usual = asdict(served.sampling)
     reach = usual.pop("penalty_tokens")
     return usual | {"repeat_last_n": reach, "n_predict": -1, "max_tokens": -1, "stop": []}

@@ -64,18 +64,18 @@ class _Routes:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._props: tuple[ServedModel | None, bytes] = (None, b"")
-        """Of the model that was served last."""
+        """The model that was served last and its ``/props``, to make them only once."""
 
     async def tokenize(self, request: Request) -> Response:
-        """A text as token ids."""
+        """Return a text as token ids."""
         return await self._whole(request, prepared.tokenize)
 
     async def detokenize(self, request: Request) -> Response:
-        """Token ids as text, control tokens by their names."""
+        """Return token ids as text, control tokens by their names."""
         return await self._whole(request, prepared.detokenize)
 
     async def apply_template(self, request: Request) -> Response:
-        """The prompt that the model's template makes of the messages."""
+        """Return the prompt that the model's template makes of the messages."""
         return await self._whole(request, prepared.apply_template)
 
     async def _whole(self, request: Request, preparation: Preparation[prepared.WholeBody]) -> Response:
@@ -83,7 +83,7 @@ class _Routes:
         return in_pieces(whole.body)
 
     async def props(self, request: Request) -> Response:
-        """The context and the chat template of a loaded model; of the server if none is loaded."""
+        """Return the context and the chat template of a loaded model; of the server if no model is loaded."""
         looking = self._endpoint.looking(request)
         if looking is None:
             return json_response(router_props())
@@ -92,7 +92,7 @@ class _Routes:
         return Response(self._props[1], media_type="application/json")
 
     async def slots(self, request: Request) -> Response:
-        """Running requests; none if no model is loaded."""
+        """Return running requests; an empty list if no model is loaded."""
         looking = self._endpoint.looking(request)
         if looking is None:
             return json_response([])

@@ -68,14 +68,14 @@ class RawCompletionRequest(FreeSamplers, CompletionRequest):
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens of a response, or None for the rest of the context; 0: only compute the prompt, for the
+        """The limit of a response's tokens, or None for the rest of the context; 0: only compute the prompt, for the
         cache."""
         limit = self.max_tokens if self.n_predict is None else self.n_predict
         return None if limit is None or limit < 0 else limit
 
     @property
     def mixed_prompts(self) -> list[str | SeenPrompt | PromptTokens | list[int | str | SeenPrompt]]:
-        """Each prompt by itself: a text, or ids and texts in turn. Strings alone are one prompt each."""
+        """The single prompts: each a text, or a mix of ids and texts. Strings alone are one prompt each."""
         whole: Any = self.prompt
         if isinstance(whole, str | SeenPrompt | PromptTokens):
             return [whole]
@@ -84,7 +84,7 @@ class RawCompletionRequest(FreeSamplers, CompletionRequest):
 
     @property
     def prompts(self) -> list[str | list[int] | PromptTokens]:
-        """Each prompt; mixed ones of ids and texts are ids by now, those with pictures too."""
+        """The single prompts; those that mixed ids and texts, or had pictures, are already converted to ids."""
         return self.mixed_prompts  # type: ignore[return-value]
 
     @property
@@ -116,5 +116,5 @@ class InfillRequest(RawCompletionRequest):
 
     @property
     def prompts(self) -> list[str | list[int] | PromptTokens]:
-        """The text before the gap."""
+        """The text before the gap, as the only prompt."""
         return [self.input_prefix + self.prompt]

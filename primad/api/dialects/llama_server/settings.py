@@ -12,15 +12,15 @@ from primad.ring.messages import Sampling
 
 
 class Bias(msgspec.Struct, frozen=True, kw_only=True):
-    """The bias added to a token's logit; None: never, since JSON has no infinity."""
+    """The bias added to a token's logit; None: the token never occurs, since JSON has no infinity."""
 
     token: int
     bias: float | None
 
 
 class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The requested settings, and the defaults. The names are llama-server's; settings without a choice here have its
-    value for "off"."""
+    """The requested settings, and the defaults. The names are llama-server's; settings that primad does not offer have
+    llama-server's value for "off"."""
 
     n_ctx: int
     model: str
@@ -83,7 +83,7 @@ def settings_of(
     n_probs: int = 0,
     times_parts: bool = False,
 ) -> GenerationSettings:
-    """The settings of ``sampling`` and the other options; ``n_predict`` -1: as many tokens as fit."""
+    """Return the settings of ``sampling`` and the other options; ``n_predict`` -1: as many tokens as fit."""
     return GenerationSettings(
         **{name: getattr(sampling, name) for name in _SAME},
         n_ctx=n_ctx,

@@ -1,1 +1,1 @@
-"""Ollama's dialect: chat, generate, and what it says of models."""
+"""Ollama's dialect: chat, generate, and facts about models."""

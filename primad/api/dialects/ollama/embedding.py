@@ -43,7 +43,7 @@ class _Handlers:
         self._endpoint = endpoint
 
     async def embed(self, request: Request) -> Response:
-        """Vectors of texts; none without texts, which only loads the model."""
+        """Return the vectors of texts; without texts only load the model."""
         begun_s = time.perf_counter()
         asked = await self._endpoint.prepare(request, prepared.embed)
         vectors: Any = []
@@ -61,7 +61,7 @@ class _Handlers:
         return long.response(response)
 
     async def embed_one(self, request: Request) -> Response:
-        """The vector of a prompt; none without a prompt."""
+        """Return the vector of a prompt; empty without a prompt."""
         asked = await self._endpoint.prepare(request, prepared.embed_one)
         vector = list[float]()
         if asked.texts is not None:
@@ -77,7 +77,7 @@ def _choosing(text: str) -> Choosing:
 
 
 def routes(endpoint: Endpoint) -> tuple[Route, ...]:
-    """Both paths."""
+    """Return both routes."""
     here = _Handlers(endpoint)
     return (
         Route(
@@ -98,7 +98,7 @@ def routes(endpoint: Endpoint) -> tuple[Route, ...]:
 
 
 def listed(embeddings: Embeddings) -> dict[str, Any]:
-    """The embedding model as an entry of ``GET /api/tags``."""
+    """Return the embedding model as an entry of ``GET /api/tags``."""
     name = embeddings.name + LATEST
     return model_entry(name, embeddings.created, 0, name, model_details("", "", "") | {"families": []})
 

@@ -1,4 +1,4 @@
-"""From Ollama's requests to the core's. Pure."""
+"""Translates Ollama's requests into the core's. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from primad.api.dialects.openai.schema import ChatRequest, CompletionRequest, bu
 from primad.errors import RequestError
 
 LATEST: Final = ":latest"
-"""The tag of Ollama's clients for a name without one."""
+"""The tag that Ollama's clients add to a name without one."""
 _OPTIONS: Final = (
     "temperature",
     "top_p",
@@ -35,7 +35,7 @@ _OPTIONS: Final = (
     "mirostat_eta",
     "stop",
 )
-"""Options that are fields of the core. Others are about loading a model (``num_ctx``, ``num_gpu``), and are ignored."""
+"""Options that are fields of the core. Others concern loading a model (``num_ctx``, ``num_gpu``) and are ignored."""
 
 NAMES: Final = {name: f"options.{name}" for name in _OPTIONS} | {
     "max_tokens": "options.num_predict",
@@ -43,16 +43,16 @@ NAMES: Final = {name: f"options.{name}" for name in _OPTIONS} | {
     "json_schema": "format",
     "reasoning_effort": "think",
 }
-"""Names of the core's fields here."""
+"""Ollama's names of the core's fields."""
 
 
 def plain(name: str) -> str:
-    """A model's name without the default tag."""
+    """Return a model's name without the default tag."""
     return name.removesuffix(LATEST)
 
 
 def chat_request(ask: OllamaChatRequest) -> ChatRequest:
-    """``ask`` as a chat request. Raises ``RequestError`` for unsupported features."""
+    """Return ``ask`` as a chat request. Raises ``RequestError`` for unsupported features."""
     fields: dict[str, Any] = {
         "messages": [_message(message, number) for number, message in enumerate(ask.messages or ())]
     }
@@ -62,7 +62,7 @@ def chat_request(ask: OllamaChatRequest) -> ChatRequest:
 
 
 def generate_request(ask: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
-    """``ask`` as a chat request of one message, with ``raw`` or ``suffix`` as a completion; raises like
+    """Return ``ask`` as a chat request of one message, with ``raw`` or ``suffix`` as a completion request; raises like
     ``chat_request``."""
     if ask.images and (ask.raw or ask.suffix):
         raise RequestError("images: go with the model's template alone; leave out raw and suffix", param="images")
@@ -96,7 +96,7 @@ def _shared(ask: OllamaRequest) -> dict[str, Any]:
 
 
 def _content(text: str, images: Sequence[str] | None, at: str) -> str | list[dict[str, Any]]:
-    """Pictures stand before the text, as in Ollama, and so do sounds, which it takes among them."""
+    """Put pictures before the text, as Ollama does, and sounds too, which Ollama's clients send among the pictures."""
     if not images:
         return text
     pictures = [{"type": "media", "source": each, "called": f"{at}[{number}]"} for number, each in enumerate(images)]

@@ -1,4 +1,4 @@
-"""Which model Ollama's clients want, and how long it is to stay: ``keep_alive``, with Go's durations
+"""Reads which model Ollama's clients want, and how long it should stay loaded: ``keep_alive``, with Go's durations
 (https://pkg.go.dev/time). Pure."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NUMBER: Final = re.compile(r"[-+]?\d+(\.\d+)?")
 
 
 def ollama_wanted(fields: Fields, text: Raw) -> WantedModel:
-    """What a request for ``text`` wants. Streams are the rule; without a text it only loads the model."""
+    """Return what a request for ``text`` wants. Streaming is the default; without a text it only loads the model."""
     found, is_empty = wanted(fields), small(text) in _EMPTY
     return replace(
         found,
@@ -36,8 +36,8 @@ def ollama_wanted(fields: Fields, text: Raw) -> WantedModel:
 
 
 def keep_alive_s(given: Any) -> float | None:
-    """The seconds of ``given``, a number or a text like ``5m`` or ``1h30m``; negative for ever, None as the server does
-    without. Raises ``RequestError``."""
+    """Return the seconds of ``given``, a number or a text like ``5m`` or ``1h30m``; negative: for ever; None: the
+    server's default. Raises ``RequestError``."""
     match given:
         case None:
             return None

@@ -1,4 +1,4 @@
-"""Offered models in Ollama's shapes, loaded or not. Pure."""
+"""Offered models in Ollama's form, loaded or not. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from primad.api.dialects.ollama.responses import NEVER, iso, model_details, mode
 
 
 def entry(model: OfferedModel) -> dict[str, Any]:
-    """``model`` in ``GET /api/tags``."""
+    """Return ``model`` as an entry of ``GET /api/tags``."""
     size = model.size_bytes
     return model_entry(tagged(model.id), model.created, size, f"{model.id} {size}", _details(model))
 
 
 def loaded_entry(model: OfferedModel, served: ServedModel | None) -> dict[str, Any]:
-    """``model`` in ``GET /api/ps``. Its memory is that of all devices; which part of it GPUs have is not known here."""
+    """Return ``model`` as an entry of ``GET /api/ps``. Its memory is the sum of all devices, ``size_vram`` the part on
+    GPUs."""
     return entry(model) | {
         "size": sum(model.memory_bytes.values()) or model.size_bytes,
         "expires_at": NEVER if model.expires_at_s is None else iso(model.expires_at_s),
@@ -28,7 +29,7 @@ def loaded_entry(model: OfferedModel, served: ServedModel | None) -> dict[str, A
 
 
 def shown_model(model: OfferedModel, served: ServedModel | None) -> dict[str, Any]:
-    """``POST /api/show``: only a loaded model, as it is ``served``, has its chat template here."""
+    """``POST /api/show``. Only a loaded model, given as ``served``, has its chat template here."""
     if served is not None:
         return shown(served) | {"details": _details(model)}
     architecture = model.architecture or "llama"
@@ -46,7 +47,7 @@ def shown_model(model: OfferedModel, served: ServedModel | None) -> dict[str, An
 
 
 def listed(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A list of entries."""
+    """Return a list of entries."""
     return {"models": list(models)}
 
 

@@ -1,4 +1,4 @@
-"""The text process's handling of Ollama's requests. Pure."""
+"""Prepares Ollama's requests in the text process. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AskedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreparedEmbedding(msgspec.Struct, frozen=True, kw_only=True):
-    """Texts to embed, None for none, for a client that calls the model ``model``."""
+    """Texts to embed (None: no texts), for a client that calls the model ``model``."""
 
     model: str
     texts: PreparedTexts | None

@@ -1,4 +1,4 @@
-"""Ollama's paths that download and delete models: only the owner, and keys that have the right, may."""
+"""Ollama's paths that download and delete models: only for the owner and for keys with that right."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SUCCESS: Final = "success"
 
 
 class PullLine(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a download is; the last line says ``success``. ``digest`` is another one for each file."""
+    """The progress of a download; the last line says ``success``. Each file has another ``digest``."""
 
     status: str
     digest: str | UnsetType = UNSET
@@ -35,13 +35,13 @@ class PullLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PullPaths:
-    """The routes."""
+    """The routes that download and delete models."""
 
     def __init__(self, endpoint: Endpoint, models: Models, framing: Framing) -> None:
         self._endpoint, self._models, self._framing = endpoint, models, framing
 
     def routes(self) -> tuple[Route, ...]:
-        """Both."""
+        """Return both routes."""
         return (
             Route(
                 path="/api/pull",
@@ -55,7 +55,7 @@ class PullPaths:
         )
 
     async def pull(self, request: Request) -> Response:
-        """Download a model from the hub; a client that leaves ends it, and asking again resumes it."""
+        """Download a model from the hub. A client that leaves stops the download; the same request resumes it."""
         self._endpoint.check_owner(request)
         asked = await named_model(request, self._endpoint.timings.body_timeout_s)
         lines = self._lines(hub_name(asked.called))
@@ -72,7 +72,7 @@ class PullPaths:
 
     async def _lines(self, name: str) -> AsyncGenerator[PullLine, None]:
         has_begun = False
-        async with aclosing(self._models.pull(name)) as pulled:  # it stops at once when its client leaves
+        async with aclosing(self._models.pull(name)) as pulled:  # stops the download when its client leaves
             async for progress in pulled:
                 if not has_begun:
                     has_begun = True
@@ -99,7 +99,7 @@ def _line(progress: PullProgress) -> PullLine:
 
 
 def hub_name(name: str) -> str:
-    """The name of a model of the hub as Ollama's clients write it (``hf.co/owner/repo:Q4_K_M``)."""
+    """Return the name of a hub model, given as Ollama's clients write it (``hf.co/owner/repo:Q4_K_M``)."""
     for hub in _HUBS:
         name = name.removeprefix(hub)
     return plain(name)

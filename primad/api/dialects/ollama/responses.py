@@ -1,6 +1,6 @@
 """The responses of Ollama's paths: lines of JSON, and facts about models. Pure.
 
-Times of day are Unix seconds when they come in and ISO 8601 when they go out; durations go out in nanoseconds.
+Times of day are passed in as Unix seconds and written in ISO 8601; durations are written in nanoseconds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OllamaGivenCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a chat's response, or all of it."""
+    """The message of a chat's response, or a part of it."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -60,7 +60,8 @@ class OllamaReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a response, or all of it: ``message`` in a chat, ``response`` from generate; counts when it is done."""
+    """One line of a response, or the complete response: ``message`` in a chat, ``response`` from generate; counts once
+    it is done."""
 
     model: str
     created_at: str
@@ -79,14 +80,14 @@ class OllamaLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ollama_error(exc: PrimadError) -> OllamaError:
-    """Ollama's error object for ``exc``."""
+    """Return Ollama's error object for ``exc``."""
     return OllamaError(error=str(exc))
 
 
 @dataclass(slots=True, kw_only=True)
 class LinesResponse:
-    """One response, with its thoughts if it ``shows_thoughts``; ``model`` is the client's name for it. Times are those
-    of the ``clock``, except ``created``."""
+    """One response, with its thoughts if it ``shows_thoughts``; ``model`` is the client's name for the model. Times are
+    those of ``clock``, except ``created``."""
 
     model: str
     is_chat: bool
@@ -94,12 +95,12 @@ class LinesResponse:
     created: float
     clock: CompletionClock
     vocabulary: TokenPieces | None = None
-    """Log-probabilities, if requested."""
+    """Set if log-probabilities are requested."""
     begun: list[GivenPart] = field(default_factory=list, init=False)
-    """The incomplete call: lines have whole calls."""
+    """The parts of an incomplete call: lines have only complete calls."""
 
     def part(self, written: Written, now_s: float) -> OllamaLine | None:
-        """The line for ``written``, if there is enough for one; the last one ends the response."""
+        """Return the line for ``written``, if there is enough for one; the last line ends the response."""
         self.clock.count(written.sampled, written.cached, now_s)
         self.begun += written.calls
         if written.finish is not None:
@@ -111,20 +112,20 @@ class LinesResponse:
         return self._line(written, calls) if is_something else None
 
     def entries(self, completed: WrittenChoice) -> Iterator[bytes]:
-        """Its log-probabilities, if requested."""
+        """Yield the response's log-probabilities, if requested."""
         return iter(()) if self.vocabulary is None else encoded_chat(completed.tokens, self.vocabulary)
 
     def whole(self, completed: WrittenChoice, entries: Any, now_s: float) -> OllamaLine:
-        """The whole response, with its ``entries``; the ``clock`` observed its generation."""
+        """Return the complete response, with its ``entries``; ``clock`` observed its generation."""
         line = self._end(completed, completed.calls, completed.finish, now_s)
         return msgspec.structs.replace(line, logprobs=entries) if entries else line
 
     def nothing(self) -> OllamaLine:
-        """A keep-alive without content."""
+        """Return a keep-alive without content."""
         return self._line(None)
 
     def loaded(self, reason: str = "load") -> OllamaLine:
-        """The response to a request that only loads the model, or with this ``reason`` unloads it."""
+        """Return the response to a request that only loads the model, or with this ``reason`` unloads it."""
         return self._line(None, done=True, done_reason=reason)
 
     def _end(
@@ -170,12 +171,12 @@ def _given(call: GivenCall) -> OllamaGivenCall:
 
 
 def _cut(call: GivenCall) -> str:
-    """An incomplete call is text, since clients would execute it."""
+    """Return an incomplete call as text, since clients would execute it as a call."""
     return f'{{"name": {json.dumps(call.name, ensure_ascii=False)}, "arguments": {call.arguments}'
 
 
 def tags(served: ServedModel | None, also: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """``GET /api/tags``: the served model by its names, none until it is known; and what there is ``also``."""
+    """``GET /api/tags``: the served model by its names, none until it is known; and the entries ``also``."""
     return {"models": [*([_entry(served, name) for name in served.all_names] if served else []), *also]}
 
 
@@ -215,12 +216,12 @@ def _entry(served: ServedModel, name: str) -> dict[str, Any]:
 
 
 def tagged(name: str) -> str:
-    """A model's name with a tag, which clients expect."""
+    """Return a model's name with a tag, which clients expect."""
     return name if ":" in name else name + LATEST
 
 
 def model_entry(tag: str, created: float, size_bytes: int, same: str, details: Mapping[str, Any]) -> dict[str, Any]:
-    """A model in a list; those with the ``same`` text are one model under several tags."""
+    """Return a model's entry in a list; entries with the ``same`` text are one model under several tags."""
     return {
         "name": tag,
         "model": tag,
@@ -232,12 +233,12 @@ def model_entry(tag: str, created: float, size_bytes: int, same: str, details: M
 
 
 def digest_of(text: str) -> str:
-    """Clients take models and files with the same digest for one."""
+    """Return a digest of ``text``. Clients treat models and files with the same digest as identical."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def model_details(family: str, parameters: str, quantisation: str) -> dict[str, Any]:
-    """What is said of a model wherever one is named."""
+    """Return the details that accompany every mention of a model."""
     return {
         "parent_model": "",
         "format": "gguf",
@@ -259,10 +260,10 @@ def _short(count: int) -> str:
 
 
 def iso(unix_s: float) -> str:
-    """A moment in Unix seconds as ISO 8601."""
+    """Return a moment in Unix seconds as ISO 8601."""
     return datetime.fromtimestamp(unix_s, UTC).isoformat().replace("+00:00", "Z")
 
 
 def nanoseconds(seconds: float) -> int:
-    """A duration in seconds, in Ollama's unit."""
+    """Return a duration in seconds in Ollama's unit."""
     return round(1e9 * seconds)

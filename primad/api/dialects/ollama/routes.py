@@ -55,7 +55,7 @@ _LINES: Final = Framing(media_type="application/x-ndjson", message=_line, error=
 
 
 def _bare(model: str, *, is_chat: bool) -> LinesResponse:
-    """Lines without content."""
+    """Return lines without content."""
     clock = CompletionClock(prompt_tokens=0, begun_s=time.perf_counter())
     return LinesResponse(model=model, is_chat=is_chat, shows_thoughts=False, created=time.time(), clock=clock)
 
@@ -65,11 +65,11 @@ class _Routes:
         self._endpoint = endpoint
 
     async def version(self, request: Request) -> Response:
-        """The Ollama version of these paths."""
+        """Return the Ollama version of these paths."""
         return json_response({"version": API_VERSION})
 
     async def tags(self, request: Request) -> Response:
-        """The models that there are."""
+        """Return the available models."""
         beside = self._endpoint.embeddings
         if (models := self._endpoint.models) is not None:
             await models.look()
@@ -81,7 +81,7 @@ class _Routes:
         return json_response(tags(served, [embedding.listed(beside)] if beside is not None and is_other else []))
 
     async def running(self, request: Request) -> Response:
-        """The loaded models."""
+        """Return the loaded models."""
         if (models := self._endpoint.models) is not None:
             loaded = models.loaded()
             offered = [each for each in models.offered() if each.id in loaded]
@@ -89,7 +89,7 @@ class _Routes:
         return json_response(running(self._endpoint.model()))
 
     async def show(self, request: Request) -> Response:
-        """Facts about a model, which is not loaded for that."""
+        """Return facts about a model, without loading it."""
         if (models := self._endpoint.models) is not None:
             asked = await named_model(request, self._endpoint.timings.body_timeout_s)
             await models.look()
@@ -105,11 +105,11 @@ class _Routes:
         return await self._respond(request, prepared.chat)
 
     async def generate(self, request: Request) -> Response:
-        """Answer a prompt."""
+        """Respond to a prompt."""
         return await self._respond(request, prepared.generate)
 
     def choosing(self, *, is_chat: bool) -> Choosing:
-        """How its requests choose a model; they hear nothing but lines without content."""
+        """Return how these requests choose a model; while they wait they get only lines without content."""
 
         def nothing(wants: WantedModel) -> LinesResponse:
             return _bare(wants.model, is_chat=is_chat)

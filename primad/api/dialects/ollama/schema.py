@@ -47,8 +47,8 @@ class ModelRequest(Strict):
 
 
 class OllamaRequest(Strict):
-    """Common to chat and generate. ``keep_alive`` is accepted and ignored: the model stays. A conversation that is too
-    long loses its oldest turns, unless ``truncate`` is false."""
+    """Fields common to chat and generate. ``keep_alive`` is accepted and ignored: the model stays loaded. A
+    conversation that is too long loses its oldest turns, unless ``truncate`` is false."""
 
     model: Annotated[str, Field(max_length=512)]
     stream: bool | None = None
@@ -84,12 +84,12 @@ class OllamaGenerateRequest(OllamaRequest):
 
 
 class FreeChatRequest(FreeSamplers, ChatRequest):
-    """The core's fields of a chat, with Ollama's numbers."""
+    """The core's fields of a chat, with the value ranges of Ollama."""
 
     max_tokens: Annotated[TokenLimit | None, Whole] = None
 
 
 class FreeCompletionRequest(FreeSamplers, CompletionRequest):
-    """The core's fields of a raw prompt, or one with a suffix."""
+    """The core's fields of a raw prompt, or of one with a suffix."""
 
     max_tokens: Annotated[TokenLimit | None, Whole] = None

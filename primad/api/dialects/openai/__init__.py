@@ -1,1 +1,1 @@
-"""The OpenAI dialect of the HTTP interface: its schema, responses and errors."""
+"""OpenAI's dialect: its schema, responses and errors."""

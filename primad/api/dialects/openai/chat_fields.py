@@ -1,8 +1,6 @@
-"""A conversation in a request: its messages, the chat template's variables, and its tools.
+"""Request fields of a conversation: its messages, the chat template's variables, and its tools. Pure.
 
-Drops the oldest messages of a conversation that became too long for the context. Pure.
-
-Request fields for the model's own chat template.
+Also drops the oldest messages of a conversation that became too long for the context.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from primad.errors import printable
 NO_AUDIO = only(None, why="this server returns text only")
 _REPORTED: Final = ("system", "developer")
 _MIN_SHARE: Final = 4
-"""At least one token in this many of the context is left for a response without a limit."""
+"""A response without a limit keeps at least one in this many tokens of the context."""
 MAX_DOCUMENTS: Final = 128
 MAX_TEMPLATE_VARIABLES: Final = 32
 _OURS: Final = frozenset(
@@ -58,7 +56,7 @@ class TemplateFields(Strict):
         return value
 
     def variables_for(self, template: str) -> dict[str, Any]:
-        """The variables of ``template``, by its own names. ``chat_template_kwargs`` overrides the others."""
+        """Return the variables of ``template``, by its own names. ``chat_template_kwargs`` overrides the others."""
         rendered = thinking_variables(template, self.enable_thinking, self.reasoning_effort)
         documents = {} if self.documents is None else {"documents": self.documents}
         return rendered | documents | (self.chat_template_kwargs or {})
@@ -131,19 +129,20 @@ class Message(Strict):
 
     @property
     def is_begun(self) -> bool:
-        """Whether it is text of the assistant's, which a response can continue."""
+        """Whether it is text of the assistant, which a response can continue."""
         return self.role == "assistant" and not self.tool_calls and not self.is_empty
 
     @property
     def is_empty(self) -> bool:
-        """Whether it is the assistant's and empty."""
+        """Whether it is an empty message of the assistant."""
         rendered = self.for_template()
         return self.role == "assistant" and not (
             rendered["content"].strip() or rendered.get("tool_calls") or rendered.get("reasoning_content", "").strip()
         )
 
     def for_template(self) -> dict[str, Any]:
-        """The message for chat templates: text parts joined by newlines, pictures as markers, null content as ""."""
+        """Return the message for chat templates: text parts joined by newlines, pictures as markers, null content as
+        ""."""
         match self.content:
             case None:
                 text = ""
@@ -161,7 +160,7 @@ class Message(Strict):
 
 
 def _joined(parts: Sequence[TextPart | PicturePart]) -> str:
-    """As llama-server has it: each text on a line of its own, but beside a picture."""
+    """Join ``parts`` as llama-server does: each text on its own line, except next to a picture."""
     text = ""
     for before, part in zip([None, *parts], parts, strict=False):
         is_beside = before is None or isinstance(before, PicturePart) or isinstance(part, PicturePart)
@@ -212,7 +211,7 @@ class ChatFields(TemplateFields, ToolFields):
 
     @property
     def pictures(self) -> list[SentPicture]:
-        """Those of the messages, in order."""
+        """The pictures of the messages, in order."""
         return [
             SentPicture(part.called or f"messages[{number}].content[{place}]", part.source, _KINDS[part.type])
             for number, message in enumerate(self.messages)
@@ -222,18 +221,19 @@ class ChatFields(TemplateFields, ToolFields):
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages for chat templates, without an empty last one of the assistant's that some clients send."""
+        """Return the messages for chat templates, without an empty last message of the assistant, which some clients
+        send."""
         found = [message.for_template() for message in self.messages]
         return found[:-1] if len(found) > 1 and self.messages[-1].is_empty else found
 
 
 def completion_room(context_tokens: int, limit: int | None) -> int:
-    """The number of tokens to leave for a response of at most ``limit``: never more than half of the context."""
+    """Return the number of tokens to leave for a response of at most ``limit``: never more than half of the context."""
     return min(context_tokens // _MIN_SHARE if limit is None else limit, context_tokens // 2)
 
 
 def shifted(messages: Sequence[Message], fits: Callable[[list[Message]], bool]) -> list[Message]:
-    """``messages`` without the fewest oldest exchanges such that it ``fits``.
+    """Return ``messages`` with as few of the oldest exchanges dropped as needed for ``fits``.
 
     An exchange starts with a user's message, so that calls keep their results. System messages and the last exchange
     always stay.

@@ -66,7 +66,7 @@ class _Handlers:
         self._endpoint = endpoint
 
     async def embed(self, request: Request) -> Response:
-        """Vectors of texts."""
+        """Return the vectors of texts."""
         asked = await self._endpoint.prepare(request, prepared.embedding)
         found = await embed(self._endpoint, request, asked)
         vectors: Iterator[Any] = map(_base64, found.rows) if asked.as_base64 else map(msgspec.Raw, found.encoded())
@@ -76,7 +76,7 @@ class _Handlers:
         return long.response(EmbeddingList(model=found.model, data=listed, usage=_usage(found.tokens)))
 
     async def rerank(self, request: Request) -> Response:
-        """Documents ranked by similarity to a query."""
+        """Return documents ranked by similarity to a query."""
         asked = await self._endpoint.prepare(request, prepared.ranking)
         documents = PreparedTexts(model=asked.model, texts=list(asked.documents), param="documents", numbered=True)
         found = await embed(self._endpoint, request, documents, query=asked.query)
@@ -98,7 +98,7 @@ def _usage(tokens: int) -> EmbeddingUsage:
 
 
 def routes(endpoint: Endpoint) -> tuple[Route, ...]:
-    """The paths of both, with and without ``/v1``."""
+    """Return the routes of both, with and without ``/v1``."""
     here = _Handlers(endpoint)
     return (
         *(
@@ -113,7 +113,7 @@ def routes(endpoint: Endpoint) -> tuple[Route, ...]:
 
 
 def listed(embeddings: Embeddings) -> Model:
-    """The embedding model as an entry of the models."""
+    """Return the embedding model as an entry of the models."""
     maximum = embeddings.max_text_tokens
     return Model(
         id=embeddings.name,

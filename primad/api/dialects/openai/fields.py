@@ -7,13 +7,13 @@ from pydantic_core import PydanticCustomError
 
 
 class Strict(BaseModel):
-    """No number in a string, no field that changes, no infinity; null means the default."""
+    """A model without conversion from strings, without changes and without infinity; null means the default."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 def expecting(what: str) -> WrapValidator:
-    """One clear sentence instead of an error of each member of a union."""
+    """Give one clear sentence instead of an error for each member of a union."""
 
     def check(value: object, handler: ValidatorFunctionWrapHandler) -> object:
         try:
@@ -25,7 +25,7 @@ def expecting(what: str) -> WrapValidator:
 
 
 def only(*allowed: object, why: str) -> AfterValidator:
-    """A known but unsupported feature: only values that do not use it pass."""
+    """Allow only values that do not use a known but unsupported feature."""
 
     def check(value: object) -> object:
         if not any(type(value) is type(harmless) and value == harmless for harmless in allowed):

@@ -1,4 +1,4 @@
-"""The samplers of the other dialects: every number that llama.cpp accepts, with its meaning.
+"""The samplers of the other dialects: every number that llama.cpp accepts, with llama.cpp's meaning.
 
 JSON has one kind of number, so 40.0 is 40. Values below the smallest effective one mean off, as in llama.cpp.
 """

@@ -1,7 +1,8 @@
 """Normalises what clients send back of earlier turns. Pure.
 
-Each server, gateway and client stores responses in its own way, and sends all of them with each turn: an error would
-end the chat for good. So everything that can be understood is; the rest is kept, and refused by name.
+Each server, gateway and client stores responses in its own way, and a client sends all of them with each turn, so an
+error would end the chat for good. So everything that can be understood is accepted; the rest is kept, and refused by
+name.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 _TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of parts with text, with the field that has it."""
+"""Types of parts with text, and the field with the text."""
 PICTURES: Final = ("image_url", "input_image")
 _THOUGHTS: Final = {"thinking": "thinking", "reasoning": "reasoning", "redacted_thinking": ""}
 _WORDED_AS: Final = ("reasoning", "thinking")
-"""Other names of ``reasoning_content``: of vLLM and OpenRouter, of Ollama."""
+"""Other names of ``reasoning_content``: that of vLLM and OpenRouter, and that of Ollama."""
 
 
 def understood(message: Any) -> Any:
-    """``message`` of a chat in the form of ``Message``."""
+    """Return ``message`` of a chat in the form of ``Message``."""
     if not isinstance(message, dict):
         return message
     message = dict(message)
@@ -47,7 +48,7 @@ def understood(message: Any) -> Any:
 
 
 def understood_call(call: Any) -> Any:
-    """A call of an earlier response in the form of ``ToolCall``."""
+    """Return a call of an earlier response in the form of ``ToolCall``."""
     if not isinstance(call, dict):
         return call
     custom = call.get("custom")
@@ -63,12 +64,12 @@ def understood_call(call: Any) -> Any:
 
 
 def arguments_of(value: Any) -> str:
-    """Arguments of a call as text, in whatever form they come."""
+    """Return a call's arguments as text, in whatever form they come."""
     return "{}" if value is None else as_text(value)
 
 
 def result_of(value: Any) -> Any:
-    """A tool's result, as text or parts, in whatever form it comes."""
+    """Return a tool's result as text or parts, in whatever form it comes."""
     is_read = value is None or (
         isinstance(value, list) and all(isinstance(part, str) or _has_type(part) for part in value)
     )
@@ -76,12 +77,12 @@ def result_of(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """``value`` as text; other types as JSON."""
+    """Return ``value`` as text; other types as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _call_id(name: Any) -> str:
-    """The id of a call without one: its result only names the function."""
+    """Return an id for a call without one: its result only names the function."""
     return f"call_{name}"
 
 
@@ -94,7 +95,7 @@ def _is_thought(part: Any) -> bool:
 
 
 def _thoughts(parts: Any) -> list[str]:
-    """The thoughts in ``parts``, as one text, if there are any."""
+    """Return the thoughts in ``parts`` as one text, if there are any."""
     found = []
     for part in parts if isinstance(parts, list) else ():
         thought = part.get(_THOUGHTS[part["type"]]) if _is_thought(part) else None
@@ -121,6 +122,6 @@ def _part(part: Any) -> Any:
 
 
 def picture_in(part: Any) -> Any:
-    """The URL, or base64, of a part that is a picture, as clients send one."""
+    """Return the URL or base64 of a part that is a picture, in any of the forms that clients send."""
     image = part.get("image_url")
     return image.get("url") if isinstance(image, dict) else image

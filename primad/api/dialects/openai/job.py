@@ -1,4 +1,4 @@
-"""From a valid request to the work for the served model: prompts as token ids, budgets and sampling. Pure."""
+"""Turns a valid request into the work for the served model: prompts as token ids, budgets and sampling. Pure."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from primad.errors import PromptTooLongError, RequestError
 def chat_job(
     request: ChatRequest, served: TextModel, *, seed: int, now: datetime, truncates: bool | None = None
 ) -> Job:
-    """The work of a chat request. ``seed`` is used if the request has none; ``now`` is the template's clock.
+    """Return the work of a chat request. ``seed`` is used if the request has none; ``now`` is the template's clock.
 
-    The oldest messages of a conversation that is too long are dropped if it ``truncates``; None: with context shift.
+    If it ``truncates``, the oldest messages of a conversation that is too long are dropped; None: only with context
+    shift.
 
     Raises ``RequestError`` for what the served model does not support and ``ModelError`` for a broken chat template.
     """
     check_model(request.model, [served])
-    known_pictures(request.pictures, served)  # before any work that would be done again with them
+    known_pictures(request.pictures, served)  # first, as missing pictures restart the preparation
     maximum = served.context_tokens - completion_room(served.context_tokens, request.token_limit)
     longest = served.vocabulary.longest_chars
     max_chars = None if longest is None else (served.context_tokens - 1) * longest
 
     def prompt_of(request: ChatRequest) -> tuple[str, PromptTokens | None]:
-        """Its text, and its tokens; None where it is far too long, however it is cut into tokens."""
+        """Return the prompt's text, and its tokens; None if it is far too long, however it is tokenized."""
         text = chat_text(request, served, now=now, max_chars=max_chars)
         is_too_long = max_chars is not None and len(text) > max_chars
         return text, None if is_too_long else chat_tokens(request, text, served)
@@ -57,7 +58,7 @@ def chat_job(
 
 
 def completion_job(request: CompletionRequest, served: TextModel, *, seed: int) -> Job:
-    """The work of a completion request. ``seed`` is used if the request has none.
+    """Return the work of a completion request. ``seed`` is used if the request has none.
 
     Raises ``RequestError`` for what the served model does not support.
     """
@@ -97,7 +98,7 @@ def _job(
     seed: int,
     at: str,
 ) -> Job:
-    """Each prompt, with its echo, ``n`` times; ``at`` names the field of the prompts."""
+    """Return a job of each prompt, with its echo, ``n`` times; ``at`` names the field of the prompts."""
     n = request.n or 1
     if len(prompts) * n > MAX_CHOICES:
         raise RequestError(f"{len(prompts)} prompts with n = {n} are more than {MAX_CHOICES} choices", param="n")
@@ -129,7 +130,7 @@ def _prompt(found: PromptTokens, echo: str, served: TextModel, limit: int | None
 
 
 def _room(prompt: list[int], served: TextModel, at: str) -> int:
-    """The number of tokens that the context leaves for the response, at least one."""
+    """Return the number of tokens that the context leaves for the response, at least one."""
     if not prompt:
         raise RequestError("the prompt has no tokens", param=at)
     room = served.context_tokens - len(prompt)

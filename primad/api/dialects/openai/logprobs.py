@@ -22,7 +22,7 @@ def chat_logprobs(tokens: Sequence[Placed[Sampled]], vocabulary: TokenPieces) ->
 
 
 def encoded_chat(tokens: Iterable[Placed[Sampled]], vocabulary: TokenPieces) -> Iterator[bytes]:
-    """The same one by one, as JSON."""
+    """Yield the tokens in chat form one by one, as JSON."""
     return (msgspec.json.encode(_chat_entry(token.entry, vocabulary)) for token in tokens)
 
 
@@ -37,7 +37,7 @@ def completion_logprobs(tokens: Sequence[Placed[Sampled]], vocabulary: TokenPiec
 
 
 def encoded_completion(tokens: Sequence[Placed[Sampled]], vocabulary: TokenPieces) -> dict[str, Iterator[bytes]]:
-    """The same: each of the lists by its name, its items one by one as JSON."""
+    """Return the lists of the completion form by name, each yielding its items one by one as JSON."""
     encode = msgspec.json.encode
     return {
         "tokens": (encode(token_text(token.entry.token, vocabulary)) for token in tokens),
@@ -48,7 +48,7 @@ def encoded_completion(tokens: Sequence[Placed[Sampled]], vocabulary: TokenPiece
 
 
 def token_text(token: int, vocabulary: TokenPieces) -> str:
-    """A token as text: its characters, ``bytes:\\xf0\\x9f`` if it is not whole characters, or a special token's
+    """Return a token as text: its characters, ``bytes:\\xf0\\x9f`` if it is not whole characters, or a special token's
     name."""
     piece = vocabulary.piece(token)
     if not piece:

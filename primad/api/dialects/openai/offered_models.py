@@ -1,4 +1,4 @@
-"""Offered models, loaded or not, as entries of ``/v1/models`` with what llama-server's router says of them. Pure."""
+"""Offered models, loaded or not, as entries of ``/v1/models`` with the fields of llama-server's router. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from primad.api.dialects.openai.shapes import LoadProgress, Model, ModelMeta
 
 
 def offered_entry(model: OfferedModel, served: ServedModel | None) -> Model:
-    """``model``, with its context as ``served`` if it is loaded, and as trained if that is known."""
+    """Return the entry of ``model``, with its context as ``served`` if it is loaded, else as trained if that is known."""
     trained = UNSET if model.trained_context_tokens is None else model.trained_context_tokens
     context = UNSET if served is None else served.context_tokens
     takes = model if served is None else served
@@ -32,13 +32,13 @@ def offered_entry(model: OfferedModel, served: ServedModel | None) -> Model:
 
 
 def modalities(*, sees: bool, hears: bool, makes: str = "text") -> dict[str, list[str]]:
-    """What a model takes and makes, as llama-server's router says it; its word for "vision" is "multimodal"."""
+    """Return a model's inputs and outputs in llama-server's router's form; its word for "vision" is "multimodal"."""
     takes = ["text", *(["image"] if sees else []), *(["audio"] if hears else [])]
     return {"input_modalities": takes, "output_modalities": [makes]}
 
 
 def router_status(model: OfferedModel) -> dict[str, Any]:
-    """The state as llama-server's router says it: one that failed is unloaded. Unknown values are missing."""
+    """Return the state in llama-server's router's form: a failed model is unloaded. Unknown values are missing."""
     failed = model.state is ModelState.FAILED
     more = {
         "failed": failed or None,
@@ -53,5 +53,5 @@ def router_status(model: OfferedModel) -> dict[str, Any]:
 
 
 def load_progress(model: OfferedModel) -> LoadProgress:
-    """How far ``model`` is, for a client that waits for it."""
+    """Return the loading progress of ``model``, for a client that waits for it."""
     return LoadProgress(status=model.state, value=model.progress, expected_s=model.expected_s)

@@ -1,4 +1,4 @@
-"""The text process's handling of OpenAI's requests. Pure."""
+"""Prepares OpenAI's requests in the text process. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from primad.api.dialects.openai.shapes import InputTokens
 from primad.api.dialects.openai.tool_use import chat_text, chat_tokens
 
 MAX_TEXTS: Final = 2048
-"""Texts to embed of one request."""
+"""Limit of the texts to embed of one request."""
 
 Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
 Dimensions = Annotated[int, Field(ge=1, le=1 << 20)]
@@ -77,7 +77,7 @@ def count(body: bytes, asking: Asking) -> InputTokens:
 
 
 def counted(ask: ChatRequest, asking: Asking) -> InputTokens:
-    """The number of tokens of the conversation of ``ask``, even of one that is too long."""
+    """Return the number of tokens of the conversation of ``ask``, even if it is too long."""
     check_model(ask.model, [asking.served])
     text = chat_text(ask, asking.served, now=asking.now)
     return InputTokens(input_tokens=len(chat_tokens(ask, text, asking.served).tokens))

@@ -1,4 +1,4 @@
-"""Chat and completion responses: generated parts become chunks of a stream or one body. Pure."""
+"""Chat and completion responses: generated parts become the chunks of a stream or one body. Pure."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from primad.ring.messages import Sampled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Headed:
-    """Common to all chunks of a response. ``created`` is in Unix seconds; ``include_usage``: the last chunk has
-    ``counts``.
+    """What all chunks of a response have in common. ``created`` is in Unix seconds; ``include_usage``: the last chunk
+    has ``counts``.
 
-    A choice that streams is its ``opening``, if its shape has one, ``progress`` of its prompt if requested, each
-    ``piece`` and its ``closing``; a response that does not stream is ``whole``, with the lists of each choice's
-    log-probabilities, whose ``entries`` are made some at a time.
+    A choice that streams is its ``opening``, if its form has one, the ``progress`` of its prompt if requested, each
+    ``piece`` and its ``closing``. A response that does not stream is ``whole``; the ``entries`` of each choice's
+    log-probabilities are made some at a time.
     """
 
     id: str
@@ -54,7 +54,7 @@ class _Headed:
 
     @property
     def _no_usage(self) -> UnsetType | None:
-        """The ``usage`` of a chunk before the last: null if the last will have it, else omitted."""
+        """Return the ``usage`` of a chunk before the last: null if the last chunk will have it, else omitted."""
         return None if self.include_usage else UNSET
 
 

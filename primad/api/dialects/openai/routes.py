@@ -63,7 +63,8 @@ EVENTS: Final = Framing(
 
 
 def _choosing(kind: type[shapes.ChatChunk | shapes.Completion], prefix: str) -> Choosing:
-    """A client that reads progress gets events of this ``kind`` while its model loads, others comments."""
+    """Return how requests choose a model. While it loads, clients that read progress get events of this ``kind``,
+    others comments."""
 
     def news(wants: WantedModel, model: OfferedModel) -> bytes:
         if not wants.reports_progress:
@@ -79,7 +80,7 @@ class _Routes:
         self._endpoint = endpoint
 
     async def models(self, request: Request) -> Response:
-        """The served model by its names, empty until it is known; or all models that there are."""
+        """Return the served model by its names, empty until it is known; or all offered models."""
         if (models := self._endpoint.models) is not None:
             await models.look()
             loaded = models.loaded()
@@ -95,7 +96,7 @@ class _Routes:
         return json_response(model_list(listed) if ANTHROPIC in request.headers else ModelList(data=listed))
 
     async def model(self, request: Request) -> Response:
-        """A model by one of its names."""
+        """Return a model by one of its names."""
         if self._endpoint.models is not None:
             await self._endpoint.models.look()
         model = self._model(request.path_params["model_id"])
@@ -114,7 +115,7 @@ class _Routes:
         return _model(served, served.id if served.names.any_model else name)
 
     async def count(self, request: Request) -> Response:
-        """The number of tokens of a conversation, even of one that is too long."""
+        """Return the number of tokens of a conversation, even if it is too long."""
         return json_response(await self._endpoint.serving(request).prepare(preparations.count))
 
     async def chat(self, request: Request) -> Response:

@@ -1,5 +1,5 @@
-"""A request's list of ``samplers``: omitted ones are off, and the order must be llama.cpp's, unless another one gives
-the same tokens. Pure."""
+"""Applies a request's list of ``samplers``: omitted ones are off. The order must be llama.cpp's, or one that gives the
+same tokens. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OFF: Final[dict[str, dict[str, Any]]] = {
     "xtc": {"xtc_probability": 0.0},
     "temperature": {"temperature": 1.0, "temperature_range": 0.0},
 }
-"""In llama.cpp's order, with the neutral value of each sampler."""
+"""The neutral value of each sampler, in llama.cpp's order."""
 SAMPLERS: Final = tuple(_OFF)
 _LETTERS: Final = dict(zip("edskypmxt", SAMPLERS, strict=True))
 _ALIASES: Final = {"typical_p": "typ_p", "typical": "typ_p", "typ": "typ_p", "temp": "temperature", "nucleus": "top_p"}
@@ -33,13 +33,13 @@ _EITHER_WAY: Final = frozenset({("top_k", "min_p"), ("top_k", "temperature"), ("
 
 
 def in_order(sampling: Sampling, samplers: str | Sequence[str]) -> Sampling:
-    """``sampling`` with only the ``samplers`` of the list. Names that only llama.cpp has, such as ``infill``, are
-    ignored, like unknown ones there.
+    """Return ``sampling`` with only the ``samplers`` of the list. Names that only llama.cpp has, such as ``infill``,
+    are ignored, as llama.cpp ignores unknown ones.
 
-    Raises ``RequestError`` (400) for an order that would change something.
+    Raises ``RequestError`` (400) for an order that would change the result.
     """
     if sampling.mirostat:
-        return sampling  # which replaces all
+        return sampling  # mirostat replaces all samplers
     given = [_LETTERS.get(letter, "") for letter in samplers] if isinstance(samplers, str) else map(_known, samplers)
     named = [name for name in dict.fromkeys(given) if name]
     chosen = msgspec.structs.replace(
@@ -53,7 +53,7 @@ def in_order(sampling: Sampling, samplers: str | Sequence[str]) -> Sampling:
                 f"{', '.join(SAMPLERS)}",
                 param="samplers",
                 code="unsupported_parameter",
-                of_model=True,  # by whose defaults some are off
+                of_model=True,  # some are off by the model's defaults
             )
     return chosen
 

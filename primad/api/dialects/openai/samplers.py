@@ -14,7 +14,8 @@ MAX_SAMPLERS: Final = 64
 MAX_BREAKERS: Final = 16
 MAX_BREAKER_CHARS: Final = 40
 MAX_BREAKERS_CHARS: Final = 128
-"""All breakers together: llama.cpp searches the vocabulary for each, longer for longer ones."""
+"""Limit of all breakers together: llama.cpp searches the vocabulary for each of them, which takes longer for long ones.
+"""
 
 _Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 _Reach = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
@@ -43,7 +44,7 @@ class NamedSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """The required form of the response. ``schema`` with ``json_object`` is llama.cpp's server's form."""
+    """The required form of the response. ``schema`` with ``json_object`` is the form of llama.cpp's server."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -51,7 +52,7 @@ class ResponseFormat(Strict):
 
 
 class SamplerFields(Strict):
-    """What chooses the next token. A field that is absent is as the model file says, or as most clients have it."""
+    """How the next token is chosen. A missing field has the model file's value, else the default of most clients."""
 
     MAX_BIAS: ClassVar[float] = 100
 

@@ -1,4 +1,4 @@
-"""From a request's fields to the sampling of its responses. Pure.
+"""Turns a request's fields into the sampling of its responses. Pure.
 
 The default of a field is the model file's (``general.sampling.*``), else llama.cpp's. Penalties cover the last 64
 tokens by default; -1, or more than the context, means all of it.
@@ -19,22 +19,22 @@ from primad.errors import RequestError, printable
 from primad.ring.messages import GREEDY, Sampling
 
 BREAKERS: Final = ("\n", ":", '"', "*")
-"""Where DRY lets a repetition restart, as in llama.cpp."""
+"""Texts at which DRY lets a repetition restart, as in llama.cpp."""
 MAX_BIAS_TEXTS: Final = 1024
 MAX_BIAS_CHARS: Final = 16 << 10
-"""Of all texts that have a bias: each takes llama.cpp's pre-tokenizers 0.1 to 1 ms; 50,000 took 14 s."""
+"""Limit of all texts that have a bias: each takes llama.cpp's pre-tokenizers 0.1 to 1 ms; 50,000 took 14 s."""
 
 
 def first_seed(request: SamplerFields, random: int) -> int:
-    """The seed of a request's first choice: its own, or ``random`` if it has none (or -1)."""
+    """Return the seed of a request's first choice: its own, or ``random`` if it has none (or -1)."""
     return random if request.seed is None or request.seed == -1 else request.seed
 
 
 def sampling_of(request: SamplerFields, served: TextModel, *, seed: int, grammar: str | None) -> Sampling:
-    """The sampling of ``request`` for ``served``, whose response must match ``grammar``.
+    """Return the sampling of ``request`` for ``served``; the response must match ``grammar``.
 
-    Raises ``RequestError`` (400) for a bias on an invalid token, and for an order of samplers that would change
-    something.
+    Raises ``RequestError`` (400) for a bias on an invalid token, and for an order of samplers that would change the
+    result.
     """
     usual = served.sampling
 
@@ -77,9 +77,9 @@ def sampling_of(request: SamplerFields, served: TextModel, *, seed: int, grammar
 
 
 def grammar_of(request: SamplerFields) -> str | None:
-    """The required form of the response to ``request``, None for anything.
+    """Return the required form of the response to ``request``, None for any text.
 
-    Raises ``RequestError`` (400) for an unsupported one, and if several are given.
+    Raises ``RequestError`` (400) for an unsupported form, and if several are given.
     """
     found: list[tuple[str, Any]] = []
     wanted = request.response_format
@@ -128,7 +128,7 @@ def _logit_bias(
 
 
 def _tokens_of(key: int | str | float | bool, vocabulary: Vocabulary) -> list[int]:
-    """The tokens of ``key``: an id, as a number or in digits, or a text. A text that is a number is a mistake."""
+    """Return the tokens of ``key``: an id, as a number or in digits, or a text. A text that is a number is an error."""
     if isinstance(key, str) and not _is_id(key):
         if not key or _is_number(key):
             raise _bad_bias(f"{printable(key, 40)!r} is neither a token id nor a text")

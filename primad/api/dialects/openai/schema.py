@@ -1,7 +1,7 @@
 """Requests of OpenAI's API reference, with the samplers of local clients.
 
-Everything is strict (no number in a string) and bounded; null means the default; an unknown field is ignored with a log
-line, because clients send many without effect (``user``, ``store``, ``metadata``); a known field that cannot be
+Everything is strict (no number in a string) and bounded; null means the default. An unknown field is ignored with a log
+line, because clients send many without effect (``user``, ``store``, ``metadata``). A known field that cannot be
 honoured is refused, because ignoring it would change the response. What depends on the served model (token ids, context
 length) is checked in ``job``.
 """
@@ -27,18 +27,18 @@ from primad.errors import RequestError, printable
 logger = logging.getLogger(__name__)
 
 MAX_CHOICES: Final = 128
-"""Choices of one request: prompts times ``n``."""
+"""Limit of the choices of one request: prompts times ``n``."""
 MAX_ECHO_CHARS: Final = 4 << 20
-"""The most echoed characters, counting each prompt ``n`` times; a prompt of 128,000 tokens has some 600,000."""
+"""Limit of echoed characters, counting each prompt ``n`` times; a prompt of 128,000 tokens has some 600,000."""
 
 MAX_STOPS: Final = 64
-"""Editors send as many as a language has keywords."""
+"""Limit of stop strings: editors send one for each keyword of a language."""
 MAX_STOP_CHARS: Final = 256
 MAX_TOP_LOGPROBS: Final = 20
 MAX_PRIORITY: Final = 2**31 - 1
-"""vLLM's field, with lower values first."""
+"""Limit of vLLM's field ``priority``; lower values go first."""
 MAX_REPORTED: Final = 8
-"""The most ignored fields of one request that are named."""
+"""Limit of the ignored fields that are named for one request."""
 _HARMLESS: Final = frozenset(
     {
         "user",
@@ -74,7 +74,7 @@ class StreamOptions(Strict):
 
 
 class SamplingRequest(SamplerFields):
-    """Common to chat and completion requests. ``model`` may be left out: there is only one."""
+    """Fields common to chat and completion requests. ``model`` may be left out."""
 
     model_config = ConfigDict(extra="allow")  # so that ignored fields can be logged
 
@@ -129,7 +129,7 @@ class ChatRequest(ChatFields, SamplingRequest):
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens of a response, or None for the rest of the context."""
+        """The limit of a response's tokens, or None for the rest of the context."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return None if limit == -1 else limit
 
@@ -175,7 +175,7 @@ class CompletionRequest(SamplingRequest):
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens of a response, by OpenAI's default 16, or None for the rest of the context."""
+        """The limit of a response's tokens, by OpenAI's default 16, or None for the rest of the context."""
         limit = 16 if self.max_tokens is None else self.max_tokens
         return None if limit == -1 else limit
 
@@ -186,7 +186,7 @@ class CompletionRequest(SamplingRequest):
 
     @property
     def prompts(self) -> list[str | list[int] | PromptTokens]:
-        """Each prompt by itself, as text or as token ids."""
+        """The single prompts, each as text or as token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         whole: list[Any] = self.prompt
@@ -197,9 +197,9 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def parse(model: type[R], body: bytes) -> R:
-    """A request body as ``model``. Raises ``RequestError`` (400) that names the first wrong field.
+    """Parse a request body as ``model``. Raises ``RequestError`` (400) that names the first wrong field.
 
-    Unpaired surrogates, which clients that cut texts send, become U+FFFD.
+    Unpaired surrogates, sent by clients that cut texts, become U+FFFD.
     """
     try:
         request = _validated(model, body)
@@ -219,7 +219,7 @@ def _validated(model: type[R], body: bytes) -> R:
 
 
 def build(model: type[R], fields: dict[str, Any]) -> R:
-    """``fields``, which a dialect translated, as ``model``. Raises ``RequestError`` (400) like ``parse``."""
+    """Build a ``model`` from ``fields``, which a dialect translated. Raises ``RequestError`` (400) like ``parse``."""
     try:
         return model.model_validate(fields)
     except ValidationError as exc:
@@ -228,7 +228,7 @@ def build(model: type[R], fields: dict[str, Any]) -> R:
 
 @contextmanager
 def worded_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors name a field as in ``names``: as the client of a dialect wrote it."""
+    """Make errors name a field as in ``names``: as the client of a dialect wrote it."""
     try:
         yield
     except RequestError as exc:
@@ -264,7 +264,7 @@ def _notify_ignored(request: BaseModel) -> None:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """``("messages", 0, "content")`` as ``messages[0].content``."""
+    """Return ``("messages", 0, "content")`` as ``messages[0].content``."""
     path = ""
     for step in loc:
         path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step

@@ -17,7 +17,7 @@ from primad.api.http.status import StatusBody
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """The prompt's tokens from the cache."""
+    """The number of prompt tokens from the cache."""
 
     cached_tokens: int
 
@@ -30,9 +30,8 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of a whole request; an end-of-generation token is not counted. The completion has details if tokens
-    of it were drafted.
-    """
+    """Token counts of a whole request; an end-of-generation token is not counted. ``completion_tokens_details`` is
+    present if tokens were drafted."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -160,7 +159,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of ``processed`` tokens of a prompt of ``total`` after this time, ``cache`` of them from the cache."""
+    """Progress of a prompt: ``processed`` tokens of ``total`` after this time, ``cache`` of them from the cache."""
 
     total: int
     cache: int
@@ -169,8 +168,8 @@ class ReadPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the model of a request is, while the request waits for it: ``value`` goes from 0 to 1, and it will be ready in
-    ``expected_s``; null if unknown."""
+    """How far the model of a request is loaded while the request waits for it: ``value`` goes from 0 to 1, and the
+    model will be ready in ``expected_s`` seconds; null if unknown."""
 
     status: str
     value: float | None
@@ -219,7 +218,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", 
 
 
 class ModelMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """llama-server's facts about a model's context, in tokens: as served, and as trained; and the bytes of its file.
+    """llama-server's facts about a model: its context in tokens as served and as trained, and the bytes of its file.
 
     The first is missing while the model is not loaded, the others if they are unknown.
     """
@@ -232,8 +231,9 @@ class ModelMeta(msgspec.Struct, frozen=True, kw_only=True):
 class Model(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="model"):
     """A served model. ``created`` is in Unix seconds; ``max_model_len`` is vLLM's name of the context.
 
-    The rest is said where requests choose among several: ``status`` has llama-server's ``value`` (``unloaded``,
-    ``loading``, ``loaded``), ``failed`` and ``detail``, ``progress`` (0 to 1), and ``expected_s`` until it is loaded.
+    The other fields are set if requests choose among several models: ``status`` has llama-server's ``value``
+    (``unloaded``, ``loading``, ``loaded``), ``failed`` and ``detail``, ``progress`` (0 to 1), and ``expected_s`` until
+    it is loaded.
     """
 
     id: str

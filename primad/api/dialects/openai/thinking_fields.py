@@ -1,8 +1,8 @@
-"""Whether and how much a model thinks, in the words of its chat template. Pure.
+"""Sets whether and how much a model thinks, in the words of its chat template. Pure.
 
 Templates call it ``enable_thinking``, ``thinking``, ``reasoning`` or otherwise. Unused variables have no effect, so all
-switches are set; an effort is text that some templates write into the prompt, so it is set only if it is known.
-Nemotron Nano v2 has a word in the user's message instead of a variable.
+switches are set. An effort is text that some templates write into the prompt, so it is set only if the template knows
+it. Nemotron Nano v2 has a word in the user's message instead of a variable.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _MIN: Final = ("no_think", NO_EFFORT, "minimal", "low")
 """Templates' names for the least effort, the least one first."""
 _SCALE: Final = (*_MIN, "medium", "high", "xhigh", "max")
 _VARIABLE: Final = re.compile(r"(?<![.\w])enable_thinking(?!\s*=[^=])")
-"""Where a template reads a variable of that name that it does not set itself."""
+"""Matches where a template reads a variable of that name that it does not set itself."""
 _EFFORTS: Final = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 
 
 def thinking_variables(template: str, thinks: bool | None, effort: str | None) -> dict[str, Any]:
-    """The variables of ``template`` for whether the model ``thinks``, and with which ``effort``; None: the model's
-    choice."""
+    """Return the variables of ``template`` for whether the model ``thinks``, and with which ``effort``; None: the
+    model's choice."""
     if effort == NO_EFFORT and thinks is None:
         thinks = False
     found: dict[str, Any] = {} if thinks is None else _switches(thinks)
@@ -38,7 +38,7 @@ def thinking_variables(template: str, thinks: bool | None, effort: str | None) -
 def with_word(
     messages: list[dict[str, Any]], template: str, thinks: bool | None, effort: str | None
 ) -> list[dict[str, Any]]:
-    """``messages``, with the thinking word in the user's last one if ``template`` only knows that."""
+    """Return ``messages``, with the thinking word in the user's last one if ``template`` knows only that."""
     thinks = False if thinks is None and effort == NO_EFFORT else thinks
     last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=None)
     if thinks is None or last is None or "/no_think' in" not in template or _VARIABLE.search(template):
@@ -57,7 +57,7 @@ def _switches(thinks: bool) -> dict[str, Any]:
 
 
 def _effort(template: str, name: str, thinks: bool | None, effort: str | None) -> str | None:
-    """The value of the variable ``name``; None: unset."""
+    """Return the value of the variable ``name``; None: unset."""
     none = next((word for word in _MIN[:2] if _is_quoted(template, word)), None)
     if thinks is False and effort in (None, NO_EFFORT):
         return next((word for word in _MIN if _is_quoted(template, word)), "low")

@@ -13,7 +13,7 @@ from primad.errors import printable
 
 MAX_TOOLS: Final = 256
 MAX_TOOLS_CHARS: Final = 512 << 10
-"""All tools of a request together, as JSON."""
+"""Limit of all tools of a request together, as JSON."""
 MAX_TOOL_NAME_CHARS: Final = 128
 
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_TOOL_NAME_CHARS)]
@@ -35,7 +35,7 @@ class FunctionTool(Strict):
     function: FunctionSpec
 
     def for_template(self) -> dict[str, Any]:
-        """The tool for chat templates, complete."""
+        """Return the tool for chat templates, complete."""
         function = self.function
         parameters = {"type": "object", "properties": {}} if function.parameters is None else function.parameters
         inner = {"name": function.name, "description": function.description or "", "parameters": parameters}
@@ -56,17 +56,17 @@ class NamedChoice(Strict):
 
 
 _WORDS: Final = ("none", "auto", "required", "any")
-"""Names of a choice; Mistral and Anthropic say ``any`` for ``required``."""
+"""Words for a choice; Mistral and Anthropic say ``any`` for ``required``."""
 
 
 class AllowedTool(Strict):
-    """One of some tools, by its name."""
+    """One of the allowed tools, by its name."""
 
     function: NamedFunction
 
 
 class AllowedTools(Strict):
-    """Some of the tools: the model may call them, or must."""
+    """The allowed tools: the model may call them, or must."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS)]
@@ -80,7 +80,7 @@ class AllowedChoice(Strict):
 
 
 def _understood_choice(value: Any) -> Any:
-    """A choice as the field takes it: a word may be the type of an object."""
+    """Return a choice as the field takes it: a word may be the type of an object."""
     word = value["type"] if isinstance(value, dict) and value.keys() == {"type"} else value
     if isinstance(word, str) and word in _WORDS:
         return "required" if word == "any" else word
@@ -137,7 +137,7 @@ class ToolFields(Strict):
 
     @property
     def demanded_tools(self) -> list[FunctionTool]:
-        """The tools one of which must be called; none if the model decides."""
+        """The tools of which one must be called; empty if the model decides."""
         if isinstance(self.tool_choice, NamedChoice):
             name = self.tool_choice.function.name
             return [tool for tool in self.callable_tools if tool.function.name == name]
@@ -152,7 +152,7 @@ class ToolFields(Strict):
 
 
 def _named(choice: Any) -> list[str]:
-    """The functions in ``choice``."""
+    """Return the names of the functions in ``choice``."""
     if isinstance(choice, AllowedChoice):
         return [tool.function.name for tool in choice.allowed_tools.tools]
     return [choice.function.name] if isinstance(choice, NamedChoice) else []
@@ -178,6 +178,6 @@ class ToolCall(Strict):
         return understood_call(value)
 
     def for_template(self) -> dict[str, Any]:
-        """The call as ``tool_prompt`` takes it."""
+        """Return the call as ``tool_prompt`` takes it."""
         function = {"name": self.function.name, "arguments": self.function.arguments}
         return {"id": self.id, "type": "function", "function": function}

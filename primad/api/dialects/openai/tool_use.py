@@ -22,11 +22,11 @@ from primad.errors import RequestError
 _OPEN: Final = frozenset(
     {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "propertyNames"}
 )
-"""With one of these the schema itself defines which other properties are allowed."""
+"""Schema keywords that define by themselves which other properties are allowed."""
 
 
 def chat_text(request: ChatFields, served: TextModel, *, now: datetime, max_chars: int | None = None) -> str:
-    """The prompt of ``request`` as text; for ``max_chars`` see ``render``. Raises like that."""
+    """Return the prompt of ``request`` as text; ``max_chars`` is as in ``render``. Raises like ``render``."""
     template = served.vocabulary.chat_template or ""
     named = (request.chat_template_kwargs or {}).get("enable_thinking")
     thinks = named if isinstance(named, bool) else request.enable_thinking
@@ -44,7 +44,7 @@ def chat_text(request: ChatFields, served: TextModel, *, now: datetime, max_char
 
 
 def chat_tokens(request: ChatFields, text: str, served: TextModel) -> PromptTokens:
-    """The token ids of ``text``, the prompt of ``request``."""
+    """Return the token ids of ``text``, the prompt of ``request``."""
     known = known_pictures(request.pictures, served)
     check_all_shown(text, known)
     return tokenize_prompt(served.vocabulary, text, known)
@@ -59,11 +59,11 @@ class CompletionRules:
 
 
 def completion_rules(request: ChatRequest, served: TextModel, text: str) -> CompletionRules:
-    """The rules for the response to ``request``, whose prompt is ``text``.
+    """Return the rules for the response to ``request``, whose prompt is ``text``.
 
     A required call is constrained to its format and its function's parameters. If only the text is constrained, a
-    response may call instead, if there are tools. Both apply after thoughts if the prompt opens them, else from the
-    first token.
+    response may call instead, if there are tools. Both constraints apply after thoughts if the prompt opens them, else
+    from the first token.
 
     Raises ``RequestError`` (400) for unsupported constraints.
     """
@@ -94,7 +94,7 @@ def completion_rules(request: ChatRequest, served: TextModel, text: str) -> Comp
 
 
 def _is_opened(text: str, begun: str, thinking: Thinking) -> bool:
-    """Whether the prompt ``text`` ends in thoughts; ``begun`` is its end from the client."""
+    """Whether the prompt ``text`` ends inside thoughts; ``begun`` is the part of its end that the client sent."""
     if thinking.begin in begun or thinking.end in begun:
         return begun.rfind(thinking.begin) > begun.rfind(thinking.end)
     return text[: len(text) - len(begun)].rstrip().endswith(thinking.begin)

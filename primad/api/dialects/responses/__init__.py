@@ -1,1 +1,1 @@
-"""OpenAI's Responses, stateless: each request has the whole conversation."""
+"""OpenAI's Responses API, stateless: each request has the whole conversation."""

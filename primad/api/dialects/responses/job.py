@@ -1,4 +1,4 @@
-"""From a Responses request to the core's. Pure."""
+"""Translates Responses requests into the core's. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from primad.errors import RequestError
 
 T = TypeVar("T")
 NAMES: Final = {"response_format": "text.format", "messages": "input", "reasoning_effort": "reasoning.effort"}
-"""Names of the core's fields here."""
+"""The Responses API's names of the core's fields."""
 
 
 def chat_request(ask: ResponsesRequest) -> ChatRequest:
-    """``ask`` as a chat request. Raises ``RequestError`` for unsupported features."""
+    """Return ``ask`` as a chat request. Raises ``RequestError`` for unsupported features."""
     fields: dict[str, Any] = {
         "model": ask.model,
         "messages": [*_instructions(ask), *_messages(ask.input)],
@@ -41,7 +41,7 @@ def _instructions(ask: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 def _messages(given: str | list[InputItem]) -> Iterator[dict[str, Any]]:
-    """Items as messages: thoughts and calls belong to one assistant's message, with the text next to them."""
+    """Return items as messages: thoughts and calls belong to one assistant message, with the text next to them."""
     if isinstance(given, str):
         yield {"role": "user", "content": given}
         return
@@ -88,7 +88,7 @@ def _text(content: str | Sequence[ContentPart] | None) -> str:
 
 
 def _content(content: str | Sequence[ContentPart] | None, at: str) -> str | list[dict[str, Any]]:
-    """Texts, pictures and sounds, which are ``at`` a place of the request."""
+    """Return texts, pictures and sounds of ``content``; ``at`` is their place in the request."""
     if content is None or isinstance(content, str):
         return content or ""
     found = []

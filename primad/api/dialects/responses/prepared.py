@@ -1,4 +1,4 @@
-"""The text process's handling of a Responses request. Pure."""
+"""Prepares Responses requests in the text process. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The responses of ``/v1/responses``: thoughts, a message and calls as items, whole or as named events. Pure."""
+"""The responses of ``/v1/responses``: thoughts, a message and calls as items, complete or as named events. Pure."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True, tag_field="object"
 
 @dataclass(slots=True, kw_only=True)
 class ResponseStream:
-    """One response. A stream is its ``opening``, then ``events`` of each part; the last one ends it, or ``failed``."""
+    """One response. A stream is its ``opening``, then ``events`` for each part; the last event ends it, or ``failed``
+    does."""
 
     id: str
     created: int
@@ -62,7 +63,7 @@ class ResponseStream:
     events_sent: int = field(default=0, init=False)
 
     def whole(self, completed: WrittenChoice) -> ResponseBody:
-        """All of it at once."""
+        """Return the complete response."""
         self.sampled, self.cached = completed.sampled, completed.cached
         status = _status(completed.finish)
         if completed.thought:
@@ -75,12 +76,12 @@ class ResponseStream:
         return self._body(status, self.output)
 
     def opening(self) -> Iterator[NamedEvent]:
-        """The response that the stream fills."""
+        """Yield the events with the response that the stream fills."""
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=msgspec.to_builtins(self._body("in_progress", [])))
 
     def events(self, written: Written) -> Iterator[NamedEvent]:
-        """The events for ``written``."""
+        """Yield the events for ``written``."""
         self.sampled, self.cached = self.sampled + written.sampled, written.cached
         for part in written.calls:
             if not part.begins:
@@ -100,7 +101,7 @@ class ResponseStream:
             yield self._event(f"response.{status}", response=msgspec.to_builtins(self._body(status, self.output)))
 
     def failed(self, exc: PrimadError) -> NamedEvent:
-        """``exc`` as the last event."""
+        """Return ``exc`` as the last event."""
         error = {"code": error_body(exc).error.code or "server_error", "message": str(exc)}
         open_items = [self._item(self.open_kind, "incomplete", "".join(self.text))] if self.open_kind else []
         open_items += [self._called(call, "incomplete", call.arguments) for call in whole_calls(self.open_call)]
@@ -157,7 +158,7 @@ class ResponseStream:
         return {"item_id": self._id(_PREFIXES[kind]), "output_index": len(self.output), "content_index": 0}
 
     def _id(self, prefix: str) -> str:
-        """The id of the next item; the first ones are named after the response."""
+        """Return the id of the next item; the first ones are named after the response."""
         number = len(self.output)
         return self.id.replace("resp", prefix, 1) + (f"_{number}" if number else "")
 

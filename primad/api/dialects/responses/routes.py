@@ -32,7 +32,7 @@ class _Routes:
         self._endpoint = endpoint
 
     async def count(self, request: Request) -> Response:
-        """The number of tokens of a conversation, even of one that is too long."""
+        """Return the number of tokens of a conversation, even if it is too long."""
         return json_response(await self._endpoint.serving(request).prepare(preparations.count))
 
     async def respond(self, request: Request) -> Response:

@@ -30,11 +30,11 @@ _ItemKind = Literal[
     "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
 ]
 _RECORDS = frozenset({"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"})
-"""Items about another server's own actions, which are ignored; their results are in its response."""
+"""Items about another server's own actions. They are ignored; their results are in that server's response."""
 
 
 class InputAudio(Strict):
-    """A sound, as base64; its ``format`` is in the file."""
+    """A sound, as base64; its ``format`` is detected from the file."""
 
     data: str
     format: str | None = None
@@ -88,7 +88,7 @@ class TextOptions(Strict):
 
 
 class ReasoningOptions(Strict):
-    """How much the model thinks, if its template has a choice."""
+    """How much the model thinks, if its template leaves it open."""
 
     effort: str | None = None
 
@@ -133,7 +133,7 @@ class ResponsesRequest(Strict):
 
 
 def _understood(value: Any) -> Any:
-    """Items of earlier turns in the common form: Codex' shell calls are calls."""
+    """Convert items of earlier turns to the common form: Codex' shell calls are calls."""
     if not isinstance(value, list):
         return value
     found = []
@@ -157,7 +157,7 @@ def _as_function(item: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _check_items(value: Any) -> Any:
-    """Raise an error that names the item of an unsupported type, or with an unsupported part."""
+    """Raise an error that names an item of an unsupported type, or with an unsupported part."""
     for number, item in enumerate(value if isinstance(value, list) else ()):
         if not isinstance(item, dict):
             continue
