@@ -1,19 +1,19 @@
 #!/bin/sh
-# Installs primad for one user on Linux or macOS. It says what it will do, asks, and does nothing else: no root, no service, no
-# start-up file of a shell is touched.
+# Installs primad for one user on Linux or macOS. It lists what it will do, asks, and does nothing else: no root, no service,
+# no change to a shell's start-up files.
 #
-#   packaging/install.sh                              from the checkout that it lies in
+#   packaging/install.sh                              from the checkout that contains it
 #   packaging/install.sh --from primad-0.1.0-py3-none-any.whl
-#   packaging/install.sh --dry-run                    say it, and end
+#   packaging/install.sh --dry-run                    list the actions, and exit
 #   packaging/install.sh --yes                        do not ask
-#   packaging/install.sh --extras plot                also what plots need
-#   packaging/install.sh --installer uv               by 'uv tool install'; pipx: by 'pipx install'; venv: by itself, the default
-#   packaging/install.sh --llama-wheel FILE --sha256 HASH     with an llama.cpp that another machine built: no compiler
+#   packaging/install.sh --extras plot                also the packages that plots need
+#   packaging/install.sh --installer uv               by 'uv tool install'; pipx: by 'pipx install'; venv (default): its own
+#   packaging/install.sh --llama-wheel FILE --sha256 HASH     with llama.cpp as built on another machine; needs no compiler
 #
-# Every package has a version and a hash of the checkout's tools/constraints.txt, llama.cpp's sources and what builds them too.
-# llama.cpp is built once, with a line every half minute, and its wheel kept; at the end stands how to take it to other machines.
-# PYTHON names the interpreter (3.11 or later; where there is none, uv fetches one), CMAKE_ARGS other parts of llama.cpp,
-# as in CMAKE_ARGS="-DGGML_VULKAN=on".
+# Every package has the version and hash in the checkout's tools/constraints.txt, including llama.cpp's sources and build tools.
+# llama.cpp is built once, with a line every half minute, and its wheel is kept; at the end the script prints how to copy it to
+# other machines. PYTHON names the interpreter (3.11 or later; if there is none, uv fetches one), CMAKE_ARGS build options of
+# llama.cpp, as in CMAKE_ARGS="-DGGML_VULKAN=on".
 set -eu
 
 say() { printf 'install: %s\n' "$*" >&2; }
@@ -40,7 +40,7 @@ while [ $# -gt 0 ]; do
   esac
 done
 
-# ---- what there is -----------------------------------------------------------------------------------------------------
+# ---- what is there -----------------------------------------------------------------------------------------------------
 
 system=$(uname -s)
 case "$system" in
@@ -49,12 +49,12 @@ case "$system" in
 esac
 
 root=$(cd "$(dirname "$0")/.." && pwd)
-[ -f "$root/tools/constraints.txt" ] || die "does not lie in a checkout, whose tools/constraints.txt has the hashes of packages"
+[ -f "$root/tools/constraints.txt" ] || die "not in a checkout of primad, whose tools/constraints.txt has the hashes of packages; run it from there"
 [ -n "$from" ] || from=$root
 [ -e "$from" ] || die "--from $from: no such file"
 from=$(absolute "$from")
 case ",$extras," in
-  ,, | ,plot, | ,hub, | ,hub,plot, | ,plot,hub,) ;; # hub is of earlier versions: it is always there now
+  ,, | ,plot, | ,hub, | ,hub,plot, | ,plot,hub,) ;; # hub was an extra of earlier versions; it is always installed now
   *) die "--extras $extras: the only extra is plot" ;;
 esac
 
@@ -78,7 +78,7 @@ if [ -z "$python" ]; then
   python=3.12
 fi
 
-fits() { # PYTHON: whether this machine has what the wheel was compiled for
+fits() { # PYTHON: whether this machine's processor can run the wheel
   found=$("$1" "$root/tools/wheel_cpu.py" "$wheel" 2>&1) ||
     die "--llama-wheel $wheel: $found; leave it out to build one here, or take one of tools/wheelhouse"
 }
@@ -131,8 +131,8 @@ fi
 echo "It changes nothing else. Packages come from the index that pip is set up for."
 [ "$dry" = 0 ] || exit 0
 if [ "$yes" = 0 ]; then
-  [ -t 0 ] || die "asks before it does that, and nobody can answer here; give --yes, or --dry-run to see it only"
-  printf 'Go on? [y/N] '
+  [ -t 0 ] || die "cannot ask for confirmation without a terminal; give --yes, or --dry-run to only list the actions"
+  printf 'Continue? [y/N] '
   read -r answer
   case "$answer" in
     y | Y | yes | Yes) ;;
@@ -140,7 +140,7 @@ if [ "$yes" = 0 ]; then
   esac
 fi
 
-# ---- it does that ------------------------------------------------------------------------------------------------------
+# ---- do it -------------------------------------------------------------------------------------------------------------
 
 [ ! -e "$bin/primad" ] || [ -L "$bin/primad" ] || die "$bin/primad is there and not ours; move it away"
 work=$(mktemp -d)
@@ -186,7 +186,7 @@ else
   built=$("$root/tools/build-llama" --kept "$work/build/bin/python") || exit 2
 fi
 cp "${wheel:-$built}" "$work/wheels/"
-# what is installed is what was judged, though the file may have become another one since
+# installs exactly the file that was checked, even if it was replaced meanwhile
 [ -z "$wheel" ] || [ "$(sha256 "$work/wheels/$(basename "$wheel")")" = "$hash" ] || die "--llama-wheel $wheel: changed meanwhile"
 case "$installer" in
   venv)
@@ -196,12 +196,12 @@ case "$installer" in
     # shellcheck disable=SC2086  # names of groups have no blanks
     install_locked "$lib" base $groups
     pip "$lib" install --no-deps "$work"/wheels/*.whl
-    "$lib/bin/python" -m pip --disable-pip-version-check check || die "$from does not go with $root/tools/constraints.txt; take both of one version"
+    "$lib/bin/python" -m pip --disable-pip-version-check check || die "$from does not match $root/tools/constraints.txt; take both from the same version"
     mkdir -p "$bin"
     ln -sf "$lib/bin/primad" "$bin/primad"
     remove="rm -r $lib $bin/primad"
     ;;
-  *) # it takes what was checked, and asks no index
+  *) # it installs the checked files and uses no index
     [ -z "$wheel" ] || fits "$work/build/bin/python"
     say "fetching the packages, a minute or two"
     # shellcheck disable=SC2086
@@ -209,7 +209,7 @@ case "$installer" in
     pip "$work/build" download --only-binary :all: --require-hashes --requirement "$work/locked.txt" --dest "$work/wheels"
     interpreter=$("$work/build/bin/python" -c 'import sys; print(sys._base_executable)')
     program=primad${extras:+[$extras]}
-    cd "$work" # a folder of that name would be taken for it
+    cd "$work" # a folder of that name here would be installed instead
     case "$installer" in
       uv) uv tool install --force --python "$interpreter" --no-index --find-links "$work/wheels" "$program" ;;
       pipx) pipx install --force --python "$interpreter" --pip-args "--no-index --find-links $work/wheels" "$program" ;;
@@ -226,11 +226,11 @@ if [ -n "$built" ]; then
   echo "  scp $built OTHER:"
   echo "and in a checkout there type:"
   echo "  packaging/install.sh --llama-wheel ~/$(basename "$built") --sha256 $(sha256 "$built")"
-  echo "It needs a processor with $("$work/build/bin/python" "$root/tools/wheel_cpu.py" "$built"), and is refused where there is none."
+  echo "It needs a processor with $("$work/build/bin/python" "$root/tools/wheel_cpu.py" "$built"), and is refused on others."
 fi
 echo "primad is installed. Next: primad doctor"
 case "$installer:$PATH" in
-  uv:* | pipx:* | *"$bin"*) ;; # those say it themselves
+  uv:* | pipx:* | *"$bin"*) ;; # uv and pipx report it themselves
   *) echo "$bin is not on your PATH; add it, or type $bin/primad" ;;
 esac
 echo "To remove it: $remove"

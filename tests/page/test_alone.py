@@ -152,7 +152,7 @@ def test_a_key_is_asked_for_and_kept(open_page, serious):
         page.reload()
         expect(page.locator("#pill")).to_have_attribute("data-state", "serving")
         page.get_by_role("tab", name="Devices").click()
-        expect(page.locator("#devices")).to_contain_text("Only the owner of the head changes devices")
+        expect(page.locator("#devices")).to_contain_text("Only the owner of the head can change devices")
 
 
 def test_a_hidden_tab_asks_for_nothing_until_it_is_shown(open_page):

@@ -3,7 +3,7 @@
 import { partOf } from "./attached.js";
 import { events } from "./server.js";
 
-/** What `chat` says so far, as the API takes it, for `model`; `values` are the settings. Throws `Error` where one is wrong. */
+/** What `chat` contains so far, as an API request for `model`; `values` are the settings. Throws `Error` if one is invalid. */
 export function asked(chat, values, model) {
   const messages = values.system.trim() ? [{ role: "system", content: values.system }] : [];
   for (const message of chat.messages) {
@@ -40,7 +40,7 @@ function withPictures({ content, pictures = [] }) {
   return shown.length ? [...shown, { type: "text", text: content }] : content;
 }
 
-/** Writes the answer to `body` into `message`, and calls `changed` with each part of it. */
+/** Streams the response to `body` into `message`, and calls `changed` after each part. */
 export async function write(body, message, changed, signal) {
   const begun = performance.now();
   const timing = { first: null, last: null, thoughtUntil: null, parts: 0 };

@@ -1,4 +1,4 @@
-// Pictures and sounds that go with the next question: pasted, dropped, chosen or recorded, shown with what they cost.
+// Pictures and sounds that go with the next message: pasted, dropped, chosen or recorded, shown with their cost in tokens.
 
 import { announce, h, icon, iconButton } from "./dom.js";
 import { count } from "./format.js";
@@ -15,7 +15,7 @@ let pictures = [];
 const row = h("ul", { class: "attached", "aria-label": "Pictures and sounds", hidden: true });
 const input = h("input", { type: "file", accept: "image/*,audio/*", multiple: true, hidden: true, id: "pictures", onchange: () => add(input.files) });
 
-/** The row of pictures, for above the composer; `area` takes those that are dropped on it or pasted into it. */
+/** The row of pictures, placed above the composer; files dropped on `area` or pasted into it are added. */
 export function attachedRow(area) {
   area.addEventListener("paste", (event) => {
     const files = event.clipboardData?.files;
@@ -31,17 +31,17 @@ export function attachedRow(area) {
   return row;
 }
 
-/** The buttons that choose and record, with their input. */
+/** The buttons that choose and record files, with their input. */
 export function attachButton() {
   return [iconButton("image", "Add pictures or sound", () => input.click()), input, recordButton(add)];
 }
 
-/** Whether there are any. */
+/** Whether anything is attached. */
 export function hasAttached() {
   return pictures.length > 0;
 }
 
-/** Those there are, which go with a question now. */
+/** Returns what is attached and clears the row: it goes with a message now. */
 export function takeAttached() {
   const taken = pictures.map(({ name, url }) => ({ name, url }));
   pictures = [];
@@ -49,12 +49,12 @@ export function takeAttached() {
   return taken;
 }
 
-/** A picture or sound as a part of a question. */
+/** A picture or sound as a part of a message. */
 export function partOf(url) {
   return isSound(url) ? soundPart(url) : { type: "image_url", image_url: { url } };
 }
 
-/** A picture or sound of a question, as the page shows it; those of old conversations are not kept. */
+/** A picture or sound of a message, as the page shows it; those of old conversations are not kept. */
 export function shownPicture({ name, url }) {
   if (url && isSound(url)) return h("audio", { controls: true, src: url, "aria-label": name });
   return url ? h("img", { class: "picture", src: url, alt: name }) : h("span", { class: "hint" }, `[${name}, not kept]`);
@@ -69,7 +69,7 @@ async function add(files) {
       draw();
       picture.cost = count(await tokensOf(picture.url), "token");
     } catch (error) {
-      picture.failed = picture.url ? error.message : "nothing that this browser can read";
+      picture.failed = picture.url ? error.message : "this browser cannot read it";
       announce(`${picture.name}: ${picture.failed}`);
       if (!picture.url) pictures = pictures.filter((each) => each !== picture);
     }
@@ -78,7 +78,7 @@ async function add(files) {
   input.value = "";
 }
 
-/** The file as a data URL; one that is large, or of another format, is drawn anew. */
+/** The file as a data URL; a file that is large, or of another format, is redrawn. */
 async function read(file) {
   if (file.type.startsWith("audio/")) return dataUrl(await readable(file));
   const bitmap = await createImageBitmap(file);
@@ -100,7 +100,7 @@ function dataUrl(file) {
   });
 }
 
-/** What a picture costs; it is encoded for that, and not again for its question. */
+/** What a picture costs in tokens; it is encoded to find out, and not again for its message. */
 async function tokensOf(url) {
   const text = { type: "text", text: "a" };
   const model = chosen();

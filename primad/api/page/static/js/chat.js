@@ -1,4 +1,4 @@
-// Chat: conversations on the left, the one that is open in the middle, settings on the right.
+// Chat: conversations on the left, the open one in the middle, settings on the right.
 
 import { asked, write } from "./answer.js";
 import { attachButton, attachedRow, hasAttached, shownPicture, takeAttached } from "./attached.js";
@@ -16,14 +16,14 @@ const SAMPLING = [
   ["top_p", "Top p", "0 to 1"],
   ["top_k", "Top k", "0 takes all"],
   ["min_p", "Min p", "0 to 1"],
-  ["max_tokens", "Max tokens", "of a response"],
-  ["seed", "Seed", "the same seed gives the same answer"],
+  ["max_tokens", "Max tokens", "limit of a response"],
+  ["seed", "Seed", "the same seed gives the same response"],
 ];
 
 let chat = store.fresh();
 let stopping = null;
 let parts = {};
-/** The element of each message: what its reader opened or scrolled in it stays so. */
+/** The element of each message, kept so that what its reader opened or scrolled in it stays so. */
 const boxes = new WeakMap();
 
 export function startChat(panel) {
@@ -94,7 +94,7 @@ export function startChat(panel) {
   });
 }
 
-/** Shows or hides `target`: by its attribute, or by a class where narrow screens hide it by themselves. */
+/** Shows or hides `target`: by its attribute, or by a class where narrow screens hide it by default. */
 function toggle(name, label, target, how) {
   const isShown = () => (how === "hidden" ? !target.hidden : target.classList.contains("open"));
   const button = iconButton(
@@ -154,7 +154,7 @@ function begin() {
   parts.input.focus();
 }
 
-/** Shows `other` alone: where the list of conversations covers it, that is closed. */
+/** Shows only `other`; if the list of conversations covers it, the list is closed. */
 function open(other) {
   forgetDeleted();
   document.getElementById("history").classList.remove("open");
@@ -206,7 +206,7 @@ async function answer() {
     showFailed(error.message);
     return;
   }
-  store.keep(mine); // what was asked outlives a page that is closed meanwhile
+  store.keep(mine); // so that the message survives if the page is closed meanwhile
   const message = { role: "assistant", content: "", thought: "", calls: [], stats: {} };
   mine.messages.push(message);
   const own = new AbortController();
@@ -246,7 +246,7 @@ async function answer() {
   announce(error ? `The response ended with an error: ${error.message}` : "The response is complete.");
 }
 
-/** Does `change`; who reads the end goes on to, and who reads elsewhere stays there. */
+/** Does `change`. A reader at the end keeps following it, and a reader elsewhere stays there. */
 function following(change) {
   const { log } = parts;
   const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
@@ -256,7 +256,7 @@ function following(change) {
   else log.scrollTop = before;
 }
 
-/** Says what failed below the conversation, where it is seen whatever is read; nothing by default. */
+/** Shows what failed below the conversation, where it is visible at any scroll position; clears it by default. */
 function showFailed(text = "") {
   const again = h("button", { type: "button", class: "quiet", onclick: answer }, "Try again");
   parts.failed.replaceChildren(text ? h("p", { class: "failed", role: "alert" }, text, " ", again) : "");
@@ -328,7 +328,7 @@ function edit(box, message, place) {
   input.focus();
 }
 
-/** An answer as it stands; what the reader folded or opened stays so. */
+/** A response in its current state; what the reader folded or opened stays so. */
 function fill(box, message, isWriting) {
   const wasOpen = box.querySelector("details.thoughts")?.open;
   const rest = [];
@@ -352,12 +352,12 @@ function waiting() {
   return h("p", { class: "waiting" }, h("span", {}), h("span", {}), h("span", {}), h("span", { class: "unseen" }, "waiting for the first token"));
 }
 
-/** How far the model is. */
+/** The loading progress of the model. */
 function loading(load) {
-  return h("p", { class: "reading" }, h("progress", { max: 1, value: load.value, "aria-label": "Model" }), `The model loads. ${soon(load)}`);
+  return h("p", { class: "reading" }, h("progress", { max: 1, value: load.value, "aria-label": "Model" }), `The model is loading. ${soon(load)}`);
 }
 
-/** How much of the prompt is computed. */
+/** The progress of the prompt. */
 function reading({ processed, total }) {
   return h("p", { class: "reading" }, h("progress", { max: total, value: processed, "aria-label": "Prompt" }), `${processed} of ${count(total, "token")} of the prompt`);
 }
@@ -375,7 +375,7 @@ function drawnCall(call, message) {
   try {
     said = JSON.stringify(JSON.parse(call.arguments), null, 2);
   } catch {
-    // it is being written, or was cut
+    // still being written, or cut off
   }
   const box = h("div", { class: "call" }, h("p", { class: "who" }, "Calls ", h("code", {}, call.name)), h("pre", { tabindex: 0 }, said));
   const at = chat.messages.indexOf(message);

@@ -1,4 +1,4 @@
-// Colours of devices. Each keeps its own while others come and go, and when the page is opened again.
+// Colours of devices. Each device keeps its colour while others come and go, and when the page is opened again.
 
 const KEPT = "primad.colours";
 const NUMBER = 8;
@@ -13,7 +13,7 @@ function read() {
   }
 }
 
-/** Gives each of `names` that has none a colour that none of the others has, if there is one; else one that few have. */
+/** Gives each of `names` without a colour one that none of the others has, if there is one; else one that few have. */
 export function giveColours(names) {
   const missing = names.filter((name) => !known.has(name));
   for (const name of missing) {
@@ -27,11 +27,11 @@ export function giveColours(names) {
   try {
     localStorage.setItem(KEPT, JSON.stringify(Object.fromEntries(known)));
   } catch {
-    // full: they last as long as this page
+    // storage is full: the colours last as long as this page
   }
 }
 
-/** The class that has the colour of a device. */
+/** The class with the colour of a device. */
 export function colourOf(name) {
   return `d${known.get(name) ?? 0}`;
 }

@@ -1,4 +1,4 @@
-// Devices: pair, approve, revoke. Only the owner of the head may, whom 'primad page' lets in.
+// Devices: pair, approve, revoke. Only for the owner of the head, whom 'primad page' lets in.
 
 import { announce, copy, h, iconButton, replace } from "./dom.js";
 import { onStatus } from "./live.js";
@@ -22,7 +22,7 @@ export function startDevices(panel) {
   });
 }
 
-/** From now on who looks may change things. */
+/** From now on the viewer may change things. */
 export function letOwnerIn() {
   isOwner = true;
   parts.code = h("div", { class: "card" });
@@ -46,7 +46,7 @@ function showGuest() {
     h(
       "div",
       { class: "card" },
-      h("h2", {}, "Only the owner of the head changes devices"),
+      h("h2", {}, "Only the owner of the head can change devices"),
       h("p", {}, "On the head's device, type this; it opens the page with your rights:"),
       command("primad page"),
     ),
@@ -66,7 +66,7 @@ async function refresh() {
     const { code, ...rest } = body;
     codeEnds = code ? performance.now() + code.expires_s * 1000 : 0;
     const key = JSON.stringify([code?.code, rest, status?.cluster]);
-    if (key === latest || parts.list.contains(document.activeElement)) return; // nobody's typing is disturbed
+    if (key === latest || parts.list.contains(document.activeElement)) return; // so as not to disturb typing
     latest = key;
     showCode(code, body.own);
     showList(body);
@@ -80,7 +80,7 @@ function fail(error) {
   parts.failed.textContent = error.message;
 }
 
-/** Asks for a change, then shows what came of it. */
+/** Requests a change, then shows its result. */
 async function change(path, body, done) {
   try {
     const answer = await ask(path, body);
@@ -91,7 +91,7 @@ async function change(path, body, done) {
     return answer;
   } catch (error) {
     fail(error);
-    parts.failed.scrollIntoView({ block: "center" }); // above what was pressed, and maybe out of sight
+    parts.failed.scrollIntoView({ block: "center" }); // it is above the pressed button, perhaps out of sight
     return null;
   }
 }
@@ -107,7 +107,7 @@ function showCode(code, own) {
           h("p", { class: "code-words", "aria-label": "Pairing code" }, code.code),
           h("p", {}, "On the other device type:"),
           command(`primad join --code ${code.code}`),
-          h("p", { class: "muted" }, "Good for one device. ", parts.left),
+          h("p", { class: "muted" }, "Valid for one device. ", parts.left),
           code.addresses.length ? h("p", { class: "muted" }, `If multicast is blocked, add the address of ${own.device}:`) : null,
           ...code.addresses.map((at) => command(`primad join --code ${code.code} --device ${at}`)),
         ]
@@ -116,7 +116,7 @@ function showCode(code, own) {
   tickCode();
 }
 
-/** The other way round: a device that runs already shows a code, which is typed here. Either way both sides know each other. */
+/** The other way round: a running device shows a code, which is typed here. Either way both sides trust each other. */
 function bringForm() {
   const code = h("input", { id: "bring-code", autocomplete: "off", spellcheck: "false", required: true, placeholder: "7-lamp-river" });
   const at = h("input", { id: "bring-at", autocomplete: "off", spellcheck: "false", placeholder: "optional" });
@@ -124,7 +124,7 @@ function bringForm() {
   const bring = async (event) => {
     event.preventDefault();
     button.disabled = true;
-    button.textContent = "Looking for it…";
+    button.textContent = "Looking for the device…";
     const done = await change("/ui/bring", { code: code.value, at: at.value.trim() || null }, "Paired.");
     button.disabled = false;
     button.textContent = "Pair";
@@ -135,7 +135,7 @@ function bringForm() {
   return h(
     "form",
     { class: "card bring", onsubmit: bring },
-    h("h2", {}, "Add a device that runs already"),
+    h("h2", {}, "Add a device that is already running"),
     h("p", {}, "Type this on that device, then enter the code that it shows:"),
     command("primad pair"),
     h("p", { class: "row" }, h("label", { for: "bring-code" }, "Its code"), code, h("label", { for: "bring-at" }, "Its address"), at, button),
@@ -174,7 +174,7 @@ function drawn(device, member, own) {
       "p",
       { class: "row" },
       isTrusted
-        ? h("button", { type: "button", class: "danger", onclick: () => confirm(`Revoke ${device.device}?`, "It leaves the ring at once until you pair it again.", "Revoke", () => change("/ui/revoke", { device: device.device, key: device.key }, `${device.device} is revoked.`)) }, "Revoke")
+        ? h("button", { type: "button", class: "danger", onclick: () => confirm(`Revoke ${device.device}?`, "It leaves the ring immediately, until you pair it again.", "Revoke", () => change("/ui/revoke", { device: device.device, key: device.key }, `${device.device} is revoked.`)) }, "Revoke")
         : h("button", { type: "button", onclick: () => approve(device, own) }, "Approve"),
       isTrusted ? pauseButton(device) : null,
       isTrusted ? cap(device) : null,
@@ -182,14 +182,14 @@ function drawn(device, member, own) {
   );
 }
 
-/** What is left to type on the device itself: this head changes what it trusts and asks for, and not what others do. */
+/** The command that remains to be typed on the device itself: this head changes only its own trust and requests. */
 function elsewhere(device, member, own) {
   if (device.trusted === "yes" && device.how === BY_HAND && !SPOKEN_TO.has(member?.phase))
     return [h("p", {}, `It has to trust this head, too. On ${device.device} type:`), command(`primad devices trust ${own.device} --key ${own.key} --head`)];
   if (device.trusted === "yes" && device.is_paused)
-    return [h("p", { class: "muted" }, "This head does not use it. To pause it for every head, type there: ", h("code", {}, "primad pause"))];
+    return [h("p", { class: "muted" }, "This head does not use it. To pause it for every head, type on it: ", h("code", {}, "primad pause"))];
   if (device.trusted === "revoked")
-    return [h("p", { class: "muted" }, "This head and its devices ignore it. To end its trust in this head too, type there: ", h("code", {}, `primad devices revoke ${own.device}`))];
+    return [h("p", { class: "muted" }, "This head and its devices ignore it. To end its trust in this head too, type on it: ", h("code", {}, `primad devices revoke ${own.device}`))];
   return [];
 }
 
@@ -198,7 +198,7 @@ function pauseButton({ device, is_paused: isPaused, ram_bytes }) {
   return h("button", { type: "button", onclick: lend }, isPaused ? "Resume" : "Pause");
 }
 
-/** So much of its memory at most; empty is all that it offers. */
+/** A field for the most memory to use of a device; empty means all that it offers. */
 function cap({ device, is_paused, ram_bytes }) {
   const id = `cap-${device}`;
   const input = h("input", { id, type: "number", min: 0.1, step: 0.1, placeholder: "all", value: ram_bytes === null ? null : ram_bytes / 1e9 });

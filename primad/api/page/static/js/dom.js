@@ -1,4 +1,4 @@
-// Elements without HTML text: nothing that comes from elsewhere is parsed here.
+// Elements without HTML text: no foreign text is parsed here.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -12,7 +12,7 @@ export function svg(tag, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
 
-/** Gives `element` these children alone, null ones left out, which replaceChildren would write as "null". */
+/** Replaces the children of `element`; null ones are left out, which replaceChildren would write as "null". */
 export function replace(element, ...children) {
   element.replaceChildren();
   filled(element, {}, children);
@@ -45,7 +45,7 @@ const PATHS = {
   download: "M12 4v11M7 11l5 5 5-5M5 20h14",
 };
 
-/** A picture for a button; its words are the button's label. */
+/** An icon for a button, whose label has the words. */
 export function icon(name) {
   const path = svg("path", { d: PATHS[name], fill: "none", stroke: "currentColor", "stroke-width": 1.8 });
   path.setAttribute("stroke-linecap", "round");
@@ -53,17 +53,17 @@ export function icon(name) {
   return svg("svg", { viewBox: "0 0 24 24", width: 18, height: 18, "aria-hidden": "true" }, path);
 }
 
-/** A button with a picture. */
+/** A button with an icon. */
 export function iconButton(name, label, onclick, more = {}) {
   return h("button", { class: "icon", type: "button", title: label, "aria-label": label, onclick, ...more }, icon(name));
 }
 
-/** Tells who cannot see the page what happened. */
+/** Tells screen readers what happened. */
 export function announce(text) {
   document.getElementById("news").textContent = text;
 }
 
-/** Puts `text` on the clipboard; where the page came without encryption from another device, as browsers did it before. */
+/** Copies `text` to the clipboard; on a page from another device without encryption, in the old way of browsers. */
 export async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);

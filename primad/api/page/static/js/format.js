@@ -1,4 +1,4 @@
-// Figures for people.
+// Formats figures for people.
 
 export function bytes(value) {
   if (value === null || value === undefined) return "?";
@@ -14,7 +14,7 @@ export function ms(value) {
   return `${digits(value)} ms`;
 }
 
-/** When something is ready, as far as that can be forecast. */
+/** When something will be ready, as far as that can be forecast. */
 export function soon({ expected_s: seconds }) {
   return seconds === null ? "" : `Ready in about ${Math.max(1, Math.round(seconds))} s.`;
 }
@@ -23,7 +23,7 @@ export function speed(value) {
   return value === null || value === undefined ? "?" : digits(value);
 }
 
-/** The one speed of the page: tokens a second of one request, from its first token on. */
+/** The one speed of the page: tokens per second of one request, from its first token on. */
 export function decode(value) {
   return `decode ${speed(value)} tokens/s`;
 }
@@ -36,7 +36,7 @@ export function count(number, one, many = `${one}s`) {
   return `${number} ${number === 1 ? one : many}`;
 }
 
-/** Layers as ranges; the end of a window is the layer behind it. */
+/** Layers as ranges; a window's end is the layer after its last one. */
 export function ranges(windows) {
   return windows.map(([first, last]) => (last - first > 1 ? `${first}–${last - 1}` : `${first}`)).join(", ");
 }

@@ -1,14 +1,14 @@
-// Formulas in markdown, shown as they were written: markdown would take their backslashes, stars and underscores for its own.
+// Formulas in markdown, shown as they were written: markdown would interpret their backslashes, stars and underscores.
 
 import { Tokenizer } from "../vendor/marked.js";
 
 const CLOSES = { "\\(": "\\)", "\\[": "\\]", $$: "$$" };
 const OPENS = /\\[([]|\$/g;
 const BLOCK_OPENS = /(?:^|\n)(?= {0,3}(?:\\\[|\$\$))/;
-const DOLLARS = /^\$(?=[^\s$])(?:\\[^\n]|[^\\$\n]){1,500}?(?<=\S)\$(?!\w)/; // "$5 and $6" is none
+const DOLLARS = /^\$(?=[^\s$])(?:\\[^\n]|[^\\$\n]){1,500}?(?<=\S)\$(?!\w)/; // "$5 and $6" is not a formula
 const MOST_SIGNS = 2000;
 
-/** The formula with which `text` begins; "" for none. A blank line ends each. */
+/** The formula at the start of `text`, "" if there is none. A blank line ends a formula. */
 function formulaOf(text) {
   const close = CLOSES[text.slice(0, 2)];
   if (!close) return DOLLARS.exec(text)?.[0] ?? "";
@@ -45,23 +45,23 @@ const inline = {
   renderer: ({ text }) => shown(text),
 };
 
-/** What of a paragraph may end emphasis; worked out once for each. */
+/** The part of a paragraph that may end emphasis; computed once for each paragraph. */
 let latest = { masked: null, hidden: null };
 
 const tokenizer = {
-  /** One that is not closed yet, or was cut, keeps its backslash as well. */
+  /** A formula that is not closed yet, or was cut, keeps its backslash as well. */
   escape(text) {
     const found = /^\\[()[\]]/.exec(text);
     return found ? { type: "escape", raw: found[0], text: found[0] } : false;
   },
-  /** A star in a formula ends no emphasis that began before it. */
+  /** A star in a formula does not end emphasis that began before it. */
   emStrong(text, masked, before) {
     if (latest.masked !== masked) latest = { masked, hidden: withoutFormulas(text, masked) };
     return Tokenizer.prototype.emStrong.call(this, text, latest.hidden, before);
   },
 };
 
-/** `masked` ends as `text` does, but for what is hidden in it already. */
+/** Returns `masked`, which ends like `text` except for the parts that it hides, with the formulas hidden too. */
 function withoutFormulas(text, masked) {
   const from = masked.length - text.length;
   const parts = [];
@@ -79,7 +79,7 @@ export const formulas = { extensions: [block, inline], tokenizer };
 
 const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
 
-/** `text` for HTML. */
+/** `text` escaped for HTML. */
 export function escaped(text) {
   return text.replace(/[&<>"]/g, (sign) => ESCAPES[sign]);
 }

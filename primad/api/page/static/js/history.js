@@ -1,4 +1,4 @@
-// The list of conversations, and the one that was deleted last, which can be taken back.
+// The list of conversations, and the undo of the latest deletion.
 
 import { announce, h, iconButton } from "./dom.js";
 import * as store from "./store.js";
@@ -6,7 +6,7 @@ import * as store from "./store.js";
 const deleted = new Set();
 let latest = null;
 
-/** Whether `chat` was deleted and not taken back: one that is being answered is not to be kept then. */
+/** Whether `chat` was deleted and not restored: a conversation with a running response must not be kept then. */
 export function isDeleted(chat) {
   return deleted.has(chat.id);
 }
@@ -16,7 +16,7 @@ export function forgetDeleted() {
   latest = null;
 }
 
-/** Shows all conversations in `list`. `shown` is the open one; `page` can `open` one, `show` one beside this list, `draw`. */
+/** Shows all conversations in `list`. `shown` is the open one; `page` can `open` one, `show` one next to this list, `draw`. */
 export function drawHistory(list, shown, page) {
   const lines = store.chats().map((chat, place) => drawn(list, chat, place, shown, page));
   if (latest) lines.splice(latest.place, 0, drawnDeleted(shown, page));

@@ -1,4 +1,4 @@
-// The frame of the page: views, how the head is, the key, the theme.
+// The frame of the page: views, the head's state, the key, the theme.
 
 import { startChat } from "./chat.js";
 import { letOwnerIn, startDevices } from "./devices.js";

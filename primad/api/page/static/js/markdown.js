@@ -1,10 +1,10 @@
-// Markdown as HTML that is safe to show: what a model wrote is never trusted. HTML in it is shown as it stands.
+// Markdown as HTML that is safe to show: model output is never trusted. HTML in it is shown as text.
 
 import { copy, h, iconButton } from "./dom.js";
 import { escaped, formulas } from "./formulas.js";
 import { Marked } from "../vendor/marked.js";
 
-/** An image is a link to it: a request to another host would tell that host what was answered. */
+/** An image becomes a link to it: loading it would tell another host what the model wrote. */
 const renderer = {
   html: ({ text }) => escaped(text),
   checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),

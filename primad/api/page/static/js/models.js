@@ -1,4 +1,4 @@
-// Models: which there are and what they take; load and unload, and for the owner download and delete.
+// Models: the offered models and their memory; load and unload, and for the owner download and delete.
 
 import { announce, h, replace } from "./dom.js";
 import { bytes, decode, ms, soon } from "./format.js";
@@ -12,7 +12,7 @@ let isOwner = false;
 let latest = "";
 let pulling = null;
 let states = "";
-const forecasts = new Map(); // lines by model, for what is loaded now
+const forecasts = new Map(); // lines by model, valid for the models loaded now
 
 export function startModels(panel, tab) {
   parts = {
@@ -27,7 +27,7 @@ export function startModels(panel, tab) {
     const models = status?.models ?? [];
     tab.hidden = !models.length;
     const key = JSON.stringify([models, isOwner]);
-    if (key === latest || parts.list.contains(document.activeElement)) return; // the button that has the focus stays
+    if (key === latest || parts.list.contains(document.activeElement)) return; // keeps the focused button
     latest = key;
     const now = JSON.stringify(models.map(({ id, state }) => [id, state === "loaded"]));
     if (now !== states) forecasts.clear();
@@ -36,7 +36,7 @@ export function startModels(panel, tab) {
   });
 }
 
-/** From now on who looks may download and delete. */
+/** From now on the viewer may download and delete. */
 export function letOwnerPull() {
   isOwner = true;
   const name = h("input", { id: "pull-name", autocomplete: "off", spellcheck: "false", required: true, placeholder: "owner/repository:Q4_K_M" });
@@ -71,7 +71,7 @@ async function pull(name) {
   pulling = new AbortController();
   parts.button.textContent = "Stop";
   parts.progress.hidden = false;
-  parts.progress.replaceChildren("Asking the hub…");
+  parts.progress.replaceChildren("Contacting the hub…");
   try {
     for await (const line of lines("/api/pull", { model: name }, pulling.signal)) showPulled(line);
     announce(`${name} is downloaded.`);
@@ -110,7 +110,7 @@ async function change(path, body, done, options) {
   showRoom();
 }
 
-/** What a model would give, planned beside those that are loaded now. */
+/** The forecast for a model, planned next to those that are loaded now. */
 async function forecast(id, line) {
   replace(line, "Planning…");
   try {

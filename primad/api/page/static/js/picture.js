@@ -13,7 +13,7 @@ const WHOLE_BOX = "0 0 660 480";
 const RING_BOX = "126 32 408 408";
 const LEAST_WIDTH = 520;
 
-/** Degrees clockwise from the top, as a point. */
+/** The point at `degrees` clockwise from the top. */
 function point(degrees, radius) {
   const angle = ((degrees - 90) * Math.PI) / 180;
   return [CENTRE.x + radius * Math.cos(angle), CENTRE.y + radius * Math.sin(angle)];
@@ -45,7 +45,7 @@ function places(devices) {
   });
 }
 
-/** What decides how the picture looks; while it is the same, the picture stays. */
+/** Everything that determines how the picture looks; while it is the same, the picture stays. */
 export function keyOf(status) {
   return JSON.stringify([
     status.epoch,
@@ -104,7 +104,7 @@ function drawWindow({ device, first, last, from, to }, status) {
   );
 }
 
-/** The same in words, for where labels would lie on each other: a line for each window. */
+/** The route in words, used where labels would overlap: a line for each window. */
 export function route(status) {
   const segments = places(status.devices);
   return h(
@@ -128,7 +128,7 @@ function linkOf({ links }, one, other) {
   return links.find(({ source, target }) => source === one.name && target === other.name);
 }
 
-/** Shows the route in words where two labels would overlap, or one would leave the picture. */
+/** Shows the route in words if two labels would overlap, or one would leave the picture. */
 export function fitLabels(figure) {
   const picture = figure.querySelector(".picture");
   if (!picture) return;
@@ -145,7 +145,7 @@ function setListed(figure, picture, isListed) {
   picture.setAttribute("viewBox", isListed ? RING_BOX : WHOLE_BOX);
 }
 
-/** The hops between windows: which way they go, and how long it is there and back. */
+/** The hops between windows: their direction and round trip. */
 function drawHops(segments, status) {
   const taken = [];
   return segments.map((one, i) => {
@@ -160,7 +160,7 @@ function drawHops(segments, status) {
   });
 }
 
-/** Inside the ring, further in where another label is. */
+/** A label inside the ring, moved further in while it would overlap another label. */
 function hopLabel(at, text, taken) {
   let radius = RADIUS - WIDTH / 2 - 12;
   let place;
@@ -175,7 +175,7 @@ function hopLabel(at, text, taken) {
   return svg("text", { x: place.x, y: place.y + 4, "text-anchor": place.side }, text);
 }
 
-/** The picture for who cannot see it. */
+/** A description of the picture for screen readers. */
 function words({ devices, rounds }) {
   if (!devices.length) return "No ring serves.";
   const each = devices.map(({ name, windows, layers, gpu_layers: gpu, memory }) => {
@@ -185,7 +185,7 @@ function words({ devices, rounds }) {
   return `A ring of ${count(devices.length, "device")}, ${count(rounds ?? 1, "round")} per token: ${each.join("; ")}.`;
 }
 
-/** What the signs of the picture mean. */
+/** The legend of the picture. */
 export function legend(status) {
   const streams = status.devices.some(({ memory }) => memory.streamed > 0);
   const gpu = status.devices.some((device) => device.gpu_layers > 0);

@@ -1,4 +1,4 @@
-// The ring, live: the picture, figures beside what was planned, events.
+// The ring, live: the picture, measured figures next to the plan's, events.
 
 import { colourOf, giveColours } from "./colours.js";
 import { announce, h, svg } from "./dom.js";
@@ -20,7 +20,7 @@ const speeds = [];
 
 export function startRing(panel) {
   parts = {
-    picture: h("figure", { class: "card ring-card" }, h("figcaption", { class: "detail" }, "Asking the devices…")),
+    picture: h("figure", { class: "card ring-card" }, h("figcaption", { class: "detail" }, "Waiting for the devices…")),
     detail: h("figcaption", { class: "detail" }),
     facts: h("dl", { class: "facts" }),
     line: h("div", { class: "spark" }),
@@ -83,7 +83,7 @@ function update(news) {
   showEvents(status.events);
 }
 
-/** Again where the picture is another one, or as wide as it was not: what is fitted changes its height. */
+/** Fits the labels again if the picture's width changed. */
 function fit() {
   const width = parts.picture.clientWidth;
   if (width === fitted) return;
@@ -106,10 +106,10 @@ function writeCentre(status, now, isForming, isConnected) {
 
 /** Why there is no speed. */
 function idle(tokens) {
-  return tokens?.answers_open ? "no token yet" : tokens?.completion ? "nobody asks now" : "nothing asked yet";
+  return tokens?.answers_open ? "no token yet" : tokens?.completion ? "no request now" : "no request yet";
 }
 
-/** The decode speed of a request while some are answered: their tokens are shared out among them. */
+/** The decode speed of one request: the tokens of all running requests are divided among them. */
 function decodeNow({ tokens, sequences }, now) {
   return now && now / Math.max(1, Math.min(tokens.answers_open, sequences ?? 1));
 }
@@ -138,12 +138,12 @@ function facts(status, now) {
   const add = (name, value) => rows.push(h("div", {}, h("dt", {}, name), h("dd", {}, value)));
   if (status.measured) add("decode, latest request", perSecond(decodeMeasured(status)));
   if (status.predicted) add("decode, forecast", perSecond(status.predicted.tokens_per_s));
-  if (status.predicted) add("first token, forecast", ms(status.predicted.ttft_ms));
+  if (status.predicted) add("TTFT, forecast", ms(status.predicted.ttft_ms));
   if (status.tokens) add("all requests now", perSecond(now ?? 0));
-  if (status.tokens) add("requests open", `${status.tokens.answers_open}${status.sequences ? ` of ${status.sequences} at once` : ""}`);
-  if (status.tokens) add("written", count(status.tokens.completion, "token"));
+  if (status.tokens) add("requests open", `${status.tokens.answers_open}${status.sequences ? ` of ${status.sequences} concurrent` : ""}`);
+  if (status.tokens) add("generated", count(status.tokens.completion, "token"));
   if (status.drafts?.drafted) add("draft tokens accepted", `${Math.round((100 * status.drafts.accepted) / status.drafts.drafted)} %`);
-  if (status.pictures?.device) add("pictures are encoded by", status.pictures.device);
+  if (status.pictures?.device) add("pictures encoded by", status.pictures.device);
   if (status.epoch) add("plan", `ring ${status.epoch}, ${count(status.rounds ?? 1, "round")} per token`);
   if (status.kv?.replicated_bytes) add("KV cache replicated", bytes(status.kv.replicated_bytes));
   return rows;
@@ -162,7 +162,7 @@ function card(device, news) {
   const find = (status) => status.devices.find((each) => each.name === device.name);
   const reads = rate(news, (status) => find(status)?.memory.read_bytes);
   const next = news.status.links.find((link) => link.source === device.name && link.target === following(device, news.status));
-  const isPlanned = planned.resident !== null; // windows given by hand have no forecast
+  const isPlanned = planned.resident !== null; // windows set by hand have no forecast
   const rows = [
     row("resident layers", number(memory.resident), number(planned.resident)),
     row("streamed layers", number(memory.streamed) + (memory.streams_output ? " + output" : ""), number(planned.streamed)),
@@ -190,7 +190,7 @@ function card(device, news) {
   );
 }
 
-/** The device behind `device` in the ring. */
+/** The device's layers on GPUs, by GPU if it has several. */
 function onGpus({ gpus, gpu_layers: total }) {
   const used = (gpus ?? []).filter(({ layers }) => layers);
   if (used.length) return `, ${used.map(({ name, id, layers }) => `${layers} on ${name}${id ? ` (${id})` : ""}`).join(", ")}`;
@@ -219,9 +219,9 @@ function pressure(level) {
   return h("span", { class: `tag ${level === "high" ? "bad" : "warn"}` }, `memory pressure: ${level}`);
 }
 
-/** A device answers between two steps, and a chunk of a prompt may be a long one. */
+/** The tag of a device without figures: it replies between two steps, and a prompt chunk may take long. */
 function silent(device) {
-  return device.computes ? h("span", { class: "tag warn" }, "computes a long step") : h("span", { class: "tag bad" }, "does not answer");
+  return device.computes ? h("span", { class: "tag warn" }, "computes a long step") : h("span", { class: "tag bad" }, "does not respond");
 }
 
 function showOthers(status) {

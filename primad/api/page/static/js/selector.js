@@ -1,4 +1,4 @@
-// The model that answers, where there are several: chosen here, and kept by this browser.
+// Chooses the model of the chat if there are several; this browser remembers the choice.
 
 import { h } from "./dom.js";
 import { onStatus } from "./live.js";
@@ -8,12 +8,12 @@ const MODEL = "primad.model";
 let models = [];
 const box = h("select", { class: "model", "aria-label": "Model", hidden: true, onchange: () => localStorage.setItem(MODEL, box.value) });
 
-/** The model to ask for; null where there is one. */
+/** The model to request; null if there is only one. */
 export function chosen() {
   return models.length ? box.value : null;
 }
 
-/** The element that chooses; hidden where there is one model. */
+/** The element for choosing; hidden if there is only one model. */
 export function selector() {
   let latest = "";
   onStatus(({ status }) => {

@@ -1,9 +1,9 @@
-// The head, as the page asks it. A key goes in a header, never in a cookie.
+// Requests of the page to the head. A key is sent in a header, never in a cookie.
 
 const API_KEY = "primad.key";
 const OWNER_KEY = "primad.owner";
 
-/** What the head refused. */
+/** The head refused a request. */
 export class Refused extends Error {
   constructor(message, status, code) {
     super(message);
@@ -31,7 +31,7 @@ export const keys = {
 
 let askForKey = () => {};
 
-/** Calls `handler(isWrong)` when the head wants a key: it has none of the page, or one that `isWrong`. */
+/** Calls `handler(isWrong)` when the head requires a key: the page has none, or `isWrong`: the head rejected it. */
 export function onKeyWanted(handler) {
   askForKey = handler;
 }
@@ -42,7 +42,7 @@ async function request(path, { body, signal, ...options } = {}) {
   if (key) headers.authorization = `Bearer ${key}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   const response = await fetch(new URL(`.${path}`, document.baseURI), {
-    // below the page, as a proxy may serve it under a prefix
+    // relative to the page, as a proxy may serve it under a prefix
     method: body === undefined ? "GET" : "POST",
     headers,
     body: body === undefined ? undefined : JSON.stringify(body),
@@ -52,25 +52,25 @@ async function request(path, { body, signal, ...options } = {}) {
     ...options,
   });
   if (response.status === 401 && keys.owner) {
-    keys.owner = ""; // of a head that ended since
+    keys.owner = ""; // it was the key of an earlier head
     return request(path, { body, signal, ...options });
   }
   if (!response.ok) {
     const given = (await response.json().catch(() => null))?.error;
-    const error = typeof given === "string" ? { message: given } : given; // as Ollama's paths say it
+    const error = typeof given === "string" ? { message: given } : given; // the form of Ollama's paths
     if (response.status === 401) askForKey(Boolean(key));
     throw new Refused(error?.message ?? `the head returned ${response.status}`, response.status, error?.code);
   }
   return response;
 }
 
-/** The answer to a question, as JSON, null for none. Throws `Refused`, or `TypeError` where nobody answers. */
+/** Returns the response as JSON, null if it is empty. Throws `Refused`, or `TypeError` if there is no response. */
 export async function ask(path, body, signal, options = {}) {
   const text = await (await request(path, { body, signal, ...options })).text();
   return text ? JSON.parse(text) : null;
 }
 
-/** Lines of JSON until the stream ends. Throws `Refused` for one with an error, too. */
+/** Yields lines of JSON until the stream ends. Also throws `Refused` for a line with an error. */
 export async function* lines(path, body, signal) {
   for await (const line of pieces(await request(path, { body, signal }), "\n")) {
     if (!line) continue;
@@ -80,7 +80,7 @@ export async function* lines(path, body, signal) {
   }
 }
 
-/** What `response` sends, up to each `mark`. */
+/** Yields the text of `response`, cut at each `mark`. */
 async function* pieces(response, mark) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -97,7 +97,7 @@ async function* pieces(response, mark) {
   }
 }
 
-/** Server-sent events, each with its `event` and `data`, until the stream ends. */
+/** Yields server-sent events, each with its `event` and `data`, until the stream ends. */
 export async function* events(path, body, signal) {
   for await (const block of pieces(await request(path, { body, signal }), "\n\n")) {
     const found = { event: "message", data: "" };
@@ -109,7 +109,7 @@ export async function* events(path, body, signal) {
   }
 }
 
-/** Whether who looks at the page may change things; a ticket in the address (of `primad page`) makes it so. */
+/** Whether the viewer may change things; a ticket in the address (of `primad page`) gives that right. */
 export async function becomeOwner() {
   const ticket = new URLSearchParams(location.hash.slice(1)).get("ticket");
   if (ticket) {

@@ -1,4 +1,4 @@
-// Sounds for the next question: a file that is chosen, or what the microphone hears. What the head does not read becomes a WAV.
+// Sounds for the next message: a chosen file, or a recording. A format that the head does not read becomes a WAV.
 
 import { announce, iconButton } from "./dom.js";
 import { onStatus } from "./live.js";
@@ -15,20 +15,20 @@ export function isSound(url) {
   return url.startsWith(PREFIX);
 }
 
-/** The sound of a question for the head: base64, with its format. */
+/** The sound of a message for the head: base64, with its format. */
 export function soundPart(url) {
   const [kind, data] = url.slice(PREFIX.length).split(";base64,");
   return { type: "input_audio", input_audio: { data, format: /mp/.test(kind) ? "mp3" : kind.replace("x-", "") } };
 }
 
-/** `file` as one that the head reads. */
+/** `file` in a format that the head reads. */
 export async function readable(file) {
   if (KNOWN.includes(file.type)) return file;
   const sound = await new OfflineAudioContext(1, 1, RATE).decodeAudioData(await file.arrayBuffer());
   return new Blob([wav(sound)], { type: "audio/wav" });
 }
 
-/** Its channels' mean in 16 bits, behind a WAV's header. */
+/** The mean of its channels in 16 bits, after a WAV header. */
 function wav(sound) {
   const channels = Array.from({ length: sound.numberOfChannels }, (_, i) => sound.getChannelData(i));
   const view = new DataView(new ArrayBuffer(44 + 2 * sound.length));
@@ -52,7 +52,7 @@ function wav(sound) {
   return view.buffer;
 }
 
-/** The button that records, and calls `add` with what it heard; there while the model hears, and the browser may. */
+/** The button that records, and calls `add` with the recording; shown if the model hears and the browser can record. */
 export function recordButton(add) {
   let recorder = null;
   const button = iconButton("microphone", "Record sound", () => (recorder ? recorder.stop() : begin()), { hidden: true, id: "record", "aria-pressed": "false" });
@@ -83,7 +83,7 @@ export function recordButton(add) {
       setTimeout(() => own.state === "recording" && own.stop(), MOST_MS);
       mark(true);
     } catch (error) {
-      announce(`no sound can be recorded: ${error.message}`);
+      announce(`sound cannot be recorded: ${error.message}`);
     } finally {
       button.disabled = false;
     }

@@ -1,4 +1,4 @@
-// Conversations and settings, kept by this browser alone.
+// Conversations and settings, stored only in this browser.
 
 const CHATS = "primad.chats";
 const SETTINGS = "primad.settings";
@@ -31,7 +31,7 @@ export function keepSettings(values) {
   localStorage.setItem(SETTINGS, JSON.stringify(values));
 }
 
-/** A conversation that is kept when something is said in it. */
+/** A new conversation, stored once it has a message. */
 export function fresh() {
   return { id: crypto.randomUUID?.() ?? String(Date.now() + Math.random()), title: "", messages: [] };
 }
@@ -42,33 +42,33 @@ export function chats() {
   return Array.isArray(kept) ? kept : [];
 }
 
-/** `chat` with the names of its pictures alone: there is room for those of one conversation. */
+/** `chat` with only the names of its pictures: there is room for the pictures of one conversation. */
 function withoutPictures(chat) {
   const bare = (message) => (message.pictures ? { ...message, pictures: message.pictures.map(({ name }) => ({ name, url: "" })) } : message);
   return { ...chat, messages: chat.messages.map(bare) };
 }
 
-/** Keeps `chat` as the latest; pictures of others go, and the oldest where there is no room. */
+/** Stores `chat` as the latest; pictures of other conversations are dropped, and the oldest ones if there is no room. */
 export function keep(chat) {
   const others = chats().filter((each) => each.id !== chat.id).map(withoutPictures);
   if (kept([chat, ...others].slice(0, MOST_CHATS), others.length + 1)) return;
   kept([withoutPictures(chat), ...others].slice(0, MOST_CHATS), 1);
 }
 
-/** Keeps as many of `all`, the latest first, as there is room for, but `least`; whether there is. */
+/** Stores as many of `all`, the latest first, as there is room for, but at least `least`; returns whether they fit. */
 function kept(all, least) {
   for (; all.length >= Math.min(least, MOST_CHATS) && all.length; all = all.slice(0, -1)) {
     try {
       localStorage.setItem(CHATS, JSON.stringify(all));
       return true;
     } catch {
-      // full: without the oldest there may be room
+      // storage is full: there may be room without the oldest
     }
   }
   return false;
 }
 
-/** Puts `chat` back where it was. */
+/** Puts `chat` back in its place. */
 export function restore(chat, place) {
   const all = chats();
   all.splice(place, 0, chat);

@@ -1,4 +1,4 @@
-// What if: the predicted effect of a device less, or of one more.
+// What if: the predicted effect of removing a device, or of adding one.
 
 import { announce, h } from "./dom.js";
 import { count, decode, ms, percent } from "./format.js";
@@ -32,7 +32,7 @@ export function startWhatIf(panel) {
         { class: "if-row" },
         parts.without,
         h("div", { class: "field-block" }, h("label", { for: "if-profile" }, "Add"), parts.profile),
-        h("div", { class: "field-block" }, h("label", { for: "if-link" }, "which is linked by"), parts.link),
+        h("div", { class: "field-block" }, h("label", { for: "if-link" }, "connected by"), parts.link),
         parts.button,
       ),
       parts.answer,
@@ -49,7 +49,7 @@ async function fetchProfiles() {
     const { profiles } = await ask("/ui/profiles");
     parts.profile.append(...profiles.map((name) => h("option", { value: name }, name)));
   } catch {
-    hasProfiles = false; // asked again with the next snapshot
+    hasProfiles = false; // requested again with the next snapshot
   }
 }
 
