@@ -98,7 +98,7 @@ class OwnProfile:
         stop = StopFlag(subprocess.Popen.terminate)
 
         def ask() -> None:
-            with begin_piped("primad.profiler.process", dict(os.environ)) as child:  # GPUs are hidden from this process only
+            with begin_piped("primad.profiler.process", dict(os.environ)) as child:  # GPUs are hidden from us alone
                 assert child.stdin is not None
                 assert child.stdout is not None
                 stop.watch(child)
