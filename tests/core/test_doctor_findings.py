@@ -68,7 +68,7 @@ def test_what_models_see_with_or_lack_for_it_is_said_with_what_to_type():
     assert found[1].next == "primad serve --model 'odd' --mmproj none"
     assert found[2].next == "ollama pull llama3.2-vision:11b"
     assert found[3].next == "primad pull hf:acme/Tiny:Q4_0"
-    assert "not beside /models/org/repo:Q4_0.gguf" in found[4].text
+    assert "not next to /models/org/repo:Q4_0.gguf" in found[4].text
     assert found[4].next is not None
     assert "from https://huggingface.co/org/repo" in found[4].next
 

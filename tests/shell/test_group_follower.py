@@ -14,12 +14,14 @@ from primad.gguf.header import read_header
 from primad.gguf.share_rules import ShareRules
 from primad.gguf.shares import share_header
 from primad.gguf.windows import vocabulary_size
+from primad.kv import kv_writer as kv_writers
 from primad.kv.keys import block
 from primad.kv.kv_writer import KvWriter
 from primad.kv.store import KvStore
 from primad.ring.group.exchange import RankExchange
 from primad.ring.group.follower import GroupFollower
 from primad.ring.group.frames import Direction, RankHello
+from primad.ring.group.patience import PeerPatience
 from primad.ring.group.peer import RankPeer
 from primad.ring.messages import HIDDEN_DTYPE, PROTOCOL, KvCopy, KvKeep, KvLoad, KvRemove, Skip, Step, StepLimits
 from primad.ring.worker import apply, rows_of, skipped, visit
@@ -28,6 +30,8 @@ from tests.shell.test_tensor_groups import opened
 from tools import synth
 
 OPTIONS = EngineOptions(context=256, sequences=2, rows=64, threads=1, batch_threads=1, kv_type="f16", lock=False)
+PATIENCE_S = 600.0
+"""However slow the machine and its disk are."""
 LIMITS = StepLimits(ring=1, epoch=1, windows=frozenset((0, 1)), width=64, rows=64, context=256, sequences=2)
 TOKENS = np.random.default_rng(0).integers(1, 250, 100).astype(np.int32)
 
@@ -42,9 +46,11 @@ def pair():
     for rank, end in enumerate(ends):
         own, other = hellos[rank], hellos[1 - rank]
         sends, takes = Direction(bytes(32), own, other), Direction(bytes(32), other, own)
-        exchanges.append(
-            RankExchange(rank, [RankPeer(1 - rank, f"device {1 - rank}", end, sends, takes)], timeout_s=30)
+        exchange = RankExchange(
+            rank, [RankPeer(1 - rank, f"device {1 - rank}", end, sends, takes)], timeout_s=PATIENCE_S
         )
+        exchange.patience = PeerPatience(PATIENCE_S, PATIENCE_S)
+        exchanges.append(exchange)
     return exchanges
 
 
@@ -118,7 +124,8 @@ def header(tmp_path_factory):
     return read_header(path)
 
 
-def test_a_step_of_the_first_rank_is_a_step_of_every_rank(header, tmp_path):
+def test_a_step_of_the_first_rank_is_a_step_of_every_rank(header, tmp_path, monkeypatch):
+    monkeypatch.setattr(kv_writers, "PATIENCE_S", PATIENCE_S)
     embedding, exchanges, ended = TokenEmbedding.of(header), pair(), []
 
     def follow():
