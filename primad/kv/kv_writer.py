@@ -107,7 +107,7 @@ class KvWriter:
         """Log one line, which is enough: a missing block only costs time."""
         logger.log(
             logging.DEBUG if self._has_failed else logging.WARNING,
-            "positions %d to %d of an answer are not kept: %s; what is not kept is computed again when it is needed",
+            "positions %d to %d of a request's KV cache are not kept: %s; they are computed again when needed",
             *(block.start, block.end, why),
         )
         self._has_failed = True

@@ -289,7 +289,7 @@ class KvStore:
             raise self._disk_error("cannot be read", exc) from exc
 
     def _damaged(self, path: Path, exc: CellsError) -> None:
-        logger.warning("%s: %s; it is removed, and what it held computed again", path, exc)
+        logger.warning("%s: %s; it is removed, and its cells are computed again", path, exc)
         with contextlib.suppress(OSError):
             path.unlink()
 

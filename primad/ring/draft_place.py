@@ -58,7 +58,7 @@ class DraftPlace:
     def move(self, place: DraftPlaceName) -> None:
         """Draft at ``place`` from now on."""
         if self._model is None or self.drafters is None:
-            raise RingError("a head without a draft model was told where that is")
+            raise RingError("a head without a draft model was given a place for one")
         self.close()
         match place:
             case "here":

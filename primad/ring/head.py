@@ -118,7 +118,7 @@ class Head:
         self._is_draining = False
         self._is_drained = False
         self._failure: NotFiniteError | AlteredStepError | None = None
-        """A value that is not finite or a step altered on its way: it ends the requests it served, then the ring."""
+        """The error of a result that is not finite: it ends the requests of that step, then the ring."""
         self.kv_writer = kv_writer
         self._predictor = predictor
         self._samplers: dict[int, Sampler] = {}
@@ -192,13 +192,13 @@ class Head:
         """
         sent = self._under_way.get(step.step)
         if sent is None:
-            raise SenderError(f"{SENDER} sent step {step.step}, which is not under way")
+            raise SenderError(f"{SENDER} sent step {step.step}, which is not in flight")
         if step.window <= sent.window:
             raise SenderError(f"{SENDER} sent step {step.step} for window {step.window}, where it has been already")
         if step.window != self._awaited.get(step.step):
             raise AlteredStepError(f"step {step.step} came back for window {step.window} before it was in all others")
         if step.skipped and not self._scheduler.is_discarded(step.step):
-            raise AlteredStepError(f"step {step.step} came back without having been computed, which nobody asked for")
+            raise AlteredStepError(f"step {step.step} came back without having been computed, which was not requested")
         if msgspec.structs.replace(sent, window=step.window, skipped=sent.skipped or step.skipped) != step:
             raise AlteredStepError(f"step {step.step} came back with other rows than it left with")
         for number, other in self._under_way.items():

@@ -283,11 +283,13 @@ def _check_op(op: KvOp, limits: StepLimits) -> None:
         case KvKeep(sequence, block):
             sequences, span = [sequence], (block.start, block.end)
             if not is_block(block):
-                raise ProtocolError(f"a KV operation keeps what is no block: {printable(str(block))}")
+                raise ProtocolError(f"a KV operation keeps something that is not a block: {printable(str(block))}")
         case KvLoad(sequence, key, end):
             sequences, span = [sequence], (0, end)
             if not is_key(key) or end <= 0:
-                raise ProtocolError(f"a KV operation loads what is no block: {printable(f'{key!r} up to {end}')}")
+                raise ProtocolError(
+                    f"a KV operation loads something that is not a block: {printable(f'{key!r} up to {end}')}"
+                )
         case StateKeep(sequence, number, end) | StateRestore(sequence, number, end):
             sequences, span = [sequence], (0, end)
             if not 0 <= number < limits.states or end <= 0:
@@ -742,10 +744,9 @@ class DecodeStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prompt token costs this device: the fastest of the latest large chunks, which have ``rows`` tokens on
-    average.
+    """What a prompt token costs this device, in the fastest of the latest large chunks of each window.
 
-    ``row_s`` is the compute time per token, over all windows.
+    ``rows`` is their mean number of tokens, ``row_s`` the compute time per token, over all windows.
     """
 
     rows: float

@@ -191,7 +191,7 @@ class Slots:
 
     @property
     def have_states(self) -> bool:
-        """Whether layers have one, which cannot be cut anywhere."""
+        """Whether layers have states, which cannot be cut at any position."""
         return self._checkpoints.are_needed
 
     def take_back(self, sequence: KvSequence, cells: int) -> int:

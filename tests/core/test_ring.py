@@ -406,7 +406,7 @@ def a_step(number: int, window: int, rows: int = 1) -> Step:
 
 def test_a_step_that_is_not_under_way_is_refused():
     ring = quiet_until_the_workers_answer()
-    with pytest.raises(SenderError, match=r"sent step 99, which is not under way"):
+    with pytest.raises(SenderError, match=r"sent step 99, which is not in flight"):
         ring.head.receive(a_step(99, 3), np.zeros((1, WIDTH), np.float32))
 
 
@@ -442,7 +442,7 @@ def test_a_step_comes_back_for_no_window_before_it_was_in_all_others():
 def test_a_step_that_is_over_is_refused():
     ring = FakeRing(*SMALL)
     ring.ask(generate(1, [1]))
-    with pytest.raises(SenderError, match=r"sent step 0, which is not under way"):
+    with pytest.raises(SenderError, match=r"sent step 0, which is not in flight"):
         ring.head.receive(a_step(0, 3), np.zeros((1, WIDTH), np.float32))
 
 

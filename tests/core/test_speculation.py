@@ -495,5 +495,7 @@ def test_a_step_that_nobody_asked_to_skip_is_refused():
     sent = ring.head.turn()
     assert isinstance(sent, Send)
     empty = np.empty((0, sent.step.shape[1]), np.float32)
-    with pytest.raises(AlteredStepError, match="step 0 came back without having been computed, which nobody asked for"):
+    with pytest.raises(
+        AlteredStepError, match="step 0 came back without having been computed, which was not requested"
+    ):
         ring.head.receive(msgspec.structs.replace(sent.step, window=3, skipped=True), empty)

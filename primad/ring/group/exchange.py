@@ -165,7 +165,7 @@ class RankExchange:
         for peer, length in zip(self._peers, lengths, strict=True):
             (size,) = _LENGTH.unpack(length)
             if not 0 < size <= MAX_LOGITS_BYTES or size % 4:
-                raise peer.error(f"gives {size} bytes of logits")
+                raise peer.error(f"sent {size} bytes of logits")
             found.append(np.empty(size // 4, np.float32))
             peer.expect(LOGITS, _bytes(found[-1]))
         self._run()

@@ -89,11 +89,11 @@ class RankPeer:
             raise self.error(f"sent {size} bytes of kind {other} where {len(into)} of kind {kind} were due")
         if self._got == end:
             if not self._takes.open(header, self._taking[HEADER.size : end], into):
-                raise self.error("sent what it did not seal")
+                raise self.error("sent a frame that it did not seal")
             self._in.popleft()
             self._got = 0
 
     def error(self, what: str) -> RankError:
         """The error that this device did ``what``."""
-        message = f"{self.name} of this group {what}; the ring forms anew without it, or with other shares"
+        message = f"{self.name} of this group {what}; the ring forms again without it, or with other shares"
         return RankError(message, self.name)

@@ -88,7 +88,7 @@ class Scheduler:
         return request in self._state.running
 
     def is_held_back(self, request: int) -> bool:
-        """Whether generation ``request`` has no step until its next token is drawn with ``sample_held_back``."""
+        """Whether generation ``request`` has no step until its next token is sampled with ``sample_held_back``."""
         running = self._state.running.get(request)
         return running is not None and running.held_back_s is not None
 

@@ -140,9 +140,7 @@ class ModelDrafter:
 
     def others(self, drafts: Sequence[int]) -> Sequence[DraftToken]:
         at = at_path(self._nodes, drafts) if self.is_followed else None
-        draft_tokens = (
-            [] if at is None else behind(self._nodes, at)
-        )  # another one may have been looked up in place of the first
+        draft_tokens = [] if at is None else behind(self._nodes, at)  # a looked-up token may have replaced the first
         return [DraftToken(token=each.token, sure=self._share(each).sure) for each in draft_tokens]
 
     @property

@@ -156,7 +156,7 @@ class PredictedDrafter:
         return self._read
 
     def _fail(self, error: EngineError) -> None:
-        logger.warning("the model's own layers draft no more for this answer: %s", error)
+        logger.warning("the model's own layers stop drafting for this request: %s", error)
         self.is_followed = False
 
     def took(self, token: int) -> None:
