@@ -214,7 +214,7 @@ class Keeping:
                 self._forget(key)
 
     def news(self, chains: Iterable[Chain]) -> list[KvKept | KvForgotten]:
-        """Return what was not reported yet of ``chains``, and of earlier owners of blocks."""
+        """Return the unreported blocks of ``chains``, and the keys of forgotten blocks."""
         reported: list[KvKept | KvForgotten] = []
         for chain in chains:
             if chain.reported == len(chain.blocks):

@@ -227,7 +227,7 @@ def test_a_frame_that_comes_again_is_not_believed():
     exchange, values = RankExchange(0, [peer], timeout_s=5), np.ones(1, np.float32)
     exchange.sum(values)
     assert values == [2]
-    with pytest.raises(RankError, match="what it did not seal"):
+    with pytest.raises(RankError, match="a frame that it did not seal"):
         exchange.sum(values)
     for end in ends:
         end.close()

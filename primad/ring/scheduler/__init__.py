@@ -29,7 +29,7 @@ differ. Where the order is known to be the same, a step has several (``Batching.
 allowed, a whole chunk (``Generate.replays_rows``). Like chunks they do not wait for each other. KV blocks that every
 device has kept (``keeping.py``) are not recomputed.
 
-A place in the ring for which no row is ready goes to draft tokens (``drafting/``): tokens that may come next are
+A place in the ring for which no row is ready goes to draft tokens (``speculation/``): tokens that may come next are
 computed in steps of their own after the last row of their generation, or in one step with it. If another token is
 sampled, the KV cache of the draft is dropped with the next row of the generation, and steps for that draft alone are
 discarded: nothing is sampled from them, and devices that have not computed them skip them.
