@@ -1,14 +1,15 @@
-"""Streaming: one thread reads what a ``Residency`` wants ahead of the computing thread, and gives back what was used.
+"""Streaming: one thread reads what a ``Residency`` wants before the computing thread needs it, and releases what was
+used.
 
-The computing thread says at each border between units where it stands (``reach``), and waits there only for a unit that is
-not in memory yet. The loader thread follows: it first gives back what is not wanted any more, then reads what is wanted,
-nearest first, a piece at a time, so that it can turn to something nearer in between. It never reads more than the residency
-allows to be held, and never gives back a resident unit. What is held of a part is its beginning, of so many bytes; so a part
-that was begun is read on where it was left.
+The computing thread reports its position at each border between units (``reach``), and waits there only for a unit that
+is not in memory yet. The loader thread first releases what is no longer wanted, then reads what is wanted, nearest
+first, one piece at a time, so that it can switch to something nearer in between. It never reads more than the residency
+allows to be held, and never releases a resident unit. The held bytes of a part are always its beginning, so a part that
+was begun is continued where reading stopped.
 
-Resident weights are looked after as well: those of one unit a step, and all of a window where the ring was idle; what the
-system took back meanwhile is read again by range. While no prompt is read more stays than otherwise, in the room that
-scratch memory left (``prepare`` and ``spare``). After every visit the files' stamps say whether somebody wrote to them.
+Resident weights are checked as well: those of one unit a step, and all of a window after the ring was idle; what the
+system evicted is read again by range. Between prompts more stays in memory, in the room that freed scratch memory
+leaves (``prepare`` and ``spare``). After every visit the files' stamps show whether one was written to.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from primad.settings.timings import StreamingTimings
 logger = logging.getLogger(__name__)
 
 WAIT_S: Final = 300.0
-"""A disk that takes longer for one unit is taken for dead."""
+"""A disk that takes longer for one unit counts as failed."""
 SPARE_LEVELS: Final = 4
-"""In so many steps, since not all of that room may be there any more."""
+"""Steps in which that room is used, since not all of it may still be there."""
 
 Verify = Callable[[str], bool]
-"""Whether the weights in a file that somebody wrote to are still the same."""
+"""Whether the weights in a file that was written to are still the same."""
 
 
 class Streamer:
-    """The pages of one ring process's units, in visiting order. ``start`` it once llama.cpp has loaded them.
+    """The pages of one ring process's units, in visiting order. Call ``start`` once llama.cpp has loaded them.
 
-    ``spread`` says what else may stay or stream when there is more or less room; without it units stream as a whole.
-    ``reach``, ``arrive`` and ``depart`` belong to the computing thread, everything else may be called by any.
+    ``spread`` says what else may stay or stream with more or less room; without it units stream as a whole. ``reach``,
+    ``arrive`` and ``depart`` belong to the computing thread; any thread may call the others.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Streamer:
     ) -> None:
         assert len(units) == len(residency.sizes)
         self.experts = experts
-        """What looks after the experts of layers that stream by expert; they are no part of the units."""
+        """Loads the experts of layers that stream by expert; these are not part of the units."""
         self._units = tuple(units)
         self._residency = residency
         self._spread = spread
@@ -77,11 +78,12 @@ class Streamer:
         self._replan: int | None = None
         self._lock_resident = self._may_lock = lock
         self._verify = verify
-        self._mutex = threading.RLock()  # taken with each token, which by way of the condition is four more calls
+        self._mutex = threading.RLock()  # taken with each token; by way of the condition this is four more calls
         self._condition = threading.Condition(self._mutex)
         self._position = 0
         self._held: dict[int, int] = {}
-        # Of a surplus unit more may be in memory than stays and is held; of a lacking one not all that stays of a place.
+        # Of a surplus unit, more may be in memory than stays or is held; of a lacking one, less than should stay in a
+        # range.
         self._surplus: set[int] = set()
         self._lacking: dict[int, tuple[int, int]] = {}
         self._error: EngineError | None = None
@@ -94,13 +96,13 @@ class Streamer:
         self._asked_bytes = 0
         self._read_before = disk_read_bytes()
         self.stall_s = 0.0
-        """Seconds that the computing thread waited until now."""
+        """Seconds that the computing thread has waited so far."""
         self.evicted_bytes = 0
-        """Bytes of resident units that the system took back until now."""
+        """Bytes of resident units that the system evicted so far."""
 
     @property
     def residency(self) -> Residency:
-        """What stays and what streams now."""
+        """What stays and what streams at present."""
         return self._residency
 
     @property
@@ -114,29 +116,30 @@ class Streamer:
         return self._level > self._base
 
     def take_replan(self) -> int | None:
-        """Bytes that only another plan can give back, once; None where nobody asks for one."""
+        """Return the bytes that only another plan can free, once; None when no replan is needed."""
         needed, self._replan = self._replan, None
         return needed
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that this process read from disk since ``start``; what was asked for where the system does not count it."""
+        """Bytes that this process read from disk since ``start``; the requested bytes where the system does not count
+        them."""
         now = disk_read_bytes()
         if now is None or self._read_before is None:
             return self._asked_bytes + (self.experts.asked_bytes if self.experts is not None else 0)
         return now - self._read_before
 
     def streamed_pages(self) -> list[ByteRange]:
-        """What is not to be held when it is loaded."""
+        """Return the ranges that are not to be held after loading."""
         parts = [self._part(unit) for unit in sorted(self._residency.streamed)] if self._residency.streams else []
         return [*parts, *(self.experts.loaded_pages() if self.experts is not None else [])]
 
     def _part(self, unit: int) -> ByteRange:
-        """What of ``unit`` streams."""
+        """Return the part of ``unit`` that streams."""
         return self._units[unit].part(*self._residency.parts[unit])
 
     def _rest(self, unit: int, part: tuple[int, int], place: tuple[int, int] | None = None) -> list[ByteRange]:
-        """What of ``unit``, or of a ``place`` in it, stays where ``part`` streams."""
+        """Return what stays of ``unit``, or of the range ``place`` in it, when ``part`` streams."""
         pages = self._units[unit]
         first, last = place or (0, pages.size)
         begin, end = part if part[0] < part[1] else (last, last)
@@ -144,7 +147,8 @@ class Streamer:
         return [pages.part(*each) for each in found if each[0] < each[1]]
 
     def start(self, *, anew: bool = False) -> None:
-        """Begin to read ahead. ``anew``: what streams now may have stayed for another plan, and is given back first.
+        """Start to read ahead. ``anew``: parts that stream now may be resident from another plan, and are released
+        first.
 
         Raises ``EngineError`` where a unit is not mapped or cannot be locked.
         """
@@ -172,12 +176,12 @@ class Streamer:
     # ---- the computing thread ------------------------------------------------------------------------------------------
 
     def arrive(self, first: int, last: int) -> None:
-        """A window of units ``first <= unit < last`` is about to be computed. Raises ``EngineError``."""
+        """Prepare for a window of units ``first <= unit < last``. Raises ``EngineError``."""
         now = self._arrived_s = time.monotonic()
         idle = now - self._departed_s > IDLE_S
         self.reach(first)
         if now - self._looked_s > self._timings.look_every_s:
-            with self._condition:  # while rows are computed, and not before what they gave is on its way
+            with self._condition:  # here, while tokens are computed, so as not to delay their results
                 self._condition.notify_all()
         if idle:
             start = time.perf_counter()
@@ -186,7 +190,8 @@ class Streamer:
             self.stall_s += time.perf_counter() - start
 
     def reach(self, unit: int) -> None:
-        """The step stands before ``unit``: everything before it may be released; returns when it is in memory.
+        """Report that the step is before ``unit``, so that earlier units may be released; return when ``unit`` is in
+        memory.
 
         Raises ``EngineError`` when it cannot be read.
         """
@@ -194,7 +199,7 @@ class Streamer:
             self._position = unit
             is_there = self._is_there(unit)
             if self._residency.streams or not is_there:
-                self._condition.notify_all()  # where nothing streams the loader has no use for each token's place
+                self._condition.notify_all()  # if nothing streams, the loader does not need each token's position
             if not is_there:
                 start = time.perf_counter()
                 if not self._condition.wait_for(lambda: self._is_there(unit) or self._error is not None, WAIT_S):
@@ -206,10 +211,10 @@ class Streamer:
     def _is_there(self, unit: int) -> bool:
         if unit in self._lacking:
             return False
-        return self._held.get(unit, 0) >= self._residency.part_sizes[unit]  # it may come to stay while it is waited for
+        return self._held.get(unit, 0) >= self._residency.part_sizes[unit]  # it may become resident during the wait
 
     def depart(self, first: int, last: int) -> None:
-        """A window was computed, and its results may leave if no weight file changed. Raises ``EngineError`` if one did."""
+        """Finish a window. Raises ``EngineError`` if a weight file changed: then its results must not leave."""
         with self._mutex:
             self._position = last % len(self._units)
             self._departed_s = time.monotonic()
@@ -218,7 +223,7 @@ class Streamer:
         self.prove(first, last)
 
     def prove(self, first: int, last: int) -> None:
-        """Raises ``WeightsError`` where a weight file of units ``first <= unit < last`` is not what it was."""
+        """Raise ``WeightsError`` if a weight file of units ``first <= unit < last`` has changed."""
         for pages in self._files_of(first, last):
             for path in pages.changed():
                 if not self._verify(path):
@@ -228,7 +233,7 @@ class Streamer:
                 pages.trust(path)
 
     def _files_of(self, first: int, last: int) -> Sequence[Pages]:
-        """Units that together have all files of those of a window: many may lie in one."""
+        """Return units that together have all files of a window: many units may be in one file."""
         if (first, last) not in self._files:
             seen: set[str] = set()
             chosen = []
@@ -241,25 +246,26 @@ class Streamer:
         return self._files[first, last]
 
     def prepare(self) -> None:
-        """A step is about to begin that needs all its scratch memory: what was taken of its room is given back."""
+        """Prepare for a step that needs all its scratch memory: release what uses its room."""
         with self._condition:
             self._braced_s, self._is_settled = None, False
             if self._level < self._base:
                 self._climb(self._base)
 
     def resolve(self) -> None:
-        """A small step follows large ones: no prompt is read any more, and room that is given back may be used at once."""
+        """Note that a small step follows large ones: prefill is over, and freed room may be used immediately."""
         with self._condition:
             self._is_settled = True
 
     def spare(self, scratch_bytes: int) -> None:
-        """``scratch_bytes`` of scratch memory were given back; the next step that needs them is told by ``prepare``."""
+        """Use the room of ``scratch_bytes`` of freed scratch memory; ``prepare`` precedes the next step that needs
+        them."""
         with self._condition:
             self._braced_s = time.monotonic()
             if scratch_bytes <= self._spare_bytes:
                 return
             self._spare_bytes = scratch_bytes
-            if self._level < self._base:  # a step that failed left another window's scratch memory as it was
+            if self._level < self._base:  # a failed step left another window's scratch memory in use
                 self._climb(self._base)
             base: Residency = self._levels[self._base]
             above: list[Residency] = []
@@ -281,7 +287,7 @@ class Streamer:
     # ---- any thread ----------------------------------------------------------------------------------------------------
 
     def change(self, residency: Residency) -> None:
-        """Let something else stream; what is not to be held any more is given back, and what is to stay read, soon."""
+        """Stream other parts from now on; the loader thread soon releases and reads accordingly."""
         assert residency.sizes == self._residency.sizes
         with self._condition:
             before, self._residency = self._residency, residency
@@ -293,12 +299,12 @@ class Streamer:
             self.experts.resize(residency.pool_bytes)
 
     def _move(self, unit: int, was: tuple[int, int], now: tuple[int, int]) -> None:
-        """What streams of ``unit`` is another part than it was, inside or around that; with the lock held."""
+        """Change the streamed part of ``unit`` to one inside or around the former; call it with the lock held."""
         before, behind = was[1] - was[0], now[1] - now[0]
         held = self._held.pop(unit, 0)
         is_there = unit not in self._lacking and held >= before
         if behind > before and is_there:
-            held = behind  # all of it is in memory; the loader gives back what is not wanted
+            held = behind  # all of it is in memory; the loader releases what is not wanted
         elif behind > before:
             held = 0 if unit in self._lacking else held + was[0] - now[0]
             self._surplus.add(unit)
@@ -313,13 +319,13 @@ class Streamer:
             self._units[unit].part(*now).unlock()
 
     def close(self) -> None:
-        """End the loader thread and let the files go."""
+        """End the loader thread and close the files."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
         if self._thread is not None:
             self._thread.join(self._timings.close_timeout_s)
-            if self._thread.is_alive():  # the disk hangs; the daemon must hear of it nonetheless
+            if self._thread.is_alive():  # the disk hangs; closing must end anyway
                 logger.warning("a layer that is being read does not come; its file stays open")
                 return
         if self.experts is not None:
@@ -371,7 +377,7 @@ class Streamer:
                 self._condition.wait(IDLE_S)
 
     def _let_go(self) -> list[ByteRange]:
-        """What is not wanted any more and was held, or may be in memory; with the lock held."""
+        """Return ranges that are no longer wanted and are, or may be, in memory; call it with the lock held."""
         wanted, found = self._residency.wanted(self._position), []
         for unit in self._surplus.union(self._held):
             begin, end = self._residency.parts[unit]
@@ -386,7 +392,8 @@ class Streamer:
         return found
 
     def _first(self) -> tuple[int, int | None] | None:
-        """What is to be read next: of a unit so much of its part, or None what is lacking; with the lock held."""
+        """Return what to read next: a unit and the bytes of its part, or None for what it lacks; call it with the lock
+        held."""
         count, position = len(self._units), self._position
         wanted = self._residency.wanted(position)
         load = next((unit for unit, size in wanted.items() if self._held.get(unit, 0) < size), None)
@@ -396,7 +403,7 @@ class Streamer:
         return None if load is None else (load, wanted[load])
 
     def _attend_to_pressure(self) -> None:
-        """Step down or up the ladder as the watch says."""
+        """Move down or up the ladder as the pressure watch decides."""
         total = self.evicted_bytes + (self.experts.evicted_bytes if self.experts is not None else 0)
         evicted, self._reported_evicted = total - self._reported_evicted, total
         with self._condition:
@@ -421,7 +428,7 @@ class Streamer:
                     self._climb(min(self._level + layers, len(self._levels) - 1))
             case Grow():
                 with self._condition:
-                    if self._braced_s is not None or self._level > self._base:  # else a prompt came meanwhile
+                    if self._braced_s is not None or self._level > self._base:  # else a prompt has come meanwhile
                         self._climb(max(self._level - 1, 0))
             case Replan(needed_bytes):
                 self._replan = needed_bytes
@@ -436,7 +443,7 @@ class Streamer:
         self.change(now)
 
     def _load(self, unit: int, until: int) -> None:
-        """Read what streams of ``unit`` up to there, unless it turns out meanwhile that something else is needed first."""
+        """Read the streamed part of ``unit`` up to ``until``, unless something else becomes more urgent."""
         with self._condition:
             place, held = self._residency.parts[unit], self._held.get(unit, 0)
         for piece in self._units[unit].part(place[0] + held, place[0] + until).pieces():
@@ -452,7 +459,7 @@ class Streamer:
                 self._condition.notify_all()
 
     def _complete(self, unit: int) -> None:
-        """Read what came to stay of ``unit``, as ``_load`` does."""
+        """Read what is to become resident of ``unit``, as ``_load`` does."""
         with self._condition:
             was, now = self._lacking[unit], self._residency.parts[unit]
         came = self._rest(unit, now, was)
@@ -468,7 +475,7 @@ class Streamer:
                 self._condition.notify_all()
 
     def _lock(self, parts: Sequence[ByteRange]) -> None:
-        """Pin what came to stay; what cannot be pinned stays as well."""
+        """Pin what became resident; what cannot be pinned still stays."""
         try:
             for part in parts if self._may_lock else ():
                 part.lock()
@@ -488,17 +495,17 @@ class Streamer:
         self._look_at(self._next_look)
 
     def _look_at(self, unit: int) -> None:
-        """Read again what stays of a unit if the system took it back."""
+        """Read again what should stay of a unit if the system evicted it."""
         with self._condition:
             if unit in self._lacking:
-                return  # it was not there before
+                return  # it has not been read yet
             place = self._residency.parts[unit]
         for rest in self._rest(unit, place):
             missing = rest.missing()
             if missing <= COLD * rest.size:
                 continue
             if self._residency.parts[unit] != place:
-                return  # not all of it is to stay any more
+                return  # no longer all of it is to stay
             self.evicted_bytes += missing
             self._asked_bytes += rest.read()
             with self._condition:
@@ -508,7 +515,7 @@ class Streamer:
 
 
 class Follower:
-    """While llama.cpp fills its mappings, gives back each streamed unit that it is done with. A context manager."""
+    """While llama.cpp fills its mappings, releases each streamed unit that it is done with. A context manager."""
 
     def __init__(self, units: Sequence[ByteRange]) -> None:
         self._units = units
@@ -533,7 +540,7 @@ class Follower:
         while not self._stop.wait(0.01):
             for number, unit in enumerate(self._units):
                 if number not in mapped and not unit.pages.mapped():
-                    break  # nor is any behind it
+                    break  # nor is any later one
                 mapped.add(number)
                 if unit.has_last_page():
                     unit.release()
@@ -542,8 +549,8 @@ class Follower:
 class WindowStream:
     """One window's part of a ``Streamer``: its units begin at ``first``.
 
-    The first ``ram_layers`` of its ``layers`` are units, in order; ``output``: so is the output matrix behind them.
-    ``routers`` are those of them that stream by expert, counted from the window's first, with their place among all such
+    The first ``ram_layers`` of its ``layers`` are units, in order; with ``output``, so is the output matrix after them.
+    ``routers`` are those layers that stream by expert, counted from the window's first, with their index among all such
     layers and their number of experts.
     """
 
@@ -564,9 +571,10 @@ class WindowStream:
         self._last = first + ram_layers + output
 
     def unit_ends(self) -> dict[int, int]:
-        """Behind which layers of the window (counted from its first) ``reach`` is to be told, with the unit that follows.
+        """Return the layers (counted from the window's first) after which to call ``reach``, with the unit that
+        follows.
 
-        Where a streamed unit ends or begins; the window's own ends are told by ``arrive`` and ``depart``.
+        These are where a streamed unit ends or begins; ``arrive`` and ``depart`` report the window's own ends.
         """
         streamed, first = self.streamer.residency.streamed, self._first
         found = {
@@ -580,21 +588,21 @@ class WindowStream:
         return found
 
     def arrive(self) -> None:
-        """As ``Streamer.arrive``, and ``ExpertLoader.arrive``."""
+        """Call ``Streamer.arrive`` and ``ExpertLoader.arrive``."""
         if self.routers and self.streamer.experts is not None:
             self.streamer.experts.arrive()
         if self._first < self._last:
             self.streamer.arrive(self._first, self._last)
 
     def pick(self, place: int, picks: Picks) -> None:
-        """As ``ExpertLoader.pick``."""
+        """Call ``ExpertLoader.pick``."""
         assert self.streamer.experts is not None
         start = time.perf_counter()
         self.streamer.experts.pick(place, picks)
         self.streamer.stall_s += time.perf_counter() - start
 
     def depart(self) -> bool:
-        """As ``Streamer.depart``; whether all ``routers`` told what they picked."""
+        """Call ``Streamer.depart``; return whether all ``routers`` reported their picks."""
         reported = True
         if self.routers and self.streamer.experts is not None:
             reported = self.streamer.experts.depart(place for place, _ in self.routers.values())
@@ -603,6 +611,6 @@ class WindowStream:
         return reported
 
     def prove(self) -> None:
-        """As ``Streamer.prove``."""
+        """Call ``Streamer.prove``."""
         if self._first < self._last:
             self.streamer.prove(self._first, self._last)

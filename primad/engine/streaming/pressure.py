@@ -1,28 +1,30 @@
-"""How much of this device's memory its ring process keeps, and when it gives some back: values in, values out.
+"""Decides how much memory this device's ring process keeps, and when it releases some: values in, values out.
 
-The owner's programs come first. What they allocate has to come from somewhere, and what hurts them, and us, is where the
-kernel takes it: from their pages, from ours that are needed within the second, or from swap. Our weights are clean pages
-of files. They are no pressure by themselves, since the kernel may drop them for nothing; but those that it drops come
-back by page faults, a quarter as fast as they are read ahead, and it chooses those that were used longest ago, which in a
-scan that goes round are the ones that are needed next. So the ring process gives back first, whole layers of its choice.
+The owner's programs come first. What they allocate must come from somewhere, and it hurts them, and us, if the kernel
+takes it from their pages, from ours that are needed within the second, or from swap. Our weights are clean pages of
+files. They are no pressure by themselves, since the kernel can drop them at no cost. But dropped ones come back by page
+faults, a quarter as fast as by read-ahead, and the kernel drops the least recently used, which in a cyclic scan are
+those needed next. So the ring process releases memory first, in whole layers of its choice.
 
-**Room** is what others can still allocate before the kernel has to take what we hold: memory that is free or file cache,
-less what we hold or are to hold of files. It says at once, within one token, that somebody took memory:
+**Room** is what others can still allocate before the kernel must take what we hold: memory that is free or file cache,
+minus the file pages that we hold or are to hold. It shows within one token that another program took memory:
 
-* Room below 0: what we want to hold does not fit any more. Shrink by as many layers as it takes to have ``reserve`` again.
-* Room enough (``TIGHT_SHARE`` of all memory): whatever goes on on this machine, it is not for want of what we hold. A
-  cgroup that thrashes in its own limit shows in the machine's figures, and idle pages that the kernel took back show as
-  evicted; neither makes this device slower for it.
-* Between, room misleads: file pages of the owner's programs count as free, though they are in use. There symptoms decide:
-  tasks that waited for memory (PSI), pages that came back from swap, our layers that went missing, our page faults.
+* Room below 0: what we want to hold no longer fits. Shrink by as many layers as it takes to have ``reserve`` again.
+* Enough room (``TIGHT_SHARE`` of all memory): whatever happens on this machine, our memory is not the cause. A cgroup
+  that thrashes in its own limit shows in the machine's figures, and idle pages that the kernel took show as evicted;
+  neither makes this device slower.
+* In between, room is misleading: file pages of the owner's programs count as free, though they are in use. There
+  symptoms decide: tasks that waited for memory (PSI), pages read back from swap, our layers that went missing, our page
+  faults.
 
-Where the system judges for itself (macOS, Windows) it is believed in any case.
+A verdict of the system itself (macOS, Windows) is always followed.
 
-It grows back one layer at a time, and only into room that was there throughout for ``wait_s``: a program that takes and
-frees memory again and again keeps it. Memory that this process gave back itself a moment ago is nobody's yet, and needs
-wait only after pressure. Pressure soon after we grew doubles the wait, a long calm halves it.
+It grows back one layer at a time, and only into room that was there throughout ``wait_s``: a program that repeatedly
+takes and frees memory keeps it. Memory that this process itself released recently is still unused, and waits only after
+pressure. Pressure soon after growing doubles the wait, a long calm halves it.
 
-When nothing is left to shrink and pressure stays, the head is asked for another plan (``Replan``), not again for a while.
+When nothing is left to shrink and pressure stays, the head is asked for another plan (``Replan``), and not again for a
+while.
 """
 
 from __future__ import annotations
@@ -35,40 +37,40 @@ from typing import Final, Literal
 Level = Literal["calm", "some", "high"]
 
 INTERVAL_S: Final = 0.1
-"""Readings are taken no more often. A token of a model that streams takes longer, and a program that takes memory as fast
-as it can takes some 200 MB in that time, which the kernel finds among our clean pages without our help."""
+"""Minimum time between readings. A token of a model that streams takes longer, and a program that allocates as fast as
+it can takes about 200 MB in that time, which the kernel finds among our clean pages without our help."""
 WINDOW_S: Final = 1.0
-"""Over so long symptoms are counted: that is many tokens or a slow one, and short beside ``REPLAN_AFTER_S``."""
+"""Time over which symptoms are counted: many tokens or a slow one, and short next to ``REPLAN_AFTER_S``."""
 RESERVE_SHARE: Final = 0.01
 MIN_RESERVE_BYTES: Final = 16 << 20
 MAX_RESERVE_BYTES: Final = 256 << 20
-"""What is left free when layers are given back or taken again: the kernel's own needs grow with the machine (it begins to
-reclaim at about 1 % free), but no token allocates more than this."""
+"""Limits of the memory left free when layers are released or taken again: the kernel's own needs grow with the machine
+(it begins to reclaim at about 1 % free), but no token allocates more than this."""
 TIGHT_SHARE: Final = 0.05
-"""With more room than this share of all memory symptoms have other causes. The programs of a desktop have file pages in use
-of about that size."""
+"""With more room than this share of all memory, symptoms have other causes. A desktop's programs use file pages of
+about that size."""
 SOME_STALL: Final = 0.10
-"""So much of the time some task waited for memory. Android's low memory killer ends programs at 0.07 to 0.2 of a second;
-a machine at rest is far below 0.01."""
+"""Share of the time in which some task waited for memory. Android's low memory killer ends programs at 0.07 to 0.2 of a
+second; a machine at rest is far below 0.01."""
 HIGH_STALL: Final = 0.40
 FULL_STALL: Final = 0.10
-"""So much of the time no task could go on for want of memory: that is felt by everybody."""
+"""Share of the time in which all tasks waited for memory: every program feels that."""
 SWAPPED_IN_BYTES_PER_S: Final = 1 << 20
-"""Pages that came back from swap were needed; single ones, of programs that wake up, are no pressure."""
+"""Pages read back from swap were needed; single ones, of programs that wake up, are no pressure."""
 HIGH_SWAPPED_IN_BYTES_PER_S: Final = 16 << 20
 MAJOR_FAULTS_PER_S: Final = 300.0
-"""Each is a read of its own, of about 0.3 ms from a good disk: a tenth of the time, as with ``SOME_STALL``."""
+"""Each is a separate read of about 0.3 ms from a good disk: a tenth of the time, as with ``SOME_STALL``."""
 LINGER_S: Final = 5.0
-"""A level is shown for so long after its last symptom."""
+"""Time for which a level is shown after its last symptom."""
 WAIT_S: Final = 5.0
-"""Room must have been there for so long, at least, to be grown into."""
+"""Minimum time for which room must have been there before it is used."""
 MAX_WAIT_S: Final = 300.0
 GROW_EVERY_S: Final = 1.0
-"""Between two layers, so that symptoms of the first are seen before the second."""
+"""Time between two layers, so that symptoms of the first show before the second."""
 RELAPSE_S: Final = 30.0
-"""Pressure this soon after we grew (or within twice the wait) is put down to it."""
+"""Pressure this soon after growing (or within twice the wait) is attributed to it."""
 CALM_WAITS: Final = 4
-"""After calm of so many times the wait it is halved."""
+"""The wait is halved after a calm of this many waits."""
 REPLAN_AFTER_S: Final = 5.0
 """A burst is over by then; another plan costs seconds, or minutes where layers must be fetched."""
 REPLAN_AGAIN_S: Final = 300.0
@@ -76,7 +78,7 @@ REPLAN_AGAIN_S: Final = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Seconds for which some, and for which all, tasks waited for memory since the kernel began to count (PSI)."""
+    """Seconds for which some, and for which all, tasks waited for memory, as counted by the kernel (PSI)."""
 
     some_s: float
     full_s: float
@@ -84,12 +86,12 @@ class Stall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What the system says of memory at a moment; None for what it does not say.
+    """The system's memory figures at a moment; None for those that it does not report.
 
-    ``total_bytes`` and ``available_bytes`` are those of the machine or the tightest cgroup. What is available includes all
-    clean file pages, those that are in use among them, where ``counts_mapped``; else pages that a process has mapped and
-    used are not in it. ``stalls`` (of the machine, of our cgroup), ``swapped_in_bytes`` and ``major_faults`` (of this
-    process) count from any start. ``verdict`` is the system's own.
+    ``total_bytes`` and ``available_bytes`` are the machine's or the tightest cgroup's. With ``counts_mapped``,
+    available memory includes all clean file pages, even those in use; else it excludes pages that a process has mapped
+    and used. ``stalls`` (of the machine, of our cgroup), ``swapped_in_bytes`` and ``major_faults`` (of this process)
+    are running totals. ``verdict`` is the system's own.
     """
 
     total_bytes: int
@@ -105,10 +107,10 @@ class Reading:
 class Holding:
     """What the ring process holds.
 
-    ``held_bytes`` is what it holds, or is to hold, of weights in pages that the kernel may take: resident layers and those
-    read ahead, without locked ones. ``layer_bytes`` (more than 0) is what one layer more or less makes of a difference, at
-    most. So many layers are ``shrinkable`` and ``growable``; the next of these takes ``returned_bytes`` of what this process
-    gave back a moment ago and counts on, 0 if it takes others. ``evicted_bytes`` went missing since the last time.
+    ``held_bytes`` are weights, held or to be held, in pages that the kernel may take: resident layers and read-ahead,
+    without locked ones. ``layer_bytes`` (more than 0) is the most that one layer more or less changes. ``shrinkable``
+    and ``growable`` are numbers of layers; the next growable one takes ``returned_bytes`` of memory that this process
+    released recently, 0 if it takes other memory. ``evicted_bytes`` went missing since the last time.
     """
 
     held_bytes: int
@@ -121,24 +123,24 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Go on as it is."""
+    """Change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shrink:
-    """Let ``layers`` more stream, now."""
+    """Stream ``layers`` more layers, now."""
 
     layers: int
 
 
 @dataclass(frozen=True, slots=True)
 class Grow:
-    """Let one more layer stay."""
+    """Keep one more layer resident."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replan:
-    """Nothing is left to shrink: this device needs ``needed_bytes`` (more than 0) that only another plan can give back."""
+    """Ask for another plan: nothing is left to shrink, and only that can free ``needed_bytes`` (more than 0)."""
 
     needed_bytes: int
 
@@ -148,7 +150,7 @@ Action = Hold | Shrink | Grow | Replan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Symptoms:
-    """What came about in a window, a second: shares of time, bytes, faults."""
+    """Symptoms of a window, per second: shares of time, bytes, faults."""
 
     some: float = 0.0
     full: float = 0.0
@@ -159,12 +161,12 @@ class Symptoms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PressureState:
-    """All that the policy remembers. Times are on the scale of ``now``; None for what was not yet.
+    """All that the policy remembers. Times are on the scale of ``now``; None for what has not happened.
 
-    A window of symptoms began at ``window_s`` with ``first`` and lost ``evicted_bytes`` so far; ``symptoms`` are those of
-    the last whole one. ``pressed_s`` is the last moment with pressure, ``stuck_s`` the first of those in a row with nothing
-    left to shrink. ``lowest_bytes`` is the least that was available since ``lowest_since_s``, ``before_bytes`` in the time
-    of ``wait_s`` or more before that.
+    A window of symptoms began at ``window_s`` with the reading ``first``, and ``evicted_bytes`` went missing since;
+    ``symptoms`` are those of the last complete window. ``pressed_s`` is the last time with pressure, ``stuck_s`` the
+    first of the current run without anything left to shrink. ``lowest_bytes`` is the least that was available since
+    ``lowest_since_s``, ``before_bytes`` the least in the period of ``wait_s`` or more before that.
     """
 
     level: Level = "calm"
@@ -184,7 +186,7 @@ class PressureState:
 
 
 def begin(reading: Reading, now: float) -> PressureState:
-    """The state at the first reading."""
+    """Return the state at the first reading."""
     return PressureState(
         window_s=now,
         first=reading,
@@ -195,17 +197,17 @@ def begin(reading: Reading, now: float) -> PressureState:
 
 
 def reserve_bytes(total_bytes: int) -> int:
-    """What is to be left free of so much memory."""
+    """Return how much of ``total_bytes`` of memory is to be left free."""
     return min(max(int(total_bytes * RESERVE_SHARE), MIN_RESERVE_BYTES), MAX_RESERVE_BYTES)
 
 
 def room_bytes(reading: Reading, holding: Holding) -> int:
-    """What others can allocate before the kernel has to take what we hold; negative when it must already."""
+    """Return what others can allocate before the kernel must take what we hold; negative when it already must."""
     return reading.available_bytes - (holding.held_bytes if reading.counts_mapped else 0)
 
 
 def decide(state: PressureState, reading: Reading, holding: Holding, now: float) -> tuple[PressureState, Action]:
-    """What becomes of ``state`` by ``reading`` at ``now``, and what is to be done; it counts as done."""
+    """Return the state after ``reading`` at ``now``, and the action, which counts as carried out."""
     assert holding.layer_bytes > 0
     state = _count(state, reading, holding, now)
     state = _remember(state, reading, now)
@@ -223,7 +225,7 @@ def decide(state: PressureState, reading: Reading, holding: Holding, now: float)
 
 
 def judge(symptoms: Symptoms, reading: Reading, holding: Holding) -> Level:
-    """The level of pressure as of now."""
+    """Return the current level of pressure."""
     room = room_bytes(reading, holding)
     if reading.verdict == "high" or room < -holding.layer_bytes:
         return "high"
@@ -254,7 +256,7 @@ def _is_some(symptoms: Symptoms, holding: Holding) -> bool:
 
 
 def _count(state: PressureState, reading: Reading, holding: Holding, now: float) -> PressureState:
-    """The symptoms of a window that is over."""
+    """Compute the symptoms when a window is over."""
     evicted = state.evicted_bytes + holding.evicted_bytes
     seconds = now - state.window_s
     if seconds < WINDOW_S:
@@ -280,7 +282,7 @@ def _gain(before: int | None, after: int | None) -> int:
 
 
 def _remember(state: PressureState, reading: Reading, now: float) -> PressureState:
-    """The least that was available, over the wait that is over and over the one that runs."""
+    """Track the least available memory, over the last complete wait and over the current one."""
     if now - state.lowest_since_s >= state.wait_s:
         lowest, available = min(state.lowest_bytes, reading.available_bytes), reading.available_bytes
         return replace(state, before_bytes=lowest, lowest_bytes=available, lowest_since_s=now)
@@ -296,7 +298,7 @@ def _shrink(
         layers = math.ceil(missing / holding.layer_bytes)
     elif level == "high":
         layers = max(1, holding.shrinkable // 4)
-    # What was counted until now was before this: the next judgement by symptoms is a window away.
+    # What was counted so far was before this: the next decision by symptoms comes after a whole window.
     state = replace(state, symptoms=Symptoms(), window_s=now, first=reading, evicted_bytes=0, stuck_s=None)
     return state, Shrink(min(layers, holding.shrinkable))
 
@@ -325,7 +327,7 @@ def _calm(state: PressureState, reading: Reading, holding: Holding, now: float) 
     if not _may_grow(state, now):
         return state, Hold()
     assert state.before_bytes is not None
-    # Where what we hold is not in what is available, nor is it in the least of it: it was the same before.
+    # Where available memory excludes what we hold, so does its minimum: we held the same then.
     lowest = replace(reading, available_bytes=min(state.before_bytes, state.lowest_bytes))
     if room_bytes(lowest, holding) < holding.layer_bytes + reserve_bytes(reading.total_bytes):
         return state, Hold()
@@ -344,7 +346,7 @@ def _is_rested(state: PressureState, now: float) -> bool:
 class PressureWatch:
     """The one entry point of the engine's loader thread.
 
-    ``read`` takes a reading (``readings.Sources.read``); tests give their own.
+    ``read`` takes a reading (``readings.Sources.read``); tests pass their own.
     """
 
     def __init__(self, read: Callable[[], Reading], *, interval_s: float = INTERVAL_S) -> None:
@@ -355,15 +357,17 @@ class PressureWatch:
 
     @property
     def level(self) -> Level:
-        """The level to show: the last one with symptoms, for ``LINGER_S`` after them."""
+        """The level to show: that of the last symptoms, for ``LINGER_S`` after them."""
         return "calm" if self._state is None else self._state.level
 
     def sample(self, now: float, holding: Holding) -> Action:
-        """What to do at ``now`` (seconds, any monotonic scale). Call it at layer boundaries and, idle, about once a second.
+        """Decide what to do at ``now`` (seconds, any monotonic scale). Call it at layer boundaries and, idle, once a
+        second.
 
-        It costs nothing within ``INTERVAL_S`` of the last reading. ``Shrink`` is for now, at the next layer boundary;
-        ``Grow`` for the next layer that streams, which then stays instead of being released; ``Replan`` goes to the daemon
-        as ``ring.messages.ProcessMemoryLow``. The action counts as carried out: the next call gives the holding after it.
+        Within ``INTERVAL_S`` of the last reading it costs nothing. ``Shrink`` applies now, at the next layer boundary;
+        ``Grow`` to the next layer that streams, which then stays instead of being released; ``Replan`` goes to the
+        daemon as ``ring.messages.ProcessMemoryLow``. The action counts as carried out: the next call passes the holding
+        after it.
         """
         self._evicted_bytes += holding.evicted_bytes
         if now - self._read_s < self._interval_s:

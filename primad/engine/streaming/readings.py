@@ -1,4 +1,4 @@
-"""What the system says of memory, for ``pressure.py``: /proc and cgroups, PSI, macOS's and Windows's own signals.
+"""Reads the system's memory figures for ``pressure.py``: /proc and cgroups, PSI, signals of macOS and Windows.
 
 Every source may be missing; then its figure is None. A reading takes well below a millisecond.
 """
@@ -21,7 +21,7 @@ from primad.engine.streaming.pressure import Level, Reading, Stall
 from primad.system.memory import MemoryGroup, groups
 
 GROUPS_S: Final = 10.0
-"""A process hardly ever changes its cgroup, and limits are seldom given to one that had none."""
+"""A process hardly ever changes its cgroup, and limits are seldom set later."""
 _LOW_MEMORY: Final = 0
 _MACOS_LEVELS: Final[dict[int, Level]] = {1: "calm", 2: "some", 4: "high"}
 """Normal, warning, critical (``dispatch_source_memorypressure``)."""
@@ -44,7 +44,7 @@ class Sources:
         self._windows = _LowMemory.open()
 
     def read(self) -> Reading:
-        """What is so now."""
+        """Take a reading."""
         memory = _meminfo(self._proc / "meminfo")
         counts_mapped = memory is not None
         if memory is None:
@@ -78,7 +78,7 @@ class Sources:
         )
 
     def _limited(self) -> list[MemoryGroup]:
-        """The cgroups around this process that have a limit, the nearest first."""
+        """Return the cgroups around this process that have a limit, the nearest first."""
         now = self._clock()
         if now >= self._groups_due_s:
             self._groups_due_s = now + GROUPS_S
@@ -95,12 +95,11 @@ class Sources:
 
 
 def _page_bytes() -> int:
-    """Bytes of a page."""
     return mmap.PAGESIZE
 
 
 def _meminfo(path: Path) -> tuple[int, int, bool] | None:
-    """Total, available, and whether there is swap; None where the kernel does not say."""
+    """Return total and available bytes, and whether there is swap; None where the kernel does not report them."""
     found: dict[bytes, int] = {}
     try:
         for line in path.read_bytes().splitlines():
@@ -115,7 +114,7 @@ def _meminfo(path: Path) -> tuple[int, int, bool] | None:
 
 
 def _stall(path: Path) -> Stall | None:
-    """The totals of a PSI file; a kernel that has it switched off refuses to read it."""
+    """Return the totals of a PSI file; None where the kernel has PSI switched off."""
     totals: dict[str, float] = {}
     try:
         for line in path.read_text().splitlines():
@@ -143,19 +142,19 @@ class _MacOs:
 
     @classmethod
     def open(cls) -> _MacOs | None:
-        """None on other systems."""
+        """Return None on other systems."""
         if sys.platform == "darwin":
             with contextlib.suppress(OSError, AttributeError):
                 return cls(ctypes.CDLL(None).sysctlbyname)
         return None
 
     def level(self) -> Level | None:
-        """How the kernel judges."""
+        """Return the kernel's verdict."""
         value = self._value("kern.memorystatus_vm_pressure_level")
         return None if value is None else _MACOS_LEVELS.get(value)
 
     def available_bytes(self, page_bytes: int) -> int | None:
-        """Free pages and those of files, mapped or not."""
+        """Return the bytes of free pages and file pages, mapped or not."""
         free, files = self._value("vm.page_free_count"), self._value("vm.page_pageable_external_count")
         return None if free is None or files is None else (free + files) * page_bytes
 
@@ -166,14 +165,14 @@ class _MacOs:
 
 
 class _LowMemory:
-    """Windows: the notification that physical memory runs low."""
+    """Windows: the notification that physical memory is low."""
 
     def __init__(self, kernel: Any, handle: Any) -> None:
         self._kernel, self._handle = kernel, handle
 
     @classmethod
     def open(cls) -> _LowMemory | None:
-        """None on other systems."""
+        """Return None on other systems."""
         windll = getattr(ctypes, "WinDLL", None)
         if windll is None:
             return None
@@ -186,7 +185,7 @@ class _LowMemory:
         return cls(kernel, handle) if handle else None
 
     def level(self) -> Level | None:
-        """High once memory is low: Windows says it late."""
+        """Return high once memory is low: Windows reports it late."""
         low = ctypes.c_int(0)
         if not self._kernel.QueryMemoryResourceNotification(ctypes.c_void_p(self._handle), ctypes.byref(low)):
             return None

@@ -1,22 +1,22 @@
-"""Which of a device's layers stay in memory, which stream, and what is to be held when: values in, values out.
+"""Decides which of a device's layers stay in memory, which stream, and what is held when: values in, values out.
 
-A *unit* is one layer of a window, or the output matrix. Units stand in the order in which a step visits them, the windows of
-all rounds one behind the other; a token visits each once, so the order is a circle. Of each unit a *part* streams, all of
-it, some or nothing; the rest stays. The parts pass through ``read_ahead_bytes``: at each place of the circle the next
-parts that fit together are wanted, and of the part behind them the beginning, up to the last place where a unit may be
-parted; each is released when its unit was computed and is not among them, and the loader fills up what is wanted,
-nearest first. That the loader may run ahead by bytes and not by whole rounds makes the same rule good for any number of
-rounds: while other devices compute, it fills for this device's next window.
+A *unit* is one layer of a window, or the output matrix. Units are in the order in which a step visits them, the windows
+of all rounds one after the other; a token visits each once, so the order is a circle. Of each unit a *part* streams:
+all of it, some or nothing; the rest stays. The parts pass through ``read_ahead_bytes``: at each position of the circle
+the next parts that fit together are wanted, and of the part after them the beginning, up to the last place where the
+unit may be divided. A part is released when its unit was computed and it is not wanted; the loader reads what is
+wanted, nearest first. Since the loader reads ahead by bytes and not by whole rounds, the same rule suits any number of
+rounds: while other devices compute, it reads for this device's next window.
 
-A part is read at most once a lap of the circle, and nothing is read twice before it was used; a lap therefore reads no more
-than the parts together, which are the overflow, rounded up to the next place where a unit may be parted, and what is read
-ahead. If all parts fit into ``read_ahead_bytes``, nothing is released and nothing is read; where all but some of one
-do, only that is read again.
+A part is read at most once in a pass around the circle, and not again before it was used. A pass therefore reads no
+more than all parts together, which are the overflow, rounded up to the next place where a unit may be divided, and the
+read-ahead. If all parts fit into ``read_ahead_bytes``, nothing is released or read; if all but some bytes of one do,
+only these are read again.
 
-The same share of each layer streams (``Spread``): between two parts resident weights are computed while the disk works,
-and the part of a layer is a small buffer where a whole one is a large one, which leaves more room for what stays. Two parts
-need not fit: the one that is computed must, and beside it as much of the next one as the disk reads meanwhile. (Measured in
-the same memory on 6 layers of 60 MB, most of which stream: room for 1.5 parts gave 4.4 tokens/s, for 1.2 parts 4.8, and for
+The same share of each layer streams (``Spread``): between two parts, resident weights are computed while the disk
+works, and a part of a layer needs a smaller buffer than a whole one, which leaves more room for what stays. Two parts
+need not fit: the one that is computed must, and as much of the next one as the disk reads meanwhile. (Measured in the
+same memory on 6 layers of 60 MB, most of which stream: room for 1.5 parts gave 4.4 tokens/s, for 1.2 parts 4.8, and for
 one, which left the most to stay, 5.1. With 16 and 28 layers it made no difference.)
 """
 
@@ -31,19 +31,19 @@ from itertools import pairwise
 from typing import Final
 
 LARGE: Final = 1.5
-"""A unit so many times the median is large."""
+"""A unit of more than this multiple of the median size is large."""
 _STEPS: Final = 1 << 14
-"""Shares of the layers, and then of the large units, that are tried."""
+"""Number of shares tried for the layers, and then for the large units."""
 
 
 @dataclass(frozen=True)
 class Residency:
-    """``sizes`` are bytes of the units in visiting order; ``parts`` are the bytes of each that stream, from and to.
+    """``sizes`` are bytes of the units in visiting order; ``parts`` are the byte ranges of each that stream.
 
-    At most ``read_ahead_bytes`` of what streams is held, or one part where that is larger. Where layers stream by expert,
-    their experts are no part of the units but share a pool of ``pool_bytes``; ``layer_pool_bytes`` are those of one layer,
-    the least that a pool holds. Both are 0 without. Reading may stop at the ``cuts`` of a unit, bytes within it in ascending
-    order; without any a part is read as a whole.
+    At most ``read_ahead_bytes`` of streamed bytes are held, or the largest part if that is more. Experts of layers that
+    stream by expert are not part of the units but share a pool of ``pool_bytes``; ``layer_pool_bytes`` are those of one
+    layer, the minimum of a pool. Without such layers both are 0. Reading may stop at the ``cuts`` of a unit, offsets in
+    ascending order; without cuts a part is read as a whole.
     """
 
     sizes: tuple[int, ...]
@@ -61,7 +61,7 @@ class Residency:
 
     @classmethod
     def whole(cls, sizes: Sequence[int], streamed: Collection[int], read_ahead_bytes: int) -> Residency:
-        """Units that stream as a whole, those in ``streamed``."""
+        """Return a residency where the units in ``streamed`` stream as a whole."""
         assert all(0 <= unit < len(sizes) for unit in streamed)
         parts = tuple((0, size if unit in streamed else 0) for unit, size in enumerate(sizes))
         return cls(tuple(sizes), parts, read_ahead_bytes)
@@ -73,7 +73,7 @@ class Residency:
 
     @cached_property
     def streamed(self) -> frozenset[int]:
-        """The units of which something streams."""
+        """The units that stream at least partly."""
         return frozenset(unit for unit, size in enumerate(self.part_sizes) if size)
 
     @property
@@ -93,31 +93,31 @@ class Residency:
 
     @property
     def held_bytes(self) -> int:
-        """The most that is in memory at a time."""
+        """The most that is in memory at any time."""
         return self.resident_bytes + min(self.streamed_bytes, self.room_bytes) + self.pool_bytes
 
     @cached_property
     def streams(self) -> bool:
-        """Whether a lap reads anything."""
+        """Whether a pass reads anything."""
         return self.streamed_bytes > self.room_bytes
 
     @property
     def room_bytes(self) -> int:
-        """What is held at most of what streams."""
+        """The most that is held of what streams."""
         return max(self.read_ahead_bytes, max(self.part_sizes, default=0))
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that a lap reads when every unit is visited once, in order."""
+        """Bytes that a pass reads when every unit is visited once, in order."""
         if not self.streams:
             return 0
         more = self.streamed_bytes - self.read_ahead_bytes
         return sum(size - self._beginning(unit, size - more) for unit, size in enumerate(self.part_sizes))
 
     def wanted(self, position: int) -> dict[int, int]:
-        """How much to hold of which parts, from their beginnings, while a step stands at unit ``position``.
+        """Return how much to hold of which parts, from their beginnings, while a step is at unit ``position``.
 
-        The one that is needed first is in front, all of it; only the last one may be wanted in part.
+        They are in the order of need. The first is wanted as a whole; only the last may be wanted in part.
         """
         count, room = len(self.sizes), self.read_ahead_bytes
         found: dict[int, int] = {}
@@ -134,7 +134,7 @@ class Residency:
         return found
 
     def _beginning(self, unit: int, room: int) -> int:
-        """How much of a part, which is larger, to hold in so much room."""
+        """Return how much of a part that is larger than ``room`` to hold in it."""
         if room <= 0 or not self.cuts:
             return 0
         begin, cuts = self.parts[unit][0], self.cuts[unit]
@@ -144,11 +144,11 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Units of ``sizes`` that may be parted at ``cuts``, bytes within each in ascending order.
+    """Units of ``sizes`` that may be divided at ``cuts``, offsets within each in ascending order.
 
-    ``read_ahead_bytes`` are held of what streams, or the largest part where that is more.
-    ``in_groups``: what lies before the first cut of a unit and behind its last one stays in any case, as the system gives it
-    back only with what is beside it; else all of a unit may stream.
+    ``read_ahead_bytes`` are held of what streams, or the largest part if that is more. With ``in_groups``, what is
+    before the first cut of a unit and after its last one always stays, as the system releases it only together with its
+    neighbours; else all of a unit may stream.
     """
 
     sizes: tuple[int, ...]
@@ -157,15 +157,16 @@ class Spread:
     in_groups: bool = False
 
     def keeping(self, resident_bytes: int) -> Residency:
-        """The most that stays of at most ``resident_bytes``; all streams where not even that little can.
+        """Return the residency that keeps the most, of at most ``resident_bytes``; all streams where that is not
+        possible.
 
-        The same share of each layer streams, as near as the cuts allow; units much larger than the others (an output
-        matrix) only when all layers do, since each would take as much room to pass through.
+        The same share of each layer streams, as near as the cuts allow. Units much larger than the others (an output
+        matrix) stream only when all layers do, since each would need as much room to pass through.
         """
         return self._first(lambda found: found.resident_bytes <= resident_bytes)
 
     def within(self, held_bytes: int) -> Residency:
-        """The most that stays where ``held_bytes`` may be held in all; all streams where that is not enough."""
+        """Return the residency that keeps the most with ``held_bytes`` in all; all streams where that is not enough."""
         return self._first(lambda found: found.held_bytes <= held_bytes)
 
     def _first(self, fits: Callable[[Residency], bool]) -> Residency:
@@ -175,7 +176,7 @@ class Spread:
         return self._at(bisect.bisect_left(range(2 * _STEPS), True, 1, key=lambda step: fits(self._at(step))))
 
     def _at(self, step: int) -> Residency:
-        """All with a share of ``step`` of ``_STEPS``, those beyond 1 of the large units."""
+        """Return all units with a share of ``step`` of ``_STEPS``; beyond 1 it applies to the large units."""
         ordinary = LARGE * statistics.median(self.sizes)
         shares = min(step, _STEPS) / _STEPS, max(step - _STEPS, 0) / _STEPS
         parts: list[tuple[int, int]] = []
@@ -191,7 +192,7 @@ class Spread:
 
 
 def _part(maximum: tuple[int, int], cuts: Sequence[int], due: float) -> tuple[int, int]:
-    """The part of a unit that is nearest to ``due`` bytes: up to its last cut, so that what is behind shares no page."""
+    """Return the part of a unit nearest to ``due`` bytes: up to its last cut, so that what follows shares no page."""
     options = [(0, 0), maximum]
     if len(cuts) > 1:
         place = bisect.bisect_left(cuts, cuts[-1] - due, 0, len(cuts) - 1)
@@ -200,16 +201,16 @@ def _part(maximum: tuple[int, int], cuts: Sequence[int], due: float) -> tuple[in
 
 
 def ladder(base: Residency, spread: Spread | None) -> tuple[Residency, ...]:
-    """``base`` and what streams instead under more and more pressure, down to nothing resident.
+    """Return ``base`` and the residencies for more and more pressure, down to nothing resident.
 
-    Every level holds less than the one before it, by about a layer. Without ``spread`` units stream as a whole: first a pool
-    of experts gives back a layer's bytes at a time; then one more unit streams, taken from the middle of the longest run of
-    resident ones, or as many more as it takes until less is held.
+    Every level holds less than the one before it, by about a layer. Without ``spread`` units stream as a whole: first a
+    pool of experts shrinks by a layer's bytes at a time; then one more unit streams, from the middle of the longest run
+    of resident ones, or as many more as it takes until less is held.
     """
     levels, now = [base], base
     if spread is not None:
         held, layer = base.held_bytes, int(statistics.median(base.sizes))
-        while now.resident_bytes and held > 0:  # of some spreads a little stays in any case
+        while now.resident_bytes and held > 0:  # with some spreads a little always stays
             held -= max(layer, 1)
             now = spread.within(held)
             if now.held_bytes < levels[-1].held_bytes:
@@ -228,11 +229,11 @@ def ladder(base: Residency, spread: Spread | None) -> tuple[Residency, ...]:
 
 
 def by_expert(sizes: Sequence[int], experts: Mapping[int, int], held_bytes: int) -> Residency:
-    """What is held of units that stream by expert, of ``experts`` bytes each, where ``held_bytes`` may be held in all.
+    """Return what is held of units that stream by expert, with ``experts`` bytes each, in ``held_bytes`` in all.
 
-    The experts of all such units share one pool: the ones used most of each layer stay, which saves more than all those of
-    some layers. What is left of the units stays resident, as far as the pool then holds the experts of one layer, which a
-    prompt needs at a time.
+    The experts of all such units share one pool: each layer's most used ones stay, which saves more than all those of
+    some layers. The rest of the units stays resident, as far as the pool can still hold the experts of one layer, which
+    prefill needs together.
     """
     layer = max(experts.values())
     levels = ladder(Residency.whole([size - experts.get(unit, 0) for unit, size in enumerate(sizes)], (), 0), None)
@@ -244,15 +245,15 @@ def by_expert(sizes: Sequence[int], experts: Mapping[int, int], held_bytes: int)
 
 
 def two_slots(parts: Sequence[int]) -> int:
-    """Bytes to hold ahead so that the next part of so many bytes can be read while one is computed."""
+    """Return the read-ahead that lets the next of ``parts`` be read while one is computed."""
     found = [size for size in parts if size]
     return max((sum(pair) for pair in pairwise([*found, *found[:1]])), default=0) if len(found) > 1 else sum(found)
 
 
 def _next_to_stream(residency: Residency) -> int:
-    """The resident unit in the middle (by bytes) of the longest run of resident ones of the circle.
+    """Return the resident unit in the middle (by bytes) of the longest run of resident ones of the circle.
 
-    Units much larger than the others (an output matrix) come last: each would take as much room to pass through.
+    Units much larger than the others (an output matrix) come last: each would need as much room to pass through.
     """
     sizes, count = residency.sizes, len(residency.sizes)
     ordinary = LARGE * statistics.median(sizes)

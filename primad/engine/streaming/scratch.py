@@ -1,10 +1,10 @@
-"""The scratch memory of a window: llama.cpp's compute buffer, whose pages go back to the system between large steps.
+"""The scratch memory of a window: llama.cpp's compute buffer, whose pages are freed between large steps.
 
-A buffer is made for the largest step, a chunk of a prompt; a step of one row touches some 2 % of it. What a step leaves
-there is never read again: llama.cpp sets the inputs of every step anew, and copies out what it hands over. (Measured on a
-model of 3B with chunks of 512 rows: 70 of 76 MB, given back in 5 ms, and of a next chunk of 15 s no time that shows.)
+A buffer is sized for the largest step, a chunk of a prompt; a step of one token touches about 2 % of it. Its contents
+are never read by a later step: llama.cpp sets the inputs of every step again, and copies its outputs. (Measured on a 3B
+model with chunks of 512 tokens: 70 of 76 MB, freed in 5 ms, without a measurable effect on the next chunk of 15 s.)
 
-There is no call for where the buffer lies, but each node of a graph names its buffer, and a buffer its purpose.
+There is no API for the buffer's address, but each node of a graph names its buffer, and a buffer its purpose.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import Final
 
 LARGE_ROWS: Final = 32
-"""A step of more rows fills a share of the buffer that is worth giving back."""
+"""A step of more tokens fills a share of the buffer that is worth freeing."""
 _BUFFER_OFFSET: Final = 8
-"""Of ``buffer`` in ``struct ggml_tensor``, behind its type (ggml.h)."""
+"""Offset of ``buffer`` in ``struct ggml_tensor``, after its type (ggml.h)."""
 _OURS: Final = b"CPU"
-"""The type of a buffer in ordinary memory; that of a GPU's backend may be pinned there, and is left alone."""
+"""The type of a buffer in ordinary memory; a GPU backend's may be pinned, and is not touched."""
 _COMPUTE: Final = 2
 """``GGML_BACKEND_BUFFER_USAGE_COMPUTE`` (ggml-backend.h)."""
 _MADV_DONTNEED: Final = 4
@@ -29,7 +29,7 @@ _MADV_FREE: Final = 5
 
 
 class Scratch:
-    """The compute buffer in memory of one window. ``ggml`` is libggml-base."""
+    """The compute buffer, in RAM, of one window. ``ggml`` is libggml-base."""
 
     def __init__(self, ggml: ctypes.CDLL) -> None:
         self._ggml = ggml
@@ -40,13 +40,13 @@ class Scratch:
         """Whether a large step left its values there."""
 
     def begin(self, rows: int) -> bool:
-        """A step of ``rows`` rows is about to be computed; whether nodes are to be told (``note``)."""
+        """Prepare for a step of ``rows`` tokens; return whether to report its nodes (``note``)."""
         self._place = None  # llama.cpp may make another buffer in any step
         self.is_full = self.is_full or rows > LARGE_ROWS
         return self.is_full
 
     def note(self, node: int) -> None:
-        """``node`` is a tensor of the step's graph."""
+        """Find the buffer from ``node``, a tensor of the step's graph."""
         if not self.is_full or self._place is not None:
             return
         buffer = ctypes.c_void_p.from_address(node + _BUFFER_OFFSET).value
@@ -57,9 +57,9 @@ class Scratch:
             self._place = self._ggml.ggml_backend_buffer_get_base(buffer), self.size
 
     def give_back(self) -> bool:
-        """Give back what the step that was just computed left, and those before it; whether there was anything."""
+        """Free what the last steps left; return whether there was anything."""
         place, self._place, self.is_full = self._place, None, False
-        if place is None:  # a GPU's, or beside one: nodes are not to be asked about again for it
+        if place is None:  # a GPU's buffer: nodes need not be reported again for it
             return False
         discard(*place)
         return True
@@ -92,9 +92,9 @@ _discard: Final = _system()
 
 
 def discard(start: int, size: int) -> None:
-    """Let the system have the whole pages of private memory at ``start``; what stood there is lost.
+    """Free the whole pages of private memory at ``start``; their contents are lost.
 
-    Where the system refuses, they stay: nothing depends on it.
+    If the system refuses, they stay: nothing depends on it.
     """
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE

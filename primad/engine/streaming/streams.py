@@ -1,4 +1,4 @@
-"""All windows of a ring process and the one ``Streamer`` that looks after their units."""
+"""All windows of a ring process and the one ``Streamer`` of their units."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from primad.engine.streaming.residency import Spread, by_expert
 from primad.engine.streaming.units import WindowUnits, is_still_whole, without
 
 MIN_IN_GROUPS_BYTES: Final = 32 << 20
-"""Smaller layers are not read in large groups of pages: what neighbours share of them would be too large a part."""
+"""Smaller layers are not read in large groups of pages: too much of them would share groups with neighbours."""
 
 
 class Streamable(Protocol):
     """A window of llama.cpp."""
 
     def attach(self, stream: WindowStream | None) -> None:
-        """Stream its units from now on."""
+        """Stream its units from now on; None: all are in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedWindow:
-    """Window ``index`` of the route: ``units`` are its layers' and its output matrix's places in files.
+    """Window ``index`` of the route: ``units`` are the file ranges of its layers and its output matrix.
 
-    None where llama.cpp makes copies of its weights: they are not to be looked after.
+    None where llama.cpp makes copies of its weights: these are not managed.
     """
 
     index: int
@@ -44,9 +44,9 @@ class StreamedWindow:
 
 
 class Streams:
-    """``begin`` once the ``windows`` are loaded. Of their units stays what they were assigned, all together.
+    """Call ``begin`` once the ``windows`` are loaded. Their units keep the assigned bytes in memory, in sum.
 
-    ``read_ahead_bytes`` are read ahead of what streams. ``lock`` pins what stays. How often experts are used is kept in the
+    ``read_ahead_bytes`` of what streams are read ahead. ``lock`` pins what stays. Usage of experts is kept in the
     folder ``usage``, if there is one.
     """
 
@@ -57,7 +57,7 @@ class Streams:
         self.assigned = Assignment(
             windows=tuple(window.assignment for window in self._windows), read_ahead_bytes=read_ahead_bytes
         )
-        """What is to stay; it does, but for memory pressure."""
+        """What is to stay; memory pressure may reduce it."""
         self._lock, self._usage = lock, usage
         self._rest = Pages([part for _, units in self._cared_for for part in units.rest])
         self._streamer = self._make()
@@ -65,7 +65,7 @@ class Streams:
 
     @property
     def streamer(self) -> Streamer | None:
-        """What reads ahead; None where all weights are llama.cpp's own copies."""
+        """Reads ahead; None where all weights are llama.cpp's own copies."""
         return self._streamer
 
     @property
@@ -74,7 +74,7 @@ class Streams:
 
     @property
     def outputs(self) -> frozenset[int]:
-        """Which units are output matrices."""
+        """The units that are output matrices."""
         found, first = set(), 0
         for _, units in self._cared_for:
             first += len(units.layers)
@@ -105,7 +105,7 @@ class Streams:
             if KNOWS_GROUPS and statistics.median(sizes) >= MIN_IN_GROUPS_BYTES:
                 groups = replace(spread, in_groups=True)
                 found = groups.keeping(resident_bytes)
-                # Else more of an output matrix would stream, for what stays of layers between groups.
+                # Else more of an output matrix would stream, since the bytes of layers between groups stay.
                 if (
                     max(found.resident_bytes - resident_bytes, found.room_bytes - residency.room_bytes - GROUP_BYTES)
                     <= 0
@@ -122,13 +122,13 @@ class Streams:
         )
 
     def loading(self) -> AbstractContextManager[object]:
-        """While llama.cpp loads the windows: what it reads of streamed units is given back behind it."""
+        """Return a context for loading the windows in llama.cpp, which releases streamed units once they are read."""
         if self._streamer is None:
             return contextlib.nullcontext()
         return Follower([*self._streamer.streamed_pages(), *([self._rest] if self._rest.ranges else [])])
 
     def begin(self, models: Mapping[int, Streamable]) -> None:
-        """Attach the windows, which llama.cpp has loaded as ``models`` by route index, and begin to read ahead.
+        """Attach the windows, loaded by llama.cpp as ``models`` by route index, and start to read ahead.
 
         Raises ``EngineError``.
         """
@@ -156,7 +156,7 @@ class Streams:
             first += len(units.layers) + bool(units.output)
 
     def end(self) -> None:
-        """Read nothing any more; to be called before a window is released."""
+        """Stop reading; call it before a window is released."""
         if self._streamer is not None:
             self._streamer.close()
             self._streamer = None
@@ -165,7 +165,7 @@ class Streams:
     def reopened(
         self, indices: Sequence[int], assignments: Sequence[WindowAssignment], read_ahead_bytes: int
     ) -> Streams:
-        """The same for these windows, in their order, under another plan; after ``end``."""
+        """Return the same for these windows, in their order, under another plan; call it after ``end``."""
         found = Streams(
             (
                 replace(window, index=index, assignment=assignment)

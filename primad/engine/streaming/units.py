@@ -1,4 +1,4 @@
-"""The units of a window: where the weights of each of its layers, and of its output matrix, lie in files."""
+"""The units of a window: the file ranges of each of its layers' weights, and of its output matrix."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ from primad.gguf.layers import DIGEST_BYTES, HEADER_BYTES, is_tree_of
 _LAYER: Final = re.compile(r"blk\.(\d+)\.")
 _EXPERTS: Final = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down|gate_up)_exps\.weight")
 EXPERT_TENSORS: Final = r"ffn_\w+_exps\."
-"""What follows in the names of a layer's expert tensors, for a search (llama.cpp's ``--n-cpu-moe`` moves the same)."""
+"""What follows in the names of a layer's expert tensors, as a search pattern (llama.cpp's ``--n-cpu-moe`` moves the
+same)."""
 _GAP_BYTES: Final = 4096
-"""Tensors of one layer with no more between them are read as one range."""
+"""Tensors of one layer with no more bytes between them are read as one range."""
 _OUTPUT: Final = "output.weight"
 _EMBEDDING: Final = "token_embd.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class WindowUnits:
-    """The file ranges of each layer that the CPU computes, in order; of the output matrix (empty without one here).
+    """The file ranges of each layer that the CPU computes, in order, and of the output matrix (empty without one here).
 
-    Of a layer on the GPU whose experts the CPU computes they are those of the experts. ``experts`` are those of each layer,
-    which lie in its ranges. ``rest`` is read a row at a time and never held: the embedding table that a whole model
-    or a tail has beside its output matrix. With that matrix come layers for multi-token prediction, where they are loaded.
+    For a layer on the GPU with experts on the CPU they are those of the experts. ``experts`` are the expert tensors of
+    each layer, within its ranges. ``rest`` is read a row at a time and never held: the embedding table that a whole
+    model or a tail has in addition to its output matrix. ``output`` includes multi-token prediction layers, where they
+    are loaded.
     """
 
     layers: tuple[tuple[FileRange, ...], ...]
@@ -44,7 +46,8 @@ class WindowUnits:
 
 
 def units_of_window(source: WindowSource, *, predicts: bool = False) -> WindowUnits:
-    """The units of a window of layer files; the output matrix is behind the layers, and those with which it ``predicts``.
+    """Return the units of a window of layer files; after the layers come the output matrix and, if it ``predicts``, MTP
+    layers.
 
     Raises ``EngineError``.
     """
@@ -63,7 +66,7 @@ def units_of_window(source: WindowSource, *, predicts: bool = False) -> WindowUn
         behind = _header(source.layers[place]).tensors
         if any(map(_LAYER.match, behind)):
             predicting += ranges[place] if predicts else ()
-        elif _EMBEDDING in behind:  # else it makes the inputs of layers
+        elif _EMBEDDING in behind:  # else it makes per-layer inputs
             output = ranges[place]
             if _OUTPUT in behind:
                 output = _ranges([tensor for name, tensor in behind.items() if name != _EMBEDDING])
@@ -77,7 +80,7 @@ def units_of_window(source: WindowSource, *, predicts: bool = False) -> WindowUn
 
 
 def units_of_model(header: Header, source: WindowSource, *, predicts: bool = False) -> WindowUnits:
-    """The units of a whole model that is computed from its own file, and ``predicts`` with its last layers."""
+    """Return the units of a whole model computed from its own file, which may ``predict`` with its last layers."""
     on_cpu = source.assignment.cpu_layers
     layers: list[list[TensorInfo]] = [[] for _ in range(source.assignment.ram_layers)]
     predicting: list[TensorInfo] = []
@@ -100,7 +103,7 @@ def units_of_model(header: Header, source: WindowSource, *, predicts: bool = Fal
 
 
 def without(ranges: Iterable[FileRange], experts: ExpertFiles) -> tuple[FileRange, ...]:
-    """``ranges`` without those of ``experts``, each of which lies in one of them."""
+    """Return ``ranges`` without those of ``experts``, each of which is inside one of them."""
     found = list(ranges)
     for tensor in experts.tensors:
         hole = tensor.whole
@@ -117,7 +120,7 @@ def without(ranges: Iterable[FileRange], experts: ExpertFiles) -> tuple[FileRang
 
 
 def _experts(key: str, tensors: Iterable[TensorInfo]) -> ExpertFiles:
-    """The expert tensors among those of one layer; none where they are of an unknown kind."""
+    """Return the expert tensors among those of one layer; none where they are of an unknown kind."""
     found = [tensor for tensor in tensors if _EXPERTS.fullmatch(tensor.name)]
     if len({tensor.shape[2:] for tensor in found}) != 1 or len(found[0].shape) != 3:
         return ExpertFiles(key, ())
@@ -139,12 +142,12 @@ def _header(path: str) -> Header:
 
 
 def _digest(path: str) -> str:
-    """The digest in the name of a layer file."""
+    """Return the digest in the name of a layer file."""
     return Path(path).stem.partition("-")[0]
 
 
 def _ranges(tensors: Iterable[TensorInfo]) -> tuple[FileRange, ...]:
-    """The ranges of ``tensors``, neighbours as one."""
+    """Return the ranges of ``tensors``, with adjacent ones joined."""
     found: list[FileRange] = []
     for tensor in sorted(tensors, key=lambda tensor: (str(tensor.path), tensor.offset)):
         path, last = str(tensor.path), found[-1] if found else None
@@ -156,9 +159,9 @@ def _ranges(tensors: Iterable[TensorInfo]) -> tuple[FileRange, ...]:
 
 
 def is_still_whole(path: str) -> bool:
-    """Whether a layer file still holds the weights that its name says; a model file has no such name and is not.
+    """Whether a layer file that was written to still holds the weights that its name says.
 
-    Somebody wrote to it: for a layer file that may have been its header, for another window.
+    The write may have changed only its header, for another window. A model file has no such name: False.
     """
     digest = _digest(path)
     try:
