@@ -1,4 +1,4 @@
-"""The GPUs that the installed llama.cpp can compute on. Loads llama.cpp when asked, so only child processes may ask."""
+"""Lists the GPUs that the installed llama.cpp can use. Calls load llama.cpp, so only child processes may make them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from primad.system.gpus import free_vram
 CPU: Final = 0
 _GPU: Final = 1
 _INTEGRATED_GPU: Final = 2
-"""``enum ggml_backend_dev_type`` (ggml-backend.h); 3 is an accelerator beside it (BLAS, AMX)."""
+"""``enum ggml_backend_dev_type`` (ggml-backend.h); 3 is an accelerator of the CPU (BLAS, AMX)."""
 _RESERVE_BYTES: Final = 256 << 20
 
 
 class GpuDevice(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU as its backend reports it; ``backend`` is CUDA, Metal, Vulkan, ... and memory is in bytes.
 
-    ``id`` is what llama.cpp calls it, as ``CUDA0``: two of one kind share a name. ``pci`` is its address where it has one.
+    ``id`` is llama.cpp's name, such as ``CUDA0``: two of one kind share a ``name``. ``pci`` is its address, if it has
+    one.
     """
 
     id: str
@@ -36,7 +37,7 @@ class GpuDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_gpus(library: Any = None) -> Iterator[GpuDevice]:
-    """The GPUs in the order in which llama.cpp uses them. ``library`` has ggml's calls; the default is the installed one."""
+    """Yield the GPUs in llama.cpp's order. ``library`` has ggml's calls; the default is the installed one."""
     ggml = library if library is not None else _library()
     for number in range(ggml.ggml_backend_dev_count()):
         device = ggml.ggml_backend_dev_get(number)
@@ -57,7 +58,8 @@ def list_gpus(library: Any = None) -> Iterator[GpuDevice]:
 
 
 def find_gpu(wanted: str, library: Any = None) -> int:
-    """The handle of the GPU that llama.cpp calls ``wanted``, or with "" of the first. Raises ``EngineError``."""
+    """Return the handle of the GPU that llama.cpp calls ``wanted``, or with "" the first one's. Raises
+    ``EngineError``."""
     ggml = library if library is not None else _library()
     for number in range(ggml.ggml_backend_dev_count()):
         device: int = ggml.ggml_backend_dev_get(number)
@@ -71,15 +73,15 @@ def find_gpu(wanted: str, library: Any = None) -> int:
 
 
 def free_bytes(wanted: str) -> int:
-    """The memory that the GPU which llama.cpp calls ``wanted`` has free. Raises ``EngineError``."""
+    """Return the free memory of the GPU that llama.cpp calls ``wanted``. Raises ``EngineError``."""
     ggml = _library()
     return _memory(ggml, find_gpu(wanted, ggml))[0]
 
 
 def own_memory_of(wanted: str, library: Any = None) -> tuple[Callable[[], int], int] | None:
-    """How to ask what the GPU which llama.cpp calls ``wanted`` has free, and what it has in all.
+    """Return a function for the free memory of the GPU that llama.cpp calls ``wanted``, and its total memory.
 
-    None where it shares the processor's memory. Raises ``EngineError``.
+    None if it shares the CPU's memory. Raises ``EngineError``.
     """
     ggml = library if library is not None else _library()
     device = find_gpu(wanted, ggml)
@@ -89,13 +91,13 @@ def own_memory_of(wanted: str, library: Any = None) -> tuple[Callable[[], int], 
 
 
 def reserve_bytes(total_bytes: int) -> int:
-    """What plans leave of a GPU of its own memory, more of a large one: for what other programs take between two looks at
-    it, and for what a driver takes that was not measured."""
+    """Return the bytes of a GPU's own memory that plans leave free, more on a large one: for what other programs take
+    between two readings, and for memory of a driver that was not measured."""
     return max(min(_RESERVE_BYTES, total_bytes // 32), total_bytes // 64)
 
 
 def _memory(ggml: Any, device: int) -> tuple[int, int]:
-    """Bytes free, by llama.cpp's backend or by the system, whichever says less, and in all."""
+    """Return the free bytes, the lower of the backend's and the system's figure, and the total."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
     pci = _pci(ggml, device)
@@ -125,7 +127,8 @@ def _text(data: bytes | None) -> str:
 
 
 class _Props(ctypes.Structure):
-    """``struct ggml_backend_dev_props`` (ggml-backend.h) up to what is read of it, and more room than the rest takes."""
+    """``struct ggml_backend_dev_props`` (ggml-backend.h) up to the last field read, with more room than the rest
+    takes."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),
@@ -139,7 +142,7 @@ class _Props(ctypes.Structure):
 
 
 class _Calls:
-    """ggml's calls about devices, from whichever of its libraries has them."""
+    """ggml's calls about devices, bound from the library that exports each."""
 
     def __init__(self, libraries: list[ctypes.CDLL]) -> None:
         pointer = ctypes.c_void_p
@@ -158,7 +161,7 @@ class _Calls:
 
 
 def bind_call(libraries: list[ctypes.CDLL], name: str, result: Any, *arguments: Any) -> Any:
-    """The call ``name`` from the library that has it, with these types."""
+    """Return the call ``name`` with these types, from the library that exports it."""
     for library in libraries:
         if hasattr(library, name):
             call = getattr(library, name)
@@ -168,8 +171,8 @@ def bind_call(libraries: list[ctypes.CDLL], name: str, result: Any, *arguments: 
 
 
 def ggml_libraries() -> list[ctypes.CDLL]:
-    """ggml's libraries, with their backends registered."""
-    with without_top("llama_cpp"):  # its top would also take llama.cpp's log
+    """Return ggml's libraries, with their backends registered."""
+    with without_top("llama_cpp"):  # its top-level module would also redirect llama.cpp's log
         from llama_cpp import llama_cpp as llama
 
     llama.llama_backend_init()  # registers the backends

@@ -102,10 +102,10 @@ _MAX_HOLDS: Final = 4
 
 @dataclass(slots=True)
 class _Lease:
-    """The head that this worker works for: its connection, key, name and start, and the profile that it was given.
+    """The lease of a head: its connection, key, name and session, and the profile that it was given.
 
-    ``introduced`` are the keys of the devices that it trusts. They may do here what a ring needs, as long as the head
-    may lead.
+    ``introduced`` are the keys of the devices that the head trusts. They may do here what a ring needs, as long as the
+    head may lead.
     """
 
     peer: bytes
@@ -120,7 +120,7 @@ class _Lease:
 
 
 class WorkerDaemon:
-    """A worker. It is announced at once; heads wait until its ``profile`` is measured."""
+    """A worker. It is announced immediately; heads wait until its ``profile`` is measured."""
 
     def __init__(
         self,
@@ -172,12 +172,12 @@ class WorkerDaemon:
         self._pairing = PairingService(node, report_line, HEAD)
         self._lease: _Lease | None = None
         self._revoked_by: dict[str, str] = {}
-        """Names of the heads that revoked this device, by key. One that says hello again trusts it again."""
+        """Names of the heads that revoked this device, by key. A head that says hello again trusts it again."""
         self._retired: deque[bytes] = deque(maxlen=_MAX_RETIRED)
         """Connections of replaced heads: messages that still arrive on them are ignored."""
         self._measuring: asyncio.Task[None] | None = None
         self._targets: list[Contact] = []
-        """What it measures the links to."""
+        """The devices to which it measures its links."""
         self._dismissed = asyncio.Event()
         self._stop = asyncio.Event()
         self._tasks, self._holding = Tasks(), Tasks()
@@ -194,7 +194,7 @@ class WorkerDaemon:
     async def run(self) -> None:
         """Serve until cancelled or ``leave`` was requested. Raises ``ClusterError`` if a port cannot be used."""
         async with AsyncExitStack() as stack:
-            stack.callback(self._context.destroy, linger=0)  # also what had not begun at the end
+            stack.callback(self._context.destroy, linger=0)  # also sockets of tasks that had not begun
             await stack.enter_async_context(Gate(self._context, self._admits))
             stack.callback(self._end.close)
             stack.push_async_callback(self._stages.close)
@@ -224,7 +224,7 @@ class WorkerDaemon:
                     self._stop_measuring()
                     for task in tasks:
                         task.cancel()
-                    # Concurrently: to say goodbye takes a while, and so does the end of a ring process.
+                    # Concurrently: saying goodbye takes a while, and so does ending a ring process.
                     await asyncio.gather(sight.aclose(), self._end_stages())
 
     def leave(self) -> bool:
@@ -270,7 +270,7 @@ class WorkerDaemon:
             self._report_line("no device is trusted yet; 'primad join --code' takes the code that 'primad serve' shows")
 
     async def _measure(self) -> None:
-        """Measure this device; heads greet it once that is announced."""
+        """Measure this device; heads greet it after that is announced."""
         if not self._is_measured:
             await self._profile.measure()
             self._is_measured = True
@@ -279,26 +279,26 @@ class WorkerDaemon:
         if await self._profile.refine() and self._lease is not None:
             better = await self._profile_now()
             lease = self._lease
-            if lease is not None:  # still, or again: then it has them already
+            if lease is not None:  # the same one, or a new one, which has the speeds already
                 lease.profile = with_speeds(lease.profile, better)
                 await self._notify(Remeasured(lease.profile))
 
     async def _profile_now(self) -> DeviceProfile:
-        """This device's current profile, as far as its GPU is trusted."""
+        """Return this device's current profile, with its GPU as far as it is trusted."""
         return self._gpu_care.now(await asyncio.to_thread(self._profile.now, self._name))
 
     def _on_gpu(self) -> None:
         self._tasks.start(self._notify_gpu())
 
     async def _gpu_recovered(self) -> None:
-        """Other programs took GPU memory, or freed it."""
+        """Update the profile: other programs took GPU memory, or freed it."""
         gpus = (await self._profile_now()).gpus
         if self._lease is not None:
             self._lease.profile = self._lease.profile.with_gpus(gpus)
             await self._notify_gpu()
 
     async def _notify_gpu(self) -> None:
-        """The head's next plan uses less of the GPU."""
+        """Notify the head that its next plan is to use less of the GPU."""
         lease = self._lease
         if lease is not None:
             lease.profile = self._gpu_care.bounded(lease.profile)
@@ -311,7 +311,7 @@ class WorkerDaemon:
             raise MulticastError(str(exc)) from exc
 
     def _admits(self, key: str) -> bool:
-        """Whether the device with ``key`` is admitted: the owner trusts it, or the current head does."""
+        """Whether the device with ``key`` is admitted: the owner or the current head trusts it."""
         if self._trust.trusts(key):
             return True
         lease = self._lease
@@ -343,20 +343,21 @@ class WorkerDaemon:
             else:
                 if peer != lease.peer:  # links break and come back
                     if peer in self._retired:
-                        continue  # the network delayed it, e.g. until a cable was plugged in again
+                        continue  # delayed by the network, e.g. until a cable was plugged in again
                     self._retired.append(lease.peer)
                 lease.peer, lease.heard_s = peer, time.monotonic()
                 await self._obey(message, lease, group)
 
     def _not_led(self) -> str:
-        """Why a trusted device that is no head may not give work here, and what its owner types to change that."""
+        """Return why a trusted device that is no head may not give work here, and what its owner types to change
+        that."""
         return (
             f"{self._name} does not take this device as a head; type 'primad pair' there and 'primad pair --code CODE' "
             "here, or there 'primad devices trust NAME --key KEY --head'"
         )
 
     async def _on_revoked(self, key: str) -> None:
-        """The head with ``key`` does not trust this device any more."""
+        """Handle that the head with ``key`` no longer trusts this device."""
         head = self._revoked_by[key] = self._trust.name_of(key) or "a head"
         if self._may_report(f"revoked by {head}"):
             self._report_line(
@@ -543,7 +544,7 @@ class WorkerDaemon:
         self._lease = None
         if self._relay is not None:
             self._relay.follow(None)
-        self._dismissed.set()  # nobody is left to hand over to
+        self._dismissed.set()  # there is no head to hand over to
         self._stop_measuring()
         await self._draft_service.end()
         await self._encoding.end()
@@ -551,12 +552,12 @@ class WorkerDaemon:
         await self._end_holding()
 
     async def _end_holding(self) -> None:
-        """KV blocks are not held for anybody any more."""
+        """Stop holding KV blocks for other devices."""
         await self._holding.close()
         await self._held.clear()
 
     def _stop_measuring(self) -> None:
-        """Nobody waits for the running link measurements any more."""
+        """Cancel the running link measurements."""
         if self._measuring is not None:
             self._measuring.cancel()
             self._measuring = None
@@ -616,7 +617,7 @@ class WorkerDaemon:
         return True
 
     def _state(self) -> str:
-        """The state of this device, for people."""
+        """Return the state of this device, for people."""
         if self._pause.paused is not None:
             return self._pause.paused
         if not self._is_measured:

@@ -1,7 +1,7 @@
-"""A worker that drafts for a head: it has all of a small model, and works ahead of the text from the head.
+"""Drafts for a head, on a worker that has a whole small model and runs ahead of the head's text.
 
-One model at a time. Its layers are fetched like those of windows, into the same cache. Drafts may be useless; nobody
-waits for them, and drafting ends as soon as this device's owner needs the memory.
+There is one model at a time. Its layers are fetched like those of windows, into the same cache. Drafts are optional:
+nothing waits for them, and drafting stops as soon as this device's owner needs the memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Loading:
-    """A model that is loaded or loading for ring ``epoch``, the latest that asked for it."""
+    """A model that is loaded or loading for ring ``epoch``, the latest that requested it."""
 
     epoch: int
     load: LoadDraft
@@ -47,7 +47,8 @@ class _Loading:
 
 
 class DraftService:
-    """Drafts for the head that ``notify`` reaches; ``number`` returns numbers that no other load of this worker has."""
+    """Drafts for the head that ``notify`` reaches; ``number`` returns a number that is unique among this worker's
+    loads."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class DraftService:
         self._current: _Loading | None = None
 
     async def load(self, load: LoadDraft, threads: int) -> None:
-        """Load the model of ``load`` for this many ``threads``, unless it is loaded; the head is notified of its
+        """Load the model of ``load`` for this number of ``threads``, unless it is loaded, and notify the head of its
         state."""
         current = self._current
         if current is None or not _is_same(current.load, load):
@@ -74,7 +75,7 @@ class DraftService:
         await self._notify(current.state)
 
     def notify(self, epoch: int, task: TextTask) -> None:
-        """The text for ring ``epoch``; dropped if the model drafts for another one."""
+        """Pass on the text of ring ``epoch``; dropped if the model drafts for another one."""
         current = self._current
         if current is None or current.epoch != epoch or current.process is None:
             return
@@ -86,19 +87,19 @@ class DraftService:
                 current.task.cancel()
 
     async def release(self, epoch: int) -> None:
-        """Ring ``epoch`` has ended."""
+        """End drafting if it is for ring ``epoch``, which has ended."""
         if self._current is not None and self._current.epoch == epoch:
             await self.end()
 
     async def end(self) -> None:
-        """Drafts are not needed any more."""
+        """End drafting."""
         current, self._current = self._current, None
         if current is not None and current.task is not None:
             current.task.cancel()
             await asyncio.wait([current.task])
 
     async def stop(self, why: str) -> None:
-        """Stop drafting, and tell the head ``why``."""
+        """Stop drafting, and notify the head of ``why``."""
         current = self._current
         if current is not None:
             await self.end()
@@ -129,7 +130,7 @@ class DraftService:
             if current.process is not None:
                 await current.process.close()
             release_files(self._node.workspace, number)
-            if self._current is current:  # nobody ended it
+            if self._current is current:  # it was not ended from outside
                 self._current = None
                 self._report_line(f"stops drafting: {error}")
                 await self._notify(DraftModelState(epoch=current.epoch, ready=False, error=error))
@@ -139,7 +140,7 @@ class DraftService:
             await self._notify(DraftsMade(epoch=current.epoch, drafted=drafted))
 
     async def _fetch(self, load: LoadDraft, number: int, threads: int) -> DraftModel:
-        """Have all of the model here, in the form for a process. Raises ``PrimadError`` on failure."""
+        """Fetch the whole model and place it for a process. Raises ``PrimadError`` on failure."""
         place, spec = self._node.workspace, load.window
         size = sum(ref.size_bytes for ref in spec.layers)
         takes = max(size, load.memory_bytes)
@@ -156,7 +157,7 @@ class DraftService:
         )
         plan = WindowPlan(spec=spec, assignment=assignment, extra_buffers=False)
         (window,) = await in_thread(place_windows, place, [plan], number)
-        await in_thread(read_header, Path(window.metadata))  # the head wrote it: checked before llama.cpp sees it
+        await in_thread(read_header, Path(window.metadata))  # the head wrote it: check it before llama.cpp reads it
         return DraftModel(
             path=window.metadata,
             layers=spec.last,

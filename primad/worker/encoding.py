@@ -1,7 +1,7 @@
-"""A worker that encodes pictures for a head: it has the encoder's file, and of the model all but its weights.
+"""Encodes pictures for a head, on a worker that has the encoder's file and all of the model except its weights.
 
-One encoder for each model that the head serves. Its file is fetched like layers, into the same cache. The head encodes
-itself whenever this device cannot, so encoding ends as soon as this device's owner needs the memory.
+There is one encoder for each model that the head serves. Its file is fetched like layers, into the same cache. The head
+encodes by itself whenever this device cannot, so encoding stops as soon as this device's owner needs the memory.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from primad.worker.stages import NotifyHead
 logger = logging.getLogger(__name__)
 
 NICE = 10
-"""Layers precede pictures."""
+"""Layers take precedence over pictures."""
 MAX_ENCODERS = 8
-"""At once, each of another model; memory ends them sooner."""
+"""Maximum number of encoders, each of another model; short memory ends them sooner."""
 
 
 @dataclass(slots=True)
 class _Loading:
-    """An encoder that is here or being fetched; the picture that comes, and what the last one became."""
+    """An encoder that is loaded or being fetched; the picture being received, and the last reply."""
 
     load: LoadMmproj
     task: asyncio.Task[None] | None = None
@@ -60,7 +60,8 @@ class _Loading:
 
 
 class EncodingService:
-    """Encodes for the head that ``notify`` reaches; ``number`` returns numbers that no other load of this worker has."""
+    """Encodes for the head that ``notify`` reaches; ``number`` returns a number that is unique among this worker's
+    loads."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class EncodingService:
         self._loadings: dict[int, _Loading] = {}
 
     async def load(self, load: LoadMmproj, threads: int) -> None:
-        """Have the encoder of ``load`` here, for this many ``threads``; the head is notified of its state."""
+        """Load the encoder of ``load`` for this number of ``threads``, and notify the head of its state."""
         current = self._loadings.get(load.number)
         if current is None or current.load != load:
             await self.release(load.number)
@@ -88,7 +89,7 @@ class EncodingService:
         await self._notify(current.state)
 
     async def take(self, part: PictureChunk) -> None:
-        """A part of a picture; with the last one it is encoded."""
+        """Receive a part of a picture; encode it after the last one."""
         current = self._ready(part.number)
         if current is None or part.offset not in (0, len(current.file)):
             await self._notify(MmprojState(number=part.number, ready=False, error="its encoder is not loaded here"))
@@ -104,13 +105,13 @@ class EncodingService:
             current.asked.start(self._encode(current, part.picture, data))
 
     async def give(self, wanted: EncodedWanted) -> None:
-        """A part of what a picture became."""
+        """Send a part of an encoded picture."""
         current = self._ready(wanted.number)
         if current is not None:
             await self._send(current, wanted.picture, wanted.offset)
 
     async def release(self, number: int) -> None:
-        """Load ``number`` is not needed any more."""
+        """Release load ``number``."""
         current = self._loadings.pop(number, None)
         if current is not None and current.task is not None:
             await current.asked.close()
@@ -118,12 +119,12 @@ class EncodingService:
             await asyncio.wait([current.task])
 
     async def end(self) -> None:
-        """Pictures are not encoded any more."""
+        """Release all encoders."""
         for number in list(self._loadings):
             await self.release(number)
 
     async def stop(self, why: str) -> None:
-        """Stop encoding, and tell the head ``why``."""
+        """Stop encoding, and notify the head of ``why``."""
         for number in list(self._loadings):
             await self.release(number)
             await self._stopped(number, why)
@@ -162,7 +163,7 @@ class EncodingService:
             if current.child is not None:
                 await current.child.close()
             release_files(self._node.workspace, number)
-            if self._loadings.get(current.load.number) is current:  # nobody ended it
+            if self._loadings.get(current.load.number) is current:  # it was not released
                 del self._loadings[current.load.number]
                 await self._stopped(current.load.number, error)
 
@@ -174,7 +175,7 @@ class EncodingService:
         apply_nice(pid, max(self._node.config.nice, NICE))
 
     async def _fetch(self, load: LoadMmproj, number: int, threads: int) -> LoadEncoder:
-        """Have the file here, and the model without weights. Raises ``PrimadError``."""
+        """Fetch the encoder's file and the model without weights. Raises ``PrimadError``."""
         if not load.gpu:
             await check_room(load.memory_bytes)
         await bring_layers(self._node, self._context, number, [load.file], load.sources)

@@ -1,7 +1,7 @@
 """A worker's stages in rings: one for each epoch, the serving one and one that is being loaded.
 
 A stage whose ring ended leaves its ring process with its windows loaded. When the next plan, or the next head, asks for
-the same windows, that process serves them at once; otherwise it ends when something else is loaded, or after
+the same windows, that process serves them immediately; otherwise it ends when something else is loaded, or after
 ``keep_loaded_s``.
 """
 
@@ -63,10 +63,10 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S: Final = 0.2
 MAX_UNREADABLE: Final = 2
-"""One file is fetched again, and another one; a disk that then fails once more is given up."""
+"""One file is fetched again, and then another one; after a further failure the disk counts as broken."""
 MAX_LOADED_STAGES: Final = 32
-"""Of each of its models a head has a serving ring and one that loads; a plan may change while the last one's devices are
-still being released."""
+"""A head has a serving ring and a loading one for each of its models; a plan may change while devices of the last one
+are still being released."""
 
 NotifyHead = Callable[[WorkerMessage], Coroutine[Any, Any, None]]
 """Sends a message to the head."""
@@ -85,7 +85,7 @@ class _Stage:
 
 class Stages:
     """All stages of this worker. ``notify`` reaches the head, ``report_line`` the owner; ``memory_watch`` is notified
-    when memory is low. ``standing`` is their state for the head."""
+    when memory is low. ``standing`` has the stages' states for the head."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Stages:
         self._unreadable: list[tuple[str, float]] = []
 
     def next_number(self) -> int:
-        """Tells the files of a load from those of others."""
+        """Return a number that distinguishes the files of one load from those of others."""
         return next(self._numbers)
 
     @property
@@ -118,7 +118,7 @@ class Stages:
         return bool(self._stages)
 
     async def start(self, load: Load, profile: DeviceProfile) -> None:
-        """Take part in ``load.epoch``, unless this device has ``MAX_LOADED_STAGES`` stages already; an epoch that has a
+        """Take part in ``load.epoch``, unless this device already has ``MAX_LOADED_STAGES`` stages. An epoch that has a
         state keeps it."""
         if load.epoch in self.standing.epochs:
             return
@@ -147,7 +147,7 @@ class Stages:
                 await self._notify(self.standing.message())
 
     async def remind(self, revision: int) -> None:
-        """Notify a head that knows the states of ``revision`` of changes since then, if any."""
+        """Notify the head of changes since ``revision``, if any."""
         if revision != self.standing.revision:
             await self._notify(self.standing.message())
 
@@ -156,13 +156,13 @@ class Stages:
         await self._to_all(Report())
 
     async def keep_nothing(self, epoch: int) -> None:
-        """The windows of ``epoch`` do not stay loaded when it is released, nor those of earlier rings."""
+        """Unload the windows of ``epoch`` when it is released, and those of earlier rings now."""
         if (stage := self._stages.get(epoch)) is not None:
             stage.unload = True
         await self._parking.unload()
 
     async def release(self, epoch: int) -> None:
-        """The stage in ``epoch`` ends; its windows stay loaded for a while."""
+        """End the stage in ``epoch``; its windows stay loaded for a while."""
         before = self.standing.revision
         await self._end(epoch)
         await self.remind(before)
@@ -182,11 +182,11 @@ class Stages:
                 self._busy.add(task)
 
     async def release_all(self) -> None:
-        """All stages end, without a head to notify."""
+        """End all stages, without notifying a head."""
         await asyncio.gather(*(self._end(epoch) for epoch in self.standing.epochs))
 
     async def unload(self) -> None:
-        """End the kept process."""
+        """End the parked process."""
         await self._parking.unload()
 
     async def close(self) -> None:
@@ -227,7 +227,7 @@ class Stages:
             again, sender = isinstance(exc, LoadAgainError), isinstance(exc, SenderError)
             rank = exc.device if isinstance(exc, RankError) else ""
             await self._broke(load, exc, fault, again=again, sender=sender, rank=rank)
-        except Exception as exc:  # our own mistake; without notice the head would wait for this stage
+        except Exception as exc:  # our own mistake; without a notice the head would wait for this stage
             logger.exception("the stage in epoch %d failed", load.epoch)
             await self._broke(load, RingError(f"internal error: {type(exc).__name__}: {exc}"), fault)
         finally:
@@ -244,7 +244,7 @@ class Stages:
                 self._parking.end(process)
 
     def _attribute_to_disk(self, error: WeightsError, fault: Fault) -> Fault:
-        """The fault of a stage whose weights could not be read: its disk, if that persists."""
+        """Return the fault of a stage whose weights could not be read: its disk, if that persists."""
         now = time.monotonic()
         lately = [(text, at_s) for text, at_s in self._unreadable if now - at_s < self._timings.worker.forgiven_s]
         self._unreadable = [*lately, (str(error), now)]
@@ -258,13 +258,13 @@ class Stages:
         await self._change(load, broken=Broken(error=str(error), fault=fault, **how))  # type: ignore[arg-type]
 
     async def _change(self, load: Load, **changes: Any) -> None:
-        """The state of this task's stage changed; ignored if it was released meanwhile."""
+        """Change the state of this task's stage; ignored if it was released meanwhile."""
         if self._own_stage(load) is not None:
             self.standing.change(load.epoch, **changes)
             await self._notify(self.standing.message())
 
     def _own_stage(self, load: Load) -> _Stage | None:
-        """The stage of this task; None if it was released, though another may have begun in its epoch."""
+        """Return the stage of this task; None if it was released, even if another has begun in its epoch."""
         stage = self._stages.get(load.epoch)
         return stage if stage is not None and stage.task is asyncio.current_task() else None
 
@@ -284,7 +284,7 @@ class Stages:
             stage.downloaded = [DownloadedLayer(name, tree) for name, tree in windows.downloaded.items()]
 
     def _fetched(self, epoch: int) -> Callable[[int, int], None]:
-        """Reports fetched bytes and their total to the head now and then."""
+        """Return a function that reports fetched bytes and their total to the head from time to time."""
         reported_s = 0.0
 
         def progress(done: int, total: int) -> None:
@@ -296,7 +296,7 @@ class Stages:
         return progress
 
     async def _open(self, load: Load, windows: WindowLoad) -> LoadedProcess:
-        """A process with these windows: the kept one if it has them, else a new one."""
+        """Return a process with these windows: the parked one if it has them, else a new one."""
         content = windows.key()
         kept = await self._parking.reopen(load, content)
         if kept is not None:
@@ -305,7 +305,7 @@ class Stages:
         return await windows.start(content)
 
     async def _pass_on(self, load: Load, process: LoadedProcess, event: RingEvent) -> None:
-        """Forward the ring process's events to the head. Raises ``RingError`` if one ends the stage."""
+        """Forward an event of the ring process to the head. Raises ``RingError`` if it ends the stage."""
         match event:
             case Loading(windows):
                 await self._notify(Progress(epoch=load.epoch, phase="load", done=windows, total=len(load.windows)))

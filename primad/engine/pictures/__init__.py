@@ -1,5 +1,5 @@
-"""Pictures become rows for the model: an encoder (llama.cpp's libmtmd) in a process of its own, since files are strangers'.
+"""Turns pictures into hidden states: an encoder (llama.cpp's libmtmd) in its own process, since files are untrusted.
 
-* ``headers.py`` judges a file by its first bytes, before anything is decoded.
-* ``encoder.py`` decodes and encodes; ``process.py`` is its process, ``messages.py`` what that is asked.
+* ``headers.py`` checks a file by its first bytes, before anything is decoded.
+* ``encoder.py`` decodes and encodes; ``process.py`` is its process, ``messages.py`` has the messages.
 """

@@ -1,7 +1,7 @@
-"""What another device says that a picture became, judged before anything is computed with it.
+"""Checks a picture that another device encoded, before anything is computed with it.
 
-The attack: rows of another size than they say, which would be read beyond their end, and rows that are no numbers, which
-would spoil whatever is computed behind them.
+The attack: rows of another size than stated, which would be read beyond their end, and rows with NaN or infinite
+values, which would spoil everything computed after them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from primad.engine.pictures.messages import EmbeddedRun, EncodedPicture
 from primad.errors import ProtocolError, printable
 
 MAX_PARTS: Final = 4
-"""As many times the width of the model a row may have: with what deeper layers add to their outputs."""
+"""A row may be this multiple of the model's width: it may include what deeper layers add to their outputs."""
 MAX_RUNS: Final = 4096
 _NAME_CHARS: Final = 200
 
 
 def check_encoded(picture: EncodedPicture, digest: str, *, width: int, vocabulary: int) -> None:
-    """Whether ``picture`` can be what the file of this ``digest`` became, for a model of so many values and tokens.
+    """Check that ``picture`` fits the file of this ``digest``, and a model of this ``width`` and ``vocabulary`` size.
 
     Raises ``ProtocolError``.
     """
@@ -38,7 +38,7 @@ def check_encoded(picture: EncodedPicture, digest: str, *, width: int, vocabular
 
 
 def _row_bytes(run: EmbeddedRun) -> int:
-    """Of each of its rows; 0 where there are none, or they do not fit their number or layout."""
+    """Return the bytes of one row; 0 if there are none, or they do not match their number or layout."""
     if run.rows < 1 or len(run.content) % run.rows or not 0 <= run.columns <= run.rows:
         return 0
     lines = {"": 0, "line": 0, "grid": run.columns, "framed": run.columns}[run.layout]

@@ -1,4 +1,4 @@
-"""An encoder file beside a model, with llama.cpp's libmtmd."""
+"""Encodes pictures and sound with a model's encoder file (mmproj), by llama.cpp's libmtmd."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SAMPLE_BYTES: Final = 4096
 
 
 def known_by(path: Path) -> str:
-    """What the encoder file ``path`` is known by: its header and some of its weights, since all are up to gigabytes."""
+    """Return an identifier of the encoder file ``path``: a hash of its header and samples, as it may have gigabytes."""
     found, size = hashlib.sha256(), path.stat().st_size
     with path.open("rb") as file:
         found.update(file.read(1 << 20))
@@ -41,7 +41,7 @@ def known_by(path: Path) -> str:
 
 
 def why_not(eye: Any, loaded: Any) -> str:
-    """Why the encoder ``eye`` of the model ``loaded`` cannot be served; empty where it can."""
+    """Return why the encoder ``eye`` of the model ``loaded`` cannot be served; empty if it can."""
     if not mtmd.mtmd_support_vision(eye) and not mtmd.mtmd_support_audio(eye):
         return "it takes neither pictures nor sound"
     parts = llama.llama_model_n_embd_inp(loaded) // llama.llama_model_n_embd(loaded)
@@ -51,9 +51,9 @@ def why_not(eye: Any, loaded: Any) -> str:
 
 
 def _layout(image: Any, rows: int) -> tuple[RowLayout, int]:
-    """That of the ``rows`` of ``image``, and its columns.
+    """Return the layout of the ``rows`` of ``image``, and its columns.
 
-    Raises ``EngineError`` where they are turned otherwise: no file tells before there is a picture.
+    Raises ``EngineError`` for other positions: a file does not state its layout before there is a picture.
     """
     columns, begin = int(mtmd.mtmd_image_tokens_get_nx(image)), 5
     at = [mtmd.mtmd_image_tokens_get_decoder_pos(image, begin, row) for row in range(rows)]
@@ -66,8 +66,8 @@ def _layout(image: Any, rows: int) -> tuple[RowLayout, int]:
 
 
 def _of_pixels(stack: ExitStack, data: bytes) -> Any:
-    """The WebP file ``data`` as libmtmd has pictures that it decoded itself."""
-    from primad.engine.pictures.webp import decoded  # most children never see one
+    """Return the WebP file ``data`` as a bitmap of libmtmd, like those it decodes itself."""
+    from primad.engine.pictures.webp import decoded  # most processes never need it
 
     size = check_picture(data)
     pixels = decoded(data, size)
@@ -79,12 +79,12 @@ def _of_pixels(stack: ExitStack, data: bytes) -> Any:
 
 
 class PictureEncoder:
-    """Makes rows for ``model`` of pictures. Of the model itself only its metadata and tokens are loaded.
+    """Encodes pictures for ``model``, of which only metadata and tokens are loaded.
 
-    Pictures become ``min_tokens`` to ``max_tokens`` rows where their size is not fixed; 0: as the encoder says. One that
-    would become more than ``MAX_CONTENT_BYTES`` is made smaller first, where it can be. A ``gpu``, by llama.cpp's name for
-    it, computes other last bits than a processor, so rows that it made are known by it.
-    Raises ``EngineError`` where llama.cpp cannot load the two together, or where primad does not know such rows yet.
+    Pictures become ``min_tokens`` to ``max_tokens`` tokens where their size is not fixed; 0: the encoder's default. One
+    that would exceed ``MAX_CONTENT_BYTES`` is scaled down first, where possible. A ``gpu``, by llama.cpp's name,
+    computes other last bits than a CPU, so it is part of the encoder's identifier. Raises ``EngineError`` if llama.cpp
+    cannot load the two together, or primad does not support the model's rows yet.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class PictureEncoder:
     ) -> None:
         self._stack, self._opened = ExitStack(), ExitStack()
         self._path, self._threads, self._min_tokens = path, threads, min_tokens
-        self._names = f"{Path(path).name} as the encoder of {Path(model).name}"  # clients are told no folders
+        self._names = f"{Path(path).name} as the encoder of {Path(model).name}"  # clients must not see folders
         try:
             self._known_by = known_by(Path(path)) + (f"-{min_tokens}-{max_tokens}" if min_tokens or max_tokens else "")
         except OSError as exc:
@@ -101,7 +101,7 @@ class PictureEncoder:
         self._gpu = gpu
         self._makes_smaller = False
         try:
-            with zeroed():  # some graphs (Pixtral's) multiply by 0 what they find in memory, which may be no number
+            with zeroed():  # some graphs (Pixtral's) multiply uninitialised memory by 0, which may be NaN
                 self._load(model)
                 self._open(max_tokens)
         except BaseException:
@@ -137,7 +137,7 @@ class PictureEncoder:
         self._has_parts = bool(mtmd.mtmd_decode_use_mrope(self._eye))
 
     def encode(self, data: bytes) -> EncodedPicture:
-        """What the file ``data`` becomes. Raises ``ValueError`` for one that is no picture or sound, or too large a one."""
+        """Encode the file ``data``. Raises ``ValueError`` if it is no picture or sound, or too large."""
         check_media(data)
         if not self._takes[is_sound(data)]:
             raise ValueError(f"this model's encoder takes no {'sound' if is_sound(data) else 'pictures'}")
@@ -145,7 +145,7 @@ class PictureEncoder:
             bitmap = self._bitmap(stack, data)
             chunks = self._chunks(stack, bitmap)
             if self._bytes_of(chunks) > MAX_CONTENT_BYTES and not self._makes_smaller:
-                self._makes_smaller = True  # what others became that are no larger stays what it is
+                self._makes_smaller = True  # pictures within the limit keep their size
                 self._open(max(1, MAX_CONTENT_BYTES // (4 * self.width)))
                 chunks = self._chunks(stack, bitmap)
             if self._bytes_of(chunks) > MAX_CONTENT_BYTES:
@@ -158,7 +158,7 @@ class PictureEncoder:
             return _of_pixels(stack, data)
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
         options = mtmd.mtmd_helper_init_opt_default()
-        options.video_params.ffmpeg_bin_dir = os.devnull.encode()  # what stb_image cannot decode ffmpeg is not to see
+        options.video_params.ffmpeg_bin_dir = os.devnull.encode()  # ffmpeg must not see what stb_image cannot decode
         found = mtmd.mtmd_helper_bitmap_init_from_buf_wrapper(self._eye, buffer, len(data), False, options)
         if found.bitmap:
             stack.callback(mtmd.mtmd_bitmap_free, found.bitmap)
@@ -182,7 +182,7 @@ class PictureEncoder:
         return chunks
 
     def _bytes_of(self, chunks: Any) -> int:
-        """Of the rows of all ``chunks`` that are no tokens."""
+        """Return the bytes of all embedded rows of ``chunks``."""
         found = [mtmd.mtmd_input_chunks_get(chunks, i) for i in range(mtmd.mtmd_input_chunks_size(chunks))]
         embedded = [each for each in found if mtmd.mtmd_input_chunk_get_type(each) != mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT]
         return 4 * self.width * sum(int(mtmd.mtmd_input_chunk_get_n_tokens(each)) for each in embedded)
@@ -216,6 +216,6 @@ class PictureEncoder:
         return content
 
     def release(self) -> None:
-        """Give back its memory."""
+        """Free its memory."""
         self._opened.close()
         self._stack.close()

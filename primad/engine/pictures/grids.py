@@ -1,6 +1,6 @@
-"""By what a picture's rows are turned where a model's positions have four parts: time, row, column, and one more.
+"""RoPE positions of a picture's rows in models whose positions have four parts: time, row, column, and one more.
 
-That is 0 for tokens, and not without effect: what is left over of the others' pairs is turned by it.
+The fourth is 0 for tokens, but not without effect: it rotates the dimensions that the other parts leave.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import Literal
 
 RowLayout = Literal["", "line", "grid", "framed"]
-"""What rows are: nothing but rows, of a model whose positions have one part; a line, each at its own time; a grid, all at
-one time; or a grid with a row before it, one behind it, and one behind each of its lines (HunyuanVL)."""
+"""Layouts of rows: none, for a model with one-part positions; a line, each row at its own time; a grid, all at one
+time; or a grid with one more row before it, after it and after each of its lines (HunyuanVL)."""
 RowTurn = tuple[int, int, int, int]
 
 
 def turn_of_row(number: int, rows: int, layout: RowLayout, columns: int, *, begin: int, picture: int = 0) -> RowTurn:
-    """That of row ``number`` of ``rows``, which begin at time ``begin``; a grid's lines have so many ``columns``.
+    """Return the position of row ``number`` of ``rows``, which begin at time ``begin``; a grid has ``columns`` columns.
 
-    It is of the how manieth ``picture`` of its prompt.
+    ``picture`` is the index of the picture in its prompt.
     """
     if layout == "grid":
         row, column = divmod(number, columns)

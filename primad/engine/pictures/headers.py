@@ -1,8 +1,8 @@
-"""What the header of a picture says, read before anything of it is decoded.
+"""Checks the header of a picture before anything of it is decoded.
 
-The attack: a file of some kB that says, or hides, 40,000 x 40,000 pixels. So formats that the decoders (stb_image, libwebp)
-know are told apart here as they tell them, by their first bytes, and the pixels are bounded by the numbers that they will
-use. Whatever is none of these is refused: libmtmd would give it to ffmpeg.
+The attack: a file of some kB that states, or hides, 40,000 x 40,000 pixels. So the formats that the decoders
+(stb_image, libwebp) know are recognised as they recognise them, by their first bytes, and the pixels are bounded by the
+same numbers that they will use. Anything else is refused: libmtmd would pass it to ffmpeg.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _BMP_HEADERS: Final = frozenset((12, 40, 56, 108, 124))
 _LOSSLESS: Final = 0x2F
 _KEY_FRAME: Final = b"\x9d\x01\x2a"
 _SIZED: Final = frozenset((0xC0, 0xC1, 0xC2))
-"""JPEG's frames that the decoder takes: baseline, extended and progressive."""
+"""JPEG frames that the decoder accepts: baseline, extended and progressive."""
 _SKIPPED: Final = frozenset((0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)))
-"""JPEG's segments that it passes on the way to the frame."""
+"""JPEG segments that it skips on the way to the frame."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a picture, in pixels."""
+    """Size of a picture in pixels."""
 
     width: int
     height: int
 
 
 def check_media(data: bytes) -> None:
-    """Raises ``ValueError`` for a file, of a picture or a sound, that is not to be decoded."""
+    """Raise ``ValueError`` for a picture or sound file that must not be decoded."""
     if is_sound(data):
         _check_bytes(data)
         check_sound(data)
@@ -45,7 +45,7 @@ def check_media(data: bytes) -> None:
 
 
 def check_sent(data: bytes, called: str) -> None:
-    """The same of a file that a request has ``called`` so. Raises ``RequestError``."""
+    """Check a file as ``check_media`` does, for the request field ``called``. Raises ``RequestError``."""
     try:
         check_media(data)
     except ValueError as exc:
@@ -53,7 +53,7 @@ def check_sent(data: bytes, called: str) -> None:
 
 
 def check_picture(data: bytes) -> Size:
-    """The size that the picture's file ``data`` says. Raises ``ValueError`` for one that is not to be decoded."""
+    """Return the size in the header of the picture ``data``. Raises ``ValueError`` if it must not be decoded."""
     _check_bytes(data)
     try:
         size = _size_of(data)
@@ -94,7 +94,7 @@ def _size_of(data: bytes) -> Size:
 
 def _webp_size(data: bytes) -> Size:
     kind = data[12:16]
-    if kind == b"VP8X":  # what animated ones, and such with metadata, begin with: the canvas
+    if kind == b"VP8X":  # animations and files with metadata begin with this; the size is the canvas's
         sizes = struct.unpack_from("<HBHB", data, 24)
         return Size(1 + sizes[0] + (sizes[1] << 16), 1 + sizes[2] + (sizes[3] << 16))
     if kind == b"VP8L":
@@ -119,7 +119,7 @@ def _bmp_size(data: bytes) -> Size:
 def _jpeg_size(data: bytes) -> Size:
     at = 2
     while True:
-        while data[at] != 0xFF:  # the decoder passes what stands between segments
+        while data[at] != 0xFF:  # the decoder skips bytes between segments
             at += 1
         while data[at] == 0xFF:
             at += 1

@@ -1,4 +1,4 @@
-"""What the head and its process for pictures say to each other, in frames of msgpack."""
+"""Messages between the head and its picture process, in frames of msgpack."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import msgspec
 from primad.engine.pictures.grids import RowLayout
 
 MAX_BYTES: Final = 20 << 20
-"""Of the file of a picture or a sound."""
+"""Largest file of a picture or a sound."""
 MAX_CONTENT_BYTES: Final = 56 << 20
-"""Of rows that go from process to process in one frame: of a picture, and of all pictures of a prompt."""
+"""Limit for the rows that processes exchange in one frame: of a picture, and of all pictures of a prompt."""
 
 
 class LoadEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """Load the encoder file ``path`` for the ``model`` file, with so many ``threads``, on the ``gpu`` by llama.cpp's name
-    for it (empty: on the processor); answered with ``EncoderReady``.
+    """Load the encoder file ``path`` for the ``model`` file, with this number of ``threads``, on the ``gpu`` by
+    llama.cpp's name (empty: on the CPU); answered with ``EncoderReady``.
 
-    Pictures become ``min_tokens`` to ``max_tokens`` rows, where their size is not fixed; 0: as the encoder says.
+    Pictures become ``min_tokens`` to ``max_tokens`` tokens, where their size is not fixed; 0: the encoder's default.
     """
 
     path: str
@@ -36,22 +36,22 @@ class EncodePicture(msgspec.Struct, frozen=True, tag="encode"):
 
 
 class EncoderReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """Rows have ``width`` numbers; the process holds so many ``bytes``."""
+    """Rows have ``width`` numbers; the process uses ``bytes`` of memory."""
 
     width: int
     bytes: int
 
 
 class TokenRun(msgspec.Struct, frozen=True, tag="tokens"):
-    """Tokens that the model wants around and between the parts of a picture."""
+    """Tokens that the model expects around and between the parts of a picture."""
 
     tokens: tuple[int, ...]
 
 
 class EmbeddedRun(msgspec.Struct, frozen=True, tag="embedded"):
-    """Rows of hidden states, as they go into the first layer: (rows, width) float32, little-endian.
+    """Rows of hidden states, the input of the first layer: (rows, width) float32, little-endian.
 
-    Where they ``look_ahead`` each sees them all, and they belong in one step. They are of a ``layout`` in ``columns``.
+    With ``looks_ahead`` each row attends to all, and they must be in one step. They have a ``layout`` with ``columns``.
     """
 
     rows: int
@@ -62,7 +62,7 @@ class EmbeddedRun(msgspec.Struct, frozen=True, tag="embedded"):
 
 
 class EncodedPicture(msgspec.Struct, frozen=True, kw_only=True, tag="encoded"):
-    """A picture in a prompt: its ``runs`` in order, and what its file, and the ``encoder``, are known by."""
+    """An encoded picture: its ``runs`` in order, the ``digest`` of its file, and the identifier of the ``encoder``."""
 
     digest: str
     encoder: str = ""
@@ -70,23 +70,23 @@ class EncodedPicture(msgspec.Struct, frozen=True, kw_only=True, tag="encoded"):
 
     @property
     def positions(self) -> int:
-        """So many of the context it takes."""
+        """Number of context positions that it takes."""
         return sum(run.rows if isinstance(run, EmbeddedRun) else len(run.tokens) for run in self.runs)
 
     @property
     def content_bytes(self) -> int:
-        """Of all its rows."""
+        """Bytes of all its rows."""
         return sum(len(run.content) for run in self.runs if isinstance(run, EmbeddedRun))
 
 
 class PictureRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """What is wrong with the picture."""
+    """Why the picture is refused."""
 
     error: str
 
 
 class EncoderFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """What llama.cpp cannot do."""
+    """What llama.cpp failed at."""
 
     error: str
 

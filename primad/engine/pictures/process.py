@@ -1,6 +1,6 @@
-"""The process for pictures: ``python -m primad.engine.pictures.process`` encodes those of its daemon.
+"""The picture process: ``python -m primad.engine.pictures.process`` encodes pictures for its daemon.
 
-It ends with its standard input, whatever it computes: then whoever asked is gone.
+It ends when its standard input closes, even during a computation: then the daemon is gone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from primad.engine.pictures.encoder import PictureEncoder
 
 MORE_BYTES: Final = 4 << 30
-"""Beyond its weights a process on the processor gets no more memory: it ends before the machine is out of it."""
+"""Memory that a process on the CPU may use beyond its weights: it must end before the machine runs out of memory."""
 
 
 class _Process:
@@ -58,7 +58,7 @@ class _Process:
             gpu=task.gpu,
         )
         memory = psutil.Process().memory_info()
-        if not task.gpu:  # whose driver reserves addresses by the tens of GB when it first computes
+        if not task.gpu:  # a GPU driver reserves tens of GB of addresses when it first computes
             _limit(memory.vms + MORE_BYTES)
         return EncoderReady(width=self._encoder.width, bytes=memory.rss)
 
@@ -71,7 +71,7 @@ class _Process:
 
 
 def _limit(size_bytes: int) -> None:
-    """Let this process have at most so many bytes of addresses, where the system counts them."""
+    """Limit this process's address space to ``size_bytes``, where the system supports it."""
     if sys.platform != "win32":
         import resource
 

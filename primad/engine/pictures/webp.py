@@ -1,6 +1,6 @@
-"""WebP pictures, which llama.cpp's decoder does not take: by Pillow's WebP reader alone, whose other formats are not asked.
+"""Decodes WebP pictures, which llama.cpp does not: with Pillow's WebP reader only, without its other formats.
 
-Imported in the process for pictures only, with the first such file.
+Imported only in the picture process, with the first such file.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from primad.engine.pictures.headers import Size
 
 
 def decoded(data: bytes, size: Size) -> bytes:
-    """The pixels (height, width, 3) of the file ``data``, whose header says ``size``; of an animated one its first frame.
+    """Return the pixels (height, width, 3) of the file ``data``, whose header states ``size``; an animation's first
+    frame.
 
-    What is transparent has the colour that the file gives it, as in PNG. Raises ``ValueError`` for a damaged file.
+    Transparent pixels have the colour that the file gives them, as in PNG. Raises ``ValueError`` for a damaged file.
     """
     if not WebPImagePlugin.SUPPORTED:
         raise ValueError("WebP pictures are not supported on this server; send PNG or JPEG")
