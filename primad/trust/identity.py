@@ -1,4 +1,4 @@
-"""This device's identity: a CURVE key pair, made at first use and kept in the home folder.
+"""This device's identity: a CURVE key pair, created at first use and kept in the home folder.
 
 Other devices pin the public half, and the gate asks about it; the secret half never leaves ``identity.json`` (mode
 0600) and the memory of our own processes.
@@ -42,13 +42,13 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def new_identity() -> Identity:
-    """A new key pair that is not stored."""
+    """Return a new key pair that is not stored."""
     public, secret = zmq.curve_keypair()
     return Identity(public.decode(), secret.decode())
 
 
 def load_identity(home: Path) -> Identity:
-    """The identity of the device with this home folder; made at first use.
+    """Return the identity of the device with this home folder; created at first use.
 
     Raises ``ConfigError`` for a file that is damaged or cannot be read, and a folder that cannot be written to.
     """
@@ -68,7 +68,7 @@ def load_identity(home: Path) -> Identity:
 
 
 def _make(path: Path) -> bytes:
-    """Write a new identity, unless another process of ours has done so meanwhile; returns the stored one."""
+    """Write a new identity, unless another process of ours has done so meanwhile; return the stored one."""
     with alone_with(path):
         data = read_private(path)
         if data is None:
@@ -89,7 +89,7 @@ def is_key(text: str) -> bool:
 
 
 def parse_key(text: str) -> str:
-    """A public key that a person gave, in Z85 or as 64 hexadecimal digits, in Z85. Raises ``ConfigError``."""
+    """Return a public key that a person gave, in Z85 or as 64 hexadecimal digits, as Z85. Raises ``ConfigError``."""
     text = text.strip()
     if _HEX.fullmatch(text):
         return z85.encode(bytes.fromhex(text)).decode()
@@ -99,11 +99,11 @@ def parse_key(text: str) -> str:
 
 
 def key_hex(key: str) -> str:
-    """``key`` (Z85) as 64 hexadecimal digits, which need no quoting in shells."""
+    """Return ``key`` (Z85) as 64 hexadecimal digits, which need no quoting in shells."""
     return z85.decode(key).hex()
 
 
 def fingerprint(key: str) -> str:
-    """``key`` for people to compare: eight groups of four letters and digits, 160 bits of its hash."""
+    """Return ``key`` in a form for people to compare: eight groups of four letters and digits, 160 bits of its hash."""
     text = b32encode(hashlib.blake2b(key.encode(), digest_size=20, person=b"primad-finger").digest()).decode().lower()
     return "-".join(text[at : at + 4] for at in range(0, 32, 4))

@@ -11,15 +11,16 @@ _ROOM: Final = 57
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """``name``, with a number appended if it is taken."""
+    """Return ``name``, with a number appended if it is taken."""
     numbered = (f"{name[:_ROOM]}-{number}" for number in count(2))
     return next(each for each in chain([name], numbered) if each not in taken)
 
 
 class Labels:
-    """The device ``own``'s names for trusted devices: those that it trusts them under, whatever they announce.
+    """The labels that the device ``own`` uses for trusted devices: the names it trusts them under, whatever they
+    announce.
 
-    A label stays with its key while that is trusted under one name: no other key gets it meanwhile.
+    A label stays with its key while the key is trusted under one name: no other key gets it meanwhile.
     """
 
     def __init__(self, own: str) -> None:
@@ -27,11 +28,11 @@ class Labels:
         self._given: dict[str, str] = {}
 
     def forget(self, key: str) -> None:
-        """The owner renamed the device with ``key``."""
+        """Forget the label of the device with ``key``, which the owner renamed."""
         self._given.pop(key, None)
 
     def of(self, trusted: Mapping[str, str]) -> dict[str, str]:
-        """The labels of the ``trusted`` devices, by key, no two the same; ``trusted`` has their names, by key."""
+        """Return the labels of the ``trusted`` devices, by key, all different; ``trusted`` has their names, by key."""
         self._given = {key: label for key, label in self._given.items() if key in trusted}
         taken = {self._own, *self._given.values()}
         names = frozenset(trusted.values())

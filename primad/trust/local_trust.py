@@ -1,9 +1,9 @@
-"""Daemons of one user on one machine know each other by files in a folder that only this user can write to.
+"""Daemons of one user on one machine trust each other by files in a folder that only this user can write to.
 
-Each leaves its public key there for as long as it lives, and so does a command that asks other daemons, such as ``primad
-plan``, which may have the key of a daemon: each process has its own file. Any program that can write such a file can also
-read our secret key, so trusting it adds no risk. The folder is ``primad/local-devices`` in the user's state folder, or the
-one of the environment variable ``PRIMAD_LOCAL_TRUST`` (for tests, and for several machines that share one home folder).
+Each keeps its public key there while it runs. So does a command that queries other daemons, such as ``primad plan``; it
+may have a daemon's key, so each process has its own file. Any program that can write such a file can also read our
+secret key, so trusting it adds no risk. The folder is ``primad/local-devices`` in the user's state folder, or the value
+of the environment variable ``PRIMAD_LOCAL_TRUST`` (for tests, and for several machines that share one home folder).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE: Final = "PRIMAD_LOCAL_TRUST"
 BELIEVED_S: Final = 1.0
-"""A found key is not looked up again for this long."""
+"""A key that was found is not looked up again for this time."""
 _MAX_FILES: Final = 256
 
 
@@ -45,7 +45,7 @@ class _Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 def default_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder of the keys of this user's daemons."""
+    """Return the folder of the keys of this user's daemons."""
     chosen = environ.get(VARIABLE)
     return (
         Path(chosen).absolute()
@@ -62,7 +62,7 @@ class LocalTrust:
         self._believed: dict[str, float] = {}
 
     def knows(self, key: str) -> bool:
-        """Whether a living daemon of this user on this machine has ``key``."""
+        """Whether a running daemon of this user on this machine has ``key``."""
         now = time.monotonic()
         if now - self._believed.get(key, -BELIEVED_S) < BELIEVED_S:
             return True
@@ -75,7 +75,7 @@ class LocalTrust:
         return True
 
     def devices(self) -> list[tuple[str, str]]:
-        """The living ones by name, with their keys; those of dead ones are removed."""
+        """Return the running daemons' names and keys, by name; files of dead processes are removed."""
         if not is_ours(self.folder):
             return []
         notes = (self._read(path) for path in sorted(self.folder.glob("*.json"))[:_MAX_FILES])
@@ -104,7 +104,7 @@ class LocalTrust:
                 path.unlink()
 
     def _read(self, path: Path) -> _Note | None:
-        """The note of a living daemon at ``path``; one of a dead daemon is removed."""
+        """Return the note of a running daemon at ``path``; remove that of a dead one."""
         try:
             if not stat.S_ISREG(path.lstat().st_mode) or not is_ours(path):
                 return None

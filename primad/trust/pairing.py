@@ -1,5 +1,5 @@
-"""First contact: two devices prove to each other that their owner gave both the same short code (SPAKE2, RFC 9382's
-idea).
+"""First contact: two devices prove to each other that they got the same short code from their owner (SPAKE2, as in RFC
+9382).
 
 Bytes in, bytes out: no socket, no clock. A run has four messages:
 
@@ -8,12 +8,12 @@ Bytes in, bytes out: no socket, no clock. A run has four messages:
     joiner  -> inviter   Prove    who the joiner is, and a MAC of that and of the run so far under the key
     joiner  <- inviter   Accept   who the inviter is, and a MAC of that, of the joiner's words and of the run so far
 
-Somebody who does not know the code learns from a run whether one guess was right, and nothing else; so the inviter
-allows ``MAX_TRIES`` runs per code, one a second, and counts a run when it replies to the first message, whatever
-follows. The joiner proves first: a stranger never learns the inviter's identity, but an impostor of the inviter has a
-guess with each proof. So a joiner gives ``MAX_TRIES`` proofs of a code (``proofs.py`` counts them), and restarts only
-if it was put off before its proof. It is a MAC and not authenticated encryption, because a MAC of SHA-256 fits one key
-only, where a ciphertext can be made to fit many and to test as many codes at once. Each element is random, so that a
+A stranger without the code learns from a run whether one guess was right, and nothing else. So the inviter allows
+``MAX_TRIES`` runs per code, one a second, and counts a run when it replies to the first message, whatever follows. The
+joiner proves first: a stranger never learns the inviter's identity, but an impostor of the inviter can test a guess
+with each proof. So a joiner gives ``MAX_TRIES`` proofs of a code (``proofs.py`` counts them), and restarts only if it
+was put off before its proof. The proof is a MAC and not authenticated encryption, because an HMAC-SHA-256 fits only one
+key, while a ciphertext can be made to fit many and so to test many codes together. Each element is random, so a
 recorded message fits no later run.
 """
 
@@ -117,18 +117,18 @@ class CodeOutcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """The inviter accepts no try now; start a new run after ``BETWEEN_TRIES_S``, whatever it says."""
+    """The inviter accepts no try now; start a new run after ``BETWEEN_TRIES_S``, whatever time it states."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The shared state after the exchange of elements: the ``key`` if their codes are the same."""
+    """The shared state after the exchange of elements: both sides have the same ``key`` if their codes are equal."""
 
     key: bytes
     transcript: bytes
 
     def proof(self, side: bytes, *words: bytes) -> bytes:
-        """The MAC that ``side`` knows the key and exchanged ``words`` in this run."""
+        """Return the MAC by which ``side`` proves that it knows the key and exchanged ``words`` in this run."""
         digests = b"".join(hashlib.sha256(word).digest() for word in words)
         return hmac.digest(self.key, hashlib.sha256(side).digest() + self.transcript + digests, "sha256")
 
@@ -149,7 +149,7 @@ class Inviter:
         self.ends_at = now + lifetime_s
 
     def outcome(self, now: float) -> CodeOutcome | None:
-        """How it ended, or None while a device may still join."""
+        """Return how the code's life ended, or None while a device may still join."""
         if self._used:
             return CodeOutcome.USED
         if now >= self.ends_at:
@@ -158,11 +158,11 @@ class Inviter:
         return CodeOutcome.BURNT if self._tries == 0 and not self._runs else None
 
     def wake_at(self) -> float:
-        """When ``outcome`` may change without a message."""
+        """Return when ``outcome`` may change without a message."""
         return min([self.ends_at, *(ends_at for _, ends_at in self._runs.values())])
 
     def receive(self, peer: Hashable, data: bytes, now: float) -> tuple[bytes, Who | None]:
-        """Handle a message of ``peer``; returns the reply, and the device that has proven the code with it.
+        """Handle a message of ``peer``; return the reply, and the device that has proven the code with it.
 
         Raises ``ProtocolError`` for an invalid message; it costs ``peer`` its run.
         """
@@ -188,7 +188,7 @@ class Inviter:
                 return encode(Refuse(why="over")), None
 
     def forget(self, peer: Hashable) -> None:
-        """``peer`` left; its try stays counted."""
+        """Drop the run of ``peer``, which left; its try stays counted."""
         self._runs.pop(peer, None)
 
     def _start(self, peer: Hashable, message: Start, data: bytes, now: float) -> bytes:
@@ -196,7 +196,7 @@ class Inviter:
             return encode(Refuse(why="slow", number=math.ceil(1000 * (self._next_try_at - now))))
         self._tries -= 1
         self._next_try_at = now + BETWEEN_TRIES_S
-        from spake2 import SPAKE2_B  # 2 MB that a daemon needs once in its life
+        from spake2 import SPAKE2_B  # 2 MB that a daemon needs only while pairing
 
         side = SPAKE2_B(self._password, idA=_JOINER, idB=_INVITER)
         reply = encode(Answer(side.start()))
@@ -224,7 +224,7 @@ class Inviter:
 
 
 class Joiner:
-    """The side that was given ``code``; for one run."""
+    """The side that received ``code``; for one run."""
 
     def __init__(self, code: Code, who: Who) -> None:
         from spake2 import SPAKE2_A
@@ -235,11 +235,11 @@ class Joiner:
         self._run: _Run | None = None
 
     def start(self) -> bytes:
-        """The first message."""
+        """Return the first message."""
         return self._start
 
     def receive(self, data: bytes) -> bytes | Who | Later:
-        """Handle the inviter's next message; returns the reply, or at the end the inviter's identity.
+        """Handle the inviter's next message; return the reply, or at the end the inviter's identity.
 
         Raises ``ClusterError`` if the inviter refuses, or does not know the code itself.
         """
@@ -274,12 +274,12 @@ class Joiner:
 
 
 def refuse_storage() -> bytes:
-    """The inviter's last message if it could not store the key of the proven device."""
+    """Return the inviter's last message if it could not store the key of the proven device."""
     return encode(Refuse(why="storage"))
 
 
 def _finish(side: SPAKE2_A | SPAKE2_B, element: bytes) -> bytes | None:
-    """The key, or None for an invalid element."""
+    """Return the key, or None for an invalid element."""
     from spake2 import SPAKEError
     from spake2.ed25519_basic import NotOnCurve
 

@@ -1,9 +1,9 @@
 """Pairing over TCP. The port is open to strangers, so everything about it is bounded, and it is open only while a code
-is.
+is shown.
 
 It uses plain asyncio and not ZeroMQ, which accepts as many connections as there are descriptors and keeps them for
-ever: here there are ``MAX_PEERS`` at a time, ``MAX_PEERS_OF_ADDRESS`` from one address, and each ends after ``RUN_S``.
-A frame is its length in two bytes, then the message. ``pairing.py`` makes all decisions.
+ever. Here there are at most ``MAX_PEERS`` connections, ``MAX_PEERS_OF_ADDRESS`` from one address, and each ends after
+``RUN_S``. A frame is its length in two bytes, then the message. ``pairing.py`` makes all decisions.
 
 SPAKE2 here is Python, and its computing time depends on the code. So a reply leaves ``REPLY_S`` after the message,
 which hides that time.
@@ -52,11 +52,11 @@ _LIMIT: Final = _HEADER + MAX_BYTES
 
 
 class NobodyThereError(ClusterError):
-    """No listener at the address of the code."""
+    """There is no listener at the address of the code."""
 
 
 class _UnreachedError(Exception):
-    """The same, with the reason."""
+    """As ``NobodyThereError``, with the reason only."""
 
 
 class PairingServer:
@@ -85,7 +85,7 @@ class PairingServer:
         self._complaints = Complaints(logger)
 
     async def run(self) -> CodeOutcome:
-        """Serve until the code is used, burnt or expired; returns which. The port is closed afterwards."""
+        """Serve until the code is used, burnt or expired; return which. The port is closed afterwards."""
         loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._inviter = Inviter(self._code, self._who, loop.time(), lifetime_s=self._lifetime_s)
@@ -149,7 +149,7 @@ class PairingServer:
             writer.transport.abort()
 
     def _reply(self, data: bytes, address: str) -> bytes:
-        """The reply to a message. Raises ``ProtocolError``."""
+        """Return the reply to a message. Raises ``ProtocolError``."""
         reply, who = self._inviter.receive(asyncio.current_task(), data, asyncio.get_running_loop().time())
         if who is not None:
             try:
@@ -164,7 +164,7 @@ class PairingServer:
 async def pair_with(
     host: str, port: int, code: Code, who: Who, before_proof: Callable[[], None], timeout_s: float = TIMEOUT_S
 ) -> TrustedDevice:
-    """Prove to the device at ``host:port`` that we know ``code``, and have it prove the same; returns that device.
+    """Prove to the device at ``host:port`` that we know ``code``, and have it prove the same; return that device.
 
     At most one proof is sent, and ``before_proof`` is called before it; its exception prevents it. Raises
     ``ClusterError`` for a wrong, burnt or expired code, another version or another cluster; ``NobodyThereError``.
@@ -218,7 +218,7 @@ async def _run(host: str, port: int, joiner: Joiner, before_proof: Callable[[], 
 
 @contextlib.asynccontextmanager
 async def _lasting(seconds: float) -> AsyncIterator[None]:
-    """The block takes ``seconds`` for observers."""
+    """Make the block take ``seconds`` for observers."""
     loop = asyncio.get_running_loop()
     ends_at = loop.time() + seconds
     yield

@@ -41,7 +41,7 @@ class Proofs:
         self._check(self._read())
 
     def count(self) -> None:
-        """A proof is about to be sent. Raises like ``check``, and ``ConfigError`` if it cannot be stored."""
+        """Count a proof that is about to be sent. Raises like ``check``, and ``ConfigError`` if it cannot be stored."""
         with alone_with(self._path):
             proofs = self._read()
             self._check(proofs)

@@ -85,7 +85,7 @@ class _Stored(_Versioned, frozen=True, forbid_unknown_fields=True):
 
 
 def trusted_now(device: str, key: str, how: str, role: TrustRole = WORKER) -> TrustedDevice:
-    """A device to trust. Raises ``ConfigError`` for an invalid name or key."""
+    """Return a device to trust. Raises ``ConfigError`` for an invalid name or key."""
     if not NAME.fullmatch(device):
         raise ConfigError(
             f"{printable(device, 70)!r} is not a device name; use up to 62 letters, digits, '.', '_' and '-'"
@@ -123,7 +123,7 @@ class TrustStore:
         return (entry is not None and entry.role == HEAD) or self._is_ours(key)
 
     def name_of(self, key: str) -> str | None:
-        """The name under which the device with ``key`` is trusted, or None."""
+        """Return the name under which the device with ``key`` is trusted, or None."""
         return next((each.device for each in self._held(self._refresh()) if each.key == key), None)
 
     def _is_ours(self, key: str) -> bool:
@@ -137,11 +137,11 @@ class TrustStore:
         return sorted(self._held(self._refresh()), key=lambda each: each.device)
 
     def revoked(self) -> frozenset[str]:
-        """The revoked keys."""
+        """Return the revoked keys."""
         return frozenset(self._refresh().revoked)
 
     def lost(self) -> list[TrustedDevice]:
-        """All revoked devices, by name."""
+        """Return all revoked devices, by name."""
         return sorted(self._refresh().revoked.values(), key=lambda each: (each.device, each.key))
 
     def add(self, device: TrustedDevice) -> TrustedDevice:
@@ -166,11 +166,11 @@ class TrustStore:
         return device
 
     def is_known(self, name_or_key: str) -> bool:
-        """Whether that is a key, or the name of a trusted device."""
+        """Whether this is a key, or the name of a trusted device."""
         return is_key(name_or_key) or any(each.device == name_or_key for each in self.entries())
 
     def revoke(self, name_or_key: str) -> list[TrustedDevice]:
-        """Stop trusting the device of that name or key; returns those that lost trust.
+        """Stop trusting the device of that name or key; return the devices that lost trust.
 
         A key need not be known: it then cannot be introduced. Raises ``ConfigError`` for an unknown name.
         """
@@ -197,7 +197,7 @@ class TrustStore:
             yield
 
     def _held(self, known: _Known) -> list[TrustedDevice]:
-        """Those of the file, and the daemons of this user that run here and were not revoked; names are unique."""
+        """Return the file's devices and this user's daemons that run here and were not revoked; names are unique."""
         left_out = known.trusted.keys() | known.revoked.keys() | {self._own}
         here = [TrustedDevice(name, key, LOCAL, "", HEAD) for name, key in self._local.devices() if key not in left_out]
         return _with_free_names([*known.trusted.values(), *here])
@@ -214,7 +214,8 @@ class TrustStore:
             self._known = self._read()
 
     def _refresh(self) -> _Known:
-        """The file's content, read again if it was replaced. A damaged one changes nothing and costs one log line."""
+        """Return the file's content, read again if it was replaced. A damaged file changes nothing and costs one log
+        line."""
         known = self._known
         stamp = _stamp(self._path)
         if stamp == known.stamp:
@@ -236,7 +237,7 @@ class TrustStore:
 
 def _stamp(path: Path) -> _Stamp:
     try:
-        found = os.stat(path)  # noqa: PTH116 - asked with every message, and a Path's is four times as slow
+        found = os.stat(path)  # noqa: PTH116 - called with every message, and Path.stat is four times as slow
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
@@ -260,13 +261,13 @@ def _parse(path: Path, data: bytes) -> tuple[list[TrustedDevice], list[TrustedDe
 
 
 def _of_version_1(stored: _Stored) -> tuple[list[TrustedDevice], list[TrustedDevice]]:
-    """The owner's entries, without those that heads wrote."""
+    """Return the owner's entries, without those that heads wrote."""
     trusted = [replace(each, role=HEAD) for each in stored.trusted if not each.how.startswith("introduced by ")]
     return trusted, [each for each in stored.revoked if not each.how.startswith("revoked by ")]
 
 
 def _with_free_names(devices: Iterable[TrustedDevice]) -> list[TrustedDevice]:
-    """``devices``, each with a unique name."""
+    """Return ``devices``, each with a unique name."""
     found: dict[str, TrustedDevice] = {}
     for device in devices:
         name = free_name(device.device, found)

@@ -1,7 +1,8 @@
 """Pairing codes, such as 7-lamp-river, and the 256 short common words that they are made of.
 
 Any two words differ in at least two letters and hardly any two sound alike, so that a code can be called across a room.
-Their order does not matter, a code is compared as text; both devices must know a word, so the list only grows.
+The order of the words does not matter, since a code is compared as text. Both devices must know a word, so the list
+only grows.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ class Code:
 
 
 def new_code() -> Code:
-    """A random code."""
+    """Return a random code."""
     return Code(1 + secrets.randbelow(_NUMBERS), secrets.choice(WORDS), secrets.choice(WORDS))
 
 
 def parse_code(text: str) -> Code:
-    """A code as a person typed it: case and separators do not matter. Raises ``ConfigError``."""
+    """Parse a code as a person typed it: case and separators do not matter. Raises ``ConfigError``."""
     parts = re.findall(r"[^\W_]+", text.lower())
     if len(parts) != 3 or not re.fullmatch(r"[0-9]{1,2}", parts[0]) or int(parts[0]) == 0:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Ring processes whose ring is over: the last one stays loaded for a while, for the next request of its windows."""
+"""Keeps the ring process of the last ended ring loaded for a while, for the next request for its windows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REOPEN_S: Final = 5.0
 
 
 class Parking:
-    """Room for one process, kept for ``config.keep_loaded_s``; other parked ones end."""
+    """Holds one process for ``config.keep_loaded_s``; others are ended."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -27,7 +27,7 @@ class Parking:
         self._ending = Tasks()
 
     async def reopen(self, load: Load, content: LoadKey) -> LoadedProcess | None:
-        """The kept process, serving ``load``; None if it has not loaded ``content`` or does not respond."""
+        """Return the parked process, serving ``load``; None if it has not loaded ``content`` or does not respond."""
         if self._kept is None or self._kept.ended or self._kept.content != content:
             return None
         process = self._take()
@@ -36,7 +36,7 @@ class Parking:
         try:
             answers = await self._reopens(process, load)
         finally:
-            if not answers:  # cancelled over it, nobody else would end the process
+            if not answers:  # also when cancelled: nothing else would end the process
                 self.end(process)
         return process if answers else None
 
@@ -56,7 +56,7 @@ class Parking:
         return await process.answers(REOPEN_S)
 
     def put(self, process: LoadedProcess) -> None:
-        """Keep ``process``, and end the previously kept one; if the owner wants none kept, end it."""
+        """Park ``process``, and end the previous one; if the owner wants none kept, end it."""
         if process.ended or self._config.keep_loaded_s <= 0:
             self.end(process)
             return
@@ -67,19 +67,19 @@ class Parking:
             self.end(previous)
 
     def end(self, process: LoadedProcess) -> asyncio.Task[None]:
-        """End ``process``, whether anybody waits for it or not."""
+        """End ``process``, whether or not the caller waits for it."""
         return self._ending.start(process.close())
 
     async def unload(self) -> None:
-        """End the kept process, and wait for its end."""
+        """End the parked process, and wait for its end."""
         process = self._take()
         if process is not None:
             await asyncio.wait([self.end(process)])  # it ends even if the caller is cancelled
 
     async def unload_if_it_has(self, refs: Iterable[LayerRef]) -> None:
-        """End the kept process if it has loaded any of ``refs``, whose files are damaged.
+        """End the parked process if it has loaded any of ``refs``, whose files are damaged.
 
-        It may have damaged weights mapped.
+        It may have mapped damaged weights.
         """
         windows = () if self._kept is None else self._kept.content.windows
         loaded = {ref.digest for plan in windows for ref in plan.spec.files}
@@ -87,7 +87,7 @@ class Parking:
             await self.unload()
 
     async def close(self) -> None:
-        """End all, and wait for their ends."""
+        """End all processes, and wait for them."""
         await self.unload()
         await self._ending.wait()
 

@@ -1,4 +1,4 @@
-"""What a worker does for its head beside windows takes memory that nobody else needs, and files that come as layers do."""
+"""Shared by a worker's services besides windows: they use only spare memory, and fetch their files like layers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from primad.system.memory import memory
 LOOK_S: Final = 1.0
 """How often memory is checked."""
 TIGHT_SHARE: Final = 0.03
-"""Share of all memory: with less of it free the owner needs what is taken."""
+"""Share of all memory: with less of it free, the owner needs what the services use."""
 
 
 async def check_room(takes_bytes: int) -> None:
-    """Raises ``ClusterError`` where so many bytes would leave too little memory free."""
+    """Raise ``ClusterError`` if using ``takes_bytes`` would leave too little memory free."""
     found = await asyncio.to_thread(memory)
     if found.available_bytes < takes_bytes + TIGHT_SHARE * found.total_bytes:
         takes, free = show_bytes(takes_bytes), show_bytes(found.available_bytes)
@@ -32,7 +32,7 @@ async def check_room(takes_bytes: int) -> None:
 
 
 async def until_memory_is_short() -> None:
-    """Raises ``ClusterError`` then."""
+    """Wait until memory is short, then raise ``ClusterError``."""
     while True:
         await asyncio.sleep(LOOK_S)
         found = await asyncio.to_thread(memory)
@@ -43,7 +43,7 @@ async def until_memory_is_short() -> None:
 async def bring_layers(
     node: Node, context: zmq.asyncio.Context, number: int, layers: Sequence[LayerRef], sources: list[Contact]
 ) -> None:
-    """Have ``layers`` in the cache, for load ``number``. Raises ``PrimadError``."""
+    """Fetch ``layers`` into the cache, for load ``number``. Raises ``PrimadError``."""
     place, unique = node.workspace, {ref.digest: ref for ref in layers}
     lease_layers(place, number, layers)
     if missing := await missing_layers(place.cache, unique.values()):

@@ -1,4 +1,4 @@
-"""The states of the worker's stages for its head: one each, and the number of the last change."""
+"""The states of the worker's stages for its head: one for each stage, and the number of the last change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from primad.network.messages import Broken, StageState, StageStates
 
 MAX_REFUSED: Final = 8
-"""The number of remembered refusals."""
+"""Number of remembered refusals."""
 
 
 class Standing:
@@ -26,7 +26,7 @@ class Standing:
         return list(self._states)
 
     def message(self) -> StageStates:
-        """The message for the head."""
+        """Return the message for the head."""
         return StageStates(revision=self.revision, states=list(self._states.values()))
 
     def is_linked(self, epoch: int) -> bool:
@@ -34,22 +34,22 @@ class Standing:
         return self._states[epoch].linked
 
     def begin(self, epoch: int) -> None:
-        """A stage begins in ``epoch``."""
+        """Add a stage that begins in ``epoch``."""
         self._put(StageState(epoch=epoch, loaded=None, linked=False, broken=None))
 
     def refuse(self, epoch: int, broken: Broken) -> None:
-        """No stage starts in ``epoch``."""
+        """Add a refusal for ``epoch``: no stage starts there."""
         if len(self._refused) >= MAX_REFUSED:
             self.end(self._refused[0])
         self._put(StageState(epoch=epoch, loaded=None, linked=False, broken=broken))
         self._refused.append(epoch)
 
     def change(self, epoch: int, **changes: Any) -> None:
-        """The state of the stage in ``epoch``, which has begun and not ended, changed."""
+        """Change the state of the stage in ``epoch``, which has begun and not ended."""
         self._put(msgspec.structs.replace(self._states[epoch], **changes))
 
     def end(self, epoch: int) -> None:
-        """Nothing is left of ``epoch``."""
+        """Remove the state of ``epoch``."""
         if self._states.pop(epoch, None) is not None:
             self._refused = [other for other in self._refused if other != epoch]
             self.revision += 1

@@ -1,7 +1,7 @@
-"""What the header of a sound says, read before anything of it is decoded: the decoder makes room for as much as it says.
+"""Checks the header of a sound before anything of it is decoded: the decoder allocates as much memory as it states.
 
-The attack: a file of some bytes that says it is hours long. How long an MP3 is shows once it is decoded, which takes no more
-memory than ``MAX_BYTES`` of the lowest rate.
+The attack: a file of some bytes that states a length of hours. The length of an MP3 is known only after decoding, which
+takes no more memory than ``MAX_BYTES`` of the lowest rate.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ MAX_SECONDS: Final = 600
 MAX_SAMPLE: Final = 1000.0
 """Full scale is 1."""
 _WAV_KINDS: Final = frozenset((1, 3, 6, 7, 0xFFFE))
-"""Samples of one size each: PCM, floats, A-law and mu-law, and those that say which in an extension."""
+"""Samples of equal size: PCM, floats, A-law and mu-law, and kinds named in an extension."""
 _RATES: Final = range(4_000, 384_001)
 _STREAM_INFO_BYTES: Final = 34
 
 
 def is_sound(data: bytes) -> bool:
-    """Whether libmtmd would take the file ``data`` for a sound."""
+    """Whether libmtmd would treat the file ``data`` as a sound."""
     is_mp3 = data[:3] == b"ID3" or (data[:1] == b"\xff" and data[1:2] >= b"\xe0")
     return is_mp3 or data[:4] == b"fLaC" or (data[:4] == b"RIFF" and data[8:12] == b"WAVE")
 
 
 def check_sound(data: bytes) -> None:
-    """Raises ``ValueError`` for a sound that is not to be decoded."""
+    """Raise ``ValueError`` for a sound that must not be decoded."""
     try:
         if data[:4] == b"RIFF":
             check_seconds(_wav_seconds(data))
@@ -37,18 +37,18 @@ def check_sound(data: bytes) -> None:
 
 
 def check_seconds(seconds: float) -> None:
-    """Raises ``ValueError`` for a sound that is too long, or too short to be one: of one sample llama.cpp aborts."""
+    """Raise ``ValueError`` for a sound that is too long or too short: on a single sample llama.cpp aborts."""
     if not MIN_SECONDS <= seconds <= MAX_SECONDS:
         raise ValueError(f"a sound may last {MIN_SECONDS:g} to {MAX_SECONDS} s; this one lasts {seconds:.3g} s")
 
 
 def check_samples(samples: bytes, rate: int) -> None:
-    """Raises ``ValueError`` for a decoded sound, in float32, that is of no length or has values that nobody hears."""
-    import numpy as np  # not for commands, which look at headers alone
+    """Raise ``ValueError`` for a decoded float32 sound that is empty or has implausible values."""
+    import numpy as np  # not for commands, which only check headers
 
     found = np.frombuffer(samples, np.float32)
     check_seconds(len(found) / rate)
-    if not np.abs(found).max() <= MAX_SAMPLE:  # NaN is not either
+    if not np.abs(found).max() <= MAX_SAMPLE:  # refuses NaN as well
         raise ValueError("the sound has samples that are not numbers, or beyond any that can be heard")
 
 
