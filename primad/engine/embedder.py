@@ -80,7 +80,7 @@ class Embedder:
         self._context = self._open(llama.LLAMA_POOLING_TYPE_UNSPECIFIED)
         self._pooling = llama.llama_pooling_type(self._context)
         if self._pooling == llama.LLAMA_POOLING_TYPE_RANK:
-            raise EngineError(f"{path}: is a model that ranks and gives no embeddings; give another --embedding")
+            raise EngineError(f"{path}: is a reranking model, which gives no embeddings; give another --embedding")
         if self._pooling == llama.LLAMA_POOLING_TYPE_NONE:
             self._reopen(llama.LLAMA_POOLING_TYPE_MEAN)
             self._pooling = llama.LLAMA_POOLING_TYPE_MEAN

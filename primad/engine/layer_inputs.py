@@ -96,7 +96,7 @@ def split(content: Hidden, width: int, each: int, layers: range) -> tuple[Hidden
     first, last = (2 * width + each * layer for layer in (layers.start, layers.stop))
     if content.shape[1] <= last:
         raise EngineError(
-            f"hidden states came without what layers {layers.start} to {layers.stop - 1} take beside them"
+            f"hidden states came without the per-layer inputs of layers {layers.start} to {layers.stop - 1}"
         )
     hidden, embedding, selected = (
         np.ascontiguousarray(content[:, start:stop]) for start, stop in ((0, width), (width, 2 * width), (first, last))

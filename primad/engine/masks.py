@@ -316,7 +316,10 @@ class GrammarMask:
 
 
 class Allowed:
-    """Which tokens of a completion may come next, by its grammar and by when it may end."""
+    """Which tokens of a completion may come next, by its grammar and by when it may end.
+
+    Where the grammar allows only end tokens, the completion ends, whatever its minimum length.
+    """
 
     def __init__(
         self, sampling: Sampling, ends: frozenset[int], sampled: int, mask: GrammarMask | None, *, vocabulary: int

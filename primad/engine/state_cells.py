@@ -64,7 +64,7 @@ class StateCells:
         at = _HEAD.size + 4
         size = at + _CELL.size + len(self.empty) - 4 + sum(r + s for (_, r), (_, s) in self._parts.values())
         if len(state) != size or _CELL.unpack_from(state, at) != (end - 1, 0):
-            raise EngineError(f"sequence {sequence} has no state behind {end} positions")
+            raise EngineError(f"sequence {sequence} has no state after {end} positions")
         at += _CELL.size + _LAYERS.size
         taken: list[memoryview] = []
         for _ in range(2 * len(self._recurrent)):

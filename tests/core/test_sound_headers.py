@@ -50,7 +50,7 @@ def test_sounds_of_known_kinds_are_taken(data):
         (wav(rate=0), "unknown kind"),
         (wav(channels=0), "unknown kind"),
         (wav(frame=1), "unknown kind"),
-        (wav(before=wav()[12:36]), "says twice"),
+        (wav(before=wav()[12:36]), "two format headers"),
         (wav()[:30], "within its header"),
         (wav()[:12] + struct.pack("<4sI", b"LIST", 1 << 31), "within its header"),
         (b"RIFF" + bytes(4) + b"WAVE" + struct.pack("<4sI", b"data", 0), "ends before its sound"),

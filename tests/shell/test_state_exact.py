@@ -257,13 +257,13 @@ def test_a_state_of_another_position_is_refused(tmp_path):
     route = Whole(written(tmp_path, "qwen35"), OPTIONS)
     (window,) = route.windows
     route.logits(CHUNKS[0], 0)
-    with pytest.raises(EngineError, match="sequence 0 has 40 positions; its state is to be kept behind 41"):
+    with pytest.raises(EngineError, match="sequence 0 has 40 positions; its state is to be kept after 41"):
         window.state_keep(0, 0, 41)
     window.state_keep(0, 0, 40)
     window.state_restore(1, 0, 40)  # it is there
     route.logits([5], 40)
     for number, end in ((1, 40), (0, 39)):
-        with pytest.raises(EngineError, match=f"state {number} behind {end} positions is not kept here"):
+        with pytest.raises(EngineError, match=f"state {number} after {end} positions is not kept here"):
             window.state_restore(number, 0, end)
     window.state_forget()
     with pytest.raises(EngineError, match="is not kept here"):
@@ -301,7 +301,7 @@ def test_cells_and_a_state_go_to_windows_of_another_cut(architecture, tmp_path):
         (window,) = routes[0].windows
         with pytest.raises(EngineError, match="the state of layer 0 has another type, size or place"):
             window.kv_restore(1, [*kept.blocks[:-1], state])
-        with pytest.raises(EngineError, match=f"sequence 1 has no state behind {end} positions"):
+        with pytest.raises(EngineError, match=f"sequence 1 has no state after {end} positions"):
             window.kv_cells(1, end, end)
 
 

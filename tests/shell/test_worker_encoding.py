@@ -318,5 +318,5 @@ def test_rows_that_are_none_of_the_models_are_refused(runs):
 
 
 def test_another_picture_is_refused():
-    with pytest.raises(ProtocolError, match="another picture"):
+    with pytest.raises(ProtocolError, match="not the requested picture"):
         check_encoded(GOOD, "other", width=8, vocabulary=9)

@@ -272,14 +272,14 @@ class LlamaModel:
         self._last_rows = LastRows(options.rollback)
         if self._is_recurrent and options.rollback and llama.llama_n_rs_seq(self._context) < options.rollback:
             self.release()
-            raise EngineError("this build of llama.cpp takes no rows back from the states of this model")
+            raise EngineError("this build of llama.cpp cannot take tokens back from this model's states")
         self._is_fed = known is not None and known.is_fed
         self._width = int(llama.llama_model_n_embd(self._model))
         tap.find(known or SUPPORTED["llama"], source.assignment.layers, self._width, is_whole=self._takes_tokens)
         first = source.assignment.first
         if self._each and first and source.assignment.gpu_layers == source.assignment.layers:
             self.release()
-            raise EngineError(f"layer {first} takes what its window needs beside hidden states: it cannot be on a GPU")
+            raise EngineError(f"per-layer inputs enter at layer {first}, its window's first: it cannot be on a GPU")
         self.layers: Final = range(first, first + source.assignment.layers)
         self._is_copying = self._looks_ahead = False
 
@@ -326,7 +326,7 @@ class LlamaModel:
         self._tap.shares_scratch = True
 
     def attach(self, stream: WindowStream | None) -> None:
-        """Stream this window's units from now on; None: all are in memory."""
+        """Stream this window's units from now on; None: all count as in memory."""
         self._tap.stream = stream
 
     def kv_remove(self, sequence: int, start: int, end: int) -> None:

@@ -42,7 +42,7 @@ class SequenceStates:
         """Keep the state of ``sequence``, which has ``end`` positions, as ``number``."""
         has = llama.llama_memory_seq_pos_max(self._memory, sequence) + 1
         if has != end:
-            raise EngineError(f"sequence {sequence} has {has} positions; its state is to be kept behind {end}")
+            raise EngineError(f"sequence {sequence} has {has} positions; its state is to be kept after {end}")
         size = llama.llama_state_seq_get_size_ext(self._context, sequence, _PARTIAL)
         _, held = self._held.pop(number, (0, np.empty(0, np.uint8)))
         if held.nbytes != size:
@@ -63,7 +63,7 @@ class SequenceStates:
             return
         kept, held = self._held.get(number, (0, np.empty(0, np.uint8)))
         if kept != end:
-            raise EngineError(f"state {number} behind {end} positions is not kept here")
+            raise EngineError(f"state {number} after {end} positions is not kept here")
         if self._window_cells is not None:
             held = placed(held, end, self._window_cells)
         took = llama.llama_state_seq_set_data_ext(self._context, _bytes_at(held), held.nbytes, sequence, _PARTIAL)
@@ -107,7 +107,7 @@ class LastRows:
         if not (last.start < start < last.stop == end and end - start <= self._maximum):
             raise EngineError(
                 f"positions {start} to {end - 1} of sequence {sequence} cannot be taken back: layers have a state, and its "
-                f"last step had {len(last)} rows that are known still; all but one can go, {self._maximum} at most"
+                f"last step had {len(last)} tokens that are still known; all but one can go, {self._maximum} at most"
             )
 
 

@@ -136,7 +136,7 @@ class Sums:
             self._seen.clear()
             if Tensor.from_address(node).name != self._name(node):
                 self.error = EngineError(
-                    "llama.cpp's tensors are not as this primad knows them: no group for this build"
+                    "llama.cpp's tensors have an unknown layout: groups do not work with this build"
                 )
                 return True
         tensor = Tensor.from_address(node)

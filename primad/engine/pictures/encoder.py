@@ -62,7 +62,7 @@ def _layout(image: Any, rows: int) -> tuple[RowLayout, int]:
     for layout, width in layouts:
         if found == [turn_of_row(row, rows, layout, width, begin=begin) for row in range(rows)]:
             return layout, width
-    raise EngineError("pictures of this model are turned by positions of an unknown layout, which is not supported")
+    raise EngineError("this model's pictures have RoPE positions of an unknown layout, which is not supported")
 
 
 def _of_pixels(stack: ExitStack, data: bytes) -> Any:
@@ -197,7 +197,7 @@ class PictureEncoder:
                 pointer = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
                 tokens = tuple(pointer[: count.value])
                 if min(tokens, default=0) < 0:
-                    raise EngineError("the model has not all tokens that its encoder wants around a picture")
+                    raise EngineError("the model lacks tokens that its encoder puts around a picture")
                 yield TokenRun(tokens)
                 continue
             content = self._content(chunk, rows * self.width * 4)
@@ -212,7 +212,7 @@ class PictureEncoder:
             raise EngineError("llama.cpp failed to encode a picture")
         content = ctypes.string_at(mtmd.mtmd_get_output_embd(self._eye), size)
         if not np.isfinite(np.frombuffer(content, "<f4")).all():
-            raise EngineError("the model's encoder makes of this picture what are no numbers")
+            raise EngineError("the model's encoder returned NaN or infinite values for this picture")
         return content
 
     def release(self) -> None:

@@ -60,9 +60,9 @@ def check_picture(data: bytes) -> Size:
     except (struct.error, IndexError):
         raise ValueError("the picture's file ends within its header") from None
     if size.width < 1 or size.height < 1:
-        raise ValueError(f"the picture has no pixels: it says {size.width} x {size.height}")
+        raise ValueError(f"the picture has no pixels: its header says {size.width} x {size.height}")
     if size.width * size.height > MAX_PIXELS:
-        raise ValueError(f"a picture may have {MAX_PIXELS:,} pixels; this one says {size.width} x {size.height}")
+        raise ValueError(f"a picture may have {MAX_PIXELS:,} pixels; this one has {size.width} x {size.height}")
     return size
 
 

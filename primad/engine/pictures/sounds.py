@@ -58,10 +58,10 @@ def _wav_seconds(data: bytes) -> float:
         name, size = struct.unpack_from("<4sI", data, at)
         if name == b"fmt ":
             if frame:
-                raise ValueError("a WAV that says twice what its samples are")
+                raise ValueError("a WAV with two format headers")
             kind, channels, rate, _, frame, bits = struct.unpack_from("<HHIIHH", data, at + 8)
             if kind not in _WAV_KINDS or rate not in _RATES or not channels or frame * 8 != channels * bits:
-                raise ValueError("a WAV whose samples are of an unknown kind")
+                raise ValueError("a WAV with samples of an unknown kind")
         if name == b"data":
             if not frame or at + 8 + size > len(data):
                 raise ValueError("the WAV ends before its sound does")

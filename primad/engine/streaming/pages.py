@@ -308,7 +308,7 @@ class Slices:
         self._locks = True
 
     def release(self, number: int, held: NDArray[np.bool_]) -> None:
-        """Release a slice, locked or not; ``held`` tells for all slices which are still used.
+        """Release a slice, locked or not; ``held`` marks the slices that are still used.
 
         The system keeps pages in groups and drops only whole groups, so pages of released neighbours in the same groups
         are released again with it.
