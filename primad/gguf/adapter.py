@@ -3,7 +3,7 @@
 The adapter's tensors of one layer travel as one layer file, known by the hash of their content. A device joins those of
 a window into a file of its own (``adapter_header`` followed by the weights), in which the layers have the window's
 numbers, and llama.cpp loads it with the window. The part for the output matrix goes with the tail as one more layer.
-The part for rows of the token embedding is looked up by the head (``engine/embedding_adapter.py``).
+The head looks up the part for rows of the token embedding (``engine/embedding_adapter.py``).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ OUTPUT: Final = "output.weight"
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The part of an adapter for a window: layer file ``layers[i]`` belongs to layer ``numbers[i]``.
 
-    It is of ``architecture``, scaled by ``alpha`` and ``scale``. The part for the output matrix of the tail follows its
-    layers, with the next number.
+    The adapter is for ``architecture`` and is scaled by ``alpha`` and ``scale``. In the tail, the part for the output
+    matrix follows the layers, with the next number.
     """
 
     architecture: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -54,7 +54,7 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of ``header``, which suits the model, with a ``scale``. ``digest`` (hex) is of the whole file."""
+    """An adapter that fits the model. ``digest`` (hex) is the hash of the whole file."""
 
     header: Header
     layer_count: int
@@ -63,12 +63,12 @@ class Adapter:
 
     @property
     def alpha(self) -> float:
-        """The alpha of its scale, used with its rank; 0: there is none."""
+        """The alpha that scales the adapter relative to its rank; 0 if it has none."""
         return self.header.number(_ALPHA, 0.0)
 
     @cached_property
     def strange(self) -> str | None:
-        """A tensor that it changes and that is neither of a layer nor the token embedding or the output matrix."""
+        """A changed tensor outside layers, other than the token embedding and the output matrix, if any."""
         known = {stem + part for stem in (_EMBEDDING, OUTPUT) for part in (A, B)}
         return next((name for name in self._tensors if layer_of(name) is None and name not in known), None)
 
@@ -96,20 +96,20 @@ class Adapter:
         return {}
 
     def tensors_of(self, layer: int) -> list[TensorInfo]:
-        """Its matrices for ``layer``; the number after the last layer is the output matrix."""
+        """The adapter's matrices for ``layer``; the number after the last layer means the output matrix."""
         prefix = OUTPUT if layer == self.layer_count else f"blk.{layer}."
         return [tensor for name, tensor in self._tensors.items() if name.startswith(prefix)]
 
     def bytes_of(self, layer: int) -> int:
-        """Bytes that it has for ``layer``, as in ``tensors_of``."""
+        """Bytes of the matrices of ``tensors_of(layer)``."""
         return sum(tensor.bytes for tensor in self.tensors_of(layer))
 
     def source(self, digest: str) -> LayerCut | None:
-        """Its layer of this content, if a window needed it."""
+        """The adapter layer with this digest, if a window has needed it."""
         return self._cuts.get(digest)
 
     def spec(self, first: int, last: int) -> AdapterSpec | None:
-        """Its part for the window of these layers, None if there is none; hashes what was not hashed before."""
+        """The adapter's part for the window of these layers; None if it has none. Hashes layers not hashed before."""
         behind = last + 1 if last == self.layer_count else last
         layers = [layer for layer in range(first, behind) if self.bytes_of(layer)]
         if not layers:
@@ -164,7 +164,7 @@ def open_adapter(path: Path, scale: float, model: Header) -> Adapter:
 
 
 def _pairs(header: Header) -> Iterator[tuple[str, tuple[TensorInfo, TensorInfo]]]:
-    """By the name of the tensor that they change, the two matrices of each. Norms are left out, as llama.cpp does."""
+    """Yield each changed tensor's name and its two matrices. Norms are left out, as in llama.cpp."""
     tensors: Mapping[str, TensorInfo] = header.tensors
     for name, tensor in tensors.items():
         stem, other = name[: -len(A)], {A: B, B: A}.get(name[-len(A) :])
@@ -179,7 +179,7 @@ def _pairs(header: Header) -> Iterator[tuple[str, tuple[TensorInfo, TensorInfo]]
 
 
 def _check_pair(header: Header, model: Header, name: str, a: TensorInfo, b: TensorInfo) -> None:
-    """As llama.cpp judges it, which does so when it is too late."""
+    """Check a pair as llama.cpp does; llama.cpp would report it too late."""
     base = model.tensors.get(name)
     if base is None:
         raise ModelError(

@@ -1,8 +1,7 @@
-"""The part of a LoRA adapter for a rank of a tensor-parallel group: cut like the matrices that it changes
-(``shares.py``).
+"""Cut a LoRA adapter for a rank of a tensor-parallel group, like the matrices that it changes (``shares.py``).
 
-An adapter adds ``b @ a`` to a matrix. For a matrix cut by rows, a rank has all of ``a`` and its rows of ``b``; for one
-cut by columns, its columns of ``a`` and all of ``b``: their product is a part of the same sum.
+An adapter adds ``b @ a`` to a matrix. If the matrix is cut by rows, a rank has all of ``a`` and its rows of ``b``; if
+by columns, its columns of ``a`` and all of ``b``: the product is a part of the same sum.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def adapted_ranks(rules: ShareRules, limit: int, adapters: Sequence[Adapter]) ->
 def share_adapter(adapter: Adapter, rules: ShareRules, weights: Sequence[int], rank: int) -> Adapter:
     """``adapter`` of the model of ``rules`` for ``rank`` of a group whose ranks have shares in proportion to ``weights``.
 
-    Raises ``NotCutError`` where it cannot be shared so.
+    Raises ``NotCutError`` if the adapter cannot be shared in this way.
     """
     layers, found = adapter.layer_count, dict[str, TensorInfo]()
     shares = [rules.shares(layer, weights)[rank] for layer in range(layers)]
@@ -61,7 +60,7 @@ def _of_layer(
     *,
     is_first: bool,
 ) -> Iterator[tuple[str, TensorInfo, TensorInfo]]:
-    """By the name of the matrix that they change, a rank's part of ``a`` and ``b``."""
+    """A rank's part of ``a`` and ``b``, by the name of the matrix that they change."""
     base = rules.header.tensors[stem]
     if rules.cuts_columns(layer, base):
         if GGML_QUANT_SIZES[base.type][0] % GGML_QUANT_SIZES[a.type][0]:

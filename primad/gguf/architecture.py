@@ -1,4 +1,4 @@
-"""What the cutter must know about one architecture. A header may bring an entry of its own."""
+"""What the cutter must know about one architecture. A header may have its own entry (``Header.derived``)."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class Architecture:
 
     name: str
     tied_output_fallback: bool = True
-    """Without ``output.weight`` llama.cpp takes ``token_embd.weight`` as the output matrix."""
+    """Without ``output.weight``, llama.cpp uses ``token_embd.weight`` as the output matrix."""
     embedding: Embedding = Embedding.PLAIN
     default_embedding_scale: float = 0.0
-    """Value llama.cpp takes where the key ``embedding_scale`` is missing; 0 means that nothing is scaled."""
+    """llama.cpp's value if the key ``embedding_scale`` is missing; 0 means no scaling."""
     scales_tokens_alone: bool = False
-    """A picture's rows, which are no tokens, are not multiplied."""
+    """Only rows of tokens are multiplied, not those of a picture."""
     sliding: Sliding = Sliding.NEVER
     sliding_period: int = 0
-    """llama.cpp's default pattern: in each ``sliding_period`` layers the last one does not slide."""
+    """llama.cpp's default pattern: of every ``sliding_period`` layers, the last one does not slide."""
     slides_last: bool = False
-    """It is the first one that does not."""
+    """The first layer of each period does not slide, instead of the last."""
     cut_multiple: int = 1
     """The first layer of every window has to be a multiple of this, and of the key ``step``."""
     step: str = ""
@@ -62,49 +62,49 @@ class Architecture:
     """A key of flags by layer; every window needs a layer with the flag set, since llama.cpp aborts over unused inputs.
     """
     skips_attention: bool = False
-    """Layers without KV heads have no attention; every window has to have one that has it, for the same reason."""
+    """Layers without KV heads have no attention; every window needs a layer with attention, for the same reason."""
     needs_indexer: bool = False
-    """Every window has to have a layer that chooses what attention sees, for the same reason."""
+    """Every window needs a layer that chooses the positions that attention sees, for the same reason."""
     takes_over: bool = False
     """Windows begin at such a layer: the layers after it may use the positions that it chose."""
     max_sequences: int = 0
-    """Answers at once; 0: as many as llama.cpp has. With more nodes for each sequence than it counted on it aborts."""
+    """Maximum number of concurrent sequences; 0: llama.cpp's limit. llama.cpp aborts if the graph has too many nodes."""
     is_fed: bool = False
-    """Hidden states are no input of the graph; they are put where it has looked up tokens."""
+    """The graph has no input for hidden states; they replace the looked-up token rows."""
     knows: frozenset[str] = frozenset()
-    """Keys that stand in the way of others."""
+    """Keys that this entry handles, though they prevent cutting other architectures."""
     refuses: tuple[tuple[str, str], ...] = ()
-    """Keys that stand in the way here alone, and why."""
+    """Keys that prevent cutting this architecture only, and why."""
     by_layer: frozenset[str] = frozenset()
-    """Keys of one value a layer, which may differ."""
+    """Keys with one value per layer, which may differ."""
     drops: frozenset[str] = frozenset()
-    """Keys that windows do without."""
+    """Keys that are left out of windows."""
     recurrent: Recurrent = Recurrent.NEVER
     state: StateKind | None = None
-    """How its layers compute theirs, where devices compare several rows of that."""
+    """How its layers compute their state, for devices that compare several rows of that computation."""
     takes_back: bool = False
-    """The last rows of a step can be taken back from its layers' states."""
+    """The last tokens of a step can be removed from its layers' states."""
     output_norm: str = "output_norm"
     exit: str = "l_out-{layer}"
     """The graph's name for a layer's output, with the ``layer`` or the one ``after`` it."""
     last_exit: str = ""
     """The graph's name for the last layer's output, if different."""
     adds_positions: bool = False
-    """The head adds a row of ``position_embd.weight`` to each row of the embedding; in windows this is 0."""
+    """The head adds a row of ``position_embd.weight`` to each token's embedding; in windows the matrix is 0."""
     predicts: bool = False
-    """Its last layers may be for multi-token prediction, which the graph leaves out."""
+    """Its last layers may be for multi-token prediction; the graph leaves those out."""
     drafts: bool = False
-    """One of them drafts, with a graph of its own, which takes no other cut than the tail's."""
+    """One of those layers can draft, with a separate graph that only the tail's cut fits."""
     layer_inputs: str = ""
     """The key for the number of values that each layer takes in addition to the hidden state: from rows of
     ``per_layer_token_embd.weight`` and from the tokens' embedding by ``per_layer_model_proj.weight``."""
     shares_cells: str = ""
-    """The key of how many layers, the last ones, use the KV cells of the two before them."""
+    """The key for the number of last layers that use the KV cells of the two layers before them."""
     shares_where_full: bool = False
     """The tensors that every window shares are used only by layers that do not slide."""
     entries: tuple[str, ...] = ()
-    """The graph's names for the token rows, and for the hidden state made of them. If there are any, the route's first
-    window is fed at the first one and the others at the last; empty: at those that the engine knows."""
+    """The graph's names for the token rows and for the hidden state made from them. The route's first window takes its
+    input at the first name, the other windows at the last; if empty, at the names that the engine knows."""
 
     def exit_of(self, layer: int, *, is_last: bool) -> str:
         """The graph's name for the output of ``layer``, counted from the window's first."""

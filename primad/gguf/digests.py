@@ -1,7 +1,7 @@
-"""Remember the hash trees of a model file's layers: a head that restarts need not read the whole model to name them.
+"""Remember the hash trees of a model file's layers, so that a restarted head need not read the whole model again.
 
-An entry holds for a file of the same path, size and modification time; any other file is hashed again. The version of
-the entries is part of their key, so that digests made in another way are never mistaken for these.
+An entry is valid for a file of the same path, size and modification time; any other file is hashed again. The key
+includes the version of the entries, so that digests made in another way are never used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from primad.system.files import write_whole
 
 MODELS_KEPT: Final = 16
 VERSION: Final = 2
-"""1 kept one digest a layer over all of its weights."""
+"""Version 1 stored one digest per layer, over all of its weights."""
 
 
 class LayerDigests:
@@ -40,7 +40,7 @@ class LayerDigests:
         self._known[layer] = tree
 
     def save(self) -> None:
-        """Write what is known. A disk that refuses costs a second reading, nothing else."""
+        """Write the known trees. If the disk fails, the layers are hashed again next time."""
         models = _read(self._memory)
         models.pop(self._key, None)
         kept = dict(list(models.items())[-(MODELS_KEPT - 1) :]) | {self._key: self._known}

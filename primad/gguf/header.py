@@ -2,7 +2,7 @@
 
 Every length, count, type and offset is checked against the file before memory is taken or a tensor is believed, because
 llama.cpp and the ``gguf`` package's own reader assume a well-formed file. Values are kept as the raw bytes of the file and
-decoded on demand: cutting a window copies most of them verbatim, and a vocabulary of 256 k tokens is never decoded in vain.
+decoded on demand: cutting a window copies most of them verbatim and need not decode a vocabulary of 256 k tokens.
 
 Types, block sizes and value types come from the ``gguf`` package. Format: GGUF specification, versions 2 and 3.
 """
@@ -154,7 +154,7 @@ class Header:
     tensors: Mapping[str, TensorInfo]
     data_offset: int
     derived: Architecture | None = None
-    """How its windows are made where no table says so; no file does."""
+    """The derived entry of an architecture that is not in the table; it never comes from the file."""
 
     def text(self, key: str, default: str | None = None) -> str:
         """The string at ``key``, a name: templates are read elsewhere.
@@ -213,7 +213,7 @@ _INSTEAD: Final = {
     b"<htm": _PAGE,
     b"vers": "it may be a pointer of Git LFS: 'git lfs pull' fetches the file",
 }
-"""What a download may have produced instead of the file, by its first bytes."""
+"""Other content that a download may have produced, by its first bytes."""
 _OTHER: Final = "give a model in GGUF format"
 _LENGTH: Final = struct.Struct("<Q")
 
@@ -317,7 +317,7 @@ class _Beginning:
 
 
 def read_beginning(path: Path, max_bytes: int) -> Header:
-    """The header of ``path`` without tensors, and of its metadata what lies in its first ``max_bytes``, which is read.
+    """The header of ``path`` without tensors, with the metadata found in its first ``max_bytes``; the rest is not read.
 
     Opens no pipe or device. Raises ``ModelError`` for what can be seen to be wrong there, as ``read_header``, and for a
     file that has no tensors and is not the first part of a split model.
@@ -468,7 +468,7 @@ def _place(
     alignment: int,
     file_bytes: int | None,
 ) -> TensorInfo:
-    """One tensor where it lies in the file; ``file_bytes`` is None where it need not be there."""
+    """One tensor and its place in the file; ``file_bytes`` is None if the weights may be missing."""
     block, block_bytes = GGML_QUANT_SIZES[kind]
     elements = math.prod(shape)
     if elements == 0 or elements > 1 << 48 or shape[0] % block:

@@ -1,4 +1,4 @@
-"""Models by name: ``hf:owner/repo:Q4_K_M`` from a folder of ours, or fetched into it from Hugging Face's hub.
+"""Models by name: ``hf:owner/repo:Q4_K_M`` is read from a local folder, or fetched into it from Hugging Face's hub.
 
 A repository holds a model in several quantisations, some of them split into parts. An interrupted download is resumed,
 and compared with the hash that the hub states. Files in the folder are used without asking the hub.
@@ -26,7 +26,7 @@ from primad.gguf.ranged import HEADERS, RangedModel, keep_header, open_ranged
 
 PREFIX: Final = "hf:"
 PREFERRED: Final = ("Q4_K_M", "Q4_K_XL", "Q4_K_S", "Q4_0", "MXFP4", "IQ4_XS", "IQ4_NL", "Q5_K_M", "Q8_0")
-"""Quantisations that are taken where none is asked for, the first that there is."""
+"""Quantisations in order of preference, for names without one."""
 _NAME: Final = re.compile(r"hf:(?P<owner>[\w.-]+)/(?P<repo>[\w.-]+)(?::(?P<quantisation>[\w.-]+))?")
 _ELSEWHERE: Final = re.compile(
     r"(?P<site>(?:https?:/+)?(?:www\.)?(?:huggingface|hf)\.co/)?(?P<name>[\w.-]+/[\w.-]+(?::[\w.-]+)?)(?:/.*)?"
@@ -35,12 +35,12 @@ _PART: Final = re.compile(PART_NAME.pattern, re.IGNORECASE)
 _BESIDE: Final = (MARK, "imatrix")
 """Files next to a model that are not models."""
 ANSWER_TIMEOUT_S: Final = 30.0
-"""A hub that takes longer to say what a repository has cannot be reached."""
+"""A hub that takes longer to list a repository counts as unreachable."""
 UNKNOWN: Final = "unknown"
-"""The folder of a header whose quantisation its name does not say."""
+"""The folder of a header whose name has no quantisation."""
 
 OnBytes = Callable[[str, int, int], None]
-"""Told what is downloaded (a file's name) or done (a verb before it), and bytes of how many."""
+"""Called with a file's name (after a verb, if it is not downloaded), its bytes done and its total bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class HubName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubFile:
-    """A file of a repository; ``sha256`` is empty where the hub does not say it."""
+    """A file of a repository; ``sha256`` is empty if the hub does not state it."""
 
     name: str
     size_bytes: int
@@ -97,20 +97,20 @@ def hub_name(text: str) -> HubName | None:
 
 
 def repository_in(text: str) -> str | None:
-    """The repository, and what it is quantised to, that ``text`` names as the hub's site or another program does."""
+    """The repository and quantisation that ``text`` names in the form of the hub's site or of another program."""
     match = _ELSEWHERE.fullmatch(text)
     is_named = match is not None and (match["site"] or "gguf" in match["name"].lower())
     return match["name"] if match is not None and is_named else None
 
 
 def kept_models(folder: Path) -> list[KeptModel]:
-    """The models in ``folder``, by name: the whole ones, and those with only their header."""
+    """The models in ``folder``, by name: complete ones and those with only their header."""
     places = [place for place in sorted(folder.glob("*/*")) if place.is_dir()]
     return [model for place in places for model in (*kept_in(place), *headers_in(place))]
 
 
 def kept_in(place: Path) -> list[KeptModel]:
-    """The whole models of the repository at ``place``."""
+    """The complete models of the repository at ``place``."""
     found = []
     files = {
         path.relative_to(place).as_posix(): path
@@ -127,7 +127,7 @@ def kept_in(place: Path) -> list[KeptModel]:
 
 
 def kept(name: HubName, folder: Path) -> KeptModel | None:
-    """The model that is called so in ``folder``, whole."""
+    """The complete model ``name`` in ``folder``, if it is there."""
     own = {each.name.quantisation: each for each in kept_in(name.place(folder))}
     chosen = choose(list(own), name.quantisation)
     return None if chosen is None else own[chosen]
@@ -146,7 +146,7 @@ def headers_in(place: Path) -> list[KeptModel]:
 
 
 def by_quantisation(names: Iterable[str]) -> dict[str, list[str]]:
-    """The GGUF files among ``names`` by quantisation, parts in order; of two alike the one with the shorter name."""
+    """The GGUF files among ``names`` by quantisation, parts in order; of two alike, the one with the shorter name."""
     found: dict[str, dict[str, list[str]]] = {}
     for name in sorted(names):
         file = PurePosixPath(name).name
@@ -164,7 +164,7 @@ def is_beside(name: str) -> bool:
 
 
 def choose(kinds: Sequence[str], asked: str) -> str | None:
-    """The quantisation that is meant: the one that was ``asked`` for, or the first that is preferred, or the only one."""
+    """The quantisation to use: the one that was ``asked`` for, else the first preferred one, else the only one."""
     by_name = {kind.lower(): kind for kind in kinds}
     if asked:
         return by_name.get(asked.lower())
@@ -172,10 +172,10 @@ def choose(kinds: Sequence[str], asked: str) -> str | None:
 
 
 def header_of(name: HubName, folder: Path) -> RangedModel:
-    """The header of ``name`` alone, out of ``folder`` or fetched into it.
+    """Only the header of ``name``, from ``folder`` or fetched into it.
 
-    A header that is there is used without asking anybody. Raises ``HubError`` where the hub gives no ranges of the model,
-    ``ConfigError`` and ``ModelError`` as ``fetch``, and ``DiskError``.
+    A header in the folder is used without asking the hub. Raises ``HubError`` if the hub does not serve byte ranges of
+    the model, ``ConfigError`` and ``ModelError`` as ``fetch``, and ``DiskError``.
     """
     place = name.place(folder) / HEADERS
     hub = _hub()
@@ -197,7 +197,7 @@ def header_of(name: HubName, folder: Path) -> RangedModel:
 
 
 def kept_header(name: HubName, folder: Path) -> RangedModel | None:
-    """The header of the model that is called so in ``folder``. Raises ``ModelError`` for a damaged one."""
+    """The header of the model ``name`` in ``folder``, if it is there. Raises ``ModelError`` if it is damaged."""
     place = name.place(folder) / HEADERS
     chosen = choose(sorted(each.name for each in place.glob("*")), name.quantisation)
     return None if chosen is None else open_ranged(place / chosen)
@@ -242,7 +242,7 @@ def wanted_files(name: HubName) -> tuple[HubName, str, list[HubFile], HubFile | 
 
 
 def _projector(files: Iterable[HubFile], model: HubFile, kinds: Mapping[str, Sequence[str]]) -> HubFile | None:
-    """The one of ``files`` that encodes pictures or sound for ``model``, which the repository has in these ``kinds``."""
+    """The file of ``files`` that encodes pictures or sound for ``model``; ``kinds`` are the repository's files."""
     named = {PurePosixPath(file.name).name: file for file in files if is_projector(file.name)}
     models = [PurePosixPath(parts[0]).name for parts in kinds.values()]
     found = projector_of(PurePosixPath(model.name).name, models, named, is_repository=True)
@@ -250,7 +250,7 @@ def _projector(files: Iterable[HubFile], model: HubFile, kinds: Mapping[str, Seq
 
 
 def repository(name: HubName) -> tuple[str, list[HubFile]]:
-    """The latest commit of a repository and its files, as the hub says. Raises ``ConfigError``."""
+    """The latest commit of a repository and its files, from the hub. Raises ``ConfigError``."""
     hub = library()
     api = hub.HfApi(endpoint=endpoint())
     info = asked(name, lambda: api.model_info(name.repository, files_metadata=True, timeout=ANSWER_TIMEOUT_S))
@@ -266,13 +266,13 @@ def _hub() -> str:
 
 
 def remote_file(name: HubName, commit: str, file: HubFile) -> RemoteFile:
-    """``file`` of the repository ``name`` in ``commit``, as it is read by ranges."""
+    """``file`` of the repository ``name`` in ``commit``, for reading by ranges."""
     url = f"{_hub()}/{name.repository}/resolve/{commit}/{quote(file.name)}"
     return RemoteFile(url, file.size_bytes, file.sha256)
 
 
 def own_reader() -> HubRanges:
-    """A connection to the hubs of this device's owner."""
+    """A connection to the hubs that this device's owner chose."""
     return HubRanges(own_hubs(), token(), silence_timeout_s=ANSWER_TIMEOUT_S)
 
 

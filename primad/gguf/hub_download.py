@@ -1,7 +1,7 @@
 """Download a whole file of a hub by byte ranges, several concurrently, so that a download can be stopped and resumed.
 
-Received bytes lie in order in a partial file, named by the hash that the hub states for the whole one, and are hashed
-as they arrive. The hub's own library deletes a partial file when a download ends early.
+Received bytes are written in order to a partial file and hashed as they arrive. The partial file is named by the hash
+that the hub states for the whole one. The hub's own library deletes a partial file when a download ends early.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MIN_RANGE_BYTES: Final = 1 << 19
 MAX_RANGE_BYTES: Final = 8 << 20
 QUICK_S: Final = 0.5
 SLOW_S: Final = 2.0
-"""Ranges that take less become larger, those that take more smaller: progress is seen, and little is read twice."""
+"""Target time per range: faster ranges grow, slower ones shrink, so progress is visible and little is read twice."""
 TRIES: Final = 5
 PAUSE_S: Final = 1.0
-"""Before a range is requested again, longer each time."""
+"""Pause before a range is requested again; it grows with each retry."""
 PARTS: Final = ".cache"
 _CHUNK_BYTES: Final = 8 << 20
 
 
 class DownloadStopped(Exception):  # noqa: N818
-    """The caller stopped a download; no error, so not in the tree."""
+    """The caller stopped a download; not an error, so not in the error tree."""
 
 
 class StopDownload:
@@ -53,18 +53,18 @@ class StopDownload:
                 reader.abort()
 
     def check(self) -> None:
-        """Raises ``DownloadStopped`` once it is stopped."""
+        """Raise ``DownloadStopped`` once the download is stopped."""
         if self._event.is_set():
             raise DownloadStopped
 
     def wait(self, seconds: float) -> None:
-        """Wait. Raises ``DownloadStopped`` as soon as it is stopped."""
+        """Wait. Raises ``DownloadStopped`` as soon as the download is stopped."""
         self._event.wait(seconds)
         self.check()
 
     @contextmanager
     def watching(self, readers: Sequence[HubRanges]) -> Iterator[None]:
-        """Let ``set`` abort ``readers`` meanwhile."""
+        """Within the context, ``set`` aborts ``readers``."""
         with self._lock:
             self._readers = readers
         try:
@@ -119,7 +119,7 @@ def _hashed(out: BinaryIO, size_bytes: int, update: Callable[[bytes], None], sto
 
 
 class _Range(NamedTuple):
-    """``size`` bytes from ``offset``, which ``reader`` reads; the bytes, and the seconds that took."""
+    """A read of ``size`` bytes from ``offset`` by ``reader``; the result is the bytes and the seconds it took."""
 
     offset: int
     size: int
@@ -130,7 +130,7 @@ class _Range(NamedTuple):
 def _ranges(
     file: RemoteFile, begin: int, reader: Callable[[], HubRanges], stop: StopDownload
 ) -> Generator[bytes, None, None]:
-    """The bytes of ``file`` from ``begin``, in order: the first range by one connection, then each reads one at a time."""
+    """Yield the bytes of ``file`` from ``begin``, in order: first one range, then one per connection concurrently."""
     free = [reader() for _ in range(CONNECTIONS)]
     readers, waiting = tuple(free), deque[_Range]()
     at, size, tries, has_come = begin, MIN_RANGE_BYTES, 0, False
@@ -159,7 +159,7 @@ def _ranges(
                 yield data
         finally:
             for each in readers:
-                each.abort()  # else the pool waits for what they read
+                each.abort()  # otherwise the pool waits for their reads
             pool.shutdown()
             for each in readers:
                 each.close()

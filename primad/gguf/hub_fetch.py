@@ -1,6 +1,6 @@
-"""Fetch whole models from the hub into a folder of ours, and remove them from it.
+"""Fetch whole models from the hub into a local folder, and remove them from it.
 
-One primad at a time does either with a repository, so that no file is downloaded twice at the same time.
+Only one primad process at a time does either with a repository, so that no file is downloaded twice concurrently.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def fetch(
     *,
     with_projector: bool = True,
 ) -> KeptModel:
-    """Have ``name`` in ``folder``, whole and as the hub has it. What an earlier call fetched is not fetched again.
+    """Fetch all of ``name`` into ``folder``, as the hub has it. Files of an earlier call are not fetched again.
 
-    Its image encoder comes along ``with_projector``, if the repository has one.
+    ``with_projector`` also fetches its image encoder, if the repository has one.
 
     Raises ``ConfigError`` if the hub does not have it, or refuses it; ``NotNowError`` while another process fetches it;
     ``DiskError`` if it does not fit; ``ModelError`` if a file is not what the hub says; ``DownloadStopped``.
@@ -63,8 +63,8 @@ def fetch(
 
 
 def fetch_projector(name: HubName, folder: Path, begins: Callable[[HubFile], None], advance: OnBytes) -> Path | None:
-    """Have the encoder of the model ``name`` in ``folder``; ``begins`` is called with one that is missing. None if the
-    repository has none. Until it is here it ``is_due``, from call to call. Raises as ``fetch``."""
+    """Fetch the encoder of the model ``name`` into ``folder``; ``begins`` is called if it is missing. Returns None if the
+    repository has no encoder. Until it is complete, ``is_due`` is true, across restarts. Raises as ``fetch``."""
     place = name.place(folder)
     make_due(name, folder)
     _, commit, _, projector = wanted_files(name)
@@ -87,7 +87,7 @@ def make_due(name: HubName, folder: Path) -> None:
 
 
 def is_due(name: HubName, folder: Path) -> bool:
-    """Whether the encoder of ``name`` is still to be fetched, since the model came without anybody asking for that."""
+    """Whether the encoder of ``name`` is still to be fetched (see ``make_due``)."""
     return _due(name.place(folder)).exists()
 
 
@@ -98,7 +98,7 @@ def _due(place: Path) -> Path:
 def _bring(
     name: HubName, commit: str, files: Sequence[HubFile], place: Path, advance: OnBytes, stop: StopDownload
 ) -> None:
-    """Have ``files`` of the repository ``name`` at ``place``."""
+    """Fetch those ``files`` of the repository ``name`` that are missing at ``place``."""
     if all(_is_here(place, file) for file in files):
         return
     with _alone(name, place):
@@ -122,9 +122,9 @@ def _alone(name: HubName, place: Path) -> Iterator[None]:
 
 
 def remove(name: HubName, folder: Path) -> list[KeptModel]:
-    """Remove the models with this name, of any quantisation if ``name`` has none; return those that were there.
+    """Remove the models with this name, of any quantisation if ``name`` has none; return the removed ones.
 
-    Raises ``NotNowError`` while one of the repository is downloaded, and ``DiskError``.
+    Raises ``NotNowError`` while a file of the repository is downloaded, and ``DiskError``.
     """
     place, kind = name.place(folder), name.quantisation.lower()
     own = [each for each in (*kept_in(place), *headers_in(place)) if kind in ("", each.name.quantisation.lower())]
@@ -134,8 +134,8 @@ def remove(name: HubName, folder: Path) -> list[KeptModel]:
 
 
 def remove_files(name: HubName, folder: Path, files: Iterable[Path]) -> None:
-    """Remove ``files`` of the repository ``name`` in ``folder``, and the rest of it with its last model. Raises as
-    ``remove``."""
+    """Remove ``files`` of the repository ``name`` in ``folder``; with its last model, remove everything else of it.
+    Raises as ``remove``."""
     place = name.place(folder)
     with _alone(name, place):
         for path in files:

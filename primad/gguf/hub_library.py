@@ -1,4 +1,4 @@
-"""The hub's own library: whether it is here, whom it asks as whom, and what it raises, as one line of ours."""
+"""The hub's own library: whether it is installed, its endpoint and token, and its errors as one line each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def token() -> str | None:
 
 
 def asked(name: object, ask: Callable[[], Any]) -> Any:
-    """Call the hub's library; whatever it raises becomes one line of ours."""
+    """Call the hub's library; turn its exceptions into one-line errors of primad."""
     from huggingface_hub import errors
 
     try:
@@ -55,7 +55,7 @@ def _first_line(exc: BaseException) -> str:
 
 
 def library() -> Any:
-    """The hub's own library, which takes long to import. Raises ``ConfigError`` where it is not there."""
+    """The hub's own library, which takes long to import. Raises ``ConfigError`` if it is not installed."""
     try:
         import huggingface_hub
     except ModuleNotFoundError as exc:
@@ -66,7 +66,7 @@ def library() -> Any:
 
 
 def endpoint() -> str | None:
-    """The hub that the owner names in place of Hugging Face's."""
+    """The hub that the owner chose instead of Hugging Face's; None for Hugging Face's."""
     return os.environ.get("HF_ENDPOINT") or None
 
 

@@ -1,11 +1,11 @@
-"""Read byte ranges of files on a hub: what a device that holds no whole model fetches its layers with.
+"""Read byte ranges of files on a hub. Devices without the whole model fetch their layers with it.
 
-The head names the file, and is trusted with no more than that. A device asks the hubs of its own owner alone: Hugging
-Face's, or the one that ``HF_ENDPOINT`` names here. A hub may send it elsewhere, but encrypted and to public addresses,
-unless the hub itself is on this network. The revision stands in the URL; a hub that does not state the hash that the head
-saw, or another size, has another file now, and is refused. The owner's token goes to the hub alone.
+The head names the file and is trusted with nothing else. A device contacts only its owner's hub: Hugging Face's, or
+the one that ``HF_ENDPOINT`` names on this device. A hub may redirect, but only encrypted and to public addresses,
+unless the hub itself is on this network. The URL includes the revision. A hub that does not state the hash that the
+head saw, or states another size, now has another file and is refused. The owner's token is sent to the hub only.
 
-Reading blocks. A ``HubRanges`` has one connection, and one thread at a time may use it; ``abort`` may be called by any.
+Reads block. A ``HubRanges`` has one connection for one thread at a time; any thread may call ``abort``.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ DEFAULT_HUB: Final = "https://huggingface.co"
 MAX_REDIRECTS: Final = 4
 MAX_REDIRECT_BYTES: Final = 1 << 16
 MAX_WAIT_S: Final = 60.0
-"""A hub that wants to be asked later is believed so long."""
+"""Longest retry delay that a hub may request."""
 MAX_RANGE_S: Final = 600.0
-"""A range of a few MiB that takes longer is given up, though something comes now and then."""
+"""A range of a few MiB that takes longer is given up, even if some bytes still arrive."""
 _REDIRECTS: Final = frozenset((301, 302, 303, 307, 308))
 
 
 class HubError(ClusterError):
-    """The hub does not give a range. ``again``: it may do so ``wait_s`` later."""
+    """The hub did not serve a range. ``again``: a retry after ``wait_s`` may succeed."""
 
     def __init__(self, message: str, *, again: bool, wait_s: float = 0.0) -> None:
         super().__init__(message)
@@ -45,12 +45,12 @@ class HubError(ClusterError):
 
 
 def own_hubs() -> frozenset[str]:
-    """The hubs that this device's owner has it ask."""
+    """The hubs that this device's owner allows."""
     return frozenset((DEFAULT_HUB, (endpoint() or DEFAULT_HUB).rstrip("/")))
 
 
 class HubRanges:
-    """Ranges of files on ``hubs``; a connection may take ``connect_timeout_s``, and any answer ``silence_timeout_s``."""
+    """Ranges of files on ``hubs``; connecting may take ``connect_timeout_s``, each response ``silence_timeout_s``."""
 
     def __init__(
         self,
@@ -85,11 +85,11 @@ class HubRanges:
             again = not self._aborted and not isinstance(exc, ssl.SSLCertVerificationError)
             raise HubError(f"{_host(file.url)} cannot be reached: {what}", again=again) from exc
         except BaseException:
-            self.close()  # what of an answer was not read would be taken for the next one
+            self.close()  # the unread part of this response would be taken for the next one
             raise
 
     def abort(self) -> None:
-        """End what is being read, and read nothing more."""
+        """End the running read, and refuse further ones."""
         self._aborted = True
         sock = getattr(self._connection, "sock", None)
         if sock is not None:
@@ -97,7 +97,7 @@ class HubRanges:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection; the next ``read`` makes another one."""
+        """Close the connection; the next ``read`` opens another."""
         connection, self._connection, self._there = self._connection, None, None
         if connection is not None:
             connection.close()
@@ -121,7 +121,7 @@ class HubRanges:
         raise HubError(f"{_host(file.url)} sends one on and on", again=False)
 
     def _judge(self, file: RemoteFile, url: str) -> str:
-        """Where a hub sends us, if one may go there."""
+        """The target of a hub's redirect, if it is allowed."""
         parts = urlsplit(url)
         if parts.scheme != "https" and not (parts.scheme == "http" and _origin(file.url) in self._local_hubs):
             raise HubError(
@@ -133,7 +133,7 @@ class HubRanges:
         host, status = _host(file.url), answer.status
         if status in (401, 403, 404, 410) and url != file.url:
             self.close()
-            raise _Expired  # a link that was good for some time
+            raise _Expired  # the redirect's link was valid for a limited time
         if status in (401, 403):
             raise HubError(f"{host} does not give it to everybody (status {status})", again=False)
         if status == 429 or status >= 500:
@@ -173,7 +173,7 @@ class HubRanges:
         except (OSError, http.client.HTTPException):
             if not kept or self._aborted:
                 raise
-            self.close()  # a connection that was idle for long may have been closed over there
+            self.close()  # the hub may have closed a connection that was idle for long
             return self._report_line(file, parts, path, headers)
 
     def _report_line(
@@ -204,7 +204,7 @@ class HubRanges:
         return connection
 
     def _socket(self, file: RemoteFile, host: str, port: int, *, is_hub: bool, is_secure: bool) -> socket.socket:
-        """A connection to an address of ``host`` that one may speak to; the name is looked up once, so it stays that one."""
+        """A connection to an allowed address of ``host``, resolved once, so that the checked address is used."""
         error: OSError = OSError(f"{printable(host, 80)} has no address")
         for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             may_be_asked = is_public(str(place[0]))
@@ -226,11 +226,11 @@ class HubRanges:
 
 
 class _Expired(Exception):  # noqa: N818 - the hub is asked for another one
-    """A link that the hub gave is good no more."""
+    """The hub's link has expired."""
 
 
 def _check_hash(file: RemoteFile, answer: http.client.HTTPResponse) -> None:
-    """Raises ``HubError`` where a hub that gives the file states another hash of it, or none."""
+    """Raise ``HubError`` if the hub that serves the file states another hash, or none."""
     if answer.status not in _REDIRECTS and answer.status not in (200, 206):
         return
     stated = answer.headers.get("X-Linked-ETag") or answer.headers.get("ETag") or ""

@@ -70,7 +70,7 @@ def read_chunk(path: Path, size_bytes: int, number: int) -> bytes:
 
 
 def save_tree(path: Path, tree: bytes) -> None:
-    """Keep ``tree`` in ``path``. A disk that refuses costs a second hashing, nothing else."""
+    """Write ``tree`` to ``path``. If the disk fails, the layer is hashed again next time."""
     with contextlib.suppress(OSError):
         path.write_bytes(tree)
 
@@ -86,9 +86,9 @@ def write_at(path: Path, offset: int, data: bytes | memoryview) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """A layer in the cache, to be read. Whatever it gives was compared with its digest, so no other device is misled.
+    """A layer in the cache, to be read. All bytes are compared with the digest before another device gets them.
 
-    ``tree_path`` is where the tree is kept; without a believable one there the whole file is hashed when it is needed.
+    ``tree_path`` is the file of the tree; if it is missing or wrong, the whole layer is hashed when the tree is needed.
     """
 
     digest: str
@@ -101,7 +101,7 @@ class StoredLayer:
         try:
             tree = self.tree_path.read_bytes()
         except OSError:
-            tree = b""  # the file itself says it, only slower
+            tree = b""  # hashing the file gives the same, only slower
         if is_tree_of(tree, self.digest, self.size_bytes):
             return tree
         try:
@@ -114,7 +114,7 @@ class StoredLayer:
         return tree
 
     def read(self, offset: int, size: int) -> bytes:
-        """``size`` bytes of the weights from ``offset``, each chunk compared with its digest before any of it is given.
+        """``size`` bytes of the weights from ``offset``, after comparing each chunk with its digest.
 
         Raises ``DiskError`` when it is damaged or cannot be read.
         """

@@ -1,14 +1,14 @@
-"""Layer files: one GGUF split a layer, known by the content of its weights.
+"""Layer files: one GGUF split per layer, identified by the hash of its weights.
 
-A layer file is a fixed-size header (``HEADER_BYTES``, filled up with a padding key) and the layer's tensors behind it.
+A layer file is a fixed-size header (``HEADER_BYTES``, filled up with a padding key) followed by the layer's tensors.
 Only the header says which ``blk.N`` of which window the tensors are, so moving a layer to another window rewrites 16 KiB
-and copies nothing. The weights behind the header never change: the layer's name in every cache and on every wire is their
-digest, of two storeys so that each chunk can be verified by itself:
+and copies nothing. The weights after the header never change: their digest is the layer's name in every cache and
+message. The digest has two levels, so that each chunk can be verified by itself:
 
-    tree      the BLAKE2b digests of the chunks of ``CHUNK_BYTES``, one behind the other
+    tree      the BLAKE2b digests of the chunks of ``CHUNK_BYTES``, one after another
     digest    BLAKE2b of the size and the tree
 
-The head cuts layers straight out of the model file (``LayerCut.read``); nobody else needs that file. The output matrix
+The head cuts layers directly from the model file (``LayerCut.read``); no other device needs that file. The output matrix
 travels the same way, as one more layer file that only the tail window loads.
 """
 
@@ -37,7 +37,7 @@ HEADER_BYTES: Final = 16_384
 ALIGNMENT: Final = 32
 DIGEST_BYTES: Final = 32
 CHUNK_BYTES: Final = 4 << 20
-"""What one digest of the tree covers: all chunks of a layer except its last have this size."""
+"""Bytes covered by one digest of the tree: the size of all chunks of a layer except its last."""
 MAX_LAYER_BYTES: Final = 1 << 40
 MAX_LAYER_TENSORS: Final = 100
 MAX_WINDOW_LAYERS: Final = 1025
@@ -54,8 +54,8 @@ _TYPES: Final = frozenset(int(kind) for kind in GGMLQuantizationType)
 class LayerTensor(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of a layer file.
 
-    ``name`` has ``*`` where the layer's number stands (``blk.*.attn_q.weight``); ``offset`` counts bytes from the start of
-    the weights; ``shape`` is in ggml order.
+    ``name`` has ``*`` in place of the layer's number (``blk.*.attn_q.weight``); ``offset`` counts bytes from the start
+    of the weights; ``shape`` is in ggml order.
     """
 
     name: str
@@ -79,7 +79,7 @@ class LayerRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 StopHashing = Callable[[], bool]
-"""Returns whether no request waits any more for weights to be hashed."""
+"""Returns whether hashing can stop because no request waits for it any more."""
 
 
 class HashingStopped(Exception):  # noqa: N818 - nothing went wrong
@@ -136,9 +136,9 @@ def is_chunk_of(chunk: bytes | memoryview, tree: bytes, number: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """A layer as it lies in the model file: its tensors in order, each with its place in the layer file.
+    """A layer in the model file: its tensors in order, each with its place in the layer file.
 
-    ``known`` is its tree where the weights were hashed before.
+    ``known`` is its tree if the weights were hashed before.
     """
 
     sources: tuple[TensorInfo, ...]
@@ -181,7 +181,7 @@ class LayerCut:
         return tree_of(self.chunks()) if self.known is None else self.known
 
     def hashed(self, known: bytes | None = None, stop: StopHashing = never) -> LayerCut:
-        """The same layer with its tree; ``known`` is believed where it has the right length, else the weights are read.
+        """The same layer with its tree: ``known`` if it has the right length, else hashed from the weights.
 
         Raises ``HashingStopped`` at ``stop``.
         """
@@ -195,7 +195,7 @@ class LayerCut:
 
 
 def _reads(file: FileIO, offset: int, into: memoryview) -> bool:
-    """Fill ``into`` with what is at ``offset``; False where the file ends before."""
+    """Fill ``into`` from ``offset``; False if the file ends before ``into`` is full."""
     file.seek(offset)
     return file.readinto(into) == len(into)
 
@@ -224,7 +224,7 @@ def cut_layer(header: Header, layer: int) -> LayerCut:
 
 
 def check_ref(ref: LayerRef) -> None:
-    """Judge a ``LayerRef`` that came from a peer. Raises ``ProtocolError`` naming what is wrong."""
+    """Check a ``LayerRef`` from a peer. Raises ``ProtocolError`` naming the fault."""
     if len(ref.digest) != 2 * DIGEST_BYTES or set(ref.digest) - set("0123456789abcdef"):
         raise ProtocolError(f"layer digest {ref.digest[:80]!r} is not {DIGEST_BYTES} bytes of lower-case hex")
     if not 0 < ref.size_bytes <= MAX_LAYER_BYTES or not 0 < len(ref.tensors) <= MAX_LAYER_TENSORS:
@@ -267,7 +267,7 @@ def layer_header(tensors: Sequence[LayerTensor], *, number: int, split: int) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallTensor:
-    """A tensor that stands in the metadata split itself: a few kB that every window of the model needs."""
+    """A tensor in the metadata split itself: a few kB that every window of the model needs."""
 
     name: str
     type: GGMLQuantizationType
@@ -292,7 +292,7 @@ class Hole:
 
     @property
     def padded_bytes(self) -> int:
-        """The same, up to where the next one may begin."""
+        """``size_bytes`` rounded up to where the next tensor may begin."""
         return -(-self.size_bytes // ALIGNMENT) * ALIGNMENT
 
 

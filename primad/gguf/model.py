@@ -1,7 +1,7 @@
 """Open a model: one GGUF file, or all parts of a split one, as a single header.
 
 A split model (``name-00001-of-00003.gguf``) keeps its metadata in the first part and its tensors in all of them; every
-``TensorInfo`` names the file it lies in, so nothing after this module needs to know about parts.
+``TensorInfo`` names its file, so no other module needs to know about parts.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def stamps_of(header: Header) -> dict[Path, Stamp]:
 
 
 def check_unchanged(stamps: Mapping[Path, Stamp], remedy: str) -> None:
-    """Raises ``ModelError`` when one of the files is not what it was when ``stamps_of`` looked at it; ``remedy`` serves the
-    new one."""
+    """Raise ``ModelError`` if one of the files has changed since ``stamps_of``; ``remedy`` is the way to serve the new
+    one."""
     for path, stamp in stamps.items():
         if _stamp(path) != stamp:
             raise ModelError(f"{path}: this file changed while it was served; put the old one back, or {remedy}")

@@ -1,4 +1,4 @@
-"""Shares of the feed-forward networks of layers: some values of each, rows of gate and up and columns of down."""
+"""Shares of the layers' feed-forward networks: each rank has some values, as rows of gate and up and columns of down."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class NetworkShares:
         return self.header.text("general.architecture")
 
     def down(self, layer: int, kind: str) -> TensorInfo | None:
-        """The matrix of ``layer`` whose columns are the values of its network of that ``kind``, if it has one."""
+        """The down projection of the network of ``kind`` in ``layer``, if there is one; its columns are the network's values."""
         return self.header.tensors.get(f"blk.{layer}.ffn_down{kind}.weight")
 
     def downs(self, kind: str) -> list[TensorInfo]:
@@ -53,14 +53,14 @@ class NetworkShares:
 
     @cached_property
     def units(self) -> dict[str, int]:
-        """By kind the values at whose multiples the columns can be cut in every layer."""
+        """By kind, the number of values at whose multiples every layer's columns can be cut."""
         units = {kind: math.lcm(*(GGML_QUANT_SIZES[each.type][0] for each in self.downs(kind))) for kind in KINDS}
         if f"{self._architecture}.{LENGTHS['_exps']}" not in self.header.values:  # one number counts both
             units[""] = units["_exps"] = math.lcm(units[""], units["_exps"])
         return units
 
     def cut(self, layer: int, weights: Sequence[int]) -> list[dict[str, range]]:
-        """By kind the values of the networks of ``layer`` that each rank has. Raises ``NotCutError`` for too many ranks."""
+        """For each rank, its values of the networks of ``layer``, by kind. Raises ``NotCutError`` for too many ranks."""
         units, values = {**self.units}, dict[str, list[range]]()
         experts = self.down(layer, "_exps")
         for kind in self.kinds:
@@ -85,7 +85,7 @@ class NetworkShares:
         return [{kind: each[rank] for kind, each in values.items()} for rank in range(len(weights))]
 
     def rows(self, layer: int, tensor: TensorInfo, kind: str, own: range | None) -> TensorInfo | None:
-        """The rows of ``tensor`` of ``layer`` by its ``own`` values; None where it is of no such network."""
+        """The rows of ``tensor`` of ``layer`` for a rank's ``own`` values; None if the tensor is not of such a network."""
         down = self.down(layer, kind)
         axis = len(tensor.shape) - (2 if kind in ("_exps", "_chexps") else 1)
         if down is None or own is None or axis < 0 or tensor.shape[axis] % down.shape[0]:

@@ -1,8 +1,8 @@
-"""Where the bytes of a layer lie on a hub, for devices that fetch only the layers that they hold.
+"""Where the bytes of a layer are on a hub, for devices that fetch only the layers that they hold.
 
-A layer that no device has fetched yet has no digest. Until then a layer is named by its *origin*: a hash of the files
-that it lies in, as the hub's own hashes name them, and of the position of each of its tensors. One origin is one
-content, as far as the hub keeps its word; after a fetch, the digest of the received bytes identifies the content.
+A layer that no device has fetched yet has no digest. Until then it is named by its *origin*: a hash of the hub's own
+hashes of its files and of the position of each of its tensors. One origin is one content, if the hub's hashes are
+right; after a fetch, the digest of the received bytes identifies the content.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MAX_FILES: Final = 1000
 MAX_FILE_BYTES: Final = 1 << 44
 MAX_URL_CHARS: Final = 1000
 MAX_RUN_BYTES: Final = 4 * CHUNK_BYTES
-"""One request is for no more, where only some of it is wanted."""
+"""Maximum size of a request of which only some bytes are wanted."""
 MAX_TIMES: Final = 64
 """A tensor is at most this many times as large as a share of it."""
 GAP_BYTES: Final = 4096
-"""Tensors so close in a file come with one request, and what is between them too."""
+"""Tensors this close in a file are read with one request, including the bytes between them."""
 _URL: Final = re.compile(rf"https?://[\x21-\x7e]{{3,{MAX_URL_CHARS}}}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -54,7 +54,7 @@ class LayerOrigin(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Run(NamedTuple):
-    """``size`` bytes from ``offset`` of file number ``file``; ``pieces`` of it (begin, bytes, where in what is read)."""
+    """Read ``size`` bytes from ``offset`` of file number ``file``. ``pieces``: (begin in the chunk, bytes, begin in the run)."""
 
     file: int
     offset: int
@@ -116,7 +116,7 @@ def _add_run(found: list[Run], file: int, at: int, piece: tuple[int, int], gap_b
 
 
 def check_origins(files: Sequence[RemoteFile], origins: Sequence[LayerOrigin], refs: Sequence[LayerRef]) -> None:
-    """Judge what a head says of where the layers ``refs`` come from. Raises ``ProtocolError``."""
+    """Check a head's statement of where the layers ``refs`` come from. Raises ``ProtocolError``."""
     for file in files:
         if not _URL.fullmatch(file.url) or not _SHA256.fullmatch(file.sha256):
             raise ProtocolError(f"a file of a hub at {printable(file.url, 80)!r}, which is none")
@@ -139,7 +139,7 @@ def check_origins(files: Sequence[RemoteFile], origins: Sequence[LayerOrigin], r
 
 
 def _span(cut: TensorCut, size: int) -> int | None:
-    """The bytes of a file that a slice of ``size`` bytes lies in; None for a cut that no slice has."""
+    """The number of file bytes that a slice of ``size`` bytes spans; None for an impossible cut."""
     bounds = [bound for each in cut.ranges for bound in each]
     each = cut.own_bytes
     if not cut.ranges:

@@ -31,7 +31,7 @@ from primad.gguf.header import Header
 from primad.gguf.windows import beside_values, token_embedding
 
 KV_VALUE_BYTES: Final = 2
-"""A value of F16, in which the profile counts the KV cache."""
+"""Bytes of an F16 value; the profile counts the KV cache in these."""
 _EXPERTS: Final = re.compile(r"_exps\b")
 _OF_INPUTS: Final = (LAYER_INPUTS, LAYER_PROJECTION)
 _OF_EXPERTS: Final = frozenset(("ffn_down_exps",))
@@ -40,7 +40,7 @@ _FEED_FORWARD: Final = frozenset(("ffn_down", "ffn_down_shexp")) | _OF_EXPERTS
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Bytes by type: of each layer those that every row uses and those of ``experts``, and those ``outside`` of layers.
+    """Bytes by type: for each layer those that every token uses and those of ``experts``; and those ``outside`` of layers.
 
     ``shapes`` are the tensors of each layer by name, without its number and ``.weight``.
     """
@@ -117,7 +117,7 @@ def model_profile(header: Header) -> ModelProfile:
 
 
 def _stand_in(header: Header, name: str) -> LayerProfile | None:
-    """The largest layer that may stand in after the layers of a window; None if none does."""
+    """The largest stand-in layer that may follow the layers of a window; None if the model needs no stand-ins."""
     layers = [layer for kind in kinds_of(header) if any(kind) and not all(kind) for layer in [last_of(kind)]]
     if not layers:
         return None
@@ -243,7 +243,7 @@ def _latent_values(header: Header, name: str, layer: int) -> int:
 
 
 def _attention_share(header: Header) -> float:
-    """The share of the layers' weights that is in their attention or recurrent part."""
+    """The fraction of the layers' weights that belongs to attention or the recurrent part."""
     of_layers = {name: tensor.bytes for name, tensor in header.tensors.items() if name.startswith("blk.")}
     attention = sum(size for name, size in of_layers.items() if ".ffn_" not in name)
     return attention / max(sum(of_layers.values()), 1)

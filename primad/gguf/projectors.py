@@ -1,6 +1,6 @@
-"""Encoders of pictures and sound: what the header of their file says, and whose they are by the names of files.
+"""Encoders of pictures and sound: the facts in their file's header, and the model they belong to, by file names.
 
-llama.cpp calls such a file a projector, by the type of its last part, and publishers ``mmproj-….gguf``.
+llama.cpp calls such a file a projector, after its last part; publishers name it ``mmproj-….gguf``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TAKEN: Final = frozenset(
 )  # fmt: skip
 """Types whose pictures and sounds were compared with libmtmd's (``tools/lab/encoders.py`` has them all)."""
 _OF_TWO: Final = {"qwen2.5o": {"vision": "qwen2.5vl_merger", "audio": "qwen2a"}}
-"""A type that stands for one of each sense."""
+"""A type that means one projector for pictures and another for sound."""
 _ORDER: Final = ("F16", "Q8_0", "BF16", "F32")
-"""Quantisations, the first that there is."""
+"""Quantisations in order of preference."""
 _MAX_TYPE_CHARS: Final = 32
 BESIDE_BYTES: Final = 256 << 20
 """Memory of an encoder's process besides weights and buffers: Python, the model's tokens, the picture."""
@@ -53,7 +53,7 @@ SEE: Final = frozenset(
         "qwen35moe",
     )
 )
-"""Architectures of which all models see; of others some do, which their files' tags show."""
+"""Architectures of which all models accept pictures; for others, the tags in the file show it."""
 _TAGS: Final = frozenset(("image-text-to-text", "any-to-any", "audio-text-to-text", "image-to-text"))
 """Publishers' tags on the hub for models that take more than text."""
 
@@ -61,10 +61,10 @@ _TAGS: Final = frozenset(("image-text-to-text", "any-to-any", "audio-text-to-tex
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectorFacts:
     """Whether an encoder ``sees`` or ``hears``, the types of its projectors, and the memory of the process that has it
-    loaded, while it encodes a picture; ``problem`` is why it is not taken, in a line, empty for nothing.
+    loaded, while it encodes a picture; ``problem`` is one line on why it cannot be used, empty if it can.
 
-    A picture as large as the encoder's takes about ``picture_flop`` to compute, and its rows have ``encoded_bytes``, as four
-    patches make one in most models; 0 where the file does not say.
+    A picture of the encoder's size takes about ``picture_flop`` to compute, and its encoded rows have ``encoded_bytes``
+    (four patches make one row in most models); 0 if the file does not say.
     """
 
     sees: bool
@@ -108,18 +108,18 @@ def wants_projector(header: Header) -> bool:
 
 
 def memory_bytes(file_bytes: int, patches: int, width: int, feed_forward: int) -> int:
-    """What an encoder's process takes: its weights, what is beside them, and the buffers of a picture of ``patches``."""
+    """Memory of an encoder's process: weights, ``BESIDE_BYTES``, and the buffers of a picture of ``patches``."""
     return file_bytes + BESIDE_BYTES + 4 * patches * (feed_forward + _STATES * width)
 
 
 def _memory_bytes(header: Header) -> int:
-    """The same of a file, for a picture as large as the encoder's."""
+    """``memory_bytes`` for a file and a picture of the encoder's size."""
     sizes = [_sizes(header, f"clip.{each}") for each in ("vision", "audio")]
     return max(memory_bytes(header.path.stat().st_size, *each) for each in sizes)
 
 
 def _picture(header: Header, prefix: str) -> tuple[float, int]:
-    """What a picture as large as the encoder's takes to compute, and bytes of its rows."""
+    """FLOP to encode a picture of the encoder's size, and the bytes of its encoded rows."""
     patches, width, inner = _sizes(header, prefix)
     try:
         layers, projected = header.count(f"{prefix}.block_count", 0), header.count(f"{prefix}.projection_dim", 0)
@@ -129,18 +129,18 @@ def _picture(header: Header, prefix: str) -> tuple[float, int]:
 
 
 def picture_flop(layers: int, patches: int, width: int, feed_forward: int) -> float:
-    """What a picture of ``patches`` takes to compute."""
+    """FLOP to encode a picture of ``patches``."""
     products = 2 * patches * width * (4 * width + 2 * feed_forward) + 4 * patches**2 * width
     return float(layers * products)
 
 
 def encoded_bytes(patches: int, model_width: int) -> int:
-    """Of its rows, as four patches are one."""
+    """Bytes of a picture's encoded rows; four patches make one row."""
     return patches // 4 * model_width * 4
 
 
 def _sizes(header: Header, prefix: str) -> tuple[int, int, int]:
-    """Patches, the width, and that of feed-forward layers; nothing where they are not as llama.cpp wants them."""
+    """The number of patches, the width and the feed-forward width; zeros if they are not as llama.cpp requires."""
     try:
         width, inner = header.count(f"{prefix}.embedding_length", 0), header.count(f"{prefix}.feed_forward_length", 0)
         side = header.count(f"{prefix}.image_size", 0, maximum=_MAX_SIDE)
@@ -168,10 +168,10 @@ def _flag(header: Header, key: str) -> bool:
 
 
 def projector_of(model: str, models: Iterable[str], projectors: Iterable[str], *, is_repository: bool) -> str | None:
-    """The one of the files ``projectors`` that is for the file ``model``, which lies with the ``models``; all are names.
+    """The file of ``projectors`` that belongs to the file ``model`` among ``models``; all are names.
 
-    It is one that has the model's name, the longest such name first; else, of the only model there or of one in a
-    repository of its own, one that has no other model's. Of several quantisations F16 comes first.
+    Prefer a projector with the model's name, the longest such name first. Otherwise, if the model is the only one there
+    or has its own repository, take one without another model's name. Of several quantisations F16 comes first.
     """
     own, others = _core(model), {_core(each) for each in models}
     is_only = is_repository or others <= {own}
@@ -186,12 +186,12 @@ def projector_of(model: str, models: Iterable[str], projectors: Iterable[str], *
 
 
 def folder_of(file: Path) -> Path:
-    """Where the encoder of the model ``file`` is: some publishers have a folder in it for each quantisation."""
+    """The folder of the encoder of the model ``file``: some publishers have a subfolder for each quantisation."""
     return file.parent.parent if quantisation_in(file.parent.name) else file.parent
 
 
 def is_projector(name: str) -> bool:
-    """Whether the file ``name`` is called as encoders are."""
+    """Whether ``name`` is a file name of an encoder."""
     return MARK in name.lower() and name.lower().endswith(".gguf")
 
 
@@ -201,7 +201,7 @@ def _rank(name: str) -> tuple[int, int]:
 
 
 def _core(name: str) -> str:
-    """The model's name in that of its file, or of its encoder, without what it is quantised to."""
+    """The model's name in the name of its file or encoder, without the quantisation."""
     part = PART_NAME.fullmatch(name)
     stem = (name if part is None else part["stem"]).lower().removesuffix(".gguf").replace(MARK, "").strip("-_.")
     stem = stem.removesuffix(quantisation_in(stem).lower()).strip("-_.")

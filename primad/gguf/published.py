@@ -1,6 +1,6 @@
-"""Files of well-known models that anybody can fetch: their names on the hub, their sizes, and what else people call them.
+"""Public files of well-known models: their names on the hub, their sizes, and other names for them.
 
-Ollama has names of its own, as in ``qwen3:8b``. They say family and size, as the built-in shapes do.
+Ollama uses different names, such as ``qwen3:8b``. They state family and size, as the built-in shapes do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from halda import LayerProfile, ModelProfile
 from primad.gguf.shapes import popular_shapes, read_shape, shape
 
 QUANTISATION: Final = "q4k"
-"""Of shapes, what is closest to the files."""
+"""The quantisation of shapes that is closest to the files."""
 _OLLAMA: Final = re.compile(r"(?:[\w.-]+/)*(?P<family>[a-z][\w.-]*?)(?::(?P<tag>[\w.-]+))?", re.IGNORECASE)
 
 
@@ -28,7 +28,7 @@ class PublishedModel:
 
 
 def published_models() -> list[PublishedModel]:
-    """Those that are known, the smallest first."""
+    """The known files, smallest first."""
     found = [(name, read_shape(name)) for name in popular_shapes()]
     models = [
         PublishedModel(shape=name, title=each.name, hub=each.hub, file_bytes=each.file_bytes)
@@ -39,13 +39,13 @@ def published_models() -> list[PublishedModel]:
 
 
 def published_file(name: str) -> PublishedModel | None:
-    """The file that the shape ``name``, quantisation included, stands for."""
+    """The file that the shape ``name``, quantisation included, describes."""
     found = {f"{model.shape}-{QUANTISATION}": model for model in published_models()}
     return found.get(name)
 
 
 def published_profile(model: PublishedModel) -> ModelProfile:
-    """What of the file matters to a plan: its shape, with layers as large as the file says."""
+    """The file's profile for a plan: its shape, with layers scaled to the file's size."""
     profile = shape(f"{model.shape}-{QUANTISATION}")
     layers_bytes = sum(layer.size_bytes for layer in profile.layers)
     share = (model.file_bytes - profile.size_bytes + layers_bytes) / layers_bytes
@@ -61,7 +61,7 @@ def _grown(layer: LayerProfile, share: float) -> LayerProfile:
 
 
 def meant(text: str) -> list[PublishedModel]:
-    """The models that may be meant by ``text``, written as for Ollama: family, family:size or more of a tag."""
+    """The models that ``text`` may mean, in Ollama's form: family, family:size or more of a tag."""
     match = _OLLAMA.fullmatch(text)
     if match is None:
         return []

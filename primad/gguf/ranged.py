@@ -1,12 +1,12 @@
-"""A model on a hub of which only the header is here: enough to plan with. ``ranged_cutter.py`` says who fetches what.
+"""A model on a hub of which only the header is local: enough to plan with. ``ranged_cutter.py`` assigns the fetching.
 
     <folder>/<owner>/<repo>/.header/<quantisation>/
-        <file>.gguf        the header of each part, as it stands in the file; no weights
+        <file>.gguf        the header of each part, unchanged; no weights
         vocabulary.primad  the metadata, for llama.cpp to read the vocabulary from, and the small tensors of every window
         origin.json        where the files are: their URLs with the revision, sizes and hashes
 
-Its ``Header`` is as that of the file: tensors lie at their offsets in the header files, where there is nothing, but for the
-small ones, which lie in ``vocabulary.primad``.
+Its ``Header`` equals the file's: tensors have their offsets in the header files, where no data exists, except the small
+ones, which are in ``vocabulary.primad``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BLOCK_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangedModel:
-    """A model whose ``header`` is here; ``files`` are where its parts lie, in order. ``vocabulary`` is a file here."""
+    """A model with a local ``header``; ``files`` are its parts on the hub, in order. ``vocabulary`` is a local file."""
 
     header: Header
     files: tuple[RemoteFile, ...]
@@ -46,7 +46,7 @@ class RangedModel:
 
 
 def open_ranged(folder: Path) -> RangedModel | None:
-    """The model whose header was kept in ``folder``; None where none was, or not all of it. Raises ``ModelError``."""
+    """The model whose header is stored in ``folder``; None if it is missing or incomplete. Raises ``ModelError``."""
     try:
         files = msgspec.json.decode((folder / _ORIGIN).read_bytes(), type=dict[str, RemoteFile])
     except (OSError, msgspec.DecodeError):
@@ -67,8 +67,8 @@ def open_ranged(folder: Path) -> RangedModel | None:
 def keep_header(files: dict[str, RemoteFile], folder: Path, reader: HubRanges) -> None:
     """Read the headers of ``files``, which are the parts of one model by name, from the hub into ``folder``.
 
-    Raises ``HubError`` where the hub gives no ranges, ``ModelError`` for a file that is no model, ``NotCutError`` for one of
-    which windows would need too much, ``DiskError``.
+    Raises ``HubError`` if the hub serves no ranges, ``ModelError`` for a file that is not a model, ``NotCutError`` for one
+    whose windows would need too much, ``DiskError``.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def _small_tensors(header: Header, files: dict[Path, RemoteFile], reader: HubRan
 
 
 class _Forward:
-    """A file on the hub, read from its beginning in large blocks; ``taken`` is what was asked for so far."""
+    """A file on the hub, read from its beginning in large blocks; ``taken`` holds the bytes returned so far."""
 
     def __init__(self, reader: HubRanges, file: RemoteFile) -> None:
         self._reader, self._file = reader, file

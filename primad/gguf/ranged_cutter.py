@@ -1,4 +1,4 @@
-"""Say which bytes of a model on a hub each device is to fetch, and pass layers on to those that cannot fetch any."""
+"""Decide which bytes of a model on a hub each device fetches, and relay layers to devices that cannot reach the hub."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read_chunk(
 
 @dataclass(frozen=True, slots=True)
 class RemoteLayer:
-    """A layer that is passed on as it comes from the hub, and not stored here."""
+    """A layer that is relayed from the hub and not stored here."""
 
     size_bytes: int
     _ref: LayerRef
@@ -58,7 +58,7 @@ class RemoteLayer:
         raise ModelError("nobody has fetched it yet")
 
     def read(self, offset: int, size: int) -> bytes:
-        """``size`` bytes from ``offset``, which begin a chunk. Raises ``HubError``, ``ModelError`` where they begin none."""
+        """``size`` bytes from ``offset``, which must begin a chunk, else ``ModelError``. Raises ``HubError``."""
         if offset % CHUNK_BYTES:
             raise ModelError("it is passed on in whole chunks")
         with self._cutter.reader() as reader:
@@ -67,7 +67,7 @@ class RemoteLayer:
 
 @dataclass(frozen=True)
 class RangedCutter(ModelCutter):
-    """Cuts a model whose weights are on a hub. A layer of unknown digest is called by its origin."""
+    """Cuts a model whose weights are on a hub. A layer of unknown digest is named by its origin."""
 
     files: tuple[RemoteFile, ...] = ()
     parts: tuple[Path, ...] = ()
@@ -103,7 +103,7 @@ class RangedCutter(ModelCutter):
         return {layer: name for name, (layer, _, _) in self._origins.items()}
 
     def ref(self, layer: int, stop: StopHashing = never) -> LayerRef:
-        """The layer file of ``layer``: by its digest where that is known, else by its origin."""
+        """The layer file of ``layer``, named by its digest if that is known, else by its origin."""
         name = self._names[layer]
         _, ref, _ = self._origins[name]
         tree = self.digests.get(layer) if self.digests is not None else None
@@ -122,8 +122,8 @@ class RangedCutter(ModelCutter):
         ]
 
     def learn(self, name: str, tree: bytes) -> str | None:
-        """A layer of this origin was fetched, with this tree. The digest that it was known by, where that is another one:
-        then nothing is learnt. Raises ``ModelError`` for what is no layer of this model."""
+        """Record the tree of a fetched layer by its origin ``name``. If another digest was known, keep and return that one.
+        Raises ``ModelError`` for a name that is not a layer of this model."""
         if name not in self._origins or len(tree) != chunk_count(self._origins[name][1].size_bytes) * DIGEST_BYTES:
             raise ModelError(f"{self.header.path}: has no layer of the origin {name[:12]!r}")
         layer, ref, _ = self._origins[name]
@@ -135,17 +135,17 @@ class RangedCutter(ModelCutter):
         return None if known == layer_digest(ref.size_bytes, tree) else known
 
     def whole(self) -> WindowSpec:
-        """The whole model as one window that takes tokens, out of layer files: what a device that serves it alone needs."""
+        """The whole model as one window that takes tokens, from layer files, for a device that serves it alone."""
         layers = layer_count(self.header)
         values = {key: value for key, value in self.header.values.items() if not key.startswith("split.")}
-        if layers < block_count(self.header):  # those for multi-token prediction are left out
+        if layers < block_count(self.header):  # layers for multi-token prediction are left out
             own = window_metadata(self.header, 0, layers)
             values |= {key: value for key, value in own.items() if not key.startswith(("general.", "tokenizer."))}
             values.pop(f"{self.header.text('general.architecture')}.nextn_predict_layers", None)
         return self._one_window(values)
 
     def source(self, digest: str) -> RemoteLayer | None:  # type: ignore[override]
-        """The layer of this origin, to be passed on to a device that cannot fetch it."""
+        """The layer of this origin, to relay to a device that cannot fetch it."""
         if digest not in self._origins:
             return None
         _, ref, origin = self._origins[digest]
@@ -153,7 +153,7 @@ class RangedCutter(ModelCutter):
 
     @contextmanager
     def reader(self) -> Iterator[HubRanges]:
-        """A connection to the hub, kept for the next time."""
+        """A connection to the hub, kept for reuse."""
         try:
             reader = self._readers.get_nowait()
         except queue.Empty:

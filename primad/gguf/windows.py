@@ -1,12 +1,12 @@
 """Cut a model into windows: for each, the metadata split and the layers it is loaded from.
 
-Every window takes hidden states, so none needs the token embedding; llama.cpp still asks for one, and gets a single row.
-The tail's output matrix stands under the embedding's name (see ``engine/llama``), or beside a copy of it where the
+Every window takes hidden states, so none needs the token embedding; llama.cpp still requires one and gets a single row.
+The tail's output matrix has the embedding's name (see ``engine/llama``), or is next to a copy of the embedding if the
 architecture does not fall back on tied weights.
 
-Where layers take inputs beside the hidden state (``layer_inputs``), the window's part of the matrix that makes them is one
-more layer file, the last one. The table that they are looked up in is the head's; in windows zeros stand for it, and in the
-tail, whose matrices all have a row for each token, they are a hole behind its metadata.
+If layers take inputs in addition to the hidden state (``layer_inputs``), the window's part of the matrix that makes
+them is one more layer file, the last one. The head has the table in which they are looked up; windows have zeros
+instead. In the tail, whose matrices all have a row for each token, the zeros are a hole after its metadata.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ POSITIONS: Final = "position_embd.weight"
 OUTPUT: Final = "output.weight"
 OUTPUT_BIAS: Final = "output.bias"
 _OUTPUT_BESIDE: Final = -1
-"""The number of the output matrix beside the embedding, among known digests."""
+"""The key, among known digests, of an output matrix that is separate from the embedding."""
 MAX_SMALL_BYTES: Final = 1 << 20
 MAX_HOLE_BYTES: Final = 1 << 40
 _HOLES: Final = (GGMLQuantizationType.IQ1_S, GGMLQuantizationType.Q4_0, GGMLQuantizationType.F16)
-"""What takes the least room, for rows of whole blocks."""
+"""The smallest types for rows of whole blocks."""
 
 
 class WindowSpec(msgspec.Struct, frozen=True, kw_only=True):
     """All that a device must know to load window ``window`` of the route: layers ``first <= layer < last``.
 
-    ``metadata`` is the metadata split's content; ``layers`` are its layer files in split order, the output matrix of the
-    tail behind its layers; ``adapters`` change them. So many ``hole_bytes`` of 0 stand behind the metadata.
+    ``metadata`` is the content of the metadata split, followed by ``hole_bytes`` zero bytes. ``layers`` are the layer
+    files in split order, in the tail followed by the output matrix; ``adapters`` change them.
     """
 
     window: int
@@ -85,13 +85,13 @@ class WindowSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def files(self) -> tuple[LayerRef, ...]:
-        """All layer files that it takes."""
+        """All layer files that the window needs, including those of adapters."""
         return (*self.layers, *(ref for adapter in self.adapters for ref in adapter.layers))
 
 
 class WindowPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A window as a device is to load it: its files in ``spec``; in ``assignment`` what of it is on GPUs, and how much stays
-    in memory. ``extra_buffers`` lets llama.cpp keep repacked or AMX copies of its weights.
+    """A window for a device to load: ``spec`` has its files, ``assignment`` its GPU part and the bytes that stay in memory.
+    ``extra_buffers`` lets llama.cpp keep repacked or AMX copies of its weights.
     """
 
     spec: WindowSpec
@@ -100,7 +100,7 @@ class WindowPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def content(self) -> WindowPlan:
-        """The same at any place of a route, whatever of it stays in memory."""
+        """This plan without its place in the route and its memory residency, to compare windows by content."""
         assignment = replace(self.assignment, output="none", layer_bytes=0, output_bytes=0, resident_bytes=0)
         spec = replace_fields(self.spec, window=0, metadata=b"", hole_bytes=0)
         return replace_fields(self, spec=spec, assignment=assignment)
@@ -108,11 +108,11 @@ class WindowPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class ModelCutter:
-    """Cuts one model; keeps what was hashed, so no layer is read twice. ``digests`` keeps it from run to run.
+    """Cuts one model and remembers hashes, so no layer is read twice. ``digests`` stores them across runs.
 
-    The token embedding that windows do without is a row of ``stand_in``. Where the output matrix ``keeps_name``, which its
-    adapters know it by, the tail has the embedding beside it and never reads it. So it has where the tail ``predicts``: with
-    the layers for multi-token prediction, which look tokens up.
+    Windows have a row of ``stand_in`` as their token embedding. If the output matrix ``keeps_name``, by which adapters
+    address it, the tail also has the embedding, which it never reads. It also has the embedding if the tail
+    ``predicts``, that is, has the layers for multi-token prediction, which look tokens up.
     """
 
     header: Header
@@ -163,7 +163,7 @@ class ModelCutter:
 
     @property
     def _predicting(self) -> Sequence[int]:
-        """The numbers of the layer files for multi-token prediction that the tail has, behind all others."""
+        """The numbers of the tail's layer files for multi-token prediction, which follow all others."""
         if not self.predicts:
             return ()
         layers = layer_count(self.header)
@@ -172,14 +172,14 @@ class ModelCutter:
 
     @property
     def embedding_layer(self) -> int:
-        """The number of the layer file that has the embedding, also of positions and layers: the output's, or else one
-        behind it."""
+        """The number of the layer file with the embeddings of tokens, positions and layers: the output matrix's, or the one
+        after it."""
         output, embedding = self._output, token_embedding(self.header)
         has_all = output[TOKEN_EMBEDDING].name == embedding.name and not self._beside_embedding()
         return layer_count(self.header) + (not has_all)
 
     def _beside_embedding(self) -> dict[str, TensorInfo]:
-        """What else the head looks up."""
+        """Tensors besides the token embedding that the head looks up."""
         found = {POSITIONS: position_embedding(self.header), LAYER_INPUTS: layer_table(self.header)}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
@@ -211,8 +211,8 @@ class ModelCutter:
         return self._cuts.get(digest)
 
     def layers_of(self, first: int, last: int) -> Sequence[int]:
-        """What window ``first..last`` needs: its layers, the output matrix behind them and those for multi-token prediction
-        when it is the tail, and what makes their inputs."""
+        """Layer files of window ``first..last``: its layers; in the tail, the output matrix and the layers for multi-token
+        prediction; and the projection of the layers' inputs."""
         own: Sequence[int] = range(first, last)
         if last == layer_count(self.header):
             own = [*own, *self._predicting, last]
@@ -241,12 +241,12 @@ class ModelCutter:
 
     @property
     def layers_of_all(self) -> tuple[int, ...]:
-        """What ``without_text`` needs: the layers, the output matrix, and the token embedding where that is another one."""
+        """Layer files of ``without_text``: the layers, the output matrix, and the token embedding if it is separate."""
         layers = layer_count(self.header)
         return tuple(dict.fromkeys([*self.layers_of(0, layers), self.embedding_layer]))
 
     def without_text(self) -> WindowSpec:
-        """The whole model as one window that takes tokens, and knows no text for them: what a device that drafts needs."""
+        """The whole model as one window that takes tokens, without their texts, for a device that drafts."""
         return self._one_window(window_metadata(self.header, 0, layer_count(self.header)))
 
     def _one_window(self, values: dict[str, Value]) -> WindowSpec:
@@ -308,12 +308,12 @@ class ModelCutter:
         return small
 
     def _stand_ins(self, first: int, last: int) -> list[Hole]:
-        """The weights of layers that stand behind those of a window."""
+        """The weights of the stand-in layers that follow a window's own."""
         behind = enumerate(stand_ins(self.header, first, last), start=last - first)
         return [hole for number, layer in behind for hole in holes(self.header, layer, number)]
 
     def _hole(self, first: int, last: int) -> list[Hole]:
-        """What stands in the tail for the table of what layers take beside hidden states."""
+        """The tail's placeholder for the table of the layers' additional inputs."""
         values = layer_inputs(self.header) * (last - first)
         kind = next(kind for kind in _HOLES if values % GGML_QUANT_SIZES[kind][0] == 0)
         shape = (values, vocabulary_size(self.header))
@@ -329,10 +329,10 @@ def token_embedding(header: Header) -> TensorInfo:
 
 
 def position_embedding(header: Header, table: Header | None = None) -> TensorInfo | None:
-    """What the head adds to the embedding by position, shape (width, positions); None for most models. Its file may be
-    ``table``.
+    """The table that the head adds to the embedding by position, shape (width, positions); None for most models. ``table``
+    is the header of its file, if that is another one.
 
-    Raises ``ModelError`` where it has another width.
+    Raises ``ModelError`` if it has another width.
     """
     entry = known(header)
     file = table if table is not None else header
@@ -343,23 +343,23 @@ def position_embedding(header: Header, table: Header | None = None) -> TensorInf
 
 
 def layer_table(header: Header) -> TensorInfo | None:
-    """The table with what each layer takes beside the hidden state, a row for each token; None for most models."""
+    """The table of the layers' inputs in addition to the hidden state, a row per token; None for most models."""
     return header.tensors.get(LAYER_INPUTS) if layer_inputs(header) else None
 
 
 def sent_layers(header: Header) -> int:
-    """Layers that may be in windows before the tail."""
+    """Number of layers that may be in windows before the tail."""
     return max(cut_points(header), default=0)
 
 
 def beside_values(header: Header) -> int:
-    """Values that go from window to window beside each hidden state (``engine/layer_inputs.py``); 0 for most models."""
+    """Values sent between windows with each hidden state (``engine/layer_inputs.py``); 0 for most models."""
     each = layer_inputs(header)
     return token_embedding(header).shape[0] + each * sent_layers(header) + 1 if each else 0
 
 
 def window_metadata(header: Header, first: int, last: int, *, predicts: bool = False) -> dict[str, Value]:
-    """The metadata of a window, of which the tail alone has the vocabulary. Raises ``ModelError`` as ``window_values``."""
+    """The metadata of a window; only the tail has the vocabulary. Raises ``ModelError`` as ``window_values``."""
     tail = last == layer_count(header)
     return window_values(header, first, last, vocabulary=vocabulary_size(header) if tail else 1, predicts=predicts)
 
@@ -370,7 +370,7 @@ def vocabulary_size(header: Header) -> int:
 
 
 def control_tokens(header: Header) -> frozenset[int]:
-    """The tokens that are no text: in a chat each message begins with one. None where the file does not say which."""
+    """The tokens that are not text; in a chat each message begins with one. Empty if the file does not mark them."""
     types = header.values.get("tokenizer.ggml.token_type")
     if types is None or not types.is_array:
         return frozenset()
