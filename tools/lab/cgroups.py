@@ -1,8 +1,8 @@
-"""The cgroups of a lab, version 1 or 2, whichever holds the controllers here.
+"""The cgroups of a lab, version 1 or 2, whichever has the controllers here.
 
-A lab has one group, ``primad-lab-<id>``, in every hierarchy it needs, and below it one for each device and one, ``lab``, for
-what the lab itself runs. Nothing above that group is changed, save that version 2 lends its controllers to children.
-Every process of a lab is in it, so it also tells what to kill at the end.
+A lab has one group, ``primad-lab-<id>``, in every hierarchy it needs. Below it are one group for each device and one,
+``lab``, for the lab's own processes. Nothing above that group is changed, except that version 2 enables its controllers
+for children. Every process of a lab is in it, so it also shows what to kill at the end.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from tools.lab.names import PREFIX, LabError
 
 _WANTED: Final = ("memory", "cpu", "blkio")
 _PERIOD_US: Final = 20_000
-"""Short, so that a device of half a core is a slow one and not one that stops for 50 ms at a time."""
+"""Short, so that a device with half a core is slow instead of stopping for 50 ms at a time."""
 
 _PATIENCE_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Hierarchies:
-    """Where groups are made: ``version`` and a folder for each of memory, cpu and blkio that exists (one for all in 2)."""
+    """Where groups are made: ``version`` and a folder for each existing controller of memory, cpu and blkio (one for
+    all in version 2)."""
 
     version: int
     folders: dict[str, Path]
 
     def group(self, controller: str, lab: str, name: str) -> Path:
-        """The folder of one group in the hierarchy of ``controller``. Raises ``LabError`` where that is missing."""
+        """Return the folder of a group in the hierarchy of ``controller``. Raises ``LabError`` if that is missing."""
         if controller not in self.folders:
             raise LabError(
                 f"cgroup controller {controller}: not on this machine; leave its limits out of the fleet, or enable it"
@@ -42,12 +43,12 @@ class Hierarchies:
         return self.folders[controller] / f"{PREFIX}{lab}" / name
 
     def tops(self) -> list[Path]:
-        """The folders, each once."""
+        """Return the folders without duplicates."""
         return list(dict.fromkeys(self.folders.values()))
 
 
 def find(mountinfo: str, read: Path = Path("/")) -> Hierarchies:
-    """The hierarchies that the text of ``/proc/self/mountinfo`` names. Raises ``LabError`` where there is none."""
+    """Return the hierarchies named in the text of ``/proc/self/mountinfo``. Raises ``LabError`` if there is none."""
     first: dict[str, Path] = {}
     second: Path | None = None
     for line in mountinfo.splitlines():
@@ -71,7 +72,7 @@ def find(mountinfo: str, read: Path = Path("/")) -> Hierarchies:
 
 
 def here() -> Hierarchies:
-    """The hierarchies of this machine."""
+    """Return the hierarchies of this machine."""
     return find(Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape"))
 
 
@@ -83,7 +84,7 @@ class Cgroups:
         self._at = hierarchies
 
     def create(self, name: str) -> None:
-        """Make the group ``name``. Raises ``LabError`` where the hierarchy cannot be written."""
+        """Make the group ``name``. Raises ``LabError`` if the hierarchy cannot be written."""
         try:
             for top in self._at.tops():
                 ours = top / f"{PREFIX}{self._lab}"
@@ -105,11 +106,11 @@ class Cgroups:
             control.write_text(" ".join(f"+{name}" for name in sorted(lacking)), encoding="ascii")
 
     def procs(self, name: str) -> list[Path]:
-        """The files into which a process writes its id to be in the group."""
+        """Return the files into which a process writes its id to join the group."""
         return [top / f"{PREFIX}{self._lab}" / name / "cgroup.procs" for top in self._at.tops()]
 
     def limit_memory(self, name: str, max_bytes: int) -> None:
-        """Let the group have no more memory than this, swap included."""
+        """Limit the memory of the group, swap included."""
         if self._at.version == 2:
             self._set("memory", name, {"memory.max": max_bytes})
             self._set("memory", name, {"memory.swap.max": 0}, optional=True)
@@ -118,7 +119,7 @@ class Cgroups:
             self._set("memory", name, {"memory.memsw.limit_in_bytes": max_bytes}, optional=True)
 
     def limit_cpu(self, name: str, cpus: float) -> None:
-        """Let the group have this much CPU time per second; can be changed at any time."""
+        """Limit the CPU time per second of the group; can be changed at any time."""
         quota = max(1000, round(cpus * _PERIOD_US))
         if self._at.version == 2:
             self._set("cpu", name, {"cpu.max": f"{quota} {_PERIOD_US}"})
@@ -150,14 +151,14 @@ class Cgroups:
                 raise LabError(f"cgroup {folder / key}: {value}: {exc.strerror}; change that limit of {name}") from exc
 
     def memory_bytes(self, name: str) -> int | None:
-        """What the group uses now; None where nobody counts."""
+        """Return the memory that the group uses now; None if it is not counted."""
         if "memory" not in self._at.folders:
             return None
         key = "memory.current" if self._at.version == 2 else "memory.usage_in_bytes"
         return int((self._at.group("memory", self._lab, name) / key).read_text(encoding="ascii"))
 
     def oom_kills(self, name: str) -> int:
-        """How many processes of the group died because it was out of memory; 0 where nobody counts."""
+        """Return how many processes of the group were killed for lack of memory; 0 if they are not counted."""
         if "memory" not in self._at.folders:
             return 0
         key = "memory.events" if self._at.version == 2 else "memory.oom_control"
@@ -165,7 +166,7 @@ class Cgroups:
         return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
 
     def pids(self, name: str) -> set[int]:
-        """The processes of the group."""
+        """Return the processes of the group."""
         found: set[int] = set()
         for path in self.procs(name):
             with suppress(FileNotFoundError, OSError):
@@ -173,7 +174,7 @@ class Cgroups:
         return found - {0}
 
     def names(self) -> list[str]:
-        """The groups that exist, the lab's own last: it holds the namespaces."""
+        """Return the existing groups, the lab's own last: it holds the namespaces."""
         found = {
             entry.name
             for top in self._at.tops()
@@ -183,7 +184,7 @@ class Cgroups:
         return sorted(found, key=lambda name: (name == "lab", name))
 
     def kill(self, name: str) -> None:
-        """Kill every process of the group and wait until none is left. Raises ``LabError`` when some do not die."""
+        """Kill every process of the group and wait until none is left. Raises ``LabError`` if some do not die."""
         deadline = time.monotonic() + _PATIENCE_S
         while pids := self.pids(name):
             end(pids, deadline)
@@ -191,9 +192,9 @@ class Cgroups:
                 raise LabError(f"{name}: processes {sorted(pids)} do not die; look at them with ps")
 
     def remove(self) -> None:
-        """Kill all there is and remove every group; nothing to remove is no error.
+        """Kill all processes and remove every group; it is no error if there are none.
 
-        A process that was just starting may still join, until its group is gone; then it ends by itself (``inside.py``).
+        A process that is starting may still join until its group is gone; then it ends by itself (``inside.py``).
         """
         deadline = time.monotonic() + _PATIENCE_S
         while True:
@@ -206,7 +207,7 @@ class Cgroups:
                 raise LabError(
                     f"cgroup {left[0].filename}: cannot be removed: {left[0].strerror}; remove it with rmdir"
                 )
-            time.sleep(0.01)  # the kernel lets go of a dead process a moment after it is gone
+            time.sleep(0.01)  # the kernel releases a dead process a moment after its end
 
 
 def end(pids: set[int], deadline: float, number: int = signal.SIGKILL) -> None:
@@ -232,7 +233,7 @@ def _handles(pids: set[int]) -> Iterator[int]:
 
 
 def _remove_groups(ours: Path) -> OSError | None:
-    """Remove a lab's groups in one hierarchy; what the first that stays says."""
+    """Remove a lab's groups in one hierarchy. Return the error of the first that stays."""
     for folder in [*(entry for entry in ours.glob("*") if entry.is_dir()), ours]:
         try:
             folder.rmdir()

@@ -1,8 +1,8 @@
-"""A model whose own layer for multi-token prediction is right: each next token follows from the one before it alone.
+"""A model whose own layer for multi-token prediction is right: each next token depends only on the one before it.
 
-Attention and feed-forward add nothing, so what comes out of the layers is the token's embedding, and the layer behind them
-hands on the embedding of its token in place of the state, with as much noise as makes its drafts hold as often as they
-are to. Drafts are drawn with the seeds of their tokens: without noise all hold.
+Attention and feed-forward add nothing, so the layers' output is the token's embedding. The layer after them passes on
+its token's embedding instead of the state, with enough noise to reach the wanted acceptance of its drafts. Drafts are
+sampled with the seeds of their tokens: without noise all are accepted.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ ADDS: tuple[str, ...] = (
 
 
 LIKELIEST = 0.7
-"""In this share of cases the likeliest token is drawn."""
+"""Probability with which the likeliest token is sampled."""
 DRAWN: Mapping[str, float] = {"top_k": 0, "top_p": 1, "min_p": 0}
-"""What a request asks for besides the temperature, so that drafts hold as often as they are to: tokens are drawn in their
-own order. Where the likeliest are sorted before, two drafts of another order hold less often: 61 % of those meant for 70."""
+"""Sampling options of a request besides the temperature, so that the acceptance is as wanted: tokens are sampled in
+vocabulary order. If the likeliest are sorted first, two drafts of another order are accepted less often: 61 % of those
+meant for 70."""
 
 
 def write_controlled(
@@ -45,8 +46,8 @@ def write_controlled(
     values: Mapping[str, Value] | None = None,
     **shape: Any,
 ) -> float:
-    """Write one of ``shape`` and ``values``, as ``synth.write_model`` takes them; the temperature at which the share
-    ``right`` of its drafts holds.
+    """Write a model of ``shape`` and ``values``, as ``synth.write_model`` takes them. Return the temperature at which
+    the share ``right`` of its drafts is accepted.
     """
     every = {f"{architecture}.nextn_predict_layers": scalar_value(GGUFValueType.UINT32, 1), **(values or {})}
     synth.write_model(path, architecture=architecture, values=every, **shape)
@@ -105,13 +106,13 @@ def _normed(rows: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _matrix(header: Header) -> NDArray[np.float32]:
-    """What a normed state is multiplied with for its logits."""
+    """Return the matrix by which a normed state is multiplied for its logits."""
     name = "output.weight" if "output.weight" in header.tensors else "token_embd.weight"
     return (_content(header, name) * _content(header, "output_norm.weight")).T
 
 
 def _likely(hidden: NDArray[np.float32], matrix: NDArray[np.float32], temperature: float) -> NDArray[np.float64]:
-    """How likely each token is behind each state."""
+    """Return the probability of each token after each state."""
     logits = (hidden @ matrix).astype(np.float64) / temperature
     found = np.exp(logits - logits.max(axis=1, keepdims=True))
     likely: NDArray[np.float64] = found / found.sum(axis=1, keepdims=True)
@@ -119,7 +120,8 @@ def _likely(hidden: NDArray[np.float32], matrix: NDArray[np.float32], temperatur
 
 
 def _drawn_alike(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-    """How often one number draws the same token of both, behind the tokens of a text that is drawn from ``one``."""
+    """Return how often one random number samples the same token from both, after the tokens of a text sampled from
+    ``one``."""
     ends, other_ends = one.cumsum(axis=1), other.cumsum(axis=1)
     begins, other_begins = ends - one, other_ends - other
     alike = np.clip(np.minimum(ends, other_ends) - np.maximum(begins, other_begins), 0, None).sum(axis=1)
@@ -130,7 +132,7 @@ def _drawn_alike(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
 
 
 def _bisected(falls: Callable[[float], float], wanted: float) -> float:
-    """Where ``falls``, which does, is ``wanted``."""
+    """Return where the falling function ``falls`` has the value ``wanted``."""
     low, high = 1e-3, 1e3
     for _ in range(40):
         middle = (low * high) ** 0.5

@@ -1,4 +1,4 @@
-"""A part of a core for each of some processes: cgroups with quotas, on cores in turn."""
+"""A share of a core for each of several processes: cgroups with quotas, on cores in turn."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tools.lab.requirements import require
 
 
 class Cores:
-    """Where a process of each name is to be. ``with shared_cores(...)`` makes it."""
+    """The place for each named process. ``with shared_cores(...)`` makes it."""
 
     def __init__(self, groups: Cgroups, places: Mapping[str, int]) -> None:
         self._groups, self._places = groups, places
 
     def add(self, name: str, pid: int) -> None:
-        """Put a process that just began there; what it starts is there too."""
+        """Move a process that has just started to its place; its children start there too."""
         os.sched_setaffinity(pid, {self._places[name]})
         for path in self._groups.procs(name):
             path.write_text(str(pid), encoding="ascii")
@@ -28,7 +28,8 @@ class Cores:
 
 @contextmanager
 def shared_cores(names: list[str], share: float) -> Iterator[Cores]:
-    """For each of ``names`` this ``share`` of a core, as many on each as fit. Raises ``LabError`` without cgroups for it."""
+    """Give each of ``names`` this ``share`` of a core, as many on each as fit. Raises ``LabError`` without cgroups for
+    it."""
     require()
     lab, at = new_id(), here()
     remove_abandoned(at)

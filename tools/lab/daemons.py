@@ -1,4 +1,4 @@
-"""Daemons of primad on this machine, as children of a tool: none of the user's settings, ended with the block."""
+"""Daemons of primad on this machine, as children of a tool: without the user's settings, ended with the block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ STOP_S: Final = 30.0
 
 
 def environment(homes: Path, host: str | None = LOOPBACK) -> dict[str, str]:
-    """None of the user's own settings, nothing beyond ``host`` (None: every address), no trust in what else they run."""
+    """Return an environment without the user's settings: only ``host`` (None: every address), and its own folder for
+    trust."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PRIMAD_")}
     return kept | {VARIABLE: str(homes / "local-trust")} | ({} if host is None else {"PRIMAD_HOST": host})
 
@@ -34,7 +35,8 @@ def daemon(
     before: Sequence[str] = (),
     host: str | None = LOOPBACK,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """``primad`` with these words, and those ``before`` it, if any; what it says goes to ``log``, or on as it is."""
+    """Run ``primad`` with these words, after those in ``before``, if any; its output goes to ``log``, or is passed
+    on."""
     command = [*before, PRIMAD, *words]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log, env=environment(homes, host))
     try:
@@ -50,7 +52,7 @@ def daemon(
 
 
 def free_port(wanted: int = 0) -> int:
-    """A port of 127.0.0.1 that nobody listens on now: the one that is ``wanted`` if it is free."""
+    """Return a free port of 127.0.0.1: the ``wanted`` one if it is free."""
     try:
         free = socket.create_server(("127.0.0.1", wanted))
     except OSError:

@@ -1,7 +1,7 @@
-"""Adds latency to connections between two processes of this machine: bytes are passed on in order, so much later.
+"""Add latency to connections between two processes of this machine: bytes are passed on in order after a delay.
 
-For rings whose hops are those of a home network, on machines without namespaces. ``relay.py`` is that of a whole lab. What a
-hop takes is up to a millisecond more than asked: asyncio's clock has no finer one.
+For rings with the hops of a home network, on machines without namespaces. ``relay.py`` does this for a whole lab. A hop
+takes up to a millisecond more than requested: asyncio's clock is no finer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _MAX_BYTES: Final = 1 << 16
 
 
 class DelayedLink:
-    """Listens on loopback; what connects there is connected to ``address``, ``delay_s`` further away each way."""
+    """Listens on loopback; connections are passed to ``address``, ``delay_s`` further away each way."""
 
     def __init__(self, address: str, delay_s: float) -> None:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
@@ -23,12 +23,12 @@ class DelayedLink:
         self._server: asyncio.Server | None = None
 
     async def open(self) -> str:
-        """The address to use in place of the other one."""
+        """Return the address to use instead of the other one."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:
-        """End what was connected."""
+        """End all connections."""
         if self._server is not None:
             self._server.close()
         for pump in self._pumps:

@@ -1,4 +1,4 @@
-"""What the demo asks of ``primad serve``, and what it says to try next."""
+"""The demo's options of ``primad serve``, and its suggestions of what to try next."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ What to try next:
 
 
 def plan_options(model: Path, devices: int) -> list[str]:
-    """What makes the layers be shared equally, where the model can be cut so; else all take part."""
+    """Return options that split the layers equally if the model can be cut that way; otherwise all devices take
+    part."""
     if devices == 1:
         return []
     header = open_model(model, header_only=True)

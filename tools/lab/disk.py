@@ -1,4 +1,4 @@
-"""The disk of a device: a file system of its own in a file, its speed, and filling it up."""
+"""The disk of a device: its own file system in a file, its speed, and filling it up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BALLAST: Final = "homelab-ballast"
 
 
 def make_image(path: Path, size_bytes: int) -> None:
-    """A sparse file with an empty file system; nothing of it is kept for root alone. Raises ``LabError``."""
+    """Make a sparse file with an empty file system; no blocks are reserved for root. Raises ``LabError``."""
     maker = tool_path("mkfs.ext4")
     if maker is None:
         raise LabError("disk_bytes: requires mkfs.ext4; install it (apt install e2fsprogs) or leave disk_bytes out")
@@ -32,7 +32,8 @@ def make_image(path: Path, size_bytes: int) -> None:
 
 
 def block_device(path: Path) -> str | None:
-    """``major:minor`` of the whole disk under ``path``; None where no single disk is (overlay, tmpfs, btrfs)."""
+    """Return ``major:minor`` of the whole disk under ``path``; None if there is no single disk (overlay, tmpfs,
+    btrfs)."""
     number = path.stat().st_dev
     entry = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     if not entry.exists():
@@ -43,17 +44,17 @@ def block_device(path: Path) -> str | None:
 
 
 def forget(path: Path) -> None:
-    """Have the page cache forget a file, as far as no process has it mapped."""
+    """Drop a file from the page cache, as far as no process has it mapped."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)  # what is not written yet would stay
+        os.fsync(handle)  # unwritten pages would stay
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(handle)
 
 
 def fill(folder: Path) -> int:
-    """Leave nothing free on the file system of ``folder``; the bytes that the ballast takes."""
+    """Fill the file system of ``folder``. Return the bytes of the ballast file."""
     with (folder / BALLAST).open("ab") as ballast:
         handle = ballast.fileno()
         piece = 1 << 30
@@ -68,21 +69,21 @@ def fill(folder: Path) -> int:
 
 
 def free(folder: Path) -> None:
-    """Take the ballast away again."""
+    """Remove the ballast file."""
     (folder / BALLAST).unlink(missing_ok=True)
 
 
 def detach_loops(folder: Path) -> bool:
-    """Let go of loop devices on files under ``folder``; whether there are some still.
+    """Detach loop devices on files under ``folder``. Return whether some are still attached.
 
-    The kernel lets go by itself when the last process of the device's mount namespace is gone, a moment later.
+    The kernel detaches them a moment after the last process of the device's mount namespace is gone.
     """
     found = False
     for entry in Path("/sys/block").glob("loop*/loop/backing_file"):
         try:
             backing = entry.read_text(encoding="utf-8", errors="surrogateescape").strip()
         except OSError:
-            continue  # let go of meanwhile
+            continue  # detached meanwhile
         if Path(backing.removesuffix(" (deleted)")).is_relative_to(folder):
             found = True
             detach = [tool_path("losetup") or "losetup", "-d", f"/dev/{entry.parent.parent.name}"]

@@ -1,4 +1,4 @@
-"""What drafts won: questions, answers with and without drafts, what is wanted of that, and how it is shown."""
+"""The gain of drafts: prompts, completions with and without drafts, the wanted ratios, and the table."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tools.lab.figures import Compared
 AS_SERVED: Final = "as served"
 DEVICES: Final = {"two": 2, "streams": 1, "far": 4}
 COPIES: Final = ("code", "chat")
-"""Answers to these questions repeat their prompts."""
+"""Completions of these prompts repeat parts of the prompt."""
 AT_LEAST: Final = {"two": 1.4, "streams": 2.5, "far": 2.0}
-"""Times the tokens a second, where an answer repeats its prompt."""
+"""Wanted ratio of tokens/s, where a completion repeats its prompt."""
 FREE_TEXT: Final = {"two": 1.1}
-"""The same of a whole story, which repeats itself now and then."""
+"""The same for a whole story, which repeats itself now and then."""
 
 
 CODE: Final = """def settle(orders, prices, stock):
@@ -41,7 +41,7 @@ CODE: Final = """def settle(orders, prices, stock):
             print(f"{name} is sold out")
     return total
 """
-"""What a small model says behind it repeats nothing."""
+"""A small model's continuation of this repeats nothing."""
 REPORT: Final = (
     "The ferry from Harlow leaves the northern pier at half past six on weekdays and at eight on Sundays. Tickets are sold "
     "in the wooden house beside the pier, which opens twenty minutes earlier. Bicycles travel free of charge, but dogs need "
@@ -53,7 +53,7 @@ STORIES: Final = (
     "Write about a market where people sell the hours that they do not need, and about a boy who buys one.",
     "Two sisters cross a desert with a mule that knows the way. Tell their third day, from dawn to dusk.",
 )
-"""Each round has another one: how often a story repeats itself is chance."""
+"""Each round has another one, since the amount of repetition in a story is random."""
 
 
 def _chat(question: str, begun: str = "") -> str:
@@ -65,22 +65,22 @@ QUESTIONS: Final[Mapping[str, Sequence[str]]] = {
     "chat": [_chat(f"{REPORT}\n\nWrite this text again, word for word.", "The ferry from")],
     "story": [_chat(story) for story in STORIES],
 }
-"""Round by round, over and over."""
+"""Prompts by round, in rotation."""
 SHAPING: Final = ("temperature", "top_k", "top_p", "min_p")
 USUAL: Final = msgspec.structs.replace(GREEDY, **{name: getattr(SamplingDefaults(), name) for name in SHAPING})
-"""Of clients that ask for nothing else: the likeliest tokens of a small model soon repeat a story's last sentence."""
+"""Sampling of clients without options: with greedy sampling a small model soon repeats a story's last sentence."""
 RANDOM: Final = msgspec.structs.replace(GREEDY, temperature=MAX_TEMPERATURE)
-"""Of a model's own distribution a text may come that repeats itself, and then its drafts hold."""
+"""Sampling from a model's own distribution; a text may repeat itself, and then its drafts are accepted."""
 
 
 def samplers(sampling: Sampling) -> dict[str, Any]:
-    """What a server is told of ``sampling``: by default it cuts unlikely tokens off."""
+    """Return the server options of ``sampling``: by default a server cuts off unlikely tokens."""
     return {name: getattr(sampling, name) for name in (*SHAPING, "seed")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftedCompletion:
-    """``next_s`` is the mean time from token to token, ``late_s`` that of the latest one in twenty."""
+    """``next_s`` is the mean time between tokens, ``late_s`` that of the latest one in twenty."""
 
     tokens: list[int]
     first_s: float
@@ -99,8 +99,8 @@ def compared(
     drafted: Sequence[DraftedCompletion],
     skipped: float,
 ) -> Iterator[Compared]:
-    """One way of drafting and one question, run by run: without drafts and with; the share that this way ``skipped`` of all
-    its drafts, for all questions."""
+    """Yield one drafting method and one prompt, run by run: without drafts and with; ``skipped`` is the method's share
+    of skipped drafts over all prompts."""
     tokens = sum(each.drafted for each in drafted)
     held = (
         f"{tokens} drafts, {sum(each.accepted for each in drafted) / tokens:.0%} right, " if tokens else "no drafts, "
@@ -130,7 +130,7 @@ def compared(
 
 
 def _wanted(case: str, question: str, way: str) -> float | None:
-    """So many times the tokens a second at least."""
+    """Return the minimum ratio of tokens/s."""
     repeats = question in COPIES
     if way == AS_SERVED:
         if repeats:

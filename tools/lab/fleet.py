@@ -34,7 +34,7 @@ from msgspec import Meta
 from tools.lab.names import LabError
 
 NETWORK: Final = ipaddress.ip_network("10.77.0.0/24")
-"""Addresses of every lab; they exist inside its namespaces only, so labs do not meet."""
+"""Addresses of every lab; they exist only inside its namespaces, so labs do not meet."""
 
 MAX_DEVICES: Final = 64
 _SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKMGT]i?)?B?\s*")
@@ -44,7 +44,7 @@ _Rate = Annotated[int, Meta(ge=1)]
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One device as asked for; None means no limit of its own. ``latency_ms`` is added to a round trip."""
+    """One device as specified; None means no limit of its own. ``latency_ms`` is added to a round trip."""
 
     name: Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,14}$")]
     memory_bytes: Annotated[int, Meta(ge=16 << 20)] | None = None
@@ -85,13 +85,13 @@ class Fleet:
 
 
 def _size(value: Any) -> Any:
-    """``value`` in bytes where it is a text such as ``"2GB"``; anything else as it is."""
+    """Return ``value`` in bytes if it is a text such as ``"2GB"``; anything else unchanged."""
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     return value if match is None else int(float(match[1]) * (_UNITS | _BINARY)[match[2] or ""])
 
 
 def load_fleet(path: Path) -> Fleet:
-    """The fleet that a TOML file describes. Raises ``LabError`` naming the key that is wrong."""
+    """Read a fleet from a TOML file. Raises ``LabError`` naming the wrong key."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:
@@ -102,7 +102,7 @@ def load_fleet(path: Path) -> Fleet:
 
 
 def parse_fleet(document: Mapping[str, Any], where: str) -> Fleet:
-    """The fleet that a parsed TOML document describes. Raises ``LabError`` naming the key that is wrong."""
+    """Return the fleet of a parsed TOML document. Raises ``LabError`` naming the wrong key."""
     specs, at = [], where
     try:
         found = msgspec.convert(document, _Document)

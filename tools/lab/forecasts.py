@@ -1,6 +1,6 @@
-"""What primad promises in seconds: how long each may take on a machine that has nothing else to do.
+"""Times that primad promises: the maximum for each on an otherwise idle machine.
 
-Tests note what each took and judge none of it, for any machine may be slow for a while; ``tools/faults times`` judges.
+Tests record the times and judge none, as any machine may be slow for a while; ``tools/faults times`` judges.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """At most ``limit_s``, and what it is."""
+    """At most ``limit_s``, and a description."""
 
     limit_s: float
     what: str
@@ -35,7 +35,8 @@ PROMISES: Final[Mapping[str, Promise]] = {
 
 
 def judged(found: Sequence[tuple[str, str, float]]) -> list[str]:
-    """A line for each promise that was kept or not, from (test, promise, seconds): the slowest, and where it was seen."""
+    """Return a line for each promise, kept or not, from (test, promise, seconds): the slowest, and the test that saw
+    it."""
     lines = []
     for name, promise in PROMISES.items():
         seen = [(seconds, test) for test, kind, seconds in found if kind == name]

@@ -1,4 +1,4 @@
-"""What a device is furnished with before anything runs on it: disk, host name, names of the others, folders."""
+"""Prepare a device before anything runs on it: disk, host name, names of the others, folders."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ HOME_FOLDERS: Final = ("cache", "config", "data", "runtime", "state", "tmp")
 
 
 def furnish(lab: str, spec: DeviceSpec, addresses: Mapping[str, str]) -> dict[str, Any]:
-    """Lay out the files of a device, and what its holder does with them (see ``inside.py``).
+    """Write the files of a device. Return what its holder does with them (see ``inside.py``).
 
-    ``addresses`` are those of the devices that have one, by name. Raises ``LabError`` when its disk cannot be made.
+    ``addresses`` are those of the devices that have one, by name. Raises ``LabError`` if its disk cannot be made.
     """
     folder = root(lab) / spec.name
     home, own = folder / "home", folder / "own"

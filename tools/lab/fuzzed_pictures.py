@@ -1,4 +1,4 @@
-"""Files through the process for pictures of a tiny model, and what became of them."""
+"""Send files through a tiny model's media process, and record the outcomes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tools.synth import write_model
 
 @dataclass(slots=True)
 class Tally:
-    """What became of files, by what was done to them: accepted, or refused with which words."""
+    """Outcomes of files, by mutation: accepted, or refused with a message."""
 
     accepted: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     findings: list[tuple[str, bytes, str]] = field(default_factory=list)
-    """What was done, the file, and how it ended the process."""
+    """Mutation, file, and how it ended the process."""
     child_bytes: int = 0
-    """The most that the process held between two files."""
+    """Maximum memory of the process between two files."""
 
 
 async def fuzz(service: PictureService, files: Iterable[tuple[str, bytes]]) -> Tally:
-    """Each of ``files`` through ``service``."""
+    """Send each of ``files`` through ``service``."""
     found = Tally()
     for done, data in files:
         try:
@@ -44,7 +44,8 @@ async def fuzz(service: PictureService, files: Iterable[tuple[str, bytes]]) -> T
 
 
 def tiny_service(folder: Path, *, hears: bool = False) -> PictureService:
-    """The process for pictures, or for sound if it ``hears``, of a tiny model, whose files are written to ``folder``."""
+    """Return the media process of a tiny model for images, or for audio if it ``hears``; its files are written to
+    ``folder``."""
     shape = write_model(folder / "model.gguf", architecture="gemma4" if hears else "llama")
     write_encoder(folder / "encoder.gguf", "gemma4ua" if hears else "janus_pro", shape.width)
     return PictureService(folder / "encoder.gguf", folder / "model.gguf", threads=1, kept_bytes=0)

@@ -1,6 +1,6 @@
-"""The fault matrix of tensor-parallel groups as data: what becomes of an answer when a device of a group fails.
+"""The fault matrix of tensor-parallel groups as data: what happens to a request when a device of a group fails.
 
-The tests (``tests/homelab/test_group_faults.py``) do what stands here, and a table of ``docs/faults.md`` says it.
+The tests (``tests/homelab/test_group_faults.py``) perform it, and a table of ``docs/faults.md`` shows it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from tools.lab.matrix import Seconds
 from tools.lab.pages import between
 
 WINDOWS: Final = {"group of all": "12x3", "first of a group": "4,8x2", "other of a group": "4,8x2"}
-"""The plan by hand in which the device that fails is a rank of a group of all layers, or the first or the other one of a
-group that is a place of a ring. There is one worker more, which takes over with the same share, so no token changes."""
+"""Manual plans in which the failing device is a rank of a group of all layers, or the first or the other rank of a
+group that is a place of a ring. One further worker takes over with the same share, so no token changes."""
 PHASES: Final = ("prefill", "decode")
 FAULTS: Final = (
     "kill -9",
@@ -29,8 +29,8 @@ FAULTS: Final = (
     "paused by its owner",
     "disk full",
 )
-CONTINUES: Final = frozenset({"disk full"})
-"""Faults by which nothing is interrupted; after the others a ring without the device takes over."""
+GOES_ON: Final = frozenset({"disk full"})
+"""Faults that interrupt nothing; after the others a ring without the device takes over."""
 _NAMED: Final = "^{device} (is gone|leaves)|^{device}: |{device} of this group "
 _PRINTED: Final = {
     "paused by its owner": "^{device} leaves .*paused",
@@ -54,12 +54,12 @@ class GroupCell:
 
     @property
     def printed(self) -> str:
-        """What the head says of it: a regular expression in which ``{device}`` stands for the device's name."""
+        """What the head prints about it: a regular expression in which ``{device}`` is the device's name."""
         return _PRINTED.get(self.fault, _NAMED)
 
 
 CELLS: Final = tuple(GroupCell(place, phase, fault) for place in WINDOWS for phase in PHASES for fault in FAULTS)
-"""All of them, those of one plan behind each other."""
+"""All cells, those of one plan together."""
 _CHOSEN: Final = frozenset(
     {
         ("first of a group", "decode", "cut off from the other rank"),
@@ -69,7 +69,7 @@ _CHOSEN: Final = frozenset(
 
 
 def is_chosen(cell: GroupCell) -> bool:
-    """Whether every run of the tests makes the cell; the others are for ``tools/faults``."""
+    """Whether every test run includes the cell; the others are for ``tools/faults``."""
     return (cell.place, cell.phase, cell.fault) in _CHOSEN
 
 
@@ -78,19 +78,19 @@ END: Final = "<!-- end of groups -->"
 
 
 def with_table(page: str, seconds: Seconds, measured: str | None = None) -> str:
-    """``page`` with the table of groups in the place for it, as last ``measured`` (on which day, of what), or as before."""
+    """Return ``page`` with its table of groups updated, as last ``measured`` (day and commit), or as before."""
     return between(page, BEGIN, END, f"\n\n{table(seconds, measured or pages_measured(page))}\n")
 
 
 def pages_measured(page: str) -> str:
-    """When the times in the table of ``page`` were measured."""
+    """Return when the times in the table of ``page`` were measured."""
     found = re.search(r"place by place \((.*)\):", page)
     return "" if found is None else found[1]
 
 
 def table(seconds: Seconds, measured: str) -> str:
-    """Seconds to the next token in Markdown: a row a fault, a column a phase, in it the places one after the other. Nothing
-    of faults that were not measured."""
+    """Return the seconds to the next token in Markdown: a row per fault, a column per phase, with the places in order.
+    Faults that were not measured are left out."""
     lines = list[str]()
     for fault in FAULTS:
         cells = [_cells(fault, phase) for phase in PHASES]
@@ -112,7 +112,7 @@ def _entry(cell: GroupCell, seconds: Seconds) -> str:
 
 
 def pages_seconds(page: str) -> dict[str, float]:
-    """The times in the table of ``page``."""
+    """Return the times in the table of ``page``."""
     found, own = dict[str, float](), page.partition(BEGIN)[2].partition(END)[0]
     for fault in FAULTS:
         row = next((line for line in own.splitlines() if line.startswith(f"| **{fault}** |")), "")

@@ -17,13 +17,13 @@ GIB: Final = 1 << 30
 NO_DISK: Final = DiskProfile(
     prefetch_bytes_per_s=1e9, fault_bytes_per_s=1e9, random_bytes_per_s=1e8, free_bytes=64 * GIB
 )
-"""Of devices that read nothing."""
+"""Disk of devices that read nothing."""
 _HOP: Final = LinkProfile(source="", target="", address="", round_trip_s=0.0004, bytes_per_s=2e9)
-"""Between two processes of this machine."""
+"""Link between two processes of this machine."""
 
 
 def types_of(model: ModelProfile) -> tuple[str, ...]:
-    """The types that make up ``model`` and can be measured."""
+    """Return the types in ``model`` that can be measured."""
     sizes = Counter(model.output_bytes_by_type)
     for layer in model.layers:
         sizes.update(layer.bytes_by_type)
@@ -32,12 +32,12 @@ def types_of(model: ModelProfile) -> tuple[str, ...]:
 
 
 def measured_cpu(folder: Path, threads: int, model: ModelProfile) -> CpuProfile:
-    """What so many threads compute, of the types of ``model``."""
+    """Measure ``threads`` threads with the types of ``model``."""
     return measure_cpu(folder, threads, lambda _: None, Effort(types=types_of(model)))
 
 
 def machines_here(names: Sequence[str], cpu: CpuProfile) -> list[DeviceProfile]:
-    """As many machines with a core each, and more memory than any model of a bench needs."""
+    """Return a machine for each name with one core, and more memory than any model of a bench needs."""
     rate = ram_read_bytes_per_s(1)
     return [
         DeviceProfile(
@@ -57,6 +57,7 @@ def machines_here(names: Sequence[str], cpu: CpuProfile) -> list[DeviceProfile]:
 
 
 def links_between(names: Sequence[str], later_s: float) -> list[LinkProfile]:
-    """Those between any two devices, which are that much further apart each way than processes of this machine."""
+    """Return the links between any two devices, each ``later_s`` further apart each way than processes of this
+    machine."""
     round_trip_s = _HOP.round_trip_s + 2 * later_s
     return [replace(_HOP, source=a, target=b, round_trip_s=round_trip_s) for a in names for b in names if a != b]

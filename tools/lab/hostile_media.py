@@ -1,4 +1,4 @@
-"""Files that whoever asks may send as pictures and sounds: good ones of all formats, and what an attacker makes of them."""
+"""Image and audio files that a client may send: valid ones of all formats, and an attacker's mutations of them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ _STRANGE: Final = (
     b"fLaC" + bytes(100),
     b"%PDF-1.7\n",
 )
-"""What is no picture, or one of a format that is not taken."""
+"""Files that are no image, or of an unsupported format."""
 
 
 def png_file(random: Random) -> bytes:
-    """One of any kind: grey, colours, palette, with transparency, of 1 to 16 bits, with its lines in any order."""
+    """Return a file of any kind: grey, colours, palette, with transparency, of 1 to 16 bits, with its lines in any
+    order."""
     width, height = random.randint(1, 40), random.randint(1, 40)
     kind, depths = random.choice(((0, (1, 2, 4, 8, 16)), (2, (8, 16)), (3, (1, 2, 4, 8)), (4, (8, 16)), (6, (8, 16))))
     depth = random.choice(depths)
@@ -51,7 +52,7 @@ def png_file(random: Random) -> bytes:
 
 
 def jpeg_file(random: Random) -> bytes:
-    """One of blocks of a colour each; with four components it is CMYK."""
+    """Return a file with blocks of one colour each; with four components it is CMYK."""
     width, height, components = random.randint(1, 40), random.randint(1, 40), random.choice((1, 3, 3, 4))
     frame = struct.pack(">BHHB", 8, height, width, components)
     frame += b"".join(bytes((number + 1, 0x11, 0)) for number in range(components))
@@ -76,7 +77,7 @@ def _segment(marker: int, content: bytes) -> bytes:
 
 
 def gif_file(random: Random) -> bytes:
-    """One of up to four frames."""
+    """Return a file of up to four frames."""
     width, height = random.randint(1, 30), random.randint(1, 30)
     found = b"GIF89a" + struct.pack("<HHBBB", width, height, 0xF1, 0, 0) + random.randbytes(12)
     for _ in range(random.randint(1, 4)):
@@ -93,7 +94,7 @@ def gif_file(random: Random) -> bytes:
 
 
 def webp_file(random: Random) -> bytes:
-    """One with losses or without, with transparency or not, still or of some frames, with metadata or not."""
+    """Return a file, lossy or lossless, with transparency or not, still or of some frames, with metadata or not."""
     width, height, mode = random.randint(1, 40), random.randint(1, 40), random.choice(("RGB", "RGBA"))
     frames = [
         Image.frombytes(mode, (width, height), random.randbytes(len(mode) * width * height))
@@ -109,7 +110,7 @@ def webp_file(random: Random) -> bytes:
 
 
 def bmp_file(random: Random) -> bytes:
-    """One of 8, 24 or 32 bits, upside down or not."""
+    """Return a file of 8, 24 or 32 bits, upside down or not."""
     width, height, bits = random.randint(1, 40), random.randint(1, 40), random.choice((8, 24, 32))
     palette = random.randbytes(1024) if bits == 8 else b""
     pixels = random.randbytes(-(-width * bits // 32) * 4 * height)
@@ -120,7 +121,7 @@ def bmp_file(random: Random) -> bytes:
 
 
 def bomb(random: Random) -> bytes:
-    """Some kB that say, and are, as many pixels as a picture may have, or more."""
+    """Return some kB that decode to, or declare, as many pixels as an image may have, or more."""
     if random.random() < 0.3:
         return _webp_bomb(random)
     width, height = random.choice(((5_000, 6_000), (1, 1 << 24), (1 << 24, 1), (40_000, 40_000), (5_700, 5_800)))
@@ -131,7 +132,7 @@ def bomb(random: Random) -> bytes:
 
 
 def _webp_bomb(random: Random) -> bytes:
-    """A canvas of so many pixels around a frame of one, or of as many as it has."""
+    """Return a canvas of many pixels around a frame of one pixel, or of the canvas's size."""
     frame = BytesIO()
     width, height = random.choice(((5_000, 6_000), (16_383, 2_048), (40_000, 40_000), (1 << 24, 1)))
     is_whole = width < 1 << 14 and random.random() < 0.5
@@ -145,7 +146,7 @@ def _webp_bomb(random: Random) -> bytes:
 
 
 def wav_file(random: Random) -> bytes:
-    """One of 8 to 32 bits, integers, floats or mu-law."""
+    """Return a file of 8 to 32 bits, integers, floats or mu-law."""
     (kind, bits), channels = random.choice(((1, 8), (1, 16), (1, 24), (1, 32), (3, 32), (7, 8))), random.randint(1, 3)
     rate, frame = random.choice((8_000, 16_000, 22_050, 44_100, 48_000)), channels * bits // 8
     form = struct.pack("<HHIIHH", kind, channels, rate, rate * frame, frame, bits)
@@ -157,7 +158,7 @@ def wav_file(random: Random) -> bytes:
 
 
 def flac_file(random: Random) -> bytes:
-    """One of blocks as they are, or of one value."""
+    """Return a file of verbatim blocks, or of constant ones."""
     blocks, size, rate = random.randint(4, 6), random.randint(160, 256), random.choice((8_000, 16_000, 44_100))
     info = struct.pack(">HH", size, size) + bytes(6) + (rate << 44 | 15 << 36 | blocks * size).to_bytes(8) + bytes(16)
     found = b"fLaC" + b"\x80" + len(info).to_bytes(3) + info
@@ -180,13 +181,13 @@ def _crc(data: bytes, bits: int, polynomial: int) -> int:
 
 
 def mp3_file(random: Random) -> bytes:
-    """One of silence, with a tag before it or not."""
+    """Return a file of silence, with a tag before it or not."""
     tag = b"ID3\4\0\0\0\0\0\x0a" + random.randbytes(10)
     return tag * random.randrange(2) + (b"\xff\xfb\x90\0" + bytes(413)) * random.randint(3, 12)
 
 
 def long_sound(random: Random) -> bytes:
-    """A MB that is, or says that it is, hours."""
+    """Return a MB that decodes to, or declares, hours of audio."""
     slow = b"\xff\xe3\x18\xc4" + bytes(68)  # 8 kbit a second
     lying = wav_file(random)[:40] + b"\xff" * 4 + bytes(1 << 20)
     return random.choice((slow * 14_000, lying, flac_file(random)[:18] + b"\0\0\x1f\x4f" + b"\xff" * 9_000))
@@ -198,7 +199,7 @@ GOOD_SOUNDS: Final[tuple[_Maker, ...]] = (wav_file, flac_file, mp3_file)
 
 
 def cases(seed: int, good: Sequence[_Maker] = GOOD, *, bombs: bool = True) -> Iterator[tuple[str, bytes]]:
-    """Files without end, made of ``good`` ones, each with what was done to it; the same of the same ``seed``."""
+    """Yield files without end, made from ``good`` ones, each with its mutation; the same for the same ``seed``."""
     explode = bomb if good is GOOD else long_sound
     number = 0
     while True:
@@ -228,7 +229,7 @@ def _flipped(random: Random, data: bytes) -> bytes:
 
 
 def _lying(random: Random, data: bytes) -> bytes:
-    """A number of the header, or of any other place, is an extreme one."""
+    """Replace a number in the header, or anywhere else, by an extreme one."""
     form = random.choice(("<H", ">H", "<I", ">I", "B"))
     size = struct.calcsize(form)
     if len(data) < size:
@@ -240,13 +241,13 @@ def _lying(random: Random, data: bytes) -> bytes:
 
 
 def _spliced(random: Random, data: bytes) -> bytes:
-    """Its first part, and the last one of a file of any format."""
+    """Join the first part and the last part of two files of any formats."""
     other = random.choice((*GOOD, *GOOD_SOUNDS))(random)
     return data[: random.randrange(len(data) + 1)] + other[random.randrange(len(other)) :]
 
 
 def _joined(random: Random, data: bytes) -> bytes:
-    """It is the one for who reads from the front, and another for who reads from the end."""
+    """Append another file, so that readers from the front and from the end see different ones."""
     return data + random.choice((*(make(random) for make in (*GOOD, *GOOD_SOUNDS)), *_STRANGE))
 
 

@@ -1,8 +1,9 @@
-"""Real servers of this machine, asked over HTTP by a benchmark: primad's heads with their workers, and any other command.
+"""Real servers on this machine, queried over HTTP by a benchmark: primad's heads with their workers, and any other
+command.
 
-What a daemon finds of itself is measured before any of them starts, one after the other, once for each core and number of
-threads. With ``machines`` each daemon has a host name of its own, and one core or all: for primad a machine by itself, which
-shares neither processor nor memory with the others, so that its plans are those of several machines.
+Daemons' profiles are measured before any of them starts, one after the other, once for each core and number of threads.
+With ``machines`` each daemon has its own host name, and one core or all: to primad it is a separate machine, which
+shares neither processor nor memory with the others, so its plans are those of several machines.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PROFILE_AGAIN: Final = 2
 
 
 class HttpServer:
-    """A ``process`` that serves a model, which it calls ``name``, on 127.0.0.1."""
+    """A ``process`` that serves a model, under the name ``name``, on 127.0.0.1."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, name: str) -> None:
         self.process, self._port, self._name = process, port, name
@@ -46,7 +47,7 @@ class HttpServer:
         return f"http://127.0.0.1:{self._port}"
 
     def cpu_s(self) -> float:
-        """Processor seconds of everything but a ring process, until now."""
+        """Processor seconds so far of everything but ring processes."""
         head = psutil.Process(self.process.pid)
         others = [child for child in head.children(recursive=True) if "primad.ring.process" not in child.cmdline()]
         return sum(sum(each.cpu_times()[:2]) for each in [head, *others])
@@ -59,9 +60,10 @@ class HttpServer:
         leaves: threading.Event | None = None,
         **more: Any,
     ) -> list[float]:
-        """When each token of a completion of so many came, as ``time.perf_counter`` has it. Raises ``LabError``.
+        """Return the ``time.perf_counter`` time of each token of a completion of ``tokens`` tokens. Raises
+        ``LabError``.
 
-        They are added to ``times`` as they come, if that is given; when ``leaves`` is set the client is gone.
+        They are added to ``times`` as they come, if given; when ``leaves`` is set the client disconnects.
         """
         asked = {"model": self._name, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, **more}
         times = [] if times is None else times
@@ -74,16 +76,16 @@ class HttpServer:
         return times
 
     def together(self, prompts: Sequence[Sequence[int]], tokens: int, **more: Any) -> list[list[float]]:
-        """When the tokens of each of some completions came that are asked for at once; see ``stream``."""
+        """Return the token times of several concurrent completions; see ``stream``."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.stream(prompt, tokens, **more), prompts))
 
     def sampled(
         self, prompt: Sequence[int], tokens: int, found: list[tuple[float, int]] | None = None, /, **more: Any
     ) -> list[tuple[float, int]]:
-        """The tokens of a completion of so many, each with when it came. Only of primad. Raises ``LabError``.
+        """Return the tokens of a completion, each with its time. Only for primad. Raises ``LabError``.
 
-        They are added to ``found`` as they come, if that is given.
+        They are added to ``found`` as they come, if given.
         """
         asked = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "stream": True, **more}
         found = [] if found is None else found
@@ -96,7 +98,7 @@ class HttpServer:
         return found
 
     def events(self, path: str, asked: dict[str, Any]) -> Generator[tuple[float, bytes], None, None]:
-        """The events of a response, each with when it came. Raises ``LabError`` where it is refused."""
+        """Yield the events of a response, each with its time. Raises ``LabError`` if the request is refused."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_S)
         try:
             connection.request("POST", path, json.dumps(asked), {"Content-Type": "application/json"})
@@ -110,15 +112,15 @@ class HttpServer:
             connection.close()
 
     def status(self) -> dict[str, Any]:
-        """What primad says of itself."""
+        """Return primad's status."""
         return dict(json.loads(self._get("/status", 60)[1]))
 
     def plan(self) -> str:
-        """Layers by device of primad's plan, the head's first, as in 9+21."""
+        """Return the layers by device of primad's plan, the head's first, as in 9+21."""
         return "+".join(str(device["layers"]) for device in self.status()["devices"])
 
     def read_bytes(self) -> int:
-        """What primad's devices have read of weights that stream."""
+        """Return the bytes of streamed weights that primad's devices have read."""
         return sum(device["memory"]["read_bytes"] or 0 for device in self.status()["devices"])
 
     def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
@@ -131,7 +133,7 @@ class HttpServer:
             connection.close()
 
     def wait(self, log: Path, every_s: float = 0.2) -> None:
-        """Wait until it serves, looking ``every_s``; it writes to ``log``. Raises ``LabError`` when it does not."""
+        """Wait until it serves, checking ``every_s``; it writes to ``log``. Raises ``LabError`` if it does not."""
         until = time.monotonic() + START_S
         while time.monotonic() < until and self.process.poll() is None:
             try:
@@ -144,8 +146,8 @@ class HttpServer:
 
 
 def as_machine(name: str, number: int | None) -> list[str]:
-    """The words before a command that runs as on a machine of its own: host name ``name``, and the core of this number, if
-    any. Raises ``LabError`` where that cannot be.
+    """Return the words before a command that runs as on its own machine: with host name ``name``, and the core of this
+    number, if any. Raises ``LabError`` if that is impossible.
     """
     unshare, bind = shutil.which("unshare"), shutil.which("taskset")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -171,12 +173,12 @@ def head_here(
     port: int = 0,
     is_heard: bool = False,
 ) -> Iterator[HttpServer]:
-    """A head and ``workers`` by name in a cluster of their own, each with a home in ``homes``, a new folder in which no
-    daemon ran. What was measured before for the same daemon in a folder beside it is used again.
+    """Run a head and ``workers`` by name in their own cluster, each with a home in ``homes``, a new folder without
+    earlier daemons. Earlier measurements for the same daemon in a neighbouring folder are reused.
 
-    ``machines`` are ``bound`` to a core each, or not. ``every`` one has these options, and the ``head`` some more.
-    ``started`` is given the process of each that starts; all listen on ``host``, or everywhere. The head has ``port`` if
-    that is free; one that ``is_heard`` prints what it says. Raises ``LabError`` when it does not come.
+    ``machines`` are ``bound`` to a core each, or not. ``every`` daemon has these options, and the ``head`` some more.
+    ``started`` is called with the process of each start; all listen on ``host``, or everywhere. The head has ``port``
+    if it is free; if it ``is_heard`` its output is printed. Raises ``LabError`` if it does not start.
     """
     homes.mkdir(parents=True, exist_ok=True)
     names, cluster, port = ["head", *workers], f"bench-{secrets.token_hex(4)}", free_port(port)
@@ -203,7 +205,7 @@ def head_here(
 
 
 def profile_home(home: Path, before: Sequence[str], every: Sequence[str]) -> None:
-    """Have ``home`` profiled: as one of another daemon was that is started alike, or now."""
+    """Give ``home`` a profile: that of another daemon with the same options, or a new one."""
     options = [
         word for option in ("--threads",) if option in every for word in (option, every[every.index(option) + 1])
     ]
@@ -217,7 +219,7 @@ def profile_home(home: Path, before: Sequence[str], every: Sequence[str]) -> Non
             "text": True,
         }
         done = subprocess.run(command, check=False, **how)
-        for _ in range(PROFILE_AGAIN):  # what a busy machine measures may be refused
+        for _ in range(PROFILE_AGAIN):  # measurements of a busy machine may be refused
             if done.returncode:
                 done = subprocess.run([*command, "--remeasure"], check=False, **how)
         if done.returncode:

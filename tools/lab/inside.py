@@ -35,7 +35,7 @@ def _join(groups: list[str]) -> None:
 
 
 def hold(settings: dict[str, Any]) -> None:
-    """Make the namespaces, prepare them, say so and stay."""
+    """Make the namespaces, prepare them, report that and stay."""
     _join(settings["groups"])
     _check(_libc.unshare(sum(_FLAGS[kind] for kind in settings["namespaces"])), "unshare")
     if "uts" in settings["namespaces"]:

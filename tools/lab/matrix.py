@@ -1,6 +1,6 @@
-"""The fault matrix as data: every fault in every phase of a cluster's life, and what primad promises then.
+"""The fault matrix as data: every fault in every phase of a cluster's life, and what primad then promises.
 
-The tests (``tests/homelab/test_faults.py``) do what stands here, and the table of ``docs/faults.md`` says it.
+The tests (``tests/homelab/test_faults.py``) perform it, and the table of ``docs/faults.md`` shows it.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ class Outcome(StrEnum):
     CONTINUES = "continues"
     """The device keeps its part; nothing is interrupted."""
     NEW_RING = "new ring"
-    """The answer goes on in a ring without the device, which takes part again once it is well."""
+    """The response continues in a ring without the device, which takes part again once it is well."""
     LATER = "joins later"
-    """The others' ring answers undisturbed; the device takes part once it is well."""
+    """The others' ring responds undisturbed; the device takes part once it is well."""
     ERROR = "clear error"
-    """One line says what is wrong and what to do; the others' ring answers undisturbed; the next try succeeds."""
+    """One line says what is wrong and what to do; the others' ring responds undisturbed; the next try succeeds."""
     NONE = "-"
     """The fault cannot happen then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One fault in one phase: how it ends and what that means. ``printed`` is what the head or the device tells its owner:
-    a regular expression in which ``{device}`` stands for the device's name, empty where there is nothing to say.
+    """One fault in one phase: how it ends and what that means. ``printed`` is what the head or the device reports to
+    its owner: a regular expression in which ``{device}`` is the device's name, empty if there is nothing to report.
     """
 
     fault: str
@@ -79,7 +79,7 @@ _REPAIRED = "the digest shows it before loading; the layer is fetched again"
 
 
 def _away(restarted: str, resumed: str, cable: str, packets: str) -> dict[str, _Promise]:
-    """A device that is gone before it serves, and what happens when it is back."""
+    """Return the outcomes for a device that disappears before it serves, and what happens when it is back."""
     return {
         "kill -9": (Outcome.LATER, restarted, _GONE),
         "SIGSTOP": (Outcome.LATER, f"{resumed}: {_BACK}", _GONE),
@@ -179,7 +179,7 @@ _PROMISES: Final[Mapping[str, Mapping[str, _Promise]]] = {
 }
 
 CELLS: Final = tuple(Cell(fault, phase, *_PROMISES[phase][fault]) for phase in PHASES for fault in FAULTS)
-"""All of them, a phase after the other."""
+"""All cells, phase by phase."""
 
 
 _CHOSEN: Final = frozenset(
@@ -192,12 +192,12 @@ _CHOSEN: Final = frozenset(
 
 
 def is_chosen(cell: Cell) -> bool:
-    """Whether the cell is one of those that every run of the tests makes; the others are for ``tools/faults``.
+    """Whether every test run includes the cell; the others are for ``tools/faults``.
 
-    Left out are those that ``tests/e2e/test_recovery.py`` makes without a lab (kill -9, SIGSTOP and a ring process that
-    ends, while an answer is written), damaged layer files, which ``tests/e2e/test_disk_faults.py`` makes, ``kill -9`` in
-    transfer, where others keep what was sent as well, and half-open TCP in decode: who hears nothing cannot tell it from a
-    link that is cut.
+    Left out are those that ``tests/e2e/test_recovery.py`` covers without a lab (kill -9, SIGSTOP and a ring process
+    that ends, during a response), damaged layer files, which ``tests/e2e/test_disk_faults.py`` covers, ``kill -9`` in
+    transfer, where others keep what was sent as well, and half-open TCP in decode: without incoming packets it is
+    indistinguishable from a cut link.
     """
     return (cell.fault, cell.phase) in _CHOSEN
 
@@ -209,16 +209,16 @@ BEGIN: Final = "<!-- written by tools/faults -->"
 END: Final = "<!-- end of what tools/faults writes -->"
 
 Seconds = Mapping[str, float]
-"""By the id of a cell: how long after the fault the next token came."""
+"""For each cell id, the seconds from the fault to the next token."""
 
 
 def with_table(page: str, seconds: Seconds) -> str:
-    """``page`` with the table in the place for it."""
+    """Return ``page`` with its table replaced."""
     return between(page, BEGIN, END, f"\n\n{table(seconds)}\n")
 
 
 def pages_seconds(page: str) -> dict[str, float]:
-    """The times in the table of ``page``."""
+    """Return the times in the table of ``page``."""
     found = {}
     for fault in FAULTS:
         row = next((line for line in page.splitlines() if line.startswith(f"| **{fault}** |")), "")
@@ -229,7 +229,7 @@ def pages_seconds(page: str) -> dict[str, float]:
 
 
 def table(seconds: Seconds) -> str:
-    """The matrix in Markdown: a row a fault, a column a phase."""
+    """Return the matrix in Markdown: a row per fault, a column per phase."""
     lines = [f"| | {' | '.join(PHASES)} |", f"|---|{'---|' * len(PHASES)}"]
     for fault in FAULTS:
         row = [_entry(cell, seconds) for cell in CELLS if cell.fault == fault]
@@ -238,7 +238,7 @@ def table(seconds: Seconds) -> str:
 
 
 def meanings() -> str:
-    """What each cell means in Markdown; phases of which all cells mean the same stand together."""
+    """Return the meaning of each cell in Markdown; phases whose cells all mean the same are combined."""
     lines: list[str] = []
     alike: dict[tuple[str, ...], list[str]] = {}
     for phase in PHASES:
