@@ -1,13 +1,13 @@
-"""Memory for some processes and no more: a cgroup with a limit, and what they did with it.
+"""Limit the memory of some processes: a cgroup with a limit, and counters of what they did with it.
 
     with LimitedGroup(limit_bytes) as group:
         process = subprocess.Popen(...)
         group.add(process.pid)
         before = group.counters()
 
-The page cache counts as well: a page of a file belongs to the group whose process had it read. Pages that are in memory
-already are used without being counted, therefore ``disk.forget`` the files that a measurement is about before it begins.
-The group is that of a lab without devices, so what a killed process leaves is taken away by the next lab.
+The page cache counts too: a page of a file belongs to the group whose process had it read. Pages that are already in
+memory are used without being counted, so call ``disk.forget`` for the measured files before the measurement begins. The
+group belongs to a lab without devices, so the next lab removes what a killed process leaves.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _NAME: Final = "limited"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """What a group holds, and what it did since it was made.
+    """What a group holds, and what it has done since it was made.
 
-    ``anonymous_bytes`` belong to no file, ``cache_bytes`` are the page cache, ``shared_bytes`` of it lie in no file of a
-    disk. ``unevictable_bytes`` are locked, of whichever kind. ``usage_bytes`` is all that counts, the kernel's own included,
-    ``oom_kills`` counts processes that died of the limit. ``read_bytes`` came from disks, by calls, read-ahead and page
-    faults alike.
+    ``anonymous_bytes`` belong to no file, ``cache_bytes`` are the page cache, of which ``shared_bytes`` are in no file
+    on a disk. ``unevictable_bytes`` are locked, of any kind. ``usage_bytes`` is everything counted, including the
+    kernel's own; ``oom_kills`` counts processes killed by the limit. ``read_bytes`` came from disks, by calls,
+    read-ahead and page faults alike.
     """
 
     anonymous_bytes: int
@@ -49,19 +49,20 @@ class Counters:
 
     @property
     def held_bytes(self) -> int:
-        """What processes take that cannot be had back at once; locked memory that belongs to no file counts twice."""
+        """Memory of processes that cannot be reclaimed immediately; locked memory that belongs to no file counts
+        twice."""
         return self.anonymous_bytes + self.shared_bytes + self.unevictable_bytes
 
     @property
     def kernel_bytes(self) -> int:
-        """What the kernel itself keeps for the processes, such as page tables."""
+        """Memory that the kernel itself keeps for the processes, such as page tables."""
         return max(0, self.usage_bytes - self.anonymous_bytes - self.cache_bytes)
 
 
 class LimitedGroup:
-    """A cgroup with this limit, empty at first; its processes are killed and it is removed at the end of the block.
+    """A cgroup with this limit, empty at first; at the end of the block its processes are killed and it is removed.
 
-    Raises ``LabError`` where there are no cgroups for it.
+    Raises ``LabError`` if cgroups are unavailable.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -90,7 +91,7 @@ class LimitedGroup:
         remove(self._lab, self._at)
 
     def add(self, pid: int) -> None:
-        """Put a process into the group; what it and its children take from now on counts."""
+        """Put a process into the group; memory that it and its children allocate from now on counts."""
         for path in self._groups.procs(_NAME):
             path.write_text(str(pid), encoding="ascii")
 
@@ -99,12 +100,12 @@ class LimitedGroup:
         return self._groups.pids(_NAME)
 
     def proc_cgroup(self) -> str:
-        """What ``/proc/PID/cgroup`` says of memory for a process of the group."""
+        """Return what ``/proc/PID/cgroup`` says about memory for a process of the group."""
         path = self._at.group("memory", self._lab, _NAME).relative_to(self._at.folders["memory"])
         return f"0::/{path}\n" if self._at.version == 2 else f"1:memory:/{path}\n"
 
     def counters(self) -> Counters:
-        """The figures until now."""
+        """Return the current counters."""
         return (self._second if self._at.version == 2 else self._first)()
 
     def _first(self) -> Counters:
@@ -136,7 +137,7 @@ class LimitedGroup:
         )
 
     def _read(self, key: str, reads: Callable[[str], Iterator[int]]) -> int:
-        """Bytes read from all disks, by the cgroup's count; by its processes' own where nobody counts for cgroups."""
+        """Return bytes read from all disks, by the cgroup's count, or by its processes' own if cgroups do not count."""
         if "blkio" in self._at.folders:
             path = self._at.group("blkio", self._lab, _NAME) / key
             if path.exists():
@@ -145,7 +146,7 @@ class LimitedGroup:
 
 
 def read_bytes(pid: int) -> int:
-    """What a process had read from disks so far, page faults included; 0 for one that is gone."""
+    """Return the bytes that a process has read from disks, page faults included; 0 if it is gone."""
     with suppress(FileNotFoundError, ProcessLookupError):
         for line in Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines():
             name, _, value = line.partition(": ")
@@ -169,7 +170,7 @@ def _reads_of_second(text: str) -> Iterator[int]:
 
 
 def _is_loop(device: str) -> bool:
-    """Whether ``major:minor`` is a loop device: what is read through it is read from another disk and counted there."""
+    """Whether ``major:minor`` is a loop device: reads through it are reads from another disk and counted there."""
     return device.startswith("7:")
 
 

@@ -1,7 +1,7 @@
 """One run of a model in less memory than it has: plain llama.cpp in a cgroup, or ``primad serve --max-ram``.
 
-What a run finds of its model in the page cache would be memory that nobody counts, so every run begins with the files
-forgotten, and runs are made one at a time.
+Pages of the model that are already in the page cache would be uncounted memory. So every run begins by dropping the
+files from it, and runs do not overlap.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from tools.lab.plain_llama import PROMPT
 AFTER: Final = 40
 """Tokens of the prompt."""
 WARM_TOKENS: Final = 3
-"""Drawn before anything is measured: by then the page cache is what it stays."""
+"""Tokens sampled before the measurement: by then the page cache is in its steady state."""
 DAEMON_BYTES: Final = 1 << 30
-"""What a daemon may take besides: ``--max-ram`` is what its ring process keeps to."""
+"""Additional memory of a daemon: ``--max-ram`` is the limit of its ring process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRun:
-    """What one run did. ``tokens`` are those drawn while it was measured, after ``PROMPT[:AFTER]``.
+    """Result of one run. ``tokens`` are those sampled during the measurement, after ``PROMPT[:AFTER]``.
 
-    ``read_bytes_per_token`` is counted by the kernel (None where it does not). ``devices`` is what primad says of its
-    devices at the end, ``stall_s`` what a token waited for a disk, and of the experts that were picked meanwhile
-    ``hit_share`` were in memory (None where no experts stream).
+    ``read_bytes_per_token`` is counted by the kernel (None if it does not count). ``devices`` is what primad reports
+    about its devices at the end, ``stall_s`` the time that a token waited for a disk, ``hit_share`` the share of picked
+    experts that were in memory (None where no experts stream).
     """
 
     tokens: list[int]
@@ -49,23 +49,24 @@ class MemoryRun:
 
 
 def file_bytes(path: Path) -> int:
-    """The size of a model."""
+    """Return the size of a model."""
     return path.stat().st_size
 
 
 def busy_share() -> float:
-    """Share of the processors that others use right now."""
+    """Return the share of the processors that others currently use."""
     return psutil.cpu_percent(interval=0.5) / 100
 
 
 def median_of(runs: Sequence[MemoryRun], figure: str) -> float | None:
-    """The median of a figure of all runs; None where some run has none."""
+    """Return the median of a figure over all runs; None if some run has none."""
     known = [value for run in runs if (value := getattr(run, figure)) is not None]
     return float(statistics.median(known)) if len(known) == len(runs) else None
 
 
 def run_plain(model: Path, limit: int, *, threads: int, context: int, tokens: int, seconds: float) -> MemoryRun:
-    """Plain llama.cpp, the model mapped: at most ``tokens`` tokens, or as many as ``seconds`` allow, two at least."""
+    """Run plain llama.cpp, the model mapped: at most ``tokens`` tokens, or as many as ``seconds`` allow, at least
+    two."""
     disk.forget(model)
     with LimitedGroup(limit) as group, ExitStack() as stack:
         child = PlainChild(model, threads, "off", os.environ, context=context, rows=AFTER)
@@ -89,7 +90,7 @@ def run_plain(model: Path, limit: int, *, threads: int, context: int, tokens: in
 def run_served(
     model: Path, limit: int, homes: Path, workers: Sequence[str] = (), *, threads: int, context: int, tokens: int
 ) -> MemoryRun:
-    """What ``primad serve`` makes of machines with this limit each; one computes at a time, so each has all cores."""
+    """Run ``primad serve`` on machines with this limit each; one computes at a time, so each has all cores."""
     disk.forget(model)
     every = ("--max-ram", f"{limit}B", "--threads", str(threads))
     head = ["--context", str(context), "--sequences", "1", "--extra-buffers", "off", "--speculate", "off"]
@@ -127,5 +128,6 @@ def _sum(devices: Sequence[dict[str, Any]], key: str) -> float:
 
 
 def _counted(before: Counters, after: Counters, tokens: int) -> float | None:
-    """Bytes a token. None where the machine counts nothing: 0 is no figure of a process that has read its weights."""
+    """Return bytes per token; None if the machine does not count: 0 is impossible for a process that has read its
+    weights."""
     return (after.read_bytes - before.read_bytes) / tokens if after.read_bytes else None

@@ -1,7 +1,7 @@
-"""Tiny encoders of pictures for tests: a GGUF beside a model of ``tools/synth.py``, with random weights.
+"""Tiny image encoders for tests: a GGUF next to a model of ``tools/synth.py``, with random weights.
 
-llama.cpp cannot be asked for an encoder's tensors, as ``tools/lab/zoo.py`` asks for a model's; the names and shapes here are
-those that its loader (``tools/mtmd/clip.cpp``) reads, and it refuses a file that lacks one.
+Unlike a model's tensors (``tools/lab/zoo.py``), an encoder's cannot be listed by llama.cpp. The names and shapes here
+are those that its loader (``tools/mtmd/clip.cpp``) reads; it refuses a file that lacks one.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _Named = tuple[str, tuple[int, ...]]
 def write_encoder(
     path: Path, kind: str, model_width: int, eye: Eye | None = None, *, seed: int = 0, projector: str = ""
 ) -> Eye:
-    """Write an encoder to ``path`` for a model that is ``model_width`` wide; ``kind`` is a name of ``FAMILIES``.
+    """Write an encoder to ``path`` for a model of width ``model_width``; ``kind`` is a name of ``FAMILIES``.
 
-    It says that its type is ``projector``, if that is given.
+    ``projector``, if given, is the type that the file declares.
     """
     family, eye = FAMILIES[kind], eye or eye_of(kind)
     writer = GGUFWriter(str(path), "clip")
@@ -102,12 +102,12 @@ def _weights(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> 
     if len(shape) == 1:
         return random.normal(0.0 if name.endswith(".bias") else 1.0, 0.1, shape).astype(np.float32)
     is_kernel = any(each in name for each in _KERNELS) and name.endswith(".weight")
-    kind = np.float16 if is_kernel else np.float32  # llama.cpp takes no other
+    kind = np.float16 if is_kernel else np.float32  # llama.cpp accepts no other
     return random.normal(0, 2 / math.sqrt(math.prod(shape[1:])), shape).astype(kind)
 
 
 def tone(seed: int, seconds: float = 1.0) -> bytes:
-    """A sound as a WAV file: some notes and noise, 16,000 samples a second."""
+    """Return audio as a WAV file: some notes and noise, 16,000 samples per second."""
     random, times = np.random.default_rng(seed), np.arange(int(16_000 * seconds)) / 16_000
     waves = sum(np.sin(2 * np.pi * each * times) for each in random.uniform(80, 4000, 4))
     samples = (3000 * (waves + random.normal(0, 0.3, len(times)))).clip(-32_768, 32_767).astype("<i2").tobytes()
@@ -119,7 +119,7 @@ def tone(seed: int, seconds: float = 1.0) -> bytes:
 
 
 def png(pixels: NDArray[np.uint8]) -> bytes:
-    """``pixels`` (height, width, 3) as a file."""
+    """Return ``pixels`` (height, width, 3) as a PNG file."""
     height, width, _ = pixels.shape
     lines = b"".join(b"\0" + line.tobytes() for line in np.ascontiguousarray(pixels))
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
@@ -132,5 +132,5 @@ def png_chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def noise(seed: int, width: int = 48, height: int = 40) -> bytes:
-    """A picture of noise as a PNG."""
+    """Return an image of noise as a PNG."""
     return png(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))

@@ -24,24 +24,25 @@ _MAKERS: Final = frozenset(
     ("nvidia", "geforce", "amd", "radeon", "intel", "apple", "core", "arc", "ryzen", "with", "of", "channels", "jetson")
 )
 _DESKTOP: Final = "AMD Ryzen 7 7700"
-"""What a GPU is taken to be in where nobody says it."""
+"""Assumed processor of a PC with a GPU if none is named."""
 _Sheet = TypeVar("_Sheet")
 _CHANNELS: Final = (1, 2, 4, 8, 12)
 
 
 def is_second_gpu(name: str) -> bool:
-    """Whether ``name`` is another GPU of the device before it."""
+    """Whether ``name`` is another GPU of the previous device."""
     return _SAME_PC.search(name) is not None
 
 
 def count_of(name: str) -> tuple[int, str]:
-    """How many GPUs or devices ``name`` stands for ("2 x RTX 3090"), and the name of one."""
+    """Return the number of GPUs or devices in ``name`` ("2 x RTX 3090"), and the name of one."""
     found = _TIMES.match(name)
     return (int(found[1]), name[found.end() :]) if found else (1, name)
 
 
 def named_device(name: str, sheets: Sheets, device: str) -> DeviceProfile:
-    """The profile of what people call ``name``, as ``device``. Raises ``ConfigError`` where no data sheet has the name."""
+    """Return the profile for a device's usual ``name``, as ``device``. Raises ``ConfigError`` if no data sheet has
+    it."""
     words = _words(name)
     processor = _best(words, [(each, (each.name, *each.also)) for each in sheets.processors])
     gpu = _best(words, [(each, (each.name,)) for each in sheets.gpus if each.family != "apple"])
@@ -69,13 +70,13 @@ def named_device(name: str, sheets: Sheets, device: str) -> DeviceProfile:
 
 
 def _words(name: str) -> set[str]:
-    """The words of a name; a model's number also without the letters behind it (14700K)."""
+    """Return the words of a name; a model's number also without the letters after it (14700K)."""
     found = {word for word in _WORD.findall(name.lower()) if word} - _MAKERS
     return found | {re.sub(r"(?<=\d{4})[a-z]+\d*$", "", word) for word in found}
 
 
 def _best(words: set[str], sheets: Iterable[tuple[_Sheet, tuple[str, ...]]]) -> _Sheet | None:
-    """The sheet of which a name has the most words, all of which are in ``words``; of equals the last: the largest."""
+    """Return the sheet whose name has the most words, all of them in ``words``; of equals the last: the largest."""
     best, maximum = None, 0
     for sheet, names in sheets:
         for name in names:
@@ -86,7 +87,7 @@ def _best(words: set[str], sheets: Iterable[tuple[_Sheet, tuple[str, ...]]]) -> 
 
 
 def _with_cores(processor: ProcessorSheet, cores: int, sheets: Sheets) -> ProcessorSheet:
-    """The processor of that name whose GPU has so many cores, or the most like it."""
+    """Return the processor of that name whose GPU has ``cores`` cores, or the closest number."""
     same = [each for each in sheets.processors if each.name == processor.name and each.graphics]
     return min(same, key=lambda each: abs(_graphics_cores(each) - cores), default=processor)
 
@@ -97,7 +98,8 @@ def _graphics_cores(processor: ProcessorSheet) -> int:
 
 
 def _with_memory(processor: ProcessorSheet, name: str) -> ProcessorSheet:
-    """``processor`` with memory of the speed in ``name``, in as many channels as come nearest to its own."""
+    """Return ``processor`` with memory of the speed in ``name``, with the number of channels nearest to its own
+    bandwidth."""
     found = _MEMORY.search(name)
     if not found:
         return processor
@@ -107,7 +109,7 @@ def _with_memory(processor: ProcessorSheet, name: str) -> ProcessorSheet:
 
 
 def _machine(device: str, processor: ProcessorSheet, ram_gib: float) -> MachineSheet:
-    """A device with nothing else to do, as it is when somebody measures it."""
+    """Return an otherwise idle device, as in a measurement."""
     kept = 1.5 + ram_gib / 8 if processor.system == "Darwin" else 1 + ram_gib / 16
     return MachineSheet(
         device=device,

@@ -1,4 +1,4 @@
-"""What a lab's things are called, so that everything that belongs to one is found by its name, whoever forgot it."""
+"""Names of a lab's parts, so that everything that belongs to one can be found by name, even after a crash."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Final
 from primad.errors import PrimadError
 
 PREFIX: Final = "primad-lab-"
-"""Every cgroup and folder of a lab is called this and its id; loop devices and mounts lie on files below that folder."""
+"""Prefix of every cgroup and folder of a lab, followed by its id; loop devices and mounts are on files in that
+folder."""
 
 ROOTS: Final = Path("/var/tmp")  # a fixed place: a lab is found again whatever TMPDIR says
 _ID: Final = re.compile(r"[0-9a-f]{6}")
 
 
 class LabError(PrimadError):
-    """A lab that cannot be built or asked; the text is one line for the user."""
+    """A lab that cannot be built or queried; the text is one line for the user."""
 
 
 def new_id() -> str:

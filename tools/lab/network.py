@@ -24,7 +24,7 @@ SWITCH_SYSCTLS: Final = {
     "net/ipv6/conf/default/disable_ipv6": "1",
 }
 _BURST_S: Final = 0.004
-"""What a link passes at once after a pause, in time at its rate; less would cut the kernel's large frames into small."""
+"""Burst that a link passes after a pause, as time at its rate; less would split the kernel's large frames."""
 
 _MIN_BURST_BYTES: Final = 3200
 _QUEUE_S: Final = 0.1
@@ -33,7 +33,7 @@ _TIMEOUT_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Cable:
-    """One device's cable: its number, the holder of its namespaces, its addresses and what was asked for."""
+    """One device's cable: its number, the holder of its namespaces, its addresses and its specification."""
 
     number: int
     holder: int
@@ -42,16 +42,16 @@ class Cable:
 
     @property
     def mac(self) -> str:
-        """The device's own: fixed, so that a device is itself again in the next lab."""
+        """The device's MAC address: fixed, so that a device keeps its identity in the next lab."""
         return f"02:77:00:00:00:{self.number + 1:02x}"
 
     @property
     def ip6(self) -> str | None:
-        """The IPv6 address, where the device has one."""
+        """The IPv6 address, if the device has one."""
         return f"fd77::{self.number + 1:x}" if self.spec.ipv6 else None
 
     def relayed(self, netem: bool) -> bool:
-        """Whether the relay must be in the way."""
+        """Whether the link needs the relay."""
         return not self.spec.multicast or (self.spec.latency_ms > 0 and not netem)
 
     def port(self, netem: bool) -> str:
@@ -68,7 +68,7 @@ class Network:
         self.netem = netem
 
     def build(self) -> None:
-        """Lay everything. Raises ``LabError`` with what the kernel refused."""
+        """Build all links. Raises ``LabError`` with what the kernel refused."""
         lines = ["link set lo up", *_bridge("s0")]
         for cable in self._cables.values():
             lines += self._lay(cable)
@@ -88,7 +88,7 @@ class Network:
         return [*lines, f"link set {port} master s0", f"link set {outer} up"]
 
     def relay(self) -> str | None:
-        """What to give the relay; None when no link needs it."""
+        """Return the arguments of the relay; None if no link needs it."""
         links = [
             {
                 "outer": f"x{cable.number}",
@@ -102,7 +102,7 @@ class Network:
         return json.dumps(links) if links else None
 
     def partition(self, groups: Sequence[Sequence[str]]) -> None:
-        """Let each group reach itself only; the devices that no group names stay together, apart from all of these."""
+        """Let each group reach only itself; devices that no group names stay together, separate from all groups."""
         lines: list[str] = []
         for number, group in enumerate(groups, start=1):
             if not self._exists(f"s{number}"):
@@ -138,7 +138,7 @@ class Network:
         ip(self._switch, [f"link set {self._port(name)} nomaster"])
 
     def link(self, name: str) -> str:
-        """``cut``, ``half-open``, ``up``, or ``segment N`` of a partition."""
+        """Return ``cut``, ``half-open``, ``up``, or ``segment N`` of a partition."""
         links = {entry["ifname"]: entry for entry in json.loads(_output(self._switch, ["-j", "link", "show"]))}
         if "UP" not in links[f"x{self._cables[name].number}"]["flags"]:
             return "cut"
@@ -165,7 +165,7 @@ def has_netem(pid: int) -> bool:
 
 
 def _bridge(name: str) -> list[str]:
-    # Snooping would hold multicast back from ports that have not asked for it, and nobody queries here.
+    # Snooping would withhold multicast from ports that have not requested it, and there is no querier here.
     return [f"link add {name} type bridge forward_delay 0 stp_state 0 mcast_snooping 0", f"link set {name} up"]
 
 

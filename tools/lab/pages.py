@@ -1,4 +1,4 @@
-"""Documents that tools write a part of, between two marks; what stands around it is written by hand."""
+"""Documents in which tools write the part between two marks; the rest is written by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tools.lab.names import LabError
 
 
 def between(page: str, begin: str, end: str, text: str) -> str:
-    """``page`` with ``text`` in place of what stood between its marks. Raises ``LabError`` where it has none."""
+    """Return ``page`` with ``text`` between its marks. Raises ``LabError`` if it has none."""
     before, found, rest = page.partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:

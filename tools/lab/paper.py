@@ -1,4 +1,4 @@
-"""The paper's fleet under our plan: predicted token latencies beside the published ones, as rows and as tables."""
+"""The paper's fleet under our plan: predicted token latencies next to the published ones, as rows and as tables."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ MODELS: Final = {
     "Llama 3-70B": "llama3-70b",
 }
 WITH_SELECTION_MS: Final = {"Llama 3-8B": 15, "Llama 3-14B": 20}
-"""prima.cpp with device selection, as in the notes of paper.json; the rest as in its table."""
+"""prima.cpp with device selection, as in the notes of paper.json; the others are in its table."""
 WORKLOAD: Final = Workload(
     context_tokens=512, kv_type="f16", sequences=1, prompt_tokens=16, answer_tokens=256, chunk_rows=16
 )
-"""A question of one line and an answer of 256 tokens, as in prima.cpp's own example; the context holds both."""
+"""A prompt of one line and a response of 256 tokens, as in prima.cpp's own example; the context holds both."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One model on the fleet: our plan, the paper's plan, and what others would do. Seconds a token."""
+    """One model on the fleet: our plan, the paper's plan, and alternatives. Seconds per token."""
 
     name: str
     model: ModelProfile
@@ -63,12 +63,12 @@ class Row:
 
     @property
     def deviation(self) -> float:
-        """Ours over the published latency, less 1."""
+        """Our latency divided by the published one, less 1."""
         return self.ours.prediction.tpot_s / self.published_s - 1
 
 
 def row(name: str, fleet: Fleet) -> Row:
-    """Everything about one model of the paper."""
+    """Return everything about one model of the paper."""
     model, latency = shape(MODELS[name]), PAPER["token_latency_ms"][name]
     paper = solve_published(fleet.devices, fleet.links, model, WORKLOAD, head=BEST_DEVICE)
     asked = ask(fleet, model, BEST_DEVICE)
@@ -89,12 +89,13 @@ def row(name: str, fleet: Fleet) -> Row:
 
 
 def ask(fleet: Fleet, model: ModelProfile, head: str) -> Instance:
-    """The fleet with this head."""
+    """Return the fleet with this head."""
     return instance(fleet.devices, fleet.links, model, WORKLOAD, {}, head)
 
 
 def memory_split(fleet: Fleet, asked: Instance) -> Plan:
-    """Layers in proportion to free memory (VRAM where there is a GPU), as many on GPUs as fit: prima.cpp without Halda."""
+    """Return layers in proportion to free memory (VRAM if there is a GPU), as many on GPUs as fit: prima.cpp without
+    Halda."""
     model, devices = asked.model, fleet.devices
     budgets = [device.gpu.vram_available_bytes if device.gpu else device.ram_available_bytes for device in devices]
     counts = apportion(budgets, len(model.layers), minimum=[2, *([1] * (len(devices) - 1))])
@@ -109,7 +110,8 @@ def memory_split(fleet: Fleet, asked: Instance) -> Plan:
 
 
 def apportion(weights: Sequence[int], total: int, *, minimum: Sequence[int]) -> list[int]:
-    """Split ``total`` in proportion to ``weights`` by largest remainder, at least ``minimum[i]`` each; sums to ``total``."""
+    """Split ``total`` in proportion to ``weights`` by largest remainder, at least ``minimum[i]`` each; sums to
+    ``total``."""
     assert total >= sum(minimum)
     free = total - sum(minimum)
     ideal = [weight / sum(weights) * total for weight in weights]
@@ -123,16 +125,17 @@ def apportion(weights: Sequence[int], total: int, *, minimum: Sequence[int]) -> 
 
 
 def gpu_layers(asked: Instance, name: str, windows: int) -> int:
-    """How many layers the GPU of a device with so many windows holds."""
+    """Return how many layers the GPU of a device with ``windows`` windows holds."""
     member = next(member for member in asked.members if member.name == name)
     layer = asked.kinds[0].size_bytes + asked.kv_bytes[0]
     return max(0, member.vram_limit - asked.gpu_runtime_bytes(windows)) // layer if member.has_gpu else 0
 
 
 def one_device_s(asked: Instance) -> float:
-    """Plain llama.cpp on the head: what its GPU does not hold is mapped, and read anew each token once it exceeds RAM.
+    """Return plain llama.cpp's time on the head: layers outside its GPU are mapped, and read again for each token if
+    they exceed RAM.
 
-    The kernel drops the pages used longest ago, which are the next to be needed, so all of the mapped layers are read.
+    The kernel drops the least recently used pages, which are the next to be needed, so all mapped layers are read.
     """
     head, layers = asked.members[0], len(asked.model.layers)
     on_gpu = min(layers, gpu_layers(asked, head.name, 1))
@@ -144,7 +147,7 @@ def one_device_s(asked: Instance) -> float:
 
 
 def layout(plan: Plan) -> str:
-    """Layers of each device: those on the CPU and on the GPU, and how many bytes stream; the head first."""
+    """Return the layers of each device: on the CPU and on the GPU, and how many bytes stream; the head first."""
 
     def of(name: str) -> str:
         gpu = sum(window.gpu_layers for _, window in plan.windows_of(name))
@@ -165,7 +168,7 @@ def ms(seconds: float) -> str:
 
 
 def tables(rows: Sequence[Row]) -> Mapping[str, str]:
-    """The three tables in Markdown."""
+    """Return the three tables in Markdown."""
     ours = [
         "| model | published | our plan | deviation | our layers |",
         "|---|---:|---:|---:|---|",

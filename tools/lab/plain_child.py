@@ -1,4 +1,4 @@
-"""Plain llama.cpp in a child process, asked by a benchmark; see ``plain_llama.py``."""
+"""Plain llama.cpp in a child process, for a benchmark; see ``plain_llama.py``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 
 class PlainChild:
-    """A whole model in one process, mapped; ``extra_buffers`` is on or off, ``rows`` the most that it computes at once.
+    """A whole model in one process, mapped; ``extra_buffers`` is on or off, ``rows`` the largest batch in tokens.
 
-    ``gpu_layers``, the last ones, are computed by the GPU.
+    The GPU computes the last ``gpu_layers`` layers.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class PlainChild:
         return self._process.pid
 
     def ask(self, **what: int) -> float:
-        """Seconds that it took."""
+        """Return the seconds of the request."""
         return float(self.answer(**what)["seconds"])
 
     def answer(self, **what: int) -> dict[str, Any]:
-        """All that it says. Raises ``RuntimeError`` when it is gone."""
+        """Return the whole reply. Raises ``RuntimeError`` if the process has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:

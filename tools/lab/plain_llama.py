@@ -1,8 +1,9 @@
-"""Plain llama.cpp through llama-cpp-python's low-level calls, as a child of the benchmark: the whole model, one process.
+"""Plain llama.cpp through llama-cpp-python's low-level calls, as a child of the benchmark: the whole model in one
+process.
 
-Speaks JSON lines: {"prefill": rows}, {"decode": tokens, "after": rows} or, to go on with what was computed last, {"more":
-tokens} in, {"seconds": s, "tokens": [...], "rss_bytes": b} out. Decode takes the most likely token each time, and nothing
-else: it is the fastest loop that these calls allow.
+Speaks JSON lines: {"prefill": rows}, {"decode": tokens, "after": rows} or, to continue from the last computation,
+{"more": tokens} in, {"seconds": s, "tokens": [...], "rss_bytes": b} out. Decode only takes the most likely token each
+time: it is the fastest loop that these calls allow.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SEQUENCE = 0
 
 
 def prompt_of(tokens: int) -> list[int]:
-    """A prompt of so many tokens; a longer one begins with a shorter one."""
+    """Return a prompt of ``tokens`` tokens; a longer one begins with a shorter one."""
     return [(i * 37) % 1000 + 10 for i in range(tokens)]
 
 
@@ -33,7 +34,7 @@ def _quiet(*_: object) -> None:
 
 
 class Plain:
-    """``gpu_layers``, the last ones, are the GPU's."""
+    """A model of which the GPU computes the last ``gpu_layers`` layers."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Plain:
         self.batch = llama.llama_batch_init(rows, 0, 1)
         self.rows = rows
         self.tokens: list[int] = []
-        """Drawn since the last prompt."""
+        """Tokens sampled since the last prompt."""
         self.position = 0
 
     def _step(self, tokens: list[int], position: int) -> int:
@@ -76,7 +77,7 @@ class Plain:
         return int(logits.argmax())
 
     def prefill(self, rows: int) -> float:
-        """Seconds for a prompt of ``rows`` tokens."""
+        """Return the seconds for a prompt of ``rows`` tokens."""
         llama.llama_memory_clear(self.memory, True)
         prompt = prompt_of(rows)
         start = time.perf_counter()
@@ -86,12 +87,12 @@ class Plain:
         return time.perf_counter() - start
 
     def decode(self, tokens: int, after: int) -> float:
-        """Seconds for ``tokens`` tokens after a prompt of ``after``."""
+        """Return the seconds for ``tokens`` tokens after a prompt of ``after``."""
         self.prefill(after)
         return self.more(tokens)
 
     def more(self, tokens: int) -> float:
-        """Seconds for ``tokens`` tokens more."""
+        """Return the seconds for ``tokens`` further tokens."""
         start = time.perf_counter()
         for _ in range(tokens):
             self.tokens.append(self._step(self.tokens[-1:], self.position))
@@ -99,7 +100,7 @@ class Plain:
         return time.perf_counter() - start
 
     def answer(self, ask: dict[str, int]) -> float:
-        """Seconds that it took to do what was asked."""
+        """Return the seconds that the request took."""
         match ask:
             case {"prefill": rows}:
                 return self.prefill(rows)

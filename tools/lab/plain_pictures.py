@@ -1,4 +1,4 @@
-"""A prompt with pictures through llama.cpp and its libmtmd alone: what a ring must equal, bit for bit."""
+"""Compute a prompt with images with llama.cpp and its libmtmd alone: a ring must equal the result bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from primad.system.allocator import zeroed
 from tools.lab import LabError
 
 Part = str | bytes
-"""Text, or a picture's file."""
+"""Text, or the file of an image."""
 
 
 @llama.llama_log_callback  # type: ignore[untyped-decorator]
@@ -35,12 +35,13 @@ def plain_answer(
     context: int = 512,
     never: int | None = None,
 ) -> tuple[list[int], list[NDArray[np.float32]]]:
-    """The ``tokens`` most likely tokens behind ``parts``, with the logits (vocabulary,) that each was drawn from.
+    """Return the ``tokens`` most likely tokens after ``parts``, with the logits (vocabulary,) from which each was
+    sampled.
 
-    ``never`` is not drawn.
+    ``never`` is not sampled.
 
-    Prompts are computed ``rows`` at a time, with one thread and without repacked weights; memory is zeroed, of which some
-    encoders' graphs take what they find. Raises ``LabError``.
+    Prompts are computed in batches of ``rows`` tokens, with one thread and without repacked weights; memory is zeroed,
+    since some encoders' graphs read uninitialised memory. Raises ``LabError``.
     """
     with zeroed(), ExitStack() as stack:
         loaded, running = _open(stack, model, rows, context)

@@ -1,7 +1,8 @@
-"""Forecasts beside what others measured: rows of ``profiles/published.json`` as questions to the planner.
+"""Forecasts next to published measurements: rows of ``profiles/published.json`` as questions to the planner.
 
-A row is a table of llama-bench as a rule: a prompt of so many tokens, and so many tokens generated, each behind ``depth``
-tokens in the KV cache. The plan is made for both, as ``primad plan`` makes it, and judged for each by itself.
+A row is usually a table of llama-bench: a number of prompt tokens, and a number of generated tokens, each after
+``depth`` tokens in the KV cache. The plan is made for both, as ``primad plan`` makes it, and judged for each
+separately.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tools.lab.named_devices import count_of, is_second_gpu, named_device
 
 FIGURES: Final = SHEETS.parent / "published.json"
 NEAR: Final = 0.25
-"""A forecast within so much of what was measured counts as right."""
+"""Maximum relative error of a forecast that counts as right."""
 TIME_LIMIT_S: Final = 3.0
 _QUANTS: Final = {
     "q4_k_m": "q4_k_m",
@@ -46,7 +47,7 @@ _QUANTS: Final = {
     "f16": "f16",
     "bf16": "f16",
 }
-"""What files are called, and the suffix of the shape that is nearest."""
+"""Quantisation names in file names, and the suffix of the nearest shape."""
 _NUMBER: Final = re.compile(r"\d+(?:\.\d+)?")
 _WIRE: Final = LinkSpeed(bytes_per_s=117e6, round_trip_s=0.0004)
 _WIFI_TRIP_S: Final = 0.005
@@ -54,7 +55,7 @@ _SINGLE: Final = 1
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """What was run: tokens of the prompt, tokens generated, and those in the KV cache before either."""
+    """What was run: tokens of the prompt, generated tokens, and tokens already in the KV cache before either."""
 
     prefill_tokens: int
     depth: int
@@ -62,7 +63,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One published measurement, with its source; rates in tokens a second, null where none was published."""
+    """One published measurement, with its source; rates in tokens per second, null if not published."""
 
     id: str
     devices: list[str]
@@ -79,13 +80,13 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def flash(self) -> bool:
-        """Whether it was measured with flash attention: llama-bench does without unless ``-fa`` asks for it."""
+        """Whether it was measured with flash attention: llama-bench does without unless ``-fa`` requests it."""
         return "llama-bench" not in self.source or "-fa" in self.source
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row(BenchRow):
-    """A figure and the forecast of it. ``note`` says why there is none."""
+    """A figure and its forecast. ``note`` says why there is none."""
 
     columns: ClassVar[str] = (
         "id=figure, kind, decode_tok_s=decode:.4g, decode_planned_tok_s=planned:.4g, decode_ratio=ratio:.4g, "
@@ -112,7 +113,7 @@ class Row(BenchRow):
 
 
 def by_kind(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """The rows of each kind, those of single devices first, all together."""
+    """Return the rows of each kind; first all rows of single devices together."""
     kinds: dict[str, list[Row]] = {}
     for row in rows:
         kinds.setdefault(row.kind, []).append(row)
@@ -120,17 +121,17 @@ def by_kind(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def decode_ratios(rows: Iterable[Row]) -> list[float]:
-    """Of those that there are."""
+    """Return the existing ratios of decode rates."""
     return [row.decode_ratio for row in rows if row.decode_ratio is not None]
 
 
 def prefill_ratios(rows: Iterable[Row]) -> list[float]:
-    """Of those that there are."""
+    """Return the existing ratios of prefill rates."""
     return [row.prefill_ratio for row in rows if row.prefill_ratio is not None]
 
 
 def read_figures(path: Path) -> list[Figure]:
-    """The figures in a file. Raises ``ConfigError`` that names it."""
+    """Read the figures in a file. Raises ``ConfigError`` that names it."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[Figure])
     except OSError as exc:
@@ -140,13 +141,13 @@ def read_figures(path: Path) -> list[Figure]:
 
 
 def rows(published: Iterable[Figure], parallel: ParallelMode = "pipeline") -> list[Row]:
-    """Each figure with the forecast of it, for devices that are ``parallel``."""
+    """Return each figure with its forecast, for devices in ``parallel`` mode."""
     sheets = read_sheets()
     return [row(figure, sheets, parallel) for figure in published]
 
 
 def row(figure: Figure, sheets: Sheets, parallel: ParallelMode = "pipeline") -> Row:
-    """``figure`` with the forecast of it, or why there is none."""
+    """Return ``figure`` with its forecast, or why there is none."""
     try:
         found = best_plan(_question(figure, _devices(figure, sheets), _model(figure), parallel))
     except (ConfigError, Infeasible) as exc:
@@ -173,7 +174,7 @@ def _row(figure: Figure, decode: float | None, prefill: float | None, note: str)
 
 
 def _devices(figure: Figure, sheets: Sheets) -> list[DeviceProfile]:
-    """The devices of a figure; several GPUs in one PC are those of one device."""
+    """Return the devices of a figure; several GPUs in one PC belong to one device."""
     found = list[DeviceProfile]()
     for name in figure.devices:
         count, one = count_of(name)
@@ -190,7 +191,7 @@ def _devices(figure: Figure, sheets: Sheets) -> list[DeviceProfile]:
 
 
 def _model(figure: Figure) -> ModelProfile:
-    """The model of a figure; its file holds any context that is asked for. Raises ``ConfigError``."""
+    """Return the model of a figure; its file allows any requested context. Raises ``ConfigError``."""
     known = {_joined(name): name for name in shape_names()}
     stem, _, last = figure.shape.rpartition("-")
     tried = (figure.shape, figure.shape.removesuffix("-like"), stem, figure.model)
@@ -200,7 +201,7 @@ def _model(figure: Figure) -> ModelProfile:
 
 
 def _joined(name: str) -> str:
-    """A name without what separates its words."""
+    """Return a name without its word separators."""
     return re.sub(r"[^a-z0-9.]", "", name.lower())
 
 
@@ -229,14 +230,15 @@ def _question(
 
 
 def _objective(figure: Figure) -> Objective:
-    """What was measured is what the plan is for."""
+    """Return the objective that matches the measurement."""
     if figure.decode_tok_s is None:
         return "ttft"
     return "latency" if figure.prefill_tok_s is None else "balanced"
 
 
 def link_speed(text: str | None) -> LinkSpeed:
-    """A link as people name it: the middle of its rates, in Mbit or Gbit a second, and of its round trips."""
+    """Return a link from its usual name: the middle of its rates, in Mbit or Gbit per second, and of its round
+    trips."""
     if text is None:
         return _WIRE
     rates, _, trips = text.partition(",")
@@ -250,7 +252,8 @@ def link_speed(text: str | None) -> LinkSpeed:
 
 
 def _rates(figure: Figure, found: Planned) -> tuple[float, float]:
-    """Tokens a second, attending as was measured: generated behind ``depth`` tokens, and of a prompt behind as many."""
+    """Return tokens per second, with the measured context: generated after ``depth`` tokens, and of a prompt after as
+    many."""
     prompt, asked = figure.prompt, found.question
     asked = replace(asked, workload=replace(asked.workload, flash=figure.flash))
 

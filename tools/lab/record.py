@@ -1,4 +1,4 @@
-"""What a lab writes down about itself, for the commands that come later and for whoever cleans up after it."""
+"""What a lab records about itself, for later commands and for cleaning up."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _FILE = "lab.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """A process, told from a later one of the same id by when it started."""
+    """A process, distinguished from a later one with the same id by its start time."""
 
     pid: int
     started: int
 
     @classmethod
     def this(cls) -> Owner:
-        """The process that runs this."""
+        """Return the current process."""
         started = _started(os.getpid())
         assert started is not None
         return cls(pid=os.getpid(), started=started)
@@ -36,9 +36,10 @@ class Owner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A lab. ``owner`` is the process that takes it down at its end; None for one that stays until ``homelab down``.
+    """A lab. ``owner`` is the process that takes it down at its end; None if it stays until ``homelab down``.
 
-    ``holders`` hold the namespaces of the devices, in order, ``switch`` those of the bridge; none while it is being built.
+    ``holders`` hold the namespaces of the devices, in order, ``switch`` those of the bridge; empty while it is being
+    built.
     """
 
     lab: str
@@ -51,7 +52,7 @@ class Record:
     netem: bool = False
 
     def create(self) -> None:
-        """Make the lab's folder with the record in it, both at once, so that nobody sees one without the other."""
+        """Make the lab's folder with the record in it atomically, so that no process sees one without the other."""
         part = root(self.lab).with_suffix(".new")
         part.mkdir(parents=True)
         (part / _FILE).write_bytes(msgspec.json.encode(self))
@@ -65,7 +66,7 @@ class Record:
 
 
 def read(lab: str) -> Record:
-    """The record of a lab. Raises ``LabError`` when there is none that can be read."""
+    """Read the record of a lab. Raises ``LabError`` if there is no readable one."""
     try:
         return msgspec.json.decode((root(lab) / _FILE).read_bytes(), type=Record)
     except (OSError, msgspec.MsgspecError) as exc:
@@ -75,12 +76,13 @@ def read(lab: str) -> Record:
 
 
 def labs(hierarchies: Hierarchies) -> list[str]:
-    """Every lab of which this machine still has something, running or left over."""
+    """Return every lab that still has something on this machine, running or left over."""
     return sorted(set().union(*(lab_ids(folder) for folder in (ROOTS, *hierarchies.tops()))))
 
 
 def owner_lives(lab: str) -> bool | None:
-    """Whether the process that takes the lab down still runs; False where its record is gone, None for one that stays."""
+    """Whether the process that takes the lab down still runs; False if its record is gone, None for a lab that
+    stays."""
     try:
         owner = read(lab).owner
     except LabError:

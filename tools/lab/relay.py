@@ -53,7 +53,7 @@ class Way:
         self.held_bytes = 0
 
     def accept(self, frame: bytes, now: float) -> None:
-        """Take a frame that just arrived."""
+        """Queue a frame that has just arrived."""
         group = frame[_HEADER_BYTES : _HEADER_BYTES + 6]
         if not self.multicast and (group[:3] == _IPV4_MULTICAST or group == _IPV6_MDNS):
             return
@@ -63,7 +63,7 @@ class Way:
         self.held_bytes += len(frame)
 
     def release(self, now: float) -> None:
-        """Send what is due."""
+        """Send the frames that are due."""
         while self.held and self.held[0][0] <= now:
             _, frame = self.held.popleft()
             self.held_bytes -= len(frame)
@@ -75,7 +75,7 @@ class Way:
 
 
 def port(name: str) -> socket.socket:
-    """A socket for whole frames that come in at interface ``name``."""
+    """Return a socket for whole frames that arrive at interface ``name``."""
     opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     opened.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
     opened.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
@@ -87,7 +87,7 @@ def port(name: str) -> socket.socket:
 
 
 def receive(source: socket.socket, way: Way) -> None:
-    """Take the frames that wait at ``source``."""
+    """Queue the frames that wait at ``source``."""
     for _ in range(_BATCH):
         try:
             frame = source.recv(_LARGEST_FRAME)
@@ -120,5 +120,5 @@ def run(links: list[dict[str, object]]) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, -15)  # a late relay is a slow network that nobody asked for
+        os.setpriority(os.PRIO_PROCESS, 0, -15)  # a late relay is an unintentionally slow network
     run(json.loads(sys.argv[1]))

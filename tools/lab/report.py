@@ -1,10 +1,10 @@
-"""``tools/bench all``: one bench after the other, and a report of all that they judge.
+"""``tools/bench all``: all benches in turn, and a report of their figures.
 
     tools/bench all [--quick] [--only BENCH ...] [--folder FOLDER] [--report]
 
-Each bench runs by itself and writes its figures as JSON and what it prints as text to ``--folder`` (docs/benchmarks). With
-``--report`` they become docs/benchmarks/report.md: every figure with its spread, what is wanted of it, and what it was
-measured on. A bench whose figures are there already is not run again with ``--keep``. One that fails is named in the
+Each bench runs by itself and writes its figures as JSON and its output as text to ``--folder`` (docs/benchmarks). With
+``--report`` they become docs/benchmarks/report.md: every figure with its spread, its target, and the machine on which
+it was measured. With ``--keep``, benches with existing figures are not run again. A failing bench is named in the
 report, and the command fails.
 """
 
@@ -33,7 +33,7 @@ END: Final = "<!-- end of the figures of tools/bench all -->"
 
 
 def add_all(benches: argparse._SubParsersAction[argparse.ArgumentParser], known: Mapping[str, Bench]) -> None:
-    """Adds ``all`` to the command line."""
+    """Add ``all`` to the command line."""
     names = [name for name, bench in known.items() if bench.all_quick is not None]
     one = benches.add_parser("all", help="one bench after the other, and a report")
     one.add_argument("--quick", action="store_true", help="few runs of small models (minutes, not hours)")
@@ -44,7 +44,7 @@ def add_all(benches: argparse._SubParsersAction[argparse.ArgumentParser], known:
 
 
 def run_all(options: argparse.Namespace, benches: Mapping[str, Bench]) -> int:
-    """Run what the command line asks for, and report it."""
+    """Run the benches that the command line requests, and report them."""
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     failed = []
@@ -73,7 +73,7 @@ def run_all(options: argparse.Namespace, benches: Mapping[str, Bench]) -> int:
 
 
 def report(folder: Path, names: Iterable[str], failed: Sequence[str]) -> str:
-    """The report of the figures in ``folder``, in Markdown."""
+    """Return the report of the figures in ``folder``, in Markdown."""
     lines = list[str]()
     for name in names:
         path = folder / f"{name}.json"

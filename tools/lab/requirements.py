@@ -1,4 +1,4 @@
-"""What this machine must have before a lab can be built on it."""
+"""Requirements of this machine for building a lab."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TOOLS: Final = {"ip": "iproute2", "tc": "iproute2", "bridge": "iproute2", "nsen
 
 
 def missing() -> str | None:
-    """Why no lab can be built here, in one line; None where one can."""
+    """Return in one line why no lab can be built here; None if one can."""
     if not sys.platform.startswith("linux"):
         return "requires Linux (network namespaces and cgroups)"
     if os.geteuid() != 0:
@@ -26,11 +26,11 @@ def missing() -> str | None:
 
 
 def require() -> None:
-    """Raises ``LabError`` where no lab can be built."""
+    """Raise ``LabError`` if no lab can be built."""
     if (reason := missing()) is not None:
         raise LabError(reason)
 
 
 def tool_path(tool: str) -> str | None:
-    """Where a command lies, the administrator's folders included, which are not on every PATH."""
+    """Return the path of a command, also from the administrator's folders, which are not on every PATH."""
     return shutil.which(tool, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin:/usr/bin:/bin")

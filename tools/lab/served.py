@@ -1,6 +1,6 @@
-"""What servers gave that were asked over HTTP with several answers at once, and the ratios that are wanted.
+"""Results of servers queried over HTTP with concurrent requests, and the wanted ratios.
 
-``tools/bench serve`` has primad's rings alone, ``http`` llama-server beside them.
+``tools/bench serve`` has only primad's rings, ``http`` compares llama-server.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from tools.lab.figures import Figure, Row, by_round, late
 
 PRIMAD: Final = "primad"
 TOGETHER: Final = 1.7
-"""Four answers of a ring of two machines, of one of it."""
+"""Wanted throughput of a ring of two machines with four concurrent requests, relative to one request."""
 OF_LLAMA: Final = {1: {1: 0.97, 2: 0.95, 3: 0.9}, 4: {1: 0.95, 2: 0.95, 3: 0.9}}
-"""Of llama-server's tokens a second, by answers at once and processes."""
+"""Wanted tokens/s relative to llama-server, by concurrent requests and processes."""
 FIRST_OF_LLAMA: Final = 1.2
-"""Of the time to its first token, with several answers."""
+"""Maximum TTFT relative to llama-server, with several requests."""
 AUTO: Final = "auto"
 RIGHT: Final = 1.05
-"""A choice is right whose requests take no longer than so much of the other's."""
+"""A choice is right if its requests take at most this many times the time of the other's."""
 
 
 @dataclass(kw_only=True)
 class Served(Row):
-    """A system of so many devices, and so many streams: what each run gave; waits of all runs, and whole requests, seconds.
-    Devices are machines where they share nothing; for a table ``where`` says so, and ``plan`` their layers. It has
-    ``extra_buffers`` (on, off or auto), if that is compared."""
+    """A system with a number of devices and streams, and the results of each run; waits of all runs, and whole
+    requests, in seconds. Devices are machines if they share nothing; for a table ``where`` says so, and ``plan`` their
+    layers. It has ``extra_buffers`` (on, off or auto), if these are compared."""
 
     columns: ClassVar[str] = (
         "system, extra_buffers=extra buffers, devices=n, where, plan, streams, tokens_per_s=all tok/s:.1f, "
@@ -57,11 +57,11 @@ class Served(Row):
         return {**super().cells(), "next token\nms (95 %)": waits}
 
     def of(self, other: Served) -> tuple[float, ...]:
-        """How many times the tokens of ``other``, of runs of the same round."""
+        """Return the ratio to the throughput of ``other``, for runs of the same round."""
         return tuple(by_round(self.tokens_per_s, other.tokens_per_s))
 
     def is_like(self, row: Served, **differs: object) -> bool:
-        """Whether this is ``row`` but for what differs."""
+        """Whether this equals ``row`` in its setup, except in what differs."""
         keys = ("model", "system", "devices", "streams", "extra_buffers")
         return all(getattr(self, key) == differs.get(key, getattr(row, key)) for key in keys)
 
@@ -73,7 +73,8 @@ class Served(Row):
 
     @classmethod
     def figures(cls, rows: Sequence[Served]) -> Iterator[Figure]:
-        """Of primad's: the other systems in the same round, one answer, one device."""
+        """Yield figures of primad's rows: relative to other systems in the same round, to one request, to one
+        device."""
         for row in (row for row in rows if row.system == PRIMAD):
             others = [
                 each
@@ -99,7 +100,8 @@ class Served(Row):
 
 
 def _of_others(row: Served, others: Sequence[Served]) -> Iterator[Figure]:
-    """``row`` of the other server with the same extra buffers; what chose its own, of the one that answers soonest."""
+    """Yield ``row`` relative to the other server with the same extra buffers; with its own choice, relative to the
+    fastest."""
     minimum = OF_LLAMA.get(row.streams, {}).get(row.devices)
     like = [each for each in others if each.extra_buffers == row.extra_buffers]
     if not like:
@@ -117,7 +119,7 @@ def _of_others(row: Served, others: Sequence[Served]) -> Iterator[Figure]:
 
 
 def _of_choices(row: Served, choices: Sequence[Served]) -> Iterator[Figure]:
-    """What chose its own extra buffers, of the better of both settings."""
+    """Yield the automatic choice of extra buffers relative to the better of both settings."""
     given = [each for each in choices if each.extra_buffers != AUTO]
     if len(given) > 1:
         best = min(given, key=lambda each: statistics.median(each.whole_s))

@@ -1,9 +1,10 @@
-"""Connections whose bytes arrive later, to a tenth of a millisecond: for what waits in them some 60 times a token.
+"""Delay the bytes of connections, precise to a tenth of a millisecond: for processes that wait in them some 60 times a
+token.
 
     slow_links.py '[["127.0.0.1", 4000, 0.0003], ...]'
 
-Listens on loopback for each of these and prints the ports; what connects there is connected to the address, and bytes are
-passed on in order, so much later each way. ``delayed.py`` needs no process, but has asyncio's clock, of a millisecond. Run
+Listens on loopback for each of these and prints the ports. Connections are passed to the address, and bytes are passed
+on in order after the delay, each way. ``delayed.py`` needs no process, but has asyncio's clock of a millisecond. Run
 with ``python -I -S``: standard library only.
 """
 
@@ -22,14 +23,14 @@ _BYTES = 1 << 17
 
 
 class Way:
-    """One direction of a connection: what is under way, oldest first."""
+    """One direction of a connection: the bytes under way, oldest first."""
 
     def __init__(self, sink: socket.socket, delay_s: float) -> None:
         self.sink, self.delay_s = sink, delay_s
         self.held: deque[tuple[float, bytes]] = deque()
 
     def release(self, now: float) -> None:
-        """Pass on what is due; the end as well, which is no bytes."""
+        """Pass on what is due; an empty item is the end of the connection."""
         while self.held and self.held[0][0] <= now:
             _, data = self.held.popleft()
             with contextlib.suppress(OSError):
@@ -72,5 +73,5 @@ def run(links: list[tuple[str, int, float]]) -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, -15)  # one that is late is a slower network than was asked for
+        os.setpriority(os.PRIO_PROCESS, 0, -15)  # a late relay is a slower network than requested
     run(json.loads(sys.argv[1]))
