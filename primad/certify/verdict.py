@@ -156,7 +156,7 @@ def why_not_shared(home: Path, header: Header) -> str:
         return verdict.shares
     if not is_unknown(header) or (verdict is not None and verdict.shares is not None):
         return ""
-    return f"not checked whether shares of its layers add up: primad check {printable(header.path)}"
+    return f"whether shares of its layers add up was not checked: primad check {printable(header.path)}"
 
 
 def verdict_line(verdict: CheckVerdict | None, model: Path) -> str:

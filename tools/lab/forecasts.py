@@ -21,15 +21,15 @@ class Promise:
 PROMISES: Final[Mapping[str, Promise]] = {
     "stop": Promise(2.0, "Ctrl-C or a termination signal ends a daemon or a command"),
     "recovery": Promise(4.0, "the next token after a device left, was killed or came"),
-    "recovery from silence": Promise(8.0, "the next token after a device fell silent, of which 4 s are waited for it"),
+    "recovery from silence": Promise(8.0, "the next token after a device fell silent, including 4 s of waiting for it"),
     "recovery from a disk": Promise(10.0, "the next token after a disk failed or a layer file changed"),
     "serving again": Promise(20.0, "serving again after a worker or the head was started again"),
-    "error without a plan": Promise(20.0, "the error to who waits for an answer that nobody can compute any more"),
-    "noticed": Promise(1.0, "a head notices that the process of a worker has ended"),
-    "cut off": Promise(20.0, "a connection of somebody who proves nothing is closed"),
+    "error without a plan": Promise(20.0, "the error for a waiting request that no device can compute any more"),
+    "noticed": Promise(1.0, "a head notices that a worker's process has ended"),
+    "cut off": Promise(20.0, "a connection without proof of identity is closed"),
     "answer in a flood": Promise(5.0, "a trusted device is answered while thousands of strangers connect"),
     "health under attack": Promise(0.1, "a head answers /health while it reads the worst requests"),
-    "revoked": Promise(5.0, "the ring with a device that is revoked is cut"),
+    "revoked": Promise(5.0, "the ring with a revoked device is cut"),
     "examined": Promise(60.0, "primad doctor has looked at this machine"),
 }
 

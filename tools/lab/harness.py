@@ -167,12 +167,12 @@ def add_bench(benches: argparse._SubParsersAction[argparse.ArgumentParser], name
         which = "" if callable(bench.models) else f" (default: {', '.join(bench.models)})"
         one.add_argument("--model", type=Path, action="append", help=f"GGUF file{which}")
     if bench.rounds is not None:
-        one.add_argument("--rounds", "--runs", type=int, default=bench.rounds, help="that count, of each")
+        one.add_argument("--rounds", "--runs", type=int, default=bench.rounds, help="counted rounds of each")
     for names, how in bench.flags:
         one.add_argument(*names, **how)
-    one.add_argument("--quick", action="store_true", help="few rounds of little")
+    one.add_argument("--quick", action="store_true", help="few rounds with small models")
     one.add_argument("--json", type=Path, metavar="FILE", help="also write rows and figures to this file")
-    one.add_argument("--against", type=Path, metavar="FILE", help="show the figures beside those of such a file")
+    one.add_argument("--against", type=Path, metavar="FILE", help="show the figures next to those of such a file")
 
 
 def execute(name: str, bench: Bench, options: argparse.Namespace) -> int:

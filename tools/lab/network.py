@@ -20,7 +20,7 @@ from tools.lab.names import LabError
 from tools.lab.requirements import tool_path
 
 SWITCH_SYSCTLS: Final = {
-    "net/ipv6/conf/all/disable_ipv6": "1",  # the switch itself talks to nobody
+    "net/ipv6/conf/all/disable_ipv6": "1",  # the switch itself sends nothing
     "net/ipv6/conf/default/disable_ipv6": "1",
 }
 _BURST_S: Final = 0.004
