@@ -91,7 +91,7 @@ class Member:
     prefill: Phase
     ram_limit: int
     vram_limits: tuple[int, ...]
-    """Of each GPU."""
+    """Limit of each GPU."""
     disk_limit: int
     cpu_output_s: float
     gpu_output_s: float

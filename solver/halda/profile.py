@@ -17,7 +17,7 @@ PREFILL_ROWS: Final = 512
 CacheType = Literal["f16", "q8_0", "q4_0"]
 """Type of the values in the KV cache."""
 KV_TYPES: Final[tuple[CacheType, ...]] = get_args(CacheType)
-"""The largest first."""
+"""KV cache types, largest first."""
 OFFLOAD_FEW_ROWS: Final = 64
 """Tokens of the smaller measurement of an ``OffloadSpeed``."""
 RATE_WIDTH: Final = 2048

@@ -63,7 +63,7 @@ class Figure:
 
     @property
     def wanted(self) -> str:
-        """In words."""
+        """The wanted value in words."""
         if self.at_least is not None:
             return f"at least {self.at_least:g}"
         return "" if self.at_most is None else f"at most {self.at_most:g}"
@@ -149,7 +149,7 @@ def by_round(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 
 def median(values: Sequence[float]) -> float | None:
-    """None of nothing."""
+    """Return the median; None without values."""
     return statistics.median(values) if values else None
 
 

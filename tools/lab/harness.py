@@ -79,7 +79,7 @@ class Run:
             out.print(f"warning: the machine is {share:.0%} busy; the figures will not mean much")
 
     def say(self, text: str) -> None:
-        """Print it."""
+        """Print ``text``."""
         out.print(text, markup=False)
 
     def add(self, *rows: Row) -> None:
@@ -132,7 +132,7 @@ class Run:
         return found
 
     async def measure(self) -> None:
-        """Everything."""
+        """Run the bench on all models."""
         with self._all:
             for model in self._models(self._all):
                 async with AsyncExitStack() as self.stack:

@@ -43,7 +43,7 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The server's URL."""
         return f"http://127.0.0.1:{self._port}"
 
     def cpu_s(self) -> float:

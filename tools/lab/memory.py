@@ -96,7 +96,7 @@ class LimitedGroup:
             path.write_text(str(pid), encoding="ascii")
 
     def pids(self) -> set[int]:
-        """Its processes."""
+        """Return the group's processes."""
         return self._groups.pids(_NAME)
 
     def proc_cgroup(self) -> str:

@@ -67,7 +67,7 @@ class Served(Row):
 
     @property
     def what(self) -> str:
-        """It in words."""
+        """The row in words."""
         buffers = f", extra buffers {self.extra_buffers}" if self.extra_buffers else ""
         return f"{self.model}: ring of {self.devices}, {self.streams} streams{buffers}, of"
 

@@ -65,7 +65,7 @@ def new_problem(name: str) -> Any:
 
 
 def integer(problem: Any, name: str, low: int, high: int) -> Any:
-    """A whole number."""
+    """Add an integer variable."""
     return problem.add_variable(name, low, high, pulp.LpInteger)
 
 
