@@ -1,8 +1,8 @@
-"""Adds latency to links where the kernel has no netem: takes Ethernet frames from one interface, holds them, passes them on.
+"""Add latency to links where the kernel has no netem: hold Ethernet frames from one interface, then pass them on.
 
     relay.py '[{"outer": "x0", "inner": "y0", "delay_s": 0.002, "multicast": true}, ...]'
 
-One process a lab, in the namespace of its bridge. Every link is a pair of interfaces; what comes in at one goes out at the
+One process per lab, in the namespace of its bridge. Every link is a pair of interfaces; what comes in at one goes out at the
 other ``delay_s`` later, in order, broadcast and multicast included. Without ``multicast`` the frames that mDNS needs are
 dropped both ways: IPv4 multicast, and mDNS's group of IPv6, whose other groups carry neighbour discovery.
 
