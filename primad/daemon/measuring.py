@@ -98,7 +98,9 @@ class OwnProfile:
         stop = StopFlag(subprocess.Popen.terminate)
 
         def ask() -> None:
-            with begin_piped("primad.profiler.process", dict(os.environ)) as child:  # GPUs are hidden from us alone
+            with begin_piped(
+                "primad.profiler.process", dict(os.environ)
+            ) as child:  # GPUs are hidden from this process only
                 assert child.stdin is not None
                 assert child.stdout is not None
                 stop.watch(child)

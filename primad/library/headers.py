@@ -1,7 +1,7 @@
-"""What the beginning of a GGUF file says about the model in it, kept by path, size and time of its last change.
+"""Reads facts about a model from the beginning of its GGUF file, and caches them by path, size and modification time.
 
-Only the first ``BEGINNING_BYTES`` are read: the metadata before the vocabulary. So 200 models are listed in the time of 200
-small reads, and a file that is cut short behind its header shows only when it is opened.
+Only the first ``BEGINNING_BYTES`` are read: the metadata before the vocabulary. So listing 200 models takes the time of
+200 small reads, and a file that is cut off after its header is only noticed when it is opened.
 """
 
 from __future__ import annotations
@@ -23,21 +23,24 @@ from primad.system.files import write_private
 BEGINNING_BYTES: Final = 1 << 16
 MAX_LABEL_CHARS: Final = 16
 MAX_KEPT: Final = 20_000
-"""More files than this are forgotten but for those of the last list."""
+"""With more files than this, only those of the last list are kept."""
 _PARAMETERS: Final = re.compile(
     r"(?<![A-Za-z0-9.])(\d+x)?\d+(\.\d+)?[BM](-A\d+(\.\d+)?B)?(?![A-Za-z0-9])", re.IGNORECASE
 )
 _NOT_A_MODEL: Final = ("mmproj", "adapter", "imatrix", "clip", "vocab")
 _EMBEDS: Final = (1, 2, 3)
-"""llama.cpp's ways to pool: the mean, the first token, the last one. 4 ranks."""
+"""llama.cpp's pooling types: the mean, the first token, the last token. 4 is for ranking."""
 _ENCODERS: Final = ("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert")
 
 
 class HeaderFacts(msgspec.Struct, frozen=True, array_like=True):
-    """A file's ``general.type`` (``model``, ``mmproj``, ``adapter``), its architecture, parameters and quantisation, empty
-    if unknown, the context that the model was trained with, and whether it makes one vector of a text. An encoder of
-    pictures and sound ``sees`` or ``hears``, in a process that takes ``encoder_bytes``; ``refused`` is why it is not taken,
-    empty for nothing. A model that ``wants_encoder`` can see or hear with one."""
+    """Facts of a file.
+
+    ``kind`` is its ``general.type`` (``model``, ``mmproj``, ``adapter``). Architecture, parameters and quantisation are
+    empty if unknown. ``context_tokens`` is the context that the model was trained with; it ``embeds`` if it makes one
+    vector of a text. An encoder of pictures and sound ``sees`` or ``hears``, in a process that takes ``encoder_bytes``;
+    ``refused`` is the reason why it cannot be used, or empty. A model that ``wants_encoder`` can see or hear with an
+    encoder."""
 
     kind: str = "model"
     architecture: str = ""
@@ -63,7 +66,7 @@ class HeaderFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KeptHeaders(msgspec.Struct, frozen=True):
-    """The file in the home folder: of each path size, time (ns) and facts."""
+    """The file in the home folder: size, time (ns) and facts by path."""
 
     version: int
     files: dict[str, tuple[int, int, HeaderFacts]]
@@ -78,12 +81,12 @@ class HeaderCache:
 
     file: Path
     is_kept: bool = True
-    """Whether what is new is written."""
+    """Whether new facts are written."""
     _kept: dict[str, tuple[int, int, HeaderFacts]] = field(default_factory=dict)
     _used: dict[str, tuple[int, int, HeaderFacts]] = field(default_factory=dict)
 
     def load(self) -> None:
-        """Read the file; one that cannot be read is as good as none."""
+        """Read the file; an unreadable file counts as empty."""
         try:
             kept = msgspec.json.decode(self.file.read_bytes(), type=KeptHeaders)
         except (OSError, msgspec.MsgspecError):
@@ -92,7 +95,7 @@ class HeaderCache:
             self._kept = kept.files
 
     def save(self) -> None:
-        """Write what is new since ``load``. A home that cannot be written stays as it is."""
+        """Write the facts that are new since ``load``. A home that cannot be written stays as it is."""
         known = self._kept | self._used
         if known == self._kept or not self.is_kept:
             return
@@ -104,17 +107,17 @@ class HeaderCache:
             return
 
     def facts(self, path: Path, status: os.stat_result) -> HeaderFacts:
-        """The facts of the file ``path``, which has ``status``. Raises ``ModelError`` for one that is no GGUF."""
+        """Return the facts of the file ``path``, which has ``status``. Raises ``ModelError`` if it is not GGUF."""
         key, kept = str(path), self._kept.get(str(path))
         if kept is None or kept[:2] != (status.st_size, status.st_mtime_ns):
             kept = status.st_size, status.st_mtime_ns, facts_in(read_beginning(path, BEGINNING_BYTES))
-        if key.isprintable():  # others may be no text
+        if key.isprintable():  # other paths may not be valid text
             self._used[key] = kept
         return kept[2]
 
 
 def facts_in(header: Header) -> HeaderFacts:
-    """The facts in the beginning of a file."""
+    """Return the facts in the beginning of a file."""
     architecture = _text(header, "general.architecture")
     if architecture == "clip":
         found = projector_facts(header)
@@ -138,7 +141,7 @@ def facts_in(header: Header) -> HeaderFacts:
 
 
 def parameters_in(name: str) -> str:
-    """The number of parameters that a ``name`` tells, such as ``8B``; empty if it does not."""
+    """Return the number of parameters in a ``name``, such as ``8B``; empty if it has none."""
     match = _PARAMETERS.search(name)
     return "" if match is None else match[0].upper()
 

@@ -1,8 +1,8 @@
-"""All models of this device by name: what the stores have, with what the files say.
+"""All models of this device by name: lists what the stores have, with what the files say.
 
-A file that is found twice (a link, or one blob under two names) is one model with several names. An encoder of pictures and
-sound (llama.cpp: a projector) belongs to the model beside it and is none itself, nor is an adapter. What cannot be used is
-listed with the reason.
+A file that is found twice (a link, or one blob under two names) is one model with several names. An encoder of pictures
+and sound (llama.cpp: a projector) belongs to the model next to it and is not a model itself, nor is an adapter. Files
+that cannot be used are listed with the reason.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from primad.library.places import ModelPlace
 from primad.library.stores import MAX_LINE_CHARS, NOT_LISTED, FolderWalk, LibraryProblem, StoredModel, models_in
 
 MAX_FILES: Final = 5_000
-"""GGUF files of one place; a home has some hundred."""
+"""Maximum of GGUF files in one place; a home has some hundred."""
 _SHOWN: Final = 6
 _BESIDE: Final = ("mmproj", "imatrix")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryModel:
-    """A model by its ``names``, the first of which is shown, as ``sources`` keep it. Texts are empty if unknown.
+    """A model with its ``names``, the first of which is shown, as kept by ``sources``. Texts are empty if unknown.
 
-    ``files`` are its parts in order. ``problem`` is why it cannot be used, in a line; empty for nothing.
+    ``files`` are its parts in order. ``problem`` is the line why it cannot be used; empty if it can.
     """
 
     names: tuple[str, ...]
@@ -49,16 +49,16 @@ class LibraryModel:
     projector: Path | None = None
     sees: bool = False
     hears: bool = False
-    """Whether it takes pictures, and sound, with its ``projector``."""
+    """``sees``, ``hears``: whether it takes pictures, or sound, with its ``projector``."""
     refused: str = ""
-    """Why its ``projector`` is of no use; empty for nothing."""
+    """Why its ``projector`` cannot be used; empty if it can."""
     encoder_bytes: int = 0
     """Memory of the process that has the ``projector`` loaded."""
     wants_encoder: bool = False
-    """Whether it could see or hear with one."""
+    """Whether it could see or hear with a projector."""
     problem: str = ""
     embeds: bool = False
-    """Whether it makes one vector of a text, and writes none."""
+    """Whether it makes one vector of a text, and generates none."""
 
     @property
     def name(self) -> str:
@@ -79,9 +79,9 @@ class Library:
     problems: tuple[LibraryProblem, ...]
 
     def find(self, typed: str) -> LibraryModel | None:
-        """The model that ``typed`` means; None for none.
+        """Return the model that ``typed`` means, or None.
 
-        Raises ``ConfigError`` with the choices where it may mean several, ``ModelError`` where that model cannot be used.
+        Raises ``ConfigError`` with the choices if it may mean several, ``ModelError`` if that model cannot be used.
         """
         found = [self.models[place] for place in meant(typed, [each.names for each in self.models])]
         usable = [each for each in found if not each.problem] or found
@@ -94,11 +94,12 @@ class Library:
         return usable[0] if usable else None
 
     def nearest(self, typed: str) -> list[str]:
-        """Names like ``typed``."""
+        """Return names similar to ``typed``."""
         return nearest(typed, [each.names for each in self.models])
 
     def with_aliases(self, aliases: Mapping[str, Sequence[str]]) -> Library:
-        """The library in which the models that the keys mean have these names too; a key that means none is passed over."""
+        """Return the library with additional names for the models that the keys mean; a key that means no model is
+        skipped."""
         added: dict[tuple[Path, ...], tuple[str, ...]] = {}
         for key, names in aliases.items():
             try:
@@ -112,7 +113,7 @@ class Library:
 
 
 def read_library(places: Iterable[ModelPlace], cache: HeaderCache) -> Library:
-    """The models in ``places``, with facts from ``cache`` where files did not change. Nothing is written but the cache."""
+    """Read the models in ``places``, with facts from ``cache`` for unchanged files. Writes nothing but the cache."""
     cache.load()
     problems: list[LibraryProblem] = []
     found: list[_Read] = []
@@ -157,7 +158,7 @@ def _is_missing(folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A stored model with what its first file says, None if that cannot be read."""
+    """A stored model with the facts of its first file, None if that cannot be read."""
 
     stored: StoredModel
     facts: HeaderFacts | None
@@ -173,12 +174,13 @@ class _Read:
 
     @property
     def place(self) -> tuple[Path, str]:
-        """Where the files beside it are: its folder, and its repository."""
+        """The folder and the repository in which files belong together."""
         return folder_of(self.stored.files[0]), self.stored.repository
 
     @property
     def quantisation(self) -> str:
-        """As its file's name says, which knows more kinds than the header, else as its program or its header says."""
+        """The quantisation in the file name, which distinguishes more kinds than the header; else its program's or its
+        header's."""
         of_header = "" if self.facts is None else self.facts.quantisation
         return quantisation_in(self.stored.stem) or self.stored.quantisation or of_header
 
@@ -202,7 +204,7 @@ def _read(stored: StoredModel, cache: HeaderCache) -> _Read:
 
 
 def _names(models: Sequence[_Read]) -> list[tuple[str, ...]]:
-    """The names of each of ``models``, as the people who use its program know it."""
+    """Return the names of each of ``models``, as users of its program know it."""
     of_repository = Counter((each.stored.source, each.stored.repository) for each in models)
     of_kind = Counter((each.stored.source, each.stored.repository, each.quantisation) for each in models)
     of_stem = Counter(each.stored.stem for each in models if not each.stored.repository)
@@ -229,7 +231,8 @@ def _once(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _projectors(models: Sequence[_Read], beside: Sequence[_Read]) -> Callable[[_Read], Path | None]:
-    """The encoder of a model's pictures and sound: the one that its store names, or one beside it."""
+    """Return a function that finds a model's encoder of pictures and sound: the one that its store names, or one next
+    to it."""
     neighbours: dict[tuple[Path, str], list[str]] = {}
     for each in models:
         neighbours.setdefault(each.place, []).append(each.stored.stem)
@@ -249,7 +252,8 @@ def _projectors(models: Sequence[_Read], beside: Sequence[_Read]) -> Callable[[_
 
 
 def _projector_facts(path: Path | None, cache: HeaderCache) -> HeaderFacts:
-    """What the encoder's file ``path`` says; nothing where it cannot be read, which is reported when it is opened."""
+    """Return the facts of the encoder's file ``path``; empty if it cannot be read, which is reported when it is
+    opened."""
     try:
         return HeaderFacts() if path is None else cache.facts(path, path.stat())
     except (OSError, ModelError):
@@ -282,7 +286,8 @@ def _model(read: _Read, names: tuple[str, ...], projector: Path | None, encoder:
 
 
 def _both(first: LibraryModel, other: LibraryModel) -> LibraryModel:
-    """One file that was found twice, as one model; it is used where it was found first, if it can be used there."""
+    """Merge two finds of one file into one model, with the files of the first find, unless only the other can be
+    used."""
     base, added = (other, first) if first.problem and not other.problem else (first, other)
     encoded = base if base.projector is not None else added
     return replace(

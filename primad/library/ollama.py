@@ -1,11 +1,11 @@
-"""What is in Ollama's store: a manifest for each name, and blobs by hash.
+"""Reads Ollama's store: a manifest for each name, and blobs by hash.
 
     manifests/HOST/NAMESPACE/MODEL/TAG       JSON; a link into blobs in manifests-v2
     blobs/sha256-HEX                         the GGUF of a layer application/vnd.ollama.image.model, and others
 
-The names, the layers' types and lists of manifests (one for each format) are those of Ollama's ``manifest/manifest.go``,
-``manifest/paths.go`` and ``types/model/name.go``; the fields of the configuration those of ``server/images.go``. A manifest
-is not trusted: it names blobs by hash alone, and one that is a link must lead into its store.
+The names, the types of layers and lists of manifests (one per format) follow Ollama's ``manifest/manifest.go``,
+``manifest/paths.go`` and ``types/model/name.go``; the fields of the configuration follow ``server/images.go``. A
+manifest is not trusted: it may name blobs by hash only, and a manifest that is a link must lead into its store.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Json = TypeVar("_Json")
 
 
 class OllamaLayer(msgspec.Struct, frozen=True, rename="camel"):
-    """A blob of a model, and what it is."""
+    """A blob of a model, and its type."""
 
     media_type: str = ""
     digest: str = ""
@@ -42,7 +42,7 @@ class OllamaLayer(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class OllamaManifest(msgspec.Struct, frozen=True, rename="camel"):
-    """A model's blobs; of a list, the same model in several formats, each here or in the blob ``digest``."""
+    """A model's blobs; or, for a list, the same model in several formats, each here or in the blob ``digest``."""
 
     config: OllamaLayer = OllamaLayer()
     layers: Annotated[tuple[OllamaLayer, ...], Meta(max_length=4096)] = ()
@@ -51,18 +51,18 @@ class OllamaManifest(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class OllamaConfig(msgspec.Struct, frozen=True):
-    """What Ollama notes of a model: its parameters (``3.2B``), and what it is quantised to."""
+    """What Ollama records of a model: its parameters (``3.2B``) and its quantisation."""
 
     model_type: str = ""
     file_type: str = ""
 
 
 class _BadManifestError(Exception):
-    """Why a manifest is refused."""
+    """The reason why a manifest is refused."""
 
 
 def models_of_ollama(place: ModelPlace, walk: FolderWalk) -> Iterator[StoredModel]:
-    """The models in the store ``place``."""
+    """Yield the models in the store ``place``."""
     known: set[str] = set()
     for folder in _MANIFESTS:
         for parts, path in _manifests(place.folder / folder, walk):
@@ -78,14 +78,14 @@ def models_of_ollama(place: ModelPlace, walk: FolderWalk) -> Iterator[StoredMode
 
 
 def shown_name(host: str, namespace: str, model: str, tag: str) -> str:
-    """The model as Ollama calls it, with its tag."""
+    """Return the model's name in Ollama, with its tag."""
     if host.lower() == _HOST:
         return f"{model}:{tag}" if namespace.lower() == _NAMESPACE else f"{namespace}/{model}:{tag}"
     return f"{host}/{namespace}/{model}:{tag}"
 
 
 def _manifests(root: Path, walk: FolderWalk) -> list[tuple[tuple[str, ...], Path]]:
-    """The manifests in ``root`` with the four parts of each one's name."""
+    """Return the manifests in ``root``, each with the four parts of its name."""
     found: list[tuple[tuple[str, ...], Path]] = [((), root)]
     for depth in range(4):
         found = [
@@ -109,7 +109,7 @@ def _model(store: Path, path: Path, names: tuple[str, ...]) -> StoredModel:
         problem = f"{blob}: {names[0]} is this model with an adapter: --model {blob} --lora {_blob(store, adapter)}"
     config = OllamaConfig()
     if manifest.config.digest:
-        with suppress(_BadManifestError):  # the file says most of it too
+        with suppress(_BadManifestError):  # the model file has most of it too
             config = _read(_blob(store, manifest.config), store, OllamaConfig)
     return StoredModel(
         source="Ollama",
@@ -124,7 +124,7 @@ def _model(store: Path, path: Path, names: tuple[str, ...]) -> StoredModel:
 
 
 def _gguf_manifest(store: Path, manifest: OllamaManifest) -> OllamaManifest:
-    """``manifest``, or of a list the first one with a GGUF file."""
+    """Return ``manifest``, or for a list the first one with a GGUF file."""
     for each in manifest.manifests:
         found = _read(_blob(store, OllamaLayer(digest=each.digest)), store, OllamaManifest) if each.digest else each
         if any(layer.media_type == f"{_TYPE}model" for layer in found.layers):
@@ -139,11 +139,9 @@ def _blob(store: Path, layer: OllamaLayer) -> Path:
 
 
 def _read(path: Path, store: Path, kind: type[_Json]) -> _Json:
-    """The small JSON file ``path``, which must be in ``store``."""
+    """Read the small JSON file ``path``, which must be in ``store``."""
     try:
-        own = [
-            os.path.realpath(store / folder) for folder in ("", "blobs", *_MANIFESTS)
-        ]  # each may be on a disk of its own
+        own = [os.path.realpath(store / folder) for folder in ("", "blobs", *_MANIFESTS)]  # each may be on its own disk
         if not any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in own):
             raise _BadManifestError(f"{path.name} is a link to a place outside the store")
         if not path.is_file():

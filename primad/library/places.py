@@ -23,13 +23,13 @@ SYSTEM_OLLAMA: Final = Path("/usr/share/ollama/.ollama/models")
 _MAX_BYTES: Final = 1 << 20
 
 StoreLayout = Literal["folder", "repositories", "hub", "llama.cpp", "ollama"]
-"""``folder``: GGUF files as they lie; ``repositories``: in folders ``owner/repo``; ``hub``: Hugging Face's cache;
-``llama.cpp``: its own flat one."""
+"""``folder``: GGUF files anywhere in it; ``repositories``: in folders ``owner/repo``; ``hub``: Hugging Face's cache;
+``llama.cpp``: its own flat cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlace:
-    """A ``folder`` with models of the program ``source``. One that was not ``named`` by the owner may be missing."""
+    """A ``folder`` with models of the program ``source``. It may be missing, unless the owner ``named`` it."""
 
     source: str
     layout: StoreLayout
@@ -40,8 +40,8 @@ class ModelPlace:
 def model_places(
     folders: Sequence[Path], own: Path, environ: Mapping[str, str], user: Path, platform: str
 ) -> list[ModelPlace]:
-    """The places in order: the owner's ``folders``, primad's ``own``, and those of other programs of ``user``, by the
-    variables in ``environ``."""
+    """Return the places in order: the owner's ``folders``, primad's ``own`` folder, and those of other programs of
+    ``user``, according to the variables in ``environ``."""
     found = [
         *(ModelPlace(source="folder", layout="folder", folder=folder, named=True) for folder in folders),
         ModelPlace(source="primad", layout="repositories", folder=own),
@@ -90,13 +90,13 @@ def _caches(environ: Mapping[str, str], user: Path, platform: str) -> Iterator[M
 
 
 def _named(environ: Mapping[str, str], variable: str, default: Path, user: Path) -> Path:
-    """The folder that ``variable`` names, ``~`` being ``user``."""
+    """Return the folder that ``variable`` names; ``~`` stands for ``user``."""
     given = environ.get(variable, "")
     return user / given[2:] if given.startswith("~/") else Path(given) if given else default
 
 
 def small_text(path: Path) -> str:
-    """What is in a small file; nothing if it is none or cannot be read."""
+    """Return the text of a small file; empty if it is not a file or cannot be read."""
     try:
         if not path.is_file():
             return ""

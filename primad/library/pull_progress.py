@@ -1,4 +1,4 @@
-"""How far a download is."""
+"""The progress of a download."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullProgress:
-    """How far a download is: ``done_bytes`` of ``total_bytes`` of ``file``; ``total_bytes`` is None until it is known."""
+    """``done_bytes`` of ``total_bytes`` of ``file`` are downloaded; ``total_bytes`` is None until it is known."""
 
     file: str
     done_bytes: int = 0

@@ -1,8 +1,8 @@
-"""Models that a running head downloads from the hub into its own folder, and deletes there: what ``primad pull`` and ``rm``
-do, for many callers at once.
+"""Downloads models from the hub into a running head's own folder, and deletes them there: ``primad pull`` and ``rm``
+for concurrent callers.
 
-Callers that want the same model share one download, which stops when the last of them leaves; what came of it is kept, and
-the next one resumes it. Models that other programs keep are only read, so they are never deleted.
+Callers that want the same model share one download, which stops when the last of them leaves; its data is kept, and the
+next download resumes it. Models of other programs are only read, so they are never deleted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from primad.system.files import reserve_bytes
 
 
 class HubDownloads:
-    """Downloads into ``folder``, which is a part of what ``library`` reads. ``close`` stops all."""
+    """Downloads into ``folder``, which is part of what ``library`` reads. ``close`` stops all downloads."""
 
     def __init__(self, folder: Path, library: Callable[[], Library]) -> None:
         self._folder, self._library = folder, library
@@ -34,7 +34,7 @@ class HubDownloads:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def free_bytes(self) -> int | None:
-        """The bytes that downloads may take, None if unknown."""
+        """Return the bytes that downloads may take; None if unknown."""
         there = next((each for each in (self._folder, *self._folder.parents) if each.exists()), None)
         try:
             usage = shutil.disk_usage(there or self._folder)
@@ -43,9 +43,9 @@ class HubDownloads:
         return max(0, usage.free - reserve_bytes(usage.total))
 
     async def pull(self, name: str) -> AsyncGenerator[PullProgress, None]:
-        """Download the model ``name`` of the hub, with ``hf:`` before it or not; close the generator to leave.
+        """Download the model ``name`` of the hub, with or without the prefix ``hf:``; close the generator to leave.
 
-        Raises ``RequestError``: 404 for an unknown repository, 503 for a hub that cannot be reached, 400 for all else.
+        Raises ``RequestError``: 404 for an unknown repository, 503 for a hub that cannot be reached, 400 otherwise.
         """
         try:
             asked = hub_name(name if name.startswith(PREFIX) else PREFIX + name)
@@ -76,7 +76,7 @@ class HubDownloads:
                     del self._running[asked]
 
     async def delete(self, model: LibraryModel) -> None:
-        """Delete the files of ``model`` that were downloaded, and a projector that no other model has.
+        """Delete the downloaded files of ``model``, and its projector if no other model uses it.
 
         Raises ``RequestError`` for a model that another program or a folder of the owner keeps.
         """
@@ -128,12 +128,12 @@ class HubDownloads:
                 del self._running[name]
 
     def _turn(self, name: HubName) -> asyncio.Lock:
-        """One at a time downloads from a repository or deletes in it."""
+        """Return the lock that permits one download or deletion at a time in a repository."""
         return self._turns.setdefault(name.repository, asyncio.Lock())
 
 
 class _Download:
-    """A download that runs: what it is told to stop by, its latest progress, how it ended and who hears of it."""
+    """A running download: its stop flag, its latest progress, its error and its listeners."""
 
     def __init__(self) -> None:
         self.stop = StopDownload()
@@ -143,24 +143,24 @@ class _Download:
         self.is_done = False
 
     def report(self, progress: PullProgress) -> None:
-        """It is so far."""
+        """Record progress and notify listeners."""
         self.progress = progress
         self.tell()
 
     def tell(self) -> None:
-        """There is news for all who listen."""
+        """Notify all listeners."""
         for each in self.listeners:
             each.set()
 
 
 def _below(folder: Path, file: Path) -> tuple[str, str] | None:
-    """Owner and repository of a downloaded ``file``; None for one that is not in ``folder`` as downloads are."""
+    """Return owner and repository of a downloaded ``file``; None if it is not in ``folder`` where downloads are."""
     parts = file.relative_to(folder).parts if file.is_relative_to(folder) else ()
     return (parts[0], parts[1]) if len(parts) > 2 and ".." not in parts else None
 
 
 def _refusal(exc: PrimadError) -> RequestError:
-    """``exc`` as a request is refused for it."""
+    """Return ``exc`` as the error of a request."""
     match exc:
         case NoRepositoryError():
             return RequestError(str(exc), status=404, code="model_not_found", param="model")

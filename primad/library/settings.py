@@ -7,8 +7,8 @@
     context = 16384
     alias = ["small", "quick"]
 
-A table's name means a model as ``--model`` does. What is typed wins, then the model's table, then ``[defaults]``, then the
-tables of ``config.toml``.
+A table's name means a model as ``--model`` does. The command line takes precedence, then the model's table, then
+``[defaults]``, then the tables of ``config.toml``.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ class ModelTables:
     tables: tuple[OptionTable, ...] = ()
 
     def of(self, is_meant: Callable[[str], bool]) -> list[OptionTable]:
-        """The tables of the model that names mean for which ``is_meant``, the defaults first: a later one wins."""
+        """Return the defaults, then the tables of the model whose names satisfy ``is_meant``: a later one takes
+        precedence."""
         own = [each for each in self.tables if each.name != DEFAULTS and is_meant(each.name)]
         return [*(each for each in self.tables if each.name == DEFAULTS), *own]
 
     @property
     def aliases(self) -> Mapping[str, tuple[str, ...]]:
-        """The further names of models, by the table's name."""
+        """Additional names of models, by the table's name."""
         return {
             each.name: tuple(filter(None, map(str.strip, each.values[_NAMES].split(","))))
             for each in self.tables
@@ -55,12 +56,12 @@ class ModelTables:
 
 
 def models_toml(home: Path) -> Path:
-    """The file in ``home``."""
+    """Return the path of the file in ``home``."""
     return home / "models.toml"
 
 
 def read_model_tables(home: Path, known: Collection[str]) -> ModelTables:
-    """The settings in ``home``, none without the file; ``known`` are the options that may stand in it.
+    """Return the settings in ``home``, empty without the file; ``known`` are the options that it may contain.
 
     Raises ``ConfigError`` that names file, table and key.
     """
@@ -68,7 +69,7 @@ def read_model_tables(home: Path, known: Collection[str]) -> ModelTables:
     tables = []
     for name, values in toml_file(file).values.items():
         if not isinstance(values, dict):
-            raise ConfigError(f"{file}: '{name}' stands above all tables; write [{DEFAULTS}] or [\"MODEL\"] above it")
+            raise ConfigError(f"{file}: '{name}' is above all tables; write [{DEFAULTS}] or [\"MODEL\"] above it")
         table = OptionTable(name=name, file=file, values=dict(values))
         for key in values:
             if key not in known and key != PINNED:
@@ -82,7 +83,8 @@ def _choice(key: str, known: Collection[str]) -> str:
 
 
 def _checked(table: OptionTable) -> dict[str, Any]:
-    """The values of ``table``, ``alias`` as the command line has it; what the others may be, their options say."""
+    """Return the values of ``table``, with ``alias`` as on the command line; other values are checked by their
+    options."""
     values = dict(table.values)
     if PINNED in values:
         values[PINNED] = parse_yes_no(values[PINNED], f"'{PINNED}' in [{table.name}] of {table.file}")

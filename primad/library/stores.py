@@ -1,11 +1,11 @@
-"""GGUF files in a folder, in LM Studio's, in Hugging Face's cache and in llama.cpp's: which there are, and their names.
+"""Lists and names GGUF files in a folder, in LM Studio's folder, in Hugging Face's cache and in llama.cpp's.
 
-LM Studio and primad keep ``owner/repo/file.gguf`` (LM Studio's documentation, "Import Models"). Hugging Face's cache keeps
-``models--owner--repo/snapshots/COMMIT/file.gguf``, a link into ``blobs`` or a copy; ``refs/main`` has the commit
-(huggingface_hub, "Understand caching"). llama.cpp's flat cache keeps ``owner_repo_file.gguf`` beside
+LM Studio and primad keep ``owner/repo/file.gguf`` (LM Studio's documentation, "Import Models"). Hugging Face's cache
+keeps ``models--owner--repo/snapshots/COMMIT/file.gguf``, a link into ``blobs`` or a copy; ``refs/main`` has the commit
+(huggingface_hub, "Understand caching"). llama.cpp's flat cache keeps ``owner_repo_file.gguf`` next to
 ``manifest=owner=repo=tag.json`` (``common/download.cpp`` before the shared cache).
 
-A folder may be hostile, or a mistake: links to folders are followed once, and folders so deep, files and models so many.
+A folder may be hostile, or a mistake: links to folders are followed once, and depth, files and models are limited.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from primad.library.places import ModelPlace, small_text
 
 MAX_DEPTH: Final = 8
 MAX_ENTRIES: Final = 100_000
-"""Files and folders that are looked at in one place."""
+"""Maximum of files and folders that are visited in one place."""
 MAX_LINE_CHARS: Final = 1000
 NOT_LISTED: Final = "the others are not listed: name a folder in it with --models"
 _LEFT_OUT: Final = frozenset((".cache", ".git", HEADERS))
-"""Folders in which are parts of downloads, or headers alone."""
+"""Folders with parts of downloads, or only headers."""
 _REPOSITORY: Final = re.compile(r"models--(?P<name>[\w.-]+)")
 _COMMIT: Final = re.compile(r"[0-9a-f]{7,64}")
 _MANIFEST: Final = re.compile(r"manifest=(?P<owner>[\w.-]+)=(?P<repo>[\w.-]+)=.*\.json")
@@ -44,11 +44,11 @@ class LibraryProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModel:
-    """The ``files`` of what may be a model, the parts of a split one in order, as a store keeps them; none was read.
+    """The ``files`` of a possible model, the parts of a split one in order, as a store keeps them; none was read.
 
-    Its program calls it ``names``; else its name is made of the ``repository`` that it is of, if any, and of its file, which
-    is at ``relative`` in the store. ``problem`` says what is already known to be wrong. ``projector`` is for its images.
-    ``size_bytes``, ``parameters`` and ``quantisation`` are what its program notes, if it does.
+    ``names`` are its names in its program. Without them its name is derived from its ``repository``, if any, and from
+    its file, which is at ``relative`` in the store. ``problem`` says what is already known to be wrong. ``projector``
+    encodes its images. ``size_bytes``, ``parameters`` and ``quantisation`` are recorded by its program, if at all.
     """
 
     source: str
@@ -64,24 +64,24 @@ class StoredModel:
 
     @property
     def stem(self) -> str:
-        """Its file's name, without its part's number and its kind."""
+        """Its file's name, without part number and extension."""
         return self.relative.rpartition("/")[2]
 
 
 @dataclass(slots=True)
 class FolderWalk:
-    """A look at a place, with what was wrong in it, and how much it may still look at."""
+    """A visit to a place: the problems found in it, and the number of entries visited so far."""
 
     problems: list[LibraryProblem] = field(default_factory=list)
     entries: int = 0
     _seen: set[tuple[int, int]] = field(default_factory=set)
 
     def report(self, path: Path, what: str) -> None:
-        """``path`` has a problem."""
+        """Record a problem with ``path``."""
         self.problems.append(LibraryProblem(path, printable(f"{path}: {what}", MAX_LINE_CHARS)))
 
     def listed(self, folder: Path) -> list[os.DirEntry[str]]:
-        """What is in ``folder``, by name; nothing if that is not there or cannot be read, which is reported."""
+        """Return the entries of ``folder``, by name; empty if it is missing or cannot be read, which is reported."""
         try:
             with os.scandir(folder) as found:
                 entries = []
@@ -100,7 +100,7 @@ class FolderWalk:
         return sorted(entries, key=lambda each: each.name)
 
     def files(self, root: Path) -> list[Path]:
-        """The GGUF files below ``root``."""
+        """Return the GGUF files below ``root``."""
         found: list[Path] = []
         waiting = [(root, 0)] if self._is_new(root) else []
         while waiting:
@@ -115,10 +115,10 @@ class FolderWalk:
         return sorted(found)
 
     def _is_new(self, folder: Path) -> bool:
-        """Whether ``folder`` was not looked at under another name: a link may lead back to where it is."""
+        """Return whether ``folder`` was not visited under another name: a link may lead back to a parent."""
         try:
             status = folder.stat()
-        except (OSError, ValueError):  # what is wrong with it is reported when it is read
+        except (OSError, ValueError):  # an error is reported when it is read
             return True
         key = status.st_dev, status.st_ino
         is_new = key not in self._seen
@@ -127,7 +127,7 @@ class FolderWalk:
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether this is a folder, or a link to one."""
+    """Return whether this is a folder, or a link to one."""
     try:
         return entry.is_dir()
     except OSError:
@@ -135,7 +135,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def models_in(place: ModelPlace, walk: FolderWalk) -> Iterator[StoredModel]:
-    """The models of ``place``, of every layout but Ollama's."""
+    """Yield the models of ``place``, in every layout but Ollama's."""
     match place.layout:
         case "hub":
             yield from _of_hub(place, walk)
@@ -150,7 +150,7 @@ def models_in(place: ModelPlace, walk: FolderWalk) -> Iterator[StoredModel]:
 
 
 def _of_hub(place: ModelPlace, walk: FolderWalk) -> Iterator[StoredModel]:
-    """Of each repository the files of its current commit, and of earlier ones those that it lacks."""
+    """Yield the models of each repository: files of its current commit, and those of earlier commits that it lacks."""
     for entry in walk.listed(place.folder):
         match = _REPOSITORY.fullmatch(entry.name)
         if match is None:
@@ -168,7 +168,7 @@ def _of_hub(place: ModelPlace, walk: FolderWalk) -> Iterator[StoredModel]:
 
 
 def _snapshots(repository: Path, walk: FolderWalk) -> list[Path]:
-    """The folders of its commits, the current one first, then the latest."""
+    """Return the folders of its commits, the current one first, then the latest."""
     current = small_text(repository / "refs" / "main").strip()
     found = [Path(each.path) for each in walk.listed(repository / "snapshots") if _COMMIT.fullmatch(each.name)]
 
@@ -192,7 +192,8 @@ def _of_flat_cache(place: ModelPlace, walk: FolderWalk) -> Iterator[StoredModel]
 
 
 def grouped_parts(source: str, root: Path, paths: Sequence[Path]) -> Iterator[StoredModel]:
-    """The files ``paths`` in ``root`` as models: the parts of a split one are one, which says what it lacks."""
+    """Yield the files ``paths`` in ``root`` as models: the parts of a split model are one model, which reports missing
+    parts."""
     groups: dict[tuple[Path, str, int], dict[int, Path]] = {}
     for path in paths:
         match = PART_NAME.fullmatch(path.name)

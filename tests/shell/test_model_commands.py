@@ -217,7 +217,7 @@ def test_settings_of_a_model_win_over_the_defaults_and_what_is_typed_over_both(u
             "[other]\nzzz = 1",
             "'zzz' in [other] of {file}: is no setting of a model; there are alias, answer, any_model,",
         ),
-        ("context = 3", "{file}: 'context' stands above all tables; write [defaults]"),
+        ("context = 3", "{file}: 'context' is above all tables; write [defaults]"),
         ("[defaults]\ncontext = 3", "'context' in [defaults] of {file}: "),
         ("[defaults]\nalias = 'a'", "'alias' in [defaults] of {file}: is a name of one model"),
         ("[x]\nalias = [3]", "'alias' in [x] of {file}: is a name of one model, or a list of them"),
