@@ -1,4 +1,4 @@
-"""The benches of ``tools/bench``, a file each: what is measured, in which turns, and what is wanted of it."""
+"""The benches of ``tools/bench``, one file each: what is measured, in which order, and the targets."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""``api``: what HTTP costs beside the ring that it serves.
+"""``api``: the cost of HTTP compared with the ring that it serves.
 
-A head serves a model alone, and a ring process of the same model runs by itself; both are loaded before the first run and
-take turns. Both attend without flash attention, as ``serve`` does where nothing streams: with it a short prompt of SmolLM2
-takes 5 to 11 ms less and a token 4 to 9 %, which is no cost of HTTP. What is said of a token is the processor time of
-everything of the head but its ring process. The client here reads lines and nothing more; on a machine of its own it would
-cost the head nothing at all.
+A head serves a model on one device, and a ring process of the same model runs by itself; both are loaded before the
+first run and take turns. Both compute without flash attention, as ``serve`` does if nothing streams: with it a short
+prompt of SmolLM2 takes 5 to 11 ms less and a token 4 to 9 % less, which is no cost of HTTP. The cost per token is the
+processor time of all the head's processes but its ring process. The client here reads lines and nothing more; on its
+own machine it would cost the head nothing at all.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ SCHEMA: Final[dict[str, Any]] = {
 
 
 class ApiRow(Row):
-    """Run by run: seconds a token, to the first one, and of the processor a token (which systems count in 10 ms: a mean)."""
+    """By run: seconds per token, to the first token, and of processor per token (systems count in steps of 10 ms: a
+    mean)."""
 
     @classmethod
     def figures(cls, rows: Sequence[ApiRow]) -> Iterator[Figure]:
@@ -70,7 +71,7 @@ def _figure(what: str, values: tuple[float, ...], maximum: float) -> Figure:
 
 
 async def measure(run: Run, model: Path) -> None:
-    """Three systems: the ring alone, HTTP, and HTTP with a schema."""
+    """Measure three systems: the ring alone, HTTP, and HTTP with a schema."""
     requests, threads = time_requests(model), run.options.threads
     head = run.head(model, 1, "--threads", str(threads), "--extra-buffers", "off", "--context", "1024")
     ring = LocalRing(model, None, context=1024, threads=threads, flash=False)
@@ -87,7 +88,7 @@ async def measure(run: Run, model: Path) -> None:
 
     def ask(**more: Any) -> tuple[float, float, float]:
         cpu_s, begin = head.cpu_s(), time.perf_counter()
-        times = head.stream(PROMPT[:PROMPT_TOKENS], TOKENS, cache_prompt=False, **more)  # as the ring alone
+        times = head.stream(PROMPT[:PROMPT_TOKENS], TOKENS, cache_prompt=False, **more)  # like the ring alone
         return times[0] - begin, (times[-1] - times[0]) / (len(times) - 1), (head.cpu_s() - cpu_s) / TOKENS
 
     turns = await run.alternate(
@@ -114,7 +115,7 @@ async def measure(run: Run, model: Path) -> None:
 
 
 def time_requests(model: Path) -> list[float]:
-    """Seconds in which a chat of ``REQUEST_BYTES`` becomes the text of a prompt."""
+    """Return the seconds in which a chat of ``REQUEST_BYTES`` becomes the text of a prompt."""
     vocabulary = ModelVocabulary(str(model), chat_template_of(open_model(model)))
     served = TextModel(id="model", created=0, context_tokens=1 << 16, vocabulary=vocabulary)
     text = "the quick brown fox jumps over the lazy dog, " * (REQUEST_BYTES // TURNS // 45)
@@ -129,7 +130,7 @@ def time_requests(model: Path) -> list[float]:
 
 
 BENCH: Final = Bench(
-    help="what HTTP costs beside the ring that it serves",
+    help="the cost of HTTP compared with the ring that it serves",
     measure=measure,
     rounds=7,
     quick={"rounds": 3},

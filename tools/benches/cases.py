@@ -1,10 +1,9 @@
-"""``serve --case``: what must hold of several answers at once, each case with its figures and its bound.
+"""``serve --case``: requirements on concurrent requests, each case with its figures and its limit.
 
-``prompt``: four answers are written while a prompt of 4,000 tokens comes, and one of 50 behind it. ``turn``:
-the second turn of a chat with 2,000 tokens before it. ``first``: the first token of a prompt of 512, of what it takes on
-one device. They are on devices that count as machines with a core each.
-``streaming``: four answers at once, and one, of a model of which half streams, on one device. All ask ``primad serve`` over
-HTTP.
+``prompt``: four requests decode while a prompt of 4,000 tokens arrives, and one of 50 tokens after it. ``turn``: the
+second turn of a chat with 2,000 tokens before it. ``first``: the first token of a prompt of 512 tokens, over its time
+on one device. These run on devices that count as machines with a core each. ``streaming``: four concurrent requests,
+and one, for a model of which half streams, on one device. All use ``primad serve`` over HTTP.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ SHORT_TOKENS: Final = 50
 HISTORY_TOKENS: Final = 2000
 PROMPT_TOKENS: Final = 512
 STREAMING_SHARE: Final = 0.5
-"""Of the model that does not fit, so much memory is there, and 350 MB."""
+"""Share of the model that does not fit for which there is memory, in addition to ``BESIDE_BYTES``."""
 BESIDE_BYTES: Final = 350 << 20
 STREAMED_TOKENS: Final = 32
 _CALM_TOKENS: Final = 50
-"""Of each answer, before a prompt comes and behind it."""
+"""Tokens of each request, before a prompt comes and after it."""
 
 
 def _head(run: Run, path: Path, devices: int, context: int, sequences: int) -> HttpServer:
-    """What ``primad serve`` makes of so many devices, which count as machines with a core each."""
+    """Start ``primad serve`` on this number of devices, which count as machines with a core each."""
     return run.head(path, devices, "--context", str(context), "--sequences", str(sequences), machines=True)
 
 
@@ -50,7 +49,7 @@ def _add(run: Run, case: str, path: Path, devices: int, what: str, **more: Any) 
 
 
 async def long_prompt(run: Run, path: Path, devices: int) -> None:
-    """A prompt of 4,000 tokens over four answers, and one of 50 behind it."""
+    """Send a prompt of 4,000 tokens during four requests, and one of 50 after it."""
     found = await asyncio.to_thread(_long_prompt, _head(run, path, devices, LONG_TOKENS + 96, 6))
     _add(
         run, "prompt", path, devices, "95 % of waits for a token beside a long prompt, of without", at_most=2.0, **found
@@ -68,12 +67,12 @@ def _long_prompt(server: HttpServer) -> dict[str, Any]:
             ]
 
             def more(tokens: int) -> float:
-                """Wait until each has so many more; the time."""
+                """Wait until each request has generated ``tokens`` more; return the time."""
                 wanted = [len(its) + tokens for its in times]
                 while any(len(its) < each for its, each in zip(times, wanted, strict=True)):
                     for each in writing:
                         if each.done():
-                            raise LabError(f"an answer ended after {len(each.result())} tokens")
+                            raise LabError(f"a response ended after {len(each.result())} tokens")
                     time.sleep(0.01)
                 return time.perf_counter()
 
@@ -89,13 +88,13 @@ def _long_prompt(server: HttpServer) -> dict[str, Any]:
         late([b - a for its in times for a, b in itertools.pairwise(its) if since_s <= b <= until_s])
         for since_s, until_s in spans
     )
-    calm = max(before, after)  # answers grow while the prompt is computed, and each of their tokens takes longer
+    calm = max(before, after)  # completions grow while the prompt is computed, which makes their tokens slower
     note = f"TTFT of the prompt of {SHORT_TOKENS} {short_s - begin_s:.2f} s, of the long one {end_s - begin_s:.2f} s"
     return {"found": [beside], "beside": [calm], "note": note}
 
 
 async def second_turn(run: Run, path: Path, devices: int) -> None:
-    """What the first token of a chat's second turn takes, of what that of the first took."""
+    """Measure the TTFT of a chat's second turn over the first turn's."""
     begins = min(control_tokens(open_model(path)))
     server = _head(run, path, devices, 4096, 1)
 
@@ -108,7 +107,7 @@ async def second_turn(run: Run, path: Path, devices: int) -> None:
 
 
 def chat(server: HttpServer, prompt: Callable[[int, int], list[int]], number: int) -> list[float]:
-    """TTFT of the first turn of a chat, of 2,000 tokens, of its second one, and of that asked again."""
+    """Return the TTFT of the first turn of a chat, of 2,000 tokens, of its second turn, and of that turn repeated."""
     asked = [token for i in range(HISTORY_TOKENS // 100) for token in prompt(100, 20 * number + i)]
     first_s = []
     for more in (prompt(30, number), [], []):
@@ -120,7 +119,7 @@ def chat(server: HttpServer, prompt: Callable[[int, int], list[int]], number: in
 
 
 async def first_token(run: Run, path: Path, devices: int) -> None:
-    """The first token of a prompt of 512 on so many devices, and on one of them alone, in turn."""
+    """Measure the first token of a prompt of 512 tokens on ``devices`` devices, and on one, in turn."""
     if devices == 1:
         return
     how: dict[str, Any] = {"cache_prompt": False, "speculate": False}
@@ -138,7 +137,7 @@ async def first_token(run: Run, path: Path, devices: int) -> None:
 
 
 async def streaming(run: Run, path: Path, devices: int) -> None:
-    """Four answers at once against one, of a model with half of its memory, on one device with all cores."""
+    """Run four concurrent requests and one, for a model with half of its memory, on one device with all cores."""
     limit = int(STREAMING_SHARE * file_bytes(path)) + BESIDE_BYTES
     every = ("--threads", "2", "--max-ram", f"{limit}B")
     server = run.head(path, 1, "--context", "256", "--sequences", "4", every=every)
@@ -153,7 +152,7 @@ async def streaming(run: Run, path: Path, devices: int) -> None:
 
 
 def _streamed(server: HttpServer, streams: int) -> tuple[float, float]:
-    """Tokens a second of all ``streams``, and bytes that were read for a token; their prompts are in the cache."""
+    """Return the tokens/s of all ``streams``, and the bytes read per token; their prompts are in the cache."""
     how: dict[str, Any] = {"ignore_eos": True, "speculate": False}
     prompts = [prompt_of(20 + i)[i:] for i in range(streams)]
     server.together(prompts, 4, **how)

@@ -1,7 +1,7 @@
-"""``copies``: what it costs that the KV cells of an answer are kept twice while it grows.
+"""``copies``: the cost of replicating the KV cache of a request while it grows.
 
-Two rings of a head and two workers, real daemons with the same windows, one with copies and one without: both are there
-before the first run and take turns. Beside the tokens a second: how many tokens of what was to be kept twice are not yet.
+Two rings of a head and two workers, real daemons with the same windows, one with replicas and one without, are loaded
+before the first run and take turns. Besides tokens/s: how many tokens have not been replicated yet.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AT_LEAST: Final = 0.98
 
 
 async def measure(run: Run, model: Path) -> None:
-    """Both rings in turn."""
+    """Measure both rings in turn."""
     windows = even_windows(len(model_profile(open_model(model)).layers), DEVICES) or ()
     serving = ["--extra-buffers", "off", "--context", "1024", "--sequences", "1", "--rounds", "1"]
     serving += ["--windows", ",".join(map(str, windows))]
@@ -36,9 +36,9 @@ async def measure(run: Run, model: Path) -> None:
 
     def ask(head: HttpServer, _: int) -> tuple[float, int]:
         times = head.stream(PROMPT[:PROMPT_TOKENS], TOKENS, ignore_eos=True)
-        kept = head.status()["kv"]  # nothing where nothing is kept twice
+        kept = head.status()["kv"]  # None without replication
         behind = 0 if kept is None else kept["lag_tokens"]
-        time.sleep(1)  # what came last is copied and forgotten before the other ring has its turn
+        time.sleep(1)  # so that the latest blocks are replicated and forgotten before the other ring's turn
         return (len(times) - 1) / (times[-1] - times[0]), behind
 
     heads = {ring: run.head(model, DEVICES, *serving, *options, every=every) for ring, options in RINGS.items()}
@@ -60,7 +60,7 @@ async def measure(run: Run, model: Path) -> None:
 
 
 BENCH: Final = Bench(
-    help="what it costs to keep the KV cells of answers twice",
+    help="the cost of replicating the KV cache of requests",
     measure=measure,
     rounds=9,
     quick={"rounds": 3},

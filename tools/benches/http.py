@@ -1,11 +1,11 @@
-"""``http``: what a client gets of llama-server, and of primad with one, two, three ... processes of one machine.
+"""``http``: what a client gets from llama-server, and from primad with one, two, three ... processes of one machine.
 
-Every server is the real one, as a user starts it, and asked over HTTP: primad's head and workers with the plan that they
-make (all take part), llama-server of the same sources (``--server``, which ``tools/setup-llama server`` builds). Both have
-extra buffers (repacked weights) and do without, and primad chooses besides. All are loaded before the first run and take
-turns; one that nobody asks computes nothing. Each is asked the same questions, of which no two begin alike, so that no kept
-prompt helps. Ratios are those to llama-server with the same buffers in the same round; what chose its own is judged by the
-time of whole requests.
+Every server is the real one, as a user starts it, and gets requests over HTTP: primad's head and workers with their own
+plan (all take part), and llama-server of the same sources (``--server``, which ``tools/setup-llama server`` builds).
+Both run with and without extra buffers (repacked weights); primad also with its own choice. All are loaded before the
+first run and take turns; one without requests computes nothing. Each gets the same prompts, no two of which begin
+alike, so that no cached prefix helps. Ratios are to llama-server with the same buffers in the same round; a system that
+chose its own buffers is judged by the time of whole requests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONTEXT: Final = 1024
 
 
 async def measure(run: Run, model: Path) -> None:
-    """Every server and number of streams in turn."""
+    """Measure every server and number of streams in turn."""
     options, folder, maximum = run.options, run.folder(), max(run.options.streams)
     servers: dict[tuple[str, str, int], HttpServer] = {}
     for buffers, more in (("on", ()), ("off", ("--no-repack",))):
@@ -60,7 +60,7 @@ async def measure(run: Run, model: Path) -> None:
 
 @contextmanager
 def _llama_server(program: Path, model: Path, folder: Path, streams: int, *options: str) -> Iterator[HttpServer]:
-    """llama-server with its defaults: threads, batches and flash attention are as it chooses them."""
+    """Start llama-server with its defaults: it chooses threads, batches and flash attention."""
     port = free_port()
     log = folder / f"llama-server-{port}.log"
     command = [str(program), "--model", str(model), "--port", str(port), "--parallel", str(streams)]
@@ -80,8 +80,8 @@ def _llama_server(program: Path, model: Path, folder: Path, streams: int, *optio
 
 
 def _ask(server: HttpServer, streams: int, number: int) -> tuple[float, float, float]:
-    """Tokens a second of all answers together once the last of them began, and the means of seconds to a first token and to
-    the last one."""
+    """Return the tokens/s of all completions together, after the last of them began, and the mean seconds to a first
+    and to a last token."""
     prompts = [[100 + 16 * number + place, *prompt_of(PROMPT_TOKENS - 1)] for place in range(streams)]
     begin_s = time.perf_counter()
     times = server.together(prompts, TOKENS, ignore_eos=True)
@@ -93,7 +93,7 @@ def _ask(server: HttpServer, streams: int, number: int) -> tuple[float, float, f
 
 
 BENCH: Final = Bench(
-    help="primad's server beside llama-server, as clients see them",
+    help="primad's server compared with llama-server, as clients see them",
     measure=measure,
     models=(SMALL, "1b-q4k"),
     quick={"rounds": 1},
@@ -102,14 +102,14 @@ BENCH: Final = Bench(
     flags=(
         flag("--server", type=Path, required=True, help="llama-server (tools/setup-llama server builds it)"),
         flag("--devices", type=int, nargs="+", default=[1, 2, 3], help="processes of a ring"),
-        flag("--streams", type=int, nargs="+", default=[1, 4], help="answers at once"),
+        flag("--streams", type=int, nargs="+", default=[1, 4], help="concurrent requests"),
         flag("--objective", default="balanced", help="what primad's plans minimise"),
         flag(
             "--extra-buffers",
             choices=(AUTO, "on", "off"),
             nargs="+",
             default=[AUTO, "on", "off"],
-            help="those of primad",
+            help="extra buffers of primad",
         ),
     ),
 )

@@ -1,18 +1,20 @@
-"""``hybrids``: what a model gives whose layers partly keep a state, as ``primad serve`` serves it over HTTP.
+"""``hybrids``: what a model with recurrent layers, which keep a state, gives, served by ``primad serve`` over HTTP.
 
-The model is written here: ``--architecture``, random weights, a layer for multi-token prediction (MTP). One device has all
-cores; more count as machines with a core each while there are as many, else they share all. ``--case``:
+The model is written here: ``--architecture``, random weights, a layer for multi-token prediction (MTP). One device has
+all cores; several devices count as machines with a core each while there are enough cores, otherwise they share all
+cores. ``--case``:
 
-- ``turn``: TTFT of the second turn of a chat with 2,000 tokens before it, and of that turn asked again, of the first turn's.
-- ``pause``: a worker of a ring of three is killed late in a response, or early: the longest wait for a token from there on.
-  Each time the ring is a new one.
-- ``mtp``: tokens/s with drafts of the model's own layer, of those of a head with ``--speculate off``: of a model made so
-  that the share ``--right`` of drafts holds (``lab/controlled.py``), and of one of random weights.
-  With ``--quantisation f32 --batching fast`` a step takes as long as its weights are read, whether it has one row or three,
-  as with quantised weights on processors with more cores. Rows of F32 are not exact, so the text may differ. Where rows of
-  other types take as much longer as there are of them the plan has no drafts alone (``serve`` says so), and nothing is won
-  or lost.
-- ``four``: four requests at once, in total tokens/s, of one.
+- ``turn``: TTFT of the second turn of a chat with 2,000 tokens before it, and of that turn repeated, over the first
+  turn's.
+- ``pause``: a worker of a ring of three is killed late in a response, or early: the longest wait for a token from then
+  on. Each time the ring is new.
+- ``mtp``: tokens/s with drafts by the model's own layer, over those of a head with ``--speculate off``: for a model
+  built so that the share ``--right`` of drafts is accepted (``lab/controlled.py``), and for one with random weights.
+  With ``--quantisation f32 --batching fast`` a step takes as long as reading its weights, whether it has one token or
+  three, as with quantised weights on processors with more cores. Batches of F32 are not exact, so the text may differ.
+  If batches of other types take proportionally longer, the plan has no drafts by itself (``serve`` reports that), and
+  nothing is gained or lost.
+- ``four``: total tokens/s of four concurrent requests, over those of one.
 """
 
 from __future__ import annotations
@@ -42,22 +44,22 @@ from tools.lab.http_servers import HttpServer
 from tools.synth import write_model
 
 BEGINS: Final = 1
-"""The token that a message begins with in these models."""
+"""The token with which a message begins in these models."""
 CONTEXT: Final = 4096
 AFTER: Final = 60
-"""Tokens behind a death."""
+"""Tokens after a worker was killed."""
 STREAMS: Final = 4
 SPECULATE: Final = ("off", "mtp")
 PLAIN: Final[dict[str, Any]] = {"speculate": False, "ignore_eos": True}
 TURN: Final = 0.2
-"""Of the first turn's TTFT at most."""
+"""Maximum TTFT, over the first turn's."""
 PAUSE: Final = 1.5
-"""Late in a response, of that early in it at most."""
+"""Maximum pause late in a response, over the pause early in it."""
 FASTER: Final = {1: 1.3, 2: 1.6}
-"""With drafts of which ``RIGHT`` hold, by devices: so many times the tokens/s at least."""
+"""Minimum tokens/s over those without drafts, if the share ``RIGHT`` of drafts is accepted, by number of devices."""
 RIGHT: Final = 0.7
 SAME: Final = 0.97
-"""With drafts that do not hold."""
+"""The same with drafts that are rejected."""
 
 
 def _add(run: Run, case: str, what: str, found: Sequence[float], beside: Sequence[float], **more: Any) -> None:
@@ -65,7 +67,7 @@ def _add(run: Run, case: str, what: str, found: Sequence[float], beside: Sequenc
 
 
 async def measure(run: Run, _: None) -> None:
-    """Each case for itself."""
+    """Run each case by itself."""
     for case in run.options.case:
         for devices in [3] if case == "pause" else run.options.devices:
             async with run.part():
@@ -73,7 +75,7 @@ async def measure(run: Run, _: None) -> None:
 
 
 def _shape(options: argparse.Namespace) -> dict[str, Any]:
-    """Heads, states and feed-forward have the widths and proportions of Qwen 3.5 9B."""
+    """Return widths and proportions of heads, states and feed-forward as in Qwen 3.5 9B."""
     width, name = options.width, options.architecture
     keys = {
         "nextn_predict_layers": 1,
@@ -95,7 +97,8 @@ def _shape(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _model(run: Run, *, is_right: bool = False) -> tuple[Path, float]:
-    """One whose drafts are right as often as was said, or random; the temperature at which it is asked."""
+    """Write a model whose drafts are right in the given share, or a random one; return it with the temperature to
+    use."""
     name = run.options.architecture
     path, shape = run.folder() / f"{name}.gguf", _shape(run.options)
     if is_right:
@@ -111,7 +114,7 @@ def _head(run: Run, model: Path, devices: int, *options: str, pids: list[int] | 
 
 
 def _prompt(tokens: int, number: int) -> list[int]:
-    """Another one for each ``number``, from the second token on."""
+    """Return a prompt that differs for each ``number``, from the second token on."""
     return [BEGINS, *((37 * i + 11 * number) % 300 + 10 for i in range(tokens - 1))]
 
 
@@ -120,7 +123,7 @@ def _rate(found: Sequence[tuple[float, int]]) -> float:
 
 
 async def turn(run: Run, devices: int) -> None:
-    """A chat after the other, of two turns, the second one twice."""
+    """Run one chat after the other, of two turns, with the second turn repeated."""
     server = _head(run, _model(run)[0], devices, "--sequences", "1")
 
     turns = await run.alternate({"chat": in_thread(partial(chat, server, _prompt))})
@@ -130,14 +133,14 @@ async def turn(run: Run, devices: int) -> None:
 
 
 async def pause(run: Run, devices: int) -> None:
-    """The last of the workers dies."""
+    """Kill the last of the workers."""
     model, lengths = _model(run)[0], run.options.lengths
     texts = {length: list[list[int]]() for length in lengths}
     again = {length: list[int]() for length in lengths}
 
     async def killed(length: int, number: int) -> float:
         if not number:
-            return 0.0  # each ring is new, so none warms up
+            return 0.0  # each ring is new, so there is no warm-up round
         pids: list[int] = []
         async with run.part():
             server = _head(run, model, devices, "--sequences", "1", pids=pids)
@@ -169,14 +172,14 @@ def _pause(server: HttpServer, worker: int, length: int, texts: list[list[int]])
 
 
 async def mtp(run: Run, devices: int) -> None:
-    """Of both models."""
+    """Measure both models."""
     for is_right in (True, False):
         async with run.part():
             await _drafted(run, devices, is_right)
 
 
 async def _drafted(run: Run, devices: int, is_right: bool) -> None:
-    """Heads with drafts and without in turn."""
+    """Run heads with drafts and without in turn."""
     options, (model, temperature) = run.options, _model(run, is_right=is_right)
     every = ("--sequences", "1", "--batching", options.batching, "--speculate")
     heads = {kind: _head(run, model, devices, *every, kind) for kind in SPECULATE}
@@ -202,7 +205,7 @@ async def _drafted(run: Run, devices: int, is_right: bool) -> None:
 
 
 async def four(run: Run, devices: int) -> None:
-    """Four requests and one in turn."""
+    """Run four requests and one in turn."""
     server = _head(run, _model(run)[0], devices, "--sequences", str(STREAMS))
 
     def ask(streams: int, number: int) -> float:
@@ -237,13 +240,13 @@ BENCH: Final = Bench(
     flags=(
         flag("--case", choices=list(CASES), nargs="+", default=list(CASES)),
         flag("--architecture", choices=("qwen35", "qwen35moe"), default="qwen35"),
-        flag("--layers", type=int, default=16, help="without the one for multi-token prediction"),
+        flag("--layers", type=int, default=16, help="layers without the one for multi-token prediction"),
         flag("--width", type=int, default=1024, help="a multiple of 256"),
         flag("--quantisation", choices=("q8_0", "f16", "bf16", "f32"), default="q8_0"),
-        flag("--devices", type=int, nargs="+", default=[1, 2], help="of all cases but pause, which has 3"),
+        flag("--devices", type=int, nargs="+", default=[1, 2], help="devices of all cases except pause, which has 3"),
         flag("--lengths", type=int, nargs=2, default=[100, 4000], help="tokens of a response before a worker dies"),
-        flag("--tokens", type=int, default=192, help="of a response with drafts, or beside others"),
-        flag("--right", type=float, default=RIGHT, help="of the drafts of the model that is made for that"),
-        flag("--batching", choices=BATCHING_MODES, default="auto", help="of heads with drafts and without"),
+        flag("--tokens", type=int, default=192, help="tokens of a response with drafts, or with other requests"),
+        flag("--right", type=float, default=RIGHT, help="share of accepted drafts of the model built for that"),
+        flag("--batching", choices=BATCHING_MODES, default="auto", help="batching of heads with drafts and without"),
     ),
 )

@@ -1,12 +1,13 @@
-"""``memory``: models larger than memory, plain llama.cpp beside ``primad serve`` with the same limit.
+"""``memory``: models larger than memory, plain llama.cpp compared with ``primad serve`` with the same limit.
 
     tools/bench memory [--model FILE.gguf ... | --preset NAME ... [--folder DIR] [--keep]] [--limits SHARE ...] [--runs N]
     tools/bench memory --ring | --pressure (``pressure.py``)
 
-Plain llama.cpp is a process in a cgroup with that much memory, the page cache included: it maps the model and leaves the
-rest to the kernel. primad has it as ``--max-ram``, which its plan and its ring process keep to; its daemon is not counted.
-Both draw the same tokens, which is checked. ``--ring``: devices that together hold the model, beside plain llama.cpp with
-what one has. A model of ``--preset`` is written to ``--folder`` where the disk has room for it, and removed at the end.
+Plain llama.cpp is a process in a cgroup with that much memory, including the page cache: it maps the model and leaves
+the rest to the kernel. primad gets the limit as ``--max-ram``, which its plan and its ring process keep; its daemon is
+not counted. Both must sample the same tokens, which is checked. ``--ring``: devices that together hold the model,
+compared with plain llama.cpp with the memory of one of them. A model of ``--preset`` is written to ``--folder`` if the
+disk has room for it, and removed at the end.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ from tools.synth import PRESETS
 LIMITS: Final = (0.9, 0.75, 0.5, 0.3)
 CONTEXT: Final = 256
 BESIDE_BYTES: Final = 450 << 20
-"""Of a device of ``--ring`` besides its share of the model: the output matrix, buffers, the KV cache."""
+"""Bytes of a device of ``--ring`` in addition to its share of the model: the output matrix, buffers, the KV cache."""
 
 
 class LimitRow(Row):
-    """One model on ``devices`` with one limit each; medians of all runs. What begins with ``baseline`` is plain llama.cpp's.
+    """One model on ``devices`` with one limit each; medians of all runs. Fields that begin with ``baseline`` are of
+    plain llama.cpp.
 
-    ``ratio`` is the median of ``ratios``, of runs that stood side by side. ``read_ratio`` is what was read over what the
-    plan says, which should be at most 1.05. Of the experts that were picked a token ``hit_share`` were in memory.
-    ``streamed`` and ``resident`` count layers, ``read_ahead_bytes`` are read ahead. ``busy_share`` is the most that others
-    used of the processors before a run. None is what the machine does not count.
+    ``ratio`` is the median of ``ratios``, each of two neighbouring runs. ``read_ratio`` is the bytes read over the
+    plan's, which should be at most 1.05. Of the experts that tokens used, the share ``hit_share`` was in memory.
+    ``streamed`` and ``resident`` count layers; ``read_ahead_bytes`` are read ahead. ``busy_share`` is the most that
+    other programs used of the processors before a run. None stands for figures that the machine does not provide.
     """
 
     columns = (
@@ -53,7 +55,7 @@ class LimitRow(Row):
 
     @property
     def tokens(self) -> str:
-        """Whether they are those of plain llama.cpp, for a table."""
+        """Whether they are the tokens of plain llama.cpp, for a table."""
         return "same" if self.same_tokens else "DIFFERENT"
 
     def failures(self) -> Sequence[str]:
@@ -72,7 +74,7 @@ class LimitRow(Row):
 
 
 async def measure(run: Run, model: Path | None) -> None:
-    """What the command line asks for."""
+    """Run what the command line asks for."""
     if run.options.pressure:
         await pressure.measure(run, model)
         return
@@ -86,7 +88,7 @@ async def measure(run: Run, model: Path | None) -> None:
 
 
 async def _limit(run: Run, path: Path, share: float, workers: Sequence[str]) -> None:
-    """The figures of one limit, of a device or of each; says why where primad does not serve."""
+    """Add the figures of one limit, of one device or of each device; report it if primad cannot serve with it."""
     limit, options = int(share * file_bytes(path)), run.options
     chosen: dict[str, Any] = {"threads": options.threads, "context": CONTEXT, "tokens": options.tokens or 24}
     plain, ours, busy = list[MemoryRun](), list[MemoryRun](), list[float]()
@@ -123,7 +125,7 @@ async def _limit(run: Run, path: Path, share: float, workers: Sequence[str]) -> 
             hit_share=median_of(ours, "hit_share"),
             **{key: int(_planned(devices, key)) for key in ("streamed", "resident", "read_ahead_bytes")},
             same_tokens=all(
-                all(a == b for a, b in zip(one.tokens, other.tokens, strict=False))  # as far as both go
+                all(a == b for a, b in zip(one.tokens, other.tokens, strict=False))  # up to the shorter length
                 for one, other in zip(plain, ours, strict=True)
             ),
             busy_share=max(busy),
@@ -137,19 +139,19 @@ def _planned(devices: Sequence[dict[str, Any]], key: str) -> float:
 
 
 def _models(options: argparse.Namespace, stack: ExitStack) -> Sequence[Path | None]:
-    """Those of ``--preset`` only for as long as they are needed."""
+    """Return the models; those of ``--preset`` exist only while they are needed."""
     if options.model:
         return list(options.model)
     if options.preset:
         paths = {preset: synthetic.model_path(preset, folder=options.folder) for preset in options.preset}
         return [stack.enter_context(synthetic.borrowed(path, name, keep=options.keep)) for name, path in paths.items()]
     if options.pressure:
-        return [None]  # made to measure
+        return [None]  # ``pressure`` writes a model of the right size
     return list(map(model_named, ("3b-q4k",) if options.ring or options.quick else ("3b-q4k", "8b-q4k")))
 
 
 BENCH: Final = Bench(
-    help="models larger than memory, beside plain llama.cpp with the same limit",
+    help="models larger than memory, compared with plain llama.cpp with the same limit",
     measure=measure,
     models=_models,
     rounds=3,
@@ -158,9 +160,9 @@ BENCH: Final = Bench(
         flag("--preset", action="append", choices=[name for name in PRESETS if name.endswith("q4k")]),
         flag("--folder", type=Path, default=synthetic.MODELS, help="where models of --preset lie (default: .models)"),
         flag("--limits", type=float, nargs="+", help="memory as a share of the model"),
-        flag("--ring", action="store_true", help="instead: a ring that holds the model, beside one of its devices"),
+        flag("--ring", action="store_true", help="instead: a ring that holds the model, against one device"),
         flag("--pressure", action="store_true", help="instead: what a ring too small for its model takes from others"),
-        flag("--kv-type", choices=KV_TYPES, help="of --pressure (default: f16)"),
+        flag("--kv-type", choices=KV_TYPES, help="KV cache type in --pressure (default: f16)"),
         flag("--memory", type=float, default=4.0, help="GB of a device in --pressure"),
         flag("--keep", action="store_true", help="keep the model that --pressure or --preset wrote"),
         flag("--devices", type=int, default=4, help="devices of --ring and --pressure"),

@@ -1,15 +1,17 @@
-"""``models``: what it takes that one head has several models, in rings of devices that count as machines with a core each.
+"""``models``: the cost of one head with several models, in rings of devices that count as machines with a core each.
 
-``switch``: the time from a request for a model that is not loaded, but whose layers all devices have, to its first token, of
-that of a new head with ``--model`` on the same devices, from when their links are measured: both plan, load and answer. In
-each round a new head with the model, then a new one that offers all, which loads another model and unloads it before.
+``switch``: the time from a request for a model that is not loaded, but whose layers all devices have, to its first
+token, over that of a new head with ``--model`` on the same devices, from the time at which its links are measured: both
+plan, load and compute. In each round there is a new head with the model, then a new head that offers all models, which
+loads another model first and unloads it.
 
-``unload``: what the processes of each device hold of its memory before anything is loaded for the first time (in this head,
-in any of the worker's), while the model is loaded, and when it is unloaded; page cache is not counted.
+``unload``: what the processes of each device hold of its memory before anything is first loaded (in this head, in any
+of the worker's heads), while the model is loaded, and after it is unloaded; page cache is not counted.
 
-``beside``: both models stay loaded in three devices, and answer one request each, in turn and both at once. Where they
-compute on the same device, or on the same core because there are fewer than devices, the share of each is half of its speed
-alone, else all of it. Speeds at once are those of the time in which both write. Texts must be those of alone.
+``beside``: both models stay loaded on three devices and serve one request each, in turn and concurrently. If they
+compute on the same device, or on the same core because there are fewer cores than devices, the expected share of each
+is half of its speed alone, otherwise all of it. Concurrent speeds are measured while both generate. Texts must be
+identical to those alone.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class House:
         self._before = {name: as_machine(name, core) for name, core in self.cores.items()}
         self._processes: dict[str, int] = {}
         self.idle: dict[str, int] = {}
-        """What each device held when nothing had been loaded."""
+        """What each device held before anything was loaded."""
         for name, words in self._before.items():
             profile_home(self._homes / name, words, ())
         for name in list(self._before)[1:]:
@@ -75,7 +77,7 @@ class House:
 
     @contextmanager
     def head(self, model: Path | None) -> Iterator[tuple[HttpServer, float]]:
-        """A head that serves ``model``, or offers all, and when it knew its devices."""
+        """Start a head that serves ``model``, or offers all; yield it and the time at which it knew its devices."""
         port, others = free_port(), str(len(self._before) - 1)
         what = ("--models", str(self._folder)) if model is None else ("--model", str(model))
         waits = ("--wait", others, "--wait-timeout", f"{START_S:g}")
@@ -91,7 +93,7 @@ class House:
             yield server, known_s
 
     def held(self) -> dict[str, int]:
-        """Bytes of memory of each device."""
+        """Return the bytes of memory that each device holds."""
         found = {}
         for name, pid in self._processes.items():
             process = psutil.Process(pid)
@@ -116,7 +118,7 @@ def _fresh(house: House, model: Path) -> float:
 
 
 def _switched(house: House, model: Path, other: str) -> tuple[float, dict[str, tuple[int, int, int]]]:
-    """Seconds of a switch, and what each device held when nothing had been loaded, with the model and behind it."""
+    """Return the seconds of a switch, and what each device held before any load, with the model, and after it."""
     with house.head(None) as (head, _):
         house.idle = house.held() | {name: size for name, size in house.idle.items() if name != "head"}
         _ask(head, other)
@@ -130,7 +132,7 @@ def _switched(house: House, model: Path, other: str) -> tuple[float, dict[str, t
 
 
 def _beside(head: HttpServer, names: tuple[str, ...]) -> tuple[list[float], bool]:
-    """The speed of each at once by alone, and whether texts are the same."""
+    """Return the concurrent speed of each over its speed alone, and whether the texts are identical."""
     alone = {name: _ask(head, name, TOKENS) for name in names}
     with ThreadPoolExecutor(len(names)) as pool:
         at_once = dict(zip(names, pool.map(lambda name: _ask(head, name, TOKENS), names), strict=True))
@@ -184,7 +186,7 @@ async def _two(run: Run, model: Path, other: Path) -> None:
         plans = list[dict[str, int]]()
         for name in names:
             await asyncio.to_thread(_ask, head, name)
-            devices = head.status()["devices"]  # of the model used last; a name that is taken has a number behind it
+            devices = head.status()["devices"]  # of the model used last; a name that is taken gets a number appended
             plans.append({each["name"].partition("-")[0]: each["layers"] for each in devices})
         cores = [{house.cores[device] for device in plan} for plan in plans]
         share = 0.5 if cores[0] & cores[1] else 1.0
@@ -206,7 +208,7 @@ async def _two(run: Run, model: Path, other: Path) -> None:
 
 
 async def measure(run: Run, model: Path) -> None:
-    """Each case in turn, with another model beside this one."""
+    """Measure each case, with another model besides this one."""
     other = model_named(OTHER if model.stem != OTHER else SMALL)
     for case in run.options.case:
         async with run.part():

@@ -1,12 +1,12 @@
-"""``pictures``: what a model that sees costs beside one that reads, through ``primad serve`` over HTTP, on one device that
-has all cores.
+"""``pictures``: what a model that sees costs compared with one that reads, through ``primad serve`` over HTTP, on one
+device with all cores.
 
-The encoder is the lab's, of half the layers of a CLIP ViT-L/14-336, with random weights; each picture is a new one.
+The encoder is the lab's, with half the layers of a CLIP ViT-L/14-336 and random weights; each picture is new.
 
-``encode``: seconds from a request that counts a picture's tokens to its answer, beside libmtmd with the encoder in this
-process. ``kept``: seconds to the first token of another question about a picture, beside those of the first one.
-``beside``: the time between tokens of an answer, of 20 the longest but one, while picture after picture is encoded, beside
-that of an answer by itself.
+``encode``: seconds from a request that counts a picture's tokens to its response, compared with libmtmd with the
+encoder in this process. ``kept``: seconds to the first token of a second question about a picture, compared with the
+first question. ``beside``: the time between tokens of a completion (95th percentile) while picture after picture is
+encoded, compared with a completion by itself.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _picture(seed: int) -> str:
 
 
 def _encode_s(head: HttpServer, model: str, picture: str) -> float:
-    """Seconds until the head says how many tokens ``picture`` has."""
+    """Return the seconds until the head reports how many tokens ``picture`` has."""
     source = {"type": "base64", "media_type": "image/png", "data": picture}
     body = {"model": model, "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
     asked = urllib.request.Request(f"{head.url}/v1/messages/count_tokens", json.dumps(body).encode(), method="POST")
@@ -66,7 +66,7 @@ def _encode_s(head: HttpServer, model: str, picture: str) -> float:
 
 
 def _first_s(head: HttpServer, picture: str, question: str) -> float:
-    """Seconds to the first token of an answer to ``question`` about ``picture``."""
+    """Return the seconds to the first token of a completion for ``question`` about ``picture``."""
     parts = [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}},
         {"type": "text", "text": question},
@@ -81,7 +81,7 @@ def _first_s(head: HttpServer, picture: str, question: str) -> float:
 
 
 class Turns:
-    """What is measured of ``head``, whose encoder file is ``encoder``; each picture is asked for once."""
+    """Measurements of ``head``, whose encoder file is ``encoder``; each picture is sent by one measurement only."""
 
     def __init__(self, head: HttpServer, model: Path, encoder: Path) -> None:
         self._head, self._name = head, model.stem
@@ -89,25 +89,25 @@ class Turns:
         self._seeds = itertools.count(1)
 
     def encoded(self, _: int) -> tuple[float, float]:
-        """Seconds of a picture, and of libmtmd in this process for it."""
+        """Return the seconds that the head takes for a picture, and those of libmtmd in this process."""
         picture = _picture(next(self._seeds))
         served_s, begin_s = _encode_s(self._head, self._name, picture), time.perf_counter()
         self._plain.encode(base64.b64decode(picture))
         return served_s, time.perf_counter() - begin_s
 
     def kept(self, _: int) -> tuple[float, float]:
-        """Seconds to the first token of a second question about a picture, and of the first one."""
+        """Return the seconds to the first token for a second question about a picture, and for the first question."""
         picture = _picture(next(self._seeds))
         new_s = _first_s(self._head, picture, "What is it?")
         return _first_s(self._head, picture, "Which colours has it?"), new_s
 
     def alone(self, _: int) -> list[float]:
-        """Seconds between the tokens of an answer."""
+        """Return the seconds between the tokens of a completion."""
         times = self._head.stream(PROMPT[:PROMPT_TOKENS], TOKENS, **ASKED)
         return [b - a for a, b in itertools.pairwise(times)]
 
     def beside(self, number: int) -> list[float]:
-        """The same while pictures are encoded."""
+        """Return the same while pictures are encoded."""
         over = threading.Event()
 
         def encode() -> None:
@@ -128,7 +128,7 @@ def _late_s(waits: Sequence[float]) -> float:
 
 
 async def measure(run: Run, model: Path) -> None:
-    """Everything in turn."""
+    """Measure everything in turn."""
     header = open_model(model)
     width = header.count(f"{header.text('general.architecture')}.embedding_length")
     encoder = run.folder() / "mmproj-bench.gguf"
@@ -155,7 +155,7 @@ async def measure(run: Run, model: Path) -> None:
 
 
 BENCH: Final = Bench(
-    help="a model that sees: time of a picture, of the first token with a kept one, and of tokens beside an encoding",
+    help="a model that sees: time of a picture, of the first token with a kept one, and of tokens during an encoding",
     measure=measure,
     models=(SMALL,),
     rounds=3,

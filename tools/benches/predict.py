@@ -1,8 +1,8 @@
-"""``predict``: is the forecast right? Forecast against measured milliseconds a token and to the first one.
+"""``predict``: compares the forecast with measured milliseconds per token and to the first token.
 
-With all memory: what ``primad serve`` makes of 1 to 4 processes of this machine, of which all have layers. Each forecast is
-that of the plan that serves, before anything was learned of how far off it is; they share one machine, so its cores and its
-disk, which the plan knows. All are loaded before the first round, and take turns.
+With all memory: ``primad serve`` on 1 to 4 processes of this machine, all of which have layers. Each forecast is that
+of the serving plan, before it is corrected by measurements; the processes share one machine with its cores and its
+disk, which the plan knows. All rings are loaded before the first round, and take turns.
 
 ``memory`` has the forecast of a device with less memory than the model.
 """
@@ -28,7 +28,7 @@ ANSWER_TOKENS: Final = 96
 
 
 class Predicted(Row):
-    """One ring: milliseconds a token and to the first one."""
+    """One ring: milliseconds per token and to the first token."""
 
     columns = (
         "model, processes=n, plan, measured_ms=ms:.1f, fastest_ms=from:.1f, slowest_ms=to:.1f, "
@@ -38,22 +38,22 @@ class Predicted(Row):
 
     @property
     def fastest_ms(self) -> float:
-        """Of the rounds."""
+        """Of the fastest round."""
         return min(self.measured_rounds_ms, default=0.0)
 
     @property
     def slowest_ms(self) -> float:
-        """Of the rounds."""
+        """Of the slowest round."""
         return max(self.measured_rounds_ms, default=0.0)
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1."""
+        """Predicted over measured time, minus 1."""
         return float(self.predicted_ms / self.measured_ms - 1)
 
     @property
     def first_error(self) -> float:
-        """The same of the first token."""
+        """The same for the first token."""
         return float(self.predicted_first_ms / self.measured_first_ms - 1)
 
     @classmethod
@@ -67,7 +67,7 @@ class Predicted(Row):
 
 
 async def measure(run: Run, path: Path) -> None:
-    """Rings of so many processes."""
+    """Measure rings of each number of processes."""
     head = ["--context", str(CONTEXT), "--sequences", "1", "--speculate", "off", "--prompt", str(PROMPT_TOKENS)]
     head += ["--answer", str(ANSWER_TOKENS)]
     every = ("--threads", str(run.options.threads))
@@ -94,14 +94,14 @@ async def measure(run: Run, path: Path) -> None:
 
 
 def _ask(head: HttpServer, _: int) -> tuple[float, float]:
-    """Seconds of a token and to the first one."""
+    """Return the seconds per token, and to the first token."""
     begin_s = time.perf_counter()
     times = head.stream(PROMPT[:PROMPT_TOKENS], ANSWER_TOKENS + 1, ignore_eos=True, cache_prompt=False)
     return (times[-1] - times[0]) / (len(times) - 1), times[0] - begin_s
 
 
 BENCH: Final = Bench(
-    help="predicted against measured milliseconds a token",
+    help="predicted and measured milliseconds per token",
     measure=measure,
     models=(SMALL, "gemma3-270m-q4_k_m", "1b-q4k"),
     rounds=2,

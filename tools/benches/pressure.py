@@ -1,12 +1,14 @@
-"""``memory --pressure``: what a ring takes of its devices' memory so that their owners' other programs cannot have it.
+"""``memory --pressure``: the memory that a ring takes on its devices, so that other programs of their owners cannot
+have it.
 
-Measured as in the paper: the loss of available memory that primad causes, pages that the kernel can have back at once not
-counted, as a share of all memory. Each device is a daemon with its processes in a cgroup with that much memory, the page
-cache included, and the model is 1.3 times what all of them have together, so that the plan of ``primad serve`` streams on
-each. Without ``--model`` one is written (the 8B preset with more layers) and removed at the end, as are its layer files.
+Measured as in the paper: the loss of available memory that primad causes, as a share of all memory; pages that the
+kernel can reclaim immediately are not counted. Each device is a daemon with its processes in a cgroup with that much
+memory, including the page cache, and the model has 1.3 times the memory of all devices together, so that the plan of
+``primad serve`` streams on each. Without ``--model`` one is written (the 8B preset with more layers) and removed at the
+end, as are its layer files.
 
-What is judged is the ring process; the daemon and its other processes count in a column of their own, and so does what the
-kernel keeps for all of them, page tables mainly.
+The ring process is judged; the daemon and its other processes count in their own column, and so does what the kernel
+keeps for all of them, mainly page tables.
 """
 
 from __future__ import annotations
@@ -32,19 +34,19 @@ from tools.lab.plain_llama import PROMPT
 from tools.synth import layers_for
 
 LARGER: Final = 1.3
-"""The model by the memory of all devices together."""
+"""Size of the model over the memory of all devices together."""
 MAX_SHARE: Final = 0.05
-"""Memory pressure that is promised on every device."""
+"""Memory pressure that is guaranteed as a maximum on every device."""
 PRESET: Final = "8b-q4k"
 CONTEXT: Final = 768
 SAMPLE_S: Final = 1.0
 
 
 class Pressure(Row):
-    """One device of the ring; bytes are the most that any sample saw.
+    """One device of the ring; bytes are maxima over all samples.
 
-    ``pressure_share`` is what the ring process held by the limit, ``drawing_share`` the same while tokens were drawn,
-    behind the prompt; ``with_daemon_share`` is what all processes held. ``reserved_bytes`` is the plan's.
+    ``pressure_share`` is what the ring process held over the limit, ``drawing_share`` the same during decode, after the
+    prompt; ``with_daemon_share`` is what all processes held. ``reserved_bytes`` is the plan's.
     """
 
     columns = (
@@ -66,7 +68,7 @@ class Pressure(Row):
 
 
 async def measure(run: Run, model: Path | None) -> None:
-    """The figures of every device. Raises ``LabError`` where the machine has no room for it."""
+    """Add the figures of every device. Raises ``LabError`` if the machine has too little memory."""
     options, free = run.options, psutil.virtual_memory().available
     memory_bytes = int(options.memory * 1e9)
     fleet_bytes = options.devices * memory_bytes
@@ -83,7 +85,8 @@ async def measure(run: Run, model: Path | None) -> None:
 
 
 def _model(run: Run, given: Path | None, wanted_bytes: int) -> Path:
-    """``given``, or a synthetic model of that size, which is removed at the end unless it was there before."""
+    """Return ``given``, or a synthetic model of ``wanted_bytes``, which is removed at the end unless it existed
+    before."""
     if given is not None:
         return given.resolve()
     layers = layers_for(wanted_bytes, PRESET)
@@ -92,7 +95,7 @@ def _model(run: Run, given: Path | None, wanted_bytes: int) -> Path:
 
 
 def _measured(run: Run, path: Path, memory_bytes: int) -> list[Pressure]:
-    """A ring that computes a prompt and then some tokens."""
+    """Have a ring compute a prompt and then some tokens, and return the figures of its devices."""
     options, workers = run.options, [f"w{i}" for i in range(1, run.options.devices)]
     groups = {name: run.stack.enter_context(LimitedGroup(memory_bytes)) for name in ("head", *workers)}
     starting = iter([*workers, "head"])
@@ -121,7 +124,7 @@ def _measured(run: Run, path: Path, memory_bytes: int) -> list[Pressure]:
         asked.result()
         _look(groups, drawing)
     if len(sampled) < 2:
-        raise LabError(f"the model ended its answer after {len(sampled)} tokens; choose another --model")
+        raise LabError(f"the model ended its response after {len(sampled)} tokens; choose another --model")
     rate = (len(sampled) - 1) / (sampled[-1][0] - sampled[0][0])
     run.say(f"{len(sampled)} tokens, {rate:.2f} tokens/s (forecast {forecast:.2f})")
     rows = []
@@ -147,7 +150,7 @@ def _measured(run: Run, path: Path, memory_bytes: int) -> list[Pressure]:
 
 
 def _look(groups: Mapping[str, LimitedGroup], peaks: Mapping[str, Counter[str]]) -> None:
-    """Have the most of what there was and of what there is now."""
+    """Raise ``peaks`` to the current values where these are higher."""
     for name, group in groups.items():
         now = group.counters()
         peaks[name] |= Counter(

@@ -1,4 +1,4 @@
-"""``published``: what plans forecast beside what others measured on such devices."""
+"""``published``: forecasts of plans compared with what others measured on such devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ END: Final = "<!-- end of published -->"
 
 
 async def measure(run: Run, _: None) -> None:
-    """The forecast of each figure, and medians by kind."""
+    """Show the forecast for each figure, and medians by kind."""
     found = await asyncio.to_thread(rows, read_figures(run.options.figures), run.options.parallel)
     run.add(*found)
     table = markdown(found)
@@ -33,7 +33,7 @@ async def measure(run: Run, _: None) -> None:
 
 
 def markdown(found: Sequence[Row]) -> str:
-    """Ratios by kind, as ``docs/benchmarks/published.md`` shows them."""
+    """Return the ratios by kind, as ``docs/benchmarks/published.md`` shows them."""
     lines = ["| kind | decode, plan / published | prefill |", "|---|---|---|"]
     for name, its in by_kind(found):
         lines.append(f"| {name} | {_summary(decode_ratios(its))} | {_summary(prefill_ratios(its))} |")
@@ -41,7 +41,7 @@ def markdown(found: Sequence[Row]) -> str:
 
 
 def _summary(ratios: Sequence[float]) -> str:
-    """How many there are, their median, and how many are near 1."""
+    """Return the number of ratios, their median and range, and how many are near 1."""
     if not ratios:
         return ""
     median = f"{len(ratios)}: {statistics.median(ratios):.2f}"
@@ -53,14 +53,14 @@ def _summary(ratios: Sequence[float]) -> str:
 
 
 BENCH: Final = Bench(
-    help="what plans forecast beside what others measured",
+    help="forecasts of plans compared with what others measured",
     measure=measure,
     models=None,
     rounds=None,
     all_quick=None,
     flags=(
         flag("--figures", type=Path, default=FIGURES, help="published figures (default: profiles/published.json)"),
-        flag("--parallel", choices=PARALLEL_MODES, default="pipeline", help="of several devices"),
+        flag("--parallel", choices=PARALLEL_MODES, default="pipeline", help="parallelism of several devices"),
         flag("--write", action="store_true", help="also write the medians into docs/benchmarks/published.md"),
     ),
 )

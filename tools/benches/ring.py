@@ -1,9 +1,10 @@
-"""``ring``: plain llama.cpp (low-level llama-cpp-python, one process) beside rings of 1, 2, 3 and 4 local processes.
+"""``ring``: plain llama.cpp (low-level llama-cpp-python, one process) compared with rings of 1, 2, 3 and 4 local
+processes.
 
-Plain runs with extra buffers off and on, and with its threads waiting as by default and as primad has them wait (bound to
-a core each); decode and prefill are each compared with the best of the four. With ``--gpu`` all layers and the output matrix
-of all of them are on the first GPU that llama.cpp sees. No daemon runs and nothing is asked over HTTP, so that what the ring
-costs stands alone: ``http`` and ``serve`` measure what clients get.
+Plain llama.cpp runs with extra buffers off and on, and with its threads waiting as by default and as in primad (each
+bound to a core); decode and prefill are each compared with the best of the four. With ``--gpu`` all layers and the
+output matrix of all systems are on the first GPU that llama.cpp sees. No daemon runs and nothing goes over HTTP, so
+that only the cost of the ring shows: ``http`` and ``serve`` measure what clients get.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ DECODE_AFTER: Final = 40
 
 
 class RingRow(Row):
-    """One system; rates in tokens/s, ratios to plain llama.cpp at its best, by run and their medians."""
+    """One system: rates in tokens/s, ratios to plain llama.cpp at its best, by run and their medians."""
 
     columns = (
         "system, processes=n, decode_tokens_per_s=decode tok/s:.1f, decode_ratio=ratio:.3f, "
@@ -44,17 +45,17 @@ class RingRow(Row):
 
     @property
     def all_bytes(self) -> int:
-        """Of all processes."""
+        """Bytes of all processes."""
         return sum(self.rss_bytes)
 
     @property
     def own_bytes(self) -> int | None:
-        """What they share with nobody; None where that is not known."""
+        """Bytes that the processes share with no other; None if unknown."""
         return sum(self.private_bytes) or None
 
     @property
     def extra(self) -> str:
-        """Windows that have extra buffers, of all."""
+        """Number of windows with extra buffers, of all windows."""
         return f"{sum(self.extra_buffers)}/{len(self.extra_buffers)}"
 
     def heading(self) -> str:
@@ -71,7 +72,7 @@ class RingRow(Row):
 
 
 _Turn = tuple[float, float]
-"""Tokens a second: decode, prefill."""
+"""Tokens/s of decode and of prefill."""
 
 
 def _plain(child: PlainChild) -> Callable[[int], Awaitable[_Turn]]:
@@ -92,7 +93,7 @@ def _ring(ring: LocalRing) -> Callable[[int], Awaitable[_Turn]]:
 
 
 async def measure(run: Run, model: Path) -> None:
-    """All systems are loaded before the first run."""
+    """Load all systems before the first run, and measure them in turn."""
     profile, folder, threads = model_profile(open_model(model)), run.folder(), run.options.threads
     gpu, layers = _first_gpu() if run.options.gpu else "", len(profile.layers)
     cpu = await asyncio.to_thread(measured_cpu, folder, threads, profile)
@@ -147,7 +148,7 @@ async def measure(run: Run, model: Path) -> None:
 
 
 async def _add_status(row: RingRow, ring: LocalRing) -> None:
-    """What the ring's processes say of themselves."""
+    """Add what the ring's processes report of themselves."""
     statuses = [await ring.status(name) for name in ring.plan.devices]
     hops = sorted(hop for status in statuses for hop in status.hop_s)
     row.hop_median_us = median([hop * 1e6 for hop in hops])

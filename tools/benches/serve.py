@@ -1,12 +1,12 @@
-"""``serve``: several answers at once, in rings whose devices have a core each and on one such device alone.
+"""``serve``: concurrent requests, in rings whose devices have a core each and on one such device.
 
-In each round every ring answers 1, 2, 4 ... questions that are there together, in turn with the other rings. What all of
-them write a second, what one of them waits between tokens and for its first one. A ring is what ``primad serve`` makes of
-the devices, with the plan that it makes, asked over HTTP; drafts are off, which ``speculate`` measures. While there are as
-many cores each device counts as a machine: a host name of its own, and one core. More are processes of one machine, which
-share all cores, as plans know (``halda.load``).
+In each round every ring gets 1, 2, 4 ... concurrent requests, in turn with the other rings. Measured are the tokens/s
+of all requests together, and for one request the time between tokens and to the first token. A ring is ``primad serve``
+on the devices, with the plan that it makes, over HTTP; drafts are off, as ``speculate`` measures them. While there are
+enough cores each device counts as a machine, with its own host name and one core. More devices are processes of one
+machine that share all cores, as plans know (``halda.load``).
 
-``--case`` measures what must hold of several answers (``cases.py``). ``http`` has llama-server beside primad.
+``--case`` measures requirements on concurrent requests (``cases.py``). ``http`` compares primad with llama-server.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEAD: Final = ("--context", str(CONTEXT), "--extra-buffers", "off")
 
 
 async def measure(run: Run, model: Path) -> None:
-    """Every ring and number of streams in turn."""
+    """Measure every ring and number of streams in turn."""
     options = run.options
     if options.case:
         for case, count in itertools.product(options.case, options.devices):
@@ -68,9 +68,10 @@ def _head(run: Run, path: Path, count: int) -> HttpServer:
 
 
 def _ask(head: HttpServer, streams: int, _: int) -> tuple[float, list[float], list[float]]:
-    """Tokens a second of so many answers, seconds to the first of each and to each of the others.
+    """Return the tokens/s of ``streams`` requests, the seconds to the first token of each, and the seconds between
+    tokens.
 
-    Drafts are off, and no prompt is found in the cache. Where an answer ended by itself the rate is that of its tokens.
+    Drafts are off, and no prompt is in the cache. If a response ended by itself its tokens count until then.
     """
     how: dict[str, Any] = {"ignore_eos": True, "cache_prompt": False, "speculate": False}
     begin_s = time.perf_counter()
@@ -81,7 +82,7 @@ def _ask(head: HttpServer, streams: int, _: int) -> tuple[float, list[float], li
 
 
 BENCH: Final = Bench(
-    help="several answers at once",
+    help="concurrent requests",
     measure=measure,
     models=(SMALL, "1b-q4k"),
     quick={"rounds": 1, "streams": [1, 4]},
@@ -89,6 +90,6 @@ BENCH: Final = Bench(
     flags=(
         flag("--devices", type=int, nargs="+", default=[1, 2], help="devices of a ring"),
         flag("--streams", type=int, nargs="+", default=[1, 2, 4, 8, 16]),
-        flag("--case", choices=list(CASES), nargs="+", help="what must hold of several answers, in place of all"),
+        flag("--case", choices=list(CASES), nargs="+", help="requirements on concurrent requests, instead of all"),
     ),
 )

@@ -1,4 +1,4 @@
-"""``solve``: seconds of a processor that solving takes, over the number of devices. ``paper``: our plans beside Halda's."""
+"""``solve``: processor seconds that solving takes, by number of devices. ``paper``: our plans compared with Halda's."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ SHAPE: Final = "llama3-70b-q4k"
 LAYERS: Final = 80
 TIME_LIMIT_S: Final = 60.0
 WANTED_S: Final = {4: 1.0, 16: 5.0, 64: 15.0}
-"""By devices."""
+"""By number of devices."""
 
 
 class Solved(Row):
-    """Seconds of the processor that one size of fleet took: each one with a plan (``solved_s``), and each without
-    (``infeasible_s``). ``gaps`` are those of plans that were not proven best.
+    """Processor seconds for one size of fleet: for each fleet with a plan (``solved_s``), and each without
+    (``infeasible_s``).
+
+    ``gaps`` are those of plans that were not proven best.
     """
 
     columns = "devices, solved_s=median s:.2f"
@@ -56,7 +58,7 @@ class Solved(Row):
 
 
 async def measure(run: Run, _: None) -> None:
-    """Solve random fleets with a model of like layers."""
+    """Solve random fleets with a model of equal layers."""
     like = shape(SHAPE)
     model = replace(like, layers=like.layers[:1] * LAYERS)
     for count in run.options.sizes:
@@ -83,14 +85,16 @@ def _solve(question: Instance, row: Solved) -> None:
 
 
 def _with_a_head(question: Instance) -> Instance:
-    """Room on the head for the output matrix, which a random share of a large fleet's memory mostly lacks."""
+    """Give the head room for the output matrix, for which a random share of a large fleet's memory is mostly too
+    small."""
     head, *others = question.devices
     more = question.model.output_bytes + question.head_bytes(2)
     return replace(question, devices=(replace(head, ram_available_bytes=head.ram_available_bytes + more), *others))
 
 
 class Beside(Row):
-    """Seconds a token of the paper's plans over ours, under our evaluator, on fleets where the paper's holds all limits."""
+    """Seconds per token of the paper's plans over ours, by our evaluator, on fleets where the paper's plan keeps all
+    limits."""
 
     def remarks(self) -> Iterator[str]:
         yield (
@@ -108,7 +112,7 @@ class Beside(Row):
 
 
 async def measure_paper(run: Run, _: None) -> None:
-    """Both solvers on random fleets."""
+    """Run both solvers on random fleets."""
     fleets = run.options.fleets
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         answers = await asyncio.to_thread(lambda: list(pool.map(beside_published, SEEDS[:fleets], chunksize=10)))
@@ -129,7 +133,7 @@ async def measure_paper(run: Run, _: None) -> None:
 
 
 BENCH: Final = Bench(
-    help="seconds that solving takes, over the number of devices",
+    help="seconds that solving takes, by number of devices",
     measure=measure,
     models=None,
     rounds=None,
@@ -140,7 +144,7 @@ BENCH: Final = Bench(
     ),
 )
 PAPER: Final = Bench(
-    help="our plans beside the paper's on random fleets",
+    help="our plans compared with the paper's on random fleets",
     measure=measure_paper,
     models=None,
     rounds=None,

@@ -1,14 +1,15 @@
-"""``speculate``: what drafts win, and what they cost where they win nothing, against the same ring without.
+"""``speculate``: the gain of draft tokens, and their cost if they gain nothing, compared with the same ring without
+drafts.
 
-Every way of drafting has a ring of its own, all loaded before the first run, and answers each question twice in turn:
-without drafts and with them. So each figure is a ratio of neighbours. ``as served`` looks drafts up in what was written;
-``model`` has the same model in another form (``--draft``) draft as well, ``wrong model`` one that knows nothing.
+Every drafter has its own ring. All rings are loaded before the first run, and run each question twice in a row: without
+drafts and with them. So each figure is a ratio of neighbouring runs. ``as served`` uses prompt lookup; ``model`` drafts
+with the same model in another quantisation as well (``--draft``), ``wrong model`` with an untrained one.
 
-``two``: what ``primad serve`` makes of two devices that count as machines, with a core each, asked over HTTP; ``streams``:
-of one device that may have half of the model in memory, in Q8_0, of which several rows of a step are exact. ``far``: a ring
-without daemons, which drafts as a plan for such devices says: four whose hops take 10 ms longer. Questions: code to edit,
-stories to go on with, one a round, a chat over a text, and random tokens, all equally likely, of which nothing can be
-drafted. ``--way`` has some of the ways.
+``two``: ``primad serve`` on two devices that count as machines, with a core each, over HTTP; ``streams``: on one device
+that may have half of the model in memory, in Q8_0, of which steps of several tokens are exact. ``far``: a ring without
+daemons, which drafts as a plan for such devices says: four devices whose hops take 10 ms longer. Questions: code to
+edit, stories to continue (one per round), a chat about a text, and random tokens, all equally likely, for which nothing
+can be drafted. ``--way`` selects drafters.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ from tools.synth import write_model
 CONTEXT: Final = 1024
 ROWS: Final = 256
 FAR_S: Final = 0.01
-"""What a hop of far rings takes longer."""
+"""Additional time of a hop in far rings."""
 FORMS: Final = {
     "f16": llama.LLAMA_FTYPE_MOSTLY_F16,
     "q8_0": llama.LLAMA_FTYPE_MOSTLY_Q8_0,
@@ -69,9 +70,9 @@ FORMS: Final = {
     "q2_k": llama.LLAMA_FTYPE_MOSTLY_Q2_K,
 }
 BESIDE_BYTES: Final = 130 << 20
-"""What the process takes beside half of the weights, where it streams the rest."""
+"""What the process takes in addition to half of the weights, if it streams the rest."""
 DRAFTING_BYTES: Final = 40 << 20
-"""What one that drafts takes beside its model."""
+"""What a process that drafts takes in addition to its model."""
 WAYS: Final = (AS_SERVED, "model", "wrong model")
 
 
@@ -82,25 +83,25 @@ class _Question:
 
 
 _Ask = Callable[[_Question, int, bool], Awaitable[DraftedCompletion]]
-"""Answers a question in so many tokens, with drafts or without."""
+"""Runs a question for a number of tokens, with drafts or without."""
 
 
 @dataclass(frozen=True, slots=True)
 class _System:
-    """One way of drafting: how it answers, and the share of its drafts that were skipped."""
+    """One way of drafting: how it runs a question, and the share of its drafts that were skipped."""
 
     ask: _Ask
     skipped: Callable[[], Awaitable[float]]
 
 
 _Drafts = Mapping[str, Path | None]
-"""By way, the model that drafts."""
+"""The draft model, by way of drafting."""
 _Systems = tuple[dict[str, _System], str]
-"""By way, and the name of the case with what it was measured on."""
+"""The systems by way of drafting, and the name of the case with its conditions."""
 
 
 def questions(model: Path) -> dict[str, list[_Question]]:
-    """All questions as tokens of ``model``, round by round."""
+    """Return all questions as tokens of ``model``, by round."""
     vocabulary = LlamaVocabulary(model)
     try:
         found = {
@@ -120,15 +121,15 @@ def questions(model: Path) -> dict[str, list[_Question]]:
 
 
 async def measure(run: Run, model: Path) -> None:
-    """All cases that are asked for."""
+    """Measure all cases that are asked for."""
     for case in run.options.case:
         async with run.part():
             await _measure_case(run, case, model)
 
 
 async def _measure_case(run: Run, case: str, path: Path) -> None:
-    """All ways of one case, all questions."""
-    options, folder = run.options, run.folder("/var/tmp")  # not in memory: what streams is read from a disk
+    """Measure all ways of one case with all questions."""
+    options, folder = run.options, run.folder("/var/tmp")  # not in memory: streamed layers must be read from a disk
     if case == "streams":
         path = await asyncio.to_thread(_quantised, path, "q8_0", folder, 2)
     drafting = await asyncio.to_thread(_draft_models, path, folder, options.draft)
@@ -151,14 +152,15 @@ async def _measure_case(run: Run, case: str, path: Path) -> None:
 
 
 def _draft_models(path: Path, folder: Path, form: str) -> dict[str, Path]:
-    """What drafts for the model ``path`` in which way: another ``form`` of it, and one that was never taught."""
+    """Return the draft models for the model ``path``, by way: another ``form`` of it, and an untrained one."""
     untaught = folder / "untaught.gguf"
     write_model(untaught, vocabulary=f"from:{path}")
     return {"model": _quantised(path, form, folder, 2), "wrong model": untaught}
 
 
 def _quantised(model: Path, form: str, folder: Path, threads: int) -> Path:
-    """``model`` in one of the ``FORMS``, made by llama.cpp's own quantiser, in a file in ``folder``. Raises ``LabError``."""
+    """Write ``model`` in one of the ``FORMS``, made by llama.cpp's quantiser, to a file in ``folder``. Raises
+    ``LabError``."""
     target = folder / f"{model.stem}-as-{form}.gguf"
     params = llama.llama_model_quantize_default_params()
     params.allow_requantize, params.nthread, params.ftype = True, threads, FORMS[form]
@@ -183,7 +185,7 @@ def _alone(ring: LocalRing) -> _System:
 
 
 async def ask_ring(ring: LocalRing, question: _Question, tokens: int, speculates: bool) -> DraftedCompletion:
-    """One answer."""
+    """Run one question."""
     times: list[float] = []
     begin_s = time.perf_counter()
     reported, finished = await ring.generate(
@@ -211,7 +213,8 @@ def _completion(
 
 
 async def _far(run: Run, path: Path, folder: Path, drafts: _Drafts) -> _Systems:
-    """Machines with a core each, which draft as ``serve`` would on them, as this one is measured now."""
+    """Return machines with a core each, which draft as ``serve`` would on them, by current measurements of this
+    machine."""
     model, count = model_profile(open_model(path)), DEVICES["far"]
     names, windows = [f"d{i}" for i in range(count)], even_bytes(model, count) or ()
     found = machines_here(names, await asyncio.to_thread(measured_cpu, folder, 1, model))
@@ -241,14 +244,15 @@ async def _far(run: Run, path: Path, folder: Path, drafts: _Drafts) -> _Systems:
 
 
 async def _two(run: Run, path: Path, _: Path, drafts: _Drafts) -> _Systems:
-    """Two machines with a core each."""
+    """Return two machines with a core each."""
     return {way: await asyncio.to_thread(_head, run, path, draft, 2, ()) for way, draft in drafts.items()}, "two"
 
 
 async def _streams(run: Run, path: Path, _: Path, drafts: _Drafts) -> _Systems:
-    """One device that has memory for half of the model, and for what drafts beside it.
+    """Return one device that has memory for half of the model, and for its drafter.
 
-    It has one thread: from so many cells on several share what is attended to in another way.
+    It has one thread: with several threads the KV cache is divided between them from a certain length on, which changes
+    the attention's results.
     """
     systems = {}
     for way, draft in drafts.items():
@@ -260,7 +264,7 @@ async def _streams(run: Run, path: Path, _: Path, drafts: _Drafts) -> _Systems:
 
 
 def _head(run: Run, path: Path, draft: Path | None, devices: int, every: Sequence[str]) -> _System:
-    """What ``primad serve`` makes of these devices, several of which are machines."""
+    """Return ``primad serve`` on these devices; several of them count as machines."""
     how = ["--speculate", "lookup"] if draft is None else ["--speculate", "draft", "--draft", str(draft)]
     head = ("--context", str(CONTEXT), "--extra-buffers", "off", *how)
     server = run.head(path, devices, *head, every=every, machines=devices > 1)
@@ -303,15 +307,13 @@ CASES: Final[Mapping[str, Callable[[Run, Path, Path, _Drafts], Awaitable[_System
     "far": _far,
 }
 BENCH: Final = Bench(
-    help="what drafts win",
+    help="the gain of draft tokens",
     measure=measure,
     quick={"case": ["two", "streams"], "way": [AS_SERVED], "rounds": 1, "tokens": 64},
     flags=(
         flag("--case", choices=list(CASES), nargs="+", default=list(CASES)),
-        flag("--way", choices=WAYS, nargs="+", default=list(WAYS), help="what drafts (default: all)"),
+        flag("--way", choices=WAYS, nargs="+", default=list(WAYS), help="drafters (default: all)"),
         flag("--draft", choices=list(FORMS), default="q2_k", help="form of the draft model"),
-        flag(
-            "--tokens", type=int, default=DEFAULT_ANSWER_TOKENS, help="an answer (default: as many as plans count on)"
-        ),
+        flag("--tokens", type=int, default=DEFAULT_ANSWER_TOKENS, help="tokens of a completion (default: as in plans)"),
     ),
 )

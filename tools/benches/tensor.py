@@ -1,10 +1,12 @@
-"""``tensor``: one request on devices that compute a share of every layer (``--parallel tensor``), beside one of them
-alone and beside both with layers of their own. Each counts as a machine, with a host name and a core of its own.
+"""``tensor``: one request on devices that compute a share of every layer (``--parallel tensor``), compared with one
+device, and with both devices when each has layers of its own. Each device counts as a machine, with its own host name
+and core.
 
-All are what ``primad serve`` makes of the devices, asked over HTTP in turn; drafts are off, and no prompt is found in the
-cache. More devices, less of a core and a longer way are rings of processes alone, with forecasts of even shares on such
-devices. ``prompt``: seconds to the first token of a prompt of 512. ``answer``: tokens a second of the answer to it, since a
-token attends to all before it. Each plan's forecast, for such a request, stands beside what was measured.
+All systems are served by ``primad serve`` and get requests over HTTP in turn; drafts are off, and no prompt is in the
+cache. With more devices, less than a core each, or longer links, only ring processes run, with forecasts of even shares
+on such devices. ``prompt``: seconds to the first token of a prompt of 512 tokens. ``answer``: tokens/s of the
+completion that follows it, since each token attends to all before it. Each plan's forecast for such a request is shown
+next to the measurement.
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ HEADS: Final[dict[str, tuple[int, tuple[str, ...]]]] = {
     "pipeline": (DEVICES, ()),
 }
 TARGETS: Final = {"two": (1.6, 1.8), "four": (2.6, 3.0), "delay": (1.4, 1.7)}
-"""By what is asked for: of an answer, and of a prompt."""
+"""Targets by what is measured: for a completion, and for a prompt."""
 
 
 def _ask(server: HttpServer, number: int) -> tuple[float, float]:
-    """Tokens a second of an answer, and seconds to its first token."""
+    """Return the tokens/s of a completion, and the seconds to its first token."""
     how: dict[str, Any] = {"ignore_eos": True, "cache_prompt": False, "speculate": False}
     begin_s = time.perf_counter()
     return _found(begin_s, server.stream(prompt_of(PROMPT_TOKENS + number)[number:], ANSWER_TOKENS, **how))
@@ -63,7 +65,7 @@ def _found(begin_s: float, times: list[float]) -> tuple[float, float]:
 def _predicted(
     model: Path, name: str, devices: int, forecast_ms: tuple[float, float], its: list[tuple[float, float]]
 ) -> Predicted:
-    """The plan's forecast, of a token and of the first one, beside what was measured."""
+    """Return the plan's forecast of TPOT and TTFT next to the measured values."""
     rounds_ms = [1e3 / rate for rate, _ in its]
     return Predicted(
         model=model.stem,
@@ -81,7 +83,7 @@ _Turns = dict[str, list[tuple[float, float]]]
 
 
 async def _served(run: Run, model: Path) -> _Turns:
-    """What ``primad serve`` makes of the devices, and what it foretold."""
+    """Measure ``primad serve`` on the devices, and add its forecasts."""
     heads = {
         name: await asyncio.to_thread(partial(run.head, model, count, *OPTIONS, *more, machines=True))
         for name, (count, more) in HEADS.items()
@@ -94,7 +96,8 @@ async def _served(run: Run, model: Path) -> _Turns:
 
 
 async def _rings(run: Run, model: Path, devices: int) -> _Turns:
-    """What ring processes alone do, each with its share of a core, that much further apart, and what is foretold of it."""
+    """Measure ring processes without daemons, each with its share of a core and longer links, and add their
+    forecasts."""
     folder, delay_s = run.folder(), run.options.delay_ms / 1e3
     profile, names = model_profile(open_model(model)), [f"d{at}" for at in range(devices)]
     plans = {
@@ -125,7 +128,7 @@ async def _rings(run: Run, model: Path, devices: int) -> _Turns:
 
 
 def _measured(folder: Path, share: float, model: ModelProfile) -> CpuProfile:
-    """What a thread computes that has such a ``share`` of a core."""
+    """Return what a thread with ``share`` of a core computes."""
     with shared_cores(["m"], share) as cores, ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         cores.add("m", process.submit(os.getpid).result())
         return process.submit(measured_cpu, folder, 1, model).result()
@@ -151,7 +154,7 @@ async def _generate(ring: LocalRing, number: int) -> tuple[float, float]:
 
 
 async def measure(run: Run, model: Path) -> None:
-    """Every system in turn."""
+    """Measure every system in turn."""
     options = run.options
     devices, is_alone = options.devices, options.devices > DEVICES or options.cores < 1 or options.delay_ms > 0
     turns = await (_rings(run, model, devices) if is_alone else _served(run, model))
@@ -188,9 +191,9 @@ BENCH: Final = Bench(
     measure=measure,
     models=(SMALL, "1b-q4k"),
     flags=(
-        flag("--devices", type=int, default=DEVICES, help="more than two: ring processes alone, without daemons"),
-        flag("--cores", type=float, default=1.0, help="what each has of a core; below 1 likewise"),
-        flag("--delay-ms", type=float, default=0.0, help="how much further apart they are each way; likewise"),
+        flag("--devices", type=int, default=DEVICES, help="more than two: ring processes without daemons"),
+        flag("--cores", type=float, default=1.0, help="share of a core per device; below 1 likewise"),
+        flag("--delay-ms", type=float, default=0.0, help="additional link delay each way; likewise"),
     ),
     quick={"rounds": 1},
     quick_models=(SMALL,),
