@@ -24,7 +24,7 @@ from primad.membership.types import Device, RingFailed, State
 DOUBT_S: Final = 1800.0
 """A device that was party to no break for this long is no longer in doubt."""
 MAX_RELOADS: Final = 3
-"""Number of times in a row at which a device may no longer blame a change of its memory."""
+"""At this number of breaks a device in doubt is left out even if it reports a change of its memory."""
 
 
 def doubt(state: State, event: RingFailed, now: float) -> State:

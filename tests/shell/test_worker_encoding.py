@@ -249,7 +249,7 @@ async def test_an_encoder_that_hangs_is_waited_for_as_its_pictures_take_and_not_
         monkeypatch.setattr("primad.head.rings.remote_encoder.REPLY_S", 0.1)
         os.kill(home.worker.pid, signal.SIGSTOP)
         assert await home.pictures.encode(noise(2), "a") == expected
-        assert "it gave no answer in 0.1" in home.printed[-1]
+        assert "it did not reply within 0.1" in home.printed[-1]
 
 
 async def test_a_gpu_that_llama_cpp_does_not_see_leaves_the_processor(tmp_path):

@@ -241,7 +241,7 @@ class _Session:
             wanted = EncodedWanted(number=self.number, picture=self._picture, offset=len(found))
             part_of = await self._ask(wanted, REPLY_S)
             if (part_of.size, part_of.offset) != (reply.size, len(found)) or not part_of.data:
-                raise ProtocolError("it sent another part of a picture's rows than was asked for")
+                raise ProtocolError("it sent another part of a picture's embeddings than was asked for")
             found += part_of.data
         return await in_thread(self._checked, bytes(found), data)
 
@@ -272,7 +272,7 @@ class _Session:
             async with asyncio.timeout(timeout_s):
                 await self._heard.wait()
         except TimeoutError:
-            raise ClusterError(f"it gave no answer in {timeout_s:g} s") from None
+            raise ClusterError(f"it did not reply within {timeout_s:g} s") from None
         self._heard.clear()
         if self._error:
             raise ClusterError(self._error)
