@@ -1,8 +1,8 @@
 """``primad serve``: the head's side that all its models share.
 
 ``head/members/devices.py`` finds and greets devices. Their events go to the membership core of each model
-(``head/serving.py``), which has plans solved (``head/rings/planner.py``), and rings formed concurrently and handed over
-(``head/rings/rings.py``). The HTTP endpoint stays up throughout. Before the first ring of its only model serves, an
+(``head/serving.py``), which decides when plans are solved (``head/rings/planner.py``), and when rings are formed,
+concurrently, and handed over (``head/rings/rings.py``). The HTTP endpoint stays up throughout. Before the first ring of its only model serves, an
 incurable error ends the program with one clear line.
 """
 

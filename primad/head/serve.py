@@ -168,7 +168,7 @@ def serve_library(
             )
 
             async def offering() -> None:
-                texts.begin()  # parses each request for a model that is not loaded, to learn the model's name
+                texts.begin()  # parses every request for a model that is not loaded
                 await models.begin()
                 reporter.report_line(offered_line(models.offered(), place.options.url))
                 reporter.report_line(page_line(place.options.url))

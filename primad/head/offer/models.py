@@ -124,8 +124,7 @@ class HeadModels:
         self._listeners: set[asyncio.Queue[OfferedModel]] = set()
         self._waiting: defaultdict[str, set[Waiting]] = defaultdict(set)
 
-    # ---- for the API
-    # --------------------------------------------------------------------------------------------------
+    # ---- for the API ------------------------------------------------------------------------------------------------
 
     async def look(self) -> None:
         await self._library.look()

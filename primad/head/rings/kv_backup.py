@@ -162,8 +162,7 @@ class KvBackup:
         self._drop(list(self._blocks))
         await self._report_forgotten()
 
-    # ---- reports of rings
-    # ----------------------------------------------------------------------------------------------
+    # ---- reports of rings --------------------------------------------------------------------------------------------
 
     def kept(self, epoch: int, blocks: Iterable[KvBlock], prompt_tokens: int) -> None:
         """Every device of ring ``epoch`` keeps ``blocks`` of a request whose prompt has ``prompt_tokens`` tokens."""
