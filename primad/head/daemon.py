@@ -2,8 +2,8 @@
 
 ``head/members/devices.py`` finds and greets devices. Their events go to the membership core of each model
 (``head/serving.py``), which decides when plans are solved (``head/rings/planner.py``), and when rings are formed,
-concurrently, and handed over (``head/rings/rings.py``). The HTTP endpoint stays up throughout. Before the first ring of its only model serves, an
-incurable error ends the program with one clear line.
+concurrently, and handed over (``head/rings/rings.py``). The HTTP endpoint stays up throughout. Before the first ring of
+its only model serves, an incurable error ends the program with one clear line.
 """
 
 from __future__ import annotations

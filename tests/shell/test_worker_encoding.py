@@ -236,7 +236,7 @@ async def test_a_worker_that_cannot_have_the_file_or_says_nothing_costs_no_pictu
             await home.pictures.encode(noise(1), "a")
             await home.remote._tasks.wait()
             assert home.remote.device is None
-        assert "no answer" in home.printed[-1]
+        assert "did not reply" in home.printed[-1]
         assert home.pictures.encoded == 2
 
 
