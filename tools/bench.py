@@ -1,10 +1,10 @@
-"""Speed and memory, measured side by side in one run: systems that take turns, medians, ratios.
+"""Measure speed and memory side by side in one run: systems take turns, results are medians and ratios.
 
     tools/bench NAME [--quick] [--rounds N] [--model FILE.gguf ...] [--json FILE] [--against FILE] ...
     tools/bench all [--quick] [--only NAME ...] [--folder FOLDER] [--keep] [--report]
 
-Each bench is a file of ``tools/benches``, which says what it measures; ``tools/bench NAME --help`` has its options. What all
-of them share is ``tools/lab/harness.py``; ``all`` is ``tools/lab/report.py``.
+Each bench is a file of ``tools/benches``, which says what it measures; ``tools/bench NAME --help`` shows its options.
+``tools/lab/harness.py`` is shared by all of them; ``all`` is ``tools/lab/report.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> int:
         benches.choices[options.bench].set_defaults(**BENCHES[options.bench].quick)
         options = parser.parse_args()
     hear_llama()  # else llama_cpp's own logger prints what was loaded among the figures
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was written and started is taken away again
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # files and processes of the run are cleaned up
     try:
         if options.bench == "all":
             return report.run_all(options, BENCHES)

@@ -1,9 +1,9 @@
-"""The main job on one machine: a head and workers as separate processes answer a question.
+"""The main use case on one machine: a head and workers as separate processes answer a question.
 
-Every process is a real daemon with its own home folder; they find each other by mDNS on loopback, trust each other as
-processes of one user do, ship layers, form an encrypted ring and serve an OpenAI endpoint, which is then asked. Each gets
-as many layers as the others (``--windows``): processes that share one machine's cores are no faster together than one alone,
-so that a plan which is solved for would give one of them nearly all.
+Every process is a real daemon with its own home folder. They find each other by mDNS on loopback, trust each other as
+processes of one user do, ship layers, form an encrypted ring and serve an OpenAI endpoint, which is then queried. Each
+gets the same number of layers (``--windows``): processes that share one machine's cores are no faster together than one
+alone, so a solved plan would give one of them nearly all layers.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _run(options: argparse.Namespace, homes: Path) -> None:
 
 
 def _ask(server: HttpServer, prompt: str) -> str:
-    """Print the answer as it comes; how fast it came."""
+    """Print the response as it arrives; return its speed, in words."""
     asked = {
         "messages": [{"role": "user", "content": prompt}],
         "temperature": 0,
@@ -128,7 +128,7 @@ def _ask(server: HttpServer, prompt: str) -> str:
 
 
 def _show(devices: list[dict[str, Any]]) -> None:
-    """Who has which layers and what of the memory."""
+    """Show the layers and memory of each device."""
     table = Table("device", "role", "layers", "windows", "daemon", "ring process", title=None)
     for device in devices:
         windows = (f"{first}-{last - 1}" if last - first > 1 else str(first) for first, last in device["windows"])

@@ -1,8 +1,8 @@
-"""Write what the code knows into the documents: architectures, models, messages, the fields of ``primad plan --json``.
+"""Write facts from the code into the documents: architectures, models, messages, the fields of ``primad plan --json``.
 
-Each table lies between two marks of its page; what stands around them is written by hand. ``tools/docs --check`` writes
-nothing and fails where a page is not current, as a test asks for it. ``profiles/devices`` are written as well, from data
-sheets. ``tools/docs paper`` solves for the paper's fleet instead, and writes the tables of ``profiles/PAPER.md``.
+Each table lies between two marks of its page; the text around them is written by hand. ``tools/docs --check`` writes
+nothing and fails if a page is outdated; a test runs it. ``profiles/devices`` are also written, from data sheets.
+``tools/docs paper`` solves for the paper's fleet instead, and writes the tables of ``profiles/PAPER.md``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from tools.lab.pages import between  # noqa: E402
 
 _FIRST_CONTEXT = 8192
 _MEASURED = "2026-11-28"
-"""When the rule of the data sheets was set."""
+"""Date on which the rule of the data sheets was set."""
 
 
 def pages() -> dict[Path, dict[str, str]]:
-    """What belongs into which page, by the name of the place."""
+    """The tables of each page, by the name of their place."""
     return {
         ROOT / "docs" / "reference" / "architectures.md": {"": _architectures()},
         ROOT / "docs" / "first-models.md": {"": _published()},
@@ -50,7 +50,7 @@ def pages() -> dict[Path, dict[str, str]]:
 
 
 def with_tables(page: str, tables: Mapping[str, str]) -> str:
-    """The page with its tables written anew."""
+    """Return the page with its tables replaced."""
     for name, table in tables.items():
         place = f": {name}" if name else ""
         begin, end = f"<!-- written by tools/docs{place} -->\n", f"<!-- end of what tools/docs writes{place} -->"
@@ -75,7 +75,7 @@ def _published() -> str:
 
 
 def _reported(kind: type[msgspec.Struct]) -> str:
-    """A docstring as one line of a page."""
+    """Return a docstring as one line of a page."""
     return " ".join((kind.__doc__ or "").split()).replace("``", "`").replace("|", "\\|")
 
 
@@ -105,7 +105,7 @@ def _inner(kind: msgspec.inspect.Type) -> Iterator[type[msgspec.Struct]]:
 
 
 def _architectures() -> str:
-    """By where windows may begin, and what devices share."""
+    """Tables of architectures, by where windows may begin, and by what devices can share."""
     places: dict[str, list[str]] = {}
     for entry in SUPPORTED.values():
         place = (
@@ -118,7 +118,7 @@ def _architectures() -> str:
         elif entry.skips_attention:
             place = "where each has a layer with attention, its first one heads: at nearly any layer"
         elif entry.needs_indexer:
-            place = "where each has a layer of sparse attention: behind the dense ones"
+            place = "where each has a layer of sparse attention: after the dense ones"
         elif entry.name == "glm-dsa":
             place = "where a layer chooses what attention sees: any of GLM 5; of GLM 5.2 every fourth from the third on"
         elif entry.step:
@@ -168,7 +168,7 @@ def _all_messages() -> dict[str, str]:
 
 
 def _heard(*groups: tuple[str, Any]) -> str:
-    """Tables of the messages of each union, and of the structs that lie in them."""
+    """Tables of the messages of each union, and of the structs inside them."""
     parts, reported = [], set()
     for title, union in groups:
         kinds = list(dict.fromkeys(_inner(msgspec.inspect.type_info(union))))
@@ -191,7 +191,7 @@ def _messages(kinds: list[type[msgspec.Struct]]) -> str:
 
 
 def files() -> dict[Path, bytes]:
-    """What the code knows, by the file in which it stands."""
+    """The generated files, by path."""
     found = {path: with_tables(path.read_text(encoding="utf-8"), tables).encode() for path, tables in pages().items()}
     devices = profiles(read_sheets()).items()
     return found | {
@@ -201,14 +201,14 @@ def files() -> dict[Path, bytes]:
 
 
 def paper_page() -> dict[Path, bytes]:
-    """The paper's fleet under our plan, beside what was published."""
+    """The paper's fleet under primad's plan, next to the published figures."""
     fleet = read_fleet(paper.FLEET)
     tables = paper.tables([paper.row(name, fleet) for name in paper.MODELS])
     return {paper.PAGE: with_tables(paper.PAGE.read_text(encoding="utf-8"), tables).encode()}
 
 
 def main(arguments: list[str]) -> int:
-    """Write the files, or with ``--check`` say which are not current; the exit code."""
+    """Write the files, or with ``--check`` name the outdated ones; return the exit code."""
     stale = 0
     for path, content in (paper_page() if arguments == ["paper"] else files()).items():
         if not path.is_file() or path.read_bytes() != content:

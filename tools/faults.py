@@ -1,12 +1,13 @@
-"""Everything that is judged by the clock, on a machine that has nothing else to do.
+"""Run everything that is timed, on a machine that is otherwise idle.
 
     tools/faults [pytest arguments]          every cell of the fault matrices, and the tables of ``docs/faults.md``
-    tools/faults times [pytest arguments]    what primad promises in seconds (``tools/lab/forecasts.py``)
-    tools/faults crowd [pytest arguments]    1,000 requests of clients who leave, give up, read slowly: what is left of them
-    tools/faults long [pytest arguments]     a device dies at 100 to 8,000 tokens of an answer: how long the pause is
+    tools/faults times [pytest arguments]    the times that primad guarantees (``tools/lab/forecasts.py``)
+    tools/faults crowd [pytest arguments]    1,000 requests of clients that leave, give up, read slowly: what remains of them
+    tools/faults long [pytest arguments]     a device dies at 100 to 8,000 tokens of a response: length of the pause
 
-Arguments go to pytest, so that ``-k 'decode'`` makes some cells anew; the times of the others stay as they are, and
-so does that of a cell that fails. ``times`` runs tests that note how long things take, one after another, and judges.
+Arguments go to pytest, so ``-k 'decode'`` measures some cells again; the times of the others stay as they are, and so
+does the time of a cell that fails. ``times`` runs tests that record how long things take, one after another, and judges
+them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ TIMED = (
 
 
 def main(arguments: list[str]) -> int:
-    """Make the matrix, judge the times, or run the tests of a crowd or of long answers; the exit code."""
+    """Run the fault matrix, the timed tests, or the tests of a crowd or of long responses; return the exit code."""
     kind, *others = arguments or [""]
     if kind == "times":
         return times(others)
@@ -55,7 +56,7 @@ def main(arguments: list[str]) -> int:
 
 
 def matrix(arguments: list[str]) -> int:
-    """Run the cells and write the page; the exit code."""
+    """Run the cells and write the page; return the exit code."""
     if (reason := missing()) is not None:
         print(f"faults: error: {reason}", file=sys.stderr)
         return 2
@@ -73,7 +74,7 @@ def matrix(arguments: list[str]) -> int:
 
 
 def times(arguments: list[str]) -> int:
-    """Run the tests that note times and say what was kept; the exit code, 1 where a promise was broken."""
+    """Run the tests that record times and judge them; return the exit code, 1 where a limit was exceeded."""
     code, found = run([*TIMED, "-q", "-m", "slow or not slow", *arguments])
     lines = judged(found)
     print("\n".join(lines))
@@ -81,7 +82,7 @@ def times(arguments: list[str]) -> int:
 
 
 def run(arguments: list[str]) -> tuple[int, list[tuple[str, str, float]]]:
-    """Run pytest: its exit code, and the seconds that tests which passed noted, as (test, name, seconds)."""
+    """Run pytest: return its exit code, and the seconds that passed tests recorded, as (test, name, seconds)."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         reported = [f"--junitxml={report}", "-o", "junit_family=xunit1"]
@@ -90,7 +91,7 @@ def run(arguments: list[str]) -> tuple[int, list[tuple[str, str, float]]]:
 
 
 def noted(report: Path) -> Iterator[tuple[str, str, float]]:
-    """Every figure in pytest's report but those of tests that failed."""
+    """Yield every figure in pytest's report except those of failed tests."""
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         if case.find("failure") is not None or case.find("error") is not None:
             continue

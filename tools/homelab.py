@@ -1,7 +1,7 @@
-"""Several devices on one Linux machine, each with a network, memory, CPU and disk of its own: a home cluster to break.
+"""Several devices on one Linux machine, each with its own network, memory, CPU and disk: a home cluster to break.
 
-Every device is a network namespace on a bridge that lies in a namespace too; nothing of this machine's network is touched.
-What a fleet file may say is told in ``tools/lab/fleet.py``. Commands that name no lab mean the only one there is.
+Every device is a network namespace on a bridge that is in a namespace too; this machine's network is not touched.
+``tools/lab/fleet.py`` explains fleet files. Commands that name no lab use the only one that exists.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ out = Console(highlight=False)
 def main() -> int:
     options = _options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started us in the background had it ignored
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell that starts this in the background has it ignored
     try:
         require()
         options.action(options)
@@ -159,7 +161,7 @@ def _kill(options: argparse.Namespace) -> None:
 
 def _each(options: argparse.Namespace, act: Callable[[Homelab, str], object]) -> None:
     lab = _lab(options)
-    for device in [lab.device(name) for name in options.devices]:  # a wrong name is told before anything happens
+    for device in [lab.device(name) for name in options.devices]:  # a wrong name is reported before anything happens
         act(lab, device.name)
 
 
@@ -170,7 +172,7 @@ def _status(_: argparse.Namespace) -> None:
     for name in labs:
         try:
             statuses = Homelab.open(name).status()
-        except (LabError, OSError) as exc:  # never finished, or being taken down just now
+        except (LabError, OSError) as exc:  # never finished, or being taken down
             out.print(str(exc))
             continue
         table = Table(title=f"lab {name}", title_justify="left")

@@ -1,9 +1,9 @@
-"""Laws of the source that neither ruff nor import-linter sees; ``tools/check`` runs it. It prints what breaks one.
+"""Laws of the source that neither ruff nor import-linter checks; ``tools/check`` runs it. It prints each violation.
 
-No public type name is defined twice in what runs, which imports no tools; tools import nothing of the tests; tests import no
-tools but the lab, research and the model maker; nothing imports ``packaging/``, whose scripts know each other alone;
-what runs prints in one place alone, and logs from there. No name is made of a word that the field has another one for,
-and no text of a phrase of our own.
+The product defines no public type name twice and imports no tools; tools import no tests; tests import no tools but the
+lab, research and the model maker; nothing imports ``packaging/``, whose scripts only import each other; the product
+prints in one place only and logs from there. No name contains a word for which the field has another one, and no text
+contains a private phrase.
 
     tools/laws.py [ROOT]
 """
@@ -36,7 +36,8 @@ PRINTING: Final = {
     *("sys.stdout.write", "sys.stderr.write", "sys.stdout.writelines", "sys.stderr.writelines"),
     *("logging.basicConfig", "logging.StreamHandler", "logging.Formatter", "traceback.print_exc"),
 }
-"""Calls by which a text would reach a terminal or a log as it is. Bytes between processes (``stdout.buffer``) are none."""
+"""Calls by which a text would reach a terminal or a log unescaped. Bytes between processes (``stdout.buffer``) do not
+count."""
 _MAY_PRINT: Final = re.compile("|".join(rf"\b{re.escape(name)}\(" for name in PRINTING))
 OLD_WORDS: Final = {
     **dict.fromkeys(("guess", "guesses", "guessed", "guesser", "guessing"), "draft"),
@@ -61,7 +62,7 @@ OLD_WORDS: Final = {
     "least": "min",
     "most": "max",
 }
-"""Words that a name may not be made of, and what the field says."""
+"""Words that a name may not contain, and the field's words for them."""
 _GENERATED: Final = dict.fromkeys(
     ("answer", "answers", "answered", "answering"), "request, completion, response; reply"
 )
@@ -72,7 +73,7 @@ ROOM_WORDS: Final = {
     **dict.fromkeys(("primad/cli/", "primad/daemon/", "primad/settings/", "primad/worker/"), _CELLS),
     "primad/ring/": _GENERATED,
 }
-"""The same in rooms that have to do with what a model generates, or with KV blocks and not with what is in them."""
+"""The same in rooms about generation, or about KV blocks and not their content."""
 OLD_PROSE: Final = {
     r"\bgo(?:es|ing)? on with\b": "continue, resume",
     r"\bwhat of\b": "the part of",
@@ -83,16 +84,16 @@ OLD_PROSE: Final = {
     r"\bfirst token of an answer\b": "TTFT",
     r"\btaken in when\b": "added when",
 }
-"""Phrases that the text of the product and the documents do not have, and what they say."""
+"""Phrases that the product's text and the documents may not have, and what to say instead."""
 KEPT_NAMES: Final = frozenset(
     {"at_least", "at_most", "_at_least", "_at_most", "AT_LEAST", "most_likely", "c_void_p", "_BRIDGE", "answers_open"}
 )
-"""Names with one of them in plain English, of a library, or of a field that others read."""
+"""Names that contain one of the words in plain English, or belong to a library, or to a field that others read."""
 FOR_TESTS: Final = ("tools.lab", "tools.research", "tools.synth", "tools.synthetic")
 
 
 def type_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """The public types that a module defines, with their lines: its classes, and what it gives such a name."""
+    """Yield the public types that a module defines, with their lines: its classes, and assignments to such names."""
     for node in tree.body:
         match node:
             case ast.ClassDef(name=name):
@@ -107,7 +108,7 @@ def type_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def _is_type_name(name: str) -> bool:
-    """``CamelCase``; a name of capitals alone is a constant, one with a line before it is private."""
+    """Whether ``name`` is ``CamelCase``: all capitals is a constant, a leading underscore is private."""
     return name[:1].isupper() and not name.isupper() and "_" not in name
 
 
@@ -117,7 +118,7 @@ def _is_type_variable(value: ast.expr) -> bool:
 
 @cache
 def imported(path: Path) -> list[tuple[str, int]]:
-    """The modules that a file imports, with their lines; of ``from tools import x`` that is ``tools.x``."""
+    """The modules that a file imports, with their lines; ``from tools import x`` counts as ``tools.x``."""
     found: list[tuple[str, int]] = []
     for node in _statements(ast.parse(path.read_text(encoding="utf-8"))):
         match node:
@@ -131,7 +132,7 @@ def imported(path: Path) -> list[tuple[str, int]]:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Every statement in ``node``, those in others too, but no expression."""
+    """Yield every statement in ``node``, including nested ones, but no expression."""
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         inner = getattr(node, name, ())
         for each in inner if isinstance(inner, list) else ():
@@ -140,20 +141,20 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def files(root: Path, *folders: str) -> Iterator[tuple[str, Path]]:
-    """Every source file under the folders, with its path from the root."""
+    """Yield every source file under the folders, with its path from the root."""
     for folder in folders:
         for path in sorted((root / folder).rglob("*.py")):
             yield str(path.relative_to(root)), path
 
 
 def trees(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:
-    """Every source file under the folders, by its path from the root."""
+    """Yield the syntax tree of every source file under the folders, with its path from the root."""
     for name, path in files(root, *folders):
         yield name, ast.parse(path.read_text(encoding="utf-8"))
 
 
 def names_defined_twice(root: Path) -> Iterator[str]:
-    """Lines about type names that have more than one definition."""
+    """Yield lines about type names that have more than one definition."""
     places = defaultdict(list)
     for path, tree in trees(root, *PRODUCT):
         for name, line in type_names(tree):
@@ -164,7 +165,8 @@ def names_defined_twice(root: Path) -> Iterator[str]:
 
 
 def wrong_imports(root: Path) -> Iterator[str]:
-    """Lines about what runs and imports tools, tools that import tests, and tests that import tools not for them."""
+    """Yield lines about product code that imports tools, tools that import tests, and tests that import other tools
+    than theirs."""
     for path, file in files(root, *PRODUCT):
         for module, line in imported(file):
             if module.partition(".")[0] == "tools":
@@ -180,7 +182,7 @@ def wrong_imports(root: Path) -> Iterator[str]:
 
 
 def imports_of_packaging(root: Path) -> Iterator[str]:
-    """Lines about files that import a script of ``packaging/``, by its own name or through the folder's."""
+    """Yield lines about files that import a script of ``packaging/``, by its own name or through the folder's."""
     scripts = {path.stem for path in (root / "packaging").rglob("*.py")}
     for path, file in files(root, *PRODUCT, "tools", "tests", "examples"):
         for module, line in imported(file):
@@ -190,7 +192,7 @@ def imports_of_packaging(root: Path) -> Iterator[str]:
 
 
 def prints_elsewhere(root: Path) -> Iterator[str]:
-    """Lines about calls that print, or begin to log, beside the places that make text harmless."""
+    """Yield lines about calls that print, or start logging, outside the places that escape text."""
     for folder in PRODUCT:
         for path in sorted((root / folder).rglob("*.py")):
             name, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
@@ -202,7 +204,7 @@ def prints_elsewhere(root: Path) -> Iterator[str]:
 
 
 def old_words(root: Path) -> Iterator[str]:
-    """Lines about names that are made of a word that the field has another one for; ``docs/architecture.md`` has the
+    """Yield lines about names that contain a word for which the field has another one; ``docs/architecture.md`` has the
     words."""
     for path, tree in trees(root, *PRODUCT):
         words = {**OLD_WORDS, **next((own for room, own in ROOM_WORDS.items() if path.startswith(room)), {})}
@@ -217,7 +219,7 @@ def old_words(root: Path) -> Iterator[str]:
 
 
 def old_prose(root: Path) -> Iterator[str]:
-    """Lines about phrases of our own, in the product's source and in documents."""
+    """Yield lines about private phrases in the product's source and in documents."""
     pages = [*root.glob("*.md"), *root.glob("docs/*.md")]
     sources = [path for folder in ("primad/api", "primad/cli") for path in sorted((root / folder).rglob("*.py"))]
     for path in (page for page in (*pages, *sources) if page.name != "CHANGELOG.md"):
@@ -228,7 +230,7 @@ def old_prose(root: Path) -> Iterator[str]:
 
 
 def named(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """The names that a file gives, with their lines: types, functions, parameters, variables, fields."""
+    """Yield the names that a file defines, with their lines: types, functions, parameters, variables, fields."""
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
@@ -242,8 +244,8 @@ def _is_for_tests(module: str) -> bool:
 
 
 def main() -> int:
-    """Print what breaks a law; the exit code."""
-    gc.disable()  # a syntax tree has no circles, and is large
+    """Print the violations; return the exit code."""
+    gc.disable()  # a syntax tree is large and has no cycles
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent
     broken = [
         *names_defined_twice(root),

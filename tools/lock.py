@@ -1,7 +1,8 @@
-"""Writes ``tools/constraints.txt``: what ``tools/locked`` takes groups of packages from, each with its version and hashes.
+"""Write ``tools/constraints.txt``: the packages of each group with versions and hashes, from which ``tools/locked``
+selects.
 
-uv resolves for all systems and every Python that primad runs with, and keeps the versions that the file has. A line over
-each package says what it is for.
+uv resolves for all systems and every Python that primad supports, and keeps the versions in the file. A line above each
+package says what it is for.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ HEAD = """\
 """
 EXTRAS = {"base": [], "hub": ["hub"], "plot": ["plot"], "dev": ["dev"]}
 CORE = ("hatchling", "hypothesis", "matplotlib", "pytest", "scipy", "uv")
-"""What tests of the core need of dev, and what installs it."""
+"""The packages of dev that core tests need, and the installer."""
 
 
 def main(options: Sequence[str]) -> None:
-    """Resolve all at once, and each group within that."""
+    """Resolve everything together, then each group within the result."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     build = [*project["build-system"]["requires"], "scikit-build-core[pyproject]", "cmake", "ninja"]  # of llama.cpp
     with tempfile.TemporaryDirectory() as folder:
@@ -55,12 +56,12 @@ def extras_of(names: Sequence[str]) -> list[str]:
 
 
 def use(name: str, groups: dict[str, dict[str, str]]) -> str:
-    """The groups that need the package, with blanks between."""
+    """The groups that need the package, separated by blanks."""
     return "llama" if name == LLAMA else " ".join(group for group, blocks in groups.items() if name in blocks)
 
 
 def resolve(out: Path, *arguments: str) -> dict[str, str]:
-    """What uv writes to ``out``, package by package."""
+    """Return what uv writes to ``out``, by package."""
     how = ("--universal", "--python-version", "3.11", "--no-header", "--no-annotate", "--quiet")
     subprocess.run(["uv", "pip", "compile", *arguments, *how, "-o", str(out)], check=True, cwd=ROOT)
     blocks = re.split(r"\n(?=\S)", out.read_text().strip())

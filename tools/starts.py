@@ -1,8 +1,9 @@
-"""Start a head and many workers at once on this machine, several times in a row: does every start come to serve?
+"""Start a head and many workers concurrently on this machine, several times in a row, and check that every start
+serves.
 
-They run as an owner would start them, with no flag about the network: they find each other by mDNS over every interface
-of this machine, and any of its addresses may be the chosen one. So many at once also make it a very busy machine. A start
-counts when all devices serve, a question is answered, and nobody printed a traceback. Exit code 1 when one did not.
+They run as an owner would start them, without network flags: they find each other by mDNS over every interface of this
+machine, and any of its addresses may be the chosen one. Their number also makes the machine very busy. A start counts
+when all devices serve, a question is answered, and no process printed a traceback. Exit code 1 when a start failed.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _options() -> argparse.Namespace:
 
 
 def _start(options: argparse.Namespace, place: Path) -> str:
-    """What went wrong with one start, in a few words; empty when nothing did."""
+    """Start once; return what went wrong, in a few words, or an empty text."""
     workers = [f"w{number}" for number in range(1, options.devices)]
     try:
         with head_here(options.model, place, workers, head=["--use-all"], host=options.host) as server:
@@ -78,12 +79,12 @@ def _start(options: argparse.Namespace, place: Path) -> str:
 
 
 def _logs(place: Path) -> list[Path]:
-    """Those of every device, the head's first."""
+    """The logs of all devices, the head's first."""
     return sorted(place.glob("*.log"))
 
 
 def _show(place: Path) -> None:
-    """The last words of every device."""
+    """Print the last lines of every device's log."""
     for log in _logs(place):
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         print("\n".join((f"  {log.stem}:", *(f"    {line}" for line in lines[-LAST_LINES:]))), flush=True)

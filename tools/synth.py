@@ -4,9 +4,9 @@
     .venv/bin/python tools/synth.py --architecture qwen3moe --out tiny.gguf
     .venv/bin/python tools/synth.py --preset 1b-q4k --vocabulary from:SmolLM2.gguf --out 1b.gguf
 
-Quantised weights are random block bytes with scales chosen so that a row keeps its input's size: no quantiser runs, so
-a model is written at the speed of the disk, 8 MiB at a time, and every layer has bytes of its own. What the layers add
-outweighs the embedding, so greedy text wanders instead of repeating its last token. The text means nothing.
+Quantised weights are random block bytes with scales chosen so that activations keep their magnitude. No quantiser runs,
+so a model is written at the speed of the disk, 8 MiB at a time, and every layer has different bytes. The layers' output
+outweighs the embedding, so greedy text varies instead of repeating its last token. The text means nothing.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from tools.lab import zoo
 
 ALIGNMENT: Final = 32
 _ADDED_OR_MULTIPLIED: Final = frozenset(("ffn_gate_inp", "ssm_d", "time_mix_first"))
-"""Matrices that llama.cpp takes in float32 alone."""
+"""Matrices that llama.cpp only accepts in float32."""
 CHUNK_BYTES: Final = 8 << 20
 BYTE_TOKENS: Final = 259
-"""Smallest vocabulary: <unk>, <s>, </s> and one token a byte."""
+"""Smallest vocabulary: <unk>, <s>, </s> and one token per byte."""
 FEW_TOKENS: Final = 4096
-"""So many first tokens of a vocabulary are all bytes and common words: to look through all takes a head half a second."""
+"""Number of first tokens of a vocabulary that cover all bytes and common words: a head takes half a second to scan all.
+"""
 TEMPLATE: Final = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -47,9 +48,9 @@ TEMPLATE: Final = (
 class Shape:
     """The sizes of a model; counts of elements. ``tied`` leaves out ``output.weight``.
 
-    The rows of a router have one size, so that it picks all experts alike. With a ``router_spread`` above 0 the logarithms
-    of their sizes spread by so much, and longer rows win more often: with 0.4 and 8 of 128 experts a quarter of them has
-    60 % of all picks.
+    The rows of a router have equal norms, so it picks all experts alike. With a ``router_spread`` above 0 the
+    logarithms of the norms have that spread, and rows with larger norms win more often: with 0.4 and 8 of 128 experts,
+    a quarter of them gets 60 % of all picks.
     """
 
     architecture: str
@@ -71,7 +72,7 @@ class Shape:
     router_spread: float = 0.0
 
     def sizes(self) -> dict[str, int]:
-        """What the letters in ``_LAYERS`` stand for."""
+        """The sizes that the letters in ``_LAYERS`` stand for."""
         q, k = self.heads * self.head_width, self.heads_kv * self.head_width
         half = self.head_width // 2
         return {
@@ -129,7 +130,7 @@ _LAYERS: Final[dict[str, str]] = {
     "minimax-m2": _NORM + _ATTENTION + _ROW_NORMS + _EXPERTS + "exp_probs_b.bias:e",
 }  # fmt: skip
 _VARIANTS: Final = {"llama-moe": "llama", "deepseek2-lite": "deepseek2"}
-"""Names of ours for a second layout of one architecture."""
+"""Names for a second layout of one architecture."""
 _UNTIED: Final = frozenset(
     ("qwen2moe", "olmo2", "olmoe", "stablelm", "internlm2", "gpt-oss", "dots1", "minimax-m2", "llama")
 )
@@ -180,8 +181,10 @@ PRESETS["30b-a3b-skewed-q4k"] = replace(PRESETS["30b-a3b-q4k"], router_spread=0.
 
 
 def tiny(architecture: str) -> Shape:
-    """A model of ``architecture`` for tests: 6 layers, well under 1 MB. ``llama-moe`` is Mixtral's layout,
-    ``deepseek2-lite`` (26 or 27 layers) that of DeepSeek V2 Lite."""
+    """Return a model of ``architecture`` for tests: 6 layers, well under 1 MB.
+
+    ``llama-moe`` is Mixtral's layout, ``deepseek2-lite`` (26 or 27 layers) that of DeepSeek V2 Lite.
+    """
     if architecture in zoo.ALL:
         return Shape(architecture=architecture, layers=zoo.layers_of(architecture), width=zoo.WIDTH)
     shape = Shape(architecture=architecture, tied=architecture not in _UNTIED)
@@ -219,12 +222,12 @@ def write_model(
 ) -> Shape:
     """Write a model to ``path`` and return its shape.
 
-    ``preset`` is ``tiny`` (of ``architecture``) or a name of ``PRESETS``; ``overrides`` replace fields of its ``Shape``.
-    ``quantisation`` is ``q4_k_m`` or a ggml type's name; the default is ``q8_0`` for tiny models, ``q4_k_m`` otherwise.
-    ``vocabulary`` is ``bytes`` or ``from:FILE``, which takes the tokenizer, template and size of another GGUF, or its first
-    ``tokens`` alone, which is a whole one where each merge stands where its token does. ``values`` adds or replaces
-    metadata. A vocabulary of bytes has the ``words``. The weights of an ``is_empty`` model are 0, and take no room on most
-    file systems. The same arguments give the same bytes.
+    ``preset`` is ``tiny`` (of ``architecture``) or a name of ``PRESETS``; ``overrides`` replace fields of its
+    ``Shape``. ``quantisation`` is ``q4_k_m`` or a ggml type's name; the default is ``q8_0`` for tiny models, ``q4_k_m``
+    otherwise. ``vocabulary`` is ``bytes`` or ``from:FILE``, which takes the tokenizer, template and size of another
+    GGUF, or only its first ``tokens``; the result is consistent if each merge has the position of its token. ``values``
+    adds or replaces metadata. A vocabulary of bytes includes ``words``. The weights of an ``is_empty`` model are 0, and
+    take no disk space on most file systems. The same arguments give the same bytes.
     """
     shape = replace(tiny(architecture) if preset == "tiny" else PRESETS[preset], **overrides)
     kinds = _Quantisation(quantisation or ("q8_0" if preset == "tiny" else "q4_k_m"))
@@ -235,7 +238,7 @@ def write_model(
     else:
         tokenizer = _byte_tokenizer(shape.vocabulary, words)
     given = dict(values or {})
-    pairs = {**_metadata(shape), **given, **tokenizer, **given}  # as converters do, what is of the model comes first
+    pairs = {**_metadata(shape), **given, **tokenizer, **given}  # as converters do, keys of the model come first
     tensors = list(_tensors(shape, kinds) if architecture not in zoo.ALL else _asked_tensors(pairs, shape, kinds))
     infos, offset = [], 0
     for tensor in tensors:
@@ -255,7 +258,7 @@ def write_model(
 
 
 def _first_tokens(tokenizer: dict[str, Value], count: int | None) -> dict[str, Value]:
-    """``tokenizer`` without the tokens behind the first ``count``, and the merges that give them."""
+    """Return ``tokenizer`` without the tokens after the first ``count``, and the merges that produce them."""
     if count is None:
         return tokenizer
     fewer = len(tokenizer["tokenizer.ggml.tokens"]) - count
@@ -266,7 +269,7 @@ def _first_tokens(tokenizer: dict[str, Value], count: int | None) -> dict[str, V
 
 
 def layers_for(size_bytes: int, preset: str) -> int:
-    """The fewest layers with which the weights of ``preset`` take ``size_bytes``."""
+    """Smallest number of layers with which the weights of ``preset`` take ``size_bytes``."""
     layers = 1
     while weight_bytes(preset, layers) < size_bytes:
         layers += 1
@@ -274,7 +277,7 @@ def layers_for(size_bytes: int, preset: str) -> int:
 
 
 def weight_bytes(preset: str, layers: int) -> int:
-    """Bytes of the weights of ``preset`` with another number of layers; the file has some more."""
+    """Bytes of the weights of ``preset`` with another number of layers; the file is slightly larger."""
     tensors = _tensors(replace(PRESETS[preset], layers=layers), _Quantisation("q4_k_m"))
     return sum(tensor.size_bytes for tensor in tensors)
 
@@ -296,7 +299,7 @@ class _Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Quantisation:
-    """Which type a matrix gets: one for all, or llama.cpp's Q4_K_M mix."""
+    """The type of each matrix: one for all, or llama.cpp's Q4_K_M mix."""
 
     name: str
 
@@ -333,14 +336,14 @@ def _tensors(shape: Shape, kinds: _Quantisation) -> Iterator[_Tensor]:
 
 
 def _asked_tensors(pairs: Mapping[str, Value], shape: Shape, kinds: _Quantisation) -> Iterator[_Tensor]:
-    """Those that llama.cpp says that it wants."""
+    """Yield the tensors that llama.cpp asks for."""
     asked = {key: value for key, value in pairs.items() if not key.startswith("tokenizer.")}
     asked["tokenizer.ggml.model"] = _value("none")
     for name, dimensions in zoo.tensors_of(asked, has_both=shape.architecture in zoo.HAS_BOTH):
         is_layer = name.startswith("blk.")
         layer = int(name.split(".")[1]) if is_layer else 0
         stem, _, suffix = (name.split(".", 2)[2] if is_layer else name).rpartition(".")
-        stem = stem or suffix  # of some without ".weight"
+        stem = stem or suffix  # some have no ".weight"
         if name == "token_embd.weight":
             yield _Tensor(name, dimensions, kinds.pick(stem, dimensions[0], 0, shape.layers), 0.0, 0.2)
         elif stem == "ssm_a":
@@ -442,7 +445,7 @@ def _with_general(name: str, keys: Mapping[str, zoo.Content]) -> dict[str, Value
 
 
 def _byte_tokenizer(size: int, given: Sequence[str] = ()) -> dict[str, Value]:
-    """A SentencePiece-like vocabulary of ``size``: three specials, every byte, words that are ``given`` and invented."""
+    """A SentencePiece-like vocabulary of ``size``: three specials, every byte, ``given`` words and invented ones."""
     if size < BYTE_TOKENS:
         raise ValueError(f"a byte vocabulary has at least {BYTE_TOKENS} tokens, not {size}")
     words = [*given, *(f"\u2581w{number}" for number in range(size - BYTE_TOKENS - len(given)))]
@@ -514,7 +517,7 @@ _SIMPLE: Final[dict[Type, tuple[bool, float, float]]] = {
     Type.Q8_0: (False, 0.0, 73.9),
 }
 _SUB_SCALE: Final = 48.4
-"""Root mean square of a sub-block scale drawn from 32..63, in the K types."""
+"""Root mean square of a sub-block scale sampled from 32..63, in the K types."""
 
 
 def _blocks(tensor: _Tensor, count: int, random: np.random.Generator) -> bytes:

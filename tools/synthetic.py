@@ -1,4 +1,4 @@
-"""Synthetic models that a benchmark needs: written once, or only for as long as it runs, where the disk has room."""
+"""Synthetic models for benchmarks: written once, or only for the duration of a run, if the disk has room."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tools.synth import PRESETS, weight_bytes
 ROOT: Final = Path(__file__).parent.parent
 MODELS: Final = ROOT / ".models"
 ROOM_BYTES: Final = 1 << 30
-"""What stays free on the disk."""
+"""Disk space that stays free."""
 
 
 def model_path(preset: str, *, layers: int | None = None, folder: Path = MODELS) -> Path:
-    """Where the model of ``preset``, or one with another number of layers, lies in ``folder``."""
+    """Path in ``folder`` of the model of ``preset``, with the preset's or another number of layers."""
     name = f"synthetic-{preset.replace('q4k', 'q4_k')}"
     return folder.resolve() / (f"{name}.gguf" if layers is None else f"{name}-{layers}-layers.gguf")
 
 
 def check_room(folder: Path, needed_bytes: int, what: str) -> None:
-    """Raises ``LabError`` where the disk of ``folder`` has no room for ``what``."""
+    """Raise ``LabError`` where the disk of ``folder`` has no room for ``what``."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes + ROOM_BYTES:
         raise LabError(
@@ -36,9 +36,9 @@ def check_room(folder: Path, needed_bytes: int, what: str) -> None:
 
 
 def write(path: Path, preset: str, *, layers: int | None = None, besides_bytes: int = 0) -> Path:
-    """Write the model to ``path`` unless it is there; nothing is left of one that could not be written whole.
+    """Write the model to ``path`` unless it exists; an incomplete file is removed.
 
-    Raises ``LabError`` where there is no room for it and ``besides_bytes`` that are written later.
+    Raises ``LabError`` where there is no room for it and for ``besides_bytes`` that are written later.
     """
     if path.exists():
         return path
@@ -59,9 +59,9 @@ def write(path: Path, preset: str, *, layers: int | None = None, besides_bytes: 
 
 @contextmanager
 def borrowed(path: Path, preset: str, *, layers: int | None = None, cut: bool = False, keep: bool) -> Iterator[Path]:
-    """The model at ``path``, which is removed at the end unless it was there before or ``keep`` says otherwise.
+    """Provide the model at ``path``, which is removed at the end unless it existed before or ``keep`` is set.
 
-    ``cut``: layer files are going to be cut from it, which take as much again. Raises ``LabError`` as ``write`` does.
+    ``cut``: layer files will be cut from it, which take the same space again. Raises ``LabError`` as ``write`` does.
     """
     there = path.exists()
     size = weight_bytes(preset, layers or PRESETS[preset].layers)

@@ -1,10 +1,11 @@
-"""What of a processor a wheel of llama.cpp needs, and whether this machine has it: a build is for one processor.
+"""Find which CPU features a wheel of llama.cpp needs and whether this machine has them: a build is for one CPU.
 
     python tools/wheel_cpu.py llama_cpp_python-0.3.36-py3-none-linux_x86_64.whl
 
-llama.cpp itself knows which instructions it was compiled for, so nothing has to travel beside the wheel. It is asked in a
-process of its own, which may end by one of them. Prints what the wheel needs; exits with 1 and one line that says why, where
-it cannot run. A wheel that has code for several processors (``libggml-cpu-*``) chooses by itself, and is not asked.
+llama.cpp itself knows which instructions it was compiled for, so the wheel needs no additional file. It is queried in a
+separate process, which such an instruction may kill. The script prints what the wheel needs; if the wheel cannot run
+here, it exits with 1 and one line that says why. A wheel with code for several CPUs (``libggml-cpu-*``) chooses by
+itself and is not queried.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ FLAGS = {
     "sme": "sme",
     "sme2": "sme2",
 }
-"""What llama.cpp calls it (``ggml_cpu_has_...``), and what Linux does."""
+"""llama.cpp's name of each feature (``ggml_cpu_has_...``), and Linux's."""
 
 
 class UnfitError(Exception):
@@ -58,7 +59,7 @@ def main(wheel: Path) -> None:
 
 
 def needs_of(wheel: Path) -> list[str]:
-    """Names of ``FLAGS``. Raises ``UnfitError`` where the library cannot even be loaded."""
+    """Return names of ``FLAGS``. Raises ``UnfitError`` where the library cannot even be loaded."""
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
         members = [each for each in archive.namelist() if each.startswith("llama_cpp/lib/libggml-")]
         if not any(Path(each).stem == LIBRARIES[1] for each in members):
@@ -81,14 +82,14 @@ def ask(folder: Path) -> None:
 
 
 def flags_here() -> set[str]:
-    """What this processor has, in Linux' words; elsewhere nothing, as it is not known."""
+    """The features of this CPU by Linux's names; empty on other systems, where they are not known."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     return {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.partition(":")[2].split()}
 
 
 def shown(names: list[str]) -> str:
-    return ", ".join(name.upper() for name in names) or "nothing that is said"
+    return ", ".join(name.upper() for name in names) or "nothing in particular"
 
 
 if __name__ == "__main__":

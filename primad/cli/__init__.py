@@ -1,1 +1,1 @@
-"""The commands: one file a command. They check options, report errors and start the work."""
+"""The commands: one file per command. They check options, report errors and start the work."""

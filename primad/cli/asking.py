@@ -31,9 +31,9 @@ AllowHost = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskingOptions:
-    """Who may ask."""
+    """Access to the HTTP server."""
 
-    PANEL: ClassVar[str] = "Who may ask"
+    PANEL: ClassVar[str] = "Access"
 
     api_key: Annotated[
         str | None,
@@ -47,7 +47,7 @@ class AskingOptions:
         Path | None,
         typer.Option(help="Clients need a key from this file, written by 'primad key add'.", show_default=False),
     ] = None
-    no_auth: Annotated[bool, typer.Option("--no-auth", help="Serve everybody who can reach the address of --host.")] = (
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="Serve anyone who can reach the address of --host.")] = (
         False
     )
     allow_host: AllowHost = None
@@ -61,7 +61,7 @@ class AskingOptions:
 
 
 def check_asking(options: AskingOptions, host: str) -> None:
-    """Raise ``ConfigError`` unless the owner has chosen consistently who may use a server at ``host``."""
+    """Raise ``ConfigError`` unless the options say consistently who may use a server at ``host``."""
     has_keys = options.api_key is not None or options.api_key_file is not None
     if has_keys and options.no_auth:
         raise ConfigError("--no-auth: contradicts --api-key and --api-key-file; leave one of them out")
@@ -72,18 +72,18 @@ def check_asking(options: AskingOptions, host: str) -> None:
         )
     if not has_keys and not options.no_auth and not is_loopback(host):
         raise ConfigError(
-            f"--host {host}: everybody who reaches this address could use it; give --api-key KEY or --api-key-file "
+            f"--host {host}: anyone who reaches this address could use it; give --api-key KEY or --api-key-file "
             "FILE ('primad key add' writes one), or --no-auth"
         )
 
 
 def warning(options: AskingOptions, host: str) -> str | None:
-    """What the owner of a server at ``host`` should know, in one line."""
+    """A warning to the owner of a server at ``host``, in one line; None if there is none."""
     if is_loopback(host):
         return None
     if options.no_auth:
         return (
-            f"--host {host}: the HTTP endpoint has no password and no encryption; everyone who reaches this address "
+            f"--host {host}: the HTTP endpoint has no password and no encryption; anyone who reaches this address "
             "can use it and read the traffic"
         )
     return f"--host {host}: {NOT_ENCRYPTED}"

@@ -33,7 +33,7 @@ IN_USE_S = 600.0
 
 cache_app = CommandGroup(no_args_is_help=True, help="The layers that this device keeps on disk.")
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON: bytes, and Unix times.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, with bytes and Unix times.")]
 KvFolder = Annotated[
     str | None,
     typer.Option(
@@ -160,7 +160,9 @@ def prune(
     ] = None,
     older: Annotated[
         float | None,
-        typer.Option(help="Remove what was not used for this many days.", metavar="DAYS", min=0, show_default=False),
+        typer.Option(
+            help="Remove layers and KV cache not used for this many days.", metavar="DAYS", min=0, show_default=False
+        ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all layers and KV cache.")] = False,
     kv_cache: KvFolder = None,

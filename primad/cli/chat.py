@@ -159,13 +159,15 @@ class Talk:
 
 
 def _text(typed: str) -> str:
-    """The input of a locale without UTF-8: its bytes were kept, and are mostly UTF-8."""
+    """Decode input typed in a locale without UTF-8: its bytes were kept, and are mostly UTF-8."""
     return typed.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _greeting(there: Reached, model: str | None) -> str:
-    """The ``model`` to talk to, else the served one. Raises ``ClusterError`` if there is none, or several of which none is
-    loaded, before anything is typed."""
+    """Name the ``model`` to talk to, by default the served one.
+
+    Raises ``ClusterError`` before anything is typed if there is no model, or several of which none is loaded.
+    """
     with connected(there, _GREETING_S) as client:
         models = client.get("/v1/models")
         check_let_in(there.url, models.status_code)
@@ -273,7 +275,7 @@ def _show(conversation: Conversation, name: str) -> None:
 
 
 def _dropped(name: str) -> Path:
-    """The file ``name``, also as terminals write one that is dropped on them: in quotes, or with backslashes."""
+    """The file ``name``, also as a terminal writes a file dropped on it: in quotes, or with backslashes."""
     path = Path(name).expanduser()
     if not path.exists():
         with contextlib.suppress(ValueError):  # a quote that does not end

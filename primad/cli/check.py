@@ -1,4 +1,4 @@
-"""``primad check``: certify that windows of a model equal the whole bit for bit, on a tiny model like it."""
+"""``primad check``: certify that windows of a model equal the whole model bit for bit, on a tiny model like it."""
 
 from __future__ import annotations
 
@@ -41,11 +41,13 @@ def check(
             show_default=False,
         ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Try every cut in two, not only eight of them.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Try every cut into two windows, not only eight of them.")
+    ] = False,
     time_limit: Annotated[float, typer.Option(help="Seconds.", min=1, max=86_400)] = 120.0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Test whether windows of a model equal the whole, bit for bit.
+    """Test whether windows of a model equal the whole model, bit for bit.
 
     Uses a tiny model with the same layers and random weights, in child processes. The verdict is kept, and shown by
     'primad plan' and 'primad status'. The exit code is 1 if the model is not certified.

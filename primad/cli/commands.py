@@ -1,6 +1,6 @@
 """The commands of ``primad`` for Typer, with shorter help.
 
-Typer shows a type after each option, and ``<bool>`` after a flag, which nobody can type. For commands with dozens of
+Typer shows a type after each option, and ``<bool>`` after a flag, which cannot be typed. For commands with dozens of
 options ``--help`` shows the few that a home needs, and ``--help-all`` all of them in sections. Options of ``serve`` and
 ``plan`` may also be in a table of the configuration file (``settings/tables.py``), or of ``models.toml`` for a model.
 """
@@ -24,7 +24,7 @@ _BRIEF: Final = "primad.brief"
 _ALL: Final = "primad.all"
 _ORIGINS: Final = "primad.origins"
 CONFIG_FILE: Final = "primad.config_file"
-"""Where the context of a command that takes options from the configuration file has what was read."""
+"""Key in a command's context of the configuration file that was read."""
 
 
 def _show_all(context: typer.Context, wanted: bool) -> None:
@@ -97,7 +97,7 @@ def _from_file(command: _Command, context: Any, args: list[str]) -> dict[str, An
 
 
 def _read(command: _Command, context: Any, table: OptionTable) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of ``table`` for options of ``command``, as they stand there, and as they are parsed."""
+    """The values of ``table`` for options of ``command``, unparsed and parsed."""
     values: dict[str, Any] = {}
     parsed: dict[str, Any] = {}
     for param in command.params:
@@ -113,8 +113,10 @@ def _read(command: _Command, context: Any, table: OptionTable) -> tuple[dict[str
 
 
 def untyped_values(context: typer.Context, tables: Iterable[OptionTable]) -> dict[str, Any]:
-    """The values of ``tables`` for options of the command of ``context`` that were not typed, a later one's first. Raises
-    ``ConfigError``."""
+    """The values of ``tables``, later ones first, for options of the command of ``context`` that were not typed.
+
+    Raises ``ConfigError``.
+    """
     command = context.command
     assert isinstance(command, _Command), "CommandGroup made it"
     found: dict[str, Any] = {}
@@ -131,7 +133,7 @@ def is_typed(context: typer.Context, name: str) -> bool:
 
 
 def _of_model(command: _Command, table: OptionTable, args: list[str], stored: ConfigFile) -> list[OptionTable]:
-    """The settings in ``models.toml`` of the model that is typed, or stands in ``table``."""
+    """The settings in ``models.toml`` of the model that is typed, or named in ``table``."""
     model = _typed(args, "--model") or table.values.get("model")
     if "model" not in command.table or not isinstance(model, str):
         return []
@@ -175,9 +177,9 @@ class CommandGroup(typer.Typer):
 
     @cached_property
     def built(self) -> Any:
-        """The group as it parses and calls, with the commands that are known when it is first asked for.
+        """The Typer group that parses and calls, with the commands known at first access.
 
-        To build it takes a twentieth of a second, which Typer takes with each call.
+        Building it takes a twentieth of a second; Typer would do so for each call.
         """
         return get_command(self)
 
@@ -187,7 +189,7 @@ class CommandGroup(typer.Typer):
     def command(
         self, name: str | None = None, *, shown: Iterable[str] = (), table: Iterable[str] = (), **how: Any
     ) -> Callable[[Any], Any]:
-        """Like Typer's own. ``--help`` shows the parameters ``shown`` (if empty, all); those of ``table`` may be in a
-        file."""
+        """Like Typer's own. ``--help`` shows the parameters ``shown`` (if empty, all); those of ``table`` may be in the
+        configuration file."""
         cls = type("_Command", (_Command,), {"shown": frozenset(shown), "table": frozenset(table)})
         return super().command(name, cls=cls, **how)

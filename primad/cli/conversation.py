@@ -37,14 +37,14 @@ class AskedQuestion:
     pictures: tuple[ShownPicture, ...] = ()
 
     def message(self) -> dict[str, Any]:
-        """As the API has it."""
+        """The question as an API message."""
         if not self.pictures:
             return {"role": "user", "content": self.text}
         shown = [{"type": "image_url", "image_url": {"url": each.url}} for each in self.pictures]
         return {"role": "user", "content": [*shown, {"type": "text", "text": self.text}]}
 
     def written(self) -> str:
-        """For people."""
+        """The question as text."""
         return "".join(f"[{each.name}]\n" for each in self.pictures) + self.text
 
 
@@ -59,7 +59,8 @@ class Conversation:
     pictures: list[ShownPicture] = field(default_factory=list)
 
     def asking(self, question: AskedQuestion | str) -> list[dict[str, Any]]:
-        """The messages that ask ``question`` after all earlier turns; it counts as unanswered until it is."""
+        """Return the messages that ask ``question`` after all earlier turns. It is unanswered until ``answered`` is
+        called."""
         if isinstance(question, str):
             question, self.pictures = AskedQuestion(question, tuple(self.pictures)), []
         self.unanswered = question
@@ -73,7 +74,7 @@ class Conversation:
         return entry
 
     def answered(self, answer: str) -> None:
-        """Record the answer, perhaps a partial one; an empty text is no answer."""
+        """Record the response, which may be partial; an empty text does not count."""
         if self.unanswered is not None and answer:
             self.turns.append((self.unanswered, answer))
             self.unanswered = None
@@ -85,7 +86,7 @@ class Conversation:
         return self.turns.pop()[0] if self.turns else None
 
     def clear(self) -> None:
-        """Forget all but the system message."""
+        """Clear everything but the system message."""
         self.turns.clear()
         self.pictures.clear()
         self.unanswered = None

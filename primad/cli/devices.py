@@ -177,15 +177,17 @@ def rows(peers: Sequence[Peer], trust: TrustStore, report: DaemonReport, own: st
 
 
 def _looks(peer: Peer) -> str:
-    """The state of a device as discovery shows it."""
+    """The state of a device according to discovery."""
     if peer.is_measuring:
         return "measuring"
     return "shows a code" if peer.pairing is not None else "in sight"
 
 
 def _table(found: Sequence[Row], hidden: Collection[str]) -> Table:
-    """All values in full, on several lines if needed: a truncated address is useless. HTTP servers of ``hidden`` heads, by
-    key, are reached by programs of their device alone."""
+    """Show all values in full, on several lines if needed: a truncated address is useless.
+
+    The HTTP servers of ``hidden`` heads, by key, are only reachable from their own device.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.text import Text
 

@@ -59,7 +59,7 @@ def _url(peer: Peer, wanted: str) -> str:
         err.print(f"{printable(peer.device, 70)} is at http://{place}", markup=False, highlight=False)
         return f"http://{place}"
     places = ", ".join(peer.listens_at)
-    raise ClusterError(f"--head {wanted}: no answer at {places}; is a firewall there? 'primad doctor' on it says")
+    raise ClusterError(f"--head {wanted}: no response at {places}; run 'primad doctor' there, a firewall may block it")
 
 
 def _is_address(text: str) -> bool:

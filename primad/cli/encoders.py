@@ -1,4 +1,4 @@
-"""Encoders of pictures and sound on the command line: beside the model, in the library, or in the hub's repository."""
+"""Encoders of images and sound on the command line: next to the model, in the library, or in the hub's repository."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
 
 def encoder_of(wish: Path, given: Path, model: Path, load: Callable[[], Config]) -> PlannedEncoder | None:
-    """The encoder of the ``model`` file, which was ``given`` by that name, as ``serve`` would have it for ``wish``.
+    """Return the encoder that ``serve`` would use for the ``model`` file and ``wish``; the model was ``given`` by that
+    name.
 
-    Of one that ``serve`` would fetch the beginning is read from the hub. Raises ``ConfigError`` if the wish is no encoder.
+    If ``serve`` would download it, only its beginning is read from the hub. Raises ``ConfigError`` if the wish is no
+    encoder.
     """
     from primad.gguf.hub import hub_name, projector_beginning
     from primad.gguf.hub_fetch import is_due
@@ -41,7 +43,7 @@ def encoder_of(wish: Path, given: Path, model: Path, load: Callable[[], Config])
 
 
 def encoder_of_model_shape(name: str) -> PlannedEncoder | None:
-    """The encoder that the published files of the built-in shape ``name`` come with."""
+    """The encoder in the published files of the built-in shape ``name``."""
     from primad.gguf.projectors import encoded_bytes
     from primad.gguf.shapes import sizes_of
     from primad.planning.question import PlannedEncoder
@@ -59,9 +61,9 @@ def encoder_of_model_shape(name: str) -> PlannedEncoder | None:
 
 
 def known_projector(given: Path, model: Path, found: LibraryModel | None) -> Path | None:
-    """The encoder of the ``model`` file, which was ``given`` by a name: what is known of it besides its folder.
+    """The encoder of the ``model`` file outside its folder, where the model was ``given`` by name.
 
-    It is the one of the library's model ``found``, or one of the hub's repository.
+    It is that of the library's model ``found``, or in the hub's repository.
     """
     from primad.gguf.hub import hub_name
     from primad.head.model.encoder import projector_beside
@@ -72,7 +74,7 @@ def known_projector(given: Path, model: Path, found: LibraryModel | None) -> Pat
 
 
 def is_new(given: Path, config: Config) -> bool:
-    """Whether ``given`` is a model of the hub of which nothing is here yet, so that its encoder is fetched along."""
+    """Whether ``given`` is a model of the hub of which nothing is here yet, so that its encoder is downloaded too."""
     from primad.gguf.hub import hub_name, kept, kept_header
 
     name, folder = hub_name(given.as_posix()), models_folder(config.home)
@@ -82,7 +84,8 @@ def is_new(given: Path, config: Config) -> bool:
 def served_projector(
     wish: Path, given: Path, model: Path, found: LibraryModel | None, config: Config, *, new: bool
 ) -> Path | None:
-    """The encoder that ``serve`` has for ``wish``, as ``known_projector`` has it, or fetched along with a ``new`` model."""
+    """The encoder that ``serve`` uses for ``wish``: from ``known_projector``, or downloaded together with a ``new``
+    model."""
     from primad.gguf.hub import hub_name
     from primad.gguf.hub_fetch import is_due
 
@@ -95,7 +98,8 @@ def served_projector(
 
 
 def bring_projector(wish: Path, model: Path, config: Config, report: Callable[[str], None]) -> None:
-    """Fetch the encoder of the ``model`` file where one from the hub lacks it, as ``serve`` with ``--model`` would."""
+    """Download the encoder of the ``model`` file if it is from the hub and lacks one, as ``serve`` with ``--model``
+    would."""
     from primad.gguf.hub import HubName
     from primad.gguf.hub_fetch import is_due
 
@@ -107,12 +111,14 @@ def bring_projector(wish: Path, model: Path, config: Config, report: Callable[[s
 
 
 def _fetched(wish: Path, name: HubName, folder: Path, advance: OnBytes, report: Callable[[str], None]) -> Path | None:
-    """The encoder of ``name``. One that cannot be fetched is named in a line, and fetched at the next start."""
+    """Download the encoder of ``name``. If that fails, report it in one line; the next start tries again."""
     from primad.gguf.hub_fetch import fetch_projector, make_due
     from primad.head.model.encoder import AUTO
 
     def begins(file: HubFile) -> None:
-        report(f"{name}: fetches its encoder {file.name} too ({show_bytes(file.size_bytes)}; not: --mmproj none)")
+        report(
+            f"{name}: also downloads its encoder {file.name} ({show_bytes(file.size_bytes)}; --mmproj none skips it)"
+        )
 
     try:
         if wish == AUTO:
@@ -124,7 +130,7 @@ def _fetched(wish: Path, name: HubName, folder: Path, advance: OnBytes, report: 
 
 
 def _exactly(name: HubName, model: Path) -> HubName:
-    """``name`` with what the file ``model`` of it is quantised to."""
+    """Return ``name`` with the quantisation of its file ``model``."""
     from primad.gguf.hub import HubName, by_quantisation
 
     return HubName(name.owner, name.repo, next(iter(by_quantisation([model.name])), name.quantisation))

@@ -1,4 +1,4 @@
-"""The endpoint of a running head, as commands talk to it."""
+"""The endpoint of a running head, for the commands that talk to it."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ class Reached:
 
 
 def reached(url: str | None, head: str | None, key: str | None) -> Reached:
-    """``url``, or the endpoint of the head named ``head``, here or in sight; by default the usual one.
+    """Choose ``url``, or the endpoint of the head named ``head``, on this device or in sight; by default the usual one.
 
     A head of this device leaves a key for its user's commands, which is used; ``key`` is for others. Without ``head``
-    the one of the home folder in ``PRIMAD_HOME`` has precedence.
+    the head of the home folder in ``PRIMAD_HOME`` has precedence.
 
     Raises ``ClusterError`` with the names to choose from, ``ConfigError`` when both are given.
     """
@@ -119,7 +119,7 @@ def check_let_in(url: str, status: int) -> None:
 
 
 def error_in(response: httpx.Response) -> str:
-    """What is wrong with ``response``, which is read, in its own words if it has some."""
+    """The error in ``response``, which has been read, in the endpoint's words if it gives any."""
     if response.status_code == 401:
         return ASKS_FOR_KEY
     try:
@@ -141,8 +141,10 @@ def connected(there: Reached, timeout_s: float | None) -> Iterator[httpx.Client]
 
 
 def opened(kind: type[C], there: Reached, timeout_s: float | None) -> C:
-    """A client of the HTTP library's ``kind`` for the endpoint. Raises ``ClusterError`` for an invalid address, and for
-    an invalid proxy or certificate variable of the environment."""
+    """Open a client of the HTTP library's ``kind`` for the endpoint.
+
+    Raises ``ClusterError`` for an invalid address, and for an invalid proxy or certificate variable of the environment.
+    """
     import httpx
 
     timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
@@ -166,13 +168,13 @@ def _broken(there: Reached, names: tuple[str, ...], why: Exception) -> ClusterEr
 
 
 def _set_of(names: tuple[str, ...]) -> str:
-    """Those variables of ``names`` that are set, in capitals or not."""
+    """Name the variables of ``names`` that are set, in upper or lower case."""
     found = [name for each in names for name in (each, each.lower()) if os.environ.get(name)]
-    return " or ".join(found) or "what the system says of proxies"
+    return " or ".join(found) or "the system's proxy settings"
 
 
 def in_our_words(there: Reached, failure: Exception) -> ClusterError:
-    """The cause of this failure of the HTTP library, for the endpoint ``there``."""
+    """Translate a failure of the HTTP library to an error about the endpoint ``there``."""
     import httpx
 
     url = there.url

@@ -163,8 +163,8 @@ def _show(answer: FitResult) -> None:
 
     widen(tables)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for column in ("", "model", "size", "runs", "a second", "first token", "context", "devices", "bottleneck"):
-        numbers = column in ("size", "a second", "first token", "context", "devices")
+    for column in ("", "model", "size", "runs", "speed", "TTFT", "context", "devices", "bottleneck"):
+        numbers = column in ("size", "speed", "TTFT", "context", "devices")
         table.add_column(column, justify="right" if numbers else "left", overflow="fold")
     for each in reversed(answer.models):  # the best ones come last, next to the prompt
         table.add_row(*_columns(each))
@@ -177,7 +177,7 @@ def _show(answer: FitResult) -> None:
 
 
 def what_is_marked(answer: FitResult) -> str:
-    """The meaning of the star; without any, that no model is fast enough, and a possible reason."""
+    """The meaning of the star; without a marked model, a line that none is fast enough, with a possible reason."""
     is_served = all(each.hub == each.name for each in answer.models)
     names = f"each name is a {'--model of primad serve' if is_served else '--model-shape of primad plan'}"
     if any(each.is_best for each in answer.models):
@@ -187,8 +187,7 @@ def what_is_marked(answer: FitResult) -> str:
 
 
 def next_commands(answer: FitResult) -> list[str]:
-    """The commands for the best models, and for the best downloadable ones; if none is fast enough, for the first that
-    run."""
+    """The commands for the best models and the best downloadable one; if none is fast enough, for the first that run."""
     from primad.planning.fit import BEST
 
     runs = [each for each in answer.models if each.runs != "no"]

@@ -1,4 +1,4 @@
-"""The devices that a command plans for: those of files, of a built-in fleet, or those in sight."""
+"""The devices that a command plans for: from files, from a built-in fleet, or those in sight."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class FoundDevices:
 
 
 def found_devices(fleet: FleetOptions, files: list[Path] | None, live: LiveOptions) -> FoundDevices:
-    """The devices of profile files and of a fleet; by default this one and those in sight.
+    """Return the devices of profile files and of a fleet; by default this one and those in sight.
 
     Raises ``ConfigError``.
     """

@@ -18,7 +18,7 @@ from typer.models import OptionInfo
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` for Typer, with each option as a parameter; the groups are built when it is called."""
+    """Return ``command`` for Typer, with each option as a parameter; the groups are built when it is called."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, type] = {}
     parameters: list[inspect.Parameter] = []
@@ -55,7 +55,7 @@ def flags(*groups: Any) -> dict[str, Any]:
 
 
 def replaced(group: Any, values: Mapping[str, Any]) -> Any:
-    """``group`` with those of ``values`` that are options of it, as the command line would have them."""
+    """Return ``group`` with those of ``values`` that are its options, converted as the command line would."""
     hints = get_type_hints(type(group))
     own = {field.name: values[field.name] for field in dataclasses.fields(group) if field.name in values}
     for name, value in own.items():

@@ -1,4 +1,4 @@
-"""Models by name on the command line: found in the home folder, or fetched."""
+"""Models by name on the command line: found in the home folder, or downloaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def model_path(given: Path, load: Callable[[], Config], *, fetches: bool = True, otherwise: str = "") -> Path:
-    """The file of ``--model``: a path, a model of the library, or one of the hub, which is fetched if missing.
+    """Return the file of ``--model``: a path, a model of the library, or one of the hub, which is downloaded if
+    missing.
 
     The configuration, loaded only for names, says where. Raises ``ConfigError``, also for a missing model if not
     ``fetches``, with the alternative ``otherwise``; ``DiskError``, ``ModelError``.
@@ -45,9 +46,9 @@ def model_path(given: Path, load: Callable[[], Config], *, fetches: bool = True,
 
 
 def library_model(given: Path, load: Callable[[], Config]) -> LibraryModel | None:
-    """The model that ``given`` names; None if that is a file, a folder, or a model of the hub.
+    """Return the model that ``given`` names; None if that is a file, a folder, or a model of the hub.
 
-    Raises ``ConfigError`` for a name that no model or several have, ``ModelError`` for a model that cannot be used.
+    Raises ``ConfigError`` for a name that matches no model or several, ``ModelError`` for a model that cannot be used.
     """
     from primad.gguf.hub import hub_name
 
@@ -59,7 +60,7 @@ def library_model(given: Path, load: Callable[[], Config]) -> LibraryModel | Non
     if found is not None or given.exists():
         return found
     close = library.nearest(text)
-    here = f"; like it are here: {', '.join(close)}" if close else ""
+    here = f"; similar names: {', '.join(close)}" if close else ""
     try:
         check_path(given)
     except ConfigError as exc:
@@ -74,7 +75,7 @@ def _elsewhere(name: HubName, config: Config) -> Path | None:
     text = f"{name.repository}:{name.quantisation}" if name.quantisation else name.repository
     try:
         found = library_of(config).find(text)
-    except PrimadError:  # several, or one that cannot be used: as if it were not there
+    except PrimadError:  # several, or an unusable one: treated as missing
         return None
     is_it = found is not None and text.casefold() in map(str.casefold, found.names)
     return found.files[0] if found is not None and is_it else None
@@ -105,11 +106,11 @@ def check_path(given: Path) -> None:
 
 
 def served_model(given: Path, config: Config, *, whole: bool, several: bool) -> Path | RangedModel:
-    """The file that ``serve`` uses: a file, or only the header of a model by name that is not downloaded.
+    """Return the file that ``serve`` uses: a file, or only the header of a model by name that is not downloaded.
 
-    Each device then fetches its own layers. The whole file is fetched if one device serves it (``whole``), if the hub
-    has no byte ranges, or if the model cannot be cut or is not certified. Raises as ``model_path``, and ``NotCutError``
-    for the latter if ``several`` devices were requested.
+    In the latter case each device downloads its own layers. The whole file is downloaded if one device serves it
+    (``whole``), if the hub has no byte ranges, or if the model cannot be cut or is not certified. Raises as
+    ``model_path``, and ``NotCutError`` for the latter if ``several`` devices were requested.
     """
     from primad.gguf.architectures.table import NotCutError
     from primad.gguf.hub import header_of, hub_name, kept
@@ -130,14 +131,14 @@ def served_model(given: Path, config: Config, *, whole: bool, several: bool) -> 
                 raise
             why = exc.reason
         else:
-            report_line(f"{name}: has its header; each device fetches its own layers")
+            report_line(f"{name}: the header is here; each device downloads its own layers")
             return found
         report_line(f"{name}: {why}; the whole file is fetched")
     return model_path(given, lambda: config)
 
 
 def _check_cut(header: Header, config: Config) -> None:
-    """Raises ``NotCutError`` if one device needs the whole model, ``ModelError`` for an incomplete one."""
+    """Raise ``NotCutError`` if one device needs the whole model, ``ModelError`` for an incomplete one."""
     from primad.certify.first import certified
     from primad.gguf.architectures.cuts import cuttable
     from primad.gguf.architectures.table import ADVICE, NotCutError
@@ -149,13 +150,15 @@ def _check_cut(header: Header, config: Config) -> None:
 
 
 def report_line(line: str) -> None:
-    """For the owner."""
+    """Print a line for the owner."""
     err.print(line, markup=False, highlight=False)
 
 
 def fetched(name: HubName, config: Config, *, with_projector: bool = False) -> KeptModel:
-    """``name`` from the hub, with bars on a terminal, and ``with_projector`` the file for its images. Raises as
-    ``model_path``."""
+    """Download ``name`` from the hub, with bars on a terminal, and ``with_projector`` the file for its images.
+
+    Raises as ``model_path``.
+    """
     quieten()
     from primad.gguf.hub_fetch import fetch
 
@@ -165,7 +168,7 @@ def fetched(name: HubName, config: Config, *, with_projector: bool = False) -> K
 
 @contextmanager
 def bars() -> Iterator[OnBytes]:
-    """Bars of what is downloaded, on a terminal."""
+    """Progress bars of downloads, on a terminal."""
     from rich.progress import Progress
 
     with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:

@@ -80,9 +80,9 @@ class ApiOptions:
 
     PANEL: ClassVar[str] = "HTTP server"
 
-    api: Annotated[bool, typer.Option("--api", help="Answer HTTP requests like the head, by relaying each to it.")] = (
-        False
-    )
+    api: Annotated[
+        bool, typer.Option("--api", help="Serve the head's HTTP API on this device, by relaying each request to it.")
+    ] = False
     api_host: Annotated[str, typer.Option(help="With --api: address of the HTTP server.")] = LOOPBACK
     api_port: Annotated[int, typer.Option(help="With --api: port of the HTTP server.", min=0, max=65_535)] = (
         DEFAULT_HTTP_PORT
@@ -137,7 +137,7 @@ def join(
 
 
 def _relayed(options: ApiOptions) -> ApiPlace | None:
-    """Where requests for the head are taken, if they are. Raises ``ConfigError``."""
+    """Where requests for the head are accepted; None if they are not. Raises ``ConfigError``."""
     from primad.relay.place import ApiPlace
 
     check_host(options.api_host, "--api-host")

@@ -1,4 +1,4 @@
-"""The library of models on the command line: what a typed name means, and the settings that ``models.toml`` has for it."""
+"""The library of models on the command line: the model that a name means, and its settings in ``models.toml``."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ MODEL_OPTIONS: Final = {
     "tool_parser",
     "context_shift",
 } | names_of(RunOptions, DraftOptions, SamplingOptions, RopeOptions)
-"""Options of ``serve`` that may stand in ``models.toml``."""
+"""Options of ``serve`` that may be in ``models.toml``."""
 
 
 def library_of(config: Config) -> Library:
-    """The library of this device, with the names that ``models.toml`` adds. Raises ``ConfigError`` for a wrong line of
-    that."""
+    """The library of this device, with the names that ``models.toml`` adds. Raises ``ConfigError`` for an invalid line
+    there."""
     from primad.library.headers import HeaderCache
     from primad.library.library import read_library
     from primad.library.places import model_places
@@ -57,15 +57,15 @@ def library_of(config: Config) -> Library:
 
 
 def pinned_in(library: Library, config: Config) -> dict[str, LibraryModel | None]:
-    """The names of models that ``models.toml`` keeps loaded, with what each means; None for none or several, or one that
-    cannot be used."""
+    """The names of models that ``models.toml`` keeps loaded, with the model that each means; None where it is not
+    exactly one usable model."""
     from primad.library.settings import read_model_tables
 
     return {key: _unless_wrong(library, key) for key in read_model_tables(config.home, MODEL_OPTIONS).pinned}
 
 
 def _unless_wrong(library: Library, key: str) -> LibraryModel | None:
-    """The model that a table of ``models.toml`` is for; None for none or several, or one that cannot be used."""
+    """The model that a table of ``models.toml`` is for; None where it is not exactly one usable model."""
     try:
         return library.find(key)
     except PrimadError:
@@ -80,7 +80,7 @@ def tables_of(model: LibraryModel, library: Library, config: Config) -> list[Opt
 
 
 def stored_values(option: str, library: Library, config: Config) -> dict[str, Any]:
-    """What ``models.toml`` has as ``option`` for each model of ``library``, by its name. Raises ``ConfigError``."""
+    """The value of ``option`` in ``models.toml`` for each model of ``library``, by its name. Raises ``ConfigError``."""
     from primad.library.settings import DEFAULTS, read_model_tables
 
     tables = [each for each in read_model_tables(config.home, MODEL_OPTIONS).tables if option in each.values]
@@ -91,13 +91,16 @@ def stored_values(option: str, library: Library, config: Config) -> dict[str, An
 
 
 def is_path(given: Path) -> bool:
-    """Whether ``given`` is a file, or can be nothing else: then the library is not asked."""
+    """Whether ``given`` is a file, or cannot be a name: then the library is not consulted."""
     return given.suffix.lower() == ".gguf" or given.is_absolute() or (given.exists() and not given.is_dir())
 
 
 def settings_for(model: str, flags: dict[str, Any], stored: ConfigFile) -> list[OptionTable]:
-    """The tables of ``models.toml``, beside the configuration file ``stored``, for what ``--model`` is, the strongest last.
-    Raises ``ConfigError``."""
+    """The tables of ``models.toml``, next to the configuration file ``stored``, for the value of ``--model``, the
+    strongest last.
+
+    Raises ``ConfigError``.
+    """
     from primad.library.settings import models_toml, read_model_tables
 
     home = stored.path.parent
@@ -107,7 +110,7 @@ def settings_for(model: str, flags: dict[str, Any], stored: ConfigFile) -> list[
 
 
 def _same_as(model: str, flags: dict[str, Any], stored: ConfigFile) -> Callable[[str], bool]:
-    """Whether a table's name means ``model``: by the library, or for a file by its name."""
+    """Return a test whether a table's name means ``model``: by the library, or for a file by its name."""
     from primad.head.model.options import model_id
 
     given = Path(model)

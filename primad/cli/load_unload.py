@@ -59,7 +59,7 @@ def unload(name: OfferedName, url: Url = None, head: HeadName = None, api_key: K
 
 
 def _called(client: httpx.Client, there: Reached, name: str) -> str:
-    """What the head calls the model ``name``; a name that it will refuse as it is. Raises ``ClusterError``."""
+    """The head's name of the model ``name``, or ``name`` itself, which it will refuse. Raises ``ClusterError``."""
     models = offered_models(client, there)
     if any(each.status is None for each in models):
         served = ", ".join(each.id for each in models)
@@ -91,7 +91,7 @@ def _wait_loaded(
     for line in events.iter_lines():
         if line.startswith(_DATA):
             state, detail, words = _event(line.removeprefix(_DATA), called)
-        elif line.startswith(":"):  # a sign of life; whatever was missed is asked for
+        elif line.startswith(":"):  # a keep-alive; the current state covers missed events
             state, detail = _state(client, there, called)
             words = ""
         else:
@@ -99,9 +99,9 @@ def _wait_loaded(
         if state == "loaded":
             return
         if state == "failed":
-            raise ClusterError(f"{called}: cannot be loaded: {printable(detail or 'the head says no reason', 400)}")
+            raise ClusterError(f"{called}: cannot be loaded: {printable(detail or 'the head gives no reason', 400)}")
         if state == "unloaded" and begun:
-            raise ClusterError(f"{called}: was unloaded again; another client or the head wanted that")
+            raise ClusterError(f"{called}: was unloaded again; another client or the head unloaded it")
         begun = begun or state == "loading"
         if words:
             show(f"{called}: {words}")
@@ -115,7 +115,7 @@ def _state(client: httpx.Client, there: Reached, called: str) -> tuple[str, str]
 
 
 def _event(data: str, called: str) -> tuple[str, str, str]:
-    """State, detail and words for people of an event of the model; empty for other events."""
+    """State, detail and text for people of an event of the model; empty for other events."""
     try:
         event: Any = msgspec.json.decode(data)
         if event["model"] != called:

@@ -149,7 +149,8 @@ for command in (status, page, pair, leave, pause, resume, doctor, chat, check, p
 
 
 def _fail(message: str, *, for_good: bool = False) -> NoReturn:
-    """``for_good``: another start would fail in the same way, which a service manager wants to know."""
+    """Print ``message`` and exit. ``for_good``: another start would fail in the same way, which a service manager must
+    know."""
     line = " ".join(message.split())
     err.print(f"primad: error: {line}")
     notify(f"STATUS=it failed: {line[:MAX_STATUS_CHARS]}")
@@ -161,7 +162,7 @@ def main() -> None:
     """Entry point of the ``primad`` command."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends every command like Ctrl-C
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal or pipe has all letters
+        sys.stdout.reconfigure(errors="backslashreplace")  # not every terminal or pipe can encode all characters
     try:
         code = app(standalone_mode=False) or 0
         if code == _INTERRUPTED:
@@ -177,13 +178,13 @@ def main() -> None:
     except PrimadError as exc:
         _fail(str(exc), for_good=isinstance(exc, ConfigError) and not isinstance(exc, NotNowError))
     except UsageError as exc:
-        if not exc.format_message():  # a command group alone: its help has been printed
+        if not exc.format_message():  # a command group without a command: its help has been printed
             sys.exit(2)
         command = "primad" if exc.ctx is None else exc.ctx.command_path
         _fail(f"{exc.format_message().rstrip('.')}; see '{command} --help'", for_good=True)
     except OSError as exc:
         if exc.errno not in _NO_ROOM or exc.filename is not None:
             raise
-        with Path(os.devnull).open("wb") as nothing:  # else Python tries again at exit
+        with Path(os.devnull).open("wb") as nothing:  # otherwise Python tries again at exit
             os.dup2(nothing.fileno(), 1)
         _fail(f"standard output: {exc.strerror}; free some space there")

@@ -1,4 +1,4 @@
-"""``primad models`` lists the library; ``pull`` and ``rm`` are for models of Hugging Face's hub, in this device's home."""
+"""``primad models`` lists the library; ``pull`` and ``rm`` manage models of Hugging Face's hub in this device's home."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ModelName = Annotated[
 def pull(
     name: ModelName,
     home: Home = None,
-    no_mmproj: Annotated[bool, typer.Option("--no-mmproj", help="Without the file for images beside it.")] = False,
+    no_mmproj: Annotated[bool, typer.Option("--no-mmproj", help="Skip the file for its images.")] = False,
 ) -> None:
     """Download a model by name, and the file for its images (mmproj), if the repository has one.
 
@@ -58,10 +58,10 @@ def models(
     head: HeadName = None,
     api_key: Key = None,
 ) -> None:
-    """List the models of this device by name, with what is broken, and which a head that runs here has loaded.
+    """List the models of this device by name, with their problems, and which a head that runs here has loaded.
 
-    Those of --models, those that were downloaded, and those of Ollama, LM Studio, Hugging Face's cache and llama.cpp.
-    With --url or --head those that this head offers.
+    These are the models of --models, downloads, and those of Ollama, LM Studio, Hugging Face's cache and llama.cpp.
+    With --url or --head: the models that this head offers.
 
     Examples:
 
@@ -113,7 +113,7 @@ def models(
 
 
 def _offered_here(home: Path) -> list[HeadModel]:
-    """What the head of this home offers; none, with a line, where it does not say."""
+    """The models that the head of this home offers; none, with a line, where it does not respond."""
     try:
         return states_here(home)
     except ClusterError as exc:
@@ -141,7 +141,7 @@ def _show_offered(there: Reached, json: bool) -> None:
 
 
 def _sizes(model: HeadModel) -> tuple[str, str]:
-    """Bytes and context, as far as the head says."""
+    """Bytes and context, as far as the head reports them."""
     size, context = model.meta.get("size"), model.max_model_len
     return show_bytes(size) if isinstance(size, int) else "", "" if context is None else f"{context:,}"
 
@@ -182,7 +182,7 @@ def _fields_of_offered(model: HeadModel) -> dict[str, object]:
 
 
 def _shown(path: Path) -> str:
-    """``path`` as text; a file's name may be none."""
+    """``path`` as text; a file's name may not be valid text."""
     return str(path).encode(errors="backslashreplace").decode()
 
 

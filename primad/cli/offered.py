@@ -1,4 +1,4 @@
-"""The models that a running head offers, as commands ask it for them."""
+"""The models that a running head offers, for the commands that ask for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANSWER_TIMEOUT_S: Final = 15.0
 
 
 class HeadModel(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry of ``/v1/models``; ``status`` is missing where the head serves one model for good."""
+    """An entry of ``/v1/models``; ``status`` is missing where the head serves one model permanently."""
 
     id: str
     aliases: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class HeadModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def takes(self) -> tuple[bool, bool]:
-        """Whether it takes pictures, and sound."""
+        """Whether it accepts images, and sound."""
         found = self.architecture.get("input_modalities") or ()
         return "image" in found, "audio" in found
 
@@ -58,7 +58,7 @@ class _Listed(msgspec.Struct):
 
 
 def offered_models(client: httpx.Client, there: Reached) -> list[HeadModel]:
-    """All of them. Raises ``ClusterError``."""
+    """All models of the head. Raises ``ClusterError``."""
     answer = client.get("/v1/models")
     check_let_in(there.url, answer.status_code)
     try:
@@ -68,7 +68,7 @@ def offered_models(client: httpx.Client, there: Reached) -> list[HeadModel]:
 
 
 def offered_model(name: str, models: list[HeadModel]) -> HeadModel | None:
-    """The one that ``name`` means; None for none or several."""
+    """The model that ``name`` means; None if it matches none or several."""
     found = meant(name, [(each.id, *each.aliases) for each in models])
     return models[found[0]] if len(found) == 1 else None
 

@@ -18,10 +18,15 @@ if TYPE_CHECKING:
 
 Home = Annotated[
     Path | None,
-    typer.Option(help="Folder for configuration, profile and layer cache.", envvar="PRIMAD_HOME", show_default=False),
+    typer.Option(
+        help="Home folder for configuration, profile and layer cache.", envvar="PRIMAD_HOME", show_default=False
+    ),
 ]
 Name = Annotated[str | None, typer.Option(help="This device's name [default: host name].", show_default=False)]
-Cluster = Annotated[str | None, typer.Option(help="Devices ignore other clusters [default: home].", show_default=False)]
+Cluster = Annotated[
+    str | None,
+    typer.Option(help="Name of the cluster; devices ignore other clusters [default: home].", show_default=False),
+]
 OnInterface = Annotated[
     str | None,
     typer.Option(help="Use this network only: an interface such as eth0, or its address.", show_default=False),
@@ -70,7 +75,7 @@ Parallel = Annotated[
     typer.Option(
         "--parallel",
         help="pipeline: each device computes some of the layers; tensor: all compute a share of each layer, for links of a "
-        "wired network; auto: what is forecast to be faster, rings of both among it.",
+        "wired network; auto: the one forecast to be faster, or a ring of both.",
         autocompletion=one_of("pipeline", "tensor", "auto"),
     ),
 ]
@@ -85,7 +90,7 @@ MaxVram = Annotated[
 Gpu = Annotated[
     str | None,
     typer.Option(
-        help="The GPUs to use, by name or llama.cpp's (CUDA0,CUDA1); off: none [default: all].",
+        help="The GPUs to use, by name or llama.cpp's name (CUDA0,CUDA1); off: none [default: all].",
         show_default=False,
     ),
 ]
@@ -112,7 +117,7 @@ NamedDevices = Annotated[
 Mmproj = Annotated[
     Path,
     typer.Option(
-        help="The encoder of pictures, mmproj-….gguf. auto: the one beside the model or in its repository.",
+        help="The image encoder, mmproj-….gguf. auto: the one next to the model or in its repository.",
         metavar="FILE|auto|none",
     ),
 ]
@@ -120,7 +125,7 @@ Lora = Annotated[
     list[str] | None,
     typer.Option(
         "--lora",
-        help="A LoRA adapter for the model, a GGUF file, and its scale (default 1); repeated.",
+        help="A LoRA adapter for the model, a GGUF file, and its scale (default 1); repeatable.",
         metavar="FILE[=SCALE]",
         show_default=False,
     ),
@@ -230,7 +235,7 @@ class OwnerOptions:
 
 
 def check_interface(config: Config) -> None:
-    """Check that this machine has it, before anything is measured or loaded."""
+    """Check that this machine has the interface, before anything is measured or loaded."""
     from primad.network.addresses import chosen_interfaces, read_interfaces
 
     chosen_interfaces(read_interfaces(), config.interface)

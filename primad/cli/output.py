@@ -1,6 +1,6 @@
 """Printing: lines and tables for people, JSON for programs, and everything else on standard error.
 
-Nothing else in primad prints (``tools/laws.py``), so that no text of a file or a device reaches the terminal as it is.
+Nothing else in primad prints (``tools/laws.py``), so that no text of a file or a device reaches the terminal unescaped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from primad.system.terminal import safe, safe_json
 
 
 class _SafeConsole(Console):
-    """Only rich's own codes control the terminal."""
+    """A console whose only terminal codes are rich's own."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
@@ -37,13 +37,13 @@ def print_json(answer: object) -> None:
 
 
 def write_json(text: str) -> None:
-    """Write the JSON ``text`` so that programs can read it and no terminal obeys it."""
+    """Write the JSON ``text`` so that programs can read it and it cannot control the terminal."""
     sys.stdout.write(safe_json(text))
 
 
 @contextlib.contextmanager
 def daemon_command() -> Iterator[None]:
-    """A command that runs a daemon: Ctrl-C ends it normally, even before the daemon's loop runs."""
+    """Wrap a command that runs a daemon: Ctrl-C ends it normally, even before the daemon's loop runs."""
     try:
         yield
     except KeyboardInterrupt as exc:

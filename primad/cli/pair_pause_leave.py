@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from primad.network.admin import AdminReply, AdminRequest
 
 LEAVE_S = 60.0
-"""Before a hand-over others may have to load layers."""
+"""Timeout: before a hand-over others may have to load layers."""
 BRING_S = 60.0
-"""A daemon looks for the device that shows a code five times."""
+"""Timeout: a daemon looks up to five times for the device that shows a code."""
 
 
 def pair(

@@ -60,7 +60,7 @@ class ModelOptions:
 class SolveOptions:
     """Solver and output."""
 
-    PANEL: ClassVar[str] = "Answer"
+    PANEL: ClassVar[str] = "Output"
 
     time_limit: Annotated[float, typer.Option(help="Seconds for the solver.", min=0.1, max=3600)] = 5.0
     what_if: Annotated[
@@ -249,7 +249,7 @@ def _draft(given: Path | None, header: Header, home: Path, folders: tuple[Path, 
 
 
 def _unknown(_: Iterable[int]) -> None:
-    """A shape has no such facts."""
+    """A shape has no verdict."""
 
 
 def _answer(asked: Question, wanted: SolveOptions, checked: Checked) -> None:

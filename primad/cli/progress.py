@@ -49,7 +49,7 @@ class RichReporter:
         self._waited: TaskID | None = None
 
     def report_line(self, line: str) -> None:
-        """One line for the owner."""
+        """Print one line for the owner."""
         self._console.print(line.replace("\n", " "), markup=False)
 
     def progress(self, device: str, phase: str, done: int, total: int) -> None:
@@ -69,8 +69,7 @@ class RichReporter:
 
     @contextlib.contextmanager
     def waiting(self, words: str) -> Iterator[Callable[[str], None]]:
-        """Inside this context a terminal shows ``words``, which may change, and the elapsed time. Elsewhere nothing is
-        shown."""
+        """Show ``words``, which may change, and the elapsed time while this context is active; only on a terminal."""
         if not self._console.is_terminal:
             yield lambda words: None
             return

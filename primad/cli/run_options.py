@@ -81,7 +81,7 @@ class RunOptions:
     mmproj_device: Annotated[
         str,
         typer.Option(
-            help="The device that encodes pictures; auto: where one takes least time.",
+            help="The device that encodes images; auto: the fastest.",
             metavar="NAME|auto",
             autocompletion=device_names,
         ),
@@ -89,7 +89,7 @@ class RunOptions:
     wire: Annotated[
         str,
         typer.Option(
-            help="What devices with a share of each layer exchange: f32, or f16, half as much, with other last bits.",
+            help="Precision of the sums with --parallel tensor: f32, or f16: half the traffic, other last bits.",
             autocompletion=one_of("f32", "f16"),
         ),
     ] = "f32"
@@ -164,7 +164,7 @@ def run_config(run: RunOptions, draft: DraftOptions) -> RunConfig:
     parallel = parse_choice(run.parallel, PARALLEL_MODES, "--parallel")
     wire = parse_choice(run.wire, WIRES, "--wire")
     if wire != "f32" and parallel == "pipeline":
-        raise ConfigError(f"--wire {wire}: is what shares of layers exchange; add --parallel tensor, or leave it out")
+        raise ConfigError(f"--wire {wire}: needs devices that share layers; add --parallel tensor, or leave it out")
     windows, ranks = (None, ()) if run.windows is None else _windows(run.windows)
     if parallel == "tensor":
         _check_tensor(run, draft, shares=max(ranks, default=1) > 1)
@@ -193,7 +193,10 @@ def run_config(run: RunOptions, draft: DraftOptions) -> RunConfig:
 
 
 def _check_tensor(run: RunOptions, draft: DraftOptions, *, shares: bool) -> None:
-    """What a group of devices does not compute. Windows by hand say who ``shares`` layers. Raises ``ConfigError``."""
+    """Check for options that a group of devices does not support; windows by hand say whether it ``shares`` layers.
+
+    Raises ``ConfigError``.
+    """
     refused = {
         "--windows without shares": run.windows is not None and not shares,
         f"--rounds {run.rounds}": run.rounds not in (None, 1),
@@ -207,7 +210,7 @@ def _check_tensor(run: RunOptions, draft: DraftOptions, *, shares: bool) -> None
 
 
 def _windows(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The layers of each window and the devices that share them."""
+    """Parse the layers of each window and the number of devices that share them."""
     parts = [part.partition("x") for part in text.split(",")]
     try:
         windows = tuple(int(layers) for layers, _, _ in parts)

@@ -66,7 +66,7 @@ class EndpointOptions:
     image_min_tokens: Annotated[
         int | None,
         typer.Option(
-            help="The least tokens of a picture, of models that take any size [default: the encoder's].",
+            help="Minimum tokens per image, for models that accept any size [default: the encoder's].",
             min=1,
             max=MAX_IMAGE_TOKENS,
             show_default=False,
@@ -74,12 +74,14 @@ class EndpointOptions:
     ] = None
     image_max_tokens: Annotated[
         int | None,
-        typer.Option(help="The most tokens of such a picture.", min=1, max=MAX_IMAGE_TOKENS, show_default=False),
+        typer.Option(
+            help="Maximum tokens per image, for such models.", min=1, max=MAX_IMAGE_TOKENS, show_default=False
+        ),
     ] = None
     fetch_images: Annotated[
         bool,
         typer.Option(
-            "--fetch-images", help="Fetch pictures that clients name by an http or https URL, from public sites."
+            "--fetch-images", help="Download images that clients reference by http or https URL, from public sites."
         ),
     ] = False
     tool_parser: Annotated[
@@ -212,8 +214,8 @@ def serve(
         Path | None,
         typer.Option(
             help="A GGUF file, the first part of a split one, or a model by name: one that 'primad models' lists, or "
-            "hf:owner/repo:Q4_K_M. Without it all that 'primad models' lists are offered, and loaded when a request names "
-            "them.",
+            "hf:owner/repo:Q4_K_M. Without it all models that 'primad models' lists are offered, and loaded "
+            "on request.",
             show_default=False,
         ),
     ] = None,
@@ -221,7 +223,7 @@ def serve(
     idle_unload: Annotated[
         float,
         typer.Option(
-            help="Without --model: unload a model that nobody used for this many seconds; -1: never.",
+            help="Without --model: unload a model after this many idle seconds; -1: never.",
             min=-1,
             max=31_536_000,
         ),
@@ -229,7 +231,7 @@ def serve(
     lora: Lora = None,
     help_all: HelpAll = False,
 ) -> None:
-    """Serve a model, or all that are here, with all paired devices in sight, to any OpenAI client.
+    """Serve a model, or all models on this device, with all paired devices in sight, to any OpenAI client.
 
     Shows a code; 'primad join --code CODE' on another device pairs the two.
 
@@ -315,7 +317,7 @@ def _offer(
     lora: Sequence[str],
     keep_s: float,
 ) -> LibraryOffer:
-    """The models of this device, each with what is typed, and else with its settings in ``models.toml``."""
+    """The models of this device, each with the typed options, and otherwise with its settings in ``models.toml``."""
     from primad.head.serve import LibraryOffer
     from primad.planning.adapters import parse_lora
 
@@ -333,7 +335,7 @@ def _offer(
     def pinned(library: Library) -> frozenset[str]:
         found = pinned_in(library, config)
         for key in (key for key, model in found.items() if model is None):
-            err.print(f"{printable(key)} in models.toml is to stay loaded, but means no model that can be used here")
+            err.print(f"{printable(key)} in models.toml is to stay loaded, but matches no model that can be used here")
         return frozenset(model.name for model in found.values() if model is not None)
 
     typed = str(called.params["mmproj"]) if is_typed(called, "mmproj") else None
@@ -347,7 +349,7 @@ def _offer(
 
 
 def _as_served(library: Library, config: Config, typed: str | None) -> Library:
-    """``library``, whose models see and hear as they will with ``--mmproj``, ``typed`` or in ``models.toml``."""
+    """Return ``library``, whose models see and hear as they will with ``--mmproj``, ``typed`` or in ``models.toml``."""
     from primad.head.model.encoder import AUTO, encoder_file
 
     wishes = {} if typed is not None else stored_values("mmproj", library, config)
@@ -358,7 +360,7 @@ def _as_served(library: Library, config: Config, typed: str | None) -> Library:
             return model
         try:
             found, _ = encoder_file(wish, model.files[0], model.projector)
-        except ConfigError:  # named when the model is loaded
+        except ConfigError:  # reported when the model is loaded
             return replace(model, sees=False, hears=False)
         return replace(model, sees=found.sees, hears=found.hears)
 
@@ -366,7 +368,7 @@ def _as_served(library: Library, config: Config, typed: str | None) -> Library:
 
 
 def _check_for_one(called: typer.Context) -> None:
-    """Without ``--model`` nobody types options of a single model. Raises ``ConfigError``."""
+    """Check that options of a single model are not typed without ``--model``. Raises ``ConfigError``."""
     for name in OF_ONE_MODEL:
         is_for_all = name == "mmproj" and str(called.params[name]) in ("auto", "none")
         if called.params.get(name) and is_typed(called, name) and not is_for_all:
@@ -437,7 +439,7 @@ def _serve_options(
 
 
 def image_tokens(endpoint: EndpointOptions) -> tuple[int, int]:
-    """The fewest and the most of a picture; 0 for what the encoder says."""
+    """Minimum and maximum tokens per image; 0 for the encoder's own."""
     minimum, maximum = endpoint.image_min_tokens or 0, endpoint.image_max_tokens or 0
     if maximum and minimum > maximum:
         raise ConfigError(f"--image-min-tokens {minimum}: is more than --image-max-tokens {maximum}")

@@ -84,7 +84,7 @@ def called(config: Config, name: str) -> list[Peer]:
 
 
 def peers_in_sight(config: Config, seconds: float) -> list[Peer]:
-    """All devices that announce themselves meanwhile. Raises ``ClusterError`` if discovery does not work."""
+    """All devices that announce themselves within ``seconds``. Raises ``ClusterError`` if discovery does not work."""
     from primad.network.discovery import look
 
     with RichReporter(err).waiting("looking for devices"):

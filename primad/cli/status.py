@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     )
 
 ANSWER_TIMEOUT_S: Final = 15.0
-"""The head gives its devices five seconds."""
+"""The head waits five seconds for its devices."""
 EVERY_S: Final = 1.0
 _PLAIN_WIDTH: Final = 160
 """Columns if there is no terminal."""
@@ -78,7 +78,7 @@ def status(
 
 
 def _print_json(client: httpx.Client, url: str, *, watch: bool) -> None:
-    """A line each time."""
+    """Print one line per status."""
     while True:
         write_json(_ask(client, url)[0].strip() + "\n")
         sys.stdout.flush()
@@ -88,7 +88,8 @@ def _print_json(client: httpx.Client, url: str, *, watch: bool) -> None:
 
 
 def _watch(first: StatusBody, ask: Callable[[], StatusBody]) -> None:
-    """In place on a terminal, one after the other elsewhere. A head that goes away is retried until it returns."""
+    """Update in place on a terminal, print one status after another elsewhere. A head that goes away is retried until
+    it returns."""
     from rich.live import Live
 
     shown = _Watched(Look(first, _now_s()))
@@ -169,12 +170,12 @@ def render(status: StatusBody) -> RenderableType:
 
 
 def _is_held(model: ModelStatus) -> bool:
-    """Whether it is loaded, or is about to be, or failed to."""
+    """Whether it is loaded, about to be, or failed to load."""
     return model.state != "unloaded"
 
 
 def _model_line(model: ModelStatus) -> str:
-    """One of several models: its state, its memory, and until when it stays."""
+    """One of several models: its state, its memory, and when it is unloaded."""
     from primad.api.http.offered import state_line
 
     words = [state_line(model)]
@@ -265,7 +266,7 @@ def _drafts(drafts: DraftFigures) -> str:
 
 
 def _pictures(pictures: PicturesStatus) -> str:
-    """Where pictures are encoded."""
+    """Where images are encoded."""
     where = "" if pictures.device is None else f"; {printable(pictures.device)} encodes"
     return f"{show_count(pictures.encoded, 'picture')} encoded, {pictures.encoded_elsewhere} by other devices{where}"
 
@@ -291,9 +292,9 @@ def _table(status: StatusBody) -> Table:
         "layers\n",
         "resident\nlayers",
         "streamed\nlayers",
-        "held\nahead",
-        "read\na token",
-        "stall\na token",
+        "read\nahead",
+        "read\nper token",
+        "stall\nper token",
         "pressure\n",
         "memory\n",
     ):

@@ -1,4 +1,4 @@
-"""``primad devices trust`` and ``revoke``: trust given by hand, and revoked. A running daemon notices at once."""
+"""``primad devices trust`` and ``revoke``: give and revoke trust by hand. A running daemon notices immediately."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def revoke(
 
 
 def _key_of(name: str, store: TrustStore, home: Path | None) -> str:
-    """The key of the trusted device in sight that now announces ``name``; ``name`` if there is none, or several."""
+    """The key of the only trusted device in sight that now announces ``name``; ``name`` if there is none, or several."""
     from primad.cli.sight import called
 
     with contextlib.suppress(ClusterError):  # no network: no device is in sight
@@ -78,7 +78,7 @@ def _key_of(name: str, store: TrustStore, home: Path | None) -> str:
 
 
 def _store(home: Path | None) -> tuple[TrustStore, TrustedDevice]:
-    """The trust of ``home``, and this device as others see it."""
+    """The trust store of ``home``, and this device as others see it."""
     from primad.trust.identity import load_identity
     from primad.trust.trust import BY_HAND, TrustStore, trusted_now
 

@@ -61,10 +61,10 @@ def _ring(now: Look, before: Look | None) -> Table:
     table.add_column("ring", overflow="fold")
     for column in (
         "layers",
-        "computing\na token",
+        "compute\nper token",
         "planned\n",
         "hop,\nsoftware",
-        "to the next,\nthere and back",
+        "round trip\nto next",
         "read\nnow",
     ):
         table.add_column(column, justify="right", overflow="fold")

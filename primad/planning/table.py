@@ -161,17 +161,17 @@ def _facts(answer: Explanation) -> Table:
     why = f" ({work.why_context})" if work.why_context else ""
     table.add_row("context", f"{show_count(work.context_tokens, 'token')}{why}")
     if work.small_windows:
-        table.add_row("sliding layers", "keep the KV cache of their window alone, which leaves out drafts")
+        table.add_row("sliding layers", "keep the KV cache of their window only, which rules out drafts")
     if work.too_small_for:
         table.add_row("", work.too_small_for)
     if _streams(answer):
         table.add_row("streams", _reading(answer))
     for names in answer.one_disk:
-        table.add_row("one disk", f"of {' and '.join(names)}: what one reads, the others wait for")
+        table.add_row("one disk", f"of {' and '.join(names)}: reads of one delay the others")
     prefill_offload = [device.name for device in answer.devices if device.prefill_offload]
     if prefill_offload:
         table.add_row(
-            "helped", f"prompts through layers in RAM are computed by the GPU of {', '.join(prefill_offload)}"
+            "prefill offload", f"prompts through layers in RAM are computed by the GPU of {', '.join(prefill_offload)}"
         )
     for device in answer.devices:
         if device.extra_buffers:
@@ -185,7 +185,7 @@ def _facts(answer: Explanation) -> Table:
     if experts_on_cpu:
         table.add_row("experts", f"in RAM, computed by the processor, of {', '.join(experts_on_cpu)} on the GPU")
     for i, kept in enumerate(answer.kept):
-        table.add_row("kept twice" if i == 0 else "", _kept(kept))
+        table.add_row("replicated" if i == 0 else "", _kept(kept))
     if answer.model.encoder_bytes:
         takes = show_bytes(answer.model.encoder_bytes)
         table.add_row(

@@ -225,7 +225,7 @@ def test_devices_that_share_a_disk_are_named(answer):
     assert ring(*own).one_disk == ring(DESK, LAPTOP).one_disk == answer.one_disk == []
     console = Console(file=io.StringIO(), width=200)
     show(msgspec.structs.replace(answer, one_disk=[["desk", "laptop"]]), console)
-    assert re.search("one disk +of desk and laptop: what one reads, the others wait for", console.file.getvalue())
+    assert re.search("one disk +of desk and laptop: reads of one delay the others", console.file.getvalue())
 
 
 def test_a_last_window_that_must_be_long_is_told_where_it_costs_something(answer):

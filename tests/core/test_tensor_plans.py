@@ -331,7 +331,7 @@ def test_windows_that_are_shared_by_hand_are_checked(windows, parallel, why):
 
 def test_what_is_exchanged_in_16_bits_is_of_shares():
     assert run_config(RunOptions(parallel="tensor", wire="f16"), DraftOptions()).wire == "f16"
-    with pytest.raises(ConfigError, match="--wire f16: is what shares of layers exchange"):
+    with pytest.raises(ConfigError, match="--wire f16: needs devices that share layers"):
         run_config(RunOptions(wire="f16"), DraftOptions())
 
 

@@ -75,7 +75,7 @@ def test_serve_takes_the_encoder_along_once_and_says_its_size(hub, serve, place,
     assert isinstance(source, RangedModel) == (words == HEADER)
     assert options.projector == place / ENCODER
     assert options.projector.read_bytes() == files[ENCODER]
-    assert f"fetches its encoder {ENCODER} too (" in err
+    assert f"also downloads its encoder {ENCODER} (" in err
     asked = len(hub.asked)
     assert serve(*words)[1].projector == place / ENCODER
     assert len(hub.asked) == asked, "what is here is used without asking"

@@ -173,7 +173,7 @@ def test_a_name_that_means_none_or_several_says_what_there_is(command, user):
     words = ("plan", "--models", user / "mine", "--model")
     code, _, err = command(*words, "modle")
     assert code == 2
-    assert "modle: no such file, nor a model of this name here; like it are here: v1/model, v2/model" in err
+    assert "modle: no such file, nor a model of this name here; similar names: v1/model, v2/model" in err
     code, _, err = command(*words, "model")
     assert code == 2
     assert "model: may be v1/model" in err
@@ -186,7 +186,7 @@ def test_a_name_that_ollama_knows_says_what_is_here_too(command, user):
     code, _, err = command("plan", "--models", user / "mine", "--model", "qwen3:8b")
     assert code == 2
     assert "by name, as --model takes it, this is hf:" in err
-    assert "like it are here: qwen3-8b-Q4_0" in err
+    assert "similar names: qwen3-8b-Q4_0" in err
 
 
 def test_settings_of_a_model_win_over_the_defaults_and_what_is_typed_over_both(user):
@@ -294,7 +294,7 @@ def test_without_a_model_all_are_offered_each_with_its_settings(command, user, o
     library = offer.read()
     small, other = (library.find(name) for name in ("tiny", "llama3.2"))
     assert (offer.keep_s, offer.pinned(library)) == (60, {"small"})
-    assert "nothing in models.toml is to stay loaded, but means no model" in capsys.readouterr().err
+    assert "nothing in models.toml is to stay loaded, but matches no model" in capsys.readouterr().err
     own = offer.options_of(small, library)
     assert (own.run.context_tokens, own.run.kv_type, own.chat_template) == (4096, "f16", "{{ messages }}")
     assert (own.sampling, [scale for _, scale in own.lora]) == ({"temperature": 0.25}, [0.5])

@@ -79,7 +79,7 @@ def test_a_row_a_device_and_what_was_planned_below(command, endpoint):
     planned = [line.split() for line in out.splitlines() if line.strip().startswith("planned")]
     assert planned == [["planned", "22", "4", "300", "MB", "400", "MB", "20.0", "ms", "2.90", "GB"]] * 2
     header = " ".join(out.splitlines()[1:4])
-    for column in ("device", "layers", "resident", "streamed", "held", "read", "stall", "pressure", "memory"):
+    for column in ("device", "layers", "resident", "streamed", "ahead", "read", "stall", "pressure", "memory"):
         assert column in header
 
 

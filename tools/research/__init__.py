@@ -1,4 +1,4 @@
-"""For research, not shipped: the plan as the paper has it, set beside ours.
+"""For research, not shipped: the paper's plan compared with primad's.
 
 Tools and tests import it.
 """

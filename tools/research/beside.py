@@ -1,4 +1,4 @@
-"""Our plan beside the paper's on a random fleet, both under our evaluator."""
+"""Compare primad's plan with the paper's on a random fleet, both rated by primad's evaluator."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from tools.research.random_fleets import random_instance
 
 SEEDS = range(50_000, 50_500)
 TIME_LIMITS_S = (0.5, 10.0, 600.0)
-"""Half a second is enough for nearly all questions; where it is not, ours has as long as it takes."""
+"""Half a second is enough for nearly all questions; for the others, primad's solver gets longer limits."""
 
 
 def beside_published(seed: int) -> float | None:
-    """Seconds a token of the paper's plan over ours, 2 to 8 devices and 16 to 80 layers; None where it breaks a limit."""
+    """Time per token of the paper's plan over primad's, for 2 to 8 devices and 16 to 80 layers; None where it exceeds a
+    limit."""
     rng = random.Random(seed)
     question = random_instance(rng, devices=rng.randint(2, 8), layers=rng.randint(16, 80), shared_hosts=False)
     what = (question.devices, list(question.links.values()), question.model, question.workload)

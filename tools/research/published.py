@@ -1,26 +1,26 @@
-"""Halda as published: PRIMA.CPP, arXiv 2504.08791, sections 3.2 and 3.3 and appendix A.3. Here to be compared with.
+"""Halda as published: PRIMA.CPP, arXiv 2504.08791, sections 3.2 and 3.3 and appendix A.3. It serves as a baseline.
 
-The layer-to-device assignment (equations 1 to 5) makes T = L (a'w + b'n + e'c) / (e'w) + kappa small over the windows w_m of
-the devices and the GPU layers n_m in them. For a fixed number of rounds k it is an integer linear program (6 to 10); which
-constraints hold for a device depends on its set (cases 1 to 4), so sets and programs alternate until the sets are stable
-(algorithm 1). Letters are the paper's. Where we differ, and why:
+The layer-to-device assignment (equations 1 to 5) minimises T = L (a'w + b'n + e'c) / (e'w) + kappa over the windows w_m
+of the devices and the GPU layers n_m in them. For a fixed number of rounds k it is an integer linear program (6 to 10);
+which constraints hold for a device depends on its set (cases 1 to 4), so sets and programs alternate until the sets are
+stable (algorithm 1). Letters are the paper's. This implementation differs as follows:
 
-- Compute time f/s and reading b/T are one term: ``decode_bytes_per_s`` was measured on layers and holds both. The KV read,
-  a layer's fixed time and a window's (in xi) are added from the profile; t^kv_cpy is too small to be measured.
-- c^cpu has one compute buffer, as the paper's, and a little for each window of a device; c^gpu has a buffer for each window.
-  They are as many as rounds, and on the head one more for the tail.
+- Compute time f/s and reading b/T are one term: ``decode_bytes_per_s`` was measured on layers and includes both. The KV
+  read and the fixed times of a layer and of a window (in xi) come from the profile; t^kv_cpy is too small to measure.
+- c^cpu has one compute buffer, as in the paper, and a little for each window of a device; c^gpu has a buffer for each
+  window. A device has a window per round, and the head one more for the tail.
 - A layer is ``cut_multiple`` layers of the model, the places where windows may begin. Layers may differ: times are means,
   bytes those of the largest, so that what fits here fits the model.
-- s^disk of macOS is the rate of page faults, which is what the paper's random reads stand for; d^swapout of Android is 0.
+- s^disk of macOS is the rate of page faults, which the paper models as random reads; d^swapout of Android is 0.
 - A GPU that shares its memory on another system than macOS counts as Metal does: the paper has no case for it.
-- Calibration. The paper forces the overloaded device with the slowest disk into M4 when VRAM is left elsewhere; what was
-  published as code compares GPU layers of different numbers of rounds there and so does it nearly always. We do it until
-  nothing is overloaded and keep the solution with the least T, which gives partitions such as the paper's figure 8.
-- Without a solution for its sets the paper has no plan; here the device with the least memory goes, as in its selection.
-- Selection drops the devices with a window of one layer and solves again; of the subsets met, the quickest by T is kept.
-- Our route ends on the head, so its window holds two layers or more, and the last one of the last round is the tail window.
-- The paper keeps the output matrix on the head's CPU. GPU layers of our tail window bring it along to the GPU: where both do
-  not fit, the tail's layer is the CPU's, and a device alone has as many GPU layers as fit beside it.
+- Calibration. The paper forces the overloaded device with the slowest disk into M4 when VRAM is left elsewhere; the
+  published code compares GPU layers of different numbers of rounds there, so it nearly always does. Here it is done until
+  nothing is overloaded, keeping the solution with the smallest T, which gives partitions such as the paper's figure 8.
+- Without a solution for its sets the paper has no plan; here the device with the least memory is dropped, as in selection.
+- Selection drops the devices with a window of one layer and solves again; the fastest of these subsets by T is kept.
+- The route ends on the head, so its window has two or more layers, and the last one of the last round is the tail window.
+- The paper keeps the output matrix on the head's CPU. GPU layers of the tail window move it to the GPU: where both
+  do not fit, the tail's layer stays on the CPU, and a single device has as many GPU layers as fit next to it.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ from halda.profile import DeviceProfile, Limits, LinkProfile, ModelProfile, Work
 from halda.solving import run
 
 MemorySet = Literal["M1", "M2", "M3", "M4"]
-"""M1 to M3 overload their memory (macOS without Metal, with Metal, Linux and Android); M4 does not or has a slow disk."""
+"""Memory cases of a device. M1 to M3 exceed their memory (macOS without Metal, with Metal, Linux and Android); M4 does
+not, or has a slow disk."""
 _PROGRAM_S: Final = 10.0
-"""Seconds for one program, of which the paper's fleets need hundredths."""
+"""Time limit for one program; the paper's fleets need hundredths of a second."""
 SLOW_DISK_BYTES_PER_S: Final = 100e6
 """s^disk_threshold: a slower disk is not read from while computing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedPlan:
-    """The paper's answer: its plan in our terms, and T by its own formula in seconds a token."""
+    """The paper's result: its plan in primad's terms, and T by its own formula in seconds per token."""
 
     plan: Plan
     predicted_s: float
@@ -57,7 +58,7 @@ class PublishedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Device:
-    """The platform-specific constants of one device (appendix A.3): seconds a layer, bytes, bytes/s."""
+    """The platform-specific constants of one device (appendix A.3): seconds per layer, bytes, bytes/s."""
 
     name: str
     is_head: bool
@@ -74,22 +75,22 @@ class _Device:
     b_io: float
     """b_i/V + b_o on the head."""
     ram_besides: float
-    """c^cpu without what each window takes."""
+    """c^cpu without the part of each window."""
     ram_window: float
-    """What each window takes of RAM."""
+    """RAM that each window takes."""
     gpu_besides: float
     """c^gpu without compute buffers."""
     gpu_window: float
     """Compute buffer of a window."""
     tail: int
-    """1 on the head of a ring: it has the tail window besides those of the rounds."""
+    """1 on the head of a ring, which has the tail window besides those of the rounds."""
 
     def c_cpu(self, k: int) -> float:
         """RAM besides weights and KV cache in ``k`` rounds."""
         return self.ram_besides + (k + self.tail) * self.ram_window
 
     def c_gpu(self, k: int) -> float:
-        """The same of VRAM."""
+        """VRAM besides weights and KV cache in ``k`` rounds."""
         return self.gpu_besides + (k + self.tail) * self.gpu_window
 
     def b_cio(self, k: int) -> float:
@@ -118,7 +119,7 @@ class _Problem:
     """The output matrix on the head's CPU."""
 
     def factors(self) -> list[int]:
-        """K_L: the numbers of rounds that divide L and leave every device a layer, the head one for the tail."""
+        """K_L: the numbers of rounds that divide L and leave every device a layer, and the head one for the tail."""
         if len(self.devices) == 1:
             return [1]
         return [k for k in range(1, self.layers) if self.layers % k == 0 and self.layers // k > len(self.devices)]
@@ -148,10 +149,11 @@ def solve_published(
     limits: Mapping[str, Limits] | None = None,
     head: str | None = None,
 ) -> PublishedPlan:
-    """The paper's plan for ``model``; the ring follows the order of ``devices`` behind the head (None: the first).
+    """Return the paper's plan for ``model``; the ring follows the order of ``devices`` after the head (None: the
+    first).
 
-    What a device's memory lacks is streamed by our rules (``evaluate.residency``); judge the result with ``evaluate``.
-    Raises ``Infeasible`` when no subset of the devices with the head has a plan.
+    Layers that do not fit a device's memory stream by primad's rules (``evaluate.residency``); rate the result with
+    ``evaluate``. Raises ``Infeasible`` when no subset of the devices with the head has a plan.
     """
     if model.tail_layers > model.cut_multiple:
         raise Infeasible(
@@ -177,7 +179,8 @@ def solve_published(
 
 
 def _worth_keeping(problem: _Problem, solution: _Solution | None, others: list[int]) -> list[int]:
-    """Device selection: those beside the head with more than one layer; all but the smallest where nothing was found."""
+    """Device selection: keep the devices besides the head with more than one layer; if nothing was found, all but the
+    smallest."""
     behind = dict(zip(others, problem.devices[1:], strict=True))
     if solution is not None:
         return [i for i, device in behind.items() if solution.w[device.name] > 1]
@@ -258,7 +261,7 @@ def _halda(problem: _Problem) -> _Solution | None:
 
 
 def _stable(problem: _Problem, forced: set[str]) -> _Solution | None:
-    """Sets by the windows and windows by the sets, until the sets have been there before."""
+    """Alternate between sets from windows and windows from sets, until the sets repeat."""
     w: _Counts = _first_windows(problem)
     n: _Counts = {device.name: 0 for device in problem.devices}
     k = 1
@@ -276,7 +279,7 @@ def _stable(problem: _Problem, forced: set[str]) -> _Solution | None:
 
 
 def _first_windows(problem: _Problem) -> dict[str, int]:
-    """Windows in proportion to the memory budgets; what rounding leaves goes to the largest or comes from the smallest."""
+    """Windows in proportion to the memory budgets; the rounding error goes to the largest or comes from the smallest."""
     budget = {device.name: max(1.0, device.d_avail) for device in problem.devices}
     total = sum(budget.values())
     w = {name: round(problem.layers * size / total) for name, size in budget.items()}
@@ -313,7 +316,7 @@ def _coefficients(problem: _Problem, sets: _Sets, k: int) -> dict[str, tuple[flo
 
 
 def _kappa(problem: _Problem, sets: _Sets, k: int) -> float:
-    """kappa: the output layer and a row of the embedding on the head, and what the overloaded keep in memory."""
+    """kappa: the output layer and one embedding on the head, and what the overloaded devices keep in memory."""
     head = problem.devices[0]
     kappa = problem.out_s + problem.b_row / head.s_disk
     if sets[head.name] != "M4":
@@ -377,7 +380,7 @@ def _published_plan(ring: Instance, solution: _Solution) -> PublishedPlan:
         streaming=(),
         left_out=left_out,
     )
-    # A device that is left alone with all layers on its GPU runs as llama.cpp does: the output matrix is there, too.
+    # A device that is left alone with all layers on its GPU runs as llama.cpp does, with the output matrix there too.
     head = ring.members[0]
     whole_on_gpu = len(names) == 1 and route[0].gpu_layers == len(ring.model.layers)
     saved = head.cpu_output_s - head.gpu_output_s if whole_on_gpu else 0.0
@@ -387,7 +390,7 @@ def _published_plan(ring: Instance, solution: _Solution) -> PublishedPlan:
 
 
 def _beside_output(ring: Instance, windows: int) -> int:
-    """How many layers the head's GPU holds beside the output matrix and the buffers of so many windows."""
+    """Number of layers that the head's GPU holds besides the output matrix and the buffers of ``windows`` windows."""
     room = _vram(ring.members[0]) - ring.gpu_runtime_bytes(windows) - ring.model.output_bytes
     return max(0, room // _layer_bytes(ring))
 

@@ -1,4 +1,4 @@
-"""Random questions to the solver and legal answers to them, good or bad: from a seeded ``random.Random``, nothing else.
+"""Random solver questions and legal plans for them, good or bad, made only from a seeded ``random.Random``.
 
     rng = random.Random(7)
     question = random_instance(rng)
@@ -41,16 +41,16 @@ Memory = Literal["short", "about", "ample"]
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "F16")
 MEMORIES: Sequence[Memory] = ("short", "about", "ample")
 ROOM: Mapping[Memory, tuple[float, float]] = {"short": (0.25, 0.7), "about": (0.5, 1.5), "ample": (2.0, 4.0)}
-"""Memory of all devices over the size of the model."""
+"""Memory of all devices relative to the size of the model."""
 
 
 def log_uniform(rng: random.Random, low: float, high: float) -> float:
-    """Between ``low`` and ``high``, every order of magnitude as likely."""
+    """Sample between ``low`` and ``high``, with every order of magnitude equally likely."""
     return math.exp(rng.uniform(math.log(low), math.log(high)))
 
 
 def random_model(rng: random.Random, *, layers: int | None = None) -> ModelProfile:
-    """6 to 80 layers of one kind, of two or three, or dense ones before mixtures of experts."""
+    """Sample a model: 6 to 80 layers of one kind, of two or three, or dense ones before mixtures of experts."""
     count = layers if layers is not None else round(log_uniform(rng, 6, 80))
     shape = rng.choice(["uniform", "uniform", "kinds", "experts"])
     size = log_uniform(rng, 20e6, 1e9)
@@ -94,9 +94,9 @@ def random_model(rng: random.Random, *, layers: int | None = None) -> ModelProfi
 
 
 def _use(rng: random.Random, mean: float) -> tuple[float, ...]:
-    """How likely a row picks experts of eight groups, ``mean`` on average: some much more often, or all alike.
+    """Probabilities that a token picks experts of eight groups, ``mean`` on average: some much larger, or all alike.
 
-    It has a generator of its own, so that whoever draws on does so as ever.
+    It has its own generator, so the caller's random sequence does not change.
     """
     if rng.random() < 0.5:
         return ()
@@ -108,7 +108,7 @@ def _use(rng: random.Random, mean: float) -> tuple[float, ...]:
 def random_device(
     rng: random.Random, name: str, *, memory_bytes: int, gpu: bool | None = None, like: DeviceProfile | None = None
 ) -> DeviceProfile:
-    """A phone, a laptop, a workstation; with ``like``, another process on that device's machine."""
+    """Sample a phone, a laptop or a workstation; with ``like``, another process on that device's machine."""
     rate = log_uniform(rng, 3e9, 60e9)
     with_gpu = gpu if gpu is not None else rng.random() < 0.5
     ram = like.ram_available_bytes if like is not None else memory_bytes
@@ -143,7 +143,7 @@ def random_device(
 
 
 def with_more_gpus(rng: random.Random, device: DeviceProfile) -> DeviceProfile:
-    """``device`` with one or two GPUs more, if it has any: like its first or not, discrete or integrated."""
+    """Return ``device`` with one or two more GPUs, if it has any: like its first or not, discrete or integrated."""
     if device.gpu is None:
         return device
     more = []
@@ -155,7 +155,7 @@ def with_more_gpus(rng: random.Random, device: DeviceProfile) -> DeviceProfile:
 
 
 def random_links(rng: random.Random, devices: Sequence[DeviceProfile], *, missing: float = 0.0) -> list[LinkProfile]:
-    """Links between all devices, fast on one machine; each is not measured with probability ``missing``."""
+    """Sample links between all devices, fast on one machine; each is unmeasured with probability ``missing``."""
     links = []
     for source in devices:
         for target in devices:
@@ -175,7 +175,7 @@ def random_links(rng: random.Random, devices: Sequence[DeviceProfile], *, missin
 
 
 def random_workload(rng: random.Random) -> Workload:
-    """A chat, a long document, several users."""
+    """Sample a chat, a long document, or several users."""
     context = rng.choice([512, 2048, 4096, 8192])
     return Workload(
         context_tokens=context,
@@ -197,7 +197,8 @@ def random_instance(
     workload: Workload | None = None,
     model: ModelProfile | None = None,
 ) -> Instance:
-    """A fleet of 2 to 8 devices (or so many), the first is the head, with a model that its memory suits more or less."""
+    """Sample a fleet of 2 to 8 devices (or ``devices``), the head first, with a model that fits its memory more or
+    less."""
     model = model or random_model(rng, layers=layers)
     count = devices if devices is not None else rng.randint(2, 8)
     kind: Memory = memory if memory is not None else rng.choice(MEMORIES)
@@ -218,9 +219,9 @@ def random_instance(
 
 
 def random_plan(rng: random.Random, question: Instance, *, rounds: int | None = None, streams: float = 0.6) -> Plan:
-    """A legal plan: the head first and last, equal windows in every round, then the tail.
+    """Sample a legal plan: the head first and last, equal windows in every round, then the tail.
 
-    Some devices are left out, the others come in any order behind the head; each streams with probability ``streams``, any
+    Some devices are left out, the others follow the head in any order; each streams with probability ``streams``, any
     part of its layers with any legal part of that read ahead.
     """
     route, k = _route(rng, question, rounds)
@@ -249,7 +250,8 @@ def random_plan(rng: random.Random, question: Instance, *, rounds: int | None = 
 
 
 def _route(rng: random.Random, question: Instance, rounds: int | None) -> tuple[list[Window], int]:
-    """Windows and rounds. Sizes are multiples of the model's ``cut_multiple``; the tail has the layers that are left."""
+    """Sample windows and rounds. Sizes are multiples of the model's ``cut_multiple``; the tail has the remaining
+    layers."""
     total, multiple = len(question.model.layers), question.model.cut_multiple
     blocks = question.model.last_cut // multiple
     k = rounds if rounds is not None else rng.choice([1, 1, 2, 3, 4])
@@ -297,7 +299,7 @@ def _dense(rng: random.Random, size: float, kv: int) -> LayerProfile:
 
 
 def _speeds(rng: random.Random, rate: float, flop_per_byte: float) -> tuple[TypeSpeed, ...]:
-    """Of each type about ``rate`` bytes a second in decode, ``flop_per_byte`` times that many FLOP in prefill."""
+    """For each type about ``rate`` bytes per second in decode, ``flop_per_byte`` times that many FLOP/s in prefill."""
     speeds = []
     for kind in TYPES:
         decode = rate * rng.uniform(0.5, 1.0)

@@ -31,7 +31,7 @@ System = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")]
 ROLES: Final = ("join", "serve")
 _OWN: Final = {"host", "port", "device"}
-"""Options of serve whose names are keys of the configuration and mean something else there."""
+"""Options of serve with the names of configuration keys that mean something else."""
 _MODELS: Final = ("model", "draft", "embedding")
 """Options that take a file, or a model by name."""
 
@@ -197,7 +197,7 @@ def hold(
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """The role, its options as primad's command line read them, and those of them that were given, word by word."""
+    """The role, its options as primad's command line parses them, and the words of those that were given."""
 
     role: str
     values: dict[str, Any]
@@ -205,7 +205,7 @@ class _Wanted:
 
 
 def _wanted(context: Any, role: str, options: list[str]) -> _Wanted:
-    """The options, parsed by their command. Raises what that raises."""
+    """Parse the options by their command. Raises the same errors."""
     if role not in ROLES:
         raise ConfigError(f"{printable(role)}: not a service; install join or serve")
     command = context.find_root().command.get_command(context, role)
@@ -223,12 +223,12 @@ def _wanted(context: Any, role: str, options: list[str]) -> _Wanted:
     if "code" in given:
         raise ConfigError("--code: works only once, and a service starts often; use 'primad pair --code'")
     if "api_key" in given:
-        raise ConfigError("--api-key: everybody here could read it in the service's file; give --api-key-file")
+        raise ConfigError("--api-key: every user here could read it in the service's file; give --api-key-file")
     return _Wanted(role, dict(judged.params), words)
 
 
 def _typed(param: Any, value: Any) -> list[str]:
-    """The command line of ``value``, with absolute paths."""
+    """The command-line words of ``value``, with absolute paths."""
     name = max(param.opts, key=len)
     if isinstance(value, bool):
         return [name if value else max(param.secondary_opts, key=len)]
@@ -298,7 +298,8 @@ def _writable(config: Config) -> tuple[Path, ...]:
 
 
 def _files(wanted: _Wanted, where: Place) -> Iterator[tuple[str, Path]]:
-    """The files that the service reads, by option. Raises ``ConfigError`` for a missing one now, not in a log."""
+    """The files that the service reads, by option. A missing one raises ``ConfigError`` here rather than an error in a
+    log."""
     from primad.gguf.hub import hub_name
     from primad.settings.config import load_config
 
@@ -407,7 +408,7 @@ def _do(todo: list[ServiceStep], *, dry_run: bool = False) -> None:
 
 
 def _show_command(command: Sequence[str]) -> int:
-    """Run it on this terminal; its exit code."""
+    """Run ``command`` on this terminal and return its exit code."""
     from primad.cli.service.machine import ServiceError
 
     try:

@@ -1,8 +1,8 @@
 """Property lists for macOS' launchd: an agent of a user's session, or a daemon of the machine.
 
 launchd has no watchdog and no memory limit; only ``--max-ram`` limits memory. It restarts a failed service without end,
-``_THROTTLE_S`` after the last start, unless it exited with success: so a service that would fail in the same way exits
-like that. It throttles services of type ``Standard``, but somebody waits for a response.
+``_THROTTLE_S`` after the last start, unless it exited with success: so a service that would fail again in the same way
+exits with success. It throttles services of type ``Standard``, while a user waits for a response.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def label(name: str = NAME) -> str:
 
 
 def plist(service: DaemonService) -> bytes:
-    """Its property list as XML."""
+    """The service's property list as XML."""
     content: dict[str, Any] = {
         "Label": label(service.name),
         "ProgramArguments": list(service.command),
@@ -48,7 +48,8 @@ def plist(service: DaemonService) -> bytes:
 
 
 def home_of(data: bytes) -> Path:
-    """The home folder of the service whose property list is ``data``. Raises ``ValueError`` or ``KeyError`` for others."""
+    """The home folder of the service whose property list is ``data``. Raises ``ValueError`` or ``KeyError`` for other
+    files."""
     try:
         return Path(plistlib.loads(data)["WorkingDirectory"])
     except ExpatError as exc:

@@ -1,4 +1,4 @@
-"""The service on this machine: its manager, permissions, and carrying out steps."""
+"""The service on this machine: its manager, permissions, and execution of steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Runner(Protocol):
         """Run it to its end. Raises ``OSError`` when it cannot be run."""
 
     def show(self, command: Sequence[str]) -> int:
-        """Run it on this terminal; its exit code. Raises ``OSError`` when it cannot be run."""
+        """Run it on this terminal and return its exit code. Raises ``OSError`` when it cannot be run."""
 
 
 class Commands:
@@ -149,7 +149,7 @@ def default_user(kind: Manager) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A user's id and group ids; None for a user that does not exist yet, with everybody's rights."""
+    """A user's id and group ids; None for a user that does not exist yet, with the rights of others."""
 
     uid: int | None
     gids: frozenset[int]

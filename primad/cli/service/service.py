@@ -10,13 +10,13 @@ from typing import Final, Literal
 DaemonRole = Literal["join", "serve"]
 
 NAME: Final = "primad"
-"""A machine has one role, and so one service; a second one needs another name."""
+"""A machine has one role, so one service; a second one needs another name."""
 DESCRIPTIONS: Final[Mapping[DaemonRole, str]] = {
     "join": "primad: computes on this device for a head",
     "serve": "primad: serves a language model with the devices in sight",
 }
 MEMORY_MARGIN_BYTES: Final = 1 << 30
-"""Memory of a service beyond ``--max-ram``, which bounds plans only: programs, measurements and transfers come on top.
+"""Memory of a service beyond ``--max-ram``, which only limits plans: programs, measurements and transfers come on top.
 A tighter limit would shrink the plan's memory below the owner's value, since a plan sees the service's limit as the
 machine's memory."""
 STOP_S: Final = 90
@@ -36,10 +36,10 @@ WATCHDOG_S: Final = 90
 class DaemonService:
     """The service to run.
 
-    ``program`` are the words before the role, ``arguments`` those after it, ``options_variable`` names a variable of
-    ``environment_file`` with more of them (systemd only). ``max_ram_bytes`` is ``--max-ram`` of ``arguments``, None for
-    no limit. ``user`` and ``groups`` are for a service of the machine, None and empty for one of a session. ``home``
-    and ``writable`` are the folders it may write to; ``log`` is its log file if there is no journal.
+    ``program`` are the words before the role, ``arguments`` those after it; ``options_variable`` names a variable of
+    ``environment_file`` with more arguments (systemd only). ``max_ram_bytes`` is ``--max-ram`` of ``arguments``, None
+    for no limit. ``user`` and ``groups`` are for a service of the machine, None and empty for one of a session.
+    ``home`` and ``writable`` are the folders it may write to; ``log`` is its log file if there is no journal.
     """
 
     role: DaemonRole

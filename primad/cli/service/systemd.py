@@ -85,7 +85,7 @@ def unit_name(name: str = NAME) -> str:
 
 
 def unit(service: DaemonService) -> str:
-    """The text of its unit: one for the machine where the service has a user, else one for a user's session."""
+    """The text of the service's unit: for the machine if the service has a user, else for a user's session."""
     return "\n".join(
         [
             "[Unit]",
@@ -154,7 +154,7 @@ def why_it_is_left(shown: str) -> str | None:
 
 
 def _command(service: DaemonService, *before: str) -> str:
-    """Its command, with words ``before`` the role."""
+    """The service's command, with words ``before`` the role."""
     words = [_quoted(word, is_command=True) for word in (*service.program, *before, service.role, *service.arguments)]
     return " ".join([*words, *([] if service.options_variable is None else [f"${service.options_variable}"])])
 

@@ -15,7 +15,7 @@ from primad.cli.service.service import DESCRIPTIONS, GIVE_UP_VARIABLE, MAX_START
 
 NAMESPACE: Final = "http://schemas.microsoft.com/windows/2004/02/mit/task"
 LOCAL_SERVICE: Final = "S-1-5-19"
-"""The account of a task of the machine: it has only a user's rights."""
+"""The account of a task of the machine, with only a user's rights."""
 
 
 def task(service: DaemonService) -> bytes:
@@ -45,7 +45,7 @@ def task(service: DaemonService) -> bytes:
 
 
 def home_of(data: bytes) -> Path:
-    """The home folder of the service whose task is ``data``. Raises ``ValueError`` or ``KeyError`` for others."""
+    """The home folder of the service whose task is ``data``. Raises ``ValueError`` or ``KeyError`` for other files."""
     try:
         found = ET.fromstring(data).findtext(f".//{{{NAMESPACE}}}WorkingDirectory")
     except ET.ParseError as exc:
