@@ -31,7 +31,7 @@ def plan_by_hand(
     flag = f"--windows {','.join(parts)}"
     if sum(ranks) > len(names):
         raise PlanError(
-            f"{flag} is for {sum(ranks)} devices; found {len(names)}, this one among them; start 'primad join' on more "
+            f"{flag} is for {sum(ranks)} devices; found {len(names)}, including this one; start 'primad join' on more "
             "or give fewer windows"
         )
     firsts = [sum(ranks[:i]) for i in range(len(ranks))]

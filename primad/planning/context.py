@@ -99,7 +99,7 @@ def _obstacle(plan: Plan, now: Prediction, asked: Instance, *, keeps: bool = Fal
     much = f"a KV cache larger than the model's layers and over {share:.0%}" if is_large else "over half"
     streaming = ", ".join(device.device for device in now.devices if device.streamed_bytes)
     if streaming:
-        return f"would have more read from the disk of {streaming} for every token"
+        return f"would read more from the disk of {streaming} for every token"
     then = evaluate(plan, asked)
     if then.short:
         return f"would not fit into the {then.short[0].what} of {then.short[0].where}"

@@ -223,5 +223,5 @@ def why_none(plan: Plan, question: Instance) -> str:
         return "layers keep a state, which takes memory for drafts; --speculate lookup, draft or mtp plans it"
     fast = batches_of("fast", plan, question, question.workload.sequences)
     if drafting_of("auto", "fast", plan, question, fast) is not None:
-        return "it is not known that several rows in one step are exact here; --batching fast takes them"
-    return "one row keeps all of these devices busy, and several in one step take as much longer"
+        return "several tokens in one step are not known to be exact here; --batching fast allows them"
+    return "one token keeps all of these devices busy, and several in one step take proportionally longer"

@@ -207,7 +207,9 @@ def _with_any_tail(question: Question, settled: Settled | None = None) -> Soluti
 
 
 def _needs_tail(question: Question) -> str:
-    why = "one that attends and one with a state" if question.model.is_recurrent else "which need each other's KV cells"
+    why = (
+        "one with attention and one with a state" if question.model.is_recurrent else "which need each other's KV cells"
+    )
     return f"the head's last window has at least {question.model.tail_layers} layers, {why}"
 
 

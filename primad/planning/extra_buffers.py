@@ -71,7 +71,7 @@ def why_extra(measured: DeviceProfile, planned: DeviceProfile, model: ModelProfi
         return ""
     token = plain.decode_bytes_per_s / speeds[kind].decode_bytes_per_s
     prompt = plain.prefill_flop_per_s / speeds[kind].prefill_flop_per_s
-    takes = f"of {kind} a token takes {token:.2f} times as long with them, a prompt {prompt:.2f}"
+    takes = f"for {kind} a token takes {token:.2f} times as long with them, a prompt {prompt:.2f}"
     if any(speed.type == kind and speed.extra_buffers for speed in planned.cpu.speeds):
         return f"has extra buffers: {takes}"
     return f"has no extra buffers: {takes}, or their copies have no room"

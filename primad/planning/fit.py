@@ -188,4 +188,4 @@ def _help(question: Question, now: Fit, pool: ProcessPoolExecutor) -> str:
     if best.tokens_per_s <= now.tokens_per_s * _WORTH:
         return ""
     before = f"instead of {now.tokens_per_s:.2g}" if now.tokens_per_s else "where it does not run now"
-    return f"with {what} {now.model} writes {best.tokens_per_s:.2g} tokens/s, {before}"
+    return f"with {what} {now.model} generates {best.tokens_per_s:.2g} tokens/s, {before}"

@@ -228,7 +228,9 @@ def _search_by_hand(request: PlanRequest) -> FoundPlan:
     names = [device.device for device in request.devices]
     plan = plan_by_hand(names, run.windows, run.rounds, request.model, run.ranks)
     if run.shares_by_hand and max(run.ranks) > request.max_ranks:
-        raise PlanError(f"--windows: the heads of this model are for groups of {request.max_ranks} devices at most")
+        raise PlanError(
+            f"--windows: the attention heads of this model are for groups of {request.max_ranks} devices at most"
+        )
     work = workload_of(run, request.model)
     devices = request.devices[: len(plan.devices)]
     if plan.groups:  # a share of a file cannot be in extra buffers

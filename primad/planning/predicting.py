@@ -42,7 +42,9 @@ def drafts_line(run: RunConfig, header: Header, *, drafts: bool) -> str:
     if run.speculate != "auto" or not drafting_layers(header):
         return ""
     if run.parallel == "tensor":
-        return "the model's layer for multi-token prediction drafts with --parallel pipeline alone, not where devices share"
+        return (
+            "the model's layer for multi-token prediction drafts with --parallel pipeline only, not where devices share"
+        )
     if run.parallel == "auto" and drafts:
         return "devices share no layers, since the model drafts with one of its own; --speculate lookup lets them"
     return ""

@@ -130,7 +130,7 @@ def why_not_kept(model: ModelProfile) -> str:
     if model.architecture in STATES_WITHOUT_NAMES:
         return "llama.cpp's graph does not show where its states are"
     if not model.is_recurrent and not all(layer.kv_bytes_per_token for layer in model.layers[: model.last_cut + 1]):
-        return "some layers of the model have none"
+        return "some layers of the model have no KV cells"
     return ""
 
 

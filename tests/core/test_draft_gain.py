@@ -55,10 +55,10 @@ def test_where_nothing_would_be_guessed_it_says_why():
     recurrent = replace(question, model=replace(question.model, layers=(layer,) * 20))
     plan = residency(ALONE, question)
     for asked_for, why in (
-        (question, "it is not known that several rows in one step are exact here; --batching fast takes them"),
+        (question, "several tokens in one step are not known to be exact here; --batching fast allows them"),
         (
             recurrent,
-            f"layers of {recurrent.model.name} keep a state, from which llama.cpp takes no tokens back for 'llama'; drafts "
+            f"layers of {recurrent.model.name} keep a state that llama.cpp cannot roll back for 'llama'; drafts "
             "need several machines with memory to spare",
         ),
     ):

@@ -169,7 +169,7 @@ def test_what_the_plan_is_for_decides_about_repacked_weights(objective, prompt, 
     assert chosen([planned, profiled("lap")])["desk"] is has
     why = why_extra(measured, planned, MODEL)
     assert why.startswith(
-        "has extra buffers: of Q4_K a token takes 0.83 times as long with them, a prompt 2.00" if has else "has no"
+        "has extra buffers: for Q4_K a token takes 0.83 times as long with them, a prompt 2.00" if has else "has no"
     )
 
 

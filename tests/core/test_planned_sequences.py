@@ -108,7 +108,7 @@ def house(monkeypatch, tmp_path):
     [
         (64 * GB, 4, "--sequences sets it"),
         (7 * GB, 2, "4 would take over half of the RAM that is left on desk; --sequences sets it"),
-        (5 * GB, 1, "2 would have more read from the disk of desk for every token; --sequences sets it"),
+        (5 * GB, 1, "2 would read more from the disk of desk for every token; --sequences sets it"),
     ],
 )
 async def test_a_first_plan_has_as_many_as_its_memory_gives_at_little_cost(house, ram, sequences, why):

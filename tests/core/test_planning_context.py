@@ -41,7 +41,7 @@ def alone(ram: int, asked: ModelProfile = MODEL) -> tuple[Plan, Instance]:
         (256 * GB, 100_000, 100_000, "all that the model was trained with"),
         (8 * GB, 1 << 20, 16384, "32768 would not fit into the RAM of desk; --context sets it"),
         (10 * GB, 1 << 20, 16384, "32768 would take over half of the RAM that is left on desk; --context sets it"),
-        (5 * GB, 1 << 20, 4096, "8192 would have more read from the disk of desk for every token; --context sets it"),
+        (5 * GB, 1 << 20, 4096, "8192 would read more from the disk of desk for every token; --context sets it"),
     ],
 )
 def test_a_context_is_as_wide_as_costs_next_to_nothing(ram, trained, tokens, why):
@@ -60,7 +60,7 @@ def test_a_context_is_as_wide_as_costs_next_to_nothing(ram, trained, tokens, why
         (6.5 * GB, 1, 1, "2 would take over half of the RAM that is left on desk; --sequences sets it"),
         (6.5 * GB, 4, 2, "4 would not fit into the RAM of desk; --sequences sets it"),
         (6 * GB, 4, 1, "2 would not fit into the RAM of desk; --sequences sets it"),
-        (5 * GB, 4, 1, "2 would have more read from the disk of desk for every token; --sequences sets it"),
+        (5 * GB, 4, 1, "2 would read more from the disk of desk for every token; --sequences sets it"),
     ],
 )
 def test_as_many_answers_are_written_at_once_as_cost_next_to_nothing_or_were_served_and_fit(

@@ -479,7 +479,7 @@ def test_attention_that_is_whole_takes_the_time_and_the_cells_of_all_of_it():
 def test_a_plan_says_why_layers_are_shared_or_not():
     for round_trip_s, why in (
         (0.0003, "tensor over desk, mini and nas: "),
-        (0.05, "tensor over .* would take .* in place"),
+        (0.05, "tensor over .* would take .* instead"),
     ):
         assert re.match(why, chosen(round_trip_s, whole=True).why_parallel)
     assert chosen(0.3, whole=True).why_parallel == "", "no link is quick enough"

@@ -41,7 +41,7 @@ def test_each_command_reads_its_own_table(tmp_path):
     [
         ("[serve]\ncontex = 8192", "'contex' in [serve] of {file}: no option of primad serve; did you mean 'context'?"),
         ("[serve]\ncontext = 3", "'context' in [serve] of {file}: "),
-        ("[serve]\nmax_ram = '8GB'", "'max_ram' in [serve] of {file}: is a key of this device; it stands above all"),
+        ("[serve]\nmax_ram = '8GB'", "'max_ram' in [serve] of {file}: is a key of this device; put it above all"),
         ("serve = 3", "{file}: 'serve' must be a table; write [serve] above its options"),
     ],
 )

@@ -195,7 +195,7 @@ def test_a_model_that_guesses_is_planned_for(plan, tmp_path):
         answer = msgspec.json.decode(out, type=Explanation)
         assert answer.draft is not None
         assert answer.draft.path == str(small)
-    assert f"--draft auto: {small} drafts: it has the tokens of served.gguf" in err
+    assert f"--draft auto: draft model {small}: it has the tokens of served.gguf" in err
     code, out, _ = plan("--model", served, *FLEET, "--draft", small)
     assert f"per draft; no drafts: {answer.draft.why}"[:60] in " ".join(out.split())
 
