@@ -50,7 +50,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="tools/starts",
-        description="Start a head and many workers at once on this machine, again and again.",
+        description="Start a head and many workers concurrently on this machine, several times.",
         epilog="examples: tools/starts    tools/starts --devices 5 --times 20    tools/starts --host 127.0.0.1",
     )
     parser.add_argument("--model", type=Path, default=MODEL, help="a GGUF file (default: the embedded SmolLM2)")

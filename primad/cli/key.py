@@ -36,7 +36,7 @@ def add(
     ] = None,
     manages: Annotated[bool, typer.Option("--manages", help="It may download and delete models.")] = False,
 ) -> None:
-    """Make a key and print it. It is stored hashed and cannot be shown again. A running server accepts it at once.
+    """Make a key and print it. It is stored hashed and cannot be shown again. A running server accepts it immediately.
 
     Examples:
 
@@ -82,7 +82,7 @@ def show(file: File = None, home: Home = None) -> None:
 
 @key_app.command("remove")
 def remove(name: KeyName, file: File = None, home: Home = None) -> None:
-    """Remove a key. A running server refuses it at once.
+    """Remove a key. A running server refuses it immediately.
 
     Examples:
 

@@ -108,7 +108,7 @@ def check_adapters(adapters: Iterable[Adapter], *, several: bool) -> None:
 
 
 def with_rope(profile: ModelProfile, header: Header | None, rope: Rope) -> ModelProfile:
-    """Return ``profile`` as it is with ``rope``; ``header`` is that of the model's file, if there is one.
+    """Return ``profile`` as it is with ``rope``; ``header`` is the header of its file, if there is one.
 
     In a window without a sliding layer, llama.cpp may treat all layers as sliding over an unbounded window with the
     model's own RoPE angles, so ``rope`` would have no effect. Every window must therefore have a sliding layer.

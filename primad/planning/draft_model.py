@@ -84,7 +84,7 @@ def no_room_here(model: DraftModel, free_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """The chosen model file, None where there is none, and ``why``, in a line."""
+    """The chosen model file, or None, and ``why``, in a line."""
 
     path: Path | None
     why: str

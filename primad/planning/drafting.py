@@ -53,7 +53,7 @@ def takes_back(model: ModelProfile) -> bool:
 
 
 def not_taken_back(model: ModelProfile) -> str:
-    """Say why ``model``, which cannot roll back drafts, has none except in rings of several machines."""
+    """Say why ``model``, which cannot roll back drafts, only has drafts in rings of several machines."""
     return (
         f"layers of {model.name} keep a state that llama.cpp cannot roll back for '{model.architecture}'; drafts "
         "need several machines with memory to spare"

@@ -119,9 +119,7 @@ def _able_pairs(question: Instance, wishes: GroupWishes) -> tuple[_Able, _Pairs]
     def is_quick(a: int, b: int) -> bool:
         sums_s = sums * max(message_s(question, *pair, question.model.hop_values) for pair in ((a, b), (b, a)))
         is_like = max(rates[a], rates[b]) <= MAX_RATIO * min(rates[a], rates[b])
-        is_wired = _reach(question, a, b) and not question.in_air(
-            a, b
-        )  # all-reduces of all would share the wireless channel
+        is_wired = _reach(question, a, b) and not question.in_air(a, b)  # all-reduces would share the air
         return is_wired and is_like and sums_s < wishes.below_s
 
     ordered = sorted(rates, key=lambda i: -rates[i])
