@@ -154,7 +154,7 @@ environment() { # FOLDER WHAT: an environment there, with pip
     "$python" -m venv --clear "$1" || die "cannot create $1; install venv (apt install python3-venv)"
   fi
 }
-pip() { # FOLDER COMMAND...: the pip of that environment; nothing is built unasked, with tools that nobody checked
+pip() { # FOLDER COMMAND...: the pip of that environment; nothing is built with unchecked tools
   folder=$1
   shift
   "$folder/bin/python" -m pip --quiet --disable-pip-version-check --no-cache-dir "$@" || die "it could not be installed; see the lines above"

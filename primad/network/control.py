@@ -85,7 +85,7 @@ class WorkerEnd:
                     raise ProtocolError(f"message of {len(frames)} frames; a control message has 1")
                 key, size = sender_key(frames[0]), len(frames[0])
                 if size > USUAL_BYTES and not self._leads(key):
-                    raise ProtocolError(f"message of {size} bytes of a device that is no head here")
+                    raise ProtocolError(f"message of {size} bytes from a device that is not a head here")
                 self.heard_at = sender_address(frames[0])
                 self.scopes.saw(self.heard_at)
                 return peer.bytes, key, decode_from_head(frames[0].bytes)
@@ -178,7 +178,7 @@ class HeadEnd:
     def unanswered(self, timeout_s: float) -> ClusterError:
         """Return the error for a device that sent nothing readable for ``timeout_s``."""
         if self._refused:
-            return ClusterError(f"what {self.address} answers is refused: {self._refused}")
+            return ClusterError(f"the reply of {self.address} was refused: {self._refused}")
         return ClusterError(f"no answer from {self.address} within {timeout_s:g} s")
 
     async def reconnections(self) -> AsyncIterator[None]:

@@ -624,7 +624,7 @@ def decode_from_head(data: bytes) -> HeadMessage:
             if len(message.file.tensors) != 1:
                 raise ProtocolError("an encoder in several pieces")
         case PictureChunk(size=size, offset=offset, data=data) if offset + len(data) > size:
-            raise ProtocolError("a part behind the end of a picture")
+            raise ProtocolError("a part beyond the end of a picture")
         case Introduce(devices=devices, revoked=revoked):
             for key in (*(introduction.key for introduction in devices), *revoked):
                 _check_key(key)
@@ -673,7 +673,7 @@ def decode_from_worker(data: bytes) -> WorkerMessage:
         case DraftModelState(error=error) | MmprojState(error=error):
             return msgspec.structs.replace(message, error=printable(error))
         case EncodedChunk(size=size, offset=offset, data=data) if offset + len(data) > size:
-            raise ProtocolError("a part behind the end of a picture's rows")
+            raise ProtocolError("a part beyond the end of a picture's embeddings")
     return message
 
 
@@ -776,7 +776,7 @@ def _check_profile(profile: DeviceProfile) -> None:
 def _check_load(load: Load) -> None:
     if load.rows * load.width * 4 > MAX_STEP_BYTES or load.context * load.sequences > MAX_CELLS:
         raise ProtocolError(
-            f"plan with steps of {load.rows} rows of {load.width}, or {load.sequences} sequences of {load.context} "
+            f"plan with steps of {load.rows} tokens of width {load.width}, or {load.sequences} sequences of {load.context} "
             "tokens, for which no device has memory"
         )
     specs = [plan.spec for plan in load.windows]

@@ -131,7 +131,7 @@ def _check_request(request: RelayRequest) -> None:
     if not _PATH.fullmatch(request.path):
         raise ProtocolError(f"a relayed request for {printable(request.path, 80)}")
     if request.client and not is_address(request.client):
-        raise ProtocolError(f"a relayed request of {printable(request.client, 50)!r}, which is no address")
+        raise ProtocolError(f"a relayed request of {printable(request.client, 50)!r}, which is not an address")
     size = len(request.path) + len(request.query) + sum(len(name) + len(value) for name, value in request.headers)
     if size > MAX_HEAD_BYTES:
         raise ProtocolError(f"a relayed request whose headers have {size} bytes")

@@ -57,7 +57,7 @@ async def own_address(host: str, port: int) -> str:
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except UnicodeError as exc:
-        raise OSError(f"{host!r} is no name of a device") from exc
+        raise OSError(f"{host!r} is not the name of a device") from exc
     failure = OSError(f"{host} has no address")
     for family, kind, protocol, _, place in found:
         try:

@@ -282,7 +282,7 @@ def test_the_pictures_of_all_prompts_of_a_request_are_encoded_and_counted_togeth
     response = post(backend(), "/completion", prompt=[prompts[0]] * 101)
     assert "prompt[100].multimodal_data[0]: a request may have 100 pictures" in response.text
     response = post(backend(), "/completion", prompt=[1, prompts[0]])
-    assert (response.status_code, "a prompt of its own" in response.text) == (400, True)
+    assert (response.status_code, "a separate prompt" in response.text) == (400, True)
 
 
 def test_a_template_that_leaves_a_picture_out_is_named():

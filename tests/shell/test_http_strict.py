@@ -183,5 +183,5 @@ def test_few_header_lines_stand_behind_a_body(count):
     if count <= MAX_TRAILERS:
         assert type(connection.next_event()) is h11.EndOfMessage
     else:
-        with pytest.raises(h11.RemoteProtocolError, match=f"at most {MAX_TRAILERS} header lines stand behind a body"):
+        with pytest.raises(h11.RemoteProtocolError, match=f"at most {MAX_TRAILERS} header lines may follow a body"):
             connection.next_event()

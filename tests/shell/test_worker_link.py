@@ -282,7 +282,7 @@ async def test_whose_profile_cannot_be_is_refused_for_that_and_not_for_silence()
     async with gated() as context:
         device = FakeDevice(context, "nas", profile=dataclasses.replace(PROFILE, ram_read_bytes_per_s=-1.0))
         end, _ = await probe(caller(context), [(HOST, device.port)], [device.key])
-        with pytest.raises(ClusterError, match="is refused: profile of 'nas' is impossible: ram_read_bytes_per_s"):
+        with pytest.raises(ClusterError, match="was refused: profile of 'nas' is impossible: ram_read_bytes_per_s"):
             await greet(caller(context, hello_timeout_s=0.3), end, Heard(), "nas")
 
 

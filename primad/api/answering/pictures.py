@@ -132,7 +132,7 @@ def _content(sent: SentPicture) -> bytes:
         scheme = printable(source.partition(":")[0], 32)
         raise RequestError(
             f"{sent.called}: this server fetches no pictures ({scheme}: URL); send the file itself, as "
-            "data:image/png;base64,... ('primad serve --fetch-images' has it fetch from http and https)",
+            "data:image/png;base64,... ('primad serve --fetch-images' allows http and https)",
             code="no_fetching",
             param=sent.called,
         )
@@ -141,7 +141,7 @@ def _content(sent: SentPicture) -> bytes:
     except (binascii.Error, ValueError):
         data = b""
     if not data:
-        raise RequestError(f"{sent.called}: is no base64 of a picture's file", param=sent.called)
+        raise RequestError(f"{sent.called}: is not the base64 of a picture file", param=sent.called)
     return data
 
 

@@ -107,7 +107,7 @@ class BodyGuard:
             size = len(message.get("body", b""))
             if size and not self._bodies.has_room(who, size):
                 raise RequestError(
-                    "the bodies of your requests have too many bytes together; try again later",
+                    "the bodies of your requests together have too many bytes; try again later",
                     status=429,
                     code="too_many_bytes",
                 )

@@ -139,7 +139,7 @@ class Endpoint:
         found = find_offered(name, self.models.offered())
         if found.id not in loaded:
             raise RequestError(
-                f"{state_line(found)}; POST /models/load loads it, and so does any request for an answer",
+                f"{state_line(found)}; POST /models/load loads it, and so does any request to generate",
                 code="model_not_loaded",
                 param="model",
             )
@@ -228,7 +228,7 @@ class ModelEndpoint:
         """Count more log-probabilities of the caller ``who``. Raises ``RequestError`` if there are too many."""
         if not self._endpoint.listed.has_room(who, logprobs):
             raise RequestError(
-                "your running requests have too many log-probabilities together; request fewer, or use "
+                "your running requests together have too many log-probabilities; request fewer, or use "
                 "stream, which sends them as they come",
                 code="too_many_logprobs",
                 param="logprobs",

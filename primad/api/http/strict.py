@@ -35,7 +35,7 @@ class _Received(ReceiveBuffer):
         """As in h11: return the next header lines. Raises ``LocalProtocolError`` if too many follow a body."""
         lines = super().maybe_extract_lines()
         if self.is_body and lines is not None and len(lines) > MAX_TRAILERS:
-            raise h11.LocalProtocolError(f"at most {MAX_TRAILERS} header lines stand behind a body")
+            raise h11.LocalProtocolError(f"at most {MAX_TRAILERS} header lines may follow a body")
         return lines
 
 

@@ -166,7 +166,7 @@ def _ids(prompt: list[int | str | SeenPrompt], served: TextModel, at: str) -> li
     for part in prompt:
         if isinstance(part, SeenPrompt):
             raise RequestError(
-                f"'{at}': an object with prompt_string is a prompt of its own, without token ids", param=at
+                f"'{at}': an object with prompt_string is a separate prompt, without token ids", param=at
             )
         if isinstance(part, str):
             tokens += served.vocabulary.tokenize(part, add_special=not tokens, parse_special=True)

@@ -65,7 +65,7 @@ def generate_request(ask: OllamaGenerateRequest) -> ChatRequest | CompletionRequ
     """Return ``ask`` as a chat request of one message, with ``raw`` or ``suffix`` as a completion request; raises like
     ``chat_request``."""
     if ask.images and (ask.raw or ask.suffix):
-        raise RequestError("images: go with the model's template alone; leave out raw and suffix", param="images")
+        raise RequestError("images: only supported with the model's template; leave out raw and suffix", param="images")
     if ask.raw or ask.suffix:
         fields: dict[str, Any] = {"max_tokens": -1} | _shared(ask) | {"prompt": ask.prompt or "", "suffix": ask.suffix}
         fields["logprobs"] = fields.pop("top_logprobs", 0) if fields.get("logprobs") else None

@@ -181,7 +181,7 @@ class ChatFields(TemplateFields, ToolFields):
     def _final_message(cls, value: bool | None, info: ValidationInfo) -> bool | None:
         messages: list[Message] = info.data.get("messages") or []
         if value and messages and not messages[-1].is_begun:
-            raise PydanticCustomError("messages", "the last message is not text of the assistant's to continue")
+            raise PydanticCustomError("messages", "the last message is not text of the assistant that can be continued")
         return value
 
     @field_validator("add_generation_prompt")
