@@ -181,9 +181,9 @@ def test_a_model_without_an_encoder_says_which_file_is_missing(path):
         ("http://127.0.0.1/a.png", "fetches no pictures (http: URL)"),
         ("file:///etc/passwd", "fetches no pictures (file: URL)"),
         ("data:video/mp4;base64,AAAA", "is of type video"),
-        ("data:image/png;base64,?", "no base64"),
-        ("data:image/png;base64,", "no base64"),
-        ("", "no base64"),
+        ("data:image/png;base64,?", "not the base64"),
+        ("data:image/png;base64,", "not the base64"),
+        ("", "not the base64"),
         (url(b"RIFF1234WEBP"), "cannot be decoded"),
     ],
 )
