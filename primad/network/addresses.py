@@ -174,7 +174,7 @@ def is_virtual(address: str, own: Sequence[Interface]) -> bool:
 
 
 def _rank(text: str, address: Address, own: Sequence[Interface]) -> int:
-    """0 near, 1 behind a router, 2 through a VPN, 3 through a bridge."""
+    """Return 0 for a near address, 1 behind a router, 2 through a VPN, 3 through a bridge."""
     scope = text.partition("%")[2]
     near = [
         place.rank

@@ -157,7 +157,7 @@ class HeadEnd:
             raise ClusterError(f"the device at {self.address} accepts no messages") from exc
 
     async def receive(self, timeout_s: float | None = NetworkTimings().answer_timeout_s) -> WorkerMessage:
-        """The worker's next message. Raises ``ClusterError`` if there is none within ``timeout_s`` (None:
+        """Return the worker's next message. Raises ``ClusterError`` if there is none within ``timeout_s`` (None:
         unlimited)."""
         while True:
             await asyncio.sleep(0)  # as above

@@ -73,7 +73,7 @@ ECHO_BYTES: Final = (0, 8 << 10, 32 << 10, 256 << 10, MAX_ECHO_BYTES)
 """The sizes of replies to ``Echo``: fixed, so that they can be prepared and a flood of requests uses no memory."""
 MAX_CONTACTS: Final = 1024
 MAX_MESSAGE_TIMES: Final = 16
-"""The most message sizes in a link's measurements."""
+"""Limit of the message sizes in a link's measurements."""
 MAX_ROUND_TRIP_S: Final = 3600.0
 MAX_LINK_BYTES_PER_S: Final = 1e13
 MAX_MEMORY_BYTES: Final = 1 << 50

@@ -118,9 +118,7 @@ def check_model(name: str | None, served: Sequence[ModelSettings]) -> None:
     """Raise ``RequestError`` (404) with the ``served`` models' names, unless ``name`` is one of them, or empty."""
     names = [name for model in served for name in model.all_names]
     if name and not any(model.is_called(name) for model in served):
-        these = (
-            f"these are: {', '.join(names)}; --alias and --any-model add others" if names else "no model is served yet"
-        )
+        these = f"these are: {', '.join(names)}; --alias and --any-model add others" if names else "none is served yet"
         raise RequestError(
             f"the model '{printable(name, 200)}' is not served here; {these}",
             status=404,

@@ -234,9 +234,7 @@ class PatientProtocol(H11Protocol, asyncio.BufferedProtocol):
 
     def _wait_for_turn(self, *, has_replied: bool = False) -> None:
         check = self._check()
-        is_check = bool(check) and len(check) == len(
-            self._strict.trailing_data[0]
-        )  # several sent ahead count as a request
+        is_check = bool(check) and len(check) == len(self._strict.trailing_data[0])  # several make a request
         self._patience.starts.ready(
             self, self._machine, is_new=not has_replied and self.cycle is None, is_check=is_check
         )
