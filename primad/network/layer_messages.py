@@ -21,7 +21,7 @@ MAX_ASKED: Final = 4096
 MAX_CELLS_ASKED: Final = 64
 """Limit of KV blocks per request."""
 CELLS_BYTES: Final = 1 << 20
-"""KV cache per request: small, because the sender may be short of memory, for example because of its KV cache."""
+"""KV cache per request: small, since a device may send it precisely because it is short of memory."""
 MAX_REQUEST_BYTES: Final = 1 << 20
 """A request is at most ``MAX_ASKED`` digests."""
 MAX_REPLY_BYTES: Final = 16 << 20
