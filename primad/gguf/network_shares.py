@@ -43,7 +43,7 @@ class NetworkShares:
         return self.header.text("general.architecture")
 
     def down(self, layer: int, kind: str) -> TensorInfo | None:
-        """The down projection of the network of ``kind`` in ``layer``, if there is one; its columns are the network's values."""
+        """The down projection of the network of ``kind`` in ``layer``, if any; its columns are the network's values."""
         return self.header.tensors.get(f"blk.{layer}.ffn_down{kind}.weight")
 
     def downs(self, kind: str) -> list[TensorInfo]:
