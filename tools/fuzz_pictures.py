@@ -1,4 +1,4 @@
-"""Feed hostile files to the image process for some seconds: each is accepted or refused, and none may end the process.
+"""Feed hostile files to the picture process for some seconds: each is accepted or refused, and none may end the process.
 
     .venv/bin/python tools/fuzz_pictures.py --seconds 600 --seed 7 [--sounds]
 
@@ -35,7 +35,7 @@ async def _main(arguments: argparse.Namespace) -> int:
     print(f"seed {arguments.seed}: {found.accepted.total()} accepted, {found.refused.total()} refused")
     for name, count in [*found.accepted.most_common(12), *found.refused.most_common(20)]:
         print(f"{count:8d}  {name}")
-    print(f"this process grew by {grown >> 20} MB; the image process held up to {found.child_bytes >> 20} MB")
+    print(f"this process grew by {grown >> 20} MB; the picture process held up to {found.child_bytes >> 20} MB")
     arguments.findings.mkdir(parents=True, exist_ok=True)
     for number, (done, data, error) in enumerate(found.findings):
         path = arguments.findings / f"{arguments.seed}-{number}"

@@ -1,4 +1,4 @@
-"""Encoders of images and sound on the command line: next to the model, in the library, or in the hub's repository."""
+"""Encoders of pictures and sound on the command line: next to the model, in the library, or in the hub's repository."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def report_line(line: str) -> None:
 
 
 def fetched(name: HubName, config: Config, *, with_projector: bool = False) -> KeptModel:
-    """Download ``name`` from the hub, with bars on a terminal, and ``with_projector`` the file for its images.
+    """Download ``name`` from the hub, with bars on a terminal, and ``with_projector`` the file for its pictures.
 
     Raises as ``model_path``.
     """

@@ -117,7 +117,7 @@ NamedDevices = Annotated[
 Mmproj = Annotated[
     Path,
     typer.Option(
-        help="The image encoder, mmproj-….gguf. auto: the one next to the model or in its repository.",
+        help="The picture encoder, mmproj-….gguf. auto: the one next to the model or in its repository.",
         metavar="FILE|auto|none",
     ),
 ]

@@ -81,7 +81,7 @@ class RunOptions:
     mmproj_device: Annotated[
         str,
         typer.Option(
-            help="The device that encodes images; auto: the fastest.",
+            help="The device that encodes pictures; auto: the fastest.",
             metavar="NAME|auto",
             autocompletion=device_names,
         ),

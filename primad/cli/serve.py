@@ -66,7 +66,7 @@ class EndpointOptions:
     image_min_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Minimum tokens per image, for models that accept any size [default: the encoder's].",
+            help="Minimum tokens per picture, for models that accept any size [default: the encoder's].",
             min=1,
             max=MAX_IMAGE_TOKENS,
             show_default=False,
@@ -75,13 +75,13 @@ class EndpointOptions:
     image_max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Maximum tokens per image, for such models.", min=1, max=MAX_IMAGE_TOKENS, show_default=False
+            help="Maximum tokens per picture, for such models.", min=1, max=MAX_IMAGE_TOKENS, show_default=False
         ),
     ] = None
     fetch_images: Annotated[
         bool,
         typer.Option(
-            "--fetch-images", help="Download images that clients reference by http or https URL, from public sites."
+            "--fetch-images", help="Download pictures that clients reference by http or https URL, from public sites."
         ),
     ] = False
     tool_parser: Annotated[
@@ -439,7 +439,7 @@ def _serve_options(
 
 
 def image_tokens(endpoint: EndpointOptions) -> tuple[int, int]:
-    """Minimum and maximum tokens per image; 0 for the encoder's own."""
+    """Minimum and maximum tokens per picture; 0 for the encoder's own."""
     minimum, maximum = endpoint.image_min_tokens or 0, endpoint.image_max_tokens or 0
     if maximum and minimum > maximum:
         raise ConfigError(f"--image-min-tokens {minimum}: is more than --image-max-tokens {maximum}")

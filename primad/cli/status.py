@@ -266,7 +266,7 @@ def _drafts(drafts: DraftFigures) -> str:
 
 
 def _pictures(pictures: PicturesStatus) -> str:
-    """Where images are encoded."""
+    """Where pictures are encoded."""
     where = "" if pictures.device is None else f"; {printable(pictures.device)} encodes"
     return f"{show_count(pictures.encoded, 'picture')} encoded, {pictures.encoded_elsewhere} by other devices{where}"
 

@@ -1,4 +1,4 @@
-"""Whether models of this device take images and audio: the libraries of llama.cpp, and encoders that models lack."""
+"""Whether models of this device take pictures and audio: the libraries of llama.cpp, and encoders that models lack."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def fetch(
 ) -> KeptModel:
     """Fetch all of ``name`` into ``folder``, as the hub has it. Files of an earlier call are not fetched again.
 
-    ``with_projector`` also fetches its image encoder, if the repository has one.
+    ``with_projector`` also fetches its picture encoder, if the repository has one.
 
     Raises ``ConfigError`` if the hub does not have it, or refuses it; ``NotNowError`` while another process fetches it;
     ``DiskError`` if it does not fit; ``ModelError`` if a file is not what the hub says; ``DownloadStopped``.

@@ -48,7 +48,7 @@ class StoredModel:
 
     ``names`` are its names in its program. Without them its name is derived from its ``repository``, if any, and from
     its file, which is at ``relative`` in the store. ``problem`` says what is already known to be wrong. ``projector``
-    encodes its images. ``size_bytes``, ``parameters`` and ``quantisation`` are recorded by its program, if at all.
+    encodes its pictures. ``size_bytes``, ``parameters`` and ``quantisation`` are recorded by its program, if at all.
     """
 
     source: str

@@ -167,11 +167,11 @@ def too_small_for(context_tokens: int, model: ModelProfile) -> str:
     out = [name for name, tokens in needs.items() if tokens > context_tokens]
     trained = model.context_tokens or max(needs.values())
     never = [name for name in out if needs[name] > trained]
-    prefill_offload = [name for name in out if name not in never]
+    fitting = [name for name in out if name not in never]
     reasons = []
-    if prefill_offload:
-        enough = 1 << (max(needs[name] for name in prefill_offload) - 1).bit_length()
-        reasons.append(f"{_do_not_fit(prefill_offload)}: type --context {min(enough, trained)}")
+    if fitting:
+        enough = 1 << (max(needs[name] for name in fitting) - 1).bit_length()
+        reasons.append(f"{_do_not_fit(fitting)}: type --context {min(enough, trained)}")
     if never:
         reasons.append(f"{_do_not_fit(never)}: the model was trained with {trained} tokens")
     return "; ".join(reasons)

@@ -1,7 +1,7 @@
-"""Choose where the image encoder runs: on the head, or on the device and GPU where an image takes clearly less time.
+"""Choose where the picture encoder runs: on the head, or on the device and GPU where a picture takes clearly less time.
 Pure.
 
-An image is sent to another device as its file, and its embeddings come back; both transfers count. The head always
+A picture is sent to another device as its file, and its embeddings come back; both transfers count. The head always
 keeps room for the encoder, since it encodes itself whenever the other device cannot.
 """
 
@@ -20,7 +20,7 @@ from primad.planning.question import PlannedEncoder
 GAIN: Final = 0.1
 """Share of the time on the head's CPU that another place must save: messages over a network may be late."""
 PICTURE_BYTES: Final = 1 << 20
-"""Size of an image's file, as a camera or a screen gives it, made smaller by the client."""
+"""Size of a picture's file, as a camera or a screen gives it, made smaller by the client."""
 STAGING_BYTES: Final = 512 << 20
 """RAM of a process that computes on a GPU."""
 
@@ -29,7 +29,7 @@ STAGING_BYTES: Final = 512 << 20
 class EncoderPlace:
     """The ``device`` that encodes, on its ``gpu`` by llama.cpp's name for it (empty: its CPU).
 
-    An image takes ``picture_s`` there, including transfers; 0 where its sizes are not known.
+    A picture takes ``picture_s`` there, including transfers; 0 where its sizes are not known.
     """
 
     device: str
@@ -41,7 +41,7 @@ def encoder_place(
     encoder: PlannedEncoder | None, wish: str | None, plan: Plan, question: Instance
 ) -> EncoderPlace | None:
     """Return where ``encoder`` runs next to the layers of ``plan``: on the wished device if it has room, or where an
-    image takes the least time, or on the head's CPU where nothing is clearly faster."""
+    picture takes the least time, or on the head's CPU where nothing is clearly faster."""
     if encoder is None:
         return None
     found = list(_places(encoder, plan, question, wish))

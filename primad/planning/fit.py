@@ -83,9 +83,9 @@ def fit_all(
             planned(len(fits))
         found = ranked(fits)
         wished = next((each for each in found if not each.is_best and each.runs != "memory"), None)
-        prefill_offload = "" if wished is None else _help(dict(questions)[wished.name], wished, pool)
+        help_line = "" if wished is None else _help(dict(questions)[wished.name], wished, pool)
     names = [device.device for device in questions[0][1].devices]
-    return FitResult(schema=SCHEMA, devices=names, models=found, help=prefill_offload)
+    return FitResult(schema=SCHEMA, devices=names, models=found, help=help_line)
 
 
 def ranked(fits: Iterable[Fit]) -> list[Fit]:

@@ -28,7 +28,7 @@ class Forecast:
     It was made with the ``corrections`` learnt until then, for ``sequences`` concurrent requests with a context of
     ``context_tokens`` each; ``why_sequences`` and ``why_context`` say why there is not more, where it was not asked
     for. Attention is ``flash`` attention or not, with ``small_windows`` as in ``Workload``. ``batches`` says how decode
-    tokens are batched, ``drafting`` how drafts are computed, by a model on ``draft_device`` if there is one; images are
+    tokens are batched, ``drafting`` how drafts are computed, by a model on ``draft_device`` if there is one; pictures are
     encoded at ``encoder_place``. ``question`` is what was planned for; ``why_parallel`` says why devices share layers
     or not, where that was a choice.
     """

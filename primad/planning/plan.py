@@ -50,7 +50,7 @@ class Planned:
     forecast.
 
     ``why_sequences`` and ``why_context`` say why they are not more, where they were not asked for. Drafts are computed
-    as ``drafting`` says, by the draft model on ``draft_device`` if there is one; images are encoded at
+    as ``drafting`` says, by the draft model on ``draft_device`` if there is one; pictures are encoded at
     ``encoder_place``.
     """
 

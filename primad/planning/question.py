@@ -72,10 +72,10 @@ class PlannedDraft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedEncoder:
-    """The encoder of images, if the model ``sees``, and of sound; its process takes ``memory_bytes``, always reserved
+    """The encoder of pictures, if the model ``sees``, and of sound; its process takes ``memory_bytes``, always reserved
     on the head.
 
-    An image takes ``picture_flop`` and becomes ``encoded_bytes``; 0 where the file does not say.
+    A picture takes ``picture_flop`` and becomes ``encoded_bytes``; 0 where the file does not say.
     """
 
     sees: bool
@@ -95,7 +95,7 @@ class Question:
     """What is to be planned. ``head`` is None where the best head is to be found.
 
     ``links`` are the known ones; other pairs get ``default_link``. ``draft`` is the draft model, if there is one,
-    ``encoder`` the image encoder. A model not known to be exact for concurrent requests runs one at a time
+    ``encoder`` the picture encoder. A model not known to be exact for concurrent requests runs one at a time
     (``may_be_several``). At most ``max_ranks`` devices share each layer, cut by ``units`` where these are known, and
     then hold ``share_bytes`` of the file.
     """
@@ -154,7 +154,7 @@ def ask(
 
 
 def with_room_for_encoder(question: Question, head: str) -> Question:
-    """Return ``question`` for ``head``, with the image encoder's part taken from its RAM."""
+    """Return ``question`` for ``head``, with the picture encoder's part taken from its RAM."""
     if question.encoder is None:
         return question
     return replace(

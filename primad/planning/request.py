@@ -32,7 +32,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     One of ``heads`` is the head (empty: the first device), devices of ``require`` have layers, and no device uses more
     than its ``limits``. The plan that was ``served`` before passes on its sequences, if they fit, and its context; with
     ``keeps_attention`` its attention too, and with ``keeps_context`` its context stays unchanged. A model has one
-    request at a time unless it ``may_be_several``. ``draft`` is the draft model, ``encoder`` the image encoder; the
+    request at a time unless it ``may_be_several``. ``draft`` is the draft model, ``encoder`` the picture encoder; the
     head's memory is given without their parts. Devices that are ``shared`` with other models are used where that gains
     something. What is ``settled`` is not searched again, nor is a plan that asks less of devices: such a plan is only
     compared. A tensor-parallel group of the model has at most ``max_ranks`` devices, whose shares are cut by ``units``,

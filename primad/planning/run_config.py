@@ -31,8 +31,8 @@ class RunConfig:
     whether batches must be exact. A typical request has ``prompt_tokens`` and ``answer_tokens``.
 
     ``experts`` says where the experts of layers on a GPU are. ``speculate`` selects the drafts; a draft model runs on
-    ``draft_on``; images are encoded on ``encoder_on``, if it has room. A step has room for ``whole_rows``, the most
-    tokens of an image that must be in one step.
+    ``draft_on``; pictures are encoded on ``encoder_on``, if it has room. A step has room for ``whole_rows``, the most
+    tokens of a picture that must be in one step.
 
     ``parallel``: each device has whole layers, or all have a share of each layer, or whichever is faster; partial sums
     are sent as ``wire`` says.

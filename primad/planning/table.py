@@ -214,7 +214,7 @@ def _facts(answer: Explanation) -> Table:
 
 
 def _encoding(model: ModelJson) -> str:
-    """Where an image is encoded, and how long that takes."""
+    """Where a picture is encoded, and how long that takes."""
     if model.picture_ms is None:
         return ""
     where = f"{model.encoder_device} ({model.encoder_gpu})" if model.encoder_gpu else model.encoder_device

@@ -196,9 +196,9 @@ def check_gpu(gpu: GpuProfile, path: str = "gpu.") -> None:
     _at_most(gpu, "vram_available_bytes", "vram_total_bytes", path)
     _check_speeds(gpu.speeds, f"{path}speeds", gpu.vram_read_bytes_per_s, f"{path}vram_read_bytes_per_s")
     _check_bounds(gpu.routing, f"{path}routing.")
-    _check_types(gpu.prefill_offload, f"{path}helped")
-    for number, prefill_offload in enumerate(gpu.prefill_offload):
-        _check_bounds(prefill_offload, f"{path}helped[{number}].")
+    _check_types(gpu.prefill_offload, f"{path}prefill_offload")
+    for number, speed in enumerate(gpu.prefill_offload):
+        _check_bounds(speed, f"{path}prefill_offload[{number}].")
 
 
 def check_disk(disk: DiskProfile) -> None:

@@ -1,4 +1,4 @@
-"""llama.cpp's encoders of images and audio as a table: the contents of a file of each, and models for it.
+"""llama.cpp's encoders of pictures and audio as a table: the contents of a file of each, and models for it.
 
 A line of tensors is ``name:dims``, the outermost dimension first. ``name+`` has a bias of the first dimension in
 addition to its weight, and ``name=`` is written unchanged. A dimension is a number, a letter of ``Eye.sizes``, or a
@@ -69,7 +69,7 @@ _SAM: Final = (
     "v.sam.neck.3+:16 v.sam.net_2:16,16,3,3 v.sam.net_3:w,16,3,3 v.view_seperator=:t "
     + "".join(
         f"v.sam.blk.{layer}.{part} "
-        for layer in range(3)  # the third sees the whole image
+        for layer in range(3)  # the third sees the whole picture
         for part in _SAM_LAYER.split()
     )
 )
@@ -95,7 +95,7 @@ class Family:
 
     ``layer`` has the tensors of a layer, ``others`` the rest, ``keys`` the keys under ``clip.vision``; keys with a full
     name are used as they are.
-    An image of any size becomes ``side`` squared pixels unless the encoder ``fits`` the image. Patches are ``patch``
+    A picture of any size becomes ``side`` squared pixels unless the encoder ``fits`` the picture. Patches are ``patch``
     pixels wide; ``merge`` squared patches are one token for the model.
     """
 
@@ -110,18 +110,18 @@ class Family:
     model_width: int = 0
     """Required width of the models; 0: any."""
     looks_ahead: bool = False
-    """Whether each token of an image attends to all of them."""
+    """Whether each token of a picture attends to all of them."""
     values: Mapping[str, list[int]] = field(default_factory=dict)
     """Additional metadata of the models, without their prefix."""
     projector: str = ""
     """llama.cpp's name of it, if different."""
     layout: str = ""
-    """Layout of an image's tokens, where positions have parts."""
+    """Layout of a picture's tokens, where positions have parts."""
     hears: bool = False
     """Whether it takes audio; its keys are then under ``clip.audio``."""
     activation: str = "use_gelu"
     words: tuple[str, ...] = ()
-    """Tokens of the model around an image or its parts."""
+    """Tokens of the model around a picture or its parts."""
 
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -502,7 +502,7 @@ class Eye:
 
     @property
     def rows(self) -> int:
-        """Tokens of an image, if every image becomes ``side`` squared pixels."""
+        """Tokens of a picture, if every picture becomes ``side`` squared pixels."""
         return (self.side // self.patch // self.merge) ** 2
 
     def sizes(self, model_width: int) -> dict[str, int]:

@@ -44,7 +44,7 @@ async def fuzz(service: PictureService, files: Iterable[tuple[str, bytes]]) -> T
 
 
 def tiny_service(folder: Path, *, hears: bool = False) -> PictureService:
-    """Return the media process of a tiny model for images, or for audio if it ``hears``; its files are written to
+    """Return the media process of a tiny model for pictures, or for audio if it ``hears``; its files are written to
     ``folder``."""
     shape = write_model(folder / "model.gguf", architecture="gemma4" if hears else "llama")
     write_encoder(folder / "encoder.gguf", "gemma4ua" if hears else "janus_pro", shape.width)

@@ -1,4 +1,4 @@
-"""Image and audio files that a client may send: valid ones of all formats, and an attacker's mutations of them."""
+"""Picture and audio files that a client may send: valid ones of all formats, and an attacker's mutations of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STRANGE: Final = (
     b"fLaC" + bytes(100),
     b"%PDF-1.7\n",
 )
-"""Files that are no image, or of an unsupported format."""
+"""Files that are no picture, or of an unsupported format."""
 
 
 def png_file(random: Random) -> bytes:
@@ -121,7 +121,7 @@ def bmp_file(random: Random) -> bytes:
 
 
 def bomb(random: Random) -> bytes:
-    """Return some kB that decode to, or declare, as many pixels as an image may have, or more."""
+    """Return some kB that decode to, or declare, as many pixels as a picture may have, or more."""
     if random.random() < 0.3:
         return _webp_bomb(random)
     width, height = random.choice(((5_000, 6_000), (1, 1 << 24), (1 << 24, 1), (40_000, 40_000), (5_700, 5_800)))

@@ -1,4 +1,4 @@
-"""Tiny image encoders for tests: a GGUF next to a model of ``tools/synth.py``, with random weights.
+"""Tiny picture encoders for tests: a GGUF next to a model of ``tools/synth.py``, with random weights.
 
 Unlike a model's tensors (``tools/lab/zoo.py``), an encoder's cannot be listed by llama.cpp. The names and shapes here
 are those that its loader (``tools/mtmd/clip.cpp``) reads; it refuses a file that lacks one.
@@ -132,5 +132,5 @@ def png_chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def noise(seed: int, width: int = 48, height: int = 40) -> bytes:
-    """Return an image of noise as a PNG."""
+    """Return a picture of noise as a PNG."""
     return png(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))

@@ -1,4 +1,4 @@
-"""Compute a prompt with images with llama.cpp and its libmtmd alone: a ring must equal the result bit for bit."""
+"""Compute a prompt with pictures with llama.cpp and its libmtmd alone: a ring must equal the result bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from primad.system.allocator import zeroed
 from tools.lab import LabError
 
 Part = str | bytes
-"""Text, or the file of an image."""
+"""Text, or the file of a picture."""
 
 
 @llama.llama_log_callback  # type: ignore[untyped-decorator]
