@@ -1,4 +1,4 @@
-"""Shares of the layers' feed-forward networks: each rank has some values, as rows of gate and up and columns of down."""
+"""Shares of feed-forward networks: each rank has some values, as rows of gate and up and columns of down."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class LayerOrigin(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Run(NamedTuple):
-    """Read ``size`` bytes from ``offset`` of file ``file``; ``pieces``: begin in the chunk, bytes, begin in the run."""
+    """``size`` bytes from ``offset`` of file number ``file``; ``pieces``: (begin in the run, bytes, begin in the chunk)."""
 
     file: int
     offset: int

@@ -90,7 +90,8 @@ class WindowSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WindowPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A window for a device to load: ``spec`` has its files, ``assignment`` its GPU part and the bytes that stay in memory.
+    """A window for a device to load: ``spec`` has its files, ``assignment`` its GPU part and resident bytes.
+
     ``extra_buffers`` lets llama.cpp keep repacked or AMX copies of its weights.
     """
 
@@ -329,8 +330,8 @@ def token_embedding(header: Header) -> TensorInfo:
 
 
 def position_embedding(header: Header, table: Header | None = None) -> TensorInfo | None:
-    """The table that the head adds to the embedding by position, shape (width, positions); None for most models. ``table``
-    is the header of its file, if that is another one.
+    """The table that the head adds to the embedding by position, shape (width, positions); None for most models.
+    ``table`` is the header of its file, if that is another one.
 
     Raises ``ModelError`` if it has another width.
     """

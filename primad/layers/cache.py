@@ -1,4 +1,4 @@
-"""The layer files a device holds, by content: fetched once, checked against their digest, kept for the next time.
+"""The layer files on a device, by content hash: fetched once, checked against their digest, kept for later runs.
 
     <folder>/<digest>.gguf       a layer file; only its header changes when the layer moves to another window
     <folder>/<digest>-1.gguf     a second copy, where one device computes two layers of equal content
@@ -7,9 +7,9 @@
     <folder>/in-use-<pid>.json   the layers that a running process needs (``leases.py``)
     <folder>/partial/            files in transfer (``partial.py``); chunks that arrived are kept for the next run
 
-A file appears under its name only after all its chunks were hashed and flushed, so a crash leaves nothing half-written
-there. A file (or copy) that was there before this process started is hashed once, when it is first asked for, and again
-when its size or modification time show that another program wrote to it.
+A file gets its name only after all its chunks were hashed and flushed, so a crash leaves no half-written layer. A file
+(or copy) that is older than this process is hashed once, on first use, and again when its size or modification time
+shows that another program wrote to it.
 
 The digest of each layer from a hub is stored under the name of its origin, so that none is downloaded again after a
 stop.
@@ -55,15 +55,15 @@ STALE_S: Final = 7 * 86_400.0
 _DIGEST: Final = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 _FILE: Final = re.compile(rf"({_DIGEST.pattern})(-\d+)?\.(gguf|tree)")
 MAX_ORIGINS: Final = 10_000
-"""Number of layers, the latest, whose digests are stored."""
+"""Maximum number of layers whose digests are stored; the latest stay."""
 
 
 class LayerCache:
     """The layer files under ``folder``, at most ``limit_bytes`` of them.
 
-    One process at a time owns it: it writes, and at its start removes what an earlier one left on the way. Any other
-    opens it with ``owner=False`` to look and to prune, and creates nothing. Every method but ``hold`` and ``let_go`` may
-    block on the disk.
+    One process at a time owns it: that process writes, and at its start removes unfinished files of an earlier one. Other
+    processes open it with ``owner=False`` to read and to prune; they create nothing. Every method except ``lease`` and
+    ``end_lease`` may block on the disk.
     """
 
     def __init__(self, folder: Path, limit_bytes: int | None = None, *, owner: bool = True) -> None:
@@ -76,7 +76,7 @@ class LayerCache:
         self.origins = OriginBook(folder / "origins.json")
         """The digests of layers fetched from hubs."""
         self.turn = asyncio.Lock()
-        """Held by whoever fills the cache: two writers of one layer would undo each other's work."""
+        """Held while the cache is being filled: two writers of one layer would undo each other's work."""
         try:
             if owner:
                 self._partial.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ class LayerCache:
             raise DiskError(f"{folder}: the layer cache cannot be opened: {exc.strerror or exc}") from exc
 
     def _sweep(self) -> None:
-        """Remove files that cannot be resumed, and those that were not resumed for long."""
+        """Remove partial files that cannot be resumed or have not been resumed for long."""
         for path in self._partial.iterdir():
             resumable = path.suffix in (".part", ".journal")
             if not resumable or time.time() - path.lstat().st_mtime > STALE_S:
@@ -99,7 +99,7 @@ class LayerCache:
         return self._folder / f"{digest}.tree"
 
     def has(self, ref: LayerRef, stop: StopHashing = never) -> bool:
-        """Whether the layer is here and its weights hash to their name; a file that does not is removed.
+        """Whether the layer is here and its weights hash to its name; a file that does not match is removed.
 
         Raises ``DiskError`` when the disk refuses to read or remove it, ``HashingStopped`` at ``stop``.
         """
@@ -110,9 +110,9 @@ class LayerCache:
             return whole
 
     def touched(self, digests: Iterable[str]) -> list[Path]:
-        """The files of these layers that were whole and have another size, time or place now; reads none of them."""
+        """The files of these layers that were complete and now have another size, time or inode; reads none of them."""
         wanted, found = set(digests), []
-        for name, stamp in list(self._verified.items()):  # others are verified meanwhile, in threads
+        for name, stamp in list(self._verified.items()):  # threads verify other layers at the same time
             path = self._folder / name
             if path.stem.partition("-")[0] not in wanted:
                 continue
@@ -137,7 +137,7 @@ class LayerCache:
     def damaged(self, digest: str, *, fix: bool) -> list[Path]:
         """The damaged files of the layer, copies among them; ``fix`` removes them.
 
-        For a layer of which only the digest is known. Raises ``DiskError``.
+        Needs only the digest of the layer. Raises ``DiskError``.
         """
         with self._disk_errors(f"layer {digest[:12]} cannot be read"):
             files = sorted(self._folder.glob(f"{digest}*.gguf"))
@@ -164,7 +164,7 @@ class LayerCache:
         except OSError as exc:
             if exc.errno != errno.EIO:
                 raise
-            tree, hashed = b"", None  # rewriting it places it elsewhere on the disk
+            tree, hashed = b"", None  # a rewrite moves the file to another place on the disk
         if not is_tree_of(tree, digest, stamp[0] - HEADER_BYTES):
             self._verified.pop(path.name, None)
             return False
@@ -175,9 +175,9 @@ class LayerCache:
         return True
 
     def reader(self, digest: str) -> StoredLayer | None:
-        """The layer for a device that asks for it by a name that may be anything; None when it is not here.
+        """The layer for a device that requests it by ``digest``, an unchecked text; None if it is not here.
 
-        Hashes nothing: what is read of it is compared as it is read.
+        Hashes nothing: the bytes are compared with the digest as they are read.
         """
         if not _DIGEST.fullmatch(digest):
             return None
@@ -189,7 +189,7 @@ class LayerCache:
         return StoredLayer(digest, path, self._tree_path(digest), size_bytes) if size_bytes > 0 else None
 
     def copying(self, ref: LayerRef, source: LayerCut) -> Generator[int, None, None]:
-        """Copy the layer from the model file, yielding the bytes of one chunk a step; chunks that are here count first.
+        """Copy the layer from the model file, yielding the bytes of each chunk; chunks that are here already come first.
 
         Raises ``ModelError`` when the file cannot be read or has changed, ``DiskError`` when the disk refuses the
         bytes.
@@ -209,10 +209,9 @@ class LayerCache:
 
     @contextmanager
     def part(self, ref: LayerRef, *, hashed: bool = True) -> Iterator[PartialLayer]:
-        """The layer with the chunks that are here already, to add others to; safe from ``make_room`` while the block
-        runs.
+        """The layer with the chunks that are here already, to add others; safe from ``make_room`` inside the block.
 
-        If it is not ``hashed`` its name is that of its origin.
+        If it is not ``hashed``, its name is its origin.
 
         Chunks that arrived are kept for the next time, unless the disk refused: a ``DiskError`` in the block removes
         them. Raises ``DiskError`` when the chunks that are here cannot be read.
@@ -307,19 +306,19 @@ class LayerCache:
     # ---- use and room ------------------------------------------------------------------------------------------------
 
     def touch(self, digests: Iterable[str]) -> None:
-        """These layers are used now: they are the last to be pruned."""
+        """Mark these layers as used now, so that they are pruned last."""
         for digest in digests:
-            with contextlib.suppress(OSError):  # not here, or a disk that refuses: it only looks older than it is
+            with contextlib.suppress(OSError):  # not here, or the disk failed: the layer only looks older than it is
                 os.utime(self._tree_path(digest))
 
     def lease(self, owner: str, digests: Iterable[str]) -> None:
-        """Protect ``digests`` from pruning, also by other processes, in place of what ``owner`` held before."""
+        """Protect ``digests`` from pruning, also by other processes, replacing the earlier lease of ``owner``."""
         held = frozenset(digests)
         self._leases.lease(owner, held)
         self.touch(held)
 
     def end_lease(self, owner: str) -> None:
-        """``owner`` uses no layer any more."""
+        """End the lease of ``owner``."""
         self._leases.end(owner)
 
     def layers(self) -> list[CachedLayer]:
@@ -332,7 +331,7 @@ class LayerCache:
                 try:
                     status = path.stat()
                 except FileNotFoundError:
-                    continue  # pruned in this moment
+                    continue  # pruned concurrently
                 digest = match[1]
                 sizes[digest] = sizes.get(digest, 0) + status.st_size
                 if match[3] == "tree" or digest not in used:
@@ -344,7 +343,7 @@ class LayerCache:
         return sorted(found, key=lambda layer: (layer.used_s, layer.digest))
 
     def partial_bytes(self) -> int:
-        """Disk that layers on their way take. Raises ``DiskError``."""
+        """Disk space of partial layers. Raises ``DiskError``."""
         with self._disk_errors("cannot be listed"):
             return sum(map(_taken, _inside(self._partial)))
 
@@ -413,7 +412,7 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _taken(path: Path) -> int:
-    """Bytes on disk: a file on its way has holes where the system knows them."""
+    """Bytes on disk: a partial file has holes on systems that support them."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -423,7 +422,7 @@ def _taken(path: Path) -> int:
 
 
 class OriginBook:
-    """The digests of layers that were drawn, in the file ``memory``. One process at a time writes to it."""
+    """The digests of layers downloaded from a hub, in the file ``memory``. One process at a time writes to it."""
 
     def __init__(self, memory: Path) -> None:
         self._memory = memory
@@ -437,11 +436,11 @@ class OriginBook:
         return self._known
 
     def get(self, name: str) -> str | None:
-        """The digest of the layer of this origin, if it was drawn here."""
+        """The digest of the layer of this origin, if it was downloaded here."""
         return self._read().get(name)
 
     def put(self, name: str, digest: str) -> None:
-        """The layer of this origin turned out to be ``digest``. A disk that refuses costs another fetch, nothing else."""
+        """Record that the layer of this origin has ``digest``. If the disk fails, the layer may be fetched again."""
         known = self._read()
         known.pop(name, None)
         self._known = dict(list(known.items())[-(MAX_ORIGINS - 1) :]) | {name: digest}

@@ -1,5 +1,4 @@
-"""Fetch KV blocks of other devices into this device's store: missing ones are requested from all devices that may have
-them.
+"""Fetch missing KV blocks into this device's store, from all devices that may have them.
 
 A reply has several small blocks, or a piece of a large one. Received data is checked like a file (``kv/cells.py``) and
 must belong to the requested block; a source that sends anything else, or is silent, is left out. Blocks that do not
@@ -34,11 +33,11 @@ LayerRuns = Sequence[tuple[int, int]]
 """Layers ``first <= layer < last`` each, numbered as in the whole model."""
 
 _CELLS_AT_ONCE: Final = 256
-"""Positions times layers that are asked for at a time."""
+"""Positions times layers per request."""
 _MAX_CELL_BYTES: Final = 64 << 10
-"""Keys and values of one cell in one layer take no more in any model that is known."""
+"""Maximum bytes of one cell's keys and values in one layer, for any known model."""
 _STATES_AT_ONCE: Final = 1
-"""Layers of a state that are requested at a time; each may have megabytes."""
+"""Layers of a recurrent state per request; each may have megabytes."""
 _INDEX_BYTES: Final = 1 << 20
 
 
@@ -92,7 +91,7 @@ def first_run(bits: int) -> range:
 
 
 def lacking_layers(store: KvStore, blocks: Iterable[KvBlock], layers: LayerRuns, verify: bool) -> dict[str, int]:
-    """By key, the ``layers`` of ``blocks`` that are not in ``store`` (bits); blocks that are there whole are left out."""
+    """By key, the ``layers`` of ``blocks`` that are missing in ``store`` (bits); complete blocks are left out."""
     lacking: dict[str, int] = {}
     wanted = 0
     for first, last in layers:
@@ -103,7 +102,7 @@ def lacking_layers(store: KvStore, blocks: Iterable[KvBlock], layers: LayerRuns,
             here = store.layers(block.key)
             if verify and here:
                 for run in runs:
-                    store.read(block.key, run.start, run.stop)  # removes what is damaged
+                    store.read(block.key, run.start, run.stop)  # removes damaged blocks
                 here = store.layers(block.key)
         except DiskError as exc:
             logger.warning("KV cells that are kept cannot be looked at: %s", exc)
@@ -115,7 +114,7 @@ def lacking_layers(store: KvStore, blocks: Iterable[KvBlock], layers: LayerRuns,
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Blocks, and which of their layers a source is asked for."""
+    """A request to a source: blocks, and which of their layers."""
 
     keys: list[str]
     layers: range
@@ -171,13 +170,13 @@ class _Fetch:
         self._changed = asyncio.Event()
 
     def _wanted(self, key: str, refused: Mapping[str, int]) -> range:
-        """The first run of layers that are lacking of a block, but for those that were ``refused``; empty for none."""
+        """The first run of a block's missing layers, without those that were ``refused``; empty for none."""
         block = self._blocks[key]
         count = _STATES_AT_ONCE if block.is_state else max(1, _CELLS_AT_ONCE // (block.end - block.start))
         return first_run(self._lacking.get(key, 0) & ~refused.get(key, 0))[:count]
 
     async def _take(self, refused: Mapping[str, int]) -> _Asked | None:
-        """Blocks that lack the same layers, to request next; None at the end. Waits while other sources have requests."""
+        """The next blocks to request, all missing the same layers; None at the end. Waits for other sources."""
         while True:
             taken, layers, is_over = list[str](), range(0), True
             for key in self._lacking:
@@ -196,7 +195,7 @@ class _Fetch:
             await self._changed.wait()
 
     async def _ask(self, link: SourceLink, asked: _Asked) -> list[memoryview]:
-        """Of each of the leading blocks what came, empty for one that is not there.
+        """The data received for each of the leading blocks, empty for a block that the source lacks.
 
         Raises ``SourceError``, ``ProtocolError``.
         """
@@ -204,7 +203,7 @@ class _Fetch:
         at = sum(sizes[:-1])
         if at > len(data):
             raise ProtocolError("sent less of KV cells than it says, and only the last of them may be cut")
-        while (got := len(data) - at) < sizes[-1]:  # the rest of one that is larger than a reply
+        while (got := len(data) - at) < sizes[-1]:  # the rest of a block that is larger than a reply
             again, more = await self._request(link, [asked.keys[len(sizes) - 1]], asked.layers, got)
             if again != sizes[-1:] or not more:
                 raise SourceError("does not give the rest of KV cells that it began to give")
@@ -213,7 +212,7 @@ class _Fetch:
         return [memoryview(data)[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
     async def _keep(self, asked: _Asked, came: list[memoryview], refused: dict[str, int]) -> None:
-        """Keep what ``came``. Raises ``SourceError``, ``CellsError``, ``DiskError``."""
+        """Store the received data. Raises ``SourceError``, ``CellsError``, ``DiskError``."""
         try:
             parts = []
             for key, part in zip(asked.keys, came, strict=False):
@@ -222,7 +221,7 @@ class _Fetch:
                 else:
                     refused[key] = refused.get(key, 0) | bits_of(asked.layers)
             for (block, _), new in zip(parts, await in_thread(self._put, parts, asked.layers), strict=True):
-                before = range(asked.layers.start, new.start)  # it gives the first that it has
+                before = range(asked.layers.start, new.start)  # a source sends the first layers that it has
                 refused[block.key] = refused.get(block.key, 0) | bits_of(before)
                 self._lacking[block.key] &= ~bits_of(new)
                 if not self._lacking[block.key]:
@@ -237,7 +236,7 @@ class _Fetch:
     async def _request(
         self, link: SourceLink, keys: list[str], layers: range, offset: int
     ) -> tuple[list[int], bytearray]:
-        """Sizes of the parts of the leading ``keys``, and the bytes that came of them."""
+        """Sizes of the parts of the leading ``keys``, and the received bytes."""
         await link.ask(FetchCells(keys=keys, first=layers.start, last=layers.stop, offset=offset))
         reply, data = await link.answer(self._fetcher.transfers.timings.silence_timeout_s)
         if not isinstance(reply, Cells) or len(reply.sizes) > len(keys):

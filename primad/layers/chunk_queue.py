@@ -24,7 +24,7 @@ class ChunkId(NamedTuple):
 
 
 class ChunkQueue:
-    """Pieces that are lacking, and who was asked for which. ``under_way`` pieces are asked of a source at a time."""
+    """Missing pieces, and the source each was requested from. A source has up to ``under_way`` requests at a time."""
 
     def __init__(self, sources: Iterable[str], under_way: int) -> None:
         assert under_way > 0
@@ -34,7 +34,7 @@ class ChunkQueue:
         self._asked: dict[str, set[ChunkId]] = {source: set() for source in self._holds}
 
     def add(self, digest: str, numbers: Iterable[int]) -> None:
-        """These pieces of layer ``digest`` are lacking; none of them was added before."""
+        """Add missing pieces of layer ``digest``; none of them may have been added before."""
         fresh = dict.fromkeys(numbers)
         if fresh:
             self._lacking.setdefault(digest, {}).update(fresh)
@@ -45,7 +45,7 @@ class ChunkQueue:
             self._holds[source] = frozenset(digests)
 
     def take(self, source: str) -> ChunkId | None:
-        """The next piece to ask ``source`` for; None while it has enough to do or has nothing that is lacking."""
+        """The next piece to request from ``source``; None while it has enough requests or holds no missing piece."""
         holds = self._holds.get(source)
         if holds is None or len(self._asked[source]) >= self._under_way:
             return None
@@ -60,7 +60,7 @@ class ChunkQueue:
         return None
 
     def is_asked(self, source: str, piece: ChunkId) -> bool:
-        """Whether ``source`` was asked for ``piece`` and has not answered."""
+        """Whether a request for ``piece`` to ``source`` is outstanding."""
         return piece in self._asked.get(source, ())
 
     def arrived(self, source: str, piece: ChunkId) -> None:
@@ -68,7 +68,7 @@ class ChunkQueue:
         self._asked[source].remove(piece)
 
     def refused(self, source: str, piece: ChunkId) -> None:
-        """``source`` does not have the layer of ``piece`` after all; its other answers about it may still come."""
+        """``source`` does not have the layer of ``piece`` after all; its other replies about the layer may still arrive."""
         held = self._holds[source]
         assert held is not None
         self._holds[source] = held - {piece.digest}
@@ -82,15 +82,15 @@ class ChunkQueue:
             self._return(piece)
 
     def _return(self, piece: ChunkId) -> None:
-        """``piece`` is lacking again, and goes first."""
+        """Put ``piece`` back at the front of the queue."""
         self._lacking = {piece.digest: {piece.number: None} | self._lacking.pop(piece.digest, {})} | self._lacking
 
     def under_way(self, source: str) -> int:
-        """How many pieces ``source`` was asked for and has not answered."""
+        """Number of outstanding requests to ``source``."""
         return len(self._asked.get(source, ()))
 
     def unavailable(self) -> list[str]:
-        """The layers with missing parts that no source can give, including those not yet reached."""
+        """The layers with missing parts that no source holds, counting sources that were not reached yet."""
         holders = list(self._holds.values())
         if None in holders:
             return []

@@ -1,9 +1,9 @@
 """Download layers from a model's hub into the cache, chunk by chunk over a few connections.
 
-A device asks the hub itself; if it cannot reach it, or is limited by it, it asks the head, which passes on what it
-reads and stores nothing. A chunk that does not arrive is requested again at growing intervals, and arrived chunks are
-kept. Single chunks cannot be verified: they are what the hub, in its encrypted connection, gives as the revision that
-the head looked at. The digest of the whole layer is compared if any device has fetched it before.
+A device asks the hub itself. If the hub is unreachable or limits the device, it asks the head, which relays chunks and
+stores none. A chunk that does not arrive is requested again at growing intervals, and arrived chunks are kept. Single
+chunks cannot be verified: the device trusts what the hub sends, over an encrypted connection, for the revision that the
+head saw. The digest of the whole layer is compared if any device has fetched it before.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from primad.system.tasks import in_thread
 logger = logging.getLogger(__name__)
 
 LANES: Final = 4
-"""Connections at a time; each has a chunk in memory."""
+"""Concurrent connections; each has a chunk in memory."""
 TRIES: Final = 7
-"""A chunk that did not come so often in a row, over a minute, does not come that way."""
+"""After this many failures of a chunk in a row, over a minute, its source is given up."""
 
 
 async def download_layers(
@@ -40,10 +40,10 @@ async def download_layers(
     progress: Callable[[int], None],
     downloaded: Callable[[str, str, bytes], None],
 ) -> None:
-    """Have ``layers`` in ``cache``.
+    """Download the missing ``layers`` into ``cache``.
 
-    ``progress`` is called with bytes as they arrive, and first with those that are here; ``downloaded`` with the name
-    of the origin, the digest and the tree of each layer when it is whole. Cancelling waits for one chunk to be written.
+    ``progress`` is called first with the bytes that are here, then with bytes as they arrive; ``downloaded`` with the
+    origin's name, the digest and the tree of each complete layer. Cancelling waits for one chunk to be written.
     Raises ``ClusterError`` with the reasons when no source gives a chunk, or when a layer differs from an earlier
     fetch; ``DiskError`` when this device's disk refuses it.
     """
@@ -76,7 +76,7 @@ class _Download:
         self._lacking: deque[tuple[str, int]] = deque()
 
     async def run(self) -> None:
-        """Draw until all is here. Raises as ``download_layers``."""
+        """Download until all layers are complete. Raises as ``download_layers``."""
         for name, part in self._parts.items():
             if part.tree is None:
                 await in_thread(self._cache.begin, part)
@@ -93,7 +93,7 @@ class _Download:
             raise failed.exceptions[0] from None
 
     async def _run_lane(self) -> None:
-        """Fetch over one connection at a time, by the way that is open, until nothing is lacking or no way is left."""
+        """Fetch over one connection at a time, from the current source, until no chunk is missing or no source is left."""
         while self._lacking:
             way = self._way
             if way == len(self._makers):
@@ -121,7 +121,7 @@ class _Download:
             await self._finish(name)
 
     async def _chunk(self, source: ChunkSource, way: int, layer: WantedLayer, number: int) -> bytes | None:
-        """A chunk; None where ``way`` leads nowhere, so that all lanes take the next one."""
+        """A chunk; None if source number ``way`` fails, so that all lanes change to the next one."""
         tries = 0
         while way == self._way:
             try:
@@ -142,7 +142,7 @@ class _Download:
         return None
 
     async def _finish(self, name: str) -> None:
-        """Flush and name a layer that is complete; one that is not what it was before is not kept."""
+        """Flush and name a complete layer; remove it if its digest differs from an earlier fetch."""
         layer, part = self._layers[name], self._parts[name]
         if layer.is_hashed and part.digest != layer.ref.digest:
             digest = part.digest

@@ -33,7 +33,7 @@ class Disk:
         return reserve_bytes(self.total_bytes)
 
     def excess(self, needed_bytes: int) -> int:
-        """How much must go before ``needed_bytes`` more fit; 0 or less when they fit."""
+        """Bytes to evict before ``needed_bytes`` more fit; 0 or less when they fit."""
         over = needed_bytes + self.reserve_bytes - self.free_bytes
         return over if self.limit_bytes is None else max(over, self.used_bytes + needed_bytes - self.limit_bytes)
 

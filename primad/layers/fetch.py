@@ -1,9 +1,9 @@
 """Fetch layers by content, concurrently from all devices that hold them.
 
-Each source is asked which of the layers it holds and keeps a few requests in flight; faster ones give more
+Each source reports which of the layers it holds and has a few requests in flight, so faster sources deliver more
 (``layers/chunk_queue.py``). Every chunk is compared with the layer's tree and the tree with the layer's digest, so no
-source can put anything else into the cache: one that dies, stalls or sends other bytes is left out, and the rest
-continues. Chunks that arrived stay in the cache when the fetch ends early, and are not sent again.
+source can put anything else into the cache. A source that dies, stalls or sends wrong bytes is dropped; the others
+continue. Chunks that arrived stay in the cache when the fetch ends early, and are not sent again.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from primad.system.tasks import in_thread, to_its_end
 logger = logging.getLogger(__name__)
 
 UNDER_WAY: Final = 4
-"""Pieces asked of one source at a time."""
+"""Concurrent requests to one source."""
 UNDER_WAY_TOTAL: Final = 16
-"""Pieces asked of all sources together where there are many: so much memory a fetch takes, in chunks."""
+"""Concurrent requests to all sources together; this bounds the memory of a fetch, in chunks."""
 MAX_SOURCES: Final = 64
 
 _Answer = TypeVar("_Answer")
@@ -56,8 +56,8 @@ async def fetch_layers(
 ) -> None:
     """Fetch the layers ``refs`` into ``cache``.
 
-    ``progress`` is called with bytes as they arrive, and first with those that an earlier fetch left; together the size
-    of ``refs``. Cancelling waits for one chunk to be written. Raises ``ClusterError`` that names the layers and the
+    ``progress`` is called first with the bytes that an earlier fetch left, then with bytes as they arrive; the sum is
+    the size of ``refs``. Cancelling waits for one chunk to be written. Raises ``ClusterError`` that names the layers and the
     reasons when no source is left that has the missing parts, ``DiskError`` when this device's disk refuses them.
     """
     async with cache.turn:
@@ -70,7 +70,7 @@ async def fetch_layers(
 async def begun(
     cache: LayerCache, refs: Iterable[LayerRef], *, hashed: bool = True
 ) -> AsyncIterator[dict[str, PartialLayer]]:
-    """By name what is here of each of ``refs``, to add chunks to; there is room for the rest. As ``LayerCache.part``."""
+    """By name, the partial layer of each of ``refs``, to add chunks; makes room for the rest. As ``LayerCache.part``."""
     with ExitStack() as stack:
         parts: dict[str, PartialLayer] = {
             ref.digest: await in_thread(stack.enter_context, cache.part(ref, hashed=hashed)) for ref in refs
@@ -82,8 +82,8 @@ async def begun(
 async def missing_layers(
     cache: LayerCache, refs: Iterable[LayerRef], present: Callable[[int], None] = lambda _: None
 ) -> list[LayerRef]:
-    """Those of ``refs`` that are not complete in ``cache``, each once; ``present`` is called with the size of every
-    other one.
+    """The ``refs`` that are not complete in ``cache``, each once; ``present`` is called with the size of every complete
+    one.
 
     Stopping waits for one chunk to be hashed.
     """
@@ -97,7 +97,7 @@ async def missing_layers(
 
 
 async def held_by_any(transfers: Transfers, sources: Sequence[Contact], digests: Sequence[str]) -> set[str]:
-    """Those of the layers ``digests`` that at least one of ``sources`` holds; one that cannot be reached holds none."""
+    """The layers of ``digests`` that at least one of ``sources`` holds; an unreachable source holds none."""
 
     async def ask(source: Contact) -> list[str]:
         try:
@@ -112,7 +112,8 @@ async def held_by_any(transfers: Transfers, sources: Sequence[Contact], digests:
 
 
 async def hash_in_thread(function: Callable[..., _Answer], *arguments: object) -> _Answer:
-    """As ``in_thread`` for what hashes a layer and takes a ``Stop`` last: cancelled, it waits for one chunk and no more."""
+    """As ``in_thread``, for a function that hashes a layer and takes a stop as its last argument. Cancelling waits for one
+    chunk only."""
     stop = threading.Event()
     return await to_its_end(asyncio.to_thread(function, *arguments, stop.is_set), stop.set)
 
@@ -120,7 +121,7 @@ async def hash_in_thread(function: Callable[..., _Answer], *arguments: object) -
 async def hash_layers(
     cutter: ModelCutter, layers: Sequence[int], progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Hash those of ``layers`` that were not yet, and keep it; ``progress`` hears how many are done."""
+    """Hash the ``layers`` that have no known hash, and save the hashes; ``progress`` gets the number done."""
     for done, layer in enumerate(layers):
         progress(done)
         await hash_in_thread(cutter.ref, layer)
@@ -166,7 +167,7 @@ class _Fetch:
             raise self._unavailable()
 
     def _wake(self) -> None:
-        """There may be something to ask for that there was not before."""
+        """Wake sources that wait for pieces to request."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -1,6 +1,6 @@
 """Which layers are in use, and by which process: layers of a running daemon are never pruned.
 
-    <folder>/in-use-<pid>.json    the layers that the process ``pid`` holds; void once that process has ended
+    <folder>/in-use-<pid>.json    the layers that process ``pid`` holds; invalid once that process has ended
 
 A process id is reused sooner or later, so the file also says when its process started (``start_of``).
 """
@@ -31,7 +31,7 @@ class _InUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Leases:
-    """The layers (digests) that processes hold of the cache in ``folder``, by owner: a name for what uses them."""
+    """The layers (digests) of the cache in ``folder`` that processes hold, by owner, a name for the user of the layers."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -66,7 +66,7 @@ class Leases:
             try:
                 other = msgspec.json.decode(path.read_bytes(), type=_InUse)
             except FileNotFoundError:
-                continue  # let go in this moment
+                continue  # released concurrently
             except (OSError, msgspec.DecodeError) as exc:
                 logger.warning("%s: cannot be read (%s), so it protects no layer; remove it", path, exc)
                 continue
@@ -89,5 +89,5 @@ class Leases:
             started, since_boot = start_of(os.getpid())
             note = _InUse(pid=os.getpid(), started=started, since_boot=since_boot, holds=holds)
             write_whole(path, msgspec.json.encode(note))
-        except OSError as exc:  # this process still knows; only a prune from another one would not
+        except OSError as exc:  # this process still has them in memory; only pruning by another process would miss them
             logger.warning("%s: cannot be written: %s; do not prune while this daemon runs", path, exc.strerror or exc)

@@ -3,8 +3,8 @@
     <digest>.part       the file, of full length from the start
     <digest>.journal    the tree, followed by one byte per chunk: 1 when the chunk was written
 
-The journal is trusted if its tree hashes to the digest, and a chunk that it calls written is hashed before it counts:
-after a power cut the two files may disagree. A layer without a known digest is named by its origin, and its tree grows
+The journal is trusted if its tree hashes to the digest. A chunk that it marks as written is hashed before it counts,
+since the two files may disagree after a power cut. A layer without a known digest is named by its origin, and its tree grows
 as chunks arrive.
 """
 
@@ -46,7 +46,7 @@ class PartialLayer:
         self.tree: bytes | None = None
 
     def resume(self) -> None:
-        """Take over what an earlier run left, as far as it hashes; anything else is removed."""
+        """Keep the chunks of an earlier run whose hashes are right; remove the rest."""
         try:
             content = self._journal.read_bytes()
             whole = self.path.stat().st_size == self.ref.file_bytes
@@ -121,7 +121,7 @@ class PartialLayer:
         self.path.replace(path)
 
     def discard(self) -> None:
-        """Remove what is here; the next ``resume`` finds nothing."""
+        """Remove all chunks; the next ``resume`` finds nothing."""
         for path in (self.path, self._journal):
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()

@@ -1,4 +1,4 @@
-"""When so much may be sent under a bandwidth cap, decided without clock or socket."""
+"""Decide when bytes may be sent under a bandwidth cap, without clock or socket."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BURST_S: Final = 0.25
 
 
 class TokenBucket:
-    """At most ``bytes_per_s`` on average; None: no cap. After a pause a quarter of a second's worth goes at once."""
+    """At most ``bytes_per_s`` on average; None: no cap. After a pause, a quarter of a second's worth is sent immediately."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
         assert bytes_per_s is None or bytes_per_s > 0

@@ -1,7 +1,7 @@
 """Serve this device's layers and KV cache to devices that lack them: head and workers all do.
 
-A device that asks has proven its key at the gate. Requests wait in a bounded queue per owner and are served in turns, a
-few at a time, so that a greedy device delays only itself. Nothing is sent unasked. When a connection does not accept
+A requesting device has proven its key at the gate. Requests wait in a bounded queue per owner and are served in turns,
+a few at a time, so that a greedy device delays only itself. Nothing is sent without a request. When a connection does not accept
 data, everything after ``SEND_LIMIT`` chunks is dropped.
 """
 
@@ -50,11 +50,11 @@ REQUESTS_WAITING: Final = 32
 """Per device; a fetch has at most four in flight."""
 COMPLAIN_EVERY_S: Final = 10.0
 SEND_LIMIT: Final = 8
-"""Messages that wait for a connection to take them."""
+"""Maximum number of messages that wait for a connection to accept them."""
 
 
 class LayerSource(Protocol):
-    """A layer that can be given away: ``gguf.layers.LayerCut`` and ``gguf.layer_file.StoredLayer``."""
+    """A layer that can be served: ``gguf.layers.LayerCut`` and ``gguf.layer_file.StoredLayer``."""
 
     @property
     def size_bytes(self) -> int:
@@ -68,14 +68,15 @@ class LayerSource(Protocol):
 
 
 FindLayer = Callable[[str], LayerSource | None]
-"""The layer of a digest that may be any text, or None; called in threads."""
+"""Return the layer of a digest, which may be any text, or None; called in threads."""
 
 
 class LayerServer:
-    """Answers on ``port`` for the layers that ``find`` knows and the KV cells in ``cells``, ``bytes_per_s`` at most all
-    together (None: no cap).
+    """Serves on ``port`` the layers that ``find`` returns and the KV cells in ``cells``, at most ``bytes_per_s`` in total
+    (None: no cap).
 
-    ``allows`` is asked at each request whether the sender's key is still trusted; by default whoever passed the gate is.
+    ``allows`` checks at each request whether the sender's key is still trusted; by default every device that passed the
+    gate is.
     Raises ``ClusterError`` when it cannot listen on ``host``.
     """
 
@@ -114,7 +115,7 @@ class LayerServer:
 
     async def _receive(self) -> None:
         while True:
-            await asyncio.sleep(0)  # what is there already is received without a pause: who asks much would hold up all
+            await asyncio.sleep(0)  # ``recv`` does not yield while messages wait: one busy device would delay all
             peer, *frames = await self._socket.recv_multipart(copy=False)
             try:
                 key, request = self._judge(frames)
@@ -195,14 +196,14 @@ def _read(layer: LayerSource, request: FetchChunk) -> bytes:
 
 
 class _Line:
-    """Requests that wait, and those that wait for them."""
+    """Waiting requests, and their senders."""
 
     def __init__(self) -> None:
         self._turns = Turns[tuple[bytes, TransferRequest]]()
         self._count = asyncio.Semaphore(0)
 
     def put(self, key: str, peer: bytes, request: TransferRequest) -> bool:
-        """Have ``request`` wait for its turn; False, and it does not, where too many of that device do."""
+        """Queue ``request`` for its turn; return False, and drop it, if that device has too many waiting."""
         if self._turns.waiting(key) >= REQUESTS_WAITING:
             return False
         self._turns.add(key, (peer, request))

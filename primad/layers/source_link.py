@@ -29,7 +29,7 @@ from primad.trust.identity import Identity
 
 RECEIVE_LIMIT: Final = 8
 MAX_ADDRESSES: Final = 16
-"""Addresses of a source that are tried, all at once."""
+"""Maximum number of a source's addresses; all are tried concurrently."""
 _LOST: Final[dict[int, str]] = {
     zmq.EVENT_CONNECT_RETRIED: "nothing answers there",
     zmq.EVENT_DISCONNECTED: "closed the connection",
@@ -40,7 +40,7 @@ _LOST: Final[dict[int, str]] = {
 
 
 class SourceError(ClusterError):
-    """A source that cannot be used (any more); the others can."""
+    """One source cannot be used (any more); the others still can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class SourceLink:
 
     async def answer(self, timeout_s: float) -> tuple[TransferMessage, memoryview | None]:
         """The next message, and its second frame. Raises ``SourceError`` when the source is gone or silent for
-        ``timeout_s``, ``ProtocolError`` for anything that is no message of ours."""
+        ``timeout_s``, ``ProtocolError`` for an invalid message."""
         receiving = asyncio.ensure_future(self._socket.recv_multipart(copy=False))
         try:
             either: set[asyncio.Future[Any]] = {receiving, self._lost}

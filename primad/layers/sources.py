@@ -1,4 +1,4 @@
-"""Sources of layer chunks from a hub: the hub itself, or the head, which passes on what it reads and stores nothing."""
+"""Sources of layer chunks from a hub: the hub itself, or the head, which relays chunks and stores none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from primad.system.tasks import to_its_end
 
 
 class WantedLayer(NamedTuple):
-    """A layer to draw: ``ref`` as windows call it, and where it comes from."""
+    """A layer to download: its ``ref`` in windows, and its source."""
 
     ref: LayerRef
     origin: LayerOrigin
@@ -48,7 +48,7 @@ class ChunkSource(Protocol):
 
 
 class HubSource:
-    """The hub itself, over a connection of its own."""
+    """The hub itself, over a separate connection."""
 
     def __init__(self, files: Sequence[RemoteFile], token: str | None, timings: LayerTimings) -> None:
         self.name = "the hub"
@@ -71,7 +71,7 @@ class HubSource:
 
 
 class HeadSource:
-    """The head ``source``, which passes on what it reads from the hub; ``names`` are the origins that will be asked for."""
+    """The head ``source``, which relays chunks from the hub; ``names`` are the origins that will be requested."""
 
     def __init__(self, transfers: Transfers, source: Contact, names: Sequence[str]) -> None:
         self.name = source.device
@@ -113,7 +113,7 @@ class HeadSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubRoutes:
-    """How chunks come here: from the hub's ``files``, or where that fails through the ``head``, unless this is the head."""
+    """Routes for chunks: from the hub's ``files``; if that fails, through the ``head``, unless this device is the head."""
 
     files: Sequence[RemoteFile]
     token: str | None
@@ -130,5 +130,5 @@ class HubRoutes:
 
 
 def own_token() -> str | None:
-    """This owner's token for the hub, where one is in the environment; a head's never travels."""
+    """This owner's token for the hub, if one is in the environment; a head's token is never sent to other devices."""
     return os.environ.get("HF_TOKEN") or None

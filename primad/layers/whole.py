@@ -1,7 +1,7 @@
-"""Verify a model that came to one device entirely by ranges: compare it, file by file, with the hub's hashes.
+"""Verify a model that one device fetched entirely by ranges: compare it, file by file, with the hub's hashes.
 
-The hub states a hash for each file, but a single range cannot be compared with it. All ranges together can, with the
-bytes between the tensors, which no layer has.
+The hub states a hash for each file, which cannot verify a single range. All ranges together can be verified, with the
+bytes between the tensors, which are in no layer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Place:
 
 
 def is_compared(cutter: RangedCutter) -> bool:
-    """Whether this was found of all files of the model before."""
+    """Whether all files of the model were compared before and matched."""
     try:
         return _note(cutter).read_text() == _hashes(cutter)
     except OSError:
@@ -45,10 +45,10 @@ def is_compared(cutter: RangedCutter) -> bool:
 
 
 def compare(cutter: RangedCutter, cache: LayerCache, advance: Callable[[int, int], None]) -> bool:
-    """Compare the model, whose layers lie in ``cache``, with the hashes that the hub states; False where it is not all here.
+    """Compare the model, whose layers are in ``cache``, with the hub's hashes; return False if it is incomplete.
 
-    ``advance`` hears bytes done, and in all. Layers of a model that differs are removed. Raises ``ModelError`` for that,
-    ``HubError`` where the hub does not give what lies between tensors, ``DiskError``.
+    ``advance`` gets the bytes done and the total. If the model differs, its layers are removed and ``ModelError`` is
+    raised. Raises ``HubError`` if the hub does not serve the bytes between tensors, and ``DiskError``.
     """
     try:
         named = open_model(cutter.parts[0], header_only=True).tensors
@@ -71,7 +71,7 @@ def compare(cutter: RangedCutter, cache: LayerCache, advance: Callable[[int, int
                     f"{part}: what came by ranges is not the file that the hub states; 'primad rm' the model and serve it "
                     "anew"
                 )
-        with suppress(OSError):  # then it is compared again
+        with suppress(OSError):  # the model is compared again next time
             write_whole(_note(cutter), _hashes(cutter).encode())
     except OSError as exc:
         raise DiskError(f"{cutter.parts[0].parent}: cannot be compared with the hub: {exc.strerror or exc}") from exc
@@ -89,7 +89,7 @@ def _hashes(cutter: RangedCutter) -> str:
 def _places(
     cutter: RangedCutter, cache: LayerCache, tensors: Mapping[str, TensorInfo]
 ) -> dict[tuple[Path, int], _Place]:
-    """Where each of the ``tensors`` lies here, by its file and offset on the hub."""
+    """The local place of each of the ``tensors``, by its file and offset on the hub."""
     found = {}
     for layer in cutter.layers_of_all:
         path, cut = cache.path(cutter.ref(layer).digest), cutter.cut(layer)
