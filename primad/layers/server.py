@@ -1,8 +1,8 @@
 """Serve this device's layers and KV cache to devices that lack them: head and workers all do.
 
 A requesting device has proven its key at the gate. Requests wait in a bounded queue per owner and are served in turns,
-a few at a time, so that a greedy device delays only itself. Nothing is sent without a request. When a connection does not accept
-data, everything after ``SEND_LIMIT`` chunks is dropped.
+a few at a time, so that a greedy device delays only itself. Nothing is sent without a request. When a connection does
+not accept data, everything after ``SEND_LIMIT`` chunks is dropped.
 """
 
 from __future__ import annotations

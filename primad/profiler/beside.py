@@ -1,9 +1,9 @@
-"""Costs of a token besides computing: the head's own work, and cores that computed for another process just before.
+"""Measure costs of a token besides computing: the head's own work, and cores that computed for another process before.
 
-The head's work is that of ``ring/head.py`` itself with a model that computes nothing: plan a step, sample, notify
-another process. Between two tokens more memory is read than caches hold, as a model does. The cost of waking is a
-difference: windows of two processes that compute in turn, and of one alone. The last-level cache holds both windows, or
-neither.
+The head's work is measured with ``ring/head.py`` itself and a model that computes nothing: plan a step, sample, notify
+another process. Between two tokens more memory is read than the caches hold, as a model does. The cost of waking is the
+difference between two processes whose windows compute in turn and one process alone. The last-level cache holds both
+windows, or neither.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_WAKE_S: Final = 0.005
 
 
 class Stepper(Protocol):
-    """A child that computes steps of a window it holds; text says how it ended."""
+    """A child that computes steps of a loaded window; a text instead of a result says how the child ended."""
 
     def hold(self, task: HoldWindow) -> Stepped | str:
         """Load a window and compute a step of it."""
@@ -109,7 +109,7 @@ class _Nothing:
 
     @property
     def is_late(self) -> bool:
-        """Whether there is no time for more, and enough was seen."""
+        """Whether the time is used up and enough tokens were timed."""
         return len(self.gaps) >= FEWEST_TURNS and time.perf_counter() > self._until
 
     def forward(self, rows: Rows) -> None:
@@ -137,7 +137,7 @@ class _Nothing:
         """There is no KV cache."""
 
     def release(self) -> None:
-        """There is nothing."""
+        """There is nothing to release."""
 
 
 def hold_window(folder: Path, steppers: Sequence[Stepper], threads: int, model_bytes: int) -> None:
@@ -154,7 +154,7 @@ def hold_window(folder: Path, steppers: Sequence[Stepper], threads: int, model_b
 
 
 def measure_wake(folder: Path, one: Stepper, other: Stepper, threads: int, model_bytes: int, budget: Budget) -> float:
-    """Seconds that a step takes longer where another process computed just before: least of 0, and as far as time reaches.
+    """Additional seconds of a step if another process computed just before; at least 0.
 
     Raises as ``hold_window``.
     """

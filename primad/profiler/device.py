@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from primad.profiler.processors import Advance
 
 _TRIES: Final = 3
-"""So often a device is measured whose figures contradict each other."""
+"""Number of attempts to measure a device whose figures contradict each other."""
 
 
 def profile_device(
@@ -47,10 +47,10 @@ def profile_device(
     limits: OwnerLimits = NO_LIMITS,
     effort: Effort = Effort(),
 ) -> DeviceProfile:
-    """The profile of this device, measured now unless it was before with at least this ``effort`` (``again`` measures
-    anyway).
+    """The profile of this device, measured now unless it was measured before with at least this ``effort`` (``again``
+    measures anyway).
 
-    ``threads`` pins the number of compute threads; None takes the best of those that are tried. Free resources are
+    ``threads`` pins the number of compute threads; None chooses the best of several counts. Free resources are
     capped by the owner's ``limits``; measured figures and totals stay the machine's. Raises ``ConfigError`` when the
     home folder cannot hold the trials or the figures make no sense, ``EngineError`` when llama.cpp fails.
     """
@@ -61,7 +61,7 @@ def profile_device(
     from primad.profiler.measure import measure_home, measure_machine, trial_folder
 
     with measuring(), trial_folder(home) as folder:
-        # Another home of this machine may have measured it meanwhile.
+        # A daemon with another home on this machine may have measured it meanwhile.
         machine, disk = (None, None) if again else _known(home, threads, effort)
         for tries_left in reversed(range(_TRIES)):
             machine = machine or measure_machine(folder, threads, advance, effort)
@@ -70,7 +70,9 @@ def profile_device(
             try:
                 check_profile(profile)
                 break
-            except Implausible as exc:  # a program that came or went in between: its figures do not fit each other
+            except (
+                Implausible
+            ) as exc:  # another program started or ended during the measurement, so the figures are inconsistent
                 machine = disk = None
                 if not tries_left:
                     raise _contradictory(exc) from exc
@@ -95,7 +97,7 @@ def is_profiled(home: Path, threads: int | None, effort: Effort) -> bool:
 
 
 def how_measured(home: Path, threads: int | None) -> tuple[str, str]:
-    """When (UTC) and how the figures of this device were measured, for those who read them elsewhere."""
+    """When (UTC) and how the figures of this device were measured, to store with a published profile."""
     machine = read_machine(home, threads)
     build = "" if machine is None else f" with {machine.build}"
     quick = " --quick" if machine is not None and machine.is_quick else ""
@@ -106,7 +108,7 @@ def how_measured(home: Path, threads: int | None) -> tuple[str, str]:
 
 
 def check_chosen_gpu(home: Path, threads: int | None, wanted: str | None) -> None:
-    """Raises ``ConfigError`` where this device was measured and has no GPU that is ``wanted``."""
+    """Raise ``ConfigError`` if this device was measured and has no GPU that is ``wanted``."""
     machine = read_machine(home, threads)
     if machine is not None:
         choose_gpus(machine.gpus, wanted)
@@ -149,7 +151,7 @@ def _compose(name: str, home: Path, machine: MachineRecord, disk: HomeRecord, wa
 
 
 def within(limits: OwnerLimits, profile: DeviceProfile, cached_bytes: int) -> DeviceProfile:
-    """``profile`` as the plan may use it, where the layer cache holds ``cached_bytes`` already.
+    """``profile`` as the plan may use it, if the layer cache already holds ``cached_bytes``.
 
     Memory that the GPU shares with the processor is bounded by the owner's limit for RAM too.
     """
@@ -173,7 +175,7 @@ def cached_bytes(home: Path) -> int:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):  # a file that arrived or was pruned meanwhile
                         size += entry.stat().st_size if entry.is_file(follow_symlinks=False) else 0
-        except OSError:  # no cache yet, or one that cannot be read: whoever uses it says so
+        except OSError:  # no cache yet, or an unreadable one, which is reported when it is used
             continue
     return size
 

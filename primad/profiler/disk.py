@@ -1,10 +1,10 @@
 """Measure the disk that holds the layer cache: with the engine's read-ahead, by page faults, and at random places.
 
-Read-ahead runs while the processor computes, and is measured so: the disk is slower then, and computing takes longer.
+Read-ahead runs while the processor computes, so it is measured that way: the disk is slower then, and computing takes
+longer.
 
-There are three systems, with three ways to keep a file out of the page cache: Linux drops it on request
-(``posix_fadvise``), macOS does not cache it (``F_NOCACHE``), and Windows offers neither to an ordinary program, so that
-the figure may be that of its cache.
+To keep a file out of the page cache, Linux drops it on request (``posix_fadvise``) and macOS does not cache it
+(``F_NOCACHE``). Windows offers neither to an ordinary program, so the figure may be the cache's.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _F_NOCACHE: Final = 48
 
 
 class Computing(Protocol):
-    """A child that computes; text says how it ended."""
+    """A child that computes; a text instead of a result says how it ended."""
 
     def step_on(self, seconds: float) -> SteppedOn | str:
-        """Compute steps of a window for so long."""
+        """Compute steps of a window for ``seconds``."""
 
 
 def measure_disk(folder: Path, seconds: float, beside: Computing | None = None) -> DiskProfile:
     """Measure the file system under ``folder`` in about ``seconds``, a slow one with a smaller file.
 
-    Layers stream while others are computed, so read-ahead is measured while ``beside`` computes, and so is what that
-    costs it; without it reading has the machine to itself. Raises ``OSError`` when the trial cannot be written there,
-    ``EngineError`` when ``beside`` ends.
+    Layers stream while others are computed, so read-ahead is measured while ``beside`` computes, together with the time
+    that this costs ``beside``; without ``beside`` nothing else runs. Raises ``OSError`` when the trial cannot be written
+    there, ``EngineError`` when ``beside`` ends.
     """
     path = folder / "disk.trial"
     ahead_s, other_s = seconds / 2, seconds / 6
@@ -81,7 +81,7 @@ def measure_disk(folder: Path, seconds: float, beside: Computing | None = None) 
 
 
 def _beside(path: Path, size: int, computing: Computing, seconds: float) -> tuple[float, float]:
-    """The rate of read-ahead while ``computing`` runs, and the seconds that each byte costs it.
+    """The rate of read-ahead while ``computing`` runs, and the seconds that each byte costs ``computing``.
 
     It computes alone for a third of ``seconds``, then alongside reading until the file is read.
     """
@@ -109,7 +109,7 @@ def _steps(answer: SteppedOn | str) -> tuple[float, ...]:
 
 
 def _write(path: Path, seconds: float) -> int:
-    """Write and flush for so long, at most ``FILE_BYTES``; the size."""
+    """Write and flush for ``seconds``, at most ``FILE_BYTES``; return the size."""
     chunk = os.urandom(_CHUNK_BYTES)
     begin, size = time.perf_counter(), 0
     with path.open("wb", buffering=0) as file:
@@ -121,7 +121,7 @@ def _write(path: Path, seconds: float) -> int:
 
 
 def _uncached(file: BinaryIO) -> None:
-    """Have the page cache forget ``file`` or, on macOS, stay out of its way."""
+    """Drop ``file`` from the page cache or, on macOS, bypass the cache."""
     if sys.platform == "linux":
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     elif sys.platform == "darwin":
@@ -142,7 +142,7 @@ def _rate(path: Path, size: int, read: Callable[[BinaryIO, int], None], seconds:
 
 
 def _read_ahead(file: BinaryIO, size: int) -> None:
-    """As the engine does: it finds the mapping, reads it range by range and gives each back."""
+    """Read as the engine does: map the file, read it range by range and release each range."""
     pages = Pages([FileRange(file.name, 0, size)])
     with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ):
         pages.find()

@@ -40,9 +40,9 @@ def _stat(path: str) -> DeviceNumbers:
 def disk_name(
     folder: Path, host: str, *, look: NumbersOf = _stat, sys_folder: Path = SYS, mounts: Path = MOUNTS
 ) -> str:
-    """Equal for folders on one disk of the machine ``host``, empty where that is not known.
+    """A name that is equal for folders on one disk of the machine ``host``; empty if the disk is unknown.
 
-    A digest, so that it tells others nothing else. ``look`` is ``os.stat``.
+    It is a digest, so that it reveals nothing else. ``look`` is ``os.stat``.
     """
     if sys.platform != "linux":
         return ""
@@ -63,7 +63,7 @@ def _number(device: int) -> str:
 
 
 def _source(number: str, mounts: Path, look: NumbersOf) -> str:
-    """The block device of a file system that has a number of its own (Btrfs), from the list of mounts."""
+    """The block device of a file system whose number is not the device's (Btrfs), from the list of mounts."""
     for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
         mount, _, of = line.partition(" - ")
         words = of.split()

@@ -8,20 +8,19 @@ from dataclasses import dataclass
 from typing import Final
 
 TYPES: Final = ("Q4_K", "Q6_K", "Q8_0", "F16", "Q4_0", "Q5_K", "Q4_1", "Q5_0", "IQ4_XS")
-"""Quantisation types of weights, those that most models have in front. The first is the one that thread counts and fixed
-costs are measured with."""
+"""Quantisation types of weights, the most common first. Thread counts and fixed costs are measured with the first."""
 MORE_COMPARED: Final = ("Q3_K", "Q2_K", "IQ3_XXS", "IQ3_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "Q5_1", "IQ4_NL", "BF16")
-"""Types that are also compared if there is time: how many of their rows are bit-identical to single rows. Types not
-known to be exact compute neither drafts nor several requests in a step."""
+"""Types that are also compared if there is time: how many of their rows are bit-identical to single rows. A type that
+is not known to be exact computes neither draft tokens nor several requests in a step."""
 STEPS_BESIDE_TYPES: Final = 4
 """Memory, threads, layers, disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """The time that measuring may take, and the types that are measured as far as it reaches.
+    """The time that measuring may take, and the types to measure within it.
 
-    The budget is time and not work: whoever is slow measures less, fewer types at last, and does not take longer.
+    The budget is time, not work: a slow device measures less, in the end fewer types, but takes no longer.
     """
 
     seconds: float = 26.0

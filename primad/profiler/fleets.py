@@ -35,7 +35,7 @@ class _Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Any pair that has no link of its own."""
+    """The link of every pair that is not listed separately."""
 
     round_trip_s: float
     bytes_per_s: float
@@ -68,7 +68,7 @@ def fleet_names() -> tuple[str, ...]:
 def read_fleet(name_or_path: str | Path) -> Fleet:
     """A fleet that comes with primad, or the one in a file (a path or a name that ends in ``.json``).
 
-    A file's devices are looked for next to it first (``NAME.json``), then among those that come with primad. Raises
+    Devices of a file are searched next to it first (``NAME.json``), then among those that come with primad. Raises
     ``ConfigError``.
     """
     given = str(name_or_path)

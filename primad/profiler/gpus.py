@@ -13,11 +13,11 @@ from primad.profiler.trials import child_trials
 from primad.system.memory import memory
 
 _LIST_TIMEOUT_S: Final = 30.0
-"""A driver that takes longer to say what there is hangs."""
+"""A driver that takes longer to list its GPUs counts as hung."""
 
 
 def list_gpus() -> Sequence[GpuDevice] | str:
-    """The GPUs that llama.cpp can use, or in words why it cannot tell."""
+    """The GPUs that llama.cpp can use, or a text that says why they cannot be listed."""
     with child_trials(1, timeout_s=_LIST_TIMEOUT_S, gpu=True) as trials:
         return trials.gpus()
 
@@ -49,7 +49,7 @@ def choose_gpus(gpus: Sequence[GpuProfile], wanted: str | None) -> tuple[GpuProf
 def gpu_now(gpu: GpuProfile, devices: Sequence[GpuDevice] | str) -> GpuProfile | None:
     """``gpu`` with the memory that plans may use of it now; None when it is not among ``devices`` any more.
 
-    Memory that the GPU shares with the CPU is free only as far as the RAM is. Of its own memory some is left to others.
+    Memory shared with the CPU is free only as far as the RAM is. Some dedicated GPU memory is left to other programs.
     """
     for device in () if isinstance(devices, str) else devices:
         if (device.id, device.name, device.backend) == (gpu.id, gpu.name, gpu.backend):

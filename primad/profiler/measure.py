@@ -31,7 +31,7 @@ from primad.system.processors import Others, usable_cores
 _OF_DISK: Final = 0.12
 """Share of all time in which the disk is measured."""
 _OF_CPU: Final = 0.6
-"""Share of the rest for the CPU where there is a GPU."""
+"""Share of the remaining time for the CPU if there is a GPU."""
 _RAM_BYTES: Final = 128 << 20
 _RAM_RUNS: Final = 5
 _TRIALS: Final = "profile-trial-"
@@ -57,7 +57,7 @@ def measure_machine(folder: Path, threads: int | None, advance: Advance, effort:
         build=build_id(),
         is_quick=effort.is_quick,
         pinned_threads=threads,
-        # Weights are read from there, maybe while less else ran.
+        # Weights are read from memory, perhaps while fewer other programs ran.
         ram_read_bytes_per_s=max(ram, *(speed.decode_bytes_per_s for speed in cpu.speeds)),
         cpu=cpu,
         gpus=found,

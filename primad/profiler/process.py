@@ -1,8 +1,8 @@
 """The child process that measures this device for a daemon: ``python -m primad.profiler.process``, with a request on
 its input.
 
-It reports what it measures, a line of JSON each, and how it ended. The daemon continues meanwhile, ends the process
-when there is something better to do, and never loads the measuring code.
+It reports each measurement as a line of JSON, and the result. The daemon continues meanwhile, ends the process
+if it has more urgent work, and never loads the measuring code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MeasureRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def effort(self) -> Effort:
-        """As much as is asked for."""
+        """The requested effort."""
         return QUICK if self.is_quick else Effort()
 
 
@@ -40,7 +40,7 @@ class Measuring(msgspec.Struct, frozen=True, tag="measuring"):
 
 
 class Unmeasured(msgspec.Struct, frozen=True, tag="unmeasured"):
-    """It cannot be measured."""
+    """The device cannot be measured."""
 
     reason: str
 
@@ -65,7 +65,7 @@ def main() -> None:
         )
     except PrimadError as exc:
         _report_line(Unmeasured(str(exc)))
-    except (KeyboardInterrupt, BrokenPipeError):  # the daemon does not wait for it any more
+    except (KeyboardInterrupt, BrokenPipeError):  # the daemon no longer waits for the result
         sys.exit(1)
 
 

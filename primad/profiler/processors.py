@@ -1,4 +1,4 @@
-"""Measure what computes: the CPU, and the GPU where llama.cpp can use one."""
+"""Measure the CPU, and the GPU if llama.cpp can use one."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ logger = logging.getLogger(__name__)
 
 
 class HeadTrials(Protocol):
-    """Times a head's work in a process of its own; text says how that ended."""
+    """Times a head's work in a separate process; a text instead of a result says how the process ended."""
 
     def head(self, task: TimeHead) -> HeadTimes | str:
-        """Time what a head does besides computing."""
+        """Time a head's work besides computing."""
 
 
 Advance = Callable[[str], None]
@@ -63,33 +63,33 @@ _GPU_WEIGHTS: Final = 350_000_000
 """Weights of a trial on a GPU: more than its caches hold, since nothing sweeps them."""
 _GPU_MODEL_BYTES: Final = 256 << 20
 _GPU_TIMEOUT_S: Final = 40.0
-"""A trial that has not ended by then hangs: it is sized for some seconds, most of which compile shaders."""
+"""A longer trial counts as hung: trials are sized for some seconds, most of them spent compiling shaders."""
 _OF_GPU_RUN: Final = 0.03
-"""Share of a GPU's time in which a run of one row is to be done."""
+"""Share of a GPU's time for a run of one row."""
 _OF_OFFLOAD: Final = 0.2
-"""Share of a GPU's time in which it helps with prompts, unless little is to be found out."""
+"""Share of a GPU's time for measuring prefill offload, unless the effort is small."""
 _GPU_RUN_STEPS: Final = 7
 """Steps of a run, as in ``trial.py``, with the first one that is not timed."""
 _SWEEP_BYTES: Final = 96 << 20
 _MAX_SWEEP_BYTES: Final = 256 << 20
 _WAKE_BYTES: Final = 32 << 20
 _OF_THREADS: Final = 0.02
-"""Share of all time in which each of four trials is run that say how many threads are best."""
+"""Share of all time for each of the four trials that find the best number of threads."""
 _MIN_CONTEXT_BYTES: Final = 64 << 20
 """No driver takes less."""
 _OF_PATIENCE: Final = 0.15
-"""Share of all time in which trials are repeated that something disturbed."""
+"""Share of all time for repeating disturbed trials."""
 _OF_BESIDE: Final = 0.025
-"""Share of all time for a head's work besides computing, and for what it costs that another process computed before."""
+"""Share of all time for measuring a head's work besides computing, and the cost of waking after another process."""
 _OF_SHAPES: Final = 0.4
-"""Share of the time of types that layers of other shapes get."""
+"""Share of the types' time for layers of other shapes."""
 _ENOUGH: Final = 0.4
 """Share of all time that must be left for them."""
 _TOKENS: Final = 40
 _WORTH: Final = 0.95
-"""Fewer threads leave cores to the owner, but must be faster by so much: timings are noisy."""
+"""Fewer threads leave cores to the owner, but must be faster by this factor, since timings are noisy."""
 _OTHERS: Final = 0.25
-"""If other programs keep more of a core busy, fewer threads look faster than they are when those have ended."""
+"""If other programs keep more of a core busy, fewer threads look faster than they are without those programs."""
 
 
 def measure_cpu(
@@ -97,8 +97,8 @@ def measure_cpu(
 ) -> CpuProfile:
     """The profile of the CPU with ``pinned`` threads, or with the best counts that were tried.
 
-    Its types are measured as far as the ``budget`` lasts; without one that is all that the ``effort`` has. Trials write to
-    ``folder``. Raises ``EngineError`` when llama.cpp fails, ``OSError`` when the files cannot be written.
+    Its types are measured within the ``budget``, by default the whole time of ``effort``. Trials write to ``folder``.
+    Raises ``EngineError`` when llama.cpp fails, ``OSError`` when the files cannot be written.
     """
     advance("threads")
     budget = budget or Budget(effort.seconds)
@@ -148,7 +148,7 @@ def measure_cpu(
             **beside,
         )
         found = replace(found, routing=measure_routing(bench, found))
-        found = replace(found, exact_rows=measure_exact(bench, speeds))  # of rarer types where time is left
+        found = replace(found, exact_rows=measure_exact(bench, speeds))  # of rarer types if time is left
     return with_bounded_costs(found)
 
 
@@ -162,7 +162,7 @@ def _measure_beside(folder: Path, threads: int, seconds: float) -> dict[str, flo
 
 
 def _measure_head(trials: HeadTrials, seconds: float) -> tuple[float, float]:
-    """Seconds of a token and of each token of the vocabulary. Raises ``EngineError`` where the child ends without."""
+    """Seconds of a token and of each token of the vocabulary. Raises ``EngineError`` if the child ends without a result."""
     medians = []
     for vocabulary in VOCABULARIES:
         answer = trials.head(
@@ -195,8 +195,8 @@ def _cpu_bench(
 
 
 def fastest(seconds: dict[int, float], others_cores: float) -> int:
-    """The number of threads with the least seconds; the largest number unless another is clearly faster, and not only
-    because others kept ``others_cores`` busy."""
+    """The fastest number of threads: the largest, unless another is clearly faster and not only because other programs
+    kept ``others_cores`` busy."""
     maximum = max(seconds)
     if others_cores > _OTHERS:
         return maximum
@@ -205,7 +205,7 @@ def fastest(seconds: dict[int, float], others_cores: float) -> int:
 
 
 def sweep_bytes() -> int:
-    """Bytes to read so that nothing of a layer is left in the caches: more than the last of them holds, within reason."""
+    """Bytes to read so that no part of a layer stays in the caches: more than the last-level cache, within bounds."""
     return min(max(_SWEEP_BYTES, 2 * _cache_bytes()), _MAX_SWEEP_BYTES)
 
 
@@ -234,10 +234,10 @@ def _cache_bytes() -> int:
 def measure_gpu(
     folder: Path, device: GpuDevice, threads: int, effort: Effort = Effort(), budget: Budget | None = None
 ) -> GpuProfile | str:
-    """The profile of ``device``, or in words why it cannot be used; ``effort`` and ``budget`` as for a CPU.
+    """The profile of ``device``, or a text on why it cannot be used; ``effort`` and ``budget`` as for a CPU.
 
-    Little is computed at first, and no more later than fits into the time: a GPU may be slow, and a driver may hang or end
-    the trial. The rate of its memory is the best rate of any type: reading is all that a decode step must do. Raises
+    The first trial is small, and later ones fit into the time: a GPU may be slow, and a driver may hang or end the
+    trial. The rate of its memory is the best rate of any type, since a decode step only has to read. Raises
     ``OSError`` when the files of the trials cannot be written.
     """
     budget = budget or Budget(effort.seconds)
@@ -292,8 +292,8 @@ def measure_gpu(
 def context_bytes(taken: Sequence[int], device: GpuDevice) -> int:
     """GPU memory of a process besides weights and KV cache, from what trials took; 0 if none shows it.
 
-    Their small buffers are included. Other programs come and go meanwhile: the median counts, within what a driver may
-    take.
+    The small buffers of trials are included. Since other programs start and end meanwhile, it is the median, within
+    the bounds for a driver.
     """
     if device.unified_memory or not taken:
         return 0
@@ -302,7 +302,7 @@ def context_bytes(taken: Sequence[int], device: GpuDevice) -> int:
 
 
 def _with_offload(gpu: GpuProfile, prefill_offload: tuple[OffloadSpeed, ...]) -> GpuProfile:
-    """``gpu`` with what it was measured to help, unless that cannot be."""
+    """``gpu`` with its measured prefill offload, unless the figures are implausible."""
     found = replace(gpu, prefill_offload=prefill_offload)
     try:
         check_gpu(found)

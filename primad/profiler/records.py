@@ -30,19 +30,19 @@ from primad.system.files import write_whole
 from primad.system.processors import usable_cpus
 
 VERSION: Final = 16
-"""Grows when the way of measuring changes."""
+"""Incremented when the way of measuring changes."""
 Record = TypeVar("Record")
 _DISTURBED: Final = 0.15
 """Share of a machine's cores that others may keep busy while it is measured."""
 _MAC: Final = re.compile(r"[0-9a-fA-F]{2}([:-][0-9a-fA-F]{2}){5}")
 _MADE_UP: Final = 1 << 40
-"""The bit of a hardware address that no device's own has."""
+"""The multicast bit, which is set in made-up hardware addresses and never in a device's own."""
 _LOCAL: Final = 1 << 41
-"""The bit of one that its maker did not give."""
+"""The bit of a locally administered hardware address, one not assigned by the maker."""
 
 
 class UnusedGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU that is left out, and ``why``; no ``name`` where none could be told."""
+    """A GPU that is not used, and ``why``; without ``name`` if its name is unknown."""
 
     name: str
     why: str
@@ -56,7 +56,7 @@ class UnusedGpu(msgspec.Struct, frozen=True, kw_only=True):
 class MachineRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a machine; ``is_quick`` if it was measured in a few seconds.
 
-    ``others_cores``: the processors that other programs kept busy meanwhile.
+    ``others_cores`` is the number of processors that other programs kept busy meanwhile.
     """
 
     version: int
@@ -73,7 +73,7 @@ class MachineRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether other programs had so much of the machine that it is slower by these figures than it is."""
+        """Whether other programs used so much of the machine that the figures are too slow."""
         return self.others_cores > _DISTURBED * max(self.cpu.cores, 2)
 
 
@@ -88,15 +88,15 @@ class HomeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def host_id() -> str:
-    """Equal for all processes of one machine; a digest, so that it tells others nothing else."""
+    """An id that is equal for all processes of one machine; a digest, so that it reveals nothing else."""
     return blake2b(f"primad {_node()} {platform.node()}".encode(), digest_size=8).hexdigest()
 
 
 def _node() -> int:
     """A number of this machine's hardware.
 
-    If no interface has an IPv4 address, the system's library stops looking and makes one up, another one in every
-    process; then it is the lowest hardware address assigned by a maker, or else the lowest.
+    If no interface has an IPv4 address, the standard library makes up a number that differs in every process. In that
+    case, use the lowest hardware address assigned by a maker, or else the lowest.
     """
     node = uuid.getnode()
     if not node & _MADE_UP:
@@ -152,7 +152,7 @@ def read_home(home: Path) -> HomeRecord | None:
 
 
 def write(machine: MachineRecord, disk: HomeRecord, home: Path) -> None:
-    """Keep both; that of the machine in ``home`` where the user's cache folder cannot be written.
+    """Write both records; the machine's goes to ``home`` if the user's cache folder cannot be written.
 
     Raises ``ConfigError`` when ``home`` cannot be written either.
     """

@@ -1,4 +1,4 @@
-"""The cost of a layer with experts besides the bytes of those that it uses.
+"""Measure the cost of a layer with experts in addition to the bytes of the experts that it uses.
 
 A window of such layers is timed with one row and with many, and the time of dense layers with as many bytes is
 subtracted: for one row this leaves the router, selection and collecting; for many rows also the cost of experts with
@@ -20,7 +20,7 @@ from primad.profiler.synthetic import MIXED, LayerShape
 logger = logging.getLogger(__name__)
 
 _OF_ROUTING: Final = 0.02
-"""Share of all time in which one window is run; it is written and loaded besides."""
+"""Share of all time for running one window; writing and loading it take additional time."""
 _ENOUGH: Final = 0.08
 """Share of all time that must be left."""
 _RATIO: Final = (1.0, 8.0)
@@ -52,7 +52,7 @@ def _used_bytes(shape: LayerShape, kind: str) -> int:
 def routing_of(
     processor: CpuProfile | GpuProfile, shape: LayerShape, one_s: float, many_s: float, rows: int
 ) -> RoutingCost:
-    """The rest of a layer's seconds with one row and with ``rows``, after subtracting what is known."""
+    """The rest of a layer's seconds with one row and with ``rows``, after subtracting the known costs."""
     if isinstance(processor, CpuProfile):
         processor = processor.with_extra_buffers(())
     plain = replace(processor, routing=RoutingCost())
@@ -69,7 +69,7 @@ def routing_of(
 
 
 _FAST: Final = 1e12
-"""Bytes a second of a KV cache that is as good as empty."""
+"""Bytes per second for reading a KV cache that is nearly empty."""
 
 
 def _profiles(shape: LayerShape, kind: str) -> tuple[LayerProfile, ModelProfile]:

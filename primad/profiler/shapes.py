@@ -1,7 +1,7 @@
-"""Costs of layers and matrices whose shape differs from the layers that rates were measured on, and of attention.
+"""Measure costs of attention, and of layers and matrices whose shape differs from those that rates were measured on.
 
-Each is a difference: the time of a window with such a shape, less what the rates predict. Short rows are timed on
-layers that are little else, attention with and without tokens in the KV cache.
+Each cost is a difference: the time of a window with such a shape, minus the prediction from the rates. Short rows are
+timed on layers that have little else, attention with and without tokens in the KV cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ATTENDING: Final = 16
 _LAYERS: Final = 4
 """Layers of the window that attention is timed on: reading their weights takes less time than that many tokens."""
 _OF_SHAPE: Final = 0.02
-"""Share of all time in which one window is run; it is written and loaded besides."""
+"""Share of all time for running one window; writing and loading it take additional time."""
 _ENOUGH: Final = 0.06
 """Share of all time that must be left for each."""
 MODEL_BYTES: Final = (64 << 20, 112 << 20)
@@ -37,11 +37,11 @@ _MIN_RATIO: Final = 0.1
 _RATIO: Final = (0.8, 1.25)
 """Bounds of the time of a wide layer relative to the rates; only a disturbed trial exceeds them."""
 _MANY_RATIO: Final = (1.0, 2.0)
-"""The same of a narrow one with many rows."""
+"""The same bounds for a narrow layer with many rows."""
 
 
 def measure_widths(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) -> tuple[WidthCost, ...]:
-    """Time per byte of a wide layer, if memory and time are left for one; a big layer takes what the rates say."""
+    """Time per byte of a wide layer, if memory and time suffice, relative to the rates, which are those of a big layer."""
     of_layer_s = _of_layer_s(bench, WIDE, main, step_s, layer_s)
     if of_layer_s is None:
         return ()
@@ -67,7 +67,7 @@ def _narrow_ratio(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) 
 
 
 def measure_rows(bench: Bench, main: TypeSpeed, step_s: float, layer_s: float) -> float:
-    """Seconds of a row of a matrix besides its bytes; 0 where no time is left for it."""
+    """Seconds per row of a matrix besides its bytes; 0 if no time is left to measure it."""
     of_layer_s = _of_layer_s(bench, NARROW, main, step_s, layer_s)
     if of_layer_s is None:
         return 0.0
@@ -128,7 +128,7 @@ def measure_exact(bench: Bench, speeds: Sequence[TypeSpeed]) -> tuple[TypeRows, 
 
 
 def measure_states(bench: Bench) -> tuple[TypeRows, ...]:
-    """The same of layers that keep a state, by its kind: what is no product with a matrix is the same for all types."""
+    """``measure_exact`` for layers with a state, by its kind: everything but matrix products is the same for all types."""
     return tuple(bench.exact_states(state, TYPES[0]) for state in get_args(StateKind))
 
 

@@ -1,7 +1,7 @@
 """From timed windows to the figures of a profile: the cost of a window, the cost of a layer, and a rate for each type.
 
 The model of time is ``step_s + layers * layer_s + bytes / rate`` for one row. Two windows of tiny layers, which differ
-only in their number, give ``step_s``. For each type a window of middle-sized layers and one of big ones give a line:
+only in the number of layers, give ``step_s``. For each type a window of middle-sized layers and one of big ones give a line:
 its slope is the rate, its value at no bytes the fixed cost of a layer, of which the median over the types is kept.
 (Tiny layers would not do: their matrices are too small for all threads.) For one row windows are larger than the
 caches, as a model is; for more rows, which take longer to compute than to read, one big layer suffices.
@@ -51,7 +51,7 @@ _MAX_READ: Final = 0.2
 """With fewer rows than a chunk, reading weights counts as at most this share of the time: it may overlap with
 computing."""
 _STEADY: Final = 0.25
-"""A larger spread of the runs means that something else was running: the trial is repeated, where patience is left."""
+"""A larger spread of the runs means that something else was running: the trial is repeated if ``RetryBudget`` allows."""
 _OF_ROW: Final = 0.06
 _OF_ROWS: Final = 0.2
 """Shares of a type's time in which one of its three trials with one row is run, and one of two with many; their windows are
@@ -60,19 +60,19 @@ _OF_CHUNK: Final = 0.02
 """Share of all time that a chunk of a prompt may take in a trial of the main type, in which most weights are: the few rows
 that a slow device has time for otherwise take up to a tenth more for each."""
 _RUN_S: Final = 0.1
-"""With several rows a processor's run of one count ends after this time."""
+"""With several rows, a processor's run of one row count ends after this time."""
 _OF_OFFLOAD: Final = 0.5
-"""Share of a type's time in which a GPU that helps is timed; its windows are written and loaded besides."""
+"""Share of a type's time for timing prefill offload; writing and loading the windows take additional time."""
 _OF_STEP: Final = 0.03
-"""Share of all time in which a window of tiny layers is run."""
+"""Share of all time for running a window of tiny layers."""
 _OF_FIRST: Final = 0.6
-"""Share of the time of all types for their first trials; in the rest those with one row are run again."""
+"""Share of all types' time for their first trials; the rest is for repeating trials with one row."""
 _MAX_AGAIN: Final = 5
-"""More often no type is timed again."""
+"""Maximum number of repeated timings of a type."""
 
 
 class RetryBudget:
-    """Seconds that are left for repeating trials that were disturbed."""
+    """Seconds left for repeating disturbed trials."""
 
     def __init__(self, seconds: float) -> None:
         self._left_s = seconds
@@ -83,7 +83,7 @@ class RetryBudget:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Takes what the block takes."""
+        """Subtract the time that the block takes."""
         start = time.monotonic()
         yield
         self._left_s -= time.monotonic() - start
@@ -112,7 +112,7 @@ class Bench:
     patience: RetryBudget
     offloads: bool = False
     taken_bytes: list[int] = field(default_factory=list)
-    """GPU memory that many rows took in each trial, besides weights."""
+    """GPU memory that many rows took in each trial, in addition to weights."""
 
     @property
     def on_gpu(self) -> bool:
@@ -120,16 +120,16 @@ class Bench:
         return self.gpu is not None and not self.offloads
 
     def layers_to_read(self, shape: LayerShape, kind: str) -> int:
-        """Enough layers that no cache holds them."""
+        """The number of layers that no cache can hold."""
         return -(-self.model_bytes // shape.weight_bytes(kind))
 
     @property
     def layers_to_compute(self) -> int:
-        """Enough big layers that fixed costs hardly matter when many rows are computed."""
+        """The number of big layers with which fixed costs hardly matter when many rows are computed."""
         return self.layers_of(BIG)
 
     def layers_of(self, shape: LayerShape) -> int:
-        """Enough layers to have the weights of a trial with many rows."""
+        """The number of layers that have the weights of a trial with many rows."""
         return -(-self.weights // shape.weights)
 
     def time_decode(
@@ -195,7 +195,7 @@ class Bench:
         return TypeRows(type=kind, rows=found.rows, piece_rows=found.piece_rows, replay_rows=found.replay_rows)
 
     def exact_states(self, state: StateKind, kind: str) -> TypeRows:
-        """The same of layers with such a ``state``, whose matrices are of type ``kind``."""
+        """``exact_rows`` for layers with such a ``state``, whose matrices are of type ``kind``."""
         with TemporaryDirectory(prefix="window-", dir=self.folder) as name:
             window = write_state_window(Path(name), state, kind)
             task = CompareRows(window=window, width=STATE_WIDTH, threads=self.threads, has_state=True)
@@ -263,7 +263,7 @@ class Bench:
                 more = self.trials.time(task)
             if isinstance(more, str):
                 return more
-            if more.prefill_rows != best.prefill_rows:  # what was faster computed more at a time
+            if more.prefill_rows != best.prefill_rows:  # a faster trial may have computed more rows at a time
                 best = more if more.prefill_rows > best.prefill_rows else best
                 continue
             best = TrialTimes(
@@ -287,7 +287,7 @@ def _is_steady(timings: TrialTimes) -> bool:
 
 
 def answered(timings: TrialTimes | str) -> TrialTimes:
-    """The timings. Raises ``EngineError`` where the child ended without."""
+    """The timings. Raises ``EngineError`` if the child ended without them."""
     if isinstance(timings, str):
         raise EngineError(f"llama.cpp cannot compute a window on this device: {timings}")
     return timings
@@ -296,7 +296,7 @@ def answered(timings: TrialTimes | str) -> TrialTimes:
 def measure_step(bench: Bench) -> float:
     """Seconds that a step of one row costs a window besides its layers.
 
-    It is a difference of short times, so the least of the runs counts: what disturbs a run only adds to it. Raises
+    It is a difference of short times, so the minimum of the runs counts: disturbances only add time. Raises
     ``EngineError`` when llama.cpp fails, ``OSError`` when the files cannot be written.
     """
     few, many = SMALL_LAYERS
@@ -326,9 +326,9 @@ _Timings = list[TrialTimes | None]
 def measure_types(bench: Bench, step_s: float, advance: Callable[[str], None]) -> tuple[float, tuple[TypeSpeed, ...]]:
     """The fixed seconds of a layer, and the speed of every type that llama.cpp computes here and for which time is left.
 
-    Each type has extra buffers where a token or a prompt takes less with them, which takes more than a quick effort to find
-    out; then its speed without them comes besides, and a plan decides. The first one is measured in any case. Raises
-    ``EngineError`` when none is computed, ``OSError`` when the files cannot be written.
+    A type gets extra buffers if a token or a prompt is faster with them; a quick effort does not try them. Its speed
+    without them is then included too, and the plan decides. The first type is always measured. Raises ``EngineError`` if
+    no type is computed, ``OSError`` if the files cannot be written.
     """
     trials = _again(bench, _first_trials(bench, advance))
     lines = [
@@ -430,7 +430,7 @@ def _with_row(first: TrialTimes, times: Sequence[TrialTimes | None]) -> TrialTim
 
 
 def _with_rows(first: TrialTimes, times: Sequence[TrialTimes | None]) -> TrialTimes:
-    """The same with several rows; a chunk of a prompt counts if it had as many rows."""
+    """``_with_row`` for several rows; a chunk of a prompt counts if it had the same number of rows."""
     every = [each for each in times if each is not None]
     alike = [each for each in every if each.prefill_rows == first.prefill_rows]
     if len(every) < 2:
@@ -482,14 +482,14 @@ def choose(plain: TrialTimes | str, extra: TrialTimes | str) -> tuple[TrialTimes
 
 
 def _rates(timings: TrialTimes) -> tuple[float, float]:
-    """Seconds of a row by itself, and of one of a prompt."""
+    """Seconds of a single row, and of a row of a prompt."""
     return statistics.median(timings.decode_s), statistics.median(timings.prefill_s) / timings.prefill_rows
 
 
 def speed(
     bench: Bench, kind: str, timings: TrialTimes, step_s: float, layer_s: float, *, extra_buffers: bool
 ) -> TypeSpeed:
-    """The rates of type ``kind``, less what the fixed costs take."""
+    """The rates of type ``kind``, after subtracting fixed costs."""
     layer_bytes, to_read, to_compute = BIG.weight_bytes(kind), bench.layers_to_read(BIG, kind), bench.layers_to_compute
     rows = timings.prefill_rows
 
@@ -499,12 +499,12 @@ def speed(
 
     decode_bytes_per_s = to_read * layer_bytes / weights_s(timings.decode_s, to_read)
     prefill_s = weights_s(timings.prefill_s, to_compute)
-    # A processor reads the weights once a chunk, however many rows that has.
+    # A processor reads the weights once per chunk, whatever its number of rows.
     read_s = 0.0 if bench.on_gpu else min(_MAX_READ * prefill_s, to_compute * layer_bytes / decode_bytes_per_s)
     chunk_flop = _prefill_flop(bench, PREFILL_ROWS)
     chunk_s = read_s + (prefill_s - read_s) * chunk_flop / _prefill_flop(bench, rows)
     counted = {**dict(zip(ROW_COUNTS, timings.counts_s, strict=False)), FEWEST_ROWS: timings.few_s}
-    counted[rows] = statistics.median(timings.prefill_s)  # fewer than a chunk where those take too long
+    counted[rows] = statistics.median(timings.prefill_s)  # fewer than a chunk if a chunk takes too long
     return TypeSpeed(
         type=kind,
         decode_bytes_per_s=decode_bytes_per_s,
@@ -524,7 +524,7 @@ def speed(
 def measure_offload(bench: Bench, kinds: Sequence[str]) -> tuple[OffloadSpeed, ...]:
     """How fast the GPU of ``bench`` computes prompts through layers in RAM, of those of ``kinds`` for which time is left.
 
-    Nothing where a trial fails: such a GPU does not help. Raises ``OSError`` when the files cannot be written.
+    Empty if a trial fails: such a GPU does no prefill offload. Raises ``OSError`` when the files cannot be written.
     """
     found: list[OffloadSpeed] = []
     took_s = 0.0
@@ -542,7 +542,7 @@ def measure_offload(bench: Bench, kinds: Sequence[str]) -> tuple[OffloadSpeed, .
 
 
 def _offload_speed(bench: Bench, kind: str, timings: TrialTimes) -> OffloadSpeed:
-    """The rates of type ``kind`` with all that a window costs, as it costs much of it for copies."""
+    """The rates of type ``kind``, including all costs of a window, since copies are much of them."""
     return OffloadSpeed(
         type=kind,
         few_bytes_per_s=bench.layers_to_compute * BIG.weight_bytes(kind) / timings.few_s,

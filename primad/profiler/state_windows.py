@@ -1,8 +1,8 @@
 """Windows of synthetic layers with a recurrent state: two layers, the second with attention, as in some well-known
 models.
 
-They differ from other layers in how states are computed, of which there are few kinds. Matrices have one quantisation
-type, small ones the types that they have in files.
+They differ from other layers in how states are computed; there are few kinds. Matrices have one quantisation type,
+small tensors the types that they have in files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Layers:
     small: Mapping[str, _Shape]
     attends: Mapping[str, _Shape]
     each: Mapping[str, _Shape]
-    """Small tensors of both."""
+    """Small tensors of both layers."""
     query: int = WIDTH
     norm: str = "output_norm"
 

@@ -1,7 +1,7 @@
 """Device profiles as files: measured here, published by others, or filled in by hand (``how`` says which).
 
 The format is JSON: ``version``, ``measured`` (UTC date), ``how`` and ``device``, the fields of ``DeviceProfile`` with their
-units in their names. Nothing in a file is believed before it was judged.
+units in their names. All values of a file are checked before use.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MAY_LACK: Final = frozenset(
         "exact_states",
     }
 )
-"""Fields that files from before there were such do not have."""
+"""Fields that older files may lack, since they were added later."""
 _CURE: Final = "correct it there, or write the file anew with 'primad profile --remeasure --save FILE'"
 
 
@@ -136,7 +136,7 @@ def parse_profile(data: bytes) -> StoredProfile:
 
 
 def _json(data: bytes) -> object:
-    """Decode with the standard library, which knows NaN and infinity, so that they can be named where they stand."""
+    """Decode with the standard library, which accepts NaN and infinity, so that an error can name their place."""
     if len(data) > MAX_FILE_BYTES:
         raise Implausible("the file", "too large", f"a profile has at most {MAX_FILE_BYTES} bytes")
 
@@ -156,7 +156,7 @@ def _json(data: bytes) -> object:
 
 
 def _check_keys(raw: object, kind: Any, path: str) -> None:
-    """Every field of the dataclass ``kind`` that it may not lack is in ``raw``, and no other, all the way down."""
+    """Check recursively that ``raw`` has every required field of the dataclass ``kind``, and no unknown field."""
     if not is_dataclass(kind) or not isinstance(raw, dict):
         return
     hints = typing.get_type_hints(kind)

@@ -1,7 +1,7 @@
-"""Write windows of made-up layers to time: the shape of a llama, any quantisation type, in the files the engine loads.
+"""Write windows of synthetic layers for timing: Llama's shape, any quantisation type, in files the engine loads.
 
-Weights are random quants under fixed small scales, so that numbers stay finite and of ordinary size, as fast to compute as
-any model's. One piece of 256 KiB repeats: what is timed reads every byte from its own place all the same.
+Weights are random quants under fixed small scales, so that numbers stay finite and of ordinary size, as fast to compute
+as any model's. One piece of 256 KiB repeats; a timed step still reads every byte from its own address.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class LayerShape:
 
     @property
     def short_rows(self) -> int:
-        """Rows of ``width`` values that lead from it to feed-forward."""
+        """Rows of ``width`` values in the gate and up matrices of feed-forward."""
         return 2 * self.feed_forward
 
     def weight_bytes(self, kind: str) -> int:
@@ -94,15 +94,15 @@ class LayerShape:
 
 
 BIG: Final = LayerShape(width=2048, feed_forward=8192, heads=32, heads_kv=8)
-"""A layer as those of models of a billion weights and more."""
+"""A layer like those of models with a billion weights or more."""
 WIDE: Final = LayerShape(width=4096, feed_forward=14336, heads=32, heads_kv=8)
-"""A layer as those of models of eight billion weights."""
+"""A layer like those of models with eight billion weights."""
 MIDDLE: Final = LayerShape(width=768, feed_forward=2560, heads=12, heads_kv=4)
-"""A layer as those of models of some hundred million weights."""
+"""A layer like those of models with some hundred million weights."""
 NARROW: Final = LayerShape(width=512, feed_forward=65_536, heads=8, heads_kv=2)
-"""A layer of short rows, such as the output matrices of small models have."""
+"""A layer with short rows, like the output matrices of small models."""
 MIXED: Final = LayerShape(width=2048, feed_forward=512, heads=32, heads_kv=8, experts=32, experts_used=4)
-"""A layer with experts, as thin as those of models of some billion weights that a row uses."""
+"""A layer with experts, as thin as in models of which a token uses some billion weights."""
 SMALL: Final = LayerShape(width=256, feed_forward=256, heads=4, heads_kv=1)
 """A layer that costs little besides its fixed cost."""
 

@@ -1,11 +1,11 @@
 """The child process that times windows: ``python -m primad.profiler.trial`` with tasks as lines of JSON on standard input.
 
-It answers each line with one line. It may crash or hang in one (llama.cpp's extra buffers do on some builds): that is for
-its parent (``trials.py``) to judge. Small windows are timed with swept caches, since they would stay where a model's layers
-never do, and with the pause that the sweep makes, after which compute threads sleep as they do in a ring.
+It replies to each line with one line. A task may crash or hang it (llama.cpp's extra buffers do on some builds); its
+parent (``trials.py``) handles that. Small windows are timed after the caches are swept, since they would stay in caches
+where a model's layers never do. During the sweep's pause compute threads go to sleep, as they do in a ring.
 
-A step that waits for processors which other programs have takes no longer than its first thread computes, as far as the
-system says that it waited. A quota is the device's own: what is waited for it counts.
+If the system reports that a step waited for processors used by other programs, the step's time is at most the time that
+its first thread computed. Waiting for the device's own quota counts as the step's time.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ CONTEXT: Final = PREFILL_ROWS + 256
 _RUN_STEPS: Final = 6
 """A run is the median of this many steps."""
 _RUNS: Final = 6
-"""More tell nothing new."""
+"""Maximum number of runs; more give no new information."""
 COMPARED: Final = (2, 3, 4, 7, 8)
-"""Counts of rows that are compared with single ones, in their order: kernels of llama.cpp change at these."""
+"""Row counts that are compared with single rows, in this order: kernels of llama.cpp change at these."""
 PIECES: Final = (4, 8, 16, 32)
-"""Rows of the pieces that a chunk is computed in, in their order, and compared with the whole."""
+"""Piece sizes, in rows and in this order: a chunk is computed in such pieces and compared with the whole."""
 CHUNK: Final = 43
-"""Rows of that chunk: a multiple of nothing that kernels take together."""
+"""Rows of that chunk: not a multiple of any number that kernels compute together."""
 BEFORE: Final = KV_CELL_PADDING - 16
-"""Rows before it, so that its pieces attend to other numbers of cells than the whole does."""
+"""Rows before that chunk, so that its pieces attend to other numbers of cells than the whole does."""
 STEPS: Final = 3
-"""Rows of each sequence, where layers keep a state: at the first there is none yet."""
+"""Rows of each sequence if layers keep a state: before the first row there is no state."""
 REPLAYED: Final = 24
 """Rows that are compared with single ones, as when a completion is recomputed."""
 FEWEST_ROWS: Final = OFFLOAD_FEW_ROWS
@@ -209,7 +209,7 @@ def _replayed(task: CompareRows, hidden: Hidden) -> int:
 
 
 def _hold(task: HoldWindow) -> Callable[[], float]:
-    """Loads the window; each call computes a step and says what it took."""
+    """Load the window; each call of the result computes a step and returns its seconds."""
     import numpy as np
 
     from primad.engine.llama.windows import MiddleWindow
@@ -285,7 +285,7 @@ def _time(task: TimeWindow) -> TrialTimes:
         batch_s = _several(lambda: run(BATCH_ROWS), task.seconds / 4)
         few_counts_s = [run(count) for count in task.counts if count <= FEWEST_ROWS]
         left_s = task.seconds - (time.perf_counter() - start)
-        prefill(FEWEST_ROWS)  # what is done once is done
+        prefill(FEWEST_ROWS)  # one-time work is done
         few_s = prefill(FEWEST_ROWS)
         rows = affordable_rows(few_s / FEWEST_ROWS, max(left_s, task.chunk_s))
         more_s = [

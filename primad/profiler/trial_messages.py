@@ -82,30 +82,30 @@ class HoldWindow(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
 
 
 class StepWindow(msgspec.Struct, frozen=True, tag="step"):
-    """Compute another step of the window that is held."""
+    """Compute another step of the loaded window."""
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
-    """What that took."""
+    """The seconds of a step."""
 
     seconds: float
 
 
 class StepOn(msgspec.Struct, frozen=True, tag="on"):
-    """Compute steps of the window that is held for so many ``seconds``, two at least."""
+    """Compute steps of the loaded window for ``seconds``, at least two steps."""
 
     seconds: float
 
 
 class SteppedOn(msgspec.Struct, frozen=True, tag="on"):
-    """What each step took."""
+    """The seconds of each step."""
 
     steps_s: tuple[float, ...]
 
 
 class TimeHead(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
-    """Time what a head does for a token besides computing it, as in ``beside.time_head``: ``tokens`` of them, fewer where
-    that takes longer than ``seconds``."""
+    """Time a head's work per token besides computing, as in ``beside.time_head``: ``tokens`` of them, fewer if that takes
+    longer than ``seconds``."""
 
     vocabulary: int
     tokens: int

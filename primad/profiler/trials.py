@@ -1,6 +1,6 @@
 """The daemon's side of trials: one child times window after window.
 
-A crash or a hang of it is an answer, too.
+A crash or a hang of the child is a result, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TIMEOUT_S: Final = 90.0
 
 
 class Trials(Protocol):
-    """Times windows in a process of its own. Text instead of an answer says in one line how that process ended."""
+    """Times windows in a separate process. A text instead of a result says in one line how that process ended."""
 
     def time(self, task: TimeWindow) -> TrialTimes | str:
         """Time the window of ``task``."""
@@ -76,7 +76,7 @@ class ChildTrials:
         return self._child.ask(StepOn(seconds), SteppedOn)
 
     def head(self, task: TimeHead) -> HeadTimes | str:
-        """Time what a head does besides computing."""
+        """Time a head's work besides computing."""
         return self._child.ask(task, HeadTimes)
 
     def gpus(self) -> tuple[GpuDevice, ...] | str:
@@ -85,7 +85,7 @@ class ChildTrials:
         return answer if isinstance(answer, str) else answer.gpus
 
     def close(self) -> None:
-        """End the child, whatever it does."""
+        """End the child, even while it computes."""
         self._child.close()
 
 
