@@ -179,7 +179,7 @@ class _Errand:
                     error = exc
                 except TimeoutError:
                     self._slow.append(places)
-                    error = ClusterError(f"{self}: a device that announces it does not reply within {TURN_S:g} s")
+                    error = ClusterError(f"{self}: a device that announces it does not answer within {TURN_S:g} s")
         raise error or ClusterError(
             f"{self}: no device of cluster {config.cluster} in sight shows this code; check that 'primad pair' still shows "
             f"it, or {_NAME_IT}"
