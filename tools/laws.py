@@ -78,13 +78,19 @@ OLD_PROSE: Final = {
     r"\bgo(?:es|ing)? on with\b": "continue, resume",
     r"\bwhat of\b": "the part of",
     r"\bof its own accord\b": "by itself",
-    r"\btried anew\b": "tried again",
     r"\bkept twice\b": "replicated",
     r"\banswers at once\b": "concurrent requests",
     r"\bfirst token of an answer\b": "TTFT",
     r"\btaken in when\b": "added when",
+    r"\bbeside (?:the|a|an|it|its|their|others|that|those|each|what|one|his|her|which)\b": "next to, besides, alongside",
+    r"\bso many (?:of|rows|tokens|times|steps|layers|threads|devices|seconds)\b": "a number by its name",
+    r"\bforetold|foretells?\b": "forecast",
+    r"\bhangs? on\b": "depends on",
+    r"\b(?:tried|computed|written|read|formed|measured|begun) anew\b": "again",
+    r"\"\"\"(?:Of|What of|Who|Whose|Whom)\b": "the subject first",
 }
 """Phrases that the product's text and the documents may not have, and what to say instead."""
+_OLD_PROSE: Final = re.compile("|".join(OLD_PROSE), re.IGNORECASE)
 KEPT_NAMES: Final = frozenset(
     {"at_least", "at_most", "_at_least", "_at_most", "AT_LEAST", "most_likely", "c_void_p", "_BRIDGE", "answers_open"}
 )
@@ -221,12 +227,12 @@ def old_words(root: Path) -> Iterator[str]:
 def old_prose(root: Path) -> Iterator[str]:
     """Yield lines about private phrases in the product's source and in documents."""
     pages = [*root.glob("*.md"), *root.glob("docs/*.md")]
-    sources = [path for folder in ("primad/api", "primad/cli") for path in sorted((root / folder).rglob("*.py"))]
+    sources = [path for folder in PRODUCT for path in sorted((root / folder).rglob("*.py"))]
     for path in (page for page in (*pages, *sources) if page.name != "CHANGELOG.md"):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            for phrase, better in OLD_PROSE.items():
-                if found := re.search(phrase, line, re.IGNORECASE):
-                    yield f"{path.relative_to(root)}:{number}: say {better}, not {found[0]}"
+        text = path.read_text(encoding="utf-8")
+        for found in _OLD_PROSE.finditer(text):
+            better = next(better for phrase, better in OLD_PROSE.items() if re.match(phrase, found[0], re.IGNORECASE))
+            yield f"{path.relative_to(root)}:{text.count(chr(10), 0, found.start()) + 1}: say {better}, not {found[0]}"
 
 
 def named(tree: ast.Module) -> Iterator[tuple[str, int]]:

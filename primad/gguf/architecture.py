@@ -33,7 +33,7 @@ class Recurrent(Enum):
     NEVER = "none"
     INTERVAL = "all but each full_attention_interval-th, or as attention.recurrent_layers says"
     HEADS = "those without KV heads"
-    ALL = "every one, beside its cells"
+    ALL = "every one, in addition to its cells"
     TENSORS = "those with tensors of a state"
     ONLY = "every one, and none has cells"
 

@@ -37,9 +37,9 @@ class Part(Enum):
     STATE_COLUMNS = "columns by heads of states"
     HEADS = "rows by heads"
     KEYS = "rows by heads of keys"
-    ALL_HEADS = "rows of queries, keys and values, one behind the other"
+    ALL_HEADS = "rows of queries, keys and values, one after the other"
     HEAD_COLUMNS = "columns by heads"
-    VALUES = "rows by feed-forward values, or as many of gate and up, one behind the other"
+    VALUES = "rows by feed-forward values, or equally many of gate and up, one after the other"
     VALUE_COLUMNS = "columns by feed-forward values"
 
 

@@ -42,9 +42,9 @@ _WHOLE: Final = {name: reason for reason, names in _REASONS.items() for name in 
 _SCALED_BY_HEADS: Final = frozenset((("gemma2", 46), ("gemma3", 62)))
 """Architectures, with the number of layers."""
 _NOT_KNOWN: Final = 1 << 10
-"""As many values as make no difference to a plan."""
+"""A number of values that makes no difference to a plan."""
 WITHOUT_NETWORKS: Final = frozenset(("bitnet", "mamba", "mamba2", "rwkv6"))
-"""Whose layers have nothing else that could be cut."""
+"""Architectures whose layers have nothing else that could be cut."""
 
 
 def of_shape(model: ModelProfile) -> tuple[int, ShareUnits | None]:

@@ -679,7 +679,7 @@ class ProcessMemoryLow(msgspec.Struct, frozen=True, tag="memory_low"):
 
 
 class GpuLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="gpu"):
-    """Of ``planned`` layers ``layers`` are on the GPU, which has ``held_bytes`` less free than before.
+    """``layers`` of the ``planned`` layers are on the GPU, which has ``held_bytes`` less free than before.
 
     If these are fewer the GPU had no room: the CPU computes the others, and ``why`` is llama.cpp's message. If all are
     there and there is a ``why``, the GPU had no room to offload prefill. ``others_held`` are the bytes held on other

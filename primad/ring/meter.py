@@ -15,7 +15,7 @@ from primad.ring.messages import MAX_HOPS, DecodeStatus, DraftStatus, MemoryStat
 
 TOKENS_KEPT: Final = 32
 CHUNKS_KEPT: Final = 8
-"""Of this many chunks of prompts the fastest counts: the first chunk of a prompt has the least to attend to."""
+"""The fastest of this many prompt chunks counts: the first chunk of a prompt has the least to attend to."""
 LARGE_ROWS: Final = 64
 """Chunks of this many rows take about as long per row as any larger ones."""
 

@@ -79,7 +79,7 @@ def give_back_freed() -> None:
 
 
 OLD_EVERY: Final = 1000
-"""Of so many looks at what is young one is at what is old too."""
+"""Collections of the young generations per collection of the oldest."""
 
 
 def keep_what_is_loaded() -> None:

@@ -23,7 +23,7 @@ staying: Final = set[int]()
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of memory: all there is for this process, and what of it is free or can be reclaimed now."""
+    """Bytes of memory: the total for this process, and the part that is free or can be reclaimed now."""
 
     total_bytes: int
     available_bytes: int

@@ -319,7 +319,7 @@ _REASONS: Final[dict[str, tuple[str, ...]]] = {
     "its layers mix in values of the first one": ("rwkv7", "arwkv7"),
     "its layers hand on several hidden states at once, and the first pick experts by token": ("deepseek4",),
     "llama.cpp tells its layers apart by number: the first 10, and those from 20 on": ("gemma3n",),
-    "its layers take inputs beside the hidden state": ("talkie",),
+    "its layers take inputs in addition to the hidden state": ("talkie",),
     "its layers are scaled by the number of layers": ("minicpm3", "minimax-01"),
     "its layers are computed more than once": ("hrm_text", "nanbeige"),
     "llama.cpp aborts in its attention": ("plm",),

@@ -260,7 +260,7 @@ class Pace:
 
 @dataclass(slots=True)
 class Tally:
-    """Of ``drafted`` rows ``accepted`` were the next token, ``missed`` were wrong after accepted ones, which makes all
+    """``accepted`` of the ``drafted`` rows were the next token, ``missed`` were wrong after accepted ones, which makes all
     rows after them useless, and ``skipped`` were not computed to the end.
 
     ``ring_pass_s`` is the time in flight, summed over the rows of all tokens; ``decode_s`` is how long completions

@@ -74,7 +74,7 @@ class Speculation:
         """Drafts on the tree's longest path, and accepted ones."""
         self._waits_until_s: float | None = None
         self._share = HeldShare(*_FIRST_SHARE)
-        """Of drafts computed with the next token, up to the first that failed."""
+        """Acceptance of drafts computed with the next token, up to the first that failed."""
         self.drafted = self.accepted = 0
         self.holds = not drafting.adapts
         """Whether a draft was accepted since drafting last began: before that, speculative steps have one row."""

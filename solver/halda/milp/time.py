@@ -416,7 +416,7 @@ class ProgramTime:
         (part, of_window), (same, more) = (self._parts(name, lengths) for lengths in self._lengths)
         of_tail = more if self._instance.by_expert else of_window + more
         self._problem += part == same, f"{name}: as much of each layer of the head streams"
-        self._problem += self._layout.rounds * of_window + of_tail == size, f"{name}: what of the head streams"
+        self._problem += self._layout.rounds * of_window + of_tail == size, f"{name}: how much of the head streams"
         return of_window, of_tail
 
     def _of_length(self, what: str, lengths: range, length: Expression) -> _Lengths:
