@@ -1,6 +1,6 @@
 """Keep processes small: load one module of a package without the rest, and give freed memory back to the system.
 
-Every process of primad is a guest in its owner's memory, and some packages load at their top what only some of their users
+Every process of primad uses its owner's memory, and some packages import at their top level code that only some users
 need: ``llama_cpp`` a template engine and a database (6 MB), ``gguf`` readers and converters (5 MB).
 """
 
@@ -25,9 +25,9 @@ _M_ARENA_MAX: Final = -8
 
 @contextmanager
 def without_top(package: str) -> Iterator[None]:
-    """In the block, imports of modules of ``package`` do not run its top; who imports the package later gets it whole.
+    """In the block, imports of modules of ``package`` do not run its ``__init__``; later imports of the package do.
 
-    For the top of a module, where no other thread imports it as well. A package that is not there is missed as ever.
+    For the top level of a module, while no other thread imports the package. A missing package fails as usual.
     """
     spec = None if package in sys.modules else find_spec(package)
     if spec is None or spec.submodule_search_locations is None:
@@ -44,10 +44,10 @@ def without_top(package: str) -> Iterator[None]:
 
 
 def keep_little_freed() -> None:
-    """From now on freed blocks of ``FREED_BYTES`` and more are the system's again, where the C library can be told (glibc).
+    """From now on, return freed blocks of ``FREED_BYTES`` and more to the system, if the C library can do so (glibc).
 
-    Left to itself glibc raises its bound to the largest block that was ever freed, and each of some twenty threads keeps
-    its own: a head that had shipped layers held 45 MB of chunks, a worker 13. All threads share ``ARENAS`` heaps.
+    By default glibc raises this threshold to the largest block ever freed, and each of some twenty threads keeps its own
+    heap: a head that had sent layers held 45 MB of chunks, a worker 13. All threads share ``ARENAS`` heaps.
     """
     _tell(_M_MMAP_THRESHOLD, FREED_BYTES)
     _tell(_M_ARENA_MAX, ARENAS)
@@ -55,7 +55,7 @@ def keep_little_freed() -> None:
 
 @contextmanager
 def zeroed() -> Iterator[None]:
-    """In the block, new blocks of memory are zeros in all threads, where the C library can be told (glibc)."""
+    """In the block, new memory is zeroed in all threads, if the C library supports it (glibc)."""
     _tell(_M_PERTURB, 0xFF)  # the complement of what they are set to
     try:
         yield
@@ -71,23 +71,23 @@ def _tell(option: int, value: int) -> None:
 
 
 def give_back_freed() -> None:
-    """What a model that has ended leaves behind is the system's again: after ``keep_what_is_loaded`` Python looks for such
-    garbage next to never, and glibc keeps what is freed between blocks that are in use."""
+    """Return the memory of an ended model to the system: after ``keep_what_is_loaded`` Python hardly ever collects such
+    garbage, and glibc keeps freed memory that lies between used blocks."""
     gc.collect()
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 OLD_EVERY: Final = 1000
-"""Collections of the young generations per collection of the oldest."""
+"""One in this many collections of younger generations also collects the oldest."""
 
 
 def keep_what_is_loaded() -> None:
     """Exempt everything loaded by now from garbage collection.
 
-    Collecting over all that a head has loaded took 50 ms, 180 on a busy machine, during which it answered no request. A
-    thousand connections take as long, so the oldest generation is collected a hundredth as often as Python would:
-    ending connections leaves next to nothing there.
+    A collection over all that a head has loaded took 50 ms, 180 on a busy machine, during which the head served no
+    request. A thousand connections take as long, so the oldest generation is collected a hundredth as often as by
+    default: closed connections leave almost no garbage there.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""The control groups (version 1 or 2) around this process, which bound what it may use of a machine with Linux."""
+"""The control groups (version 1 or 2) around this process, which limit its resources on Linux."""
 
 from __future__ import annotations
 

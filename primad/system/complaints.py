@@ -1,4 +1,4 @@
-"""Log lines about the faults of others: one now and then, with a count, so that no peer can fill a disk with them."""
+"""Rate-limited log lines about faults of peers, with a count, so that no peer can fill the disk with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Complaints:
         self._count = 0
 
     def add(self, what: str, why: object) -> None:
-        """``what`` happened because of ``why``, said unless something was said a moment ago."""
+        """Log that ``what`` happened because of ``why``, unless a line was logged within the last ``every_s``."""
         self._count += 1
         now = self._clock()
         if now - self._reported_s >= self._every_s:

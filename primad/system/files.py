@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, those that only their owner may read, and what stays free of a disk."""
+"""Atomic file writes, files that only their owner may read, and reserved disk space."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RESERVE_SHARE: Final = 0.02
 
 @contextmanager
 def alone_with(path: Path) -> Iterator[None]:
-    """Let no other process of ours change ``path`` meanwhile. Raises ``ConfigError`` when one does not end."""
+    """Prevent other primad processes from changing ``path`` meanwhile. Raises ``ConfigError`` if one keeps the lock."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
@@ -42,8 +42,8 @@ def alone_with(path: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(lock: Path, path: Path, taken: ConfigError, patience_s: float = 0.0) -> Iterator[None]:
-    """Hold ``lock``, which guards ``path``. Raises ``taken`` where another process holds it for longer than ``patience_s``,
-    ``ConfigError`` where it cannot be written.
+    """Hold ``lock``, which guards ``path``. Raises ``taken`` if another process holds it for longer than ``patience_s``,
+    ``ConfigError`` if it cannot be written.
     """
     file = filelock.FileLock(lock, timeout=patience_s)
     try:
@@ -59,10 +59,10 @@ def locked(lock: Path, path: Path, taken: ConfigError, patience_s: float = 0.0) 
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Put ``data`` in place of ``path`` at once, mode 0600 from its first byte. Raises ``ConfigError``."""
+    """Replace ``path`` atomically by ``data``, with mode 0600 from the first byte. Raises ``ConfigError``."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # made with mode 0600
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created with mode 0600
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
@@ -125,7 +125,7 @@ def is_ours(path: Path) -> bool:
 
 
 def reserve_bytes(total_bytes: int) -> int:
-    """Space that stays free on a disk of ``total_bytes``: a full system disk stops more than us."""
+    """Space that stays free on a disk of ``total_bytes``: a full system disk stops other programs, too."""
     return min(RESERVE_BYTES, int(total_bytes * RESERVE_SHARE))
 
 
@@ -139,7 +139,7 @@ def lacking_room(folder: Path, size_bytes: int) -> str:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Put ``data`` in place of ``path``. Raises ``OSError``; then nothing has changed."""
+    """Replace ``path`` by ``data``. Raises ``OSError``, after which nothing has changed."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         partial.write_bytes(data)

@@ -1,11 +1,9 @@
-"""Graphics cards: what one has free, and processes that see none.
+"""Free memory of graphics cards, and hiding GPUs from processes.
 
-llama.cpp's own figures do so with most drivers, but with some they know of this process alone.
+llama.cpp reports free memory with most drivers, but with some it counts only this process's use.
 
-GPUs that a process does not see.
-
-llama.cpp wakes the driver of each GPU as soon as it is loaded, and one that is broken would end or stop its process. So who
-does not need a GPU does not see it, and also spares the memory that a driver takes.
+llama.cpp initialises the driver of each GPU as soon as it is loaded, and a broken driver would end or hang the process.
+So processes that need no GPU see none, which also saves the memory that a driver takes.
 """
 
 from __future__ import annotations
@@ -62,6 +60,6 @@ def _nvml() -> Any:
 
 
 def hide_gpus() -> None:
-    """From now on this process sees no GPU when it loads llama.cpp; children that are given ``os.environ`` do."""
+    """From now on this process sees no GPU when it loads llama.cpp; children that inherit ``os.environ`` still do."""
     for name, value in NO_GPU.items():
         os.putenv(name, value)

@@ -1,4 +1,4 @@
-"""How primad was installed on this device, and what its owner types to have another version of it."""
+"""How primad was installed on this device, and the command with which its owner changes the version."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final, Literal
 Installer = Literal["uv", "pipx", "deb", "checkout", "pip"]
 
 DEB_PREFIX: Final = Path("/usr/lib/primad")
-"""Where the Debian package has its Python packages (``packaging/deb/build``)."""
+"""The folder of the Debian package's Python packages (``packaging/deb/build``)."""
 _VERSION: Final = re.compile(r"[0-9][0-9A-Za-z.+]{0,39}")
 
 
@@ -31,7 +31,7 @@ def installer(prefix: Path = Path(sys.prefix)) -> Installer:
 
 
 def upgrade(version: str, how: Installer) -> str:
-    """The command that gets ``version``, a text from the network, where ``how`` installed primad."""
+    """The command that installs ``version``, a text from the network, if ``how`` installed primad."""
     if not _VERSION.fullmatch(version):
         version = "VERSION"
     wheel = f"primad-{version}-py3-none-any.whl"

@@ -1,6 +1,6 @@
-"""Memory: what this process may use (the machine's, or less where a cgroup limits it), and what a program takes of it.
+"""Memory that this process may use (the machine's, or less if a cgroup limits it), and memory that programs hold.
 
-Files of a kernel that is older, or of no Linux at all, are missing: then the machine's figures stand alone.
+Older kernels and other systems lack the cgroup files; then only the machine's figures count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from primad.system import cgroups
 
 _UNLIMITED: Final = 1 << 60
 staying: Final = set[int]()
-"""Processes that this one started and that no plan ends: their memory does not become free."""
+"""Processes that this one started and that outlive plans: their memory does not become free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUsage:
-    """A cgroup's limit and what its processes and files take; the two lists of file pages are part of ``used_bytes``."""
+    """A cgroup's limit and its use by processes and files; both kinds of file pages are part of ``used_bytes``."""
 
     limit_bytes: int
     used_bytes: int
@@ -47,7 +47,7 @@ class MemoryGroup:
     version: int
 
     def usage(self) -> MemoryUsage | None:
-        """Its figures as of now; None without a limit."""
+        """The group's current figures; None without a limit."""
         limits, current, prefix = ["memory.max", "memory.high"], "memory.current", ""
         if self.version == 1:
             limits, current, prefix = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_"
@@ -88,7 +88,7 @@ def memory(proc: Path = cgroups.PROC, root: Path = cgroups.ROOT, ours: Iterable[
 
 
 def children() -> list[int]:
-    """The processes that this one started and that still run, but those ``staying``."""
+    """The running processes that this one started, except those in ``staying``."""
     return [child.pid for child in psutil.Process().children() if child.pid not in staying]
 
 
@@ -98,7 +98,7 @@ def groups(proc: Path = cgroups.PROC, root: Path = cgroups.ROOT) -> list[MemoryG
 
 
 def held_bytes(pids: Iterable[int], proc: Path = Path("/proc")) -> int:
-    """Bytes of memory that the processes ``pids`` withhold from others: what the system cannot reclaim at once.
+    """Bytes of memory of the processes ``pids`` that the system cannot reclaim immediately.
 
     That is anonymous and shared memory, and locked file pages; other file pages are clean copies of the disk and are
     not counted, and memory shared between processes is counted once. Processes that are gone take nothing. Where the
@@ -114,13 +114,13 @@ def _held(pid: int, proc: Path) -> int:
         return _private(pid)
     fields = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
     ours = fields.get("Pss_Anon", 0) + fields.get("Pss_Shmem", 0)
-    if "Pss_Anon" not in fields:  # an older kernel: pages that no file has, or not like this
+    if "Pss_Anon" not in fields:  # an older kernel, which reports this differently or not at all
         return fields.get("Private_Dirty", 0) + fields.get("Shared_Dirty", 0)
     return ours + min(fields.get("Pss_File", 0), max(0, fields.get("Locked", 0) - ours))
 
 
 def _mapped(pid: int) -> int:
-    """File pages in memory that the process has mapped; 0 where that is not told."""
+    """Bytes of resident file pages that the process has mapped; 0 if the system does not report them."""
     try:
         return int(getattr(psutil.Process(pid).memory_info(), "shared", 0))
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""Processes that stand back for what else runs on the machine."""
+"""Lower the priority of processes in favour of the machine's other programs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PROC = Path("/proc")
 
 
 def apply_nice(pid: int, nice: int) -> None:
-    """Let process ``pid`` stand back for others: ``nice`` 0 to 19, on Windows the nearest priority class.
+    """Lower the priority of process ``pid``: ``nice`` 0 to 19, on Windows the nearest priority class.
 
-    Priority is only ever given up. On Linux it is each thread's own, so that all there are get it; those they start later
-    inherit it, and a session that is the process's own stands back as a whole: among sessions processors are shared alike,
-    whatever the priority of their threads (sched(7), autogroup). A process that has ended, or will not let us, costs a log
-    line.
+    Priority is only ever lowered. On Linux each thread has its own, so all current threads get it, and threads that they
+    start later inherit it. If the process leads a session, the whole session gets it: processors are shared equally among
+    sessions, whatever the priority of their threads (sched(7), autogroup). If the process has ended or permission is
+    denied, log a line.
     """
     if nice <= 0:
         return
@@ -30,17 +30,17 @@ def apply_nice(pid: int, nice: int) -> None:
             process.nice(psutil.IDLE_PRIORITY_CLASS if nice >= 10 else psutil.BELOW_NORMAL_PRIORITY_CLASS)
         elif int(process.nice()) < nice:
             for thread in _threads(process):
-                with contextlib.suppress(ProcessLookupError):  # one that ended meanwhile
+                with contextlib.suppress(ProcessLookupError):  # the thread ended meanwhile
                     os.setpriority(os.PRIO_PROCESS, thread, nice)
             if sys.platform.startswith("linux") and os.getsid(pid) == pid:
-                with contextlib.suppress(FileNotFoundError):  # a kernel without such groups
+                with contextlib.suppress(FileNotFoundError):  # a kernel without autogroups
                     (PROC / str(pid) / "autogroup").write_text(str(nice))
     except (psutil.Error, OSError) as exc:
         logger.warning("process %d does not stand back (nice %d): %s", pid, nice, exc)
 
 
 def _threads(process: psutil.Process) -> list[int]:
-    """What to set the priority of: the threads, where each has its own, else the process. Its own id comes first."""
+    """The ids to set the priority of: the threads, if each has its own priority, else the process. Its own id is first."""
     if not sys.platform.startswith("linux"):
         return [process.pid]
     return [process.pid, *(thread.id for thread in process.threads() if thread.id != process.pid)]

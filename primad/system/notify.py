@@ -34,7 +34,7 @@ def notify(*lines: str, environ: Mapping[str, str] = os.environ) -> bool:
     if sys.platform == "win32" or not is_awaited(environ):
         return False
     address = environ["NOTIFY_SOCKET"]
-    if address.startswith("@"):  # a name that no file has
+    if address.startswith("@"):  # an abstract socket name
         address = "\0" + address[1:]
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link:

@@ -1,4 +1,4 @@
-"""Whether the process that left a note still runs. Its number is not enough: another process gets it sooner or later.
+"""Whether a process that is recorded in a file still runs. Its id is not enough, since ids are reused.
 
 A start is recorded twice, in seconds since the epoch and since the machine's start, because setting the clock moves one
 or the other, depending on the system.
@@ -18,14 +18,14 @@ import platformdirs
 import psutil
 
 _SAME_START_S: Final = 2.0
-"""Two readings of a process's start differ by less."""
+"""Maximum difference between two readings of one process's start."""
 TURN_TIMEOUT_S: Final = 180.0
 
 
 def start_of(pid: int) -> tuple[float, float]:
     """When the process ``pid`` started: seconds since the epoch, seconds since the machine's start.
 
-    Raises ``psutil.Error``, and ``ValueError`` or ``OverflowError`` for what can be no process.
+    Raises ``psutil.Error``, and ``ValueError`` or ``OverflowError`` for an impossible process id.
     """
     created = psutil.Process(pid).create_time()
     return created, created - psutil.boot_time()

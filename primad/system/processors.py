@@ -19,7 +19,7 @@ import psutil
 from primad.system import cgroups
 
 _NOT_BUSY = ("idle", "iowait", "guest", "guest_nice")
-"""The time of guests counts as their host's already."""
+"""Guests' time is already part of their host's."""
 _MAX_TIMES: Final = 10
 """In total a process may take this many times its limit; with a smaller part of a processor it would achieve nothing.
 """
@@ -33,21 +33,21 @@ def usable_cpus(proc: Path = cgroups.PROC, root: Path = cgroups.ROOT) -> float:
 
 
 def usable_cores() -> int:
-    """Physical cores that this process may keep busy, at least 1."""
+    """Number of physical cores that this process may keep busy, at least 1."""
     physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     return max(1, min(physical, int(usable_cpus())))
 
 
 def bound_cores() -> tuple[int, ...]:
-    """The logical processors that this process is bound to; none where it may use all, or the system does not say."""
+    """The logical processors that this process is bound to; empty if it may use all, or if the system does not report it."""
     allowed = _own_cpus()
     return () if len(allowed) >= (os.cpu_count() or 1) else allowed
 
 
 def cores_of_parent() -> tuple[int, ...]:
-    """The logical processors that the process which started this one may run on; none where the system does not say.
+    """The logical processors that this process's parent may run on; empty if the system does not report them.
 
-    OpenMP binds the first thread of a process to one of them, and threads that it starts are bound like it.
+    OpenMP binds the first thread of a process to one processor, and threads that it starts inherit the binding.
     """
     with contextlib.suppress(psutil.Error):
         return _affinity(os.getppid())
@@ -55,7 +55,7 @@ def cores_of_parent() -> tuple[int, ...]:
 
 
 def _allowed() -> float:
-    """Logical processors that this process may run on; all of them where the system does not say."""
+    """Number of logical processors that this process may run on; all of them if the system does not report it."""
     return float(len(_own_cpus()) or os.cpu_count() or 1)
 
 
@@ -71,10 +71,10 @@ _AT_FIRST: Final = _affinity()
 
 
 def _own_cpus() -> tuple[int, ...]:
-    """The logical processors that this process may run on; none where the system does not say.
+    """The logical processors that this process may run on; empty if the system does not report them.
 
-    A process is known by its first thread, which OpenMP binds to one of them when it is loaded: of one that is left of those
-    it had when this module was loaded, those count.
+    The system reports those of the first thread, which OpenMP binds to one processor when it is loaded. If only one of
+    the processors from this module's import is left, those from the import count.
     """
     now = _affinity()
     return _AT_FIRST if len(now) == 1 and now[0] in _AT_FIRST else now
@@ -88,7 +88,7 @@ def _quota(folder: Path, version: int) -> float | None:
         else:
             quota = (folder / "cpu.cfs_quota_us").read_text().strip()
             period = (folder / "cpu.cfs_period_us").read_text().strip()
-        share = int(quota) / int(period)  # "max" (version 2) is no number, -1 (version 1) no limit
+        share = int(quota) / int(period)  # "max" (version 2) is not a number, -1 (version 1) means no limit
         return share if share > 0 else None
     return None
 
@@ -100,19 +100,19 @@ class Others:
         self._others_s, self._start = _others_s(), time.monotonic()
 
     def cores(self) -> float:
-        """How many of them, on average; 0 where the system does not say what children took (Windows)."""
+        """Their average number; 0 if the system does not report the children's time (Windows)."""
         took_s = time.monotonic() - self._start
         return 0.0 if sys.platform == "win32" or took_s <= 0 else max(0.0, (_others_s() - self._others_s) / took_s)
 
 
 def _others_s() -> float:
-    """Seconds of processors since the system started."""
+    """Busy processor seconds of other programs since the system started."""
     every = psutil.cpu_times()._asdict()
     return float(sum(seconds for name, seconds in every.items() if name not in _NOT_BUSY) - sum(os.times()[:4]))
 
 
 class OwnTime:
-    """The time that process ``pid`` has had since now, without what it waited for a processor."""
+    """The time of process ``pid`` from now on, without the time that it waits for a processor."""
 
     def __init__(self, pid: int, *, proc: Path = _PROC, clock: Callable[[], float] = time.monotonic) -> None:
         self._threads, self._clock = proc / str(pid) / "task", clock
@@ -121,14 +121,14 @@ class OwnTime:
         self._starved_s = 0.0
 
     def left_s(self, max_s: float) -> float:
-        """The rest of ``max_s``. Call it repeatedly, as often as it is to be exact."""
+        """The rest of ``max_s``. Call it repeatedly; more calls make it more exact."""
         took_s, starved_s = self.took_s()
         return min(max_s - (took_s - starved_s), _MAX_TIMES * max_s - took_s)
 
     def took_s(self) -> tuple[float, float]:
-        """How long ago it began, and how much of that it waited.
+        """The elapsed time, and the part of it spent waiting.
 
-        Its threads work for each other, so what the one takes that waited longest counts between two looks.
+        The threads depend on each other, so the longest wait of any thread between two calls counts.
         """
         now, waits = self._clock(), self._waits()
         longest_ns = max((each - self._waited_ns.get(thread, 0) for thread, each in waits.items()), default=0)
@@ -138,7 +138,7 @@ class OwnTime:
 
     def _waits(self) -> dict[str, int]:
         found = {}
-        with contextlib.suppress(OSError):  # it has ended, or the system has no such files
+        with contextlib.suppress(OSError):  # the process has ended, or the system has no such files
             for thread in self._threads.iterdir():
                 with contextlib.suppress(OSError, ValueError, IndexError):
                     found[thread.name] = int((thread / "schedstat").read_text().split()[1])

@@ -1,4 +1,4 @@
-"""Which addresses any caller may have us fetch: none of a private network or of this machine, by where they lead."""
+"""Addresses that primad may fetch for any caller: none that lead to a private network or to this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NAT64: Final = ip_network("64:ff9b::/96")
 
 
 def is_public(text: str, own: Sequence[IPv4Network | IPv6Network] = ()) -> bool:
-    """Whether the address ``text`` leads to one that anyone may ask, in none of the networks of this device's ``own``."""
+    """Whether the address ``text`` leads to a public address outside this device's ``own`` networks."""
     return all(
         each.is_global
         and not (each.is_multicast or each.is_reserved or getattr(each, "is_site_local", False))
@@ -20,7 +20,7 @@ def is_public(text: str, own: Sequence[IPv4Network | IPv6Network] = ()) -> bool:
 
 
 def _meant(address: IPv4Address | IPv6Address) -> Iterator[IPv4Address | IPv6Address]:
-    """The addresses that ``address`` leads to: some IPv6 addresses stand for IPv4 ones."""
+    """The addresses that ``address`` leads to: some IPv6 addresses contain an IPv4 one."""
     if isinstance(address, IPv4Address):
         yield address
     elif address in _NAT64:

@@ -1,7 +1,7 @@
-"""What callers share: places in a queue, bytes in memory, turns. A caller that asks for everything locks out no other.
+"""Fair shares of queue places, memory and turns: a caller that asks for everything locks out no other.
 
-A caller may hold as much as is left. So a single one gets half, two greedy ones a third each, and a new one always
-finds room; nothing has to be taken away, and the number of callers need not be known. Pure.
+A caller may hold as much as is left free. So one caller gets half, two greedy ones a third each, and a new one always
+finds room; no share has to be revoked, and the number of callers need not be known. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Shares:
-    """``room`` of something. A caller who holds none may always take ``minimum`` of it."""
+    """Shares of ``room`` units. A caller that holds none may always take ``minimum``."""
 
     def __init__(self, room: int, *, minimum: int = 0) -> None:
         self._room, self._minimum = room, minimum
@@ -56,13 +56,13 @@ class Turns(Generic[T]):
     def __init__(self) -> None:
         self._waiting: dict[str, deque[T]] = {}
         self._last: str | None = None
-        """The caller of the last turn: any that asked meanwhile comes before its next item."""
+        """The caller of the last turn: callers that queued an item meanwhile come before its next one."""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     def waiting(self, caller: str) -> int:
-        """How much of ``caller`` waits."""
+        """Number of waiting items of ``caller``."""
         return len(self._waiting.get(caller, ()))
 
     def add(self, caller: str, item: T) -> None:

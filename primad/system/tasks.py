@@ -1,4 +1,4 @@
-"""Tasks that belong together and end together, and what they leave for whoever waits for them."""
+"""Groups of tasks that end together, and helpers to wait for their results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Arguments = ParamSpec("_Arguments")
 
 
 def mistake(error: BaseException) -> str:
-    """The message for an error that no code of ours raises on purpose."""
+    """The message for an unexpected error, one that primad does not raise on purpose."""
     return f"internal error of the head: {type(error).__name__}: {error}"
 
 
@@ -26,13 +26,13 @@ def resolve(future: asyncio.Future[_Result], result: _Result) -> None:
 
 
 async def to_its_end(work: Coroutine[Any, Any, _Result], cancelled: Callable[[], None] = lambda: None) -> _Result:
-    """Do ``work`` to its end, even when the task that waits for it is cancelled meanwhile; ``cancelled`` may hasten it."""
+    """Complete ``work`` even if the waiting task is cancelled meanwhile; ``cancelled`` is called then and may hasten it."""
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         cancelled()
-        # Nobody is interested in an error any more, not even where this wait is cancelled as well.
+        # No caller waits for an error any more, even if this wait is cancelled as well.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         await asyncio.wait([task])
         raise
@@ -41,12 +41,12 @@ async def to_its_end(work: Coroutine[Any, Any, _Result], cancelled: Callable[[],
 async def in_thread(
     function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **named: _Arguments.kwargs
 ) -> _Result:
-    """Run ``function`` in a thread ``to_its_end``: nothing is written any more once a cancelled caller has ended."""
+    """Run ``function`` in a thread ``to_its_end``: once a cancelled caller has ended, the thread writes nothing more."""
     return await to_its_end(asyncio.to_thread(function, *arguments, **named))
 
 
 class Tasks:
-    """Tasks that are not awaited one by one. A failure is our mistake, and is reported where it is noticed."""
+    """Tasks that are not awaited one by one. A failure is a bug, and is reported where it is noticed."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
@@ -56,18 +56,18 @@ class Tasks:
         return self.add(asyncio.create_task(work))
 
     def add(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
-        """Look after ``task``, which is not awaited elsewhere."""
+        """Add ``task``, which is not awaited elsewhere."""
         self._running.add(task)
         task.add_done_callback(self._ended)
         return task
 
     async def wait(self) -> None:
-        """Wait for the ends of all, also of those that begin meanwhile."""
+        """Wait until all tasks have ended, including those that start meanwhile."""
         while self._running:
             await asyncio.wait(list(self._running))
 
     async def close(self) -> None:
-        """Cancel all that run and wait for their ends."""
+        """Cancel all running tasks and wait for their ends."""
         tasks = list(self._running)
         for task in tasks:
             task.cancel()

@@ -1,8 +1,8 @@
-"""The one border where text goes to a terminal or a log: text from any file, device or response cannot control it.
+"""Escape all text for terminals and logs, so that text from any file, device or response cannot control them.
 
-A terminal obeys control characters (C0, C1, DEL); others change the order of what is read (bidirectional embeddings,
-overrides and isolates) or end a line invisibly. Here they are replaced by Python's escapes for them. Marks that
-right-to-left text needs, and joiners of letters and emoji, stay.
+A terminal obeys control characters (C0, C1, DEL); other characters change the reading order (bidirectional embeddings,
+overrides and isolates) or end a line invisibly. They are replaced by their Python escapes. Marks that right-to-left
+text needs, and joiners of letters and emoji, stay.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _OBEYED: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u20
 
 
 def safe(text: str) -> str:
-    """``text`` with its lines and tabs, and nothing else that a terminal could obey."""
+    """``text`` with its line breaks and tabs, and all other control characters escaped."""
     return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def safe_json(text: str) -> str:
-    """JSON ``text`` that means the same."""
+    """JSON ``text``, escaped without changing its meaning."""
     return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class LineFormatter(logging.Formatter):
-    """One record is one line, but for a traceback."""
+    """Format each record as one line, except for a traceback."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         return safe(super().formatMessage(record)).replace("\n", "\\n")
@@ -44,7 +44,7 @@ def _log_uncaught(kind: type[BaseException], error: BaseException | None, trace:
 
 
 def escape_uncaught() -> None:
-    """Have uncaught errors written with escapes, too."""
+    """Escape uncaught errors, too."""
     sys.excepthook = _log_uncaught
     threading.excepthook = lambda found: _log_uncaught(found.exc_type, found.exc_value, found.exc_traceback)
     sys.unraisablehook = lambda found: _log_uncaught(found.exc_type, found.exc_value, found.exc_traceback)

@@ -1,4 +1,4 @@
-"""A lock that callers hold in turn: one with many tasks delays another's by the one that holds it."""
+"""A lock that callers hold in turn: a caller with many tasks delays another caller by one task only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TurnLock:
             try:
                 await mine
             except asyncio.CancelledError:
-                if not mine.cancelled():  # it was given just now
+                if not mine.cancelled():  # the lock was handed to this task in the meantime
                     self._pass_on()
                 raise
         self.is_held = True

@@ -1,4 +1,4 @@
-"""Messages as bytes: between processes and between devices they are the same msgpack."""
+"""Encode messages as msgpack, for processes and devices alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[_Message], data: bytes | memoryview, what: str) -> _Message:
-    """``data`` as what ``decoder`` reads. Raises ``ProtocolError`` that it is not ``what``."""
+    """Decode ``data``; ``what`` names the expected message in errors. Raises ``ProtocolError``."""
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:

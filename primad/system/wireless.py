@@ -1,4 +1,4 @@
-"""Whether this machine's way to others is Wi-Fi, where all devices of one access point share the air."""
+"""Whether this machine reaches others by Wi-Fi, where all devices of one access point share its bandwidth."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _MARKS: Final = ("wireless", "phy80211")
 def is_wireless(interfaces: Path = _INTERFACES) -> bool:
     """Whether Wi-Fi is up here and no cable is.
 
-    Linux tells; bridges, tunnels and other interfaces without hardware do not count. A system that does not tell (macOS,
-    Windows) counts as wired: then its links are as fast as they were measured, and nothing is said to share the air.
+    Only Linux reports it; bridges, tunnels and other interfaces without hardware do not count. Other systems (macOS,
+    Windows) count as wired: their links are as fast as measured, and no shared Wi-Fi bandwidth is assumed.
     """
     try:
         up = [entry for entry in interfaces.iterdir() if (entry / "device").exists() and _is_up(entry)]

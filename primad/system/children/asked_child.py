@@ -1,4 +1,4 @@
-"""A child process that is asked one task after the other, each a frame, answered with one (``reply_stream.py``)."""
+"""A child process that gets one task at a time, each a frame, and replies with one frame (``reply_stream.py``)."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from primad.system.memory import staying
 from primad.system.processors import OwnTime
 
 GRACE_S: Final = 60.0
-"""A process that says no more ends before."""
+"""Time limit for the end of a process that no longer replies."""
 
 
 class EndedError(Exception):
-    """The process is gone; its text says how it ended."""
+    """The process has ended; the text says how."""
 
 
 class AskedChild:
-    """``start`` it, ``ask`` it, and ``end`` it: also when ``ask`` raised, since its reply would be taken for another's."""
+    """``start``, ``ask`` and ``end`` it, also after ``ask`` raised: a late reply would be taken for the next one."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process, self.pid = process, process.pid
 
     @classmethod
     async def start(cls, module: str, variables: Mapping[str, str], what: str) -> Self:
-        """A process that runs ``module``. Raises ``RingError`` where ``what`` it is cannot be started."""
+        """Start a process that runs ``module``; ``what`` names it in errors. Raises ``RingError`` on failure."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", module),
@@ -44,14 +44,14 @@ class AskedChild:
                 env=variables,
                 start_new_session=True,
             )
-        except OSError as exc:  # as where memory or processes are at an end
+        except OSError as exc:  # for example, no memory or processes are left
             raise RingError(f"{what} cannot be started: {exc.strerror or exc}") from exc
         staying.add(process.pid)
         return cls(process)
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process still runs."""
         return self._process.returncode is None
 
     async def ask(
@@ -70,14 +70,14 @@ class AskedChild:
                     look(own)
             return await reading
         except (ConnectionError, asyncio.IncompleteReadError):
-            with contextlib.suppress(TimeoutError):  # to kill one that ends hides how it ended
+            with contextlib.suppress(TimeoutError):  # killing an ending process would hide how it ended
                 await asyncio.wait_for(self._process.wait(), GRACE_S)
             raise EndedError(how_it_ended(await self.end())) from None
         finally:
             reading.cancel()
 
     async def answer(self, task: msgspec.Struct, what: str, timeout_s: float) -> bytes:
-        """The reply to ``task``. Raises ``RingError`` where the process, which is ``what``, ended or gave none in time."""
+        """The reply to ``task``; ``what`` names the process. Raises ``RingError`` if it ended or did not reply in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self.ask(task)
@@ -87,14 +87,14 @@ class AskedChild:
             raise RingError(f"{what} {exc}") from None
 
     def rss_bytes(self) -> int:
-        """The memory that it holds."""
+        """The resident memory of the process."""
         try:
             return int(psutil.Process(self.pid).memory_info().rss) if self.is_alive else 0
         except psutil.Error:
             return 0
 
     async def end(self) -> int:
-        """End it, whatever it does, and forget what it was still to be told; its exit code."""
+        """End the process, even while it computes, and drop unsent tasks; return its exit code."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         assert self._process.stdin is not None

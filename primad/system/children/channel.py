@@ -1,7 +1,7 @@
 """The private socket pair between a daemon and its ring process: length-prefixed msgpack frames.
 
 A socket pair needs no port and no file, no other process can connect to it, and each side notices the other's end
-immediately, however it came: a ring process never outlives its daemon.
+immediately, whatever its cause: a ring process never outlives its daemon.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 def frame_bytes(length: bytes) -> int:
-    """The size that a frame's length prefix announces. Raises ``ProtocolError`` when it is absurd."""
+    """The size in a frame's length prefix. Raises ``ProtocolError`` if it is out of bounds."""
     size: int = LENGTH.unpack(length)[0]
     if size > MAX_FRAME_BYTES:
         raise ProtocolError(f"frame of {size} bytes from the other process; at most {MAX_FRAME_BYTES} are allowed")
@@ -41,7 +41,7 @@ class Frames:
         self._begun = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The frames that ``data`` completes. Raises ``ProtocolError`` when one is announced that is too large."""
+        """The frames that ``data`` completes. Raises ``ProtocolError`` if a length prefix is too large."""
         if not self._begun and len(data) >= LENGTH.size and frame_bytes(data[: LENGTH.size]) == len(data) - LENGTH.size:
             return [data[LENGTH.size :]]
         self._begun += data

@@ -1,4 +1,4 @@
-"""Child processes that hold one end of a socket pair and nothing else of ours, or pipes."""
+"""Child processes that inherit only one end of a socket pair, or pipes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO
 def begin_child(
     module: str, theirs: socket.socket, variables: Mapping[str, str], errors: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
-    """Run ``module`` with the end ``theirs``; its output goes to ``errors``, or where ours goes. Raises ``OSError``."""
+    """Run ``module`` with the end ``theirs``; its output goes to ``errors``, or else to ours. Raises ``OSError``."""
     options: dict[str, object] = {"stderr": errors, "stdout": errors}
     argument = str(theirs.fileno())
     if sys.platform == "win32":

@@ -1,5 +1,4 @@
-"""Standard output for the answers of a child process alone, whatever a library in it prints, and the loop of a child that
-answers tasks."""
+"""A child process's standard output, reserved for replies whatever a library prints, and the loop that computes them."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ of equal ones."""
 
 @contextmanager
 def answer_stream() -> Iterator[BinaryIO]:
-    """The stream for replies: what was standard output. Anything printed from now on goes to standard error, escaped so
-    that content of a request or file cannot control the terminal."""
+    """The stream for replies: the former standard output. Anything printed from now on goes to standard error, escaped
+    so that content of a request or file cannot control the terminal."""
     escape_uncaught()
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -33,8 +32,8 @@ def answer_stream() -> Iterator[BinaryIO]:
 
 
 def answer_tasks(decoder: msgspec.msgpack.Decoder[_Task], answer: Callable[[_Task], msgspec.Struct]) -> None:
-    """``answer`` each task of standard input, a frame, in a thread with a large stack. Ends the process when its input
-    ends, whatever is being computed, and when ``answer`` raises: no caller may wait for a reply that does not come."""
+    """Reply with ``answer`` to each task of standard input, a frame, in a thread with a large stack. Ends the process when
+    its input ends, even during a task, and when ``answer`` raises: no caller may wait for a reply that never comes."""
     tasks = SimpleQueue[bytes]()
 
     def work(answers: BinaryIO) -> None:

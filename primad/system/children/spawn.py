@@ -24,9 +24,9 @@ two tokens and one process of a small model is a tenth faster, but where other p
 four times as long."""
 
 MMAP_THRESHOLD_BYTES: Final = 3 << 19
-"""Memory of this size and more is the system's again as soon as it is free (glibc). Left to itself glibc raises its bound to
-the largest block that was ever freed, and keeps the hidden states of a prompt's chunks, 70 MB of them in a ring of eight
-windows a device. It is above what a token takes again and again, such as logits."""
+"""Freed memory of this size and more returns to the system immediately (glibc). By default glibc raises the threshold to
+the largest block ever freed, and keeps the hidden states of a prompt's chunks, 70 MB of them in a ring of eight windows
+per device. The value is above the blocks that each token allocates again, such as logits."""
 
 
 def environment(base: Mapping[str, str], threads: int, place: int, *, gpu: bool = False) -> dict[str, str]:
@@ -55,14 +55,14 @@ async def connected(
     what: str,
     protocol: Callable[[asyncio.StreamReader], asyncio.StreamReaderProtocol] = asyncio.StreamReaderProtocol,
 ) -> tuple[subprocess.Popen[bytes], asyncio.StreamReader, asyncio.StreamWriter]:
-    """A process that ``begin`` starts with one end of a socket pair, and the other end. Raises ``RingError`` where
-    ``what`` it is cannot be started.
+    """A process that ``begin`` starts with one end of a socket pair, and the other end. ``what`` names the process in
+    errors. Raises ``RingError`` if it cannot be started.
     """
     ours, theirs = socket.socketpair()
     try:
         with theirs:
             process = begin(theirs)
-    except OSError as exc:  # as where memory, processes or disk are at an end
+    except OSError as exc:  # for example, no memory, processes or disk space are left
         ours.close()
         raise RingError(f"{what} cannot be started: {exc.strerror or exc}") from exc
     try:

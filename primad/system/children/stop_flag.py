@@ -17,14 +17,14 @@ class StopFlag:
         self._is_set = False
 
     def set(self) -> None:
-        """End the child that runs; let none begin."""
+        """End the running child, and every child that starts later."""
         with self._lock:
             self._is_set = True
             if self._child is not None:
                 self._end(self._child)
 
     def watch(self, child: subprocess.Popen[bytes]) -> None:
-        """Have ``set`` end ``child``."""
+        """Register ``child`` for ``set`` to end."""
         with self._lock:
             self._child = child
             if self._is_set:

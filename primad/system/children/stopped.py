@@ -1,4 +1,4 @@
-"""Notice that a process was stopped (SIGSTOP, a debugger). It cannot say so itself."""
+"""Notice that a process was stopped (SIGSTOP, a debugger), which it cannot report itself."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A child process that is asked one task after the other, each a line of JSON, answered with one line.
+"""A child process that gets one task at a time, each a line of JSON, and replies with one line.
 
-A crash or a hang of it is an answer, too, and the next task gets a new child.
+A crash or a hang of the child is a result, too, and the next task gets a new child.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TaskChild:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by ``close``)
 
     def close(self) -> None:
-        """End the child, whatever it does."""
+        """End the child, even during a task."""
         if self._child is not None:
             self._child.kill()
             self._bury(self._child)
@@ -48,7 +48,7 @@ class TaskChild:
         return begin_piped(self._module, self._variables, self._errors)
 
     def ask(self, task: msgspec.Struct, kind: type[Answer]) -> Answer | str:
-        """The answer to ``task``, or in one line how the child ended over it."""
+        """The reply to ``task``, or one line on how the child ended during it."""
         if self._child is None:
             self._child = self._start()
         child = self._child
@@ -67,7 +67,7 @@ class TaskChild:
         guard = threading.Thread(target=give_up, daemon=True)
         guard.start()
         try:
-            with contextlib.suppress(OSError):  # it may be gone: then there is no answer
+            with contextlib.suppress(OSError):  # the child may have ended: then there is no reply
                 child.stdin.write(msgspec.json.encode(task) + b"\n")
                 child.stdin.flush()
             answer = child.stdout.readline()
