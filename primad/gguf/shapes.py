@@ -3,9 +3,9 @@
 A shape says how many weights of which matrix there are; the bytes follow from the quantisation in the name's suffix:
 ``-q4k`` (and without a suffix) is Q4_K with the output matrix in Q6_K, ``-q4_0`` Q4_0 with the same, ``-q6_k``, ``-q8``
 and ``-f16`` are Q6_K, Q8_0 and F16 throughout. That is llama.cpp's ``llama-quantize --pure`` but for the output.
-``-q4_k_m`` and ``-q5_k_m`` are the files of that name: values and what leads out of feed-forward are in Q6_K in half of the
-layers (``use_more_bits`` of llama.cpp's llama-quant.cpp). A model that exists in one file alone, as gpt-oss does, is that
-file whatever the suffix but ``-f16``. Norms, biases and routers are F32, as llama.cpp leaves them.
+``-q4_k_m`` and ``-q5_k_m`` are the files of that name: value and down matrices are in Q6_K in half of the layers
+(``use_more_bits`` of llama.cpp's llama-quant.cpp). A model that exists only as one file, such as gpt-oss, has that file's
+types for every suffix except ``-f16``. Norms, biases and routers are F32, as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _EIGHT: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Types:
-    """The quantisation of a file: of matrices, of the output matrix, of ``experts``, of the ``embedding``.
+    """The quantisation types of a file: matrices, output matrix, ``experts`` and ``embedding``.
 
-    ``some`` is what values and the way out of feed-forward have in about half of the layers.
+    ``some`` is the type of the value and down matrices in about half of the layers.
     """
 
     matrix: str
@@ -57,7 +57,7 @@ class Types:
         return self._some(layer, layers) or self.matrix
 
     def of_down(self, layer: int, layers: int, *, of_experts: bool = False) -> str:
-        """The type of the matrix that leads out of feed-forward."""
+        """The type of the down projection."""
         plain = self.experts or self.matrix if of_experts else self.matrix
         return self._some(layer, layers) or plain
 
@@ -83,8 +83,7 @@ _UNQUANTISED: Final = "f16"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateShape:
-    """What a recurrent layer has instead of attention: ``inner`` values in ``heads``, with a state of ``width`` for
-    each.
+    """A recurrent layer's replacement for attention: ``inner`` values in ``heads``, with a state of ``width`` for each.
 
     Keys have ``groups`` of that width, and a short convolution has ``kernel``; each head gets ``scalars`` values per
     row.
@@ -100,10 +99,10 @@ class StateShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentShape:
-    """Attention with one latent vector for all heads: of ``rank`` values, and ``rope`` that say where it is.
+    """Attention with one latent vector for all heads: ``rank`` values, and ``rope`` values that encode the position.
 
-    Queries are made through ``query_rank`` values (0: at once); each head has ``plain`` and ``rope`` values of them, and
-    gives ``value``.
+    Queries are computed through ``query_rank`` values (0: directly); each head's query has ``plain`` and ``rope`` values,
+    and its result ``value``.
     """
 
     query_rank: int
@@ -271,7 +270,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def sizes_of(name: str) -> Shape | None:
-    """The sizes of the model ``name``, as in ``shape``; None where none is called so."""
+    """The sizes of the model ``name``, as in ``shape``; None if there is no such model."""
     model, _ = _split(name)
     return read_shape(model) if model in shape_names() else None
 
@@ -327,8 +326,7 @@ def _profile(model: Shape, types: Types, named: str) -> ModelProfile:
 
 
 def _tail_of_both(kinds: Sequence[LayerKind]) -> int:
-    """The smallest number of layers at the end that includes one with attention and one with a state, where some have
-    one."""
+    """The smallest number of last layers that includes one with attention and one with a state, if some have a state."""
     found = [[i for i, kind in enumerate(kinds) if has(kind)] for has in (lambda kind: kind.attends, _has_state)]
     return len(kinds) - min(each[-1] for each in found) if all(found) else 1
 
@@ -352,7 +350,7 @@ def _stand_in(model: Shape, kinds: Sequence[LayerKind], types: Types) -> LayerPr
 
 
 def _count(bytes_by_type: Mapping[str, int]) -> float:
-    """How many weights those are."""
+    """The number of weights in these bytes."""
     return sum(size / bytes_per_weight(kind) for kind, size in bytes_by_type.items())
 
 

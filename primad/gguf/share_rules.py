@@ -62,7 +62,7 @@ all heads."""
 _HEAD_NORMS: Final = {"attn_q_norm": Part.HEADS, "attn_k_norm": Part.KEYS}
 _OVER_ALL: Final = frozenset(("attn_sub_norm", "ffn_sub_norm"))
 _OUTPUTS: Final = frozenset(("attn_output", STATE_COLUMNS, "shortconv.out_proj", "time_mix_output"))
-"""Tensors that make the result of an attention or a state that is whole."""
+"""Tensors that compute the result of attention or of a state if that is whole on each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ _NO_HEADS: Final = (range(0),) * 3
 
 @dataclass(frozen=True)
 class ShareRules:
-    """How the layers of one model can be cut between ranks. Raises ``NotCutError`` where they cannot, by name and reason."""
+    """How the layers of one model can be cut between ranks. Raises ``NotCutError``, with the reason, if they cannot."""
 
     header: Header
 
@@ -95,7 +95,7 @@ class ShareRules:
 
     @cached_property
     def why_whole(self) -> str:
-        """Why attention is whole on every rank; empty where its heads are cut."""
+        """Why attention is whole on every rank; empty if its heads are cut."""
         keeps_states = any(self._recurrent) and self._states is None
         if found := why_attention_whole(self.header, keeps_states=keeps_states):
             return found
@@ -115,7 +115,7 @@ class ShareRules:
 
     @property
     def graph(self) -> str:
-        """The architecture as which llama.cpp computes shares."""
+        """The architecture whose graph llama.cpp uses for shares."""
         name = self.header.text("general.architecture")
         return name if self.why_whole else SAME_GRAPH.get(name, name)
 
@@ -149,7 +149,7 @@ class ShareRules:
         return found
 
     def state_counts(self, share: LayerShare) -> dict[str, int]:
-        """The metadata of a rank's states; ``share`` has some."""
+        """The metadata of a rank's states; ``share`` must have states."""
         return self._states.counts(share.states) if self._states is not None and share.states else {}
 
     def _refusal(self, subject: str, reason: str) -> NotCutError:
@@ -159,7 +159,7 @@ class ShareRules:
         return count_at(self.header, f"{self.header.text('general.architecture')}.{key}", layer)
 
     def heads(self, layer: int) -> tuple[int, int]:
-        """The heads of ``layer`` that are cut, of queries and of keys; without attention 0."""
+        """The numbers of query heads and KV heads of ``layer`` that are cut; 0 without attention."""
         if f"blk.{layer}.attn_output.weight" not in self.header.tensors:
             return 0, 0
         return self._count("attention.head_count", layer), kv_heads(self.header, layer)
@@ -181,7 +181,7 @@ class ShareRules:
 
     @cached_property
     def _head_unit(self) -> int:
-        """Heads at whose multiples the columns of every layer's output can be cut."""
+        """The number of heads at whose multiples every layer's output columns can be cut."""
         unit = 1
         for layer in range(layer_count(self.header)):
             tensor, heads = self.columns(layer, "attn_output"), self.heads(layer)[0]
@@ -326,7 +326,7 @@ class ShareRules:
         return Part.WHOLE
 
     def parted(self, tensor: TensorInfo) -> list[TensorInfo]:
-        """``tensor``, or gate and up, which lie in one, where the graph that stands for the model's has two."""
+        """``tensor``, or its two halves (gate and up) if the graph used for shares has separate ones."""
         is_of_both = self.header.text("general.architecture") == "phi3" and tensor.name.endswith(".ffn_up.weight")
         if self.why_whole or not is_of_both:
             return [tensor]

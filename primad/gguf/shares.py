@@ -49,11 +49,11 @@ def _bytes_of(own: Header) -> RankBytes:
 
 
 def share_header(rules: ShareRules, weights: Sequence[int], rank: int) -> Header:
-    """The model as ``rank`` of a group holds it, whose ranks have shares in proportion to ``weights``: a header of slices of
-    its tensors, from which windows are cut as from any other (``ModelCutter``). The token embedding has the rows of the
-    rank's part of the output matrix.
+    """The part of the model for ``rank`` of a group whose ranks have shares in proportion to ``weights``: a header of
+    slices of the tensors, from which windows are cut as from any other (``ModelCutter``). The token embedding has the
+    rows of the rank's part of the output matrix.
 
-    Raises ``NotCutError`` where the model cannot be shared so.
+    Raises ``NotCutError`` if the model cannot be shared in this way.
     """
     assert 0 <= rank < len(weights) <= MAX_RANKS
     header, layers = rules.header, layer_count(rules.header)
@@ -89,7 +89,7 @@ def vocabulary_share(vocabulary: int, weights: Sequence[int], rank: int) -> rang
 
 
 def _values_of(rules: ShareRules, shares: Sequence[LayerShare]) -> dict[str, Value]:
-    """The metadata that says how many heads and values a rank's layers have."""
+    """The metadata with the numbers of heads and values of a rank's layers."""
     header, name = rules.header, rules.header.text("general.architecture")
     found: dict[str, list[int | None]] = {}
     if any(share.heads for share in shares):
@@ -98,7 +98,7 @@ def _values_of(rules: ShareRules, shares: Sequence[LayerShare]) -> dict[str, Val
     for kind, key in LENGTHS.items():
         if any(kind in share.values for share in shares):
             found[key] = [len(share.values[kind]) if kind in share.values else None for share in shares]
-    if not any("" in share.values for share in shares):  # some graphs use its length as that of experts
+    if not any("" in share.values for share in shares):  # some graphs use its length as the experts' length
         whole = [rules.columns(layer, "ffn_down_exps") for layer in range(len(shares))]
         key = f"{name}.{LENGTHS['']}"
         if all(each is not None and each.shape[0] == count_at(header, key, n, 0) for n, each in enumerate(whole)):

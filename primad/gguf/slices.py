@@ -1,7 +1,7 @@
-"""Parts of a tensor: what a rank of a tensor-parallel group holds of it, read from the model file in place.
+"""Parts of a tensor for a rank of a tensor-parallel group, read from the model file in place.
 
-A slice takes ranges along one axis. Along the last one it is a few runs of bytes; along another one there are as many
-for each item of the axes after it, so the columns of a matrix are one run a row.
+A slice takes ranges along one axis. Along the last axis it is a few runs of bytes; along another axis, the same number
+of runs for each item of the axes after it, so the columns of a matrix are one run per row.
 """
 
 from __future__ import annotations
@@ -97,5 +97,5 @@ def _slice(tensor: TensorInfo, shape: tuple[int, ...], size: int, cut: TensorCut
 
 
 def cut_of(tensor: TensorInfo) -> TensorCut | None:
-    """Which bytes of the tensor at its offset it has; None for all of them."""
+    """The bytes that ``tensor`` takes of the tensor at its offset; None for all of them."""
     return tensor.cut if isinstance(tensor, TensorSlice) else None

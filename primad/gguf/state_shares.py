@@ -90,7 +90,7 @@ class StateHeads:
         return 0, self.keys * self.key_width
 
     def _values(self, own: range, width: int, before: int = 0) -> list[range]:
-        """The rows of so much ``width`` for each head of values."""
+        """The rows of the value heads of the key heads ``own``, with ``width`` rows per head."""
         if not self.tiled:
             first, last = own.start * self.each, own.stop * self.each
             return [range(before + first * width, before + last * width)]
@@ -122,7 +122,7 @@ class ScanGroups:
 
     @classmethod
     def of(cls, header: Header) -> ScanGroups | None:
-        """Those of the model of ``header``; None where its states are of another kind, or cannot be shared."""
+        """The scan groups of the model of ``header``; None if its states are of another kind or cannot be shared."""
         name = header.text("general.architecture")
         groups, heads, inner, state = (
             header.count(f"{name}.ssm.{key}", 0)

@@ -10,11 +10,11 @@ from primad.gguf.header import Header, Scalar
 TOKENS: Final = "tokenizer.ggml.tokens"
 _KINDS: Final = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
 MAX_MORE: Final = 128
-"""Tokens that one of them has more at the end: models of one family are padded differently."""
+"""Maximum number of additional tokens at the end of one vocabulary: models of one family are padded differently."""
 
 
 def vocabulary_difference(one: Header, other: Header) -> str | None:
-    """How the tokens of ``other`` differ from those of ``one``; None where a token of one is the same in the other.
+    """How the tokens of ``other`` differ from those of ``one``; None if each token is the same in both.
 
     Raises ``ModelError`` for a file without tokens.
     """

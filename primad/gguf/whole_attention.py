@@ -1,9 +1,9 @@
 """Models whose attention is whole on every rank of a tensor-parallel group, while their networks are cut.
 
-A share of attention is a model of fewer heads. Some graphs take more from the number of heads than that, or have what goes
-over all of them; others keep states that cannot be cut. So each rank of theirs has all of the attention and its KV cache.
-The first rank's result goes to all others, as the sum with their zeros: what two processors make of the same values differs
-in last bits, and by them ranks would pick other experts.
+A share of attention is a model of fewer heads. Some graphs derive other values from the number of heads, or compute over
+all heads; others keep states that cannot be cut. For these models each rank has all of the attention and its KV cache.
+The first rank's result is sent to all others, as the sum with their zeros: two processors' results of the same values
+differ in the last bits, and because of these ranks would pick different experts.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _SCALED_BY_HEADS: Final = frozenset((("gemma2", 46), ("gemma3", 62)))
 _NOT_KNOWN: Final = 1 << 10
 """A number of values that makes no difference to a plan."""
 WITHOUT_NETWORKS: Final = frozenset(("bitnet", "mamba", "mamba2", "rwkv6"))
-"""Architectures whose layers have nothing else that could be cut."""
+"""Architectures whose layers have no network that could be cut."""
 
 
 def of_shape(model: ModelProfile) -> tuple[int, ShareUnits | None]:
-    """How many devices can share layers of a model of which no more is known, and by what, where that is known."""
+    """How many devices can share layers of a model known by its profile only, and the units of the cuts if known."""
     if model.architecture in WITHOUT_NETWORKS:
         return 1, None
     if why_not_by_heads(model.architecture, len(model.layers), keeps_states=model.is_recurrent):
@@ -57,7 +57,7 @@ def of_shape(model: ModelProfile) -> tuple[int, ShareUnits | None]:
 
 
 def why_not_by_heads(architecture: str, layers: int = 0, *, keeps_states: bool = False) -> str:
-    """Why attention is whole in a model of which no more is known; empty where its heads are cut."""
+    """Why attention is whole in a model of which no more is known; empty if its heads are cut."""
     if keeps_states and architecture not in STATES_BY_HEADS:
         return _STATES
     if (architecture, layers) in _SCALED_BY_HEADS:
@@ -79,7 +79,7 @@ def why_attention_whole(header: Header, *, keeps_states: bool) -> str:
 
 
 def _differs(header: Header, other: str) -> str:
-    """Why the graph of ``other`` is not this model's."""
+    """Why the graph of ``other`` does not fit this model."""
     name = header.text("general.architecture")
     each = header.count(f"{name}.embedding_length") // max(count_at(header, f"{name}.attention.head_count", 0), 1)
     if header.count(f"{name}.rope.dimension_count", each) != each:

@@ -1,6 +1,6 @@
-"""A file that travels like a layer, known by its content: an encoder of pictures, whose loader knows no parts.
+"""A file that is sent like a layer, identified by its hash: a picture encoder, whose loader does not accept parts.
 
-Its bytes are those of one tensor, so that whoever lacks it fetches it in chunks from any device that has it.
+Its bytes are those of one tensor, so that devices fetch it in chunks from any device that has it.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def without_weights(header: Header) -> tuple[bytes, int]:
 
 
 def write_with_hole(path: Path, metadata: bytes, hole_bytes: int) -> None:
-    """Write what ``without_weights`` gave. Raises ``OSError``."""
+    """Write the result of ``without_weights``. Raises ``OSError``."""
     write_whole(path, metadata)
     os.truncate(path, len(metadata) + hole_bytes)
 
 
 def write_without_weights(header: Header, path: Path) -> None:
-    """The same as the file ``path``, whose hole takes no room on most disks. Raises ``DiskError``."""
+    """Write ``without_weights`` to ``path``; the hole takes no space on most disks. Raises ``DiskError``."""
     try:
         write_with_hole(path, *without_weights(header))
     except OSError as exc:

@@ -45,7 +45,7 @@ _FOREIGN: Final = (
 
 
 LEFT_TO_TRIAL: Final = frozenset(key for key, _ in _FOREIGN) - {"pooling_type", "classifier.output_labels"}
-"""Keys that stand in the way of an entry of the table, and with which a derived one is tried."""
+"""Keys that prevent cutting with an entry of the table, but with which a derived entry is tried."""
 
 
 def why_whole(header: Header) -> str:
@@ -148,7 +148,7 @@ def _multiple(header: Header) -> int:
         needed.append(indexed_layers(header))
     if architecture.recurrent is Recurrent.TENSORS:
         needed += [each for each in (recurrent_layers(header), attending_layers(header)) if any(each)]
-    needed += [each for each in kinds_of(header) if not any(each)]  # which nothing stands in for
+    needed += [each for each in kinds_of(header) if not any(each)]  # which have no stand-in
     while True:
         multiple = _multiple_with([each[:behind] for each in needed], multiple, base)
         if multiple >= len(slides) or _is_cut_point(header, architecture, multiple, slides=any(slides)):
@@ -157,15 +157,14 @@ def _multiple(header: Header) -> int:
 
 
 def tail_layers(header: Header) -> int:
-    """How many layers the last of several windows has at the least. Raises ``ModelError`` as ``sharing_layers``."""
+    """The minimum number of layers of the tail of several windows. Raises ``ModelError`` as ``sharing_layers``."""
     sharing = sharing_layers(header)
     return sharing + 2 if sharing else layers_of_both(header)
 
 
 def _is_cut_point(header: Header, architecture: Architecture, multiple: int, *, slides: bool) -> bool:
-    """Whether windows may begin at each multiple of ``multiple`` where llama.cpp looks at the number of layers: of
-    SmallThinker with 4 it rotates all, not three of four. Or at the first one's heads, without which it knows no width of
-    any."""
+    """Whether windows may begin at each multiple of ``multiple`` in spite of what llama.cpp derives from the layers. With 4
+    layers of SmallThinker it rotates all, not three of four. For others it takes widths from the first layer's heads."""
     layers = layer_count(header)
     heads = header.values.get(f"{architecture.name}.attention.head_count")
     if architecture.skips_attention and heads is not None and heads.is_array:
@@ -237,7 +236,7 @@ def is_deepseek2_lite(header: Header, layers: int) -> bool:
 
 
 def counts_vocabulary(header: Header) -> bool:
-    """Whether llama.cpp tells the model from others by the size of its vocabulary."""
+    """Whether llama.cpp distinguishes the model from others by the size of its vocabulary."""
     return header.text("general.architecture") in DEEPSEEK2 and vocabulary_size(header) in (128_256, 154_880)
 
 

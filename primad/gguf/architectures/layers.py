@@ -47,8 +47,8 @@ def layer_count(header: Header) -> int:
 
 
 def drafting_layers(header: Header) -> int:
-    """How many layers, the last ones, are for multi-token prediction and can draft: llama.cpp knows what to do with one, and
-    ends the process where that lacks something."""
+    """The number of last layers that are for multi-token prediction and can draft: llama.cpp supports one, and ends the
+    process if that one is incomplete."""
     entry, layers = known(header), layer_count(header)
     if entry is None or not entry.drafts or block_count(header) != layers + 1:
         return 0
@@ -70,7 +70,7 @@ def block_count(header: Header) -> int:
 
 
 def sharing_layers(header: Header) -> int:
-    """How many layers, the last ones, use the KV cells of others. Raises ``ModelError`` for what is no count."""
+    """The number of last layers that use the KV cells of others. Raises ``ModelError`` for an invalid count."""
     architecture = known(header)
     key = architecture.shares_cells if architecture is not None else ""
     return header.count(f"{header.text('general.architecture')}.{key}", 0, maximum=MAX_LAYERS) if key else 0

@@ -40,7 +40,7 @@ def stand_ins(header: Header, first: int, last: int) -> tuple[int, ...]:
 
 
 def layers_of_both(header: Header) -> int:
-    """How many layers a tail has at the least, so that it has one of each kind."""
+    """The minimum number of layers with which a tail has one of each kind."""
     layers = layer_count(header)
     return max((layers - last_of(kind) for kind in kinds_of(header) if any(kind)), default=1)
 
@@ -53,13 +53,13 @@ def head_values(header: Header, layers: Sequence[int], own: int) -> dict[str, Va
     if not any(small):
         return {}
     key, counts = f"{entry.name}.{HEAD_COUNTS}", [0] * own
-    if entry.recurrent is Recurrent.INTERVAL:  # whose graph takes one number for all
+    if entry.recurrent is Recurrent.INTERVAL:  # its graph takes one number for all layers
         return {key: scalar_value(GGUFValueType.UINT32, 1)}
     return {key: array_value(GGUFValueType.UINT32, [*counts, *map(int, small)])}
 
 
 def holes(header: Header, layer: int, number: int) -> list[Hole]:
-    """The weights of one like ``layer`` that is layer ``number`` of a window."""
+    """The weights of a stand-in for ``layer``, as layer ``number`` of a window."""
     prefix, heads = f"blk.{layer}.", small_heads(header, layer)
     found = []
     for name, tensor in header.tensors.items():

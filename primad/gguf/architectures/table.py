@@ -1,4 +1,4 @@
-"""The architectures that are known, as a table: what each entry says, and why others are refused."""
+"""The table of known architectures, and why others are refused."""
 
 from __future__ import annotations
 
@@ -341,7 +341,7 @@ REFUSED: Final = {name: reason for reason, names in _REASONS.items() for name in
 
 ATTENTION_INTERVAL: Final = "full_attention_interval"
 DEEPSEEK2: Final = frozenset(("deepseek2", "mistral4"))
-"""Told apart by the number of layers, among other things."""
+"""Architectures whose variants llama.cpp distinguishes by the number of layers, among other things."""
 
 PER_LAYER: Final = (
     "feed_forward_length",
@@ -355,11 +355,11 @@ PER_LAYER: Final = (
 ENTRY_KEY: Final = "primad.entry"
 EXIT_KEY: Final = "primad.exit"
 LAST_EXIT_KEY: Final = "primad.last_exit"
-"""Keys of a window that no table knows: where its graph is fed, and what its layers' outputs are called there."""
+"""Keys of a window with a derived entry: where its graph takes input, and the names of its layers' outputs."""
 
 
 def known(header: Header) -> Architecture | None:
-    """The model's entry: the one that was derived for it, or the table's; None where there is neither."""
+    """The model's entry: the one that was derived for it, or the table's; None if there is neither."""
     return header.derived or SUPPORTED.get(header.text("general.architecture"))
 
 
