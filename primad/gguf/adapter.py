@@ -171,7 +171,7 @@ def _pairs(header: Header) -> Iterator[tuple[str, tuple[TensorInfo, TensorInfo]]
         if other is None:
             if name.endswith("_norm.weight"):
                 continue
-            raise ModelError(f"{header.path}: tensor '{name}' is no matrix of an adapter; convert it anew")
+            raise ModelError(f"{header.path}: tensor '{name}' is not an adapter matrix; convert the adapter again")
         if stem + other not in tensors:
             raise ModelError(f"{header.path}: tensor '{name}' has no '{stem + other}'; fetch the adapter again")
         if other == B:

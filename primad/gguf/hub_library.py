@@ -60,7 +60,7 @@ def library() -> Any:
         import huggingface_hub
     except ModuleNotFoundError as exc:
         raise ConfigError(
-            "huggingface_hub: is not installed, and models by name need it; install primad anew, or name a GGUF file"
+            "huggingface_hub: is not installed, and models by name need it; reinstall primad, or name a GGUF file"
         ) from exc
     return huggingface_hub
 

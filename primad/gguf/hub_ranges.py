@@ -142,7 +142,7 @@ class HubRanges:
             raise HubError(f"{host} gives no byte ranges", again=False)
         if status != 206:
             raise HubError(
-                f"{host} does not have it any more (status {status}); 'primad rm' the model and serve it anew",
+                f"{host} does not have it any more (status {status}); 'primad rm' the model and serve it again",
                 again=False,
             )
         if answer.headers.get("Content-Range", "") != f"bytes {offset}-{offset + size - 1}/{file.size_bytes}":
@@ -238,7 +238,7 @@ def _check_hash(file: RemoteFile, answer: http.client.HTTPResponse) -> None:
         if answer.status in _REDIRECTS and not stated:
             return  # to another name of the same repository; there it says so
         raise HubError(
-            f"{_host(file.url)} has another file there by now; 'primad rm' the model and serve it anew", again=False
+            f"{_host(file.url)} has another file there by now; 'primad rm' the model and serve it again", again=False
         )
 
 

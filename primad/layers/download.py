@@ -152,7 +152,7 @@ class _Download:
                 raise DiskError(f"{part.path}: cannot be removed: {exc.strerror or exc}") from exc
             raise ClusterError(
                 f"layer {layer.ref.digest[:12]} came as {digest[:12]}: another device fetched other bytes, so one of "
-                "the two was not given what the hub has; 'primad rm' the model on the head and serve it anew"
+                "the two was not given what the hub has; 'primad rm' the model on the head and serve it again"
             )
         digest, tree = part.digest, part.tree
         await in_thread(self._cache.finish, part)

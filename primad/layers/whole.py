@@ -69,7 +69,7 @@ def compare(cutter: RangedCutter, cache: LayerCache, advance: Callable[[int, int
                 cache.remove(layer for layer in cache.layers() if layer.digest in here)
                 raise ModelError(
                     f"{part}: what came by ranges is not the file that the hub states; 'primad rm' the model and serve it "
-                    "anew"
+                    "again"
                 )
         with suppress(OSError):  # the model is compared again next time
             write_whole(_note(cutter), _hashes(cutter).encode())

@@ -378,7 +378,7 @@ def _first_trials(bench: Bench, advance: Callable[[str], None]) -> list[_Trial]:
         )
     if not trials:
         raise EngineError(
-            f"llama.cpp cannot compute any quantisation type on this device: {why}; install llama-cpp-python anew"
+            f"llama.cpp cannot compute any quantisation type on this device: {why}; reinstall llama-cpp-python"
         )
     return trials
 

@@ -163,8 +163,11 @@ def tail_layers(header: Header) -> int:
 
 
 def _is_cut_point(header: Header, architecture: Architecture, multiple: int, *, slides: bool) -> bool:
-    """Whether windows may begin at each multiple of ``multiple`` in spite of what llama.cpp derives from the layers. With 4
-    layers of SmallThinker it rotates all, not three of four. For others it takes widths from the first layer's heads."""
+    """Whether windows may begin at each multiple of ``multiple``, given what llama.cpp derives from a window's layers.
+
+    Of a SmallThinker window with 4 layers it rotates all, not three of four. If some layers have no attention, the
+    first layer of a window must have heads, since llama.cpp takes widths from them.
+    """
     layers = layer_count(header)
     heads = header.values.get(f"{architecture.name}.attention.head_count")
     if architecture.skips_attention and heads is not None and heads.is_array:
