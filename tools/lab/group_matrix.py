@@ -29,7 +29,7 @@ FAULTS: Final = (
     "paused by its owner",
     "disk full",
 )
-GOES_ON: Final = frozenset({"disk full"})
+CONTINUES: Final = frozenset({"disk full"})
 """Faults that interrupt nothing; after the others a ring without the device takes over."""
 _NAMED: Final = "^{device} (is gone|leaves)|^{device}: |{device} of this group "
 _PRINTED: Final = {
