@@ -1,11 +1,11 @@
 """Choose which decode tokens a ring computes together: what is exact, what is fastest, and which of the two is used.
 
-A batch of several tokens is bit-identical to single tokens as far as the kernels that llama.cpp chooses for that batch
-size are; every device's profile says so for each type of weights (``CpuProfile.exact_rows``). From ``SPLIT_CELLS``
-cells on, flash attention computes a single token in parts, one per thread, and several tokens in another way. Experts
-and GPUs are not compared, so only single tokens count as exact there; the same holds for layers with a state whose kind
-is not compared (``exact_states``). Several tokens of one sequence equal single ones only with flash attention; a
-request that another ring began is recomputed that many tokens at a time.
+A batch gives the same bits as single tokens only if the kernels that llama.cpp picks for its size do; every device's
+profile has that size for each type of weights (``CpuProfile.exact_rows``). From ``SPLIT_CELLS`` cells on, llama.cpp
+splits the flash attention of one token over threads, but not that of several, so batches differ there. Experts and GPUs
+are not compared, so only single tokens count as exact there; the same holds for recurrent layers of a kind that the
+profile does not compare (``exact_states``). Several tokens of one sequence equal single ones only with flash attention;
+a request that another ring began is recomputed in the largest batches that are exact.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The latency model, one function per term.
 
 A token visits every window of the route once, so its latency is the sum of the devices' computing times and of the hops
-between them, unless a disk cannot deliver streamed layers as fast as they are used. All times are seconds of one pass
-of ``rows`` tokens (1 for decode, a prompt chunk for prefill).
+between them. Waits for a disk are added in ``streaming.py``. All times are seconds of one pass of ``rows`` tokens (1
+for decode, a prompt chunk for prefill).
 
-From the paper (prima.cpp, section 3): time by weights and quantisation type, KV reads, hops, copies between CPU and GPU
-as a fixed cost of a window, the output matrix on the head. Added here: token counts between 1 and 512 by interpolation
-between measurements, experts of which a token uses few, fixed costs of a layer and of a window, memory of streamed
-weights (``streaming.py``).
+From the paper (prima.cpp, section 3): time per byte of weights of each quantisation type, KV reads, hops, copies
+between CPU and GPU as a fixed cost of a window, the output matrix on the head. Added here: batch sizes from 1 to 512,
+interpolated between measurements, mixtures of experts, of which a token reads only the selected ones, fixed costs of a
+layer and of a window. The cost of a GPU layer is ``layer_s`` with a ``GpuProfile``.
 """
 
 from __future__ import annotations

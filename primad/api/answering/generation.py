@@ -1,4 +1,4 @@
-"""Generates one choice of a job: turns the backend's tokens into text. No HTTP here; requests of all kinds use it."""
+"""Generates one choice of a job: turns the backend's tokens into text. All dialects use it; it knows no HTTP."""
 
 from __future__ import annotations
 

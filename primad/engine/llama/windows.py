@@ -1,4 +1,7 @@
-"""The windows of a route, and the whole model of a single device."""
+"""Loads and runs windows: first, middle and tail of a ring, and the whole model on one device.
+
+``gguf/windows.py`` writes their files.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Forms one ring for one plan and maintains it: the workers' stages, the head's own ring process, the links between
 them.
 
-A ``HeadRing`` is formed (``form``), given work (``send``), emptied before another ring takes over (``drain``) and
-closed. Two may exist at a time: one serves while the next is formed. Its end, at any time, is reported once to its
-listener.
+A ``HeadRing`` is formed (``form``), given work (``send``), told to finish its steps before another ring takes over
+(``drain``) and closed. Two may exist at a time: one serves while the next is formed. However it ends, its listener is
+told once.
 """
 
 from __future__ import annotations
