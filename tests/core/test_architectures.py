@@ -400,7 +400,7 @@ def test_smollm3_is_cut_at_every_fourth_layer():
         ("gemma3n", "layers apart by number"),
         ("minicpm3", "number of layers"),
         ("plm", "aborts"),
-        ("talkie", "inputs beside"),
+        ("talkie", "inputs in addition"),
         ("llada", "causal"),
         ("bert", "causal"),
         ("nosuch", "not known"),

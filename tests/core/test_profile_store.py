@@ -109,9 +109,12 @@ def test_help_and_routing_are_kept_and_a_file_from_before_has_none(tmp_path, raw
 @pytest.mark.parametrize(
     ("speed", "reported"),
     [
-        (replace(OFFLOADED, few_bytes_per_s=0.0), r"gpu\.helped\[0\]\.few_bytes_per_s is 0\.0; expected"),
-        (replace(OFFLOADED, prefill_flop_per_s=1e20), r"gpu\.helped\[0\]\.prefill_flop_per_s is 1e\+20; expected"),
-        (replace(OFFLOADED, type="Q4K"), r"gpu\.helped\[0\]\.type is 'Q4K'; no quantisation type"),
+        (replace(OFFLOADED, few_bytes_per_s=0.0), r"gpu\.prefill_offload\[0\]\.few_bytes_per_s is 0\.0; expected"),
+        (
+            replace(OFFLOADED, prefill_flop_per_s=1e20),
+            r"gpu\.prefill_offload\[0\]\.prefill_flop_per_s is 1e\+20; expected",
+        ),
+        (replace(OFFLOADED, type="Q4K"), r"gpu\.prefill_offload\[0\]\.type is 'Q4K'; no quantisation type"),
     ],
 )
 def test_help_that_cannot_be_is_refused(speed, reported):

@@ -279,9 +279,9 @@ def test_parts_beyond_the_end_and_encoders_in_pieces_are_refused(tmp_path):
     two = replace(ref, tensors=(ref.tensors[0], replace(ref.tensors[0], name="other", offset=128)), size_bytes=256)
     with pytest.raises(ProtocolError, match="several pieces"):
         decode_from_head(encode(replace(load, file=two)))
-    with pytest.raises(ProtocolError, match="behind the end"):
+    with pytest.raises(ProtocolError, match="beyond the end"):
         decode_from_head(encode(PictureChunk(number=1, picture=1, size=3, offset=2, data=b"ab")))
-    with pytest.raises(ProtocolError, match="behind the end"):
+    with pytest.raises(ProtocolError, match="beyond the end"):
         decode_from_worker(encode(EncodedChunk(number=1, picture=1, size=3, offset=2, data=b"ab")))
     for size in (0, messages.MAX_PICTURE_BYTES + 1):
         with pytest.raises(ProtocolError, match="not a control message"):
