@@ -175,7 +175,7 @@ def test_others_compute_what_a_worker_has_no_memory_for_and_give_it_back(make_la
         wait_computing(cluster, {"a", "b"}, SHORT_S)
         again = ask(cluster, len(stream.times) + 10)  # some tokens bring no text
         assert again.wait_end(SHORT_S) == "done"
-        assert again.text.startswith(stream.text)
+        assert again.text.startswith(stream.text), cluster.logs()
         assert worker.process.poll() is None
         assert "b is left out" in head.output
         assert short.oom_kills() == 0
@@ -211,7 +211,7 @@ def test_a_device_of_a_group_gives_memory_back_and_no_token_changes(make_lab: Ma
             other.end()
         again = ask(cluster, len(stream.times) + 10)
         assert again.wait_end(SHORT_S) == "done"
-        assert again.text.startswith(stream.text)
+        assert again.text.startswith(stream.text), cluster.logs()
         assert stream.error is None
         assert short.oom_kills() == 0
         assert "Traceback" not in cluster.logs()
