@@ -4,5 +4,5 @@ import os
 
 __version__ = "0.1.0"
 
+# numpy multiplies nothing large here, and starting the threads for it would take each process 75 ms of the processor.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-"""numpy multiplies nothing large here, and starting the threads for it would take each process 75 ms of the processor."""

@@ -145,7 +145,7 @@ def forking() -> Iterator[None]:
         yield
         return
     ours, theirs = socket.socketpair()
-    variables = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PADDING": "=" * _PADDING}
+    variables = os.environ | {"PADDING": "=" * _PADDING}
     program = f"from tests.template import prepare; prepare({theirs.fileno()})"
     command = [PYTHON, "-c", program, "-" * _PADDING]
     with theirs, subprocess.Popen(command, env=variables, pass_fds=[theirs.fileno()], cwd=ROOT) as root:

@@ -84,13 +84,12 @@ OLD_PROSE: Final = {
     r"\btaken in when\b": "added when",
     r"\bbeside (?:the|a|an|it|its|their|others|that|those|each|what|one|his|her|which)\b": "next to, besides, alongside",
     r"\bso many (?:of|rows|tokens|times|steps|layers|threads|devices|seconds)\b": "a number by its name",
-    r"\bforetold|foretells?\b": "forecast",
+    r"\b(?:foretold|foretells?)\b": "forecast",
     r"\bhangs? on\b": "depends on",
     r"\b(?:tried|computed|written|read|formed|measured|begun) anew\b": "again",
     r"\"\"\"(?:Of|What of|Who|Whose|Whom)\b": "the subject first",
 }
 """Phrases that the product's text and the documents may not have, and what to say instead."""
-_OLD_PROSE: Final = re.compile("|".join(OLD_PROSE), re.IGNORECASE)
 KEPT_NAMES: Final = frozenset(
     {"at_least", "at_most", "_at_least", "_at_most", "AT_LEAST", "most_likely", "c_void_p", "_BRIDGE", "answers_open"}
 )
@@ -230,9 +229,10 @@ def old_prose(root: Path) -> Iterator[str]:
     sources = [path for folder in PRODUCT for path in sorted((root / folder).rglob("*.py"))]
     for path in (page for page in (*pages, *sources) if page.name != "CHANGELOG.md"):
         text = path.read_text(encoding="utf-8")
-        for found in _OLD_PROSE.finditer(text):
-            better = next(better for phrase, better in OLD_PROSE.items() if re.match(phrase, found[0], re.IGNORECASE))
-            yield f"{path.relative_to(root)}:{text.count(chr(10), 0, found.start()) + 1}: say {better}, not {found[0]}"
+        for phrase, better in OLD_PROSE.items():
+            for found in re.finditer(phrase, text, re.IGNORECASE):
+                number = text.count("\n", 0, found.start()) + 1
+                yield f"{path.relative_to(root)}:{number}: say {better}, not {found[0]}"
 
 
 def named(tree: ast.Module) -> Iterator[tuple[str, int]]:

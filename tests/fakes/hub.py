@@ -49,10 +49,15 @@ class FakeHub:
     endpoint: str = ""
 
     @property
+    def given_ranges(self) -> list[range]:
+        """The bytes of each range that it was asked for."""
+        ends = [part.removeprefix("bytes=").split("-") for _, path, part in self.asked if "resolve" in path and part]
+        return [range(int(first), int(last) + 1) for first, last in ends]
+
+    @property
     def given_bytes(self) -> int:
         """What it gave by ranges."""
-        ends = [part.removeprefix("bytes=").split("-") for _, path, part in self.asked if "resolve" in path and part]
-        return sum(int(last) - int(first) + 1 for first, last in ends)
+        return sum(map(len, self.given_ranges))
 
 
 @contextmanager

@@ -116,12 +116,8 @@ def test_what_was_interrupted_is_resumed_by_the_next_pull(primad, hub, tmp_path,
     hub.asked.clear()
     assert primad("pull", "--no-mmproj", f"hf:{REPO}:Q5_0")[0] == 0
     assert (models_folder(tmp_path / "home") / REPO / "Tiny-Q5_0.gguf").read_bytes() == large
-    begins = [
-        int(part.removeprefix("bytes=").split("-")[0]) for _, path, part in hub.asked if "resolve" in path and part
-    ]
-    assert min(begins) == hub_download.MIN_RANGE_BYTES, (
-        "what came is asked for again"
-    )  # of the rest the first call may ask late
+    resumed = {*hub.given_ranges}  # the first call may have asked for some of them, too, later than it ended
+    assert sum(map(len, resumed)) == len(large) - hub_download.MIN_RANGE_BYTES
     assert not part.exists()
 
 
