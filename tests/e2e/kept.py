@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.cluster import Head, Primad, all_joined, heading, wait_until
+import psutil
+
+from tests.e2e.cluster import Head, Primad, all_joined, heading, ring_process, wait_until
 from tests.e2e.streams import Reported, ask, show
+
+BLOCK = 16
+"""Tokens per KV block."""
+_RUN_S, _STOP_S = 0.05, 0.2
 
 
 class Lab:
@@ -59,8 +66,8 @@ class Lab:
 
     @property
     def kv(self) -> dict[str, Any]:
-        """What the head says of KV cells."""
-        return dict(self.head.status()["kv"])
+        """What the head says of KV cells; empty while a ring is formed."""
+        return dict(self.head.status()["kv"] or {})
 
     def replica_of(self, device: str) -> str:
         return next(copy["replica"] for copy in self.kv["copies"] if copy["device"] == device)
@@ -92,6 +99,41 @@ class Lab:
         assert after["restored_tokens"] - before["restored_tokens"] + again >= self._middle - 1
         assert "Traceback" not in self.head.run.output
 
-    def cells(self, name: str) -> list[Path]:
-        """The files of KV cells on a device."""
-        return sorted((self.homes[name] / "run" / "cells").glob("*/*.c*"))
+    @contextmanager
+    def all_copied(self, slowed: psutil.Process) -> Iterator[None]:
+        """Within a request: its complete blocks are replicated, but for the newest, and few tokens follow.
+
+        Until then a ring process runs only a fifth of the time, so that the request does not end before.
+        """
+        with running_in_slices(slowed):
+            wait_until(lambda: self.kv.get("lag_tokens", self._tokens) <= BLOCK, "the replica has all blocks but one")
+            yield
+
+    def copied(self, name: str) -> list[Path]:
+        """One file of each block that a device replicates, in the order of the request; a block may have several."""
+        found = (self.homes[name] / "run" / "cells").glob("*/*.copy")
+        by_block: dict[Path, Path] = {}
+        for path in sorted(found, key=lambda path: path.stat().st_mtime_ns):
+            by_block.setdefault(path.parent, path)
+        return list(by_block.values())
+
+
+@contextmanager
+def running_in_slices(process: psutil.Process) -> Iterator[None]:
+    """Stop ``process`` again and again, too briefly for anyone to think that it hangs."""
+    is_over = threading.Event()
+
+    def stop_often() -> None:
+        with suppress(psutil.NoSuchProcess):
+            while not is_over.wait(_RUN_S):
+                process.suspend()
+                is_over.wait(_STOP_S)
+                process.resume()
+
+    stopping = threading.Thread(target=stop_often)
+    stopping.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        stopping.join()

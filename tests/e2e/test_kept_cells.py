@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import wait_until
+from tests.e2e.cluster import ring_process, wait_until
 from tests.e2e.kept import Lab
 from tests.e2e.streams import show
 
 pytestmark = pytest.mark.slow
 
 TOKENS, MIDDLE = 180, 90
-BLOCK = 16
 AGAIN = 64
 """Rows that are in no block yet, those on their way round the ring, and a block that the replica was not told of."""
 
@@ -30,31 +29,27 @@ def lab(smollm2: Path, module_home) -> Iterator[Lab]:
 
 
 def test_a_worker_that_is_killed_has_left_its_cells(lab):
-    first, _ = lab.two()
+    first, second = lab.two()
+    ring = ring_process(lab.workers[second])
 
     def act() -> None:
-        wait_until(lambda: lab.kv["lag_tokens"] <= BLOCK, "the replica has all blocks but one")
-        lab.workers[first].kill()
+        with lab.all_copied(ring):
+            lab.workers[first].kill()
 
     lab.goes_on(act, AGAIN)
 
 
 def test_a_copy_with_a_flipped_byte_is_no_copy_from_there_on(lab):
-    first, _ = lab.two()
-    replica = lab.replica_of(first)
+    first, second = lab.two()
+    ring, replica = ring_process(lab.workers[second]), lab.replica_of(first)
     spoilt: list[Path] = []
 
     def act() -> None:
-        ((begin, last),) = next(each["windows"] for each in lab.head.status()["devices"] if each["name"] == first)
-
-        def found() -> list[Path]:
-            return [path for path in lab.cells(replica) if path.name == f"{begin}-{last}.copy"]
-
-        wait_until(lambda: bool(found()), "some cells are copied")
-        copies = found()
-        spoilt.append(sorted(copies, key=lambda path: path.stat().st_mtime)[len(copies) // 2])
-        flip(spoilt[0])
-        lab.workers[first].kill()
+        with lab.all_copied(ring):
+            copies = lab.copied(replica)
+            spoilt.append(copies[len(copies) // 2])
+            flip(spoilt[0])
+            lab.workers[first].kill()
 
     lab.goes_on(act, MIDDLE)
     assert not spoilt[0].exists()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import primad, wait_until
+from tests.e2e.cluster import primad, ring_process, wait_until
 from tests.e2e.kept import Lab
 from tests.e2e.streams import show
 
@@ -49,9 +49,9 @@ def test_the_pause_does_not_grow_with_the_answer(smollm2, new_home, record_prope
         )
         pieces = lab.undisturbed
         for length in lengths:
-            first, _ = lab.two()
+            first, second = lab.two()
             before = lab.kv["computed_again_tokens"]
-            reported = lab.ask(killing(lab, first), tokens=length + AFTER, middle=length)
+            reported = lab.ask(killing(lab, first, second), tokens=length + AFTER, middle=length)
             again = lab.kv["computed_again_tokens"] - before
             show(f"{kind}: killed at {length}: gap {reported.gap_s:.2f} s, {again} tokens again")
             record_property(f"gap_{length}", reported.gap_s)
@@ -97,12 +97,12 @@ def test_eight_answers_at_once_go_on_from_their_cells(smollm2, new_home, record_
             sequences=count,
             serving=("--batching", "exact"),
         )
-        first, _ = lab.two()
+        first, second = lab.two()
+        act = killing(lab, first, second)
         before = lab.kv["computed_again_tokens"]
 
         def one(number: int) -> Any:
-            act = killing(lab, first) if number == 0 else None
-            return lab.ask(act, prompt=prompts[number])
+            return lab.ask(act if number == 0 else None, prompt=prompts[number])
 
         with ThreadPoolExecutor(count) as pool:
             disturbed = list(pool.map(one, range(count)))
@@ -133,11 +133,12 @@ def changing(lab: Lab, change: Callable[[], object], workers: int) -> Callable[[
     return act
 
 
-def killing(lab: Lab, name: str) -> Callable[[], None]:
-    """What kills a worker as soon as its replica has all that it was told of."""
+def killing(lab: Lab, name: str, other: str) -> Callable[[], None]:
+    """Kill a worker as soon as its replica has all blocks that it was notified of; slow the ``other`` worker until then."""
+    slowed = ring_process(lab.workers[other])
 
     def act() -> None:
-        wait_until(lambda: not lab.kv["lag_tokens"], "the replica has all blocks")
-        lab.workers[name].kill()
+        with lab.all_copied(slowed):
+            lab.workers[name].kill()
 
     return act
