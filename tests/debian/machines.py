@@ -1,6 +1,7 @@
-"""Fresh Debian machines: systemd as the first process of a container, on a device of a lab and its network.
+"""Fresh Debian machines: containers that run systemd, each on a device of a lab and its network.
 
-A machine's disk is a layer over one root folder that debootstrap made, so a machine is there in seconds and leaves nothing.
+A machine's disk is an overlay on one root folder made by debootstrap, so it is ready in seconds and leaves nothing
+behind.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from tools.lab import missing as missing_for_a_lab
 from tools.lab.device import Device
 
 PATIENCE_S = 600.0
-"""For installing a package, measuring a device or starting a system on a machine with much else to do."""
+"""Enough to install a package, measure a device or boot on a busy machine."""
 NEEDED = ("adduser", "ca-certificates", "dbus", "libgomp1", "libstdc++6", "python3", "systemd", "systemd-sysv")
-"""What a Debian with a system manager has, and what the package depends on: a machine reaches no mirror."""
+"""What the package and a system with systemd depend on; the machines reach no mirror."""
 TOOLS = {"debootstrap": "debootstrap", "systemd-nspawn": "systemd-container", "dpkg-deb": "dpkg"}
 ENVIRONMENT = ("PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LANG=C.UTF-8")
 PLAIN = ("DEBIAN_FRONTEND=noninteractive", "COLUMNS=200")
 
 
 def missing() -> str | None:
-    """Why there can be no such machine here, in one line; None where there can."""
+    """Why such machines cannot run here, in one line, or None."""
     if (reason := missing_for_a_lab()) is not None:
         return reason
     if not Path("/etc/debian_version").is_file():
@@ -41,7 +42,7 @@ def missing() -> str | None:
 
 
 def new_root(folder: Path) -> Path:
-    """A Debian 12 with what is needed, from debootstrap's mirror; or the folder that PRIMAD_DEBIAN_ROOT names."""
+    """A Debian 12 root with these packages from debootstrap's mirror, or the folder named by PRIMAD_DEBIAN_ROOT."""
     if given := os.environ.get("PRIMAD_DEBIAN_ROOT"):
         return Path(given)
     root = folder / "root"
@@ -52,7 +53,7 @@ def new_root(folder: Path) -> Path:
 
 
 class Machine:
-    """One that has started; ``shared`` of the test is its read-only folder ``/shared``."""
+    """A running machine; the test's ``shared`` folder is mounted read-only at ``/shared``."""
 
     def __init__(self, device: Device, root: Path, folder: Path, shared: Path) -> None:
         self.name = device.name
@@ -81,7 +82,7 @@ class Machine:
             self._leader = self._started(notified)
 
     def _started(self, notified: socket.socket) -> int:
-        """The process id of the machine's first process, once all has started that starts with it."""
+        """Wait until the machine has booted; returns the process id of its init."""
         leader = 0
         while True:
             for line in notified.recv(4096).decode().splitlines():
@@ -92,12 +93,12 @@ class Machine:
                     return leader
 
     def argv(self, *argv: object) -> list[str]:
-        """The command line that runs ``argv`` on the machine, as root."""
+        """The command line that runs ``argv`` as root on the machine."""
         inside = ["nsenter", "--target", str(self._leader), "--all", "env", "-i", *ENVIRONMENT, *PLAIN]
         return [*inside, *map(str, argv)]
 
     def run(self, *argv: object, code: int = 0) -> str:
-        """What the command says. It must end with ``code``."""
+        """The command's output; it must exit with ``code``."""
         ended = subprocess.run(
             self.argv(*argv), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
@@ -107,7 +108,7 @@ class Machine:
         return ended.stdout
 
     def start(self, *argv: object) -> Running:
-        """The command in the background, until the machine is gone."""
+        """Start a command that runs in the background until the machine ends."""
         started = Running(self._device, *self.argv(*argv))
         self._running.append(started)
         return started
@@ -118,21 +119,21 @@ class Machine:
         return subprocess.run(argv, capture_output=True, text=True, check=False).stdout
 
     def off(self) -> None:
-        """Turn it off. A shutdown stops all processes for a moment, and ``nsenter`` would stop with its own for good."""
+        """Power it off. A shutdown briefly stops all processes; a running ``nsenter`` would stop with its child for good."""
         for each in self._running[1:]:
             each.end()
         subprocess.run(self.argv("systemctl", "poweroff"), capture_output=True, check=False)
         self._running[0].wait_end(PATIENCE_S)
 
     def end(self) -> None:
-        """Let go of what ran on it."""
+        """End the machine and the commands that run on it."""
         for each in self._running:
             each.end()
 
 
 @contextmanager
 def machines(names: tuple[str, ...], root: Path, folder: Path, shared: Path) -> Iterator[dict[str, Machine]]:
-    """Machines on one network, by name; they and all that runs on them are gone afterwards."""
+    """Machines on one network, by name; they and their processes are gone afterwards."""
     started: dict[str, Machine] = {}
     try:
         with Homelab(Fleet(tuple(DeviceSpec(name=name) for name in names))) as lab:

@@ -1,7 +1,8 @@
-"""The Debian package on fresh machines: installed, started, upgraded, removed, and the way from there to a ring of three.
+"""The Debian package on fresh machines: install, start, upgrade, remove, and the documented way to a ring of three.
 
-Only ``tools/test --full`` and whoever names this file runs it: it takes minutes, needs root and what ``machines.py`` names,
-and fetches what package and root are made of. PRIMAD_DEB and PRIMAD_DEBIAN_ROOT name those that are there already.
+These tests run only in ``tools/test --full`` or when this file is named. They take minutes, need root and the tools
+listed in ``machines.py``, and download the parts of package and root. PRIMAD_DEB and PRIMAD_DEBIAN_ROOT name existing
+ones.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ def debian(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
-    """The package in two versions, and a model."""
+    """A folder with two versions of the package and a model."""
     folder = tmp_path_factory.mktemp("shared")
-    folder.chmod(0o755)  # not everybody on the machines is root
+    folder.chmod(0o755)  # some users on the machines are not root
     if given := os.environ.get("PRIMAD_DEB"):
         shutil.copy(given, folder / FIRST)
     else:
-        # A wheel that tools/setup built for this machine: building another would take ten minutes.
+        # This is the wheel that tools/setup built for this machine; building another would take ten minutes.
         wheels = [path for path in Path.home().glob(".cache/primad/wheels/*/llama_cpp_python-*.whl") if is_plain(path)]
         assert wheels, "no wheel of llama.cpp; run tools/setup"
         wheel = max(wheels, key=lambda path: path.stat().st_mtime)
@@ -66,7 +67,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
 
 
 def is_plain(wheel: Path) -> bool:
-    """Whether it computes on processors alone, and needs no driver."""
+    """Whether the wheel is CPU-only and needs no driver."""
     with zipfile.ZipFile(wheel) as archive:
         return not any(re.search("vulkan|cuda|hip", Path(name).name) for name in archive.namelist() if ".so" in name)
 
@@ -82,7 +83,7 @@ def shown(machine: Machine, name: str) -> str:
 
 
 def options(machine: Machine, words: str) -> None:
-    """What /etc/default/primad gives the service."""
+    """Set the service's options in /etc/default/primad."""
     machine.run("sed", "-i", f's/^PRIMAD_OPTIONS=.*/PRIMAD_OPTIONS="{words}"/', "/etc/default/primad")
 
 
@@ -97,7 +98,7 @@ def test_the_package_is_installed_started_upgraded_removed_and_purged(
         for path in ("/usr/share/man/man1/primad.1.gz", "/usr/share/bash-completion/completions/primad"):
             desk.run("test", "-f", path)
 
-        # It runs as its own user, who can gain nothing.
+        # The service runs as its own user, without capabilities.
         desk.run("systemctl", "enable", "--now", "primad")
         first = shown(desk, "MainPID")
         status = desk.run("cat", f"/proc/{first}/status")
@@ -107,7 +108,7 @@ def test_the_package_is_installed_started_upgraded_removed_and_purged(
         assert re.search(r"^CapBnd:\t0+$", status, re.MULTILINE)
         identity = desk.run("cat", "/var/lib/primad/identity.json")
 
-        # The owner's settings and the device's identity outlive an upgrade, and what ran runs again, of the new version.
+        # An upgrade keeps the owner's settings and the device's identity, and restarts the service.
         desk.run("sh", "-c", "echo PRIMAD_NAME=atelier >>/etc/default/primad")
         desk.run("apt-get", "install", "-y", f"/shared/{SECOND}")
         assert f"{__version__}-2" in desk.run("dpkg-query", "-W", "primad")
@@ -116,7 +117,7 @@ def test_the_package_is_installed_started_upgraded_removed_and_purged(
         assert "PRIMAD_NAME=atelier" in desk.run("cat", f"/proc/{shown(desk, 'MainPID')}/environ")
         assert desk.run("cat", "/var/lib/primad/identity.json") == identity
 
-        # systemd holds it to the memory that its options say; one whose options are wrong is left, and says why.
+        # systemd enforces the memory limit of the options; a service with wrong options stays stopped and says why.
         options(desk, "--max-ram 1GB")
         desk.run("systemctl", "restart", "primad")
         assert shown(desk, "MemoryMax") == str(1_000_000_000 + (1 << 30)), desk.log()
@@ -135,7 +136,7 @@ def test_the_package_is_installed_started_upgraded_removed_and_purged(
         options(desk, "--max-ram 1GB")
         desk.run("primad", "service", "start")
 
-        # Another service takes the place of the package's, which is there again when that is removed.
+        # An installed service replaces the package's, which returns when the other is removed.
         desk.run("primad", "service", "install", "--system", "join", "--max-ram", "2GB")
         assert shown(desk, "MemoryMax") == str(2_000_000_000 + (1 << 30))
         assert (shown(desk, "ActiveState"), shown(desk, "User")) == ("active", "primad")
@@ -162,7 +163,7 @@ def test_the_package_is_installed_started_upgraded_removed_and_purged(
 
 
 def count_as_measured(machine: Machine) -> None:
-    """Figures are made up: machines that measured at the same time would share the cores of this one."""
+    """Write made-up figures: machines that measure at the same time would share this machine's cores."""
     machine.run("install", "-d", "-o", "primad", "-g", "primad", "-m", "700", "/var/lib/primad")
     machine.run("install", "-d", "/root/.local/share/primad")
     code = "import sys, made_up, pathlib; made_up.seed(pathlib.Path(sys.argv[1]))"
@@ -172,7 +173,7 @@ def count_as_measured(machine: Machine) -> None:
 
 
 def steps() -> list[tuple[list[str], list[str]]]:
-    """The commands of docs/install.md, word by word, with the machines that they are typed on."""
+    """The commands of docs/install.md, verbatim, with the machines where each is typed."""
     found = []
     for fence in fences(ROOT / "docs" / "install.md", "sh"):
         for line in fence.text.splitlines():
@@ -191,7 +192,7 @@ def test_the_commands_of_the_manual_lead_from_the_package_to_the_answer_of_a_rin
     answer = ""
     with machines(NAMES, debian, tmp_path, shared) as started:
         for words, names in steps():
-            typed = [word for word in words if word != "sudo"]  # there is nobody but root on these machines
+            typed = [word for word in words if word != "sudo"]  # root is the only user on these machines
             for name in names:
                 machine = started[name]
                 match typed:

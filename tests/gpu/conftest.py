@@ -1,4 +1,4 @@
-"""A GPU to compute on, or the software device of Mesa, which llama.cpp skips unless it is named."""
+"""A GPU to compute on, or Mesa's software device, which llama.cpp skips unless it is named."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from primad.profiler.gpus import list_gpus
 
 
 def _software() -> dict[str, str]:
-    """What names the software device: that of ``tools/setup-vulkan`` where Debian's is too old.
+    """Environment variables that select the software device: that of ``tools/setup-vulkan`` where Debian's is too old.
 
-    What it compiles is kept where it always is, also by processes with a cache folder of their own. Nothing is fused: at a
-    window's border that cannot be done, and costs the last bit.
+    All processes share one shader cache, including those with a cache folder of their own. Fusion is off: it cannot
+    cross a window's border, which changes the last bit.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     named = {"GGML_VK_VISIBLE_DEVICES": "0", "GGML_VK_DISABLE_FUSION": "1", "MESA_SHADER_CACHE_DIR": cache}
@@ -25,7 +25,7 @@ def _software() -> dict[str, str]:
 
 
 def _find() -> GpuDevice | str:
-    """The first GPU that llama.cpp sees; where it sees none, the software device, which children then see too."""
+    """The first GPU that llama.cpp lists, else the software device; child processes then list it too."""
     for named in ({}, _software()):
         os.environ.update(named)
         listed = list_gpus()
@@ -37,12 +37,12 @@ def _find() -> GpuDevice | str:
 
 
 FOUND = _find()
-"""Before a test module loads llama.cpp, which looks for devices once."""
+"""Set before a test module loads llama.cpp, which lists devices only once."""
 
 
 @pytest.fixture(scope="session")
 def gpu() -> GpuDevice:
-    """What there is to compute on."""
+    """The GPU to compute on."""
     if isinstance(FOUND, str):
         pytest.skip(FOUND)
     return FOUND
@@ -50,4 +50,4 @@ def gpu() -> GpuDevice:
 
 @pytest.fixture(autouse=True)
 def _needs_gpu(gpu: GpuDevice) -> None:
-    """Every test here does."""
+    """All tests here need a GPU."""

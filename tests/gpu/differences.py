@@ -1,9 +1,9 @@
-"""``python -m tests.gpu.differences FOLDER [apart]``: how far layers on the GPU take logits from the CPU's.
+"""``python -m tests.gpu.differences FOLDER [apart]``: how far logits with layers on the GPU differ from the CPU's.
 
-``apart``: their experts are on the CPU. Standard input has the name of an architecture in each line. It is answered with a
-line of JSON: the name, whether the GPU has flash attention for the model's heads, the differences of whole models, as
-llama.cpp computes them there, and those of windows by where their layers are. A process of its own, since a device may end
-it; one for several architectures, since most of the time is that of compiling what a GPU runs.
+With ``apart``, experts stay on the CPU. Each line of standard input names an architecture. The reply is a line of JSON:
+the name, whether the GPU has flash attention for the model's heads, the differences of whole models in llama.cpp, and
+those of windows by placement. It runs in a process of its own because a device may end it, and takes several
+architectures because most of the time goes into compiling shaders.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from tools import synth
 
 
 def places(each: int, few: tuple[int, ...]) -> dict[str, tuple[tuple[int | None, ...], bool]]:
-    """Of a first window, a middle one and a tail of ``each`` layers how many are there, and whether others are helped.
+    """GPU layers of the first, middle and tail window of ``each`` layers, and whether the rest use prefill offload.
 
-    ``few`` are as few as llama.cpp can have there."""
+    ``few`` is the smallest number that llama.cpp can place there.
+    """
     return {
         "the middle window alone": ((0, each, 0), False),
         "few layers of each window": (few, False),
@@ -43,7 +44,7 @@ def places(each: int, few: tuple[int, ...]) -> dict[str, tuple[tuple[int | None,
 
 
 def whole_places(each: int, few: int) -> list[tuple[int | None, bool]]:
-    """Those of a whole model."""
+    """The placements of a whole model."""
     return [(0, True), (each, True), (None, False), (few, False), (each, False), (each + 1, False), (3 * each, False)]
 
 
@@ -51,33 +52,33 @@ APART = ("the middle window alone", "few layers of each window", "all")
 
 
 def fewest(header: Header, first: int, last: int) -> int:
-    """As few of the layers from ``first`` to ``last`` as llama.cpp can have on a GPU."""
+    """The smallest number of layers from ``first`` to ``last`` that llama.cpp can place on a GPU."""
     profile = model_profile(header)
     return next(few for few in range(1, last - first + 1) if profile.openable(range(first, last), few) == few)
 
 
 def write_for_three_windows(path: Path, architecture: str) -> Header:
-    """A model of three windows that are as short as may be, but of two layers at least."""
+    """A model of three windows, as short as possible but of at least two layers."""
     synth.write_model(path, architecture=architecture)
     header = read_header(path)
     predicting = block_count(header) - layer_count(header)
     name = header.text("general.architecture")
     experts = header.values.get(f"{name}.expert_count")
-    # All are used: which are picked of random ones may hang on a last bit, and then a difference says nothing.
+    # All experts are used: with random weights the choice may depend on a last bit, which would void a comparison.
     values = {f"{name}.expert_used_count": experts} if experts is not None else {}
-    # Of experts that a group shares llama.cpp adds up as many as of the others, or ends over it.
+    # llama.cpp aborts unless it sums as many of the experts that a group shares as of the others.
     shared = f"{name}.experts_per_group"
     values |= {shared: value(1)} if shared in header.values else {}
     for each in count(2):
         synth.write_model(path, architecture=architecture, layers=3 * each + predicting, values=values)
         header = read_header(path)
-        if each >= tail_layers(header) and each % cut_multiple(header) == 0:  # both hang on how many layers there are
+        if each >= tail_layers(header) and each % cut_multiple(header) == 0:  # both depend on the number of layers
             break
     return header
 
 
 def differences(architecture: str, folder: Path, backend: str, *, apart: bool) -> dict[str, object]:
-    """Of whole models and of windows, on a GPU of this ``backend``."""
+    """Differences of whole models and of windows on a GPU of this ``backend``."""
     header = write_for_three_windows(folder / "model.gguf", architecture)
     each = layer_count(header) // 3
     cuts = [0, each, 2 * each, 3 * each]
@@ -110,7 +111,7 @@ def differences(architecture: str, folder: Path, backend: str, *, apart: bool) -
 
 
 def main(folder: Path, *, apart: bool) -> None:
-    """Compute and tell."""
+    """Answer each line of standard input."""
     backend = next(list_gpus()).backend
     for line in sys.stdin:
         architecture = line.strip()

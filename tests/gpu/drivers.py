@@ -1,4 +1,4 @@
-"""Vulkan drivers that fail as real ones do: compiled here, and named to the loader by ``VK_ICD_FILENAMES``."""
+"""Vulkan drivers that fail as real ones do, compiled here and passed to the loader in ``VK_ICD_FILENAMES``."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ int32_t vk_icdNegotiateLoaderICDInterfaceVersion(uint32_t *version) {{
   return ((int32_t (*)(uint32_t *))there("vk_icdNegotiateLoaderICDInterfaceVersion"))(version);
 }}
 """
-"""A driver that is another one, and has lost its device as soon as there is a file."""
+"""A driver that wraps another one and loses its device as soon as a file exists."""
 
 
 def _compiled(folder: Path, source: str) -> Path:
-    """The manifest of a driver with this ``source``."""
+    """The manifest of a driver compiled from ``source``."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("needs a C compiler for a driver that fails")
@@ -85,12 +85,12 @@ def _compiled(folder: Path, source: str) -> Path:
 
 
 def broken_driver(folder: Path, fault: str) -> dict[str, str]:
-    """The environment in which the only Vulkan driver fails so when it is woken."""
+    """The environment in which the only Vulkan driver fails with ``fault`` when it is loaded."""
     return {"VK_ICD_FILENAMES": str(_compiled(folder, _SOURCE.format(fault=FAULTS[fault])))}
 
 
 def with_one_that_is_lost(folder: Path, lost: Path) -> dict[str, str]:
-    """The environment that shows the software device by two drivers; that of one is lost once there is a file ``lost``."""
+    """The environment that shows the software device through two drivers; one loses it once the file ``lost`` exists."""
     manifest = os.environ.get("VK_ICD_FILENAMES") or next(
         (str(path) for path in Path("/usr/share/vulkan/icd.d").glob("lvp_icd*.json")), ""
     )

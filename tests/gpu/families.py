@@ -1,4 +1,4 @@
-"""Models of a few layers that are as wide as real ones, one for each way in which a kind of model takes memory."""
+"""Models of a few layers at real widths, one for each way in which an architecture uses memory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "deepseek2": {"width": 2048, "heads": 64, "head_width": 128, "experts_used": 4, "expert_feed_forward": 1408},
 }  # fmt: skip
-"""Of ``tools/synth.py``."""
+"""Arguments for ``tools/synth.py``."""
 KEYS: dict[str, dict[str, Any]] = {
     "bailingmoe3": {**_LATENT, "attention.head_count_kv": [0, 0, 0, 1], "kda.head_dim": 128, **_experts(4, 4, 512)},
     "falcon-h1": {**_attends(2048, 8, 2, 128), "feed_forward_length": 4096, **_states(4096, 256, 32, 1)},
@@ -119,18 +119,18 @@ KEYS: dict[str, dict[str, Any]] = {
         **_experts(8, 8, 1280),
     },
 }  # fmt: skip
-"""Of ``tools/lab/zoo.py``; a list says what each layer has, again and again."""
+"""Metadata for ``tools/lab/zoo.py``; a list has a value for each layer and repeats."""
 
 
 MULTIPLES = {
     **dict.fromkeys(("bailingmoe3", "granitehybrid", "jamba", "laguna", "lfm2", "llama4", "nemotron_h"), 4),
     **dict.fromkeys(("gemma4", "mimo2", "qwen35", "qwen3next", "step35"), 4),
 }
-"""Layers of a window, where others than two have to be in it."""
+"""Layers of a window for families that need more than two."""
 
 
 def write_family(path: Path, family: str) -> Header:
-    """A model that can be cut into three windows, all weights 0."""
+    """A model that can be cut into three windows; all weights are 0."""
     layers = 3 * MULTIPLES.get(family, 2)
     if family in SHAPES:
         synth.write_model(

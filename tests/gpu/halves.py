@@ -1,7 +1,9 @@
-"""``python -m tests.gpu.halves FOLDER ARCHITECTURE...``: windows on one GPU and split over two, and what they take of each.
+"""``python -m tests.gpu.halves FOLDER ARCHITECTURE...``: windows on one GPU and split over two, and their memory on
+each.
 
-Standard output has a line of JSON for each architecture: digests of the logits by where layers are, and bytes by GPU as ggml
-says that it took them and as the plan says. A process of its own, whose environment may show one device as two.
+Standard output has a line of JSON for each architecture: digests of the logits by placement, and bytes by GPU, both
+allocated (by ggml's log) and planned. It runs in a process of its own because the environment may show one device as
+two.
 """
 
 from __future__ import annotations
@@ -36,21 +38,20 @@ _BUFFER = re.compile(r": +(\S+) (?:model|KV|compute|RS|LoRA) buffer size = +([0-
 
 
 class Taken(logging.Handler):
-    """Adds up what llama.cpp says that it takes of each GPU."""
+    """Adds up the memory that llama.cpp logs for each GPU."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
         self.bytes: dict[str, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """As in ``logging``."""
         match = _BUFFER.search(record.getMessage())
         if match is not None:
             self.bytes[match[1]] = self.bytes.get(match[1], 0.0) + float(match[2]) * (1 << 20)
 
 
 def planned(header: Header, options: EngineOptions, others: Sequence[int]) -> dict[str, int]:
-    """The same by the plan in which two devices have the windows, without what a backend keeps for itself."""
+    """The planned bytes by GPU, with the windows on two devices and without the backend's own overhead."""
     names = ("desk", "lap", "desk")
     gpus = [replace(GPU, id=name) for name in (options.gpu, *options.other_gpus)]
     devices = [replace(PROFILE, device=name, host=name).with_gpus(gpus) for name in ("desk", "lap")]
@@ -76,7 +77,7 @@ def planned(header: Header, options: EngineOptions, others: Sequence[int]) -> di
 
 
 def halves(architecture: str, folder: Path, gpus: Sequence[str]) -> dict[str, object]:
-    """Of one architecture."""
+    """The digests and bytes of one architecture."""
     path = folder / "model.gguf"
     synth.write_model(path, architecture=architecture, layers=CUTS[-1], width=512)
     header = read_header(path)
@@ -103,7 +104,7 @@ def halves(architecture: str, folder: Path, gpus: Sequence[str]) -> dict[str, ob
 
 
 def main(folder: Path, architectures: Sequence[str]) -> None:
-    """Compute and tell."""
+    """Write a line for each architecture."""
     gpus = [gpu.id for gpu in list_gpus()]
     hear_llama()
     logging.getLogger("primad.engine.binding").setLevel(logging.DEBUG)

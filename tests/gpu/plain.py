@@ -1,5 +1,6 @@
-"""``python -m tests.gpu.plain MODEL...``: logits of whole models and their windows by this interpreter's llama.cpp, with no
-layers on a GPU; a digest of each in a line."""
+"""``python -m tests.gpu.plain MODEL...``: logits of whole models and their windows by this interpreter's llama.cpp,
+without layers on a GPU; a line with a digest for each model.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tests.shell.test_cut_exact import Route, cuts_of, whole_logits
 
 
 def digest(model: Path) -> str:
-    """Of the bits of all logits."""
+    """A digest of all logits' bits."""
     header = read_header(model)
     chunks, logits = whole_logits(header)
     with tempfile.TemporaryDirectory() as folder:

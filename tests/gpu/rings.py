@@ -1,4 +1,4 @@
-"""Rings with a worker that counts as measured with a fast GPU."""
+"""Rings whose worker has a made-up profile with a fast GPU."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def measured(
     prefill_offload: tuple[OffloadSpeed, ...] = (),
     others: Sequence[str] = (),
 ) -> Iterator[None]:
-    """The device of ``home`` counts as measured with a fast GPU, whatever this one is, and with like ``others``.
+    """Give the device of ``home`` a profile with a fast GPU, whatever the real one is, and the same for ``others``.
 
-    Figures are kept by pinned threads: those of others than ``threads`` have none in them.
+    Profiles depend on pinned threads: only the one for ``threads`` has a GPU.
     """
     record = machine_record(threads)
     fast = replace(GPU, id=gpu.id, name=gpu.name, backend=gpu.backend, prefill_offload=prefill_offload)
@@ -37,7 +37,7 @@ def measured(
 
 
 def gpu_layers(head: Head) -> int:
-    """How many layers are on a GPU, by the plan that serves."""
+    """The number of layers on a GPU in the serving plan."""
     return sum(device.get("gpu_layers", 0) for device in head.status().get("devices", ()))
 
 
@@ -51,7 +51,7 @@ def ring_of_two(
     of_worker: Sequence[object] = (),
     **variables: str,
 ) -> Iterator[tuple[Head, Primad]]:
-    """A head in the first of ``homes`` that serves with a worker in the second one, with ``threads`` and ``variables``."""
+    """A head in ``homes[0]`` that serves with a worker in ``homes[1]``, which has ``threads`` and ``variables``."""
     with ExitStack() as stack:
         (worker,) = stack.enter_context(all_joined([homes[1]], cluster, "--threads", threads, *of_worker, **variables))
         options = ("--wait", 1, "--use-all", "--context", 512, *arguments)

@@ -1,4 +1,6 @@
-"""Windows on the GPU with adapters and with other angles are what llama.cpp gives there whole with them, bit for bit."""
+"""Windows on the GPU with adapters or other RoPE scaling give what llama.cpp gives there for the whole model, bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ ON_GPU = (2, 2, 2)
 
 
 def logits(route: Route) -> np.ndarray:
-    """Those behind the prompt."""
+    """The logits after the prompt."""
     route.logits(PROMPT[:64], 0)
     found = route.logits(PROMPT[64:], 64)
     route.release()
@@ -27,7 +29,7 @@ def logits(route: Route) -> np.ndarray:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3moe", "gemma3"])
 def test_adapters(architecture, tmp_path):
-    """They lie where their layers do."""
+    """Adapters are placed with their layers."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture=architecture)
     header = read_header(path)

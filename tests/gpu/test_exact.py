@@ -1,6 +1,6 @@
-"""Windows with layers on the GPU compute what llama.cpp computes there, and those without what a build without GPU does.
+"""Windows with layers on the GPU compute what llama.cpp computes there; windows without, what a build without GPU does.
 
-Each kind of model that the table of architectures knows is tried; see ``differences.py`` for where their layers are.
+Every kind of architecture in the table is tried; ``differences.py`` lists the placements.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from tools import synth
 ROOT = Path(__file__).parent.parent.parent
 PLAIN = ROOT / ".venv" / "bin" / "python"
 MIN_BOUND = 1e-3
-"""Below this, of logits of some 10, a difference is that of adding up in another order."""
+"""A smaller difference, with logits of about 10, comes from another order of summation."""
 SLACK = 1.1
-"""Whole-model llama.cpp cannot have any layers there that windows can: the largest of few differences varies."""
+"""llama.cpp cannot place every set of layers that windows can, so the largest of its few differences varies."""
 LITE = "deepseek2-lite"
-"""Llama.cpp tells it by its 27 layers, with which a tiny model is not tiny; its attention is that of ``deepseek2``."""
+"""llama.cpp recognises it by its 27 layers, which a tiny model cannot have; its attention is that of ``deepseek2``."""
 MIXTURES = [name for name in EVERY_KIND if synth.has_experts(name) and name != LITE]
 OTHERS = [name for name in EVERY_KIND if not synth.has_experts(name) and name != "gemma4-per-layer"]
-"""Of that one no window behind the first has all layers on a GPU."""
+"""After the first window, no window of gemma4-per-layer can have all layers on a GPU."""
 
 
 class Child:
-    """A process of ``tests.gpu.differences``, another one where a device ended it."""
+    """A process of ``tests.gpu.differences``, restarted after a device ended it."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self._folder, self._options = folder, options
@@ -74,7 +74,7 @@ class Child:
 
 
 def _child(tmp_path_factory: pytest.TempPathFactory, *options: str) -> Iterator[Child]:
-    """One for the architectures of all tests that use this fixture."""
+    """A process shared by all tests that use this fixture."""
     found = Child(tmp_path_factory.mktemp("differences"), *options)
     yield found
     found.close()
@@ -96,10 +96,13 @@ def child_of_mixtures_of_experts(tmp_path_factory):
 
 
 def check(architecture: str, reported: dict[str, Any] | str) -> None:
-    """All layers there, and layers that it helps with, are the whole model's bit for bit; some differ no more than it does
-    with some or all of its own. Of a recurrent layer that is helped, llama.cpp computes what has no weights where its
-    neighbours are computed, which are others at a window's border. A whole model with some layers on a GPU that has no flash
-    attention for its heads does without for all of them, windows for those alone that are there."""
+    """All layers on the GPU, or on prefill offload, match the whole model bit for bit; some layers differ no more than
+    the whole model does with some or all of its own.
+
+    Two exceptions: For an offloaded recurrent layer, llama.cpp computes nodes without weights where the neighbours are
+    computed, and a window's border changes the neighbours. If the GPU has no flash attention for the heads, a whole
+    model with some layers there turns it off for all of them, a window only for its own.
+    """
     assert not isinstance(reported, str), f"it {reported}"
     whole, windows = reported["whole"], reported["windows"]
     assert windows["all"] == whole[-1]
@@ -127,7 +130,7 @@ def test_windows_of_mixtures_differ_as_whole_models_do(architecture, child_of_mi
 
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_experts_on_the_cpu_leave_the_rest_on_the_gpu(architecture, child_of_mixtures_of_experts):
-    """As a whole model of llama.cpp does with the same experts there, bit for bit."""
+    """They match a whole model of llama.cpp with the same experts on the CPU, bit for bit."""
     reported = child_of_mixtures_of_experts.of(architecture)
     assert not isinstance(reported, str), f"it {reported}"
     whole, windows = reported["whole"], reported["windows"]
@@ -137,13 +140,13 @@ def test_experts_on_the_cpu_leave_the_rest_on_the_gpu(architecture, child_of_mix
 
 
 def test_with_no_layer_offloaded_logits_are_those_of_a_build_without_gpu(tmp_path):
-    """Also of prompts of more than 32 rows, which llama.cpp left to itself computes on the GPU."""
+    """This includes prompts of more than 32 tokens, which llama.cpp by default computes on the GPU."""
     models = {name: tmp_path / f"{name}.gguf" for name in EVERY_KIND if name != LITE}
     for name, model in models.items():
         synth.write_model(model, architecture=name)
 
     def digests(python: str, *, gpu: bool) -> dict[str, str]:
-        """What a child of ``python`` computes without any layer on a GPU that it may see or not."""
+        """The digests of a child of ``python`` without layers on a GPU, whether or not it sees one."""
         child = subprocess.run(
             [python, "-m", "tests.gpu.plain", *map(str, models.values())],
             env=environment(os.environ, 1, 0, gpu=gpu),

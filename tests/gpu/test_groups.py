@@ -1,5 +1,6 @@
-"""Ranks of tensor-parallel groups that have their shares on a GPU: beside one on the processor, and two processes, and as
-planned and served."""
+"""Tensor-parallel ranks with their shares on a GPU: next to a rank on the CPU, as two processes, and as planned and
+served.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ WORKER_THREADS = 5
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt-oss", "qwen35", "deepseek2"])
 def test_a_share_on_a_gpu_beside_one_on_the_processor_gives_the_whole_models_logits(architecture, rank, gpu, tmp_path):
-    """Within twice what the whole model differs by between the two."""
+    """The logits differ at most twice as much as the whole model's between CPU and GPU."""
     synth.write_model(tmp_path / "model.gguf", architecture=architecture, quantisation="f32")
     header, options = read_header(tmp_path / "model.gguf"), replace(OPTIONS, gpu=gpu.id)
     expected, there = (whole_logits(header, options, on_gpu=on_gpu) for on_gpu in (False, True))

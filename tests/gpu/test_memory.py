@@ -1,4 +1,4 @@
-"""What a window takes of a GPU is what the plan said, by ggml's own accounting."""
+"""A window takes the GPU memory that was planned for it, by ggml's own accounting."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_OFF = 64 * MIB
 MAX_SHARE = 0.05
 CONTEXT = 4096
 PLACES = (("desk", 0), ("lap", 2), ("desk", 4))
-"""Devices and where their windows of two layers begin."""
+"""Each device and the first layer of its two-layer window."""
 _BUFFER = re.compile(r": +(\S+) (?:model|KV|compute|RS|LoRA) buffer size = +([0-9.]+) MiB")
 
 
@@ -51,25 +51,26 @@ OF_FAMILIES = {
     "grok": replace(WIDE, context_tokens=2048, chunk_rows=512),
     "nemotron_h": replace(WIDE, chunk_rows=2048),
 }
-"""Plans count the buffer of the largest layer in every window, in proportion to rows; what Mesa's device computes has
-128 MiB at most; and rows of a state are no wider than many others."""
+"""Exceptions, because plans count the largest layer's buffer in every window, in proportion to tokens; because Mesa's
+device limits a buffer to 128 MiB; and because rows of a state are no wider than many others.
+"""
 
 
 def planned_bytes(header, plan: Plan, work: Workload = WORK, adapters: Sequence[Adapter] = ()) -> list[int]:
-    """VRAM of each device of ``plan``, without what a backend keeps for itself, which ggml does not count."""
+    """Planned VRAM of each device, without the backend's own overhead, which ggml does not count."""
     model = with_adapters(model_profile(header), adapters)
     asked = instance([device(name) for name in plan.devices], [], model, work, {})
     return [each.vram_bytes - GPU_RUNTIME_BYTES for each in evaluate(plan, asked).devices]
 
 
 def taken_bytes(caplog, gpu) -> float:
-    """What llama.cpp said since that it took of the GPU."""
+    """The GPU memory that llama.cpp has logged since the log was cleared."""
     found = [_BUFFER.search(record.getMessage()) for record in caplog.records]
     return sum(float(match[2]) * MIB for match in found if match is not None and match[1] == gpu.id)
 
 
 def taken_by_windows(caplog, gpu) -> list[float]:
-    """The same by window, in the order in which they were loaded."""
+    """The same by window, in load order."""
     found: list[float] = []
     for record in caplog.records:
         if _LOADED in record.getMessage():
@@ -82,7 +83,7 @@ def taken_by_windows(caplog, gpu) -> list[float]:
 
 @pytest.fixture
 def printed(caplog):
-    hear_llama()  # another test of this process may have set a callback of its own
+    hear_llama()  # another test of this process may have set a callback
     caplog.set_level(logging.DEBUG, "primad.engine.binding")
     return caplog
 
@@ -144,7 +145,7 @@ def test_a_window_without_layers_there_takes_nothing(smollm2, printed, gpu, tmp_
 
 
 def test_experts_on_the_cpu_take_nothing_there(printed, gpu, tmp_path):
-    """53 MB a layer: with them the windows would be 320 MB over what was planned."""
+    """They have 53 MB in each layer: on the GPU, windows would exceed the plan by 320 MB."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, architecture="qwen3moe", width=512, expert_feed_forward=1024, experts=32, layers=6)
     header = read_header(path)
@@ -157,7 +158,7 @@ def test_experts_on_the_cpu_take_nothing_there(printed, gpu, tmp_path):
 
 
 def test_adapters_lie_beside_their_layers(printed, gpu, tmp_path):
-    """63 MB a layer: without them a window would be 126 MB over what was planned."""
+    """They have 63 MB in each layer: without them in the plan, a window would exceed it by 126 MB."""
     path = tmp_path / "model.gguf"
     synth.write_model(path, layers=6, is_empty=True, width=2048, heads=32, head_width=64, feed_forward=8192)
     header = read_header(path)
@@ -176,7 +177,7 @@ def test_adapters_lie_beside_their_layers(printed, gpu, tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "gpt-oss", "qwen3moe", "starcoder2"])
 def test_without_flash_attention_scores_are_there(family, printed, gpu, tmp_path):
-    """As of heads that a backend has none for."""
+    """Attention without flash attention, as for heads that a backend does not support."""
     header = write_family(tmp_path / "model.gguf", family)
     work = replace(WORK, context_tokens=2048, chunk_rows=256, flash=False)
     options = msgspec.structs.replace(OPTIONS, context=2048, sequences=1, rows=256, flash=False)
@@ -192,7 +193,7 @@ def test_without_flash_attention_scores_are_there(family, printed, gpu, tmp_path
 
 
 def check_family(family: str, work: Workload, printed, gpu, folder) -> None:
-    """Of three windows of its model."""
+    """Check three windows of the family's model."""
     header = write_family(folder / "model.gguf", family)
     each = layer_count(header) // 3
     cuts = [0, each, 2 * each, 3 * each]
@@ -220,7 +221,7 @@ def check_family(family: str, work: Workload, printed, gpu, folder) -> None:
 
 @pytest.mark.parametrize("family", sorted({*SHAPES, *KEYS}))
 def test_each_family(family, printed, gpu, tmp_path):
-    """Cells of layers that slide or differ, states, latent vectors and what a chunk needs, at widths of real models."""
+    """KV cache of sliding or varying layers, states, latent vectors and chunk buffers, at real widths."""
     check_family(family, OF_FAMILIES.get(family, WIDE), printed, gpu, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The encoder of pictures on a GPU: its rows are a processor's but for their last bits, and known by the GPU."""
+"""The picture encoder on a GPU: its embeddings match the CPU's except for the last bits, and are cached per GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A ring serves with a worker whose GPU holds some of its layers and helps with the others."""
+"""A ring serves with a worker whose GPU holds some layers and computes prefill for the others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_ring_that_is_helped_serves(smollm2, new_home, cluster, gpu, batching)
             of_worker=("--max-vram", "300MiB"),
         ) as (head, worker),
     ):
-        head.run.wait_for(r"lap: \d+ layers? \(")  # it serves a moment before it says how
+        head.run.wait_for(r"lap: \d+ layers? \(")  # it serves shortly before it prints the layers
         assert ("prefill offload to the GPU" in head.run.output) == (batching == "auto"), head.run.output
         reported = ask(head, prompt=STORY * 12, tokens=20)
         assert (reported.finish, reported.error) == ("length", None), head.run.output + worker.output

@@ -1,4 +1,4 @@
-"""``primad profile``, ``serve`` and ``join`` end well whatever the GPU does."""
+"""``primad profile``, ``serve`` and ``join`` succeed whatever the GPU does."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ LEFT_OUT = r"stays? unused: .*'primad doctor' looks at it, 'primad profile --rem
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A home of which nothing is known yet."""
+    """A home without a profile."""
     (tmp_path / "desk").mkdir()
     return tmp_path / "desk"
 
 
 def when_quiet(act: Callable[[], _Found]) -> _Found:
-    """What ``act`` gives. Of a busy machine figures may be measured that cannot be: primad then says to try again."""
+    """The result of ``act``, tried again while the machine is too busy for plausible figures."""
     for _ in range(TRIES - 1):
         try:
             return act()
@@ -46,7 +46,7 @@ def when_quiet(act: Callable[[], _Found]) -> _Found:
 
 
 def profile(home: Path, tmp_path: Path, *arguments: object, **environment: str):
-    """A ``primad profile`` to its end: what it printed, and the profile."""
+    """Run ``primad profile`` to its end; returns its output and the profile."""
     saved = tmp_path / "desk.json"
     options = ("profile", "--home", home, "--name", "desk", "--save", saved, *arguments)
 
@@ -62,7 +62,7 @@ def profile(home: Path, tmp_path: Path, *arguments: object, **environment: str):
 
 def test_the_device_is_measured_as_it_is(home, tmp_path, gpu):
     output, found = profile(home, tmp_path, "--quick")
-    if found.gpu is None:  # a busy machine may measure what cannot be
+    if found.gpu is None:  # a busy machine may measure implausible figures
         assert LEFT_OUT_FIGURES in output, output
         assert re.search(LEFT_OUT, output), output
     else:
@@ -108,7 +108,7 @@ def test_a_gpu_without_memory_is_left_out(home, tmp_path, gpu):
 
 @pytest.mark.parametrize("fault", ["none", "no driver", "no room", *FAULTS])
 def test_a_first_start_measures_and_serves(home, tmp_path, smollm2, cluster, fault, monkeypatch, gpu):
-    """A worker and a head, each of which knows nothing of itself yet."""
+    """Neither worker nor head has a profile yet."""
     if fault in ("no room", *FAULTS) and gpu.backend != "Vulkan":
         pytest.skip(f"{gpu.backend} asks no Vulkan driver")
     named = {"none": {}, "no driver": NO_DRIVER, "no room": NO_ROOM}

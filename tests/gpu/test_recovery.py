@@ -1,4 +1,4 @@
-"""An answer that began with layers on a GPU goes on where only processors are left, and where the GPU has no room."""
+"""A request that began with layers on a GPU resumes on CPUs alone, or where the GPU has no room."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_ROOM = {"GGML_VK_FORCE_MAX_ALLOCATION_SIZE": "65536", "GGML_VK_FORCE_MAX_BUFF
 
 @pytest.fixture
 def ring_with(smollm2, new_home, cluster, gpu) -> Iterator[partial[AbstractContextManager[tuple[Head, Primad]]]]:
-    """Begins a ring whose worker has these variables."""
+    """Starts a ring; the keyword arguments are the worker's environment variables."""
     home = new_home("lap")
     with measured(gpu, home, WORKER_THREADS):
         yield partial(ring_of_two, smollm2, (new_home("head"), home), cluster, WORKER_THREADS)
@@ -75,7 +75,7 @@ devices.own_memory_of = own_memory_of
 
 
 def test_layers_leave_the_gpu_when_other_programs_take_its_memory(ring_with, tmp_path):
-    """No program takes all of this device's memory: what a ring process reads of it says that one has."""
+    """No program really fills this device's memory: the ring process reads made-up values."""
     taken = tmp_path / "taken"
     (tmp_path / "sitecustomize.py").write_text(f"import os\nFILE = {str(taken)!r}\n{_TAKEN}")
     folders = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))

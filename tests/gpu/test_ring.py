@@ -1,5 +1,6 @@
-"""Rings of daemons whose worker has on its GPU what is not an ordinary layer: a mixture's, with its experts or without, one
-with adapters and other angles, and a model of whose layers some keep nothing."""
+"""Rings of daemons whose worker has unusual layers on its GPU: a mixture's, with or without experts; layers with
+adapters and other RoPE scaling; layers without a KV cache.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ WIDE: dict[str, dict[str, Any]] = {
     },
     "deci": {"values": {"deci.embedding_length": value(512), "deci.feed_forward_length": value([2048] * LAYERS)}},
 }  # fmt: skip
-"""So wide that a GPU is worth its while."""
+"""Wide enough that a GPU is worth using."""
 
 
 @pytest.fixture
 def answers(smollm2, new_home, cluster, gpu, tmp_path):
-    """Has a ring of a model of ``architecture`` answer; what its head printed."""
+    """Gets an answer from a ring with a model of ``architecture``; returns the head's output."""
 
     def answers(architecture: str, *arguments: object, changed: tuple[str, ...] = ()) -> str:
         model, more = tmp_path / "model.gguf", list[object]()

@@ -1,5 +1,6 @@
-"""What layers on a GPU hold of a sequence leaves it and is put back there as on a processor: cells, small caches of sliding
-windows, states of recurrent layers; and layers for multi-token prediction draft there."""
+"""Sequence state of GPU layers is saved and restored as on a CPU: KV cells, small sliding-window caches, recurrent
+states; layers for multi-token prediction draft there.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from tests.shell.test_state_exact import WRONG, each, step
 HYBRIDS = ("qwen35", "nemotron_h", "lfm2")
 SLIDING = ("gemma3", "gpt-oss")
 MAX_OFF = 0.05
-"""Of logits of some 10: rows of a step are added up in another order than each alone. Wrong states are off by 6."""
+"""With logits of about 10, tokens of a batch are summed in another order than single ones. Wrong states differ by 6."""
 
 
 @pytest.fixture(autouse=True)
 def _on_gpu(monkeypatch) -> None:
-    """All layers of all windows of a test are there, and the output matrix."""
+    """All layers of all windows and the output matrix are on the GPU."""
 
     def all_assigned(layers, on_gpu=None, *, is_tail, first=0, **_):
         return assigned(layers, layers, is_tail=is_tail, first=first)
@@ -81,8 +82,9 @@ def test_drafts_that_did_not_hold_are_taken_back_from_states(architecture, tmp_p
 def test_a_layer_for_multi_token_prediction_drafts_behind_a_tail_as_behind_the_whole_model(
     architecture, tmp_path, monkeypatch
 ):
-    """Logits are those of a whole model with that layer: with it the last of the others is computed for all tokens of a
-    prompt, which a GPU adds up in another order than the one that is asked for."""
+    """The whole model here also has the multi-token prediction layer: its last regular layer then computes all tokens
+    of a prompt, which a GPU sums in another order than the requested one alone.
+    """
 
     def predicting(*arguments, **options):
         return WholeModel(*arguments, **options | {"predicts": True})

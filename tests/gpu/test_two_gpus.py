@@ -1,4 +1,4 @@
-"""Two GPUs of one device: two that there are, or Mesa's software device shown twice (``GGML_VK_VISIBLE_DEVICES=0,0``)."""
+"""Two GPUs of one device: two real ones, or Mesa's software device shown twice (``GGML_VK_VISIBLE_DEVICES=0,0``)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ARCHITECTURES = ("llama", "qwen3moe", "qwen3next")
 MIB = 1 << 20
 MAX_OFF = 64 * MIB
 SOME_LAYERS_BYTES = 320 * MIB
-"""So much of a GPU holds some of SmolLM2's layers, twice as much holds all."""
+"""Enough for some of SmolLM2's layers; twice as much is enough for all."""
 
 
 @pytest.fixture(scope="module")
 def twice(gpu) -> dict[str, str]:
-    """What shows two GPUs to a process."""
+    """Environment variables that show a process two GPUs."""
     listed = list_gpus()
     if not isinstance(listed, str) and len(listed) > 1:
         return {}
@@ -43,13 +43,13 @@ def twice(gpu) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def other(twice) -> str:
-    """What llama.cpp calls the second one."""
+    """llama.cpp's name for the second one."""
     return "Vulkan1" if twice else list_gpus()[1].id
 
 
 @pytest.fixture(scope="module")
 def reported(twice, tmp_path_factory) -> dict[str, Any]:
-    """What ``halves`` says of each architecture."""
+    """The output of ``halves``, by architecture."""
     folder = tmp_path_factory.mktemp("halves")
     child = subprocess.run(
         [sys.executable, "-m", "tests.gpu.halves", str(folder), *ARCHITECTURES],
@@ -79,7 +79,7 @@ def test_each_takes_what_was_planned_of_it(architecture, where, reported):
 
 @pytest.fixture
 def ring(smollm2, new_home, cluster, gpu) -> Callable[..., AbstractContextManager[tuple[Head, Primad]]]:
-    """Begins a ring whose worker counts as measured with GPUs of these names, and may use so much of each."""
+    """Starts a ring whose worker has a profile with these GPUs and may use ``each_bytes`` of each."""
     homes = new_home("head"), new_home("lap")
 
     @contextmanager
@@ -100,7 +100,7 @@ def ring(smollm2, new_home, cluster, gpu) -> Callable[..., AbstractContextManage
 
 
 def layers_by_gpu(head: Head) -> dict[str, int]:
-    """How many layers each GPU of the worker has, where it has several."""
+    """The number of layers on each GPU of the worker, if it has several."""
     (worker,) = (device for device in head.status()["devices"] if device["role"] == "worker")
     return {each["id"]: each["layers"] for each in worker["gpus"]}
 
@@ -115,7 +115,7 @@ def test_a_ring_on_two_gpus_answers_as_on_one(ring, twice, other):
 
 
 def test_a_gpu_that_is_gone_leaves_the_other(ring, twice, other):
-    """The worker counts as measured with both."""
+    """The worker's profile has both GPUs."""
     if not twice:
         pytest.skip("real GPUs stay where they are")
     with ring(SOME_LAYERS_BYTES, [other], GGML_VK_VISIBLE_DEVICES="0") as (head, _):
@@ -126,7 +126,7 @@ def test_a_gpu_that_is_gone_leaves_the_other(ring, twice, other):
 
 
 def test_a_gpu_that_is_lost_in_a_response_leaves_the_other(ring, twice, other, tmp_path):
-    """Its driver ends the ring process each time; no one says which of the two it was."""
+    """The driver ends the ring process each time, and nothing names the lost GPU."""
     if not twice:
         pytest.skip("real GPUs stay where they are")
     lost = tmp_path / "lost"

@@ -1,5 +1,4 @@
-"""A browser without a screen, and what every page that was open in it must hold: no error on the console, nothing that axe
-finds serious."""
+"""A headless browser, and checks on every page opened in it: no console error, nothing that axe finds serious."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def browser(_network_of_its_own: None) -> Iterator[Browser]:  # noqa: F811
     if not Path(path).is_file():
         pytest.skip(f"{path}: no such browser; tools/test-page installs one")
     with sync_playwright() as playwright:
-        heard = ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]  # a microphone that beeps
+        heard = ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]  # a fake microphone that beeps
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--no-proxy-server", *heard])
         yield browser
         browser.close()
@@ -38,11 +37,11 @@ def browser(_network_of_its_own: None) -> Iterator[Browser]:  # noqa: F811
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Opens pages, each in a browser profile of its own; fails where one complained on its console or shows a "null"."""
+    """Opens pages, each in its own browser profile; fails if one wrote to its console or shows a "null"."""
     pages, complaints = list[Page](), list[str]()
 
     def heard(message: ConsoleMessage) -> None:
-        expected = "Failed to load resource" in message.text  # that a request was refused, which tests provoke
+        expected = "Failed to load resource" in message.text  # a refused request, which tests provoke
         if message.type in ("error", "warning") and not expected:
             complaints.append(message.text)
 
@@ -66,11 +65,11 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
 
 @pytest.fixture(scope="session")
 def serious() -> Callable[[Page], list[str]]:
-    """What axe finds serious on a page as it stands."""
+    """Lists what axe finds serious on a page in its current state."""
     script = (Path(os.environ["PRIMAD_TEST_PAGE"]) / "axe.min.js").read_text()
 
     def judge(page: Page) -> list[str]:
-        session = page.context.new_cdp_session(page)  # a debugger's script, which the page's policy need not allow
+        session = page.context.new_cdp_session(page)  # scripts of the debugger bypass the page's policy
         session.send("Runtime.evaluate", {"expression": f"{script};0"})
         found = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")
         session.detach()

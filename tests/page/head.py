@@ -1,4 +1,4 @@
-"""A head whose answers a test writes, and the page before it."""
+"""A head with scripted answers, and its page."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
 class SlowBackend(FakeBackend):
-    """A pause before each token, so that a test can look at an answer that is being written; or one until it goes on."""
+    """Pauses before each token, so that a test can look at an unfinished answer, or waits for an event."""
 
     pause_s = 0.0
     loop: asyncio.AbstractEventLoop
 
     def go_on(self, event: asyncio.Event) -> None:
-        """The script need not wait for ``event`` any more."""
+        """Let a script that waits for ``event`` continue."""
         self.loop.call_soon_threadsafe(event.set)
 
     async def generate(self, *arguments: Any, **more: Any) -> AsyncGenerator[Any, None]:
@@ -40,7 +40,7 @@ class SlowBackend(FakeBackend):
 
 
 def answering(*texts: Any, template: str = PLAIN, pause_s: float = 0.0) -> SlowBackend:
-    """A head of two devices."""
+    """A head of two devices that answers with ``texts``."""
     backend = SlowBackend(replies(*texts), vocabulary=ByteVocabulary(chat_template=template))
     backend.pause_s = pause_s
     backend.served = replace(backend.served, sequences=4)
@@ -68,7 +68,9 @@ def served(backend: FakeBackend, door: Door = OPEN, **more: Any) -> Iterator[str
 
 
 def keep_chats(page: Page, *chats: list[str]) -> None:
-    """Conversations as if the page had kept them, the latest first: questions and answers; the first is the title."""
+    """Store conversations as the page does, latest first: alternating questions and answers; the first question is the
+    title.
+    """
     kept = [
         {
             "id": str(number),

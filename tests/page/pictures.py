@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/page.md anew, as ``tools/test-page --pictures`` asks: three processes with ten layers each."""
+"""Remakes the pictures of docs/page.md for ``tools/test-page --pictures``: three processes with ten layers each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def head(module_home, smollm2) -> Iterator[Head]:
 
 @pytest.fixture
 def answered(head, open_page) -> Page:
-    """The page of its owner, after an answer."""
+    """The owner's page after an answer."""
     page = open_page(run_primad("page", "--print", "--head", f"desk:{head.port}").stdout.strip())
     expect(page.locator("#pill")).to_have_attribute("data-state", "serving")
     page.get_by_label("Settings").first.click()

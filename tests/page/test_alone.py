@@ -1,4 +1,4 @@
-"""The page before a head whose answers a test writes: hostile text, thoughts, calls, keys, and what a keyboard can do."""
+"""The page of a head with scripted answers: hostile text, thoughts, calls, keys, keyboard use."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_hidden_tab_asks_for_nothing_until_it_is_shown(open_page):
 
 
 def turn(page: Page, *, hidden: bool) -> None:
-    """As a browser does when its user takes another tab, or comes back."""
+    """Hide or show the page, as switching tabs does."""
     page.evaluate(
         """hidden => {
             Object.defineProperty(document, "hidden", { configurable: true, get: () => hidden });
@@ -260,6 +260,6 @@ def test_a_code_that_another_device_shows_pairs_it(open_page, serious):
 
 
 def as_owner(url: str) -> str:
-    """The address that ``primad page`` would open."""
+    """The address that ``primad page`` opens."""
     answer = httpx.post(f"{url}ui/ticket", json={}, headers={"authorization": f"Bearer {OWNER}"}, trust_env=False)
     return f"{url}#ticket={answer.json()['ticket']}"

@@ -1,4 +1,4 @@
-"""The page before a head of several models: one is chosen, loaded, unloaded, downloaded and deleted."""
+"""The page of a head with several models: choosing, loading, unloading, downloading and deleting one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures on the page: pasted, dropped, chosen, shown with what they cost, and sent with the question."""
+"""Pictures on the page: pasted, dropped or chosen, shown with their cost, sent with the question."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page before real daemons: it chats, shows their ring, pairs a device, and one that dies is seen to die."""
+"""The page of real daemons: it chats, shows the ring, pairs a device and shows a device's death."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = ("desk", "mini", "laptop")
 
 @pytest.fixture(scope="module")
 def devices(module_home, smollm2) -> Iterator[tuple[Head, dict[str, Primad]]]:
-    """A head and two workers that serve."""
+    """A serving head and its two workers."""
     homes = [module_home(name) for name in NAMES]
     with ring(smollm2, homes, "page", "--sequences", "2") as (head, workers):
         yield head, dict(zip(NAMES[1:], workers, strict=True))
@@ -38,7 +38,7 @@ def owned(devices, module_home, open_page) -> Callable[[], Page]:
 
 
 def say(page: Page, text: str, *, maximum: int | None = None) -> None:
-    """Ask ``text``; ``maximum`` tokens are to be answered."""
+    """Ask ``text`` with at most ``maximum`` tokens of answer."""
     if maximum is not None:
         page.get_by_label("Settings").first.click()
         page.get_by_label("Max tokens").fill(str(maximum))
@@ -113,7 +113,7 @@ def test_a_device_that_runs_already_pairs_by_the_code_that_it_shows(owned, modul
         worker.wait_for("paired with desk")
         card = page.get_by_role("article", name="attic")
         expect(card).to_contain_text("paired")
-        expect(card).to_contain_text(re.compile("ready|serving"))  # as the plan has it
+        expect(card).to_contain_text(re.compile("ready|serving"))  # depends on the plan
         revoke(page, "attic")
         expect(card).to_contain_text("primad devices revoke desk")
 

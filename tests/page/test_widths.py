@@ -1,4 +1,4 @@
-"""What holds on a phone as on a desk: nothing hides, jumps, breaks or overlaps, and each figure has a name."""
+"""The page on a phone and on a desktop: nothing hides, jumps, breaks or overlaps, and each figure has a name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_deletion_is_seen_before_a_finger_and_taken_back(open_page, serious, s
             page.get_by_role("button", name="Conversations").click()
         for title in ("first", "second"):
             expect(page.get_by_label(f'Delete "{title}"')).to_have_css("opacity", "1")
-        for title, chat in (("first", "one"), ("second", "one")):  # the open one, and another
+        for title, chat in (("first", "one"), ("second", "one")):  # the open one and another
             page.get_by_label(f'Delete "{title}"').tap()
             expect(page.get_by_label(f'Delete "{title}"')).to_have_count(0)
             undo = page.get_by_role("button", name=f'Undo: "{title}" is deleted')
@@ -142,7 +142,7 @@ def test_formulas_tasks_images_and_tables_of_an_answer_survive(open_page, seriou
 
 
 def lines_of_words(cells: Locator) -> list[int]:
-    """Over how many lines the text of each cell goes."""
+    """The number of lines that the text of each cell takes."""
     return cells.evaluate_all("""all => all.map(each => {
         const range = document.createRange();
         range.selectNodeContents(each);
@@ -224,7 +224,7 @@ def test_labels_of_the_ring_do_not_overlap_and_name_every_device(open_page, seri
 
 
 def boxes(parts: Locator) -> list[tuple[str, float, float, float, float]]:
-    """What can be seen of ``parts``: its text, left, top, right, bottom."""
+    """The visible ``parts``: text, left, top, right, bottom."""
     return parts.evaluate_all("""all => all.map(each => [each.textContent, each.getBoundingClientRect()])
         .filter(([text, box]) => text && box.width)
         .map(([text, { left, top, right, bottom }]) => [text, left, top, right, bottom])""")
@@ -258,7 +258,7 @@ def test_there_is_one_speed_and_it_has_a_name(open_page, screen):
 
 
 def facts(page: Page) -> set[tuple[str, ...]]:
-    """The figures beside the ring, each with its name."""
+    """The figures next to the ring, each with its name."""
     return {
         tuple(each.all_inner_texts()) for each in (row.locator("dt, dd") for row in page.locator(".facts > div").all())
     }
